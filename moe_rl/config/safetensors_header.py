@@ -1,0 +1,88 @@
+"""The header of a safetensors file: what it holds, without reading the tensors. The file is input and not trusted."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+from moe_rl.errors import ConfigError, describe
+
+Tensor = tuple[str, tuple[int, ...], str]
+"""safetensors dtype such as "BF16", shape, file name."""
+
+ITEM_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+}
+MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+
+
+def read_header(file: Path) -> dict[str, Tensor]:
+    """Names, dtypes and shapes in one safetensors file. A header that does not account for every byte is damaged."""
+
+    def damaged(reason: str) -> ConfigError:
+        return ConfigError(
+            describe(
+                "model.path: damaged safetensors file", where=str(file), got=reason, do="copy the checkpoint again"
+            )
+        )
+
+    try:
+        with open(file, "rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size < 8:
+                raise damaged(f"{size} bytes")
+            length = struct.unpack("<Q", stream.read(8))[0]
+            if length > min(size - 8, MAX_HEADER_BYTES):
+                raise damaged(f"a header of {length} bytes in a file of {size}")
+            header = json.loads(stream.read(length), object_pairs_hook=_unique)
+    except ConfigError:
+        raise
+    except OSError as error:
+        raise ConfigError(describe("model.path: cannot read a file", got=f"{file}: {error.strerror}")) from None
+    except (ValueError, RecursionError) as error:
+        raise damaged(f"a header that is no JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise damaged("a header that is no mapping")
+    header.pop("__metadata__", None)
+    tensors, spans = {}, []
+    for name, entry in header.items():
+        try:
+            dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+            whole = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+            right = whole and end - begin == math.prod(shape) * ITEM_BYTES[dtype]
+        except (KeyError, TypeError, ValueError):
+            right = False
+        if not right:
+            raise damaged(f"an entry of {name!r} that does not add up")
+        tensors[name] = (dtype, shape, file.name)
+        spans.append((begin, end))
+    expected = 0
+    for begin, end in sorted(spans):
+        if begin != expected:
+            raise damaged(f"a gap or an overlap at byte {expected} of the data")
+        expected = end
+    if 8 + length + expected != size:
+        raise damaged(f"{size} bytes, {8 + length + expected} by its header")
+    return tensors
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("duplicate keys")
+    return found

@@ -1,0 +1,163 @@
+"""The configuration of a run: typed, frozen, closed. Unknown keys are errors; nothing here imports torch.
+
+Derived numbers do not live here: see `plan.py`. Each field is documented by the string under it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
+
+
+class RunConfig(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Names the run folder, `runs_dir/name-<time>`."""
+    runs_dir: Path = Path("runs")
+    """Folder that holds the run folders, relative to the working directory."""
+    seed: int = 1
+    """Every random choice of a run derives from it: prompt order, sampling seeds, model RNG."""
+    steps: Count
+    """Rollout batches to sample and learn from."""
+    peer_timeout_seconds: Positive = 30.0
+    """A rank or a sampler that gives no sign of life for so long ends the run."""
+
+
+class ModelConfig(Section):
+    path: Path
+    """Folder of a Hugging Face checkpoint of a Qwen3-MoE model: config.json, safetensors, tokenizer.json."""
+
+
+class RewardConfig(Section):
+    function: str
+    """Dotted path of a callable `(prompt, completion, answer) -> float`; it is given only the parameters it names."""
+    weight: float = 1.0
+    """Its share in the reward, a weighted sum."""
+
+
+class TaskConfig(Section):
+    train: Path
+    """JSONL of prompts to learn from: id, prompt, answer, level."""
+    heldout: Path
+    """JSONL of prompts never trained on."""
+    rewards: Annotated[dict[str, RewardConfig], Field(min_length=1)]
+    """Reward functions by name."""
+    pass_reward: str
+    """The reward function whose value 1 means that a completion passes."""
+    verifier_timeout_seconds: Positive = 5.0
+    """A verification that takes longer is killed and counts as failed."""
+    verifier_workers: Count = 1
+    """Verifier processes."""
+    max_failed_fraction: Fraction = 0.1
+    """The run ends when more of a step's verifications fail than this."""
+
+
+class RolloutConfig(Section):
+    prompts_per_step: Count
+    """Prompts sampled from in one step."""
+    group_size: Annotated[int, Field(ge=2)]
+    """Completions sampled from each prompt."""
+    max_prompt_tokens: Count
+    """Longer prompts are refused when the prompts are read."""
+    max_completion_tokens: Count
+    """Completions are truncated here."""
+    temperature: Positive = 1.0
+    """Sampling temperature; the trainer's logits are divided by it too."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of the sampler."""
+    max_concurrent: Count = 256
+    """Sequences the engine decodes at once."""
+    kv_cache_mib: Count = 512
+    """Memory for the engine's KV cache."""
+    startup_timeout_seconds: Positive = 300.0
+    """An engine that is not ready by then is given up."""
+
+
+class ReplayConfig(Section):
+    mode: Literal["r3", "off"] = "r3"
+    """r3: the trainer takes the sampler's routes in every forward pass of the policy. off: it routes natively."""
+    native_every: Annotated[int, Field(ge=0)] = 5
+    """Every so many steps one extra pass routes natively, to measure what replay removes. 0: never."""
+    keep_shards: Count = 4
+    """Steps whose trace shards stay on disk; older ones are removed."""
+
+
+class ParallelConfig(Section):
+    expert: Count = 1
+    """Expert-parallel ranks. The world size must be a multiple; the rest is data parallel."""
+
+
+class OptimizerConfig(Section):
+    lr: Positive
+    """Peak learning rate of Adam."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps of linear warm-up, then constant."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: Positive = 1e-8
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    clip_grad: Positive = 1.0
+    """Global gradient norm above which gradients are scaled down."""
+
+
+class TrainConfig(Section):
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of the trainer's parameters. Main gradients and optimizer state are always float32."""
+    updates_per_step: Count = 1
+    """Optimizer updates from one rollout batch, each on its own share of the groups."""
+    microbatch_tokens: Count
+    """Tokens packed into one microbatch, padding included."""
+    recompute: Literal["none", "full"] = "none"
+    """Activation recomputation."""
+    optimizer: OptimizerConfig
+
+
+class ObjectiveConfig(Section):
+    name: Literal["gspo", "grpo"] = "gspo"
+    """gspo: one ratio per sequence. grpo: one ratio per token, mean over a sequence, mean over sequences."""
+    clip_low: Positive = 3e-4
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    clip_high: Positive = 4e-4
+    normalize_std: bool = True
+    """Divide a group's centred rewards by their standard deviation."""
+    old_logprobs: Literal["trainer", "sampler"] = "trainer"
+    """Denominator of the ratio: recomputed by the trainer before a step's first update, or as the sampler gave it."""
+    kl_coef: Annotated[float, Field(ge=0.0)] = 0.0
+    """Weight of the k3 KL to the frozen initial policy, which routes natively. 0: no reference model is built."""
+
+
+class CheckpointConfig(Section):
+    every_steps: Count = 10
+    """Steps between checkpoints. The last step always writes one."""
+    keep: Count = 2
+    """Checkpoints kept."""
+
+
+class EvalConfig(Section):
+    every_steps: Count = 10
+    """Steps between evaluations on the held-out prompts. Before the first step and after the last always."""
+    prompts: Count = 256
+    """Held-out prompts used, the same ones each time."""
+
+
+class Config(Section):
+    run: RunConfig
+    model: ModelConfig
+    task: TaskConfig
+    rollout: RolloutConfig
+    replay: ReplayConfig = ReplayConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    train: TrainConfig
+    objective: ObjectiveConfig = ObjectiveConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()

@@ -1,0 +1,129 @@
+"""YAML without its surprises: what a config file says is what the run gets.
+
+The scalars of YAML 1.2's core schema and nothing else: `true` and `false` are the only booleans (`no`, `off` and `yes`
+are text), `1e-6` is a number, `010` is ten, `12:30` and `2026-01-02` are text. Duplicate keys, aliases, merge keys and
+tags are errors that name the line.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from moe_rl.errors import ConfigError
+
+Path = tuple[str | int, ...]
+"""Where a value stands: keys and list positions from the top of the document."""
+
+MAX_BYTES = 1 << 20
+
+_SCALARS = {
+    "tag:yaml.org,2002:null": (re.compile(r"^(?:~|null|Null|NULL|)$"), lambda text: None),
+    "tag:yaml.org,2002:bool": (re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), lambda text: text[0] in "tT"),
+    "tag:yaml.org,2002:int": (re.compile(r"^[-+]?[0-9]+$"), int),
+    "tag:yaml.org,2002:float": (
+        re.compile(
+            r"^[-+]?(?:(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|\.(?:inf|Inf|INF))$|^\.(?:nan|NaN|NAN)$"
+        ),
+        lambda text: float(re.sub(r"\.(?=[iInN])", "", text)),
+    ),
+    "tag:yaml.org,2002:str": (None, str),
+}
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict = {}
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            raise _at(self.peek_event().start_mark, "an alias is not allowed in a config", "write the value out")
+        return super().compose_node(parent, index)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that this reader, or a YAML 1.1 reader, would take for something else."""
+
+    yaml_implicit_resolvers = {first: list(rules) for first, rules in yaml.SafeDumper.yaml_implicit_resolvers.items()}
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _tag, (_pattern, _) in _SCALARS.items():
+    if _pattern is not None:
+        _Loader.add_implicit_resolver(_tag, _pattern, None)
+        _Dumper.add_implicit_resolver(_tag, _pattern, None)
+
+
+def _at(mark: yaml.Mark, what: str, do: str = "") -> ConfigError:
+    return ConfigError(f"{mark.name}:{mark.line + 1}: {what}" + (f"; {do}" if do else ""))
+
+
+def parse(text: str, name: str) -> tuple[Any, dict[Path, int]]:
+    """Read one YAML document.
+
+    text: the document. name: what messages call it, a file name as a rule.
+    Returns its value and, for each key and list item, the 1-based line it stands on. Raises ConfigError.
+    """
+    if len(text) > MAX_BYTES:
+        raise ConfigError(f"{name}: got {len(text)} characters, expected at most {MAX_BYTES}: this is no config file")
+    loader = None
+    try:
+        loader = _Loader(text)
+        loader.name = name
+        node = loader.get_single_node()
+        lines: dict[Path, int] = {}
+        return (None if node is None else _value(node, (), lines)), lines
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        reason = ", ".join(part for part in (error.context, error.problem) if part)
+        raise ConfigError(f"{name}{line}: not valid YAML: {reason}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{name}: nested too deeply for a config") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def dump(value: Any) -> str:
+    """Block-style YAML that `parse` reads back as an equal value. Key order is kept."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=False, width=120)
+
+
+def _value(node: yaml.Node, path: Path, lines: dict[Path, int]) -> Any:
+    lines.setdefault(path, node.start_mark.line + 1)
+    if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
+        mapping: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = _key(key_node)
+            here = (*path, key)
+            if key in mapping:
+                raise _at(key_node.start_mark, f"duplicate key {_dotted(here)}, also on line {lines[here]}", "keep one")
+            lines[here] = key_node.start_mark.line + 1
+            mapping[key] = _value(value_node, here, lines)
+        return mapping
+    if isinstance(node, yaml.SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
+        return [_value(item, (*path, index), lines) for index, item in enumerate(node.value)]
+    if isinstance(node, yaml.ScalarNode) and node.tag in _SCALARS:
+        pattern, convert = _SCALARS[node.tag]
+        if pattern is not None and not pattern.match(node.value):
+            raise _at(node.start_mark, f"{node.value!r} does not fit its tag {node.tag}", "leave the tag out")
+        try:
+            return convert(node.value)
+        except ValueError:  # an integer past the interpreter's digit limit
+            raise _at(node.start_mark, f"a number of {len(node.value)} digits") from None
+    raise _at(node.start_mark, f"the tag {node.tag!r} is not allowed in a config", "leave the tag out")
+
+
+def _key(node: yaml.Node) -> str:
+    if isinstance(node, yaml.ScalarNode):
+        return node.value
+    raise _at(node.start_mark, "a key must be plain text")
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(str(part) for part in path)

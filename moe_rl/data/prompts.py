@@ -1,0 +1,188 @@
+"""Prompt files, the text codec, and a prompt order that is a pure function of a cursor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from moe_rl.errors import DataError, describe
+from moe_rl.types import Prompt
+
+_FIELDS = ("id", "prompt", "answer", "level")
+_MAX_PROBLEMS = 20
+# Shown for a sampled id that the tokenizer does not know: models pad their vocabulary, so one can be sampled.
+_UNKNOWN = "\ufffd"
+
+
+def _read_tokenizer(file: Path | str) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception for every fault
+        raise DataError(describe("not a readable tokenizer", where=str(file), got=error)) from error
+    # A tokenizer.json may carry either; both would change prompts without a word.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+class TextCodec:
+    """Text to token ids and back, by a Hugging Face tokenizer.json, with nothing added and nothing hidden."""
+
+    def __init__(self, tokenizer_file: Path | str, eos_token_id: int):
+        """Raises DataError if the file is no tokenizer or does not know `eos_token_id`."""
+        self._tokenizer = _read_tokenizer(tokenizer_file)
+        self._known = frozenset(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        if eos_token_id not in self._known:
+            raise DataError(
+                describe("the end-of-sequence id is not in the tokenizer", where=str(tokenizer_file), got=eos_token_id)
+            )
+        self.eos_token_id = eos_token_id
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of exactly this text: no template, no begin-of-sequence. Special tokens spelt out in it count."""
+        return _encode(self._tokenizer, text)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids without one trailing end-of-sequence; other special tokens stay, unknown ids show as U+FFFD.
+
+        A verifier must see what the policy really wrote: a completion with a special token in the middle of its answer
+        would look well-formed if special tokens were dropped.
+        """
+        ids = list(ids)
+        if ids and ids[-1] == self.eos_token_id:
+            ids.pop()
+        spans: list[list[int]] = [[]]
+        for token in ids:
+            if token in self._known:
+                spans[-1].append(token)
+            else:
+                spans.append([])
+        return _UNKNOWN.join(self._tokenizer.decode(span, skip_special_tokens=False) if span else "" for span in spans)
+
+
+def load_prompts(path: Path | str, tokenizer_file: Path | str, *, max_prompt_tokens: int) -> list[Prompt]:
+    """Read a JSONL file of prompts: each line an object of the strings id, prompt, answer and level, and nothing else.
+
+    Prompts are tokenised as `TextCodec.encode` does. Raises DataError naming file and line of every problem, up to 20.
+    """
+    path = Path(path)
+    tokenizer = _read_tokenizer(tokenizer_file)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(describe("cannot read the prompts", where=str(path), got=error.strerror)) from error
+    prompts: list[Prompt] = []
+    problems: list[str] = []
+    line_of: dict[str, int] = {}
+    # Not splitlines(): JSON strings may hold U+2028 and its like.
+    lines = data.removesuffix(b"\n").split(b"\n") if data else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = _parse(line)
+            if record["id"] in line_of:
+                raise ValueError(f"duplicate id {record['id']!r}, first on line {line_of[record['id']]}")
+            line_of[record["id"]] = number
+            token_ids = _encode(tokenizer, record["prompt"])
+            if not 0 < len(token_ids) <= max_prompt_tokens:
+                raise ValueError(
+                    f"prompt of {len(token_ids)} tokens, expected 1 to rollout.max_prompt_tokens = {max_prompt_tokens}"
+                )
+        except ValueError as error:
+            problems.append(f"{path}:{number}: {error}")
+        else:
+            prompts.append(Prompt(record["id"], record["prompt"], record["answer"], record["level"], token_ids))
+    if problems:
+        rest = len(problems) - _MAX_PROBLEMS
+        raise DataError("\n".join(problems[:_MAX_PROBLEMS] + ([f"{path}: and {rest} more"] if rest > 0 else [])))
+    if not prompts:
+        raise DataError(describe("no prompts", where=str(path), got="an empty file", expected="one JSON object a line"))
+    return prompts
+
+
+def _parse(line: bytes) -> dict[str, str]:
+    """One line's record; ValueError with a sentence for the user."""
+    try:
+        record = json.loads(line.decode("utf-8"), object_pairs_hook=_unique)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start} of the line") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"not an object: got {type(record).__name__}")
+    missing = [name for name in _FIELDS if name not in record]
+    unknown = [name for name in record if name not in _FIELDS]
+    if missing or unknown:
+        wrong = [f"lacks {name}" for name in missing] + [f"has unknown {name!r}" for name in unknown]
+        raise ValueError(f"{', '.join(wrong)}: expected exactly {', '.join(_FIELDS)}")
+    for name, value in record.items():
+        if not isinstance(value, str):
+            raise ValueError(f"{name} is not a string: got {type(value).__name__}")
+        if any("\ud800" <= character <= "\udfff" for character in value):
+            raise ValueError(f"{name} holds half a surrogate pair, which is no text")
+    if not record["id"]:
+        raise ValueError("id is empty")
+    return record
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        raise ValueError("a key occurs twice")
+    return record
+
+
+class PromptSource:
+    """Prompts in an endless order: every epoch a fresh permutation, so no prompt comes twice within one.
+
+    The order is a pure function of (prompts, seed, position): `cursor`, the number of prompts ever taken, is the whole
+    state, and a run that seeks to a stored cursor goes on exactly where it was.
+    """
+
+    def __init__(self, prompts: list[Prompt], seed: int):
+        if not prompts:
+            raise DataError("a prompt source needs at least one prompt")
+        self._prompts = list(prompts)
+        self._seed = seed % 2**64  # a negative seed is a seed too
+        self._cursor = 0
+        self._epoch = -1
+        self._order = np.empty(0, np.int64)
+
+    @property
+    def cursor(self) -> int:
+        return self._cursor
+
+    def seek(self, cursor: int) -> None:
+        if cursor < 0:
+            raise ValueError(describe("a prompt cursor counts prompts taken", got=cursor, expected="0 or more"))
+        self._cursor = cursor
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next `count` prompts; may span the end of an epoch."""
+        prompts = self.peek(self._cursor, count)
+        self._cursor += count
+        return prompts
+
+    def peek(self, cursor: int, count: int) -> list[Prompt]:
+        """The `count` prompts at `cursor`, without taking them."""
+        if cursor < 0 or count < 0:
+            raise ValueError(describe("no such prompts", got=f"cursor {cursor}, count {count}", expected="0 or more"))
+        return [self._at(position) for position in range(cursor, cursor + count)]
+
+    def _at(self, position: int) -> Prompt:
+        epoch, place = divmod(position, len(self._prompts))
+        if epoch != self._epoch:
+            # Sorting raw words of the bit generator instead of Generator.permutation: numpy promises the stream of
+            # Philox and SeedSequence for good, but not what a Generator makes of it, and a resumed run depends on it.
+            seed = np.random.SeedSequence(self._seed, spawn_key=(epoch,))
+            words = np.random.Philox(seed).random_raw(len(self._prompts))
+            self._order, self._epoch = np.argsort(words, kind="stable"), epoch
+        return self._prompts[self._order[place]]

@@ -1,0 +1,74 @@
+"""The exception tree. One root, so that `tools/` can turn every expected failure into one clear message.
+
+A message says what is wrong, where, what was got, what was expected and what to do. `describe` lays that out; every
+raise site in moe_rl goes through it or writes a sentence with the same five parts.
+"""
+
+from __future__ import annotations
+
+
+def describe(what: str, *, where: str = "", got: object = None, expected: object = None, do: str = "") -> str:
+    """Lay out one message: what (where): got X, expected Y. Do Z."""
+    text = what if not where else f"{what} ({where})"
+    facts = []
+    if got is not None:
+        facts.append(f"got {got}")
+    if expected is not None:
+        facts.append(f"expected {expected}")
+    if facts:
+        text += ": " + ", ".join(facts)
+    if do:
+        text += f". {do[0].upper()}{do[1:]}"
+    return text
+
+
+class MoeRLError(Exception):
+    """Root of everything moe_rl raises on purpose. Tools print it as one message and exit 2."""
+
+
+class ConfigError(MoeRLError, ValueError):
+    """The config, or the files it names, cannot be run. Carries every problem found, not only the first."""
+
+    def __init__(self, problems: list[str] | str):
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class DataError(MoeRLError, ValueError):
+    """A prompt file is damaged or lacks a field."""
+
+
+class TraceError(MoeRLError):
+    """A routing trace is missing, damaged or misused. The message names shard and record."""
+
+
+class RouteValidationError(TraceError, ValueError):
+    """Routes that may not be trained on. The message names request, token and layer."""
+
+
+class ReplayError(MoeRLError):
+    """Replay was not exact: a route was missed, repeated, or another one was dispatched."""
+
+
+class EngineError(MoeRLError):
+    """The sampler refused a request, answered wrongly or died. The message names the process and its log."""
+
+
+class WeightSyncError(EngineError):
+    """The sampler does not hold the weights that the trainer sent."""
+
+
+class PatchError(MoeRLError):
+    """The installed vLLM is not the version, or not in the state, that a patch series needs."""
+
+
+class RewardError(MoeRLError):
+    """Too many verifications failed (raised, hung or died) to go on."""
+
+
+class CheckpointError(MoeRLError):
+    """A checkpoint is missing, incomplete, damaged or from another run."""
+
+
+class PeerDied(MoeRLError):
+    """Another rank, or the sampler, is gone. The message names it and the phase it died in."""

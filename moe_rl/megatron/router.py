@@ -1,0 +1,102 @@
+"""Routing replay inside megatron-core, plugged in through the module spec: no global list, no action switch, no order.
+
+    ReplaySeqParams   PackedSeqParams that also carries the microbatch's handle into the replay session
+    ReplayLayer       binds the handle to its MoE layer where every schedule and every recomputation passes first
+    ReplayRouter      TopKRouter that takes the recorded experts; their weights come from the live logits
+    ReplayMoELayer    shows the routing map to the session on its way to the dispatcher
+
+The weights are computed by megatron's own score function from dense scores gathered at the recorded experts, so the
+router's gradient lives however far the replayed set is from the live one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from moe_rl.errors import ConfigError, ReplayError, describe
+from moe_rl.replay.session import MicrobatchHandle
+
+
+@dataclass
+class ReplaySeqParams(PackedSeqParams):
+    """Packed sequences and the key to their routes.
+
+    lengths: of the packed sequences, the padding at the end as a sequence of its own. replay: None routes natively.
+    """
+
+    lengths: tuple[int, ...] = ()
+    replay: MicrobatchHandle | None = None
+
+
+class _RecordedTopK:
+    """Stands where megatron's score function asks for the top-k (its `router_replay` argument)."""
+
+    def __init__(self, router: ReplayRouter):
+        self.router = router
+
+    def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
+        handle, layer = self.router.handle, self.router.layer_number - 1
+        if handle is None:
+            return default_compute_topk(scores, topk, num_groups, group_topk)
+        session = handle.session
+        if session.mode == "observe":
+            values, indices = default_compute_topk(scores, topk, num_groups, group_topk)
+            session.observe_native(handle.microbatch, layer, indices)
+            return values, indices
+        if session.compare_native:
+            _, native = default_compute_topk(scores.detach(), topk, num_groups, group_topk)
+            session.observe_native(handle.microbatch, layer, native)
+        indices = session.take(handle.microbatch, layer, scores.shape[0])
+        return scores.gather(1, indices), indices
+
+
+class ReplayRouter(TopKRouter):
+    """TopKRouter whose top-k comes from the replay session when its microbatch has one."""
+
+    def __init__(self, config, pg_collection=None, **kwargs):
+        super().__init__(config=config, pg_collection=pg_collection, **kwargs)
+        bypasses = {
+            "moe_router_fusion": config.moe_router_fusion,
+            "moe_expert_capacity_factor": config.moe_expert_capacity_factor is not None,
+            "moe_router_load_balancing_type": self.routing_type in ("sinkhorn", "quantile_balancing"),
+            "moe_router_force_load_balancing": config.moe_router_force_load_balancing,
+            "moe_enable_routing_replay": config.moe_enable_routing_replay,
+            "cuda_graph_impl": config.cuda_graph_impl not in (None, "none"),
+        }
+        if any(bypasses.values()):
+            flags = ", ".join(f"{name}={getattr(config, name)}" for name, on in bypasses.items() if on)
+            raise ConfigError(describe("these settings bypass or alter replayed routes", where="megatron config",
+                                       got=flags, expected="them off", do="turn them off to replay"))
+        self.handle: MicrobatchHandle | None = None
+        self.router_replay = _RecordedTopK(self)
+
+
+class ReplayMoELayer(MoELayer):
+    """MoELayer that lets the session compare what is dispatched with what was recorded."""
+
+    def preprocess(self, hidden_states, probs, routing_map):
+        handle = self.router.handle
+        if handle is not None:
+            handle.session.check_dispatch(handle.microbatch, self.layer_number - 1, routing_map)
+        return super().preprocess(hidden_states, probs, routing_map)
+
+
+class ReplayLayer(TransformerLayer):
+    """TransformerLayer that hands its microbatch's key to its router.
+
+    `_forward_attention` is the one method that runs first in the plain schedule, in full recomputation and in the
+    combined-1F1B schedule alike, and that always receives the packed sequence parameters.
+    """
+
+    def _forward_attention(self, *args, packed_seq_params=None, **kwargs):
+        if self.is_moe_layer:
+            if not isinstance(packed_seq_params, ReplaySeqParams):
+                raise ReplayError(describe("a microbatch came without its replay key", where=f"layer {self.layer_number - 1}",
+                                           got=type(packed_seq_params).__name__, expected="ReplaySeqParams"))
+            self.mlp.router.handle = packed_seq_params.replay
+        return super()._forward_attention(*args, packed_seq_params=packed_seq_params, **kwargs)

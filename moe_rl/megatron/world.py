@@ -1,0 +1,84 @@
+"""The ranks of a run: process groups, and small messages between them that are not pickled."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+
+
+def start(*, expert_parallel: int, seed: int, timeout_seconds: float) -> None:
+    """Join the process group torchrun described in the environment and lay out megatron's parallel groups.
+
+    Chooses the device backend once: CUDA with NCCL where there is a GPU, otherwise the host with gloo.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        backend = "nccl"
+    else:
+        from moe_rl.megatron import cpu
+
+        cpu.install()
+        torch.set_num_threads(1)  # one rank per core: more threads only take turns
+        backend = "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=expert_parallel, expert_tensor_parallel_size=1)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def stop() -> None:
+    """Leave the groups in order."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def device() -> torch.device:
+    """Where this rank's tensors live."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def broadcast(message: object, kind: type, source: int = 0):
+    """Send a value from `source` to every rank; returns it everywhere.
+
+    kind: the type to decode to: dataclasses, containers and numbers; arrays are float32 [n]. Other ranks pass None as
+    message. Never pickles.
+    """
+    rank = dist.get_rank()
+    payload = msgspec.msgpack.encode(message, enc_hook=_array_to_bytes) if rank == source else b""
+    length = torch.tensor([len(payload)], dtype=torch.int64, device=device())
+    dist.broadcast(length, source)
+    data = torch.empty(int(length), dtype=torch.uint8, device=device())
+    if rank == source:
+        data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+    dist.broadcast(data, source)
+    return message if rank == source else msgspec.msgpack.decode(
+        data.cpu().numpy().tobytes(), type=kind, dec_hook=_bytes_to_array
+    )
+
+
+def all_reduce(values: list[float], op: dist.ReduceOp = dist.ReduceOp.SUM) -> list[float]:
+    """Reduce float64 numbers over all ranks; the result is the same everywhere."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=device())
+    dist.all_reduce(tensor, op)
+    return tensor.tolist()
+
+
+def _array_to_bytes(value):
+    if isinstance(value, np.ndarray) and value.dtype == np.float32 and value.ndim == 1:
+        return value.tobytes()
+    raise TypeError(f"cannot send {type(value).__name__} to other ranks: expected a float32 vector")
+
+
+def _bytes_to_array(kind, value):
+    if kind is np.ndarray:
+        return np.frombuffer(value, dtype=np.float32)
+    raise TypeError(f"cannot receive {kind}")

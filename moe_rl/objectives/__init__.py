@@ -1,0 +1,1 @@
+"""What is optimised and measured: advantages, policy losses, KL, sampler-vs-trainer mismatch. Pure functions."""

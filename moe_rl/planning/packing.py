@@ -1,0 +1,131 @@
+"""Sequences to optimizer updates, ranks and microbatches. Plain Python, deterministic.
+
+Under expert parallelism every microbatch is collective: all ranks exchange tokens in every layer. So every rank runs
+the same number of microbatches, and a microbatch takes as long as its fullest rank.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+from moe_rl.errors import ConfigError, describe
+
+
+def pack(lengths: list[int], *, ranks: int, microbatch_tokens: int) -> list[list[list[int]]]:
+    """Share sequences out: result[rank][microbatch] is an ascending list of indices into `lengths`.
+
+    lengths: tokens that each sequence takes in a microbatch (prompt, completion, whatever padding the caller adds).
+    Guarantees: every sequence exactly once; no microbatch above `microbatch_tokens`; the same number of microbatches on
+    every rank. That number is the least that a balanced packing (longest processing time first) reaches, or
+    best-fit decreasing if that needs fewer. Tokens are balanced, first between the ranks of a microbatch, then between
+    the ranks' totals. The fullest microbatches come first, so that a lack of memory shows at once.
+
+    A microbatch is an empty list only when there are fewer sequences than ranks times microbatches; the rank must still
+    run it, to take part in the exchange. No sequences at all: no microbatches on any rank.
+    Raises ConfigError when a sequence alone exceeds the budget, ValueError for a negative length or a count below 1.
+    """
+    if ranks < 1 or microbatch_tokens < 1:
+        raise ValueError(describe("cannot pack", got=f"ranks={ranks}, microbatch_tokens={microbatch_tokens}",
+                                  expected="both at least 1", do="mend the caller"))
+    if not lengths:
+        return [[] for _ in range(ranks)]
+    if min(lengths) < 0:
+        raise ValueError(describe("a sequence has a negative length", where=f"sequence {lengths.index(min(lengths))}",
+                                  got=min(lengths), expected="0 or more", do="mend the caller"))
+    longest = max(lengths)
+    if longest > microbatch_tokens:
+        count = sum(length > microbatch_tokens for length in lengths)
+        raise ConfigError(describe(
+            "a sequence does not fit into a microbatch",
+            where=f"sequence {lengths.index(longest)}, {count} too long in all",
+            got=f"{longest} tokens", expected=f"at most train.microbatch_tokens = {microbatch_tokens}",
+            do=f"set train.microbatch_tokens to at least {longest}, or shorten prompts or completions",
+        ))
+
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    fitted = _best_fit(lengths, order, microbatch_tokens)
+    most = -(-len(fitted) // ranks)
+    least = max(1, -(-sum(lengths) // (microbatch_tokens * ranks)))
+    for microbatches in range(least, most + 1):
+        bins = _spread(lengths, order, microbatches * ranks)
+        if max(_tokens(lengths, bin_) for bin_ in bins) <= microbatch_tokens:
+            break
+    else:
+        bins = _fill_up(lengths, fitted, most * ranks)
+    return _deal(lengths, bins, ranks)
+
+
+def split_groups(group_ids: Sequence[int], updates: int) -> list[list[int]]:
+    """Share the sequences of a step out to its optimizer updates, whole groups only: result[update] lists indices.
+
+    Groups keep the order of their first members, the shares are runs of that order and differ by at most one group, and
+    indices ascend within a share. With fewer groups than updates the last shares are empty: skip those updates.
+    Raises ValueError when updates is below 1.
+    """
+    if updates < 1:
+        raise ValueError(describe("cannot split groups", got=f"updates={updates}", expected="at least 1",
+                                  do="mend train.updates_per_step"))
+    rank_of = {group: position for position, group in enumerate(dict.fromkeys(group_ids))}
+    small, larger = divmod(len(rank_of), updates)
+    share_of = [update for update in range(updates) for _ in range(small + (update < larger))]
+    shares: list[list[int]] = [[] for _ in range(updates)]
+    for index, group in enumerate(group_ids):
+        shares[share_of[rank_of[group]]].append(index)
+    return shares
+
+
+def _tokens(lengths: list[int], indices: list[int]) -> int:
+    return sum(lengths[index] for index in indices)
+
+
+def _best_fit(lengths: list[int], order: list[int], budget: int) -> list[list[int]]:
+    """Best-fit decreasing: few bins, none above the budget, but not balanced."""
+    bins: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # ascending (tokens still free, bin)
+    for index in order:
+        at = bisect_left(rooms, (lengths[index], -1))
+        if at == len(rooms):
+            room, number = budget, len(bins)
+            bins.append([])
+        else:
+            room, number = rooms.pop(at)
+        bins[number].append(index)
+        insort(rooms, (room - lengths[index], number))
+    return bins
+
+
+def _spread(lengths: list[int], order: list[int], count: int) -> list[list[int]]:
+    """Longest processing time first: into the bin with the fewest tokens, then sequences. Blind to the budget."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    heap = [(0, 0, number) for number in range(count)]
+    for index in order:
+        tokens, members, number = heap[0]
+        bins[number].append(index)
+        heapq.heapreplace(heap, (tokens + lengths[index], members + 1, number))
+    return bins
+
+
+def _fill_up(lengths: list[int], bins: list[list[int]], count: int) -> list[list[int]]:
+    """Split the fullest bins that can be split until there are `count`; pad with empty ones when none can."""
+    bins = list(bins)
+    while len(bins) < count:
+        fullest = max(range(len(bins)), key=lambda number: (len(bins[number]) > 1, _tokens(lengths, bins[number])))
+        if len(bins[fullest]) < 2:
+            return bins + [[] for _ in range(count - len(bins))]
+        bins[fullest : fullest + 1] = _spread(lengths, bins[fullest], 2)
+    return bins
+
+
+def _deal(lengths: list[int], bins: list[list[int]], ranks: int) -> list[list[list[int]]]:
+    """Neighbours in size run at the same time; the fuller of them goes to the rank with fewer tokens so far."""
+    ordered = sorted(bins, key=lambda bin_: (-_tokens(lengths, bin_), -len(bin_), bin_))
+    totals = [0] * ranks
+    result: list[list[list[int]]] = [[] for _ in range(ranks)]
+    for start in range(0, len(ordered), ranks):
+        by_total = sorted(range(ranks), key=lambda rank: (totals[rank], rank))
+        for rank, bin_ in zip(by_total, ordered[start : start + ranks], strict=True):
+            result[rank].append(sorted(bin_))
+            totals[rank] += _tokens(lengths, bin_)
+    return result

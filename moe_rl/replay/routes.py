@@ -1,0 +1,53 @@
+"""From the trace store to what the routers take: read, validate, lay out for one packed microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+
+from moe_rl.errors import TraceError, describe
+from moe_rl.replay.session import MicrobatchRoutes
+from moe_rl.trace.store import TraceSpec, TraceStore, validate
+from moe_rl.types import Sequence
+
+
+def read_routes(store: TraceStore, sequence: Sequence, spec: TraceSpec, *, weight_version: int) -> np.ndarray:
+    """Routes [T, L, K] of one sequence, T its forwarded tokens, proven to belong to the tokens that will be fed.
+
+    weight_version: the version the sequence must have been sampled with.
+    Raises TraceError (missing, damaged) or RouteValidationError (wrong), both naming the sequence.
+    """
+    if sequence.routes is None:
+        raise TraceError(describe("a sequence has no routes", where=sequence.key, got="none", expected="a reference",
+                                  do="sample with recording on, or set replay.mode: off"))
+    record = store.read(sequence.routes)
+    tokens = np.asarray((sequence.prompt_token_ids + sequence.token_ids)[:-1], dtype=np.int32)
+    validate(record, token_ids=tokens, spec=spec, weight_version=weight_version, ref=sequence.routes)
+    return record.routes
+
+
+def microbatch_routes(
+    parts: Seq[np.ndarray], spec: TraceSpec, *, padded_tokens: int, expert_parallel: int, device: torch.device
+) -> MicrobatchRoutes:
+    """Lay the routes of the packed sequences end to end and fill up with padding routes.
+
+    parts: [T_i, L, K] in the order of packing. padded_tokens: total rows, padding included.
+    """
+    real = sum(len(part) for part in parts)
+    padding = padding_routes(padded_tokens - real, spec, expert_parallel=expert_parallel)
+    table = np.concatenate([*parts, padding]).transpose(1, 0, 2).astype(np.int64)  # [L, T, K]
+    table = torch.from_numpy(table).to(device)
+    return MicrobatchRoutes(routes=dict(zip(spec.moe_layers, table, strict=True)), tokens=real)
+
+
+def padding_routes(tokens: int, spec: TraceSpec, *, expert_parallel: int) -> np.ndarray:
+    """Valid routes [tokens, L, K] for padding rows: distinct experts, spread over expert-parallel ranks first.
+
+    Padding routed to one expert, or to one rank, would make that rank the slowest of the step.
+    """
+    experts = np.arange(spec.num_experts).reshape(expert_parallel, -1).T.ravel()  # expert 0 of each rank, then expert 1
+    picks = np.arange(tokens)[:, None] * spec.top_k + np.arange(spec.top_k)
+    row = experts[picks % spec.num_experts]
+    return np.repeat(row[:, None], len(spec.moe_layers), axis=1)

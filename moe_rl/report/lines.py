@@ -1,0 +1,120 @@
+"""The file `metrics.jsonl`: one JSON object a line, appended while the run lives, read back for resume and report."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moe_rl.errors import MoeRLError, describe
+
+FILE = "metrics.jsonl"
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The lines of a run. train, eval: ordered by step; a step logged twice keeps its last line. torn: the last line
+    was cut short, as by a kill while it was written, and is left out.
+    """
+
+    train: list[Row] = field(default_factory=list)
+    eval: list[Row] = field(default_factory=list)
+    torn: bool = False
+
+    def series(self, key: str, kind: str = "train") -> tuple[list[int], list[float]]:
+        """Steps and values of the lines where this key was logged and finite."""
+        rows = [row for row in getattr(self, kind) if row.get(key) is not None]
+        return [row["step"] for row in rows], [row[key] for row in rows]
+
+    def paired(self, key: str, partner: str) -> tuple[list[int], list[float], list[float]]:
+        """Steps and values of two keys, only of the steps where both were logged and finite."""
+        rows = [row for row in self.train if row.get(key) is not None and row.get(partner) is not None]
+        return [row["step"] for row in rows], [row[key] for row in rows], [row[partner] for row in rows]
+
+    @property
+    def replay(self) -> bool:
+        """The lines carry the evidence of replay."""
+        return any("routing/applied_mismatch" in row for row in self.train)
+
+
+def encode(step: int, kind: str, metrics: dict[str, float]) -> str:
+    """One line, newline included. NaN and infinities, which JSON lacks, become null and are named under "nonfinite"."""
+    row: Row = {"step": step, "kind": kind}
+    nonfinite = []
+    for key, value in metrics.items():
+        try:
+            number = value if type(value) is int else float(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                describe("a metric is not a number", where=key, got=repr(value), do="log a float")
+            ) from error
+        if math.isfinite(number):
+            row[key] = number
+        else:
+            row[key] = None
+            nonfinite.append(key)
+    if nonfinite:
+        row["nonfinite"] = nonfinite
+    return json.dumps(row, allow_nan=False) + "\n"
+
+
+def read_rows(path: Path) -> tuple[list[Row], bool]:
+    """Every line in the order written, and whether the last one was torn. A missing file has no lines.
+
+    Raises MoeRLError naming the line when any but the last cannot be read.
+    """
+    if not path.exists():
+        return [], False
+    lines = path.read_bytes().split(b"\n")
+    rows: list[Row] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if not (
+                isinstance(row, dict) and isinstance(row.get("step"), int) and row.get("kind") in ("train", "eval")
+            ):
+                raise ValueError("no metrics line")
+        except ValueError as error:
+            if number == len(lines):  # nothing follows, not even a newline: it was being written
+                return rows, True
+            raise MoeRLError(
+                describe(
+                    "the metrics log is damaged",
+                    where=f"{path}:{number}",
+                    got=repr(line[:60]),
+                    expected='an object with "step" and "kind"',
+                    do="restore the file, or delete that line",
+                )
+            ) from error
+        rows.append(row)
+    return rows, False
+
+
+def read_run(run_dir: Path) -> Run:
+    """Read metrics.jsonl of a run folder."""
+    rows, torn = read_rows(run_dir / FILE)
+    by_kind: dict[str, dict[int, Row]] = {"train": {}, "eval": {}}
+    for row in rows:
+        by_kind[row["kind"]][row["step"]] = row
+    train, evaluation = ([by_step[step] for step in sorted(by_step)] for by_step in by_kind.values())
+    return Run(train, evaluation, torn)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace the file in one step: a reader, or a crash, sees the old or the new one, never a part."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def write_rows(path: Path, rows: list[Row]) -> None:
+    write_atomic(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))

@@ -1,0 +1,199 @@
+"""The log of a run: one aligned console line and one JSON line per step."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from moe_rl.errors import describe
+from moe_rl.report.format import duration, percent, scientific
+from moe_rl.report.lines import FILE, encode, read_rows, write_rows
+from moe_rl.report.registry import check_eval, check_step
+
+_HEADER_EVERY = 20
+_ETA_OVER = 10  # steps
+
+
+class RunLog:
+    """Writes metrics.jsonl and the console of one run. Lives on one rank.
+
+    When stderr is a terminal a progress bar stays below the lines; otherwise lines are all there is. A log that exists
+    is continued: a last line that was cut short by a kill is dropped, and said so.
+    """
+
+    def __init__(self, run_dir: Path, *, total_steps: int, replay: bool):
+        self._path = Path(run_dir) / FILE
+        self._total = total_steps
+        self._replay = replay
+        self._console: Console | None = None
+        self._progress: Progress | None = None
+        self._lines_since_header = _HEADER_EVERY
+        self._intervals: deque[float] = deque(maxlen=_ETA_OVER)
+        self._last_time: float | None = None
+        self._last_step = 0
+        if sys.stderr.isatty():
+            self._console = Console(stderr=True)
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=None),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                console=self._console,
+                redirect_stdout=False,
+                redirect_stderr=False,
+                transient=True,
+            )
+            self._task = self._progress.add_task("starting", total=total_steps)
+            self._progress.start()
+        self._continue(before=None)
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """Log training step 1 <= step <= total_steps. Raises ValueError when the keys do not match the registry or the
+        step does not follow the last one logged."""
+        check_step(metrics, replay=self._replay)
+        if not self._last_step < step <= self._total:
+            raise ValueError(
+                describe(
+                    "a step is logged out of order",
+                    where=str(self._path),
+                    got=step,
+                    expected=f"{self._last_step + 1} to {self._total}",
+                    do="rewind the log before a resume",
+                )
+            )
+        self._write(encode(step, "train", metrics))
+        self._last_step = step
+        now = time.monotonic()
+        self._intervals.append(metrics["time/step"] if self._last_time is None else now - self._last_time)
+        self._last_time = now
+        if self._lines_since_header >= _HEADER_EVERY:
+            self._print("  ".join(title.rjust(width) for title, width in self._columns()))
+            self._lines_since_header = 0
+        self._lines_since_header += 1
+        cells = self._cells(step, metrics)
+        self._print("  ".join(cell.rjust(width) for cell, (_, width) in zip(cells, self._columns(), strict=True)))
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step)
+
+    def eval_row(self, step: int, metrics: dict[str, float]) -> None:
+        """Log an evaluation of the policy after `step` training steps, 0 for the policy that the run starts from."""
+        check_eval(metrics)
+        self._write(encode(step, "eval", metrics))
+        text = f"held-out after step {step}: pass {percent(metrics['eval/pass_rate'])}"
+        if "eval/pass_rate_greedy" in metrics:
+            text += f", greedy {percent(metrics['eval/pass_rate_greedy'])}"
+        levels = [
+            f"{key.removeprefix('eval/level/')} {percent(value, 0)}"
+            for key, value in metrics.items()
+            if key.startswith("eval/level/")
+        ]
+        self._print(text + (f" ({', '.join(levels)})" if levels else ""))
+
+    def note(self, text: str) -> None:
+        """Print one line that is not a metric."""
+        self._print(text)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Show on a terminal what the run is doing. Phases may nest."""
+        if self._progress is None:
+            yield
+            return
+        before = self._progress.tasks[self._task].description
+        self._progress.update(self._task, description=name)
+        try:
+            yield
+        finally:
+            self._progress.update(self._task, description=before)
+
+    def rewind(self, step: int) -> None:
+        """Drop, atomically, every line with a step >= `step`, and a last line that was cut short: a resumed run logs
+        them anew."""
+        self._file.close()
+        self._continue(before=step)
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def close(self) -> None:
+        self._file.close()
+        if self._progress is not None:
+            self._progress.stop()
+
+    def _continue(self, *, before: int | None) -> None:
+        """Make the file end where the next line may be appended, keeping only the steps before `before`."""
+        rows, torn = read_rows(self._path)
+        kept = [row for row in rows if before is None or row["step"] < before]
+        if torn:
+            self._print(f"{self._path.name}: dropped a last line that was cut short")
+        if len(kept) < len(rows):
+            self._print(f"{self._path.name}: dropped {len(rows) - len(kept)} lines of step {before} and later")
+        if torn or len(kept) < len(rows) or (rows and not self._path.read_bytes().endswith(b"\n")):
+            write_rows(self._path, kept)
+        self._last_step = max((row["step"] for row in kept if row["kind"] == "train"), default=0)
+        if self._progress is not None:
+            self._progress.update(self._task, completed=self._last_step)
+
+    def _write(self, line: str) -> None:
+        self._file.write(line)
+        self._file.flush()
+
+    def _print(self, text: str) -> None:
+        # With both streams on one terminal the bar must be told, or the line tears it. A redirected stdout gets plain
+        # lines.
+        if self._console is not None and sys.stdout.isatty():
+            self._console.print(Text(text), soft_wrap=True)
+        else:
+            print(text, flush=True)
+
+    def _columns(self) -> list[tuple[str, int]]:
+        """Titles and widths. What replay promises is shown only under replay."""
+        width = 2 * len(str(self._total)) + 1
+        routes = [("shadow%", 7), ("applied", 7), ("routes taken", 15)] if self._replay else [("native%", 7)]
+        return [
+            ("step", max(4, width)),
+            ("reward", 6),
+            ("pass", 6),
+            ("len", 6),
+            ("kl k3", 7),
+            *routes,
+            ("clip%", 6),
+            ("grad", 6),
+            ("sec", 6),
+            ("tok/s", 6),
+            ("eta", 6),
+        ]
+
+    def _cells(self, step: int, m: dict[str, float]) -> list[str]:
+        def pct(key: str) -> str:
+            return f"{100 * m[key]:.2f}" if key in m else "-"
+
+        if self._replay:
+            taken = f"{m['routing/consumed']:.0f}/{m['routing/expected']:.0f}"
+            routes = [pct("routing/shadow_mismatch"), f"{m['routing/applied_mismatch']:.0f}", taken]
+        else:
+            routes = [pct("routing/native_mismatch")]
+        # Both halves of the work over the whole step: what a user waits for.
+        tokens = m["rollout/sequences"] * m["rollout/completion_tokens_mean"]
+        rate = tokens / m["time/step"] if m["time/step"] > 0 else float("nan")
+        return [
+            f"{step}/{self._total}",
+            f"{m['reward/mean']:.3f}",
+            percent(m["reward/pass_rate"]),
+            f"{m['rollout/completion_tokens_mean']:.1f}",
+            scientific(m["policy_kl/k3"]),
+            *routes,
+            pct("objective/clip_fraction"),
+            f"{m['optim/grad_norm']:.3f}",
+            f"{m['time/step']:.2f}",
+            f"{rate:.0f}",
+            duration(statistics.fmean(self._intervals) * (self._total - step)),
+        ]

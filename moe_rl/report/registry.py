@@ -1,0 +1,330 @@
+"""Every number a run reports: its name, unit, direction, meaning, and what a bad value means.
+
+A metric that is not in `METRICS` cannot be logged and one that is promised every step cannot be left out, so the list
+is the truth. `python -m moe_rl.report.registry > docs/metrics.md` writes it out for readers.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from moe_rl.errors import describe
+
+Better = Literal["higher", "lower", "neutral", "must be 0", "must be 1", "must equal routing/expected"]
+When = Literal["every step", "when measured", "evaluation"]
+
+FAMILY = "<name>"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One reported number. A key ending in `<name>` stands for a family, one member per name.
+
+    when: "every step" is required in each training line, "when measured" may be absent from it, "evaluation" belongs to
+    evaluation lines only. needs_replay: exists exactly when replay.mode is r3, and is refused when it is off.
+    """
+
+    key: str
+    unit: str
+    better: Better
+    meaning: str
+    bad: str
+    when: When = "every step"
+    needs_replay: bool = False
+
+    @property
+    def family(self) -> bool:
+        return self.key.endswith(FAMILY)
+
+
+_METRICS = (
+    # What the policy earns.
+    Metric("reward/mean", "reward", "higher",
+           "Mean weighted reward of the scored completions of this step.",
+           "Flat while pass rate is low: nothing to learn from (see group/zero_variance_fraction), or the rate is too "
+           "low."),
+    Metric("reward/pass_rate", "fraction", "higher",
+           "Fraction of the scored training completions whose task.pass_reward is 1, at the sampling temperature.",
+           "Rises while eval/pass_rate does not: the policy learns the training prompts by heart or games the reward."),
+    Metric("reward/failed_verdicts", "count", "must be 0",
+           "Verifications that raised, hung or died. They carry no reward and are left out of group statistics.",
+           "Above 0 the verifier, not the policy, is at fault. The run ends above task.max_failed_fraction."),
+    Metric("reward/part/<name>", "reward", "higher",
+           "Mean of one reward function before its weight.",
+           "One part rises while the part that matters falls: the weights invite gaming."),
+    # What the sampler produced.
+    Metric("rollout/sequences", "count", "neutral",
+           "Completions sampled in this step.",
+           "Fewer than prompts_per_step x group_size: completions were lost."),
+    Metric("rollout/completion_tokens_mean", "tokens", "neutral",
+           "Mean completion length, the stop token included.",
+           "A steady climb to max_completion_tokens without reward: rambling. A fall to a few tokens: collapse."),
+    Metric("rollout/truncated_fraction", "fraction", "lower",
+           "Fraction of completions cut at max_completion_tokens.",
+           "High: the limit, not the policy, decides the reward."),
+    Metric("rollout/weight_version", "version", "neutral",
+           "Version of the weights that sampled this step's completions.",
+           "Stands still while optim/updates grows: the sync does not reach the sampler."),
+    Metric("group/zero_variance", "count", "lower",
+           "Prompt groups whose completions all earned the same. Their advantage is 0: they teach nothing.",
+           "Near the number of groups: the prompts are too easy or too hard."),
+    Metric("group/zero_variance_fraction", "fraction", "lower",
+           "The same as a fraction of the groups.",
+           "Near 1: no gradient is left. It rises by itself as the task is solved."),
+    # Do sampler and trainer agree on the policy? Same tokens, same weights, two engines.
+    Metric("policy_kl/k1", "nats/token", "neutral",
+           "Mean of (sampler - trainer logprob) on sampled tokens: the k1 estimate of KL(rollout || trainer). The "
+           "trainer runs as it trains: under replay when replay.mode is r3.",
+           "Far from 0, or the same sign at every step: a systematic difference (temperature, dtype, wrong weights)."),
+    Metric("policy_kl/k3", "nats/token", "lower",
+           "Mean of (r - 1 - log r), r = trainer / sampler probability: the k3 estimate of KL(rollout || trainer). The "
+           "trainer runs as it trains.",
+           "Growing over the run is the early sign of collapse: the importance ratio is becoming noise."),
+    Metric("policy/extreme_fraction", "fraction", "lower",
+           "Fraction of sampled tokens that one engine finds more than twice as likely as the other, F(2).",
+           "Above 1e-3 a few tokens rule the gradient; above 0.1 collapse is near."),
+    Metric("policy/logratio_abs_max", "nats", "lower",
+           "Largest |trainer - sampler logprob| of any sampled token.",
+           "Several nats on one token: one position differs entirely. Look for a wrong route or a shifted token."),
+    Metric("policy_kl/k1_native", "nats/token", "neutral",
+           "policy_kl/k1 with the trainer routing natively, on the same tokens, weights and sampler logprobs.",
+           "See policy_kl/k1.", "when measured"),
+    Metric("policy_kl/k3_native", "nats/token", "lower",
+           "policy_kl/k3 with the trainer routing natively, on the same tokens, weights and sampler logprobs. Compare "
+           "it with policy_kl/k3 of the same step only.",
+           "Not above policy_kl/k3: replay removes nothing here. Precision or kernels, not routes, then differ.",
+           "when measured"),
+    Metric("policy/extreme_fraction_native", "fraction", "lower",
+           "policy/extreme_fraction with the trainer routing natively.",
+           "See policy/extreme_fraction.", "when measured"),
+    # Do sampler and trainer agree on the routes?
+    Metric("routing/shadow_mismatch", "fraction", "lower",
+           "Fraction of (token, MoE layer) positions where the set of experts that the trainer would choose itself, "
+           "inside the replayed forward, differs from the recorded set. What is left is the disagreement of each "
+           "router alone; the cascade from earlier layers is gone.",
+           "As high as routing/native_mismatch: the routers themselves disagree. Look at dtype, gate weights, sync.",
+           needs_replay=True),
+    Metric("routing/native_mismatch", "fraction", "lower",
+           "The same in a forward that routes natively: local disagreement and the cascade it sets off.",
+           "A few percent to 0.1 is usual for bf16 engines. Near 1: the weights differ or the trace is shifted.",
+           "when measured"),
+    Metric("routing/native_token_mismatch", "fraction", "lower",
+           "Fraction of tokens with at least one MoE layer whose set differs, in a forward that routes natively.",
+           "Grows with depth; near 1 in deep models even when routing/native_mismatch is small.", "when measured"),
+    Metric("routing/applied_mismatch", "count", "must be 0",
+           "(token, MoE layer) positions where the experts dispatched to under replay are not the recorded ones. An "
+           "integrity check: 0 says that replay did what it should, not that it helped.",
+           "Above 0 replay is broken and the step may not be trusted.", needs_replay=True),
+    Metric("routing/coverage", "fraction", "must be 1",
+           "Fraction of (trained token, MoE layer) positions whose route came from the trace.",
+           "Below 1 some positions were routed natively: rows are missing from the trace.", needs_replay=True),
+    Metric("routing/consumed", "count", "must equal routing/expected",
+           "Takings of recorded routes in this step, one for each (microbatch, layer) and pass over it, as counted by "
+           "the replay ledger.",
+           "Fewer: a layer was skipped. More: one was replayed twice.", needs_replay=True),
+    Metric("routing/expected", "count", "neutral",
+           "Takings that this step owed: every (microbatch, layer) exactly once forward and once per recomputation.",
+           "Differs between steps of equal shape: the plan changed.", needs_replay=True),
+    # The update.
+    Metric("objective/loss", "loss", "neutral",
+           "The objective as minimised. Near 0 by construction for centred advantages: it does not measure progress.",
+           "Non-finite: the update is skipped on all ranks."),
+    Metric("objective/clip_fraction", "fraction", "neutral",
+           "Fraction of the ratios (gspo: sequences, grpo: tokens) where clipping took the gradient away.",
+           "Near 1: the policy moves too far in a step. 0 with one update per step and old_logprobs=trainer is "
+           "expected."),
+    Metric("objective/ratio_mean", "ratio", "neutral",
+           "Mean importance ratio, new policy / old policy.",
+           "Far from 1: the old logprobs do not belong to these tokens or weights."),
+    Metric("objective/kl_ref", "nats/token", "neutral",
+           "k3 estimate of the KL to the frozen initial policy. Only with objective.kl_coef > 0.",
+           "Runs away: kl_coef is too small for the learning rate.", "when measured"),
+    Metric("optim/grad_norm", "norm", "neutral",
+           "Global gradient norm before clipping, mean over the updates of the step.",
+           "Spikes: look at policy/extreme_fraction of the same step. 0: no group has a signal."),
+    Metric("optim/lr", "1", "neutral",
+           "Learning rate of the last update.",
+           "Not the scheduled one: the schedule was not resumed."),
+    Metric("optim/updates", "count", "neutral",
+           "Optimizer updates since the start of the run.",
+           "Stands still: every update is skipped."),
+    Metric("optim/skipped", "count", "must be 0",
+           "Updates of this step skipped by all ranks because a gradient was not finite.",
+           "Repeated: numbers overflow. Lower the learning rate or train in float32."),
+    # Where the time goes.
+    Metric("time/sample", "s", "lower",
+           "Sampling the completions.",
+           "Most of the step: usual. Growing: completions grow."),
+    Metric("time/reward", "s", "lower",
+           "Verification.",
+           "A large share: raise task.verifier_workers."),
+    Metric("time/routes", "s", "lower",
+           "Reading and validating routes.",
+           "A large share: the trace store is on a slow disk."),
+    Metric("time/logprobs", "s", "lower",
+           "Forward passes without a gradient: old, reference and native logprobs.",
+           "Peaks every replay.native_every steps are the native pass."),
+    Metric("time/train", "s", "lower",
+           "Forward, backward and optimizer.",
+           "Growing at equal token counts: memory pressure."),
+    Metric("time/sync", "s", "lower",
+           "Weights from the trainer into the sampler, with the digest check.",
+           "Not well under time/train: the transport is too slow."),
+    Metric("time/eval", "s", "lower",
+           "Evaluation on the held-out prompts.",
+           "Dominates: raise eval.every_steps.", "when measured"),
+    Metric("time/checkpoint", "s", "lower",
+           "Writing a checkpoint.",
+           "Dominates: raise checkpoint.every_steps.", "when measured"),
+    Metric("time/step", "s", "lower",
+           "The whole step, wall time.",
+           "Much more than its phases together: something is not timed."),
+    Metric("throughput/sampled_tokens_per_second", "tokens/s", "higher",
+           "Completion tokens / time/sample.",
+           "Falling: fewer sequences run at once, or completions grow uneven."),
+    Metric("throughput/trained_tokens_per_second", "tokens/s", "higher",
+           "Prompt and completion tokens / time/train.",
+           "Falling: packing got worse or experts are unbalanced."),
+    Metric("trace/bytes_per_token", "bytes/token", "lower",
+           "Stored size of the routes of one forwarded token, all layers.",
+           "Above layers x top_k x bytes per id: the codec costs more than it saves."),
+    Metric("trace/bytes", "bytes", "lower",
+           "Stored size of this step's routes.",
+           "Grows without longer completions: shards are padded."),
+    # Does the sampler hold the trainer's weights?
+    Metric("sync/canary_abs_diff", "nats", "lower",
+           "Mean |logprob difference| of a fixed prompt scored by both engines after the sync.",
+           "A jump that stays: the sampler holds other weights than the trainer."),
+    Metric("sync/bytes", "bytes", "neutral",
+           "Weights sent to the sampler.",
+           "Changes between steps: tensors are missing."),
+    # Held-out prompts, on lines of their own.
+    Metric("eval/pass_rate", "fraction", "higher",
+           "Pass rate on the held-out prompts, sampled at the training temperature.",
+           "Falls while reward/pass_rate rises: overfitting or reward gaming.", "evaluation"),
+    Metric("eval/pass_rate_greedy", "fraction", "higher",
+           "Pass rate on the held-out prompts at temperature 0.",
+           "Below eval/pass_rate: the most likely answer is wrong, luck is rewarded.", "evaluation"),
+    Metric("eval/level/<name>", "fraction", "higher",
+           "eval/pass_rate of the prompts of one difficulty level.",
+           "An easy level falls while a hard one rises: forgetting.", "evaluation"),
+)
+
+METRICS: dict[str, Metric] = {metric.key: metric for metric in _METRICS}
+
+_EVALUATION_REQUIRED = ("eval/pass_rate",)
+_EVALUATION_ALLOWED = ("time/eval",)
+
+
+def find(key: str) -> Metric | None:
+    """The metric that describes this key; for a member of a family, the family."""
+    if key in METRICS:
+        return None if METRICS[key].family else METRICS[key]
+    for metric in _METRICS:
+        prefix = metric.key.removesuffix(FAMILY)
+        if metric.family and key.startswith(prefix) and len(key) > len(prefix):
+            return metric
+    return None
+
+
+def check_step(keys: Iterable[str], *, replay: bool) -> None:
+    """Hold the keys of one training line against the registry.
+
+    Raises ValueError listing every unknown, misplaced or missing key. replay: replay.mode is r3.
+    """
+    keys = set(keys)
+    problems = _unknown(keys)
+    for key in sorted(keys):
+        metric = find(key)
+        if metric is not None and metric.when == "evaluation":
+            problems.append(f"{key} belongs to an evaluation line: log it with eval_row")
+        if metric is not None and metric.needs_replay and not replay:
+            problems.append(f"{key} exists only under replay, and replay.mode is off")
+    problems += [
+        f"{metric.key} is missing: it is promised for every step"
+        for metric in _METRICS
+        if metric.when == "every step" and not metric.family and metric.key not in keys
+        and (replay or not metric.needs_replay)
+    ]
+    _refuse(problems, "training metrics")
+
+
+def check_eval(keys: Iterable[str]) -> None:
+    """Hold the keys of one evaluation line against the registry. Raises ValueError listing every problem."""
+    keys = set(keys)
+    problems = _unknown(keys)
+    for key in sorted(keys):
+        metric = find(key)
+        if metric is not None and metric.when != "evaluation" and key not in _EVALUATION_ALLOWED:
+            problems.append(f"{key} belongs to a training line: log it with step")
+    problems += [f"{key} is missing: every evaluation has it" for key in _EVALUATION_REQUIRED if key not in keys]
+    _refuse(problems, "evaluation metrics")
+
+
+def _unknown(keys: set[str]) -> list[str]:
+    problems = []
+    for key in sorted(keys):
+        if find(key) is None:
+            close = difflib.get_close_matches(key, METRICS, n=1)
+            problems.append(f"{key} is not a known metric" + (f"; did you mean {close[0]}" if close else ""))
+    return problems
+
+
+def _refuse(problems: list[str], where: str) -> None:
+    if problems:
+        raise ValueError(describe("metrics do not match the registry", where=where, got="; ".join(problems),
+                                  do="mend the caller, or add the metric to moe_rl/report/registry.py"))
+
+
+_ROOMS = {
+    "reward": "What the policy earns",
+    "rollout": "What the sampler produced",
+    "group": "Groups",
+    "policy_kl": "Sampler against trainer: the policy",
+    "policy": "Sampler against trainer: single tokens",
+    "routing": "Sampler against trainer: the routes",
+    "objective": "Objective",
+    "optim": "Optimizer",
+    "time": "Time",
+    "throughput": "Throughput",
+    "trace": "Routing traces",
+    "sync": "Weight sync",
+    "eval": "Held-out prompts",
+}
+
+
+def metrics_markdown() -> str:
+    """docs/metrics.md, generated. A test holds the file against it."""
+    lines = [
+        "# Metrics",
+        "",
+        "Generated from `moe_rl/report/registry.py` by `python -m moe_rl.report.registry > docs/metrics.md`.",
+        "",
+        "Each training step is one line of `metrics.jsonl` with `\"kind\": \"train\"`, each evaluation one with "
+        "`\"kind\": \"eval\"`. A value that is not finite is written as `null` and its key is listed under "
+        "`nonfinite`.",
+        "",
+        "There is no single \"routing KL\". Four numbers are kept apart: the policy KL (`policy_kl/*`), the set "
+        "mismatch (`routing/native_mismatch` before replay, `routing/shadow_mismatch` inside it), the applied mismatch "
+        "(`routing/applied_mismatch`, an integrity check that is 0 by construction and proves no improvement), and "
+        "the KL between router distributions, which needs the sampler's router logits and is not measured.",
+        "",
+        "Compare a `_native` value only with its partner of the same step: both are taken on the same tokens, the same "
+        "weights and the same sampler logprobs.",
+    ]
+    for room, title in _ROOMS.items():
+        lines += ["", f"## {title}", ""]
+        lines += ["| metric | unit | better | when | meaning | a bad value |", "|---|---|---|---|---|---|"]
+        for metric in _METRICS:
+            if metric.key.split("/")[0] == room:
+                when = metric.when + (", under replay" if metric.needs_replay else "")
+                cells = (f"`{metric.key}`", metric.unit, metric.better, when, metric.meaning, metric.bad)
+                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(metrics_markdown(), end="")

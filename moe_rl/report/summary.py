@@ -1,0 +1,146 @@
+"""summary.json: what a run came to, in one flat object that a script can read."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from moe_rl.errors import describe
+from moe_rl.report.lines import Run, read_run, write_atomic
+
+FILE = "summary.json"
+
+
+def summarize(run_dir: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """Measure the lines of a run, add the caller's facts (versions, seed, config path, ...), write summary.json.
+
+    Raises ValueError when a fact has the name of a measured key, or says a replay mode that the lines contradict.
+    """
+    run = read_run(run_dir)
+    measured = measure(run)
+    clash = sorted(measured.keys() & facts.keys())
+    if clash:
+        raise ValueError(
+            describe(
+                "a fact would overwrite what was measured",
+                where=str(run_dir / FILE),
+                got=", ".join(clash),
+                do="leave these keys out of the facts",
+            )
+        )
+    if run.train and "replay_mode" in facts and (facts["replay_mode"] != "off") != run.replay:
+        raise ValueError(
+            describe(
+                "replay_mode contradicts the metrics",
+                where=str(run_dir),
+                got=facts["replay_mode"],
+                expected="r3" if run.replay else "off",
+                do="give the mode that the run really had",
+            )
+        )
+    summary = {**measured, **facts}
+    write_atomic(run_dir / FILE, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+    return summary
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """The numbers of summary.json that come from the lines. A number that was not measured is None.
+
+    Means and medians are over the steps where the value is finite; `nonfinite_values` counts the others by key. A sum
+    or minimum that proves integrity (applied mismatch, coverage, routes) is None if one of its steps is not finite.
+    """
+    first, last = (run.eval[0], run.eval[-1]) if run.eval else ({}, {})
+    # Pairs: the same steps, hence the same tokens, weights and sampler logprobs. Without replay the trainer routes
+    # natively as it trains, so policy_kl/k3 is the native value where no extra pass measured it.
+    native_steps, native_k3, replay_k3 = run.paired("policy_kl/k3_native", "policy_kl/k3")
+    if not native_steps and not run.replay:
+        native_steps, native_k3 = run.series("policy_kl/k3")
+    _, native_routes = run.series("routing/native_mismatch")
+    _, _, shadow_paired = run.paired("routing/native_mismatch", "routing/shadow_mismatch")
+    sampled = [
+        row["rollout/sequences"] * row["rollout/completion_tokens_mean"]
+        for row in run.train
+        if row.get("rollout/completion_tokens_mean") is not None
+    ]
+    return {
+        "steps": len(run.train),
+        "heldout_pass_rate_first": first.get("eval/pass_rate"),
+        "heldout_pass_rate_last": last.get("eval/pass_rate"),
+        "heldout_pass_rate_greedy_first": first.get("eval/pass_rate_greedy"),
+        "heldout_pass_rate_greedy_last": last.get("eval/pass_rate_greedy"),
+        "heldout_step_first": first.get("step"),
+        "heldout_step_last": last.get("step"),
+        "train_pass_rate_first": run.train[0].get("reward/pass_rate") if run.train else None,
+        "train_pass_rate_last": run.train[-1].get("reward/pass_rate") if run.train else None,
+        "reward_failed_verdicts": _total(run, "reward/failed_verdicts"),
+        "policy_kl_k3": _mean(run.series("policy_kl/k3")[1]),
+        "policy_kl_k3_native": _mean(native_k3),
+        "policy_kl_k3_replay": _mean(replay_k3) if run.replay else None,
+        "policy_kl_k3_native_steps": len(native_steps),
+        "policy_extreme_fraction": _mean(run.series("policy/extreme_fraction")[1]),
+        "policy_extreme_fraction_native": _mean(run.series("policy/extreme_fraction_native")[1]),
+        "routing_native_mismatch": _mean(native_routes),
+        "routing_shadow_mismatch": _mean(run.series("routing/shadow_mismatch")[1]),
+        "routing_shadow_mismatch_paired": _mean(shadow_paired),
+        "routes_applied_mismatch": _total(run, "routing/applied_mismatch"),
+        "routes_coverage": _all(run, "routing/coverage", min),
+        "routes_consumed": _total(run, "routing/consumed"),
+        "routes_expected": _total(run, "routing/expected"),
+        "routes_exact_every_step": _exact(run),
+        "trace_bytes": _total(run, "trace/bytes"),
+        "trace_bytes_per_token": _bytes_per_token(run),
+        "sampled_tokens": round(sum(sampled)) if sampled else None,
+        "sampled_tokens_per_second_median": _median(run.series("throughput/sampled_tokens_per_second")[1]),
+        "trained_tokens_per_second_median": _median(run.series("throughput/trained_tokens_per_second")[1]),
+        "step_seconds_median": _median(run.series("time/step")[1]),
+        "weight_sync_seconds_median": _median(run.series("time/sync")[1]),
+        "train_seconds_total": sum(run.series("time/step")[1]),
+        "sync_canary_abs_diff_max": max(run.series("sync/canary_abs_diff")[1], default=None),
+        "skipped_updates": _total(run, "optim/skipped"),
+        "nonfinite_values": dict(Counter(key for row in run.train + run.eval for key in row.get("nonfinite", []))),
+    }
+
+
+def _mean(values: list[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _all(run: Run, key: str, reduce) -> float | None:
+    """Reduce a key over every line that logged it; None when no line did, or when one of them is not finite."""
+    values = [row[key] for row in run.train if key in row]
+    return reduce(values) if values and None not in values else None
+
+
+def _total(run: Run, key: str) -> float | None:
+    return _all(run, key, sum)
+
+
+def _exact(run: Run) -> bool | None:
+    """Every step took each expected route exactly once, dispatched to no other, and none came from elsewhere."""
+    if not run.replay:
+        return None
+    return all(
+        row.get("routing/consumed") is not None
+        and row["routing/consumed"] == row.get("routing/expected")
+        and row.get("routing/applied_mismatch") == 0
+        and row.get("routing/coverage") == 1
+        for row in run.train
+    )
+
+
+def _bytes_per_token(run: Run) -> float | None:
+    """Bytes of all steps over tokens of all steps, not the mean of the steps' ratios."""
+    pairs = [
+        (total, each)
+        for _, total, each in zip(*run.paired("trace/bytes", "trace/bytes_per_token"), strict=True)
+        if each
+    ]
+    tokens = sum(total / each for total, each in pairs)
+    return sum(total for total, _ in pairs) / tokens if tokens else None

@@ -1,0 +1,1 @@
+"""Reward functions, and the process boundary they run behind."""

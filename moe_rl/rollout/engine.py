@@ -1,0 +1,282 @@
+"""The sampler as the trainer sees it: one vLLM engine in a child process. Imports neither vLLM nor torch.
+
+    parent (trainer rank 0)                        child (moe_rl.rollout.child)
+    VllmEngine.generate(requests)  -- Generate -->  vLLM, in-process
+                                   <-- Alive ----   after every step
+                                   <-- Generated -  tokens, logprobs, references to routes
+                                                    routes ----> trace store
+
+The child ends when the parent does, whatever ends it; a child that ends or falls silent is an EngineError here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+import moe_rl
+from moe_rl.errors import EngineError, WeightSyncError, describe
+from moe_rl.rollout import wire
+from moe_rl.types import Completion, GenerateRequest
+
+_POLL_SECONDS = 0.2
+_CLOSE_SECONDS = 10.0
+_LOG_TAIL_LINES = 15
+# What torchrun tells its ranks would make the engine believe that it is one of them.
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_NUM_THREADS")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What an engine is started with.
+
+    model_path: Hugging Face checkpoint folder; its weights are version 0. dtype: "bfloat16" or "float32".
+    max_model_len: prompt + completion, in tokens. max_concurrent: sequences decoded at once. trace_root: folder of the
+    trace store, None turns recording off. log_path: gets all output of the engine's process. silence_seconds: an engine
+    that makes no progress in a call for so long is taken for hung and killed.
+    """
+
+    model_path: Path
+    dtype: str
+    max_model_len: int
+    max_concurrent: int
+    kv_cache_mib: int
+    trace_root: Path | None
+    model_fingerprint: str
+    log_path: Path
+    startup_timeout_seconds: float
+    seed: int
+    silence_seconds: float = 60.0
+
+
+class VllmEngine:
+    """A running engine. Every call raises EngineError, naming process and log, once the engine is dead or hung."""
+
+    def __init__(self, settings: EngineSettings, process: subprocess.Popen, channel: wire.Channel):
+        self._settings = settings
+        self._process = process
+        self._channel = channel
+        self._failure = ""
+        self.pid: int = process.pid
+        self.vllm_version = ""
+
+    @classmethod
+    def start(cls, settings: EngineSettings) -> Self:
+        """Spawn the engine and wait until it can sample. Raises EngineError with the tail of its log."""
+        if threading.current_thread() is not threading.main_thread():
+            # The kernel ties the child's life to the thread that spawned it, not to the process.
+            raise EngineError(describe("An engine must be started from the main thread", do="start it there"))
+        log_path = settings.log_path.absolute()
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        ours, theirs = socket.socketpair()
+        with theirs, open(log_path, "ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "moe_rl.rollout.child", str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=_environment(),
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        engine = cls(settings, process, wire.Channel(ours, wire.Reply))
+        start = wire.Start(
+            model_path=str(settings.model_path.absolute()),
+            dtype=settings.dtype,
+            max_model_len=settings.max_model_len,
+            max_concurrent=settings.max_concurrent,
+            kv_cache_bytes=settings.kv_cache_mib << 20,
+            trace_root=str(settings.trace_root.absolute()) if settings.trace_root is not None else None,
+            model_fingerprint=settings.model_fingerprint,
+            seed=settings.seed,
+        )
+        try:
+            engine.vllm_version = engine._call(start, wire.Ready, settings.startup_timeout_seconds).vllm_version
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    def generate(self, requests: Sequence[GenerateRequest], *, shard: str) -> list[Completion]:
+        """Sample one completion a request, in the order of the requests; routes are published as trace shard `shard`.
+
+        Depends on the weights and the requests only: the prefix cache is emptied before each call. Raises EngineError
+        for a request that does not fit into the model's length, a repeated key or a shard that exists.
+        """
+        self._check_requests(requests)
+        if not requests:
+            return []
+        sampled = self._call(wire.Generate(list(requests), shard), wire.Generated).completions
+        return [
+            Completion(
+                key=request.key,
+                prompt_token_ids=request.prompt_token_ids,
+                token_ids=tuple(one.token_ids),
+                logprobs=np.frombuffer(one.logprobs, "<f4"),
+                finish_reason=one.finish_reason,
+                weight_version=one.weight_version,
+                routes=one.routes,
+            )
+            for request, one in zip(requests, sampled, strict=True)
+        ]
+
+    def score(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Logprob of every token but the first, given those before it: [n - 1] float32, natural log, temperature 1."""
+        if not 2 <= len(token_ids) < self._settings.max_model_len:
+            limit = self._settings.max_model_len - 1
+            raise EngineError(describe("Too few or many tokens to score", got=len(token_ids), expected=f"2 to {limit}"))
+        return np.frombuffer(self._call(wire.Score(list(token_ids)), wire.Scored).logprobs, "<f4")
+
+    def update_weights(self, parts: Sequence[Path], version: int, digest: str) -> None:
+        """Load HF-named tensors from safetensors parts; everything sampled from now on carries `version`.
+
+        digest: `moe_rl.sync.weights.expected_digest(parts)` as the trainer knows it. Raises WeightSyncError when the
+        engine read other bytes, or not the full set of tensors; it then still holds the weights it had.
+        """
+        self._call(wire.Update([str(part.absolute()) for part in parts], version, digest), wire.Updated)
+
+    def alive(self) -> bool:
+        """Whether the process runs and has failed no call for good."""
+        return not self._failure and self._process.poll() is None
+
+    def close(self) -> None:
+        """End the engine and everything it started. May be called at any time and again."""
+        if self._process.returncode is None:
+            with contextlib.suppress(OSError):
+                self._channel.socket.settimeout(_POLL_SECONDS)
+                self._channel.send(wire.Close())
+            self._channel.socket.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                # An engine in the middle of a call, or one that failed, will not answer: no use in waiting.
+                self._process.wait(0 if self._failure else _CLOSE_SECONDS)
+        self._kill()
+        self._failure = self._failure or describe("The vLLM engine was closed", where=f"pid {self.pid}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def _call(self, message: wire.Message, expected: type, seconds: float | None = None):
+        """Send one call and wait for its reply. seconds: for all of it; None: the silence allowed between two frames."""
+        if self._failure:
+            raise EngineError(self._failure)
+        limit = self._settings.silence_seconds if seconds is None else seconds
+        deadline = time.monotonic() + limit
+        try:
+            self._channel.socket.settimeout(limit)
+            self._channel.send(message)
+            self._channel.socket.settimeout(_POLL_SECONDS)
+            while True:
+                try:
+                    reply = self._channel.receive()
+                except TimeoutError:
+                    if self._process.poll() is not None:
+                        raise EOFError("its process ended") from None
+                    if time.monotonic() > deadline:
+                        raise
+                    continue
+                if not isinstance(reply, wire.Alive):
+                    break
+                if seconds is None:
+                    deadline = time.monotonic() + limit
+        except TimeoutError:
+            what = "was not ready in time" if seconds is not None else "hangs"
+            raise self._broken(what, f"no sign of life for {limit:g} s") from None
+        except (EOFError, OSError):
+            raise self._broken("died", self._exit()) from None
+        except ValueError as error:
+            raise self._broken("sent what is no frame", str(error)) from error
+        except BaseException:
+            # Interrupted: the reply to this call would be taken for that to the next one.
+            self._failure = describe("The vLLM engine was left in the middle of a call", where=f"pid {self.pid}")
+            raise
+        if isinstance(reply, wire.Failed):
+            if isinstance(message, wire.Start):
+                raise self._broken("could not start", reply.message)
+            raise (WeightSyncError if reply.weights else EngineError)(
+                f"{reply.message} [vLLM engine, pid {self.pid}, log {self._settings.log_path}]"
+            )
+        if not isinstance(reply, expected):
+            raise self._broken("gave the wrong answer", type(reply).__name__)
+        return reply
+
+    def _exit(self) -> str:
+        """How the process ended. Its socket closes a moment before."""
+        try:
+            code = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return "its connection closed"
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def _broken(self, what: str, got: str) -> EngineError:
+        """Remember that the engine is of no more use, end what is left of it and describe it."""
+        self._kill()
+        where = f"pid {self.pid}, log {self._settings.log_path}"
+        self._failure = describe(f"The vLLM engine {what}", where=where, got=got, do="read its log and start again")
+        return EngineError(f"{self._failure}\n{_tail(self._settings.log_path)}".rstrip())
+
+    def _kill(self) -> None:
+        self._channel.socket.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _check_requests(self, requests: Sequence[GenerateRequest]) -> None:
+        seen = set()
+        for request in requests:
+            length = len(request.prompt_token_ids) + request.max_tokens
+            wrong = (
+                "an empty prompt"
+                if not request.prompt_token_ids
+                else f"max_tokens {request.max_tokens}"
+                if request.max_tokens < 1
+                else f"{length} tokens, more than max_model_len {self._settings.max_model_len}"
+                if length > self._settings.max_model_len
+                else "a key used twice"
+                if request.key in seen
+                else ""
+            )
+            if wrong:
+                raise EngineError(describe("A request cannot be sampled", where=f"request {request.key}", got=wrong))
+            seen.add(request.key)
+
+
+def _environment() -> dict[str, str]:
+    """Environment of the child: the parent's, less what torchrun set, plus what only the environment can tell vLLM."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_TORCHRUN)}
+    root = str(Path(moe_rl.__file__).resolve().parents[1])
+    return inherited | {
+        "PYTHONPATH": os.pathsep.join([root, *filter(None, [inherited.get("PYTHONPATH")])]),
+        "PYTHONUNBUFFERED": "1",
+        # Half the cores: threads that wait for each other spin, and two on two busy cores sampled several times slower
+        # than one.
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2)),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def _tail(log_path: Path) -> str:
+    try:
+        with open(log_path, "rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 8192))
+            lines = log.read().decode("utf-8", "replace").splitlines()[-_LOG_TAIL_LINES:]
+    except OSError:
+        return ""
+    return "\n".join(f"  | {line}" for line in lines)

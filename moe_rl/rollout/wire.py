@@ -1,0 +1,124 @@
+"""What the trainer and the engine process say to each other: typed frames over a socket pair, never pickled.
+
+A frame is eight bytes of length, little-endian, and that much MessagePack of one of the structs below.
+"""
+
+from __future__ import annotations
+
+import socket
+
+import msgspec
+
+from moe_rl.types import GenerateRequest, RouteRef
+
+_LONGEST_FRAME = 1 << 30
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of all frames; the class name is the tag."""
+
+
+class Start(Message):
+    """First frame to the engine: fields as in EngineSettings. trace_root None: nothing is recorded."""
+
+    model_path: str
+    dtype: str
+    max_model_len: int
+    max_concurrent: int
+    kv_cache_bytes: int
+    trace_root: str | None
+    model_fingerprint: str
+    seed: int
+
+
+class Generate(Message):
+    requests: list[GenerateRequest]
+    shard: str
+
+
+class Score(Message):
+    token_ids: list[int]
+
+
+class Update(Message):
+    parts: list[str]
+    version: int
+    digest: str
+
+
+class Close(Message):
+    pass
+
+
+class Ready(Message):
+    vllm_version: str
+
+
+class Alive(Message):
+    """Sent while a call is worked on, whenever the engine got ahead: a step done, a tensor loaded."""
+
+
+class Sampled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One completion. logprobs: raw little-endian float32, one a token."""
+
+    token_ids: list[int]
+    logprobs: bytes
+    finish_reason: str
+    weight_version: int
+    routes: RouteRef | None
+
+
+class Generated(Message):
+    completions: list[Sampled]
+
+
+class Scored(Message):
+    """logprobs: raw little-endian float32."""
+
+    logprobs: bytes
+
+
+class Updated(Message):
+    pass
+
+
+class Failed(Message):
+    """The call failed. weights: it was a weight update that was refused, and the engine goes on with the old ones."""
+
+    message: str
+    weights: bool = False
+
+
+Call = Start | Generate | Score | Update | Close
+Reply = Ready | Alive | Generated | Scored | Updated | Failed
+
+
+class Channel:
+    """One end. Sending and receiving block for as long as the socket's own timeout says."""
+
+    def __init__(self, end: socket.socket, incoming: type):
+        self.socket = end
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(incoming)
+        self._buffer = bytearray()
+
+    def send(self, message: Message) -> None:
+        """Raises OSError (TimeoutError among them) when the other end is gone or does not read."""
+        frame = self._encoder.encode(message)
+        self.socket.sendall(len(frame).to_bytes(8, "little") + frame)
+
+    def receive(self):
+        """The next frame. Raises EOFError at the end, TimeoutError with what came so far kept, ValueError on garbage."""
+        while True:
+            if len(self._buffer) >= 8:
+                length = int.from_bytes(self._buffer[:8], "little")
+                if length > _LONGEST_FRAME:
+                    raise ValueError(f"a frame of {length} bytes")
+                if len(self._buffer) >= 8 + length:
+                    frame = bytes(self._buffer[8 : 8 + length])
+                    del self._buffer[: 8 + length]
+                    return self._decoder.decode(frame)
+            data = self.socket.recv(1 << 20)
+            if not data:
+                raise EOFError("the other end closed")
+            self._buffer += data

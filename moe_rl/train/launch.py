@@ -1,0 +1,121 @@
+"""The command line: everything that can be wrong is found here, before any process is started."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from moe_rl.config.check import problems
+from moe_rl.config.hf import read_model
+from moe_rl.config.load import load_config
+from moe_rl.config.plan import make_plan, render
+from moe_rl.config.schema import Config
+from moe_rl.errors import ConfigError, MoeRLError, describe
+from moe_rl.rollout import patches
+from moe_rl.train import run_folder
+from moe_rl.train.run_folder import RunFolder
+
+MEGATRON_CORE = "0.19."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse, check, then plan or train. Returns the exit status: 0, or 2 for an error that was explained."""
+    options = _parser().parse_args(arguments)
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        config, folder, world_size = _configure(options)
+        if options.plan:
+            return _plan(config, world_size, options.json)
+        _refuse(problems(config, world_size) + _installation_problems())
+    except MoeRLError as error:
+        # Every rank comes to the same finding; one of them tells it.
+        if rank == 0:
+            print(f"moe_rl: {error}", file=sys.stderr)
+        return 2
+    # Only now torch and megatron are imported: a config with a mistake, and --plan, do not wait for them.
+    from moe_rl.train.loop import train
+
+    try:
+        path = train(config, folder)
+    except MoeRLError as error:
+        print(f"moe_rl: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return 2
+    if rank == 0 and options.json:
+        options.json.write_text((path / "summary.json").read_text())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="train_moe_rl.py", description="Train a mixture-of-experts policy by RL with routing replay. Start it with torchrun."
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--config", type=Path, metavar="FILE", help="YAML config of a new run")
+    source.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue a run from its newest checkpoint")
+    parser.add_argument("--plan", action="store_true", help="print every derived number and every problem, start nothing")
+    parser.add_argument("--world-size", type=int, metavar="N",
+                        help="ranks to plan for without torchrun (default: parallel.expert)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result (plan or summary) there")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="replace single values of the config")
+    return parser
+
+
+def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, int]:
+    folder = None
+    if options.resume:
+        if options.overrides:
+            raise ConfigError(describe("--resume continues a run as it was", got=" ".join(options.overrides),
+                                       expected="no overrides", do="start a new run to change the config"))
+        folder, config = run_folder.reopen(options.resume)
+    else:
+        config = load_config(options.config, options.overrides)
+    if "WORLD_SIZE" in os.environ:
+        world_size = int(os.environ["WORLD_SIZE"])
+        if options.world_size not in (None, world_size):
+            raise ConfigError(describe("--world-size contradicts torchrun", got=options.world_size, expected=world_size))
+        return config, folder, world_size
+    if not options.plan:
+        raise ConfigError(describe("training was started without torchrun", do="run: torchrun --nproc-per-node "
+                                   f"{config.parallel.expert} {' '.join(sys.argv)}"))
+    return config, folder, options.world_size or config.parallel.expert
+
+
+def _plan(config: Config, world_size: int, file: Path | None) -> int:
+    found = problems(config, world_size) + _installation_problems()
+    plan = None
+    try:
+        plan = make_plan(config, read_model(config.model.path), world_size)
+        print(render(plan))
+    except ConfigError:
+        pass  # said among the problems
+    for problem in found:
+        print(f"problem: {problem}")
+    print(f"{len(found)} problems" if found else "no problems")
+    if file:
+
+
+        file.write_text(json.dumps({"plan": plan and dataclasses.asdict(plan), "problems": found}, indent=2) + "\n")
+    return 2 if found else 0
+
+
+def _installation_problems() -> list[str]:
+    found = list(patches.problems())
+    try:
+        installed = version("megatron-core")
+    except PackageNotFoundError:
+        installed = "none"
+    if not installed.startswith(MEGATRON_CORE):
+        found.append(describe("megatron-core is missing or of a version that was never run", got=installed,
+                              expected=f"{MEGATRON_CORE}x", do="run make venv"))
+    return found
+
+
+def _refuse(found: list[str]) -> None:
+    if found:
+        raise ConfigError([*found, f"{len(found)} problem{'s' if len(found) > 1 else ''}; nothing was started"])

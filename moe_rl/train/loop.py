@@ -1,0 +1,191 @@
+"""The whole story of a run, read from top to bottom.
+
+Every rank trains. Rank 0 also owns the sampler (a vLLM engine in a child process), the verifiers, the prompts and the
+log. One step: sample a batch with routes, judge it, learn from it under the recorded routes, give the sampler the new
+weights.
+
+    prompts -> rollout (tokens, logprobs, routes) -> rewards -> advantages -> packing -> replay -> loss -> optimizer -> sync
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch.distributed as dist
+
+from moe_rl.config.hf import ModelFacts, read_model
+from moe_rl.config.schema import Config
+from moe_rl.megatron import checkpoint, world
+from moe_rl.megatron.policy import Policy, ReferencePolicy
+from moe_rl.report.html import write_report
+from moe_rl.report.log import RunLog
+from moe_rl.report.summary import summarize
+from moe_rl.rewards.pool import VerifierPool
+from moe_rl.rollout.engine import EngineSettings, VllmEngine
+from moe_rl.trace.store import TraceSpec, TraceStore
+from moe_rl.train import run_folder
+from moe_rl.train.facts import run_facts
+from moe_rl.train.peers import Peers
+from moe_rl.train.rollouts import RolloutBatch, Rollouts, shard_name
+from moe_rl.train.run_folder import RunFolder
+from moe_rl.train.step import Clock, TrainStep
+from moe_rl.train.weights import Canary, send_weights
+
+
+def train(config: Config, folder: RunFolder | None) -> Path:
+    """Run, or with `folder` resume, a training run. All ranks call it; returns the run's folder on each.
+
+    The config has been checked (`config.check.problems`), so that what fails here is not the user's writing.
+    """
+    world.start(expert_parallel=config.parallel.expert, seed=config.run.seed, timeout_seconds=24 * 3600)
+    with ExitStack() as stack:
+        stack.callback(world.stop)
+        resumed = folder is not None
+        folder = _open_folder(config, folder)
+        peers = stack.enter_context(Peers(folder.ranks, dist.get_rank(), dist.get_world_size(),
+                                          timeout_seconds=config.run.peer_timeout_seconds))
+        Run(config, folder, peers, stack).steps(resumed)
+    return folder.path
+
+
+class Run:
+    """What a rank holds for the length of a run."""
+
+    def __init__(self, config: Config, folder: RunFolder, peers: Peers, stack: ExitStack):
+        self.config, self.folder, self.peers = config, folder, peers
+        self.is_main = dist.get_rank() == 0
+        self.facts = read_model(config.model.path)
+        self.store = TraceStore(folder.trace)
+        self.log = self.rollouts = None
+        if self.is_main:
+            self.log = RunLog(folder.path, total_steps=config.run.steps, replay=config.replay.mode == "r3")
+            stack.callback(self.log.close)
+            self.log.note(f"run folder: {folder.path}")
+            self.log.note("starting the sampler and the verifiers ...")
+            verifiers = stack.enter_context(VerifierPool(
+                config.task.rewards, timeout_seconds=config.task.verifier_timeout_seconds,
+                workers=config.task.verifier_workers,
+            ))
+            engine = stack.enter_context(VllmEngine.start(_engine_settings(config, self.facts, folder)))
+            self.rollouts = Rollouts(config, self.facts, engine, verifiers, folder.path, self.store)
+        build = dict(expert_parallel=config.parallel.expert, temperature=config.rollout.temperature)
+        self.policy = Policy(self.facts, config.train, config.model.path, **build)
+        reference = None
+        if config.objective.kl_coef > 0:
+            reference = ReferencePolicy(self.facts, config.train, config.model.path, **build)
+        spec = TraceSpec(self.facts.fingerprint, self.facts.num_experts, self.facts.top_k, self.facts.moe_layers)
+        self.train_step = TrainStep(config, self.policy, reference, self.store, spec)
+        self.canary = Canary(world.broadcast(self.rollouts.canary_tokens() if self.is_main else None, tuple[int, ...]))
+
+    def steps(self, resumed: bool) -> None:
+        """From the first step, or the last checkpoint, to the end of the run and its report."""
+        config, done = self.config, 0
+        if resumed:
+            done = self._restore()
+        else:
+            self._evaluate(0)
+        for step in range(done + 1, config.run.steps + 1):
+            clock = Clock()
+            with clock("step"):
+                batch = self._rollout(step, clock)
+                with self.peers.phase("train", step):
+                    metrics = self.train_step.run(
+                        batch.sequences, batch.group_ids, step=step, weight_version=step - 1, clock=clock,
+                        measure_native=config.replay.native_every > 0 and (step - 1) % config.replay.native_every == 0,
+                    )
+                with self.peers.phase("sync", step), clock("sync"):
+                    metrics |= self._sync(version=step)
+            trained = sum(s.forwarded for s in batch.sequences) / clock.seconds["train"]
+            metrics |= batch.metrics | {
+                "throughput/trained_tokens_per_second": trained,
+                **{f"time/{name}": seconds for name, seconds in clock.seconds.items()},
+            }
+            last = step == config.run.steps
+            if last or step % config.checkpoint.every_steps == 0:
+                with self.peers.phase("checkpoint", step), clock("checkpoint"):
+                    self._save(step)
+                metrics["time/checkpoint"] = clock.seconds["checkpoint"]
+            if self.is_main:
+                self.log.step(step, metrics)
+            if last or step % config.eval.every_steps == 0:
+                self._evaluate(step)
+        if self.is_main:
+            self._report()
+
+    def _rollout(self, step: int, clock: Clock) -> RolloutBatch:
+        """Rank 0 samples and judges; every rank gets the tokens. Routes stay in the trace store."""
+        batch = None
+        if self.is_main:
+            with self.peers.phase("rollout", step), self.log.phase(f"step {step}: sampling"):
+                batch = self.rollouts.collect(step, clock)
+        with self.peers.phase("receive rollout", step):
+            batch = world.broadcast(batch, RolloutBatch)
+        if self.is_main and step > self.config.replay.keep_shards:
+            self.store.remove(shard_name(step - self.config.replay.keep_shards))
+        return batch
+
+    def _sync(self, version: int) -> dict[str, float]:
+        """Give the sampler the trainer's weights as `version`, and let both score the canary with them."""
+        engine = self.rollouts.engine if self.is_main else None
+        sent = send_weights(self.policy, engine, self.folder.sync, version, self.config.rollout.dtype)
+        return {"sync/bytes": sent, "sync/canary_abs_diff": self.canary.difference(self.policy, engine)}
+
+    def _evaluate(self, step: int) -> None:
+        with self.peers.phase("evaluate", step):
+            if self.is_main:
+                clock = Clock()
+                with clock("eval"), self.log.phase("evaluating on held-out prompts"):
+                    metrics = self.rollouts.evaluate(step)
+                self.log.eval_row(step, metrics | {"time/eval": clock.seconds["eval"]})
+
+    def _save(self, step: int) -> None:
+        cursor = self.rollouts.source.cursor if self.is_main else 0
+        state = {"cursor": cursor, "config": self.folder.config.read_text()}
+        checkpoint.save(self.folder.checkpoints, step, self.policy, state, keep=self.config.checkpoint.keep)
+
+    def _restore(self) -> int:
+        """Put every part of the run back to the newest checkpoint; returns the steps it had done."""
+        path = checkpoint.latest(self.folder.checkpoints)
+        state = checkpoint.read_state(path)
+        done = state["step"]
+        checkpoint.load(path, self.policy)
+        if self.is_main:
+            self.rollouts.source.seek(state["cursor"])
+            dropped = self.rollouts.ledger.rewind(done)
+            self.rollouts.ledger.verify(self.rollouts.source, steps=done)
+            self.log.rewind(done + 1)
+            for shard in self.store.shards():
+                if shard > shard_name(done) or not shard.startswith("step"):
+                    self.store.remove(shard)
+            self.log.note(f"resumed from {path} after step {done}; {dropped} steps are done again")
+        if done:
+            self._sync(version=done)
+        return done
+
+    def _report(self) -> None:
+        self.rollouts.ledger.verify(self.rollouts.source, steps=self.config.run.steps)
+        summarize(self.folder.path, run_facts(self.config, self.rollouts.engine.vllm_version))
+        report = write_report(self.folder.path)
+        self.log.note(f"report: {report}")
+
+
+def _open_folder(config: Config, folder: RunFolder | None) -> RunFolder:
+    """Rank 0 makes the run folder, or clears what an earlier process left in it; every rank learns its path."""
+    path = ""
+    if dist.get_rank() == 0:
+        folder = folder or run_folder.create(config)
+        run_folder.clear_transient(folder)
+        path = str(folder.path)
+    return RunFolder(Path(world.broadcast(path, str)))
+
+
+def _engine_settings(config: Config, facts: ModelFacts, folder: RunFolder) -> EngineSettings:
+    rollout = config.rollout
+    return EngineSettings(
+        model_path=config.model.path, dtype=rollout.dtype,
+        max_model_len=rollout.max_prompt_tokens + rollout.max_completion_tokens, max_concurrent=rollout.max_concurrent,
+        kv_cache_mib=rollout.kv_cache_mib, trace_root=folder.trace, model_fingerprint=facts.fingerprint,
+        log_path=folder.engine_log, startup_timeout_seconds=rollout.startup_timeout_seconds, seed=config.run.seed,
+        silence_seconds=config.run.peer_timeout_seconds,
+    )

@@ -1,0 +1,240 @@
+"""One training step on one rank: pack, read the routes, measure sampler against trainer, update.
+
+Every rank holds the whole batch's tokens and only its own sequences' routes. All numbers returned are global.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from moe_rl.config.schema import Config
+from moe_rl.megatron import world
+from moe_rl.megatron.microbatch import PAD_MULTIPLE, Microbatch, pack
+from moe_rl.megatron.policy import Policy, ReferencePolicy
+from moe_rl.objectives.mismatch import MismatchSums
+from moe_rl.objectives.policy import global_denominator, policy_loss, reference_kl
+from moe_rl.planning.packing import pack as assign
+from moe_rl.planning.packing import split_groups
+from moe_rl.replay.routes import microbatch_routes, read_routes
+from moe_rl.replay.session import MicrobatchRoutes, ReplaySession, Tally
+from moe_rl.trace.store import TraceSpec, TraceStore
+from moe_rl.types import Sequence
+
+
+class Clock:
+    """Seconds spent in named phases; a name used again adds up."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+@dataclass(slots=True, eq=False)
+class Share:
+    """What this rank does of one optimizer update: its microbatches, their routes, what other passes said of them."""
+
+    microbatches: list[Microbatch]
+    tables: list[MicrobatchRoutes]
+    denominator: int
+    old_logprobs: list[torch.Tensor]
+    ref_logprobs: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class UpdateSums:
+    """Sums over a step's updates on this rank."""
+
+    loss: float = 0.0
+    kl: float = 0.0
+    clip_events: float = 0.0
+    clip_units: float = 0.0
+    ratio: float = 0.0
+
+
+class TrainStep:
+    """The training half of the loop on one rank."""
+
+    def __init__(self, config: Config, policy: Policy, reference: ReferencePolicy | None, store: TraceStore,
+                 spec: TraceSpec):
+        self.config, self.policy, self.reference, self.store, self.spec = config, policy, reference, store, spec
+
+    def run(self, sequences: list[Sequence], group_ids: list[int], *, step: int, weight_version: int, measure_native: bool,
+            clock: Clock) -> dict[str, float]:
+        """Learn from one rollout batch; returns the step's metrics (see report/registry.py), equal on every rank.
+
+        group_ids: the prompt each sequence belongs to. measure_native: also score the batch with native routing.
+        """
+        replay = self.config.replay.mode == "r3"
+        mode = "replay" if replay else "observe"
+        with clock("routes"):
+            shares, covered = self._shares(sequences, group_ids, weight_version)
+        everything = [m for share in shares for m in share.microbatches]
+        tables = [t for share in shares for t in share.tables]
+        tallies: list[Tally] = []
+        mismatch, native = MismatchSums.empty(world.device()), None
+        with clock("logprobs"):
+            if self.config.objective.old_logprobs == "trainer":
+                with self._session(tables, mode, f"step {step} old logprobs", compare_native=True) as session:
+                    old = self.policy.logprobs(everything, session)
+                tallies.append(session.tally)
+                mismatch = _mismatch(everything, old)
+                self._hand_out(shares, old, "old_logprobs")
+            if measure_native and replay:
+                with self._session(tables, "observe", f"step {step} native logprobs", compare_native=True) as session:
+                    native_logprobs = self.policy.logprobs(everything, session)
+                native = _mismatch(everything, native_logprobs), session.tally
+            if self.reference is not None:
+                self._hand_out(shares, self.reference.logprobs(everything), "ref_logprobs")
+        sums, grad_norms, skipped, lr = UpdateSums(), [], 0, 0.0
+        with clock("train"):
+            for number, share in enumerate(shares):
+                # Without an old-logprob pass the first update's forward is the one that ran on the sampler's weights.
+                observe_here = number == 0 and self.config.objective.old_logprobs == "sampler"
+                name = f"step {step} update {number}"
+                with self._session(share.tables, mode, name, compare_native=observe_here, training=True) as session:
+                    seen: dict[int, torch.Tensor] = {}
+                    result = self.policy.update(share.microbatches, session, self._loss(share, sums, seen))
+                tallies.append(session.tally)
+                if observe_here:
+                    mismatch = _mismatch(share.microbatches, [seen[i] for i in range(len(share.microbatches))])
+                grad_norms.append(result.grad_norm)
+                skipped += not result.applied
+                lr = result.lr
+        metrics = self._reduce(sums, tallies, len(shares), covered, sum(s.forwarded for s in sequences), replay)
+        metrics |= {
+            "policy_kl/k1": (m := _global(mismatch).metrics())["k1"],
+            "policy_kl/k3": m["k3"],
+            "policy/extreme_fraction": m["extreme_fraction"],
+            "policy/logratio_abs_max": m["abs_max"],
+            "optim/grad_norm": sum(grad_norms) / len(grad_norms),
+            "optim/lr": lr,
+            "optim/updates": self.policy.updates,
+            "optim/skipped": skipped,
+        }
+        if native is not None:
+            n, positions = _global(native[0]).metrics(), _native_fractions([native[1]])
+            metrics |= {
+                "policy_kl/k1_native": n["k1"],
+                "policy_kl/k3_native": n["k3"],
+                "policy/extreme_fraction_native": n["extreme_fraction"],
+                "routing/native_mismatch": positions[0],
+                "routing/native_token_mismatch": positions[1],
+            }
+        return metrics
+
+    def _shares(self, sequences: list[Sequence], group_ids: list[int],
+                weight_version: int) -> tuple[list[Share], int]:
+        """This rank's part of every update, and how many of its tokens have recorded routes."""
+        train, expert_parallel = self.config.train, self.config.parallel.expert
+        shares, covered = [], 0
+        for chosen in split_groups(group_ids, train.updates_per_step):
+            if not chosen:
+                continue
+            ours = [sequences[i] for i in chosen]
+            plan = assign([s.forwarded for s in ours], ranks=dist.get_world_size(),
+                          microbatch_tokens=train.microbatch_tokens // PAD_MULTIPLE * PAD_MULTIPLE)[dist.get_rank()]
+            microbatches = [pack(ours, indices, world.device()) for indices in plan]
+            tables = []
+            for microbatch, indices in zip(microbatches, plan, strict=True):
+                parts = [read_routes(self.store, ours[i], self.spec, weight_version=weight_version) for i in indices]
+                covered += sum(len(part) for part in parts)
+                tables.append(microbatch_routes(parts, self.spec, padded_tokens=microbatch.tokens.shape[1],
+                                                expert_parallel=expert_parallel, device=world.device()))
+            shares.append(Share(microbatches, tables, global_denominator(len(s.token_ids) for s in ours),
+                                old_logprobs=[m.rollout_logprobs for m in microbatches]))
+        return shares, covered
+
+    def _session(self, tables, mode, name, *, compare_native=False, training=False) -> ReplaySession:
+        return ReplaySession(tables, self.policy.layers, mode=mode, name=name, rank=dist.get_rank(),
+                             compare_native=compare_native,
+                             recomputes=training and self.config.train.recompute == "full")
+
+    @staticmethod
+    def _hand_out(shares: list[Share], values: list[torch.Tensor], name: str) -> None:
+        values = iter(values)
+        for share in shares:
+            setattr(share, name, [next(values) for _ in share.microbatches])
+
+    def _loss(self, share: Share, sums: UpdateSums, seen: dict[int, torch.Tensor]):
+        objective = self.config.objective
+
+        def loss(number: int, logprobs: torch.Tensor) -> torch.Tensor:
+            microbatch = share.microbatches[number]
+            seen[number] = logprobs.detach()
+            result = policy_loss(
+                objective.name, logprobs, share.old_logprobs[number], microbatch.advantages, microbatch.sequence_ids,
+                clip_low=objective.clip_low, clip_high=objective.clip_high, denominator=share.denominator,
+            )
+            total = result.loss
+            if self.reference is not None:
+                kl = reference_kl(logprobs, share.ref_logprobs[number], microbatch.sequence_ids, share.denominator)
+                total = total + objective.kl_coef * kl
+                sums.kl += float(kl.detach())
+            sums.loss += float(total.detach())
+            sums.clip_events += float(result.clip_events)
+            sums.clip_units += float(result.clip_units)
+            sums.ratio += float(result.ratio_sum)
+            return total
+
+        return loss
+
+    def _reduce(self, sums: UpdateSums, tallies: list[Tally], updates: int, covered: int, fed: int,
+                replay: bool) -> dict[str, float]:
+        loss, kl, events, units, ratio, covered, consumed, expected, applied = world.all_reduce([
+            sums.loss, sums.kl, sums.clip_events, sums.clip_units, sums.ratio, covered,
+            sum(t.consumed for t in tallies), sum(t.expected for t in tallies), sum(t.applied_mismatch for t in tallies),
+        ])
+        compared = _native_fractions(tallies)
+        metrics = {
+            "objective/loss": loss / updates,
+            "objective/clip_fraction": events / max(units, 1),
+            "objective/ratio_mean": ratio / max(units, 1),
+        }
+        if self.reference is not None:
+            metrics["objective/kl_ref"] = kl / updates
+        if replay:
+            metrics |= {
+                "routing/shadow_mismatch": compared[0],
+                "routing/applied_mismatch": applied,
+                "routing/coverage": covered / fed,
+                "routing/consumed": consumed,
+                "routing/expected": expected,
+            }
+        else:
+            metrics |= {"routing/native_mismatch": compared[0], "routing/native_token_mismatch": compared[1]}
+        return metrics
+
+
+def _mismatch(microbatches: list[Microbatch], logprobs: list[torch.Tensor]) -> MismatchSums:
+    total = MismatchSums.empty(world.device())
+    for microbatch, values in zip(microbatches, logprobs, strict=True):
+        total = total.merge(MismatchSums.of(values, microbatch.rollout_logprobs))
+    return total
+
+
+def _global(sums: MismatchSums) -> MismatchSums:
+    rows = [torch.empty_like(sums.to_tensor()) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, sums.to_tensor())
+    return MismatchSums.from_tensor(torch.stack(rows))
+
+
+def _native_fractions(tallies: list[Tally]) -> tuple[float, float]:
+    """Fractions of (token, layer) positions, and of tokens, where the router's own choice is not the recorded one."""
+    wrong, positions, wrong_tokens, tokens = world.all_reduce([
+        sum(getattr(t, name) for t in tallies)
+        for name in ("native_mismatch", "native_positions", "native_token_mismatch", "native_tokens")
+    ])
+    return wrong / max(positions, 1), wrong_tokens / max(tokens, 1)

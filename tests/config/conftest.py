@@ -1,0 +1,104 @@
+"""A valid run on disk, as small as it gets: a checkpoint folder, prompt files and a config that tests then spoil."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from moe_rl.config.hf import expected_tensors, read_model
+
+HF_CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 24,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "moe_intermediate_size": 6,
+    "num_hidden_layers": 3,
+    "mlp_only_layers": [1],
+    "decoder_sparse_step": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "eos_token_id": 1,
+    "torch_dtype": "float32",
+}
+
+CONFIG = """\
+run:
+  name: tiny
+  runs_dir: {root}/runs
+  steps: 6
+model:
+  path: {root}/model
+task:
+  train: {root}/train.jsonl
+  heldout: {root}/heldout.jsonl
+  rewards:
+    exact: {{function: moe_rl.errors.describe}}
+  pass_reward: exact
+rollout:
+  prompts_per_step: 4
+  group_size: 2
+  max_prompt_tokens: 10
+  max_completion_tokens: 6
+  kv_cache_mib: 1
+train:
+  updates_per_step: 2
+  microbatch_tokens: 40
+  optimizer: {{lr: 1e-6}}
+eval:
+  prompts: 5
+parallel:
+  expert: 2
+"""
+
+
+def _write_model(folder: Path, **changes) -> Path:
+    """A Qwen3-MoE checkpoint of zeros; changes: keys of config.json (None removes one)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    raw = {key: value for key, value in (HF_CONFIG | changes).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(raw))
+    vocab = {f"t{number}": number for number in range(20)}
+    added = [{"id": 20, "content": "<eos>"}]
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}, "added_tokens": added}))
+    (folder / "model.safetensors").write_bytes(b"")
+    shapes = expected_tensors(read_model(folder))
+    save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def hf_config() -> dict:
+    return dict(HF_CONFIG)
+
+
+@pytest.fixture
+def write_model():
+    return _write_model
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    return _write_model(tmp_path / "model")
+
+
+@pytest.fixture
+def config_file(tmp_path, model) -> Path:
+    """A config without problems on 2 ranks."""
+    (tmp_path / "train.jsonl").write_text('{"id": "a"}\n' * 8)
+    (tmp_path / "heldout.jsonl").write_text('{"id": "b"}\n' * 5)
+    file = tmp_path / "run.yaml"
+    file.write_text(CONFIG.format(root=tmp_path))
+    return file

@@ -1,0 +1,202 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from moe_rl.config.check import problems
+from moe_rl.config.dotted_path import dotted_path_problem
+from moe_rl.config.load import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "configs/tiny_moe_cpu.yaml"
+
+
+@pytest.fixture
+def found(config_file):
+    def check(*overrides, world_size=2):
+        return problems(load_config(config_file, overrides), world_size)
+
+    return check
+
+
+def test_a_good_config_has_no_problems(found):
+    assert found() == []
+    assert found("replay.mode=off", "replay.native_every=3") == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["model.path=/nowhere"], ["model.path", "/nowhere"]),
+        (["task.train=/nowhere"], ["task.train", "/nowhere"]),
+        (["task.heldout=/nowhere"], ["task.heldout", "/nowhere"]),
+        (["rollout.max_completion_tokens=55", "train.microbatch_tokens=99"], ["65", "max_position_embeddings = 64"]),
+        (["train.microbatch_tokens=15"], ["train.microbatch_tokens", "got 15", "= 16"]),
+        (["train.updates_per_step=3"], ["train.updates_per_step", "got 3", "= 4"]),
+        (["train.updates_per_step=8"], ["train.updates_per_step", "got 8", "= 4"]),
+        (["rollout.prompts_per_step=10"], ["rollout.prompts_per_step", "at most 8"]),
+        (["eval.prompts=6"], ["eval.prompts", "at most 5"]),
+        (["task.pass_reward=exakt"], ["task.pass_reward", "got exakt", "did you mean exact?"]),
+        (["task.rewards.exact.function=moe_rl.nothing.f"], ["task.rewards.exact.function", "moe_rl.nothing"]),
+        (["task.rewards.exact.weight=0"], ["task.rewards", "every weight is 0"]),
+        (["objective.clip_low=1.0"], ["objective.clip_low", "below 1"]),
+        (["objective.name=grpo"], ["objective.clip_low", "objective.clip_high", "0.2"]),
+        (["objective.name=grpo", "objective.clip_low=0.2"], ["objective.clip_high"]),
+        (["train.optimizer.betas=[0.9, 1.0]"], ["train.optimizer.betas", "below 1"]),
+        (["train.optimizer.warmup_steps=13"], ["warmup_steps", "= 12"]),
+        (["parallel.expert=1", "train.updates_per_step=4", "rollout.group_size=1"], None),
+    ],
+)
+def test_each_problem_is_one_message(found, overrides, parts):
+    if parts is None:
+        pytest.raises(ValueError, found, *overrides)
+        return
+    (message,) = found(*overrides)
+    assert all(part.lower() in message.lower() for part in parts), message
+
+
+def test_grpo_with_its_own_clip_is_fine(found):
+    assert found("objective.name=grpo", "objective.clip_low=0.2", "objective.clip_high=0.28") == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "parts"),
+    [
+        ([], 3, ["parallel.expert", "3 ranks"]),
+        (["parallel.expert=3"], 3, ["parallel.expert", "num_experts = 4"]),
+        (["parallel.expert=1"], 5, ["fewer sequences", "4 sequences and 5 ranks"]),
+    ],
+)
+def test_ranks_that_do_not_fit(found, overrides, world_size, parts):
+    (message,) = found(*overrides, world_size=world_size)
+    assert all(part in message for part in parts), message
+
+
+def test_the_same_file_twice_is_refused_also_through_a_link(found, tmp_path):
+    os.symlink(tmp_path / "train.jsonl", tmp_path / "link.jsonl")
+    (message,) = found(f"task.heldout={tmp_path}/link.jsonl")
+    assert "same file as task.train" in message
+
+
+def test_an_empty_prompt_file(found, tmp_path):
+    (tmp_path / "heldout.jsonl").write_text("\n \n")
+    (message,) = found()
+    assert "task.heldout" in message and "empty" in message
+
+
+def test_a_dense_model(found, model, hf_config):
+    (model / "config.json").write_text(
+        json.dumps(hf_config | {"architectures": ["Qwen3ForCausalLM"], "num_experts": None})
+    )
+    assert any("Qwen3ForCausalLM" in message for message in found())
+
+
+def test_a_checkpoint_of_another_shape(found, model, hf_config):
+    (model / "config.json").write_text(json.dumps(hf_config | {"moe_intermediate_size": 7}))
+    (message,) = found()
+    assert "another shape" in message and "experts.0.gate_proj.weight [6, 8] instead of [7, 8]" in message
+
+
+def test_a_tokenizer_of_another_model(found, model):
+    raw = json.loads((model / "tokenizer.json").read_text())
+    raw["added_tokens"].append({"id": 24, "content": "<x>"})
+    (model / "tokenizer.json").write_text(json.dumps(raw))
+    (message,) = found()
+    assert "25 ids" in message and "vocab_size = 24" in message
+
+
+@pytest.mark.parametrize("eos", [None, 24, [1, -1]])
+def test_an_end_of_sequence_the_model_does_not_have(found, model, eos, hf_config):
+    (model / "config.json").write_text(json.dumps(hf_config | {"eos_token_id": eos}))
+    (message,) = found()
+    assert "eos_token_id" in message
+
+
+def test_a_runs_dir_below_a_file(found, tmp_path):
+    (tmp_path / "file").write_text("")
+    (message,) = found(f"run.runs_dir={tmp_path}/file/runs")
+    assert "run.runs_dir" in message and "not a folder" in message
+
+
+def test_a_runs_dir_without_permission(found, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(os, "access", lambda path, mode: asked.append((Path(path), mode)))
+    (message,) = found()
+    assert "no permission" in message and asked == [(tmp_path, os.W_OK | os.X_OK)]
+
+
+def test_a_full_disk(found, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10, 9, 1))
+    (message,) = found()
+    assert "free disk" in message and "got 1 bytes" in message
+
+
+def test_all_problems_at_once(found):
+    messages = found(
+        "model.path=/nowhere", "task.train=/nowhere", "task.pass_reward=x", "train.microbatch_tokens=1",
+        "objective.name=grpo", "eval.prompts=99", world_size=3,
+    )  # fmt: skip
+    assert len(messages) == 7
+
+
+@pytest.mark.parametrize(
+    ("dotted", "reason"),
+    [
+        ("moe_rl.errors.describe", None),
+        ("moe_rl.config.check.problems", None),
+        ("json.loads", None),
+        ("math.isclose", None),
+        ("describe", "not a dotted path"),
+        ("moe_rl..describe", "not a dotted path"),
+        ("os; import x.f", "not a dotted path"),
+        ("no_such_package.f", "no module no_such_package"),
+        ("moe_rl.errors.deeper.f", "no module moe_rl.errors.deeper"),
+        ("moe_rl.errors.descibe", "did you mean describe?"),
+        ("__main__.f", "__main__ is the command"),
+    ],
+)
+def test_dotted_paths(dotted, reason):
+    found = dotted_path_problem(dotted)
+    assert found is None if reason is None else reason in found
+
+
+def test_looking_up_a_dotted_path_runs_nothing(tmp_path, monkeypatch):
+    package = tmp_path / "trap"
+    package.mkdir()
+    (package / "__init__.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    (package / "inner.py").write_text("raise SystemExit\ndef reward(): ...")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert dotted_path_problem("trap.inner.reward") is None
+    assert "has no other" in dotted_path_problem("trap.inner.other")
+    assert not (tmp_path / "ran").exists() and "trap" not in sys.modules
+
+
+SCRIPT = """
+import sys, time
+from moe_rl.config.load import load_config
+from moe_rl.config.plan import make_plan, render
+from moe_rl.config.check import problems
+from moe_rl.config.hf import read_model
+config = load_config(sys.argv[1])
+print(render(make_plan(config, read_model(config.model.path), 2)))
+print("PROBLEMS", problems(config, 2))
+print("HEAVY", sorted({"torch", "transformers", "vllm", "megatron"} & set(sys.modules)))
+print("CPU_SECONDS", time.process_time())
+"""
+
+
+def test_the_demo_is_planned_and_checked_quickly_without_torch():
+    """Imports included. Processor time, not wall time: this machine may be busy with other tests."""
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(DEMO)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert "PROBLEMS []" in run.stdout and "HEAVY []" in run.stdout, run.stdout
+    assert "optimizer updates" in run.stdout
+    assert float(run.stdout.split("CPU_SECONDS")[1]) < 2.0

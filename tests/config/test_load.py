@@ -1,0 +1,129 @@
+import pytest
+import yaml
+
+from moe_rl.config.load import dump_config, load_config
+from moe_rl.errors import ConfigError
+
+
+def problems(file, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, overrides)
+    return caught.value.problems
+
+
+def spoil(file, old, new):
+    text = file.read_text()
+    assert old in text, "the fixture has changed: nothing was spoilt"
+    file.write_text(text.replace(old, new))
+
+
+def test_a_valid_file_loads_with_its_values_and_defaults(config_file, tmp_path):
+    config = load_config(config_file)
+    assert config.train.optimizer.lr == 1e-6
+    assert config.task.rewards["exact"].weight == 1.0
+    assert config.model.path == tmp_path / "model"
+    assert config.replay.mode == "r3"
+
+
+def test_relative_paths_stay_relative_to_the_working_directory(config_file):
+    assert str(load_config(config_file, ["model.path=assets/m"]).model.path) == "assets/m"
+
+
+def test_overrides_take_yaml_values_in_order(config_file):
+    config = load_config(
+        config_file,
+        ["replay.mode=off", "run.steps=3", "run.steps=7", "train.optimizer.betas=[0.5, 0.75]",
+         "task.rewards.exact.weight=2e-1", "objective.normalize_std=false"],
+    )  # fmt: skip
+    assert config.replay.mode == "off"
+    assert config.run.steps == 7
+    assert config.train.optimizer.betas == (0.5, 0.75)
+    assert config.task.rewards["exact"].weight == 0.2
+    assert config.objective.normalize_std is False
+
+
+def test_every_problem_is_reported_at_once(config_file):
+    spoil(config_file, "  steps: 6\n", "")
+    spoil(config_file, "group_size: 2", "group_sise: 2")
+    spoil(config_file, "microbatch_tokens: 40", "microbatch_tokens: '40'")
+    found = problems(config_file, "run.seed=x", "objective.clip_low=-1", "nonsense")
+    assert len(found) == 7
+    text = "\n".join(found)
+    for key in ("run.steps", "rollout.group_size", "group_sise", "microbatch_tokens", "seed", "clip_low", "nonsense"):
+        assert key in text
+
+
+def test_unknown_key_names_line_and_suggestion(config_file):
+    spoil(config_file, "group_size: 2", "group_sise: 2")
+    line = 1 + config_file.read_text().split("\n").index("  group_sise: 2")
+    unknown, missing = sorted(problems(config_file), key=lambda text: "missing" in text)
+    assert unknown == f"rollout.group_sise: unknown key ({config_file}:{line}). Did you mean rollout.group_size?"
+    assert "rollout.group_size: required, but missing" in missing and "Completions sampled from each prompt" in missing
+
+
+@pytest.mark.parametrize(
+    ("override", "suggestion"),
+    [
+        ("train.lr=1", "train.optimizer.lr"),
+        ("objektive.name=grpo", "objective"),
+        ("task.rewards.exact.wieght=1", "task.rewards.exact.weight"),
+        ("eval.every=3", "eval.every_steps"),
+        ("run.seed.x=1", None),
+        ("zzzz=1", "the keys here are run, model"),
+    ],
+)
+def test_unknown_override_path_suggests(config_file, override, suggestion):
+    (problem,) = problems(config_file, override)
+    assert override in problem
+    if suggestion:
+        assert suggestion.lower() in problem.lower()
+
+
+@pytest.mark.parametrize("key", ["run.steps", "train.optimizer.lr", "rollout.temperature"])
+@pytest.mark.parametrize("value", ["true", "'1'", ".nan", ".inf", "-.inf", "-1", "0", "", "[1]", "{a: 1}", "no"])
+def test_wrong_values_are_never_converted(config_file, key, value):
+    (problem,) = problems(config_file, f"{key}={value}")
+    assert problem.startswith(f"{key} (override ") and "got " in problem and "expected " in problem
+
+
+def test_a_whole_float_is_no_count(config_file):
+    (problem,) = problems(config_file, "run.steps=6.0")
+    assert "got 6.0" in problem and "integer" in problem
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        (b"", "an empty file"),
+        (b"[1]", "mapping"),
+        (b"just text", "mapping"),
+        (b"\xff\xfe", "cannot read"),
+        (None, "no config"),
+    ],
+)
+def test_a_file_that_is_no_config(tmp_path, content, part):
+    file = tmp_path / "x.yaml"
+    if content is not None:
+        file.write_bytes(content)
+    (problem,) = problems(file)
+    assert part in problem and str(file) in problem
+
+
+@pytest.mark.parametrize("override", ["", "run.steps", "=3", "run..steps=1", " run.steps=1", "run.steps=[1"])
+def test_malformed_overrides(config_file, override):
+    (problem,) = problems(config_file, override)
+    assert "override" in problem
+
+
+def test_a_section_that_is_no_mapping(config_file):
+    (problem,) = problems(config_file, "replay=r3")
+    assert "replay" in problem and "mapping" in problem and '"r3"' in problem
+
+
+@pytest.mark.parametrize("name", ["tiny", "1e6", "0x10", "off"])
+def test_the_dump_loads_back_equal(config_file, tmp_path, name):
+    config = load_config(config_file, [f"run.name='{name}'", "objective.kl_coef=1e-7"])
+    dumped = tmp_path / "resolved.yaml"
+    dumped.write_text(dump_config(config))
+    assert load_config(dumped) == config
+    assert yaml.safe_load(dumped.read_text())["checkpoint"]["keep"] == 2, "defaults are written out too"

@@ -1,0 +1,91 @@
+import dataclasses
+import re
+
+import pytest
+
+from moe_rl.config.hf import expected_tensors, parameter_count, read_model
+from moe_rl.config.load import load_config
+from moe_rl.config.plan import make_plan, render
+
+
+@pytest.fixture
+def plan_of(config_file):
+    def plan(*overrides, world_size=2):
+        config = load_config(config_file, overrides)
+        return make_plan(config, read_model(config.model.path), world_size)
+
+    return plan
+
+
+def test_a_step_by_hand(plan_of):
+    """4 prompts x 2 completions of at most 10 + 6 tokens; 2 updates; 40 tokens, hence 2 sequences, a microbatch."""
+    plan = plan_of()
+    assert (plan.data_parallel, plan.expert_data_parallel, plan.experts_per_rank) == (2, 1, 2)
+    assert (plan.sequences_per_step, plan.groups_per_update, plan.sequences_per_update) == (8, 2, 4)
+    assert (plan.max_sequence_tokens, plan.max_tokens_per_step, plan.updates) == (16, 128, 12)
+    assert plan.max_microbatches_per_update == 1
+    assert plan_of("train.microbatch_tokens=31").max_microbatches_per_update == 2
+    assert plan_of("train.updates_per_step=1", "parallel.expert=1", world_size=1).max_microbatches_per_update == 4
+    assert (plan.prompts_per_epoch, plan.epochs) == (8, 3.0)
+
+
+def test_model_and_storage_by_hand(plan_of):
+    """Experts: 2 layers x 4 x 3 matrices of 8 x 6. Routes: 2 layers x top 2, one byte. KV: K and V, 3 x 2 x 4, bf16."""
+    plan = plan_of()
+    assert plan.expert_parameters == 2 * 4 * 3 * 8 * 6
+    assert plan.routes_bytes_per_token == 4
+    assert plan.max_routes_bytes_per_step == 8 * 15 * 4
+    assert plan.kv_bytes_per_token == 2 * 3 * 2 * 4 * 2
+    assert plan.kv_tokens == (1 << 20) // 96
+    assert plan.weight_sync_bytes == 2 * plan.parameters
+    assert plan_of("rollout.dtype=float32").kv_bytes_per_token == 192
+
+
+def test_route_ids_take_two_bytes_above_256_experts(plan_of, config_file):
+    config = load_config(config_file)
+    facts = read_model(config.model.path)
+    assert make_plan(config, dataclasses.replace(facts, num_experts=256), 2).routes_bytes_per_token == 4
+    assert make_plan(config, dataclasses.replace(facts, num_experts=257), 2).routes_bytes_per_token == 8
+
+
+@pytest.mark.parametrize(("dtype", "parameter", "state"), [("bfloat16", 2, 12), ("float32", 4, 8)])
+def test_memory_of_a_rank(plan_of, dtype, parameter, state):
+    """Main gradients 4 B. State, sharded: a bf16 parameter has a master and two moments, a fp32 one two moments."""
+    plan = plan_of(f"train.dtype={dtype}", "objective.kl_coef=0.1", world_size=4)
+    dense, expert = plan.dense_parameters, plan.expert_parameters // 2
+    assert plan.parameters_per_rank == dense + expert
+    assert plan.parameter_bytes_per_rank == plan.reference_bytes_per_rank == parameter * (dense + expert)
+    assert plan.main_grad_bytes_per_rank == 4 * (dense + expert)
+    assert plan.optimizer_bytes_per_rank == state * (-(-dense // 4) + expert // 2)
+    assert plan.checkpoint_bytes == (parameter + state) * plan.parameters
+    assert plan_of(f"train.dtype={dtype}").reference_bytes_per_rank == 0
+
+
+def test_kv_cache_that_is_too_small_is_said(plan_of):
+    assert plan_of().kv_fits_max_concurrent
+    assert "preempt" not in render(plan_of())
+    small = plan_of("rollout.group_size=200")
+    assert small.max_concurrent_sequences == 256 and small.kv_fits_max_concurrent
+    tight = plan_of("rollout.group_size=200", "rollout.max_concurrent=800")
+    assert tight.kv_tokens < 800 * 16 and not tight.kv_fits_max_concurrent
+    assert "preempt" in render(tight)
+
+
+def test_what_does_not_divide_still_gives_a_plan(plan_of):
+    plan = plan_of("parallel.expert=3", "train.updates_per_step=9", "task.train=/nowhere", "train.microbatch_tokens=1")
+    assert (plan.expert_data_parallel, plan.experts_per_rank, plan.groups_per_update) == (1, 2, 1)
+    assert plan.epochs is None and "cannot be read" in render(plan)
+
+
+def test_parameter_count_adds_up(plan_of, model):
+    facts = read_model(model)
+    total = sum(a * b for a, b in ((*shape, 1)[:2] for shape in expected_tensors(facts).values()))
+    assert parameter_count(facts).total == plan_of().parameters == total
+
+
+def test_render_is_aligned_and_complete(plan_of):
+    rows = [line for line in render(plan_of()).split("\n") if line.startswith("  ")]
+    columns = [re.fullmatch(r"  (\S.*?)  +(\S+(?: [A-Za-z]+)?)(?:  (\S.*))?", row) for row in rows]
+    assert all(columns) and len({match.end(2) for match in columns}) == 1
+    values = {match[1]: match[2] for match in columns}
+    assert (values["sequences"], values["optimizer updates"], values["routes per token"]) == ("8", "12", "4 B")

@@ -1,0 +1,164 @@
+"""A made-up run that looks like a real one: a task that is learned, a mismatch that replay lowers."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moe_rl.report.lines import FILE, encode
+
+LEVELS = ("1-digit", "2-digit", "carry")
+
+CONFIG = """\
+run: {name: tiny, runs_dir: runs, seed: 1, steps: 40, peer_timeout_seconds: 30.0}
+model: {path: checkpoints/tiny-moe}
+task:
+  train: data/train.jsonl
+  heldout: data/heldout.jsonl
+  rewards:
+    exact: {function: moe_rl.rewards.arithmetic.exact, weight: 1.0}
+    format: {function: moe_rl.rewards.arithmetic.well_formed, weight: 0.1}
+  pass_reward: exact
+rollout: {prompts_per_step: 32, group_size: 8, max_completion_tokens: 48, temperature: 1.0, dtype: bfloat16}
+replay: {mode: r3, native_every: 5}
+parallel: {expert: 2}
+train:
+  dtype: bfloat16
+  updates_per_step: 2
+  microbatch_tokens: 2048
+  optimizer: {lr: 0.0001, warmup_steps: 2, betas: [0.9, 0.95], clip_grad: 1.0}
+objective: {name: gspo, clip_low: 0.0003, clip_high: 0.0004, kl_coef: 0.0}
+"""
+
+FACTS = {
+    "vllm_version": "0.32.0",
+    "megatron_core_version": "0.19.2",
+    "torch_version": "2.13.0",
+    "replay_mode": "r3",
+    "seed": 1,
+    "objective": "gspo",
+    "config": "configs/tiny_moe_cpu.yaml",
+}
+
+
+def metrics(step: int, replay: bool = True, native: bool = False, total: int = 40) -> dict[str, float]:
+    """The metrics of one made-up training step."""
+    rng = random.Random(step)
+    learned = 1 / (1 + math.exp(-7 * (step / total - 0.4)))
+    pass_rate = 0.31 + 0.5 * learned + rng.gauss(0, 0.02)
+    length = 22.0 + 3 * rng.random() - 4 * learned
+    routes = 8 * 4 * 24 * 2
+    native_k3, replay_k3 = 2.1e-3 * math.exp(rng.gauss(0, 0.25)), 5.2e-4 * math.exp(rng.gauss(0, 0.2))
+    sample, train = 2.4 + rng.random(), 3.1 + 0.4 * rng.random()
+    row: dict[str, float] = {
+        "reward/mean": pass_rate + 0.1 * min(1, 0.8 + 0.2 * learned),
+        "reward/pass_rate": pass_rate,
+        "reward/failed_verdicts": 0,
+        "reward/part/exact": pass_rate,
+        "reward/part/format": min(1, 0.8 + 0.2 * learned + rng.gauss(0, 0.01)),
+        "rollout/sequences": 256,
+        "rollout/completion_tokens_mean": length,
+        "rollout/truncated_fraction": max(0.0, 0.08 - 0.07 * learned + rng.gauss(0, 0.006)),
+        "rollout/weight_version": step - 1,
+        "group/zero_variance": 6,
+        "group/zero_variance_fraction": 6 / 32,
+        "policy_kl/k1": rng.gauss(0, 4e-4),
+        "policy_kl/k3": replay_k3 if replay else native_k3,
+        "policy/extreme_fraction": abs(rng.gauss(0, 2e-5 if replay else 4e-4)),
+        "policy/logratio_abs_max": 0.4 + rng.random(),
+        "objective/loss": rng.gauss(0, 1e-3),
+        "objective/clip_fraction": 0.12 + 0.05 * rng.random(),
+        "objective/ratio_mean": 1.0001,
+        "optim/grad_norm": 0.4 + 0.2 * rng.random() + (0.9 if step == 17 else 0),
+        "optim/lr": 1e-4 * min(1, step / 2),
+        "optim/updates": 2 * step,
+        "optim/skipped": 0,
+        "time/sample": sample,
+        "time/reward": 0.2,
+        "time/routes": 0.06,
+        "time/logprobs": 0.9 + (0.7 if native else 0),
+        "time/train": train,
+        "time/sync": 0.15 + 0.02 * rng.random(),
+        "time/step": sample + train + 1.4 + (0.7 if native else 0),
+        "throughput/sampled_tokens_per_second": 256 * length / sample,
+        "throughput/trained_tokens_per_second": 256 * (length + 12) / train,
+        "trace/bytes_per_token": 33.4,
+        "trace/bytes": 33.4 * 256 * (length + 11),
+        "sync/canary_abs_diff": 0.006 + 0.002 * rng.random(),
+        "sync/bytes": 7_340_032,
+    }
+    if replay:
+        row |= {
+            "routing/shadow_mismatch": 0.021 + 0.002 * rng.random(),
+            "routing/applied_mismatch": 0,
+            "routing/coverage": 1.0,
+            "routing/consumed": routes,
+            "routing/expected": routes,
+        }
+    if native:
+        row |= {
+            "policy_kl/k1_native": rng.gauss(0, 9e-4),
+            "policy_kl/k3_native": native_k3,
+            "policy/extreme_fraction_native": abs(rng.gauss(0, 4e-4)),
+            "routing/native_mismatch": 0.062 + 0.006 * rng.random(),
+            "routing/native_token_mismatch": 0.31 + 0.02 * rng.random(),
+        }
+    if step % 10 == 0:
+        row |= {"time/checkpoint": 0.35, "time/eval": 2.0}
+    return row
+
+
+def evaluation(step: int, total: int = 40) -> dict[str, float]:
+    learned = 1 / (1 + math.exp(-7 * (step / total - 0.4)))
+    rate = 0.29 + 0.47 * learned
+    return {
+        "eval/pass_rate": rate,
+        "eval/pass_rate_greedy": rate + 0.05,
+        **{
+            f"eval/level/{level}": max(0.0, rate + 0.2 - (0.2 + 0.04 * learned) * index)
+            for index, level in enumerate(LEVELS)
+        },
+    }
+
+
+@pytest.fixture
+def step_metrics() -> Callable[..., dict[str, float]]:
+    return metrics
+
+
+@pytest.fixture
+def eval_metrics() -> Callable[..., dict[str, float]]:
+    return evaluation
+
+
+@pytest.fixture
+def facts() -> dict[str, object]:
+    return dict(FACTS)
+
+
+def write_run(run_dir: Path, *, replay: bool = True, native_every: int = 5, steps: int = 40) -> Path:
+    """Write metrics.jsonl and config.yaml of a made-up run."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    lines = [encode(0, "eval", evaluation(0))]
+    for step in range(1, steps + 1):
+        native = native_every > 0 and (step - 1) % native_every == 0
+        lines.append(encode(step, "train", metrics(step, replay, native)))
+        if step % 10 == 0:
+            lines.append(encode(step, "eval", evaluation(step)))
+    (run_dir / FILE).write_text("".join(lines))
+    (run_dir / "config.yaml").write_text(CONFIG if replay else CONFIG.replace("mode: r3", 'mode: "off"'))
+    return run_dir
+
+
+@pytest.fixture
+def synthetic_run(tmp_path: Path) -> Callable[..., Path]:
+    """synthetic_run(replay=True, native_every=5, steps=40) writes the run and returns its folder."""
+
+    def make(**options) -> Path:
+        return write_run(tmp_path / "tiny-20260801-1200", **options)
+
+    return make

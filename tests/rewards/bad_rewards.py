@@ -1,0 +1,219 @@
+"""Reward functions that misbehave when the completion tells them to. Imported by verifier workers, never by a test.
+
+A completion "<fault> <path>" makes `misbehave` write the witness file at <path> and then commit the fault.
+"""
+
+import ctypes
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+
+def good(completion):
+    return 1.0
+
+
+def misbehave(completion):
+    fault, _, witness = completion.partition(" ")
+    if fault == "healthy":
+        return 1.0
+    Path(witness).write_text(f"{os.getpid()}")
+    return FAULTS[fault]()
+
+
+def _raise():
+    raise KeyError("planted")
+
+
+def _exit():
+    sys.exit(0)
+
+
+class _Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+
+def _unprintable():
+    raise _Unprintable
+
+
+def _loop():
+    while True:
+        pass
+
+
+def _c_sleep():
+    # PyDLL keeps the interpreter lock: no Python code of this process runs any more.
+    ctypes.PyDLL(None).sleep(1000)
+
+
+def _nap():
+    time.sleep(0.2)
+    return 1.0
+
+
+def _stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return 1.0
+
+
+def _segfault():
+    ctypes.string_at(0)
+
+
+def _hoard():
+    return float(len(bytearray(1 << 40)))
+
+
+def _flood():
+    while True:
+        os.write(1, b"x" * 65536)
+
+
+def _chatter():
+    print("chatter " * 100_000)
+    return 1.0
+
+
+def _fork_and_hang():
+    for _ in range(5):
+        if os.fork() == 0:
+            time.sleep(1000)
+    time.sleep(1000)
+
+
+def _fork_and_return():
+    os.fork()
+    return 1.0
+
+
+def _big_file():
+    with open("/dev/null", "rb"), open(os.environ.get("TMPDIR", "/tmp") + f"/big-{os.getpid()}", "wb") as file:
+        os.unlink(file.name)
+        for _ in range(100):
+            file.write(bytes(1 << 20))
+    return 1.0
+
+
+def _close_descriptors():
+    os.closerange(0, 256)
+    return 1.0
+
+
+def _late_death():
+    threading.Timer(0.05, os._exit, (9,)).start()
+    return 1.0
+
+
+def _leave_child():
+    subprocess.Popen(["sleep", "1000"])
+    return 1.0
+
+
+FAULTS = {
+    "raise": _raise,
+    "exit": _exit,
+    "unprintable": _unprintable,
+    "loop": _loop,
+    "c_sleep": _c_sleep,
+    "nap": _nap,
+    "stop": _stop,
+    "os_exit": lambda: os._exit(0),
+    "segfault": _segfault,
+    "abort": os.abort,
+    "hoard": _hoard,
+    "flood": _flood,
+    "chatter": _chatter,
+    "fork_and_hang": _fork_and_hang,
+    "fork_and_return": _fork_and_return,
+    "big_file": _big_file,
+    "close_descriptors": _close_descriptors,
+    "late_death": _late_death,
+    "leave_child": _leave_child,
+    "none": lambda: None,
+    "nan": lambda: float("nan"),
+    "inf": lambda: float("-inf"),
+    "str": lambda: "1.0",
+    "bool": lambda: True,
+    "complex": lambda: 1j,
+    "huge": lambda: 10**400,
+}
+
+
+def environment(completion):
+    """1 iff this process looks as a verifier should."""
+    told = [name for name in os.environ if name.startswith(("RANK", "LOCAL_", "WORLD_", "MASTER_", "SECRET_", "TORCH"))]
+    assert not told, told
+    assert os.getsid(0) == os.getpid()
+    assert sys.stdin.read() == ""
+    return 1.0
+
+
+def nosy(completion):
+    """1 iff this item's hidden answer is nowhere in this process. Spells it only reversed, not to find itself."""
+    found = _search(("hidden" + completion.removeprefix("question"))[::-1])
+    assert not found, found
+    return 1.0
+
+
+def nosy_with_answer(completion, answer):
+    """The witness that `nosy` would have found it: the same search, by one who was given the answer."""
+    found = _search(answer[::-1])
+    assert found
+    return 1.0
+
+
+def _search(reversed_secret):
+    """Where the secret is: in the frames above the reward function, and in all that the garbage collector knows."""
+    places = []
+    frame = sys._getframe(2)
+    while frame is not None:
+        places += [(f"{frame.f_code.co_name}.{name}", value) for name, value in frame.f_locals.items()]
+        places += [(f"global {name}", value) for name, value in frame.f_globals.items()]
+        frame = frame.f_back
+    for thing in gc.get_objects():
+        if isinstance(thing, dict):
+            places += [("dict", value) for value in list(thing.values())]
+        elif isinstance(thing, list | tuple | set):
+            places += [(type(thing).__name__, value) for value in list(thing)]
+    calls = [thing for _, thing in places if type(thing).__name__ == "Call"]  # which the collector may not track
+    places += [("Call", value) for call in calls for value in call.arguments.values()]
+    return [
+        place
+        for place, value in places
+        if (isinstance(value, str) and value[::-1] == reversed_secret)
+        or (isinstance(value, bytes | bytearray) and reversed_secret.encode() in value[::-1])
+    ]
+
+
+def all_arguments(prompt, completion, answer):
+    return float((prompt, completion, answer) == ("the prompt", "the completion", "the answer"))
+
+
+def optional(completion, scale=2.0, *args, **kwargs):
+    return scale + len(args) + len(kwargs)
+
+
+def no_arguments():
+    return 0.25
+
+
+def wrong_parameter(completion, solution):
+    return 1.0
+
+
+def positional(completion, /):
+    return 1.0
+
+
+async def coroutine(completion):
+    return 1.0
+
+
+not_callable = 3

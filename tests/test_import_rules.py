@@ -1,0 +1,178 @@
+"""Who may import whom, and what may not be used at all. Read from the sources, so no package has to be installed."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+LEVELS = (
+    ("errors", "types"),
+    ("config",),
+    ("trace", "objectives", "planning", "rewards", "data"),
+    ("replay", "rollout", "sync", "megatron"),
+    ("train", "report"),
+    ("tools",),
+)
+LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+ONLY_IN = {"megatron": {"megatron"}, "vllm": {"rollout", "sync"}}
+TORCH_FREE = ("errors", "types", "config", "trace", "rewards", "data", "planning", "report")
+NEEDS_TORCH = {"torch", "transformers", "megatron", "vllm", "safetensors.torch"}
+UNSAFE_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle"}
+UNSAFE_BUILTINS = {"eval", "exec"}
+
+
+def sources() -> list[Path]:
+    return sorted(path for folder in ("moe_rl", "tools") for path in (ROOT / folder).rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return "tools" if parts[0] == "tools" else parts[1]
+
+
+def imported(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[int, str]]:
+    """Line and full dotted name of every import, also inside functions. package: of the file, for relative ones."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(part for part in (base, node.module) if part)
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def within(name: str, modules: set[str]) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def import_faults(text: str, room: str, package: tuple[str, ...] = ()) -> list[str]:
+    faults = []
+    for line, name in imported(ast.parse(text), package):
+        parts = name.split(".")
+        if parts[0] == "moe_rl" and len(parts) > 1 and LEVEL.get(parts[1], 0) > LEVEL[room]:
+            faults.append(f"{line}: {room} imports moe_rl.{parts[1]}, which stands above it")
+        if parts[0] == "tools" and room != "tools":
+            faults.append(f"{line}: {room} imports {name}")
+        if parts[0] in ONLY_IN and room not in ONLY_IN[parts[0]]:
+            faults.append(f"{line}: {parts[0]} is imported in {room}")
+        if room in TORCH_FREE and within(name, NEEDS_TORCH):
+            faults.append(f"{line}: {room} imports {name}, but is free of torch")
+    return faults
+
+
+def unsafe_faults(text: str) -> list[str]:
+    tree = ast.parse(text)
+    faults = [f"{line}: imports {name}" for line, name in imported(tree, ()) if within(name, UNSAFE_MODULES)]
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        if called in UNSAFE_BUILTINS or called.removeprefix("builtins.") in UNSAFE_BUILTINS:
+            faults.append(f"{node.lineno}: calls {called}")
+        if called == "torch.load" and keywords.get("weights_only") != "True":
+            faults.append(f"{node.lineno}: torch.load without weights_only=True")
+        if called in ("yaml.unsafe_load", "yaml.full_load", "yaml.unsafe_load_all"):
+            faults.append(f"{node.lineno}: calls {called}")
+        if keywords.get("allow_pickle", "False") != "False":
+            faults.append(f"{node.lineno}: allow_pickle={keywords['allow_pickle']}")
+    return faults
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_source_keeps_the_rules(path):
+    text, room = path.read_text(encoding="utf-8"), room_of(path)
+    if path != ROOT / "moe_rl/__init__.py":
+        assert room in LEVEL, f"{room} has no place in the import order; give it one here and in the design"
+        assert import_faults(text, room, path.relative_to(ROOT).parent.parts) == []
+    else:
+        assert list(imported(ast.parse(text), ())) == []
+    assert unsafe_faults(text) == []
+
+
+def test_rooms_do_not_import_each_other_in_circles():
+    edges: dict[str, set[str]] = {}
+    for path in sources():
+        tree, package = ast.parse(path.read_text(encoding="utf-8")), path.relative_to(ROOT).parent.parts
+        rooms = {name.split(".")[1] for _, name in imported(tree, package) if name.startswith("moe_rl.")}
+        edges.setdefault(room_of(path), set()).update(rooms & LEVEL.keys() - {room_of(path)})
+    assert {"errors"} <= edges["config"], "the reader of imports has gone blind"
+    while leaves := [room for room, needs in edges.items() if not needs & edges.keys()]:
+        for room in leaves:
+            del edges[room]
+    assert edges == {}
+
+
+def test_torch_free_rooms_import_without_torch():
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in sources()
+        if room_of(path) in TORCH_FREE
+    ]
+    assert "moe_rl.config.check" in modules
+    script = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)\n"
+    script += "print(sorted({'torch', 'transformers', 'megatron', 'vllm'} & set(sys.modules)))"
+    run = subprocess.run(
+        [sys.executable, "-c", script, *modules], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (run.returncode, run.stdout.strip()) == (0, "[]"), run.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "room"),
+    [
+        ("from moe_rl.train import loop", "config"),
+        ("from moe_rl import train", "config"),
+        ("def f():\n    import moe_rl.megatron.model", "planning"),
+        ("from ..rollout import recorder", "trace"),
+        ("import tools.x", "train"),
+        ("import megatron.core", "replay"),
+        ("from megatron.core import parallel_state", "train"),
+        ("from vllm import LLM", "train"),
+        ("import torch.nn", "trace"),
+        ("from torch import Tensor", "report"),
+        ("from safetensors.torch import load_file", "data"),
+    ],
+)
+def test_planted_imports_are_found(text, room):
+    assert len(import_faults(text, room, ("moe_rl", room))) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "room"),
+    [
+        ("from moe_rl.errors import describe\nfrom .schema import Config\nimport torchy", "config"),
+        ("import megatron.core\nfrom moe_rl.replay import session\nimport torch", "megatron"),
+        ("def f():\n    from vllm import LLM", "rollout"),
+        ("from safetensors.numpy import load_file", "trace"),
+    ],
+)
+def test_right_imports_pass(text, room):
+    assert import_faults(text, room, ("moe_rl", room)) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle", "from pickle import loads", "def f():\n    import cloudpickle as c", "import marshal",
+        "eval('1')", "exec(code)", "import builtins\nbuiltins.eval('1')",
+        "torch.load(f)", "torch.load(f, weights_only=False)", "torch.load(f, weights_only=flag)",
+        "numpy.load(f, allow_pickle=True)", "yaml.unsafe_load(f)",
+    ],
+)  # fmt: skip
+def test_planted_unsafe_calls_are_found(text):
+    assert len(unsafe_faults(text)) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["model.eval()", "torch.load(f, weights_only=True)", "np.load(f, allow_pickle=False)", "re.compile('x')"]
+)
+def test_harmless_calls_pass(text):
+    assert unsafe_faults(text) == []

@@ -1,0 +1,44 @@
+"""Check, apply or revert the patch series of the installed vLLM."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from moe_rl.errors import MoeRLError  # noqa: E402
+from moe_rl.rollout import patches  # noqa: E402
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--vllm", type=Path, metavar="PATH", help="folder of the vllm package (default: the installed)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the resulting state there")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--check", action="store_const", const=patches.check, dest="action", help="the default")
+    action.add_argument("--apply", action="store_const", const=patches.apply, dest="action")
+    action.add_argument("--revert", action="store_const", const=patches.revert, dest="action")
+    arguments = parser.parse_args()
+    status = 0
+    try:
+        (arguments.action or patches.check)(arguments.vllm)
+    except MoeRLError as error:
+        print(error, file=sys.stderr)
+        status = 2
+    try:
+        state = patches.inspect(arguments.vllm)
+    except MoeRLError:
+        return 2
+    if status == 0:
+        print(f"vLLM {state.version} in {state.root}: {state.summary}")
+    if arguments.json:
+        document = {"root": str(state.root), "version": state.version, "state": state.summary, "files": state.files}
+        arguments.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
