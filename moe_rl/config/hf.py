@@ -96,12 +96,12 @@ class _Fields:
     def wrong(self, key: str, got: Any, expected: str) -> None:
         self.problems.append(describe(f"model.path: {key}", where=self.where, got=repr(got), expected=expected))
 
-    def count(self, *keys: str, default: int | None = None, least: int = 1) -> int:
+    def count(self, *keys: str, default: int | None = None, least: int = 1, most: int = 2**31) -> int:
         key = next((key for key in keys if self.raw.get(key) is not None), keys[0])
         value = self.raw.get(key)
         value = default if value is None else value
-        if type(value) is not int or value < least:
-            self.wrong(key, value, f"a whole number >= {least}")
+        if type(value) is not int or not least <= value <= most:
+            self.wrong(key, value, f"a whole number from {least} to {most}")
             return least
         return value
 
@@ -135,10 +135,10 @@ def _facts(folder: Path) -> ModelFacts:
         raise ConfigError(describe(f"model.path: {what}", where=where, got=shown, expected=ARCHITECTURE))
 
     read = _Fields(raw, where)
-    layers = read.count("num_hidden_layers")
+    layers = read.count("num_hidden_layers", most=512)
     hidden, heads = read.count("hidden_size"), read.count("num_attention_heads")
     kv_heads = read.count("num_key_value_heads")
-    experts = read.count("num_experts", "num_local_experts", least=2)
+    experts = read.count("num_experts", "num_local_experts", least=2, most=2048)
     top_k = read.count("num_experts_per_tok")
     if top_k > experts:
         read.wrong("num_experts_per_tok", top_k, f"at most num_experts = {experts}")

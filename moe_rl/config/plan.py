@@ -160,7 +160,8 @@ def render(plan: Plan) -> str:
         "ranks": [
             ("world size", f"{plan.world_size:,}", ""),
             ("data parallel", f"{plan.data_parallel:,}", "every rank takes its own sequences"),
-            ("expert parallel", f"{plan.expert_parallel:,}", f"{plan.expert_data_parallel:,} replicas of each expert"),
+            ("expert parallel", f"{plan.expert_parallel:,}", ""),
+            ("copies of each expert", f"{plan.expert_data_parallel:,}", ""),
             ("experts per rank", f"{plan.experts_per_rank:,}", f"of {plan.num_experts:,}, top {plan.top_k}"),
         ],
         "a step": [
@@ -195,7 +196,7 @@ def render(plan: Plan) -> str:
         "the sampler": [
             ("KV cache", f"{plan.kv_tokens:,}", f"tokens of {plan.kv_bytes_per_token:,} B"),
             ("sequences at once", f"{plan.max_concurrent_sequences:,}", fits),
-            ("weight sync", _size(plan.weight_sync_bytes), "each update of the weights"),
+            ("weight sync", _size(plan.weight_sync_bytes), "each time"),
         ],
         "storage": [
             ("routes per token", f"{plan.routes_bytes_per_token:,} B", "raw"),

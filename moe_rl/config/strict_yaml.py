@@ -96,6 +96,7 @@ def dump(value: Any) -> str:
 
 def _value(node: yaml.Node, path: Path, lines: dict[Path, int]) -> Any:
     lines.setdefault(path, node.start_mark.line + 1)
+    _refuse_half_characters(node)
     if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
         mapping: dict[str, Any] = {}
         for key_node, value_node in node.value:
@@ -120,9 +121,16 @@ def _value(node: yaml.Node, path: Path, lines: dict[Path, int]) -> Any:
 
 
 def _key(node: yaml.Node) -> str:
+    _refuse_half_characters(node)
     if isinstance(node, yaml.ScalarNode):
         return node.value
     raise _at(node.start_mark, "a key must be plain text")
+
+
+def _refuse_half_characters(node: yaml.Node) -> None:
+    """YAML can escape a lone surrogate; no file name, and no JSON, can hold one."""
+    if isinstance(node, yaml.ScalarNode) and any("\ud800" <= character <= "\udfff" for character in node.value):
+        raise _at(node.start_mark, f"{node.value[:40]!a} holds half a character", "write the whole character")
 
 
 def _dotted(path: Path) -> str:

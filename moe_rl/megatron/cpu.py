@@ -1,4 +1,4 @@
-"""Megatron-core on a machine without CUDA: gloo collectives, torch ops. Import nothing of megatron before `install`.
+"""Megatron-core on a machine without CUDA: gloo collectives, torch ops. The package's `__init__` calls `install`.
 
 Megatron-core asks `torch.cuda` four kinds of questions even when every tensor lives in host memory. They are answered:
 
@@ -118,6 +118,7 @@ def install() -> None:
 def _hush() -> None:
     """Drop what megatron-core says about GPU packages it does not find, once per rank and module, at every start."""
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf", category=UserWarning)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

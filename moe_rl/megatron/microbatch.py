@@ -62,7 +62,7 @@ def pack(sequences: Seq[Sequence], indices: Seq[int], device: torch.device) -> M
         lengths.append(sequence.forwarded)
         targets += sequence.token_ids
         sequence_ids += [number] * len(sequence.token_ids)
-        logprobs.append(torch.from_numpy(sequence.rollout_logprobs))
+        logprobs.append(torch.tensor(sequence.rollout_logprobs))
     padding = padded_length(len(fed)) - len(fed)
     if padding:
         fed += [0] * padding

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
 
 
 def start(*, expert_parallel: int, seed: int, timeout_seconds: float) -> None:
@@ -20,14 +21,9 @@ def start(*, expert_parallel: int, seed: int, timeout_seconds: float) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "nccl"
     else:
-        from moe_rl.megatron import cpu
-
-        cpu.install()
         torch.set_num_threads(1)  # one rank per core: more threads only take turns
         backend = "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
-
-    from megatron.core import parallel_state, tensor_parallel
 
     parallel_state.initialize_model_parallel(expert_model_parallel_size=expert_parallel, expert_tensor_parallel_size=1)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -35,8 +31,6 @@ def start(*, expert_parallel: int, seed: int, timeout_seconds: float) -> None:
 
 def stop() -> None:
     """Leave the groups in order."""
-    from megatron.core import parallel_state
-
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
@@ -44,6 +38,11 @@ def stop() -> None:
 def device() -> torch.device:
     """Where this rank's tensors live."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def holds_first_replica() -> tuple[bool, bool]:
+    """Whether this rank's copy of the dense parameters, and of its experts, is the first of the replicas."""
+    return dist.get_rank() == 0, parallel_state.get_expert_data_parallel_rank() == 0
 
 
 def broadcast(message: object, kind: type, source: int = 0):

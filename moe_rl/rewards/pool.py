@@ -19,10 +19,11 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
+from moe_rl.config.dotted_path import dotted_path_problem
 from moe_rl.config.schema import RewardConfig
 from moe_rl.errors import ConfigError, RewardError, describe
 from moe_rl.rewards import frames
-from moe_rl.rewards.dotted_path import ARGUMENTS, dotted_path_problem
+from moe_rl.rewards.functions import ARGUMENTS
 from moe_rl.rewards.process import WorkerProcess
 from moe_rl.types import Verdict
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 
 from moe_rl.rewards import frames
-from moe_rl.rewards.dotted_path import resolve
+from moe_rl.rewards.functions import resolve
 
 _PR_SET_PDEATHSIG = 1
 _MAX_FILE_BYTES = 64 << 20

@@ -39,9 +39,11 @@ def main() -> int:
         try:
             call = channel.receive()
         except EOFError:
-            return 0
+            call = wire.Close()
         if isinstance(call, wire.Close):
-            return 0
+            sys.stdout.flush()
+            # vLLM's own shutdown takes seconds and has nothing to save.
+            os._exit(0)
         try:
             reply, sound = sampler.answer(call), True
         except MoeRLError as error:
@@ -97,7 +99,9 @@ class Sampler:
         )
         (self._recorder,) = self._llm.collective_rpc(lambda worker: getattr(worker, "moe_rl_recorder", None))
         if self._recorder is None and start.trace_root is not None:
-            raise EngineError(describe("vLLM did not call the recorder", do="run python tools/apply_patches.py --check"))
+            raise EngineError(
+                describe("vLLM did not call the recorder", do="run python tools/apply_patches.py --check")
+            )
         (transfer,) = self._llm.collective_rpc(lambda worker: worker.weight_transfer_engine)
         transfer.on_progress = pulse
         self._llm.update_weight_version("0")

@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -64,10 +65,17 @@ class EngineSettings:
 class VllmEngine:
     """A running engine. Every call raises EngineError, naming process and log, once the engine is dead or hung."""
 
-    def __init__(self, settings: EngineSettings, process: subprocess.Popen, channel: wire.Channel):
+    def __init__(
+        self,
+        settings: EngineSettings,
+        process: subprocess.Popen,
+        channel: wire.Channel,
+        scratch: tempfile.TemporaryDirectory,
+    ):
         self._settings = settings
         self._process = process
         self._channel = channel
+        self._scratch = scratch
         self._failure = ""
         self.pid: int = process.pid
         self.vllm_version = ""
@@ -80,6 +88,8 @@ class VllmEngine:
             raise EngineError(describe("An engine must be started from the main thread", do="start it there"))
         log_path = settings.log_path.absolute()
         log_path.parent.mkdir(parents=True, exist_ok=True)
+        # A killed engine cannot remove its temporary files; their folder is removed for it.
+        scratch = tempfile.TemporaryDirectory(prefix="moe_rl-engine-")
         ours, theirs = socket.socketpair()
         with theirs, open(log_path, "ab") as log:
             process = subprocess.Popen(
@@ -87,11 +97,11 @@ class VllmEngine:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=_environment(),
+                env=_environment() | {"TMPDIR": scratch.name},
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        engine = cls(settings, process, wire.Channel(ours, wire.Reply))
+        engine = cls(settings, process, wire.Channel(ours, wire.Reply), scratch)
         start = wire.Start(
             model_path=str(settings.model_path.absolute()),
             dtype=settings.dtype,
@@ -171,7 +181,7 @@ class VllmEngine:
         self.close()
 
     def _call(self, message: wire.Message, expected: type, seconds: float | None = None):
-        """Send one call and wait for its reply. seconds: for all of it; None: the silence allowed between two frames."""
+        """Send one call and wait for its reply. seconds: of all of it; None: of silence between frames."""
         if self._failure:
             raise EngineError(self._failure)
         limit = self._settings.silence_seconds if seconds is None else seconds
@@ -234,6 +244,7 @@ class VllmEngine:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
+        self._scratch.cleanup()
 
     def _check_requests(self, requests: Sequence[GenerateRequest]) -> None:
         seen = set()
@@ -269,6 +280,8 @@ def _environment() -> dict[str, str]:
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        # vLLM compiles a few helpers of its sampler even when told to be eager: seconds, and a C++ compiler needed.
+        "TORCH_COMPILE_DISABLE": "1",
     }
 
 

@@ -108,7 +108,7 @@ class Channel:
         self.socket.sendall(len(frame).to_bytes(8, "little") + frame)
 
     def receive(self):
-        """The next frame. Raises EOFError at the end, TimeoutError with what came so far kept, ValueError on garbage."""
+        """The next frame. Raises EOFError at the end, TimeoutError keeping what came, ValueError on garbage."""
         while True:
             if len(self._buffer) >= 8:
                 length = int.from_bytes(self._buffer[:8], "little")

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from moe_rl.megatron import world
 from moe_rl.megatron.microbatch import pack
@@ -26,8 +25,7 @@ def send_weights(policy: Policy, engine: VllmEngine | None, folder: Path, versio
     """
     parts = folder / f"v{version}"
     parts.mkdir(parents=True, exist_ok=True)
-    dense = dist.get_rank() == 0
-    experts = parallel_state.get_expert_data_parallel_rank() == 0
+    dense, experts = world.holds_first_replica()
     if dense or experts:
         part = parts / f"rank{dist.get_rank():05d}.safetensors"
         write_part(part, policy.export(DTYPES[dtype], dense=dense, experts=experts))

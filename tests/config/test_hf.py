@@ -77,6 +77,7 @@ def test_fingerprint_sees_the_model_not_its_writer(tmp_path, hf_config, write_mo
         ({"mlp_only_layers": [0, 1, 2]}, ["mlp_only_layers", "dense"]),
         ({"mlp_only_layers": [3]}, ["mlp_only_layers", "0 to 2"]),
         ({"num_experts": 0}, ["num_experts", "got 0"]),
+        ({"num_hidden_layers": 10**12}, ["num_hidden_layers", "from 1 to 512"]),
         ({"num_experts": True}, ["num_experts", "got True"]),
         ({"num_experts_per_tok": 5}, ["num_experts_per_tok", "at most num_experts = 4"]),
         ({"num_key_value_heads": 3}, ["num_key_value_heads", "divisor"]),

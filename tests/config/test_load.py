@@ -1,5 +1,7 @@
 import pytest
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from moe_rl.config.load import dump_config, load_config
 from moe_rl.errors import ConfigError
@@ -23,6 +25,11 @@ def test_a_valid_file_loads_with_its_values_and_defaults(config_file, tmp_path):
     assert config.task.rewards["exact"].weight == 1.0
     assert config.model.path == tmp_path / "model"
     assert config.replay.mode == "r3"
+
+
+def test_a_default_path_is_used(config_file, tmp_path):
+    spoil(config_file, f"  runs_dir: {tmp_path}/runs\n", "")
+    assert str(load_config(config_file).run.runs_dir) == "runs"
 
 
 def test_relative_paths_stay_relative_to_the_working_directory(config_file):
@@ -115,6 +122,38 @@ def test_malformed_overrides(config_file, override):
     assert "override" in problem
 
 
+@pytest.mark.parametrize("value", ["9" * 4000, "-" + "9" * 4000, "1e999", "9e-999"])
+def test_numbers_beyond_any_use(config_file, value):
+    (problem,) = problems(config_file, f"train.optimizer.lr={value}")
+    assert problem.startswith("train.optimizer.lr") and len(problem) < 9000
+
+
+def test_text_that_is_no_text(config_file):
+    (problem,) = problems(config_file, r'run.name="\ud800"')
+    assert "override" in problem and "run.name" in problem and "half a character" in problem
+
+
+@given(st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
+def test_a_mangled_file_loads_or_is_refused_with_reasons(config_file, data):
+    """Anything but a ConfigError, which every command turns into one message, fails here."""
+    text = config_file.read_text()
+    mangled = config_file.with_name("mangled.yaml")
+    for _ in range(data.draw(st.integers(1, 3))):
+        start = data.draw(st.integers(0, len(text)))
+        stop = min(len(text), start + data.draw(st.integers(0, 12)))
+        text = (
+            text[:start]
+            + data.draw(st.text(max_size=4) | st.sampled_from(["\n", ": ", "- ", "{", "*", "!"]))
+            + text[stop:]
+        )
+    mangled.write_bytes(text.encode("utf-8", "surrogatepass"))
+    try:
+        load_config(mangled)
+    except ConfigError as error:
+        assert error.problems and all(error.problems)
+
+
 def test_a_section_that_is_no_mapping(config_file):
     (problem,) = problems(config_file, "replay=r3")
     assert "replay" in problem and "mapping" in problem and '"r3"' in problem
@@ -126,4 +165,5 @@ def test_the_dump_loads_back_equal(config_file, tmp_path, name):
     dumped = tmp_path / "resolved.yaml"
     dumped.write_text(dump_config(config))
     assert load_config(dumped) == config
+    # The dump holds every default, so loading it has checked each against its own field.
     assert yaml.safe_load(dumped.read_text())["checkpoint"]["keep"] == 2, "defaults are written out too"

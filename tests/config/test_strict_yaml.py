@@ -41,6 +41,8 @@ def test_lines_of_keys_and_items():
         ("? [a]\n: 1\n", ["f:1", "plain text"]),
         ("a: 1\nb: [1, 2\n", ["f:3", "not valid YAML"]),
         ("a: 1\n---\nb: 2\n", ["f:2", "document"]),
+        ('a: 1\nb: "\\udc00"\n', ["f:2", "half a character"]),
+        ('"\\udc00": 1\n', ["f:1", "half a character"]),
         ("a: \x00\n", ["f", "not valid YAML"]),
         ("a: " + "9" * 5000, ["f:1", "5000 digits"]),
         ("[" * 20_000, ["f", "nested too deeply"]),

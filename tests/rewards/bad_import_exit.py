@@ -1,3 +1,7 @@
 import os
 
 os._exit(7)
+
+
+def g(completion):
+    return 1.0

@@ -11,6 +11,8 @@ import pytest
 from moe_rl.errors import EngineError
 from moe_rl.trace.store import TraceStore, token_digest
 
+pytestmark = pytest.mark.slow
+
 
 def check_against_reference(completions, settings, reference, temperature=1.0) -> int:
     """Routes, tokens, rows and logprobs of every completion equal Hugging Face's. Returns the rows compared."""
@@ -113,6 +115,8 @@ def test_the_environment_of_the_ranks_does_not_reach_the_engine(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "99")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     environment = _environment()
-    assert not [name for name in environment if name.startswith(("RANK", "WORLD", "LOCAL", "MASTER", "TORCHE", "GROUP"))]
+    assert not [
+        name for name in environment if name.startswith(("RANK", "WORLD", "LOCAL", "MASTER", "TORCHE", "GROUP"))
+    ]
     assert environment["OMP_NUM_THREADS"] != "99"
     assert environment["CUDA_VISIBLE_DEVICES"] == "3"

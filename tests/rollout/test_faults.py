@@ -22,6 +22,8 @@ from moe_rl.rollout import patches
 from moe_rl.rollout.engine import VllmEngine
 from moe_rl.sync.weights import expected_digest, write_part
 
+pytestmark = pytest.mark.slow
+
 CANARY = np.random.default_rng(9).integers(0, 512, 64).tolist()
 
 
@@ -85,7 +87,9 @@ def test_a_stopped_engine_is_named_and_ended(cramped):
     os.kill(cramped.pid, signal.SIGSTOP)
     assert wait_until(lambda: Path(f"/proc/{cramped.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T", 5)
     began = time.monotonic()
-    with pytest.raises(EngineError, match=rf"hangs \(pid {cramped.pid}, log .*engine.log\): got no sign of life for 8 s"):
+    with pytest.raises(
+        EngineError, match=rf"hangs \(pid {cramped.pid}, log .*engine.log\): got no sign of life for 8 s"
+    ):
         cramped.score(CANARY)
     assert 8 <= time.monotonic() - began < 13
     assert not cramped.alive()
@@ -184,7 +188,7 @@ def test_the_engine_does_not_outlive_its_trainer(settings, tmp_path):
             time.sleep(600)
         """)
     )
-    environment = os.environ | {"PYTHONPATH": str(Path(moe_rl.__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": str(Path(moe_rl.__file__).parents[1]), "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, env=environment) as trainer:
         pid = int(trainer.stdout.readline().split()[0])
         assert not gone(pid)
@@ -195,7 +199,7 @@ def test_the_engine_does_not_outlive_its_trainer(settings, tmp_path):
 def test_an_engine_that_cannot_start_says_why(settings, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "nonsense"}')
-    with pytest.raises(EngineError, match=r"could not start \(pid \d+, log .*engine.log\).*nonsense") as raised:
+    with pytest.raises(EngineError, match=r"(?s)could not start \(pid \d+, log .*engine.log\).*nonsense") as raised:
         start(settings, tmp_path, model_path=tmp_path / "model")
     assert "  | " in str(raised.value)
     assert gone(int(str(raised.value).split("pid ")[1].split(",")[0]))
@@ -203,7 +207,9 @@ def test_an_engine_that_cannot_start_says_why(settings, tmp_path):
 
 def test_an_engine_that_is_late_is_ended(settings, tmp_path):
     began = time.monotonic()
-    with pytest.raises(EngineError, match=r"was not ready in time \(pid \d+, log .*\): got no sign of life for 0.5 s") as late:
+    with pytest.raises(
+        EngineError, match=r"was not ready in time \(pid \d+, log .*\): got no sign of life for 0.5 s"
+    ) as late:
         start(settings, tmp_path, startup_timeout_seconds=0.5)
     assert time.monotonic() - began < 5
     assert gone(int(str(late.value).split("pid ")[1].split(",")[0]))

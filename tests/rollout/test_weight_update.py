@@ -9,6 +9,8 @@ from safetensors.torch import load_file
 from moe_rl.errors import WeightSyncError
 from moe_rl.sync.weights import expected_digest, write_part
 
+pytestmark = pytest.mark.slow
+
 CANARY = np.random.default_rng(9).integers(0, 512, 64).tolist()
 
 

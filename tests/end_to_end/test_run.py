@@ -1,0 +1,110 @@
+"""The main job, shortened: it runs, proves its routes, repeats itself, and resumes bit for bit."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from moe_rl.data.ledger import PromptLedger
+from moe_rl.data.prompts import PromptSource, load_prompts
+from tests.end_to_end.conftest import ROOT, Launch, config, lines
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def tensors(folder, tmp_path):
+    """Every tensor of a run's last checkpoint: weights, main weights, Adam's moments."""
+    last = sorted((folder / "checkpoints").glob("step-*"))[-1]
+    dcp_to_torch_save(str(last), str(tmp_path / "whole.pt"))
+    loaded = torch.load(tmp_path / "whole.pt", weights_only=False)
+    return {k: v for k, v in loaded.items() if torch.is_tensor(v)}
+
+
+def test_a_run_proves_its_routes_and_reports(short_run):
+    folder = short_run.folder
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary == json.loads((folder.parent / "result.json").read_text())
+    assert summary["steps"] == 4
+    assert summary["routes_applied_mismatch"] == 0
+    assert summary["routes_coverage"] == 1.0
+    assert summary["routes_exact_every_step"] is True
+    # 8 layers x microbatches, in the old-logprob pass and in the updates
+    assert summary["routes_consumed"] == summary["routes_expected"] > 0
+    # 32 ids of one byte a token, and what the store adds
+    assert 32 < summary["trace_bytes_per_token"] < 48
+    assert summary["policy_kl_k3_replay"] < summary["policy_kl_k3_native"]
+    assert summary["routing_shadow_mismatch"] < summary["routing_native_mismatch"]
+    assert 0 < summary["heldout_pass_rate_first"] < 1 and summary["heldout_pass_rate_last"] is not None
+    assert summary["vllm_version"].startswith("0.32") and summary["megatron_core_version"].startswith("0.19")
+    assert 0 < summary["weight_sync_seconds_median"] < summary["step_seconds_median"]
+    report = (folder / "report.html").read_text()
+    assert "http://" not in report.replace("http://www.w3.org", "") and "<svg" in report
+    assert f"report: {folder / 'report.html'}" in short_run.text()
+    assert not list((folder / "sync").iterdir())
+
+
+def test_every_step_logs_the_canary_and_its_own_weights(short_run):
+    steps = [row for row in lines(short_run.folder) if row["kind"] == "train"]
+    assert [row["rollout/weight_version"] for row in steps] == [0, 1, 2, 3]
+    # bf16 engines differ a little, never by nothing and never by much: the sampler holds these weights
+    assert all(1e-5 < row["sync/canary_abs_diff"] < 0.1 for row in steps)
+    assert len({row["sync/canary_abs_diff"] for row in steps}) == 4
+
+
+def test_the_ledger_holds_every_prompt_once(short_run):
+    tokenizer = ROOT / "assets/tiny_moe/policy/tokenizer.json"
+    prompts = load_prompts(ROOT / "assets/tiny_moe/task/train.jsonl", tokenizer, max_prompt_tokens=24)
+    PromptLedger(short_run.folder / "prompts.jsonl").verify(PromptSource(prompts, 1), steps=4)
+
+
+def test_the_same_seed_gives_the_same_run_and_kill_9_changes_nothing(short_run, tmp_path):
+    run = Launch(tmp_path, *config(f"run.runs_dir={tmp_path}"))
+    metrics = lambda: run.folder and run.folder / "metrics.jsonl"  # noqa: E731
+    # step 3 is logged, the newest checkpoint is of step 2: a step will be lost
+    run.until(lambda: metrics() and metrics().exists() and '"step": 3, "kind": "train"' in metrics().read_text(), 200)
+    pid = run.rank_pid(0)
+    os.kill(pid, signal.SIGKILL)
+    assert run.wait(60) != 0
+    # up to here it repeated the uninterrupted run
+    assert lines(run.folder)[:4] == lines(short_run.folder)[:4]
+    assert [p.name for p in (run.folder / "checkpoints").glob("step-*")] == ["step-000002"], "the kill came too late"
+
+    again = Launch(tmp_path, "--resume", run.folder)
+    assert again.wait() == 0, again.text()[-4000:]
+    assert "after step 2; 1 steps are done again" in again.text()
+    assert lines(run.folder) == lines(short_run.folder)
+    ours, theirs = tensors(run.folder, tmp_path), tensors(short_run.folder, tmp_path)
+    assert ours.keys() == theirs.keys() and len(ours) > 20
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert (run.folder / "prompts.jsonl").read_text() == (short_run.folder / "prompts.jsonl").read_text()
+
+
+def test_without_replay_the_mismatch_is_larger(short_run, tmp_path):
+    run = Launch(tmp_path, *config(f"run.runs_dir={tmp_path}", "replay.mode=off", "run.steps=2"))
+    assert run.wait() == 0, run.text()[-4000:]
+    summary = json.loads((run.folder / "summary.json").read_text())
+    replayed = json.loads((short_run.folder / "summary.json").read_text())
+    assert summary["routes_applied_mismatch"] is None and summary["policy_kl_k3_replay"] is None
+    assert summary["policy_kl_k3"] > replayed["policy_kl_k3"]
+    assert summary["routing_native_mismatch"] > replayed["routing_shadow_mismatch"]
+
+
+def test_grpo_from_the_samplers_logprobs_with_a_reference_in_float32(tmp_path):
+    """The other side of every switch, in one run."""
+    run = Launch(tmp_path, *config(
+        f"run.runs_dir={tmp_path}", "objective.name=grpo", "objective.old_logprobs=sampler", "objective.kl_coef=0.01",
+        "train.dtype=float32", "train.recompute=full", "objective.normalize_std=false", "run.steps=2",
+    ))
+    assert run.wait() == 0, run.text()[-4000:]
+    steps = [row for row in lines(run.folder) if row["kind"] == "train"]
+    assert all(row["routing/applied_mismatch"] == 0 and row["routing/coverage"] == 1 for row in steps)
+    # the reference routes natively, so the first KL is small but not 0; then the policy moves away
+    assert 0 < steps[0]["objective/kl_ref"] < steps[1]["objective/kl_ref"]
+    # old logprobs are the sampler's: the ratio is not exactly 1 on average
+    assert steps[0]["objective/ratio_mean"] != 1.0
+    # recomputation takes each route twice a training pass: 2 updates x 8 layers x 2
+    assert steps[0]["routing/consumed"] == steps[0]["routing/expected"]
+    assert steps[0]["routing/consumed"] % (2 * 8 * 2 * 2) == 0
