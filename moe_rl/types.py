@@ -51,9 +51,9 @@ class GenerateRequest:
 class Completion:
     """What the sampler returned for one request.
 
-    token_ids [T]: sampled tokens, the stop token included. logprobs [T] float32, natural log, of the sampled tokens under
-    the distribution they were drawn from. finish_reason: "stop" or "length" (truncated). weight_version: the version of
-    the weights that sampled every token. routes: None only when recording is off.
+    token_ids [T]: sampled tokens, the stop token included. logprobs [T] float32, natural log, of the sampled tokens
+    under the distribution they were drawn from. finish_reason: "stop" or "length" (truncated). weight_version: the
+    version of the weights that sampled every token. routes: None only when recording is off.
     """
 
     key: str

@@ -1,4 +1,4 @@
-"""Everything that imports megatron-core. Without CUDA the host backend has to be in place before the first such import."""
+"""Everything that imports megatron-core. Without CUDA the host backend must be in place before its first import."""
 
 import torch
 
@@ -6,3 +6,7 @@ if not torch.cuda.is_available():
     from moe_rl.megatron import cpu
 
     cpu.install()
+
+from moe_rl.megatron import adam  # noqa: E402 - it imports megatron-core
+
+adam.install()

@@ -18,7 +18,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True, **unused):
         self.adam_w_mode = adam_w_mode
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -51,10 +51,12 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def install() -> None:
-    """Give it to megatron-core where it looks for apex or TransformerEngine."""
+    """Give it to megatron-core where it looks for TransformerEngine or apex, if it found neither."""
     import megatron.core.optimizer as optimizer
     import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
 
+    if not optimizer.USING_PYTORCH_OPTIMIZER:
+        return
     optimizer.Adam = distrib_optimizer.Adam = FusedAdam
     optimizer.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True

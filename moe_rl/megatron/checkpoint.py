@@ -73,25 +73,45 @@ def latest(folder: Path) -> Path:
     """The newest complete checkpoint. Raises CheckpointError when there is none."""
     complete = _complete(folder)
     if not complete:
-        raise CheckpointError(describe("the run has no checkpoint to resume from", where=str(folder), got="none",
-                                       expected="step-<number>", do="start the run anew"))
+        raise CheckpointError(
+            describe(
+                "the run has no checkpoint to resume from",
+                where=str(folder),
+                got="none",
+                expected="step-<number>",
+                do="start the run anew",
+            )
+        )
     return complete[-1][1]
 
 
 def read_state(path: Path) -> dict:
-    """The `state` given to `save`, with step and updates, after every file's digest was checked. Needs no other rank."""
+    """The `state` given to `save`, with step and updates, once every file's digest was checked. Needs no other rank."""
     try:
         state = json.loads((path / "state.json").read_text())
         files = state["files"]
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(describe("a checkpoint's state.json is missing or damaged", where=str(path), got=repr(error),
-                                       do="remove this checkpoint to resume from an older one")) from error
+        raise CheckpointError(
+            describe(
+                "a checkpoint's state.json is missing or damaged",
+                where=str(path),
+                got=repr(error),
+                do="remove this checkpoint to resume from an older one",
+            )
+        ) from error
     for name, digest in files.items():
         file = path / name
         got = _digest(file) if file.is_file() else "no such file"
         if got != digest:
-            raise CheckpointError(describe("a checkpoint file is damaged", where=str(file), got=got, expected=digest,
-                                           do="remove this checkpoint to resume from an older one"))
+            raise CheckpointError(
+                describe(
+                    "a checkpoint file is damaged",
+                    where=str(file),
+                    got=got,
+                    expected=digest,
+                    do="remove this checkpoint to resume from an older one",
+                )
+            )
     return state
 
 
@@ -102,20 +122,28 @@ def load(path: Path, policy: Policy) -> None:
     """
     state = json.loads((path / "state.json").read_text())
     if state["world_size"] != dist.get_world_size():
-        raise CheckpointError(describe("the checkpoint is of another number of ranks", where=str(path),
-                                       got=dist.get_world_size(), expected=state["world_size"],
-                                       do="resume with as many ranks as the run had"))
+        raise CheckpointError(
+            describe(
+                "the checkpoint is of another number of ranks",
+                where=str(path),
+                got=dist.get_world_size(),
+                expected=state["world_size"],
+                do="resume with as many ranks as the run had",
+            )
+        )
     loaded = dist_checkpointing.load(_sharded(policy, loading=True), str(path))
     unwrap(policy.model).load_state_dict(loaded["model"], strict=True)
     for number, optimizer in enumerate(_optimizers(policy)):
         current = optimizer.state_dict()
         for group in current["optimizer"]["param_groups"]:
             group["step"] = state["optimizer_step"]
-        optimizer.load_state_dict({
-            **current,
-            "param_state": loaded["optimizer"][str(number)],
-            "param_state_sharding_type": _CONTENT["distrib_optim_sharding_type"],
-        })
+        optimizer.load_state_dict(
+            {
+                **current,
+                "param_state": loaded["optimizer"][str(number)],
+                "param_state_sharding_type": _CONTENT["distrib_optim_sharding_type"],
+            }
+        )
     policy.updates = state["updates"]
     _set_rng_state(load_file(path / f"rng-rank{dist.get_rank()}.safetensors"))
 

@@ -104,10 +104,6 @@ def install() -> None:
     # Upstream converts split sizes for all_to_all only if the tensor is on a GPU; the collective needs integers.
     token_dispatcher.maybe_move_tensor_to_cpu = _to_host
 
-    from moe_rl.megatron import adam
-
-    adam.install()
-
     import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
 
     # A synchronous save hands its results over in this process: no manager process has to be spawned for them.
@@ -118,7 +114,9 @@ def install() -> None:
 def _hush() -> None:
     """Drop what megatron-core says about GPU packages it does not find, once per rank and module, at every start."""
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf", category=UserWarning)
+    warnings.filterwarnings(
+        "ignore", message="The .grad attribute of a Tensor that is not a leaf", category=UserWarning
+    )
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

@@ -116,8 +116,14 @@ def load(model: torch.nn.Module, facts: ModelFacts, path: Path, *, first_expert:
             tensors.append(handles[file].get_tensor(name))
         tensor = join(tensors, entry.layout, facts)
         if tensor.shape != entry.parameter.shape:
-            raise ConfigError(describe("a tensor has the wrong shape", where=f"{path}: {', '.join(entry.names)}",
-                                       got=tuple(tensor.shape), expected=tuple(entry.parameter.shape)))
+            raise ConfigError(
+                describe(
+                    "a tensor has the wrong shape",
+                    where=f"{path}: {', '.join(entry.names)}",
+                    got=tuple(tensor.shape),
+                    expected=tuple(entry.parameter.shape),
+                )
+            )
         entry.parameter.copy_(tensor)
 
 

@@ -25,9 +25,10 @@ def padded_length(tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Microbatch:
-    """tokens, positions int64 [1, T]. lengths: of the packed sequences, the padding as one more. predicts int64 [N]: rows
-    whose logits predict the completion tokens. targets int64 [N]: these tokens. sequence_ids int64 [N] in 0..B-1.
-    rollout_logprobs float32 [N]. advantages float32 [B]. indices: which sequences of the batch these are.
+    """tokens, positions int64 [1, T]. lengths: of the packed sequences, the padding as one more.
+
+    predicts int64 [N]: rows whose logits predict the completion tokens. targets int64 [N]: these tokens. sequence_ids
+    int64 [N] in 0..B-1. rollout_logprobs float32 [N]. advantages float32 [B]. indices: which sequences of the batch.
     """
 
     tokens: torch.Tensor
@@ -42,11 +43,18 @@ class Microbatch:
 
     def seq_params(self, session: ReplaySession | None, number: int) -> ReplaySeqParams:
         """What megatron gets beside the tokens. session None routes natively, uncompared."""
-        bounds = torch.tensor((0, *self.lengths), dtype=torch.int32, device=self.tokens.device).cumsum(0, dtype=torch.int32)
+        bounds = torch.tensor((0, *self.lengths), dtype=torch.int32, device=self.tokens.device).cumsum(
+            0, dtype=torch.int32
+        )
         longest = max(self.lengths)
         return ReplaySeqParams(
-            qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest,
-            lengths=self.lengths, replay=None if session is None else session.handle(number),
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            lengths=self.lengths,
+            replay=None if session is None else session.handle(number),
         )
 
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
@@ -25,7 +26,7 @@ def transformer_config(facts: ModelFacts, train: TrainConfig, *, expert_parallel
     dtype = DTYPES[train.dtype]
     recompute = {}
     if train.recompute == "full":
-        recompute = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         num_layers=facts.layers,
         hidden_size=facts.hidden_size,
@@ -43,7 +44,7 @@ def transformer_config(facts: ModelFacts, train: TrainConfig, *, expert_parallel
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
         moe_token_dispatcher_type="alltoall",
-        moe_grouped_gemm=torch.cuda.is_available(),
+        moe_grouped_gemm=HAVE_TE,
         normalization="RMSNorm",
         layernorm_epsilon=facts.rms_norm_eps,
         qk_layernorm=True,
@@ -92,10 +93,9 @@ def build_model(facts: ModelFacts, config: TransformerConfig, checkpoint) -> tor
         rotary_base=facts.rope_theta,
         share_embeddings_and_output_weights=facts.tie_word_embeddings,
     )
-    if not torch.cuda.is_available():
-        model.rotary_pos_emb = PackedRotaryEmbedding(
-            facts.head_dim, rotary_percent=1.0, rotary_base=facts.rope_theta, use_cpu_initialization=True
-        )
+    model.rotary_pos_emb = PackedRotaryEmbedding(
+        facts.head_dim, rotary_percent=1.0, rotary_base=facts.rope_theta, use_cpu_initialization=True
+    )
     hf_map.load(model, facts, checkpoint, first_expert=first_local_expert(facts))
     if torch.cuda.is_available():
         model.cuda()
@@ -106,15 +106,24 @@ def wrap_for_training(
     model: torch.nn.Module, config: TransformerConfig, train: TrainConfig
 ) -> tuple[DistributedDataParallel, MegatronOptimizer]:
     """Data parallelism with float32 main gradients, and the distributed optimizer over it."""
-    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True,
-                                               overlap_grad_reduce=False)
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False
+    )
     model = DistributedDataParallel(config, ddp_config, model)
     settings = train.optimizer
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer="adam", lr=settings.lr, adam_beta1=settings.betas[0], adam_beta2=settings.betas[1],
-            adam_eps=settings.eps, weight_decay=settings.weight_decay, clip_grad=settings.clip_grad,
-            use_distributed_optimizer=True, bf16=config.bf16, fp16=False, params_dtype=config.params_dtype,
+            optimizer="adam",
+            lr=settings.lr,
+            adam_beta1=settings.betas[0],
+            adam_beta2=settings.betas[1],
+            adam_eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            clip_grad=settings.clip_grad,
+            use_distributed_optimizer=True,
+            bf16=config.bf16,
+            fp16=False,
+            params_dtype=config.params_dtype,
         ),
         [model],
     )

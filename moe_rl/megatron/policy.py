@@ -1,4 +1,4 @@
-"""The trained policy: megatron's own schedule, run forward-only for log-probabilities and with gradients for an update."""
+"""The trained policy: megatron's own schedule, forward-only for log-probabilities, with gradients for an update."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moe_rl.megatron.model import build_model, first_local_expert, transformer_c
 from moe_rl.objectives.logprobs import token_logprobs
 from moe_rl.replay.session import ReplaySession
 
-# (microbatch number, logprobs [N] with gradient) -> the microbatch's share of the loss, already divided by its denominator
+# (microbatch number, logprobs [N] with gradient) -> the microbatch's share of the loss, divided by its denominator
 LossFunction = Callable[[int, torch.Tensor], torch.Tensor]
 
 
@@ -42,7 +42,7 @@ def completion_logprobs(microbatch: Microbatch, logits: torch.Tensor, temperatur
 
 
 class Policy:
-    """A GPTModel with replay, its optimizer, and the passes that the loop needs. All ranks call every method together."""
+    """A GPTModel with replay, its optimizer, and the passes the loop needs. All ranks call every method together."""
 
     def __init__(self, facts: ModelFacts, train: TrainConfig, checkpoint, *, expert_parallel: int, temperature: float):
         self.facts = facts
@@ -59,8 +59,9 @@ class Policy:
         return tuple(layer.layer_number - 1 for layer in unwrap(self.model).decoder.layers if layer.is_moe_layer)
 
     @torch.no_grad()
-    def logprobs(self, microbatches: list[Microbatch], session: ReplaySession | None,
-                 temperature: float | None = None) -> list[torch.Tensor]:
+    def logprobs(
+        self, microbatches: list[Microbatch], session: ReplaySession | None, temperature: float | None = None
+    ) -> list[torch.Tensor]:
         """Log-probabilities [N] float32 of the completion tokens of each microbatch, no gradient.
 
         session: replays or observes; None routes natively, uncompared. temperature: None is that of sampling.
@@ -101,21 +102,28 @@ class Policy:
 
     def export(self, dtype: torch.dtype, *, dense: bool, experts: bool) -> dict[str, torch.Tensor]:
         """This rank's share of the weights under Hugging Face names, in the sampler's precision, on the host."""
-        tensors = hf_map.export(unwrap(self.model), self.facts, first_expert=first_local_expert(self.facts),
-                                dense=dense, experts=experts)
+        tensors = hf_map.export(
+            unwrap(self.model), self.facts, first_expert=first_local_expert(self.facts), dense=dense, experts=experts
+        )
         return {name: tensor.to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
 
     def _run(self, microbatches, session, after_forward, *, forward_only, **options):
         def forward_step(iterator, model):
             number, microbatch = next(iterator)
-            logits = model(microbatch.tokens, microbatch.positions, None,
-                           packed_seq_params=microbatch.seq_params(session, number))
+            logits = model(
+                microbatch.tokens, microbatch.positions, None, packed_seq_params=microbatch.seq_params(session, number)
+            )
             return logits, partial(after_forward, number)
 
         return self._schedule(
-            forward_step_func=forward_step, data_iterator=enumerate(microbatches), model=[self.model],
-            num_microbatches=len(microbatches), seq_length=max(m.tokens.shape[1] for m in microbatches),
-            micro_batch_size=1, forward_only=forward_only, **options,
+            forward_step_func=forward_step,
+            data_iterator=enumerate(microbatches),
+            model=[self.model],
+            num_microbatches=len(microbatches),
+            seq_length=max(m.tokens.shape[1] for m in microbatches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+            **options,
         )
 
 
@@ -132,7 +140,8 @@ class ReferencePolicy:
         """As Policy.logprobs, natively routed."""
         results = []
         for number, microbatch in enumerate(microbatches):
-            logits = self.model(microbatch.tokens, microbatch.positions, None,
-                                packed_seq_params=microbatch.seq_params(None, number))
+            logits = self.model(
+                microbatch.tokens, microbatch.positions, None, packed_seq_params=microbatch.seq_params(None, number)
+            )
             results.append(completion_logprobs(microbatch, logits, self.temperature))
         return results

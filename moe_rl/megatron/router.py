@@ -70,8 +70,15 @@ class ReplayRouter(TopKRouter):
         }
         if any(bypasses.values()):
             flags = ", ".join(f"{name}={getattr(config, name)}" for name, on in bypasses.items() if on)
-            raise ConfigError(describe("these settings bypass or alter replayed routes", where="megatron config",
-                                       got=flags, expected="them off", do="turn them off to replay"))
+            raise ConfigError(
+                describe(
+                    "these settings bypass or alter replayed routes",
+                    where="megatron config",
+                    got=flags,
+                    expected="them off",
+                    do="turn them off to replay",
+                )
+            )
         self.handle: MicrobatchHandle | None = None
         self.router_replay = _RecordedTopK(self)
 
@@ -96,7 +103,13 @@ class ReplayLayer(TransformerLayer):
     def _forward_attention(self, *args, packed_seq_params=None, **kwargs):
         if self.is_moe_layer:
             if not isinstance(packed_seq_params, ReplaySeqParams):
-                raise ReplayError(describe("a microbatch came without its replay key", where=f"layer {self.layer_number - 1}",
-                                           got=type(packed_seq_params).__name__, expected="ReplaySeqParams"))
+                raise ReplayError(
+                    describe(
+                        "a microbatch came without its replay key",
+                        where=f"layer {self.layer_number - 1}",
+                        got=type(packed_seq_params).__name__,
+                        expected="ReplaySeqParams",
+                    )
+                )
             self.mlp.router.handle = packed_seq_params.replay
         return super()._forward_attention(*args, packed_seq_params=packed_seq_params, **kwargs)

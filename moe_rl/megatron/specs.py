@@ -1,11 +1,11 @@
-"""Module specs: the same GPTModel with replay, from TransformerEngine on a GPU or from torch ops on the host."""
+"""Module specs: the same GPTModel with replay, from TransformerEngine where it is installed, else from torch ops."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 
-import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -24,10 +24,7 @@ from moe_rl.megatron.router import ReplayLayer, ReplayMoELayer, ReplayRouter
 
 def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """Spec of a decoder whose layers are all MoE, with replay plugged in."""
-    if torch.cuda.is_available():
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
-    else:
-        spec = _host_block_spec(config)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True) if HAVE_TE else _torch_block_spec(config)
     for layer in spec.layer_specs:
         layer.module = ReplayLayer
         layer.submodules.mlp = _with_replay(layer.submodules.mlp)
@@ -41,7 +38,7 @@ def _with_replay(mlp: functools.partial) -> functools.partial:
     return functools.partial(ReplayMoELayer, submodules=dataclasses.replace(submodules, router=ReplayRouter))
 
 
-def _host_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+def _torch_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     provider = LocalSpecProvider()
     layer = ModuleSpec(
         module=ReplayLayer,
@@ -67,7 +64,9 @@ def _host_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
         ),
     )
     return TransformerBlockSubmodules(
-        layer_specs=[dataclasses.replace(layer, submodules=dataclasses.replace(layer.submodules))
-                     for _ in range(config.num_layers)],
+        layer_specs=[
+            dataclasses.replace(layer, submodules=dataclasses.replace(layer.submodules))
+            for _ in range(config.num_layers)
+        ],
         layer_norm=RMSNorm,
     )

@@ -59,8 +59,10 @@ def broadcast(message: object, kind: type, source: int = 0):
     if rank == source:
         data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
     dist.broadcast(data, source)
-    return message if rank == source else msgspec.msgpack.decode(
-        data.cpu().numpy().tobytes(), type=kind, dec_hook=_bytes_to_array
+    return (
+        message
+        if rank == source
+        else msgspec.msgpack.decode(data.cpu().numpy().tobytes(), type=kind, dec_hook=_bytes_to_array)
     )
 
 

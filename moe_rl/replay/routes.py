@@ -20,8 +20,15 @@ def read_routes(store: TraceStore, sequence: Sequence, spec: TraceSpec, *, weigh
     Raises TraceError (missing, damaged) or RouteValidationError (wrong), both naming the sequence.
     """
     if sequence.routes is None:
-        raise TraceError(describe("a sequence has no routes", where=sequence.key, got="none", expected="a reference",
-                                  do="sample with recording on, or set replay.mode: off"))
+        raise TraceError(
+            describe(
+                "a sequence has no routes",
+                where=sequence.key,
+                got="none",
+                expected="a reference",
+                do="sample with recording on, or set replay.mode: off",
+            )
+        )
     record = store.read(sequence.routes)
     tokens = np.asarray((sequence.prompt_token_ids + sequence.token_ids)[:-1], dtype=np.int32)
     validate(record, token_ids=tokens, spec=spec, weight_version=weight_version, ref=sequence.routes)

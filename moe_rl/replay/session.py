@@ -38,10 +38,11 @@ class MicrobatchRoutes:
 class Tally:
     """What a finished session counted. Integers summed over this rank's microbatches.
 
-    consumed, expected: takings of (microbatch, layer), recomputations included. applied_mismatch: (token, layer) positions
-    dispatched to another expert set than recorded; applied_checked: positions compared. native_mismatch: (token, layer)
-    positions where the router's own top-k set differs from the recorded one; native_positions: positions compared;
-    native_token_mismatch of native_tokens: tokens with at least one such layer. Padding is left out of the native counts.
+    consumed, expected: takings of (microbatch, layer), recomputations included.
+    applied_mismatch: (token, layer) positions dispatched to another expert set than recorded, of applied_checked.
+    native_mismatch: positions where the router's own top-k set differs from the recorded one, of native_positions.
+    native_token_mismatch: tokens with at least one such layer, of native_tokens.
+    The native counts leave padding out.
     """
 
     consumed: int = 0
@@ -83,8 +84,15 @@ class ReplaySession:
     def __enter__(self) -> ReplaySession:
         global _open_session
         if _open_session is not None:
-            raise ReplayError(describe("a replay session is already open", where=self.name, got=_open_session.name,
-                                       expected="none", do="close it first: sessions do not nest"))
+            raise ReplayError(
+                describe(
+                    "a replay session is already open",
+                    where=self.name,
+                    got=_open_session.name,
+                    expected="none",
+                    do="close it first: sessions do not nest",
+                )
+            )
         _open_session = self
         return self
 
@@ -103,18 +111,28 @@ class ReplaySession:
         try:
             return self.microbatches[microbatch].routes[layer]
         except (IndexError, KeyError):
-            raise ReplayError(describe(
-                "no routes for this layer", where=self._where(microbatch, layer), got="none",
-                expected=f"layers {sorted(self.microbatches[0].routes) if self.microbatches else []}",
-                do="record with the model that is trained",
-            )) from None
+            raise ReplayError(
+                describe(
+                    "no routes for this layer",
+                    where=self._where(microbatch, layer),
+                    got="none",
+                    expected=f"layers {sorted(self.microbatches[0].routes) if self.microbatches else []}",
+                    do="record with the model that is trained",
+                )
+            ) from None
 
     def take(self, microbatch: int, layer: int, tokens: int) -> torch.Tensor:
         """The routes [T, K] to force, counted as taken. tokens: rows the router is about to route."""
         routes = self.routes(microbatch, layer)
         if routes.shape[0] != tokens:
-            raise ReplayError(describe("routes and tokens differ in number", where=self._where(microbatch, layer),
-                                       got=f"{routes.shape[0]} rows", expected=f"{tokens} tokens"))
+            raise ReplayError(
+                describe(
+                    "routes and tokens differ in number",
+                    where=self._where(microbatch, layer),
+                    got=f"{routes.shape[0]} rows",
+                    expected=f"{tokens} tokens",
+                )
+            )
         self._taken[microbatch, layer, torch.is_grad_enabled()] += 1
         return routes
 
@@ -142,11 +160,15 @@ class ReplaySession:
             self._check_ledger("dispatched", self._dispatched)
             self.tally.applied_mismatch = 0 if self._applied_mismatch is None else int(self._applied_mismatch)
             if self.tally.applied_mismatch:
-                raise ReplayError(describe(
-                    "tokens were dispatched to other experts than recorded", where=f"{self.name}, rank {self.rank}",
-                    got=f"{self.tally.applied_mismatch} of {self.tally.applied_checked} (token, layer) positions",
-                    expected=0, do="look for a router or dispatcher setting that changes the routing map",
-                ))
+                raise ReplayError(
+                    describe(
+                        "tokens were dispatched to other experts than recorded",
+                        where=f"{self.name}, rank {self.rank}",
+                        got=f"{self.tally.applied_mismatch} of {self.tally.applied_checked} (token, layer) positions",
+                        expected=0,
+                        do="look for a router or dispatcher setting that changes the routing map",
+                    )
+                )
         for microbatch in range(len(self.microbatches)):
             flags = [self._native[microbatch, layer] for layer in self.layers if (microbatch, layer) in self._native]
             if flags:
@@ -166,14 +188,23 @@ class ReplaySession:
                     got = {"forward": counts[microbatch, layer, False] + counts[microbatch, layer, True]}
                 else:
                     got = {"forward": counts[microbatch, layer, False], "recompute": counts[microbatch, layer, True]}
-                problems += [f"microbatch {microbatch} layer {layer} {phase} {n} times" for phase, n in got.items() if n != 1]
+                where = f"microbatch {microbatch} layer {layer}"
+                problems += [f"{where} {phase} {n} times" for phase, n in got.items() if n != 1]
         known = {(m, layer) for m in range(len(self.microbatches)) for layer in self.layers}
-        problems += [f"microbatch {m} layer {layer} not of this pass" for m, layer, _ in counts if (m, layer) not in known]
+        problems += [
+            f"microbatch {m} layer {layer} not of this pass" for m, layer, _ in counts if (m, layer) not in known
+        ]
         expected = len(known) * (2 if self.recomputes else 1)
         if problems:
             shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-            raise ReplayError(describe(f"routes were not {verb} exactly once", where=f"{self.name}, rank {self.rank}",
-                                       got=shown, expected=f"each of {expected} once"))
+            raise ReplayError(
+                describe(
+                    f"routes were not {verb} exactly once",
+                    where=f"{self.name}, rank {self.rank}",
+                    got=shown,
+                    expected=f"each of {expected} once",
+                )
+            )
         if verb == "taken":
             self.tally.consumed, self.tally.expected = sum(counts.values()), expected
 

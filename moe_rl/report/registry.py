@@ -177,7 +177,7 @@ _METRICS = (
            "Evaluation on the held-out prompts.",
            "Dominates: raise eval.every_steps.", "when measured"),
     Metric("time/checkpoint", "s", "lower",
-           "Writing a checkpoint.",
+           "Writing the checkpoint of the step before.",
            "Dominates: raise checkpoint.every_steps.", "when measured"),
     Metric("time/step", "s", "lower",
            "The whole step, wall time.",

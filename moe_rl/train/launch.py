@@ -53,14 +53,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="train_moe_rl.py", description="Train a mixture-of-experts policy by RL with routing replay. Start it with torchrun."
+        prog="train_moe_rl.py", description="Train a mixture-of-experts policy by RL with routing replay."
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--config", type=Path, metavar="FILE", help="YAML config of a new run")
     source.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue a run from its newest checkpoint")
-    parser.add_argument("--plan", action="store_true", help="print every derived number and every problem, start nothing")
-    parser.add_argument("--world-size", type=int, metavar="N",
-                        help="ranks to plan for without torchrun (default: parallel.expert)")
+    parser.add_argument(
+        "--plan", action="store_true", help="print every derived number and every problem, start nothing"
+    )
+    parser.add_argument(
+        "--world-size", type=int, metavar="N", help="ranks to plan for without torchrun (default: parallel.expert)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result (plan or summary) there")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="replace single values of the config")
     return parser
@@ -70,19 +73,31 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, i
     folder = None
     if options.resume:
         if options.overrides:
-            raise ConfigError(describe("--resume continues a run as it was", got=" ".join(options.overrides),
-                                       expected="no overrides", do="start a new run to change the config"))
+            raise ConfigError(
+                describe(
+                    "--resume continues a run as it was",
+                    got=" ".join(options.overrides),
+                    expected="no overrides",
+                    do="start a new run to change the config",
+                )
+            )
         folder, config = run_folder.reopen(options.resume)
     else:
         config = load_config(options.config, options.overrides)
     if "WORLD_SIZE" in os.environ:
         world_size = int(os.environ["WORLD_SIZE"])
         if options.world_size not in (None, world_size):
-            raise ConfigError(describe("--world-size contradicts torchrun", got=options.world_size, expected=world_size))
+            raise ConfigError(
+                describe("--world-size contradicts torchrun", got=options.world_size, expected=world_size)
+            )
         return config, folder, world_size
     if not options.plan:
-        raise ConfigError(describe("training was started without torchrun", do="run: torchrun --nproc-per-node "
-                                   f"{config.parallel.expert} {' '.join(sys.argv)}"))
+        raise ConfigError(
+            describe(
+                "training was started without torchrun",
+                do=f"run: torchrun --nproc-per-node {config.parallel.expert} {' '.join(sys.argv)}",
+            )
+        )
     return config, folder, options.world_size or config.parallel.expert
 
 
@@ -98,8 +113,6 @@ def _plan(config: Config, world_size: int, file: Path | None) -> int:
         print(f"problem: {problem}")
     print(f"{len(found)} problems" if found else "no problems")
     if file:
-
-
         file.write_text(json.dumps({"plan": plan and dataclasses.asdict(plan), "problems": found}, indent=2) + "\n")
     return 2 if found else 0
 
@@ -111,8 +124,14 @@ def _installation_problems() -> list[str]:
     except PackageNotFoundError:
         installed = "none"
     if not installed.startswith(MEGATRON_CORE):
-        found.append(describe("megatron-core is missing or of a version that was never run", got=installed,
-                              expected=f"{MEGATRON_CORE}x", do="run make venv"))
+        found.append(
+            describe(
+                "megatron-core is missing or of a version that was never run",
+                got=installed,
+                expected=f"{MEGATRON_CORE}x",
+                do="run make venv",
+            )
+        )
     return found
 
 

@@ -4,7 +4,8 @@ Every rank trains. Rank 0 also owns the sampler (a vLLM engine in a child proces
 log. One step: sample a batch with routes, judge it, learn from it under the recorded routes, give the sampler the new
 weights.
 
-    prompts -> rollout (tokens, logprobs, routes) -> rewards -> advantages -> packing -> replay -> loss -> optimizer -> sync
+    prompts -> rollout (tokens, logprobs, routes) -> rewards -> advantages -> packing
+            -> replay around the forward and backward pass -> loss -> optimizer -> sync -> the next prompts
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ def train(config: Config, folder: RunFolder | None) -> Path:
         stack.callback(world.stop)
         resumed = folder is not None
         folder = _open_folder(config, folder)
-        peers = stack.enter_context(Peers(folder.ranks, dist.get_rank(), dist.get_world_size(),
-                                          timeout_seconds=config.run.peer_timeout_seconds))
+        peers = stack.enter_context(
+            Peers(folder.ranks, dist.get_rank(), dist.get_world_size(), timeout_seconds=config.run.peer_timeout_seconds)
+        )
         Run(config, folder, peers, stack).steps(resumed)
     return folder.path
 
@@ -63,13 +65,16 @@ class Run:
             stack.callback(self.log.close)
             self.log.note(f"run folder: {folder.path}")
             self.log.note("starting the sampler and the verifiers ...")
-            verifiers = stack.enter_context(VerifierPool(
-                config.task.rewards, timeout_seconds=config.task.verifier_timeout_seconds,
-                workers=config.task.verifier_workers,
-            ))
+            verifiers = stack.enter_context(
+                VerifierPool(
+                    config.task.rewards,
+                    timeout_seconds=config.task.verifier_timeout_seconds,
+                    workers=config.task.verifier_workers,
+                )
+            )
             engine = stack.enter_context(VllmEngine.start(_engine_settings(config, self.facts, folder)))
             self.rollouts = Rollouts(config, self.facts, engine, verifiers, folder.path, self.store)
-        build = dict(expert_parallel=config.parallel.expert, temperature=config.rollout.temperature)
+        build = {"expert_parallel": config.parallel.expert, "temperature": config.rollout.temperature}
         self.policy = Policy(self.facts, config.train, config.model.path, **build)
         reference = None
         if config.objective.kl_coef > 0:
@@ -80,7 +85,7 @@ class Run:
 
     def steps(self, resumed: bool) -> None:
         """From the first step, or the last checkpoint, to the end of the run and its report."""
-        config, done = self.config, 0
+        config, done, saved = self.config, 0, {}
         if resumed:
             done = self._restore()
         else:
@@ -91,7 +96,11 @@ class Run:
                 batch = self._rollout(step, clock)
                 with self.peers.phase("train", step):
                     metrics = self.train_step.run(
-                        batch.sequences, batch.group_ids, step=step, weight_version=step - 1, clock=clock,
+                        batch.sequences,
+                        batch.group_ids,
+                        step=step,
+                        weight_version=step - 1,
+                        clock=clock,
                         measure_native=config.replay.native_every > 0 and (step - 1) % config.replay.native_every == 0,
                     )
                 with self.peers.phase("sync", step), clock("sync"):
@@ -101,15 +110,16 @@ class Run:
                 "throughput/trained_tokens_per_second": trained,
                 **{f"time/{name}": seconds for name, seconds in clock.seconds.items()},
             }
-            last = step == config.run.steps
-            if last or step % config.checkpoint.every_steps == 0:
-                with self.peers.phase("checkpoint", step), clock("checkpoint"):
-                    self._save(step)
-                metrics["time/checkpoint"] = clock.seconds["checkpoint"]
+            metrics |= saved
             if self.is_main:
                 self.log.step(step, metrics)
+            # The checkpoint comes last: what it stands for has been logged when it appears.
+            last = step == config.run.steps
             if last or step % config.eval.every_steps == 0:
                 self._evaluate(step)
+            saved = {}
+            if last or step % config.checkpoint.every_steps == 0:
+                saved = self._save(step)
         if self.is_main:
             self._report()
 
@@ -139,10 +149,14 @@ class Run:
                     metrics = self.rollouts.evaluate(step)
                 self.log.eval_row(step, metrics | {"time/eval": clock.seconds["eval"]})
 
-    def _save(self, step: int) -> None:
-        cursor = self.rollouts.source.cursor if self.is_main else 0
-        state = {"cursor": cursor, "config": self.folder.config.read_text()}
-        checkpoint.save(self.folder.checkpoints, step, self.policy, state, keep=self.config.checkpoint.keep)
+    def _save(self, step: int) -> dict[str, float]:
+        """Write a checkpoint; what it cost is logged with the next step."""
+        clock, cursor = Clock(), self.rollouts.source.cursor if self.is_main else 0
+        with self.peers.phase("checkpoint", step), clock("checkpoint"):
+            checkpoint.save(
+                self.folder.checkpoints, step, self.policy, {"cursor": cursor}, keep=self.config.checkpoint.keep
+            )
+        return {"time/checkpoint": clock.seconds["checkpoint"]}
 
     def _restore(self) -> int:
         """Put every part of the run back to the newest checkpoint; returns the steps it had done."""
@@ -183,9 +197,15 @@ def _open_folder(config: Config, folder: RunFolder | None) -> RunFolder:
 def _engine_settings(config: Config, facts: ModelFacts, folder: RunFolder) -> EngineSettings:
     rollout = config.rollout
     return EngineSettings(
-        model_path=config.model.path, dtype=rollout.dtype,
-        max_model_len=rollout.max_prompt_tokens + rollout.max_completion_tokens, max_concurrent=rollout.max_concurrent,
-        kv_cache_mib=rollout.kv_cache_mib, trace_root=folder.trace, model_fingerprint=facts.fingerprint,
-        log_path=folder.engine_log, startup_timeout_seconds=rollout.startup_timeout_seconds, seed=config.run.seed,
+        model_path=config.model.path,
+        dtype=rollout.dtype,
+        max_model_len=rollout.max_prompt_tokens + rollout.max_completion_tokens,
+        max_concurrent=rollout.max_concurrent,
+        kv_cache_mib=rollout.kv_cache_mib,
+        trace_root=folder.trace,
+        model_fingerprint=facts.fingerprint,
+        log_path=folder.engine_log,
+        startup_timeout_seconds=rollout.startup_timeout_seconds,
+        seed=config.run.seed,
         silence_seconds=config.run.peer_timeout_seconds,
     )

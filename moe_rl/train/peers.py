@@ -56,8 +56,13 @@ class Peers:
 
     def _beat(self) -> None:
         self._beats += 1
-        state = {"pid": os.getpid(), "host": socket.gethostname(), "beats": self._beats, "phase": self._phase,
-                 "step": self._step}
+        state = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "beats": self._beats,
+            "phase": self._phase,
+            "step": self._step,
+        }
         path = self.folder / f"rank{self.rank}.json"
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(state))
@@ -72,7 +77,7 @@ class Peers:
                 self._end(lost)
 
     def _lost(self) -> str | None:
-        """A sentence about the first peer that is gone; "" when one failed and says itself why; None when all are well."""
+        """A sentence about the first peer that is gone; "" when one failed and said so; None when all is well."""
         for rank in range(self.ranks):
             if rank == self.rank:
                 continue
@@ -80,7 +85,8 @@ class Peers:
                 state = json.loads((self.folder / f"rank{rank}.json").read_text())
                 if state["phase"] == "finished":
                     continue
-                where = f"rank {rank} (pid {state['pid']} on {state['host']}), in phase {state['phase']} of step {state['step']}"
+                who = f"rank {rank} (pid {state['pid']} on {state['host']})"
+                where = f"{who}, in phase {state['phase']} of step {state['step']}"
                 if state["phase"] == "failed":
                     return ""
                 local = state["host"] == socket.gethostname()
@@ -100,14 +106,18 @@ class Peers:
         # torchrun ends the other ranks with SIGTERM when one dies: then that rank is the reason, not the signal.
         lost = self._lost()
         if lost is None:
-            lost = f"rank {self.rank} was ended by {signal.Signals(number).name} in phase {self._phase} of step {self._step}"
+            name = signal.Signals(number).name
+            lost = f"rank {self.rank} was ended by {name} in phase {self._phase} of step {self._step}"
         self._end(lost)
 
     def _end(self, why: str) -> None:
         with self._said:  # never released: the process ends here
             if why:
-                print(f"moe_rl: {why}; the run stops. Continue it with --resume {self.folder.parent}", file=sys.stderr,
-                      flush=True)
+                print(
+                    f"moe_rl: {why}; the run stops. Continue it with --resume {self.folder.parent}",
+                    file=sys.stderr,
+                    flush=True,
+                )
             # Children die with this process: the kernel signals them (PR_SET_PDEATHSIG), and their sockets close.
             os._exit(EXIT_CODE)
 

@@ -17,8 +17,8 @@ from moe_rl.errors import RewardError, describe
 from moe_rl.objectives.advantages import group_advantages
 from moe_rl.rewards.pool import RewardItem, VerifierPool, check_failed_fraction
 from moe_rl.rollout.engine import VllmEngine
-from moe_rl.train.step import Clock
 from moe_rl.trace.store import TraceStore
+from moe_rl.train.step import Clock
 from moe_rl.types import Completion, GenerateRequest, Prompt, Sequence, Verdict
 
 
@@ -37,8 +37,15 @@ class RolloutBatch:
 class Rollouts:
     """Owns the prompts, the verifiers and the use of the engine. Lives on rank 0."""
 
-    def __init__(self, config: Config, facts: ModelFacts, engine: VllmEngine, verifiers: VerifierPool, run_dir: Path,
-                 store: TraceStore):
+    def __init__(
+        self,
+        config: Config,
+        facts: ModelFacts,
+        engine: VllmEngine,
+        verifiers: VerifierPool,
+        run_dir: Path,
+        store: TraceStore,
+    ):
         tokenizer = config.model.path / "tokenizer.json"
         limit = config.rollout.max_prompt_tokens
         self.config, self.engine, self.verifiers, self.store = config, engine, verifiers, store
@@ -56,8 +63,11 @@ class Rollouts:
         rollout = self.config.rollout
         cursor = self.source.cursor
         prompts = self.source.take(rollout.prompts_per_step)
-        requests = [self._request(f"s{step}/p{p}/c{c}", prompt, rollout.temperature)
-                    for p, prompt in enumerate(prompts) for c in range(rollout.group_size)]
+        requests = [
+            self._request(f"s{step}/p{p}/c{c}", prompt, rollout.temperature)
+            for p, prompt in enumerate(prompts)
+            for c in range(rollout.group_size)
+        ]
         group_ids = [p for p in range(len(prompts)) for _ in range(rollout.group_size)]
         with clock("sample"):
             completions = self.engine.generate(requests, shard=shard_name(step))
@@ -65,15 +75,22 @@ class Rollouts:
             verdicts = self._judge([prompts[p] for p in group_ids], completions)
         self.ledger.record(step - 1, cursor, [p.id for p in prompts], _digest(completions))
         check_failed_fraction(verdicts, self.config.task.max_failed_fraction)
-        advantages = group_advantages([v.reward for v in verdicts], group_ids,
-                                      normalize_std=self.config.objective.normalize_std)
+        advantages = group_advantages(
+            [v.reward for v in verdicts], group_ids, normalize_std=self.config.objective.normalize_std
+        )
         kept = [i for i, advantage in enumerate(advantages.advantages) if advantage is not None]
         sequences = [
             Sequence(
-                key=c.key, prompt_token_ids=c.prompt_token_ids, token_ids=c.token_ids, rollout_logprobs=c.logprobs,
-                advantage=advantages.advantages[i], weight_version=c.weight_version, routes=c.routes,
+                key=c.key,
+                prompt_token_ids=c.prompt_token_ids,
+                token_ids=c.token_ids,
+                rollout_logprobs=c.logprobs,
+                advantage=advantages.advantages[i],
+                weight_version=c.weight_version,
+                routes=c.routes,
             )
-            for i in kept for c in (completions[i],)
+            for i in kept
+            for c in (completions[i],)
         ]
         trace_bytes = (self.trace_root / f"{shard_name(step)}.safetensors").stat().st_size
         metrics = self._metrics(completions, verdicts, clock) | {
@@ -85,11 +102,13 @@ class Rollouts:
         return RolloutBatch(sequences, [group_ids[i] for i in kept], metrics)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Pass rates on the held-out prompts, sampled as in training and greedily. The same prompts and seeds each time."""
+        """Pass rates on held-out prompts, sampled as in training and greedily; the same prompts and seeds each time."""
         passed = {}
         for name, temperature in (("sampled", self.config.rollout.temperature), ("greedy", 0.0)):
             shard = f"eval-{name}-step{step:06d}"
-            requests = [self._request(f"eval/{name}/p{p}", prompt, temperature) for p, prompt in enumerate(self.heldout)]
+            requests = [
+                self._request(f"eval/{name}/p{p}", prompt, temperature) for p, prompt in enumerate(self.heldout)
+            ]
             completions = self.engine.generate(requests, shard=shard)
             self.store.remove(shard)  # nothing trains on these
             passed[name] = [self._passes(v) for v in self._judge(self.heldout, completions)]
@@ -110,14 +129,22 @@ class Rollouts:
     def _request(self, key: str, prompt: Prompt, temperature: float) -> GenerateRequest:
         # A request's randomness follows from the run's seed and its own key, not from when or with whom it is decoded.
         seed = xxhash.xxh3_64_intdigest(f"{self.config.run.seed}/{key}".encode()) >> 1
-        return GenerateRequest(key=key, prompt_token_ids=prompt.token_ids, seed=seed, temperature=temperature,
-                               max_tokens=self.config.rollout.max_completion_tokens, stop_token_ids=self.stop_tokens)
+        return GenerateRequest(
+            key=key,
+            prompt_token_ids=prompt.token_ids,
+            seed=seed,
+            temperature=temperature,
+            max_tokens=self.config.rollout.max_completion_tokens,
+            stop_token_ids=self.stop_tokens,
+        )
 
     def _judge(self, prompts: Seq[Prompt], completions: Seq[Completion]) -> list[Verdict]:
-        return self.verifiers.score([
-            RewardItem(prompt=p.text, completion=self.codec.decode(c.token_ids), answer=p.answer)
-            for p, c in zip(prompts, completions, strict=True)
-        ])
+        return self.verifiers.score(
+            [
+                RewardItem(prompt=p.text, completion=self.codec.decode(c.token_ids), answer=p.answer)
+                for p, c in zip(prompts, completions, strict=True)
+            ]
+        )
 
     def _passes(self, verdict: Verdict) -> float | None:
         return float(verdict.parts[self.config.task.pass_reward] == 1.0) if verdict.scored else None
@@ -125,8 +152,11 @@ class Rollouts:
     def _metrics(self, completions: Seq[Completion], verdicts: Seq[Verdict], clock: Clock) -> dict[str, float]:
         scored = [v for v in verdicts if v.scored]
         if not scored:
-            raise RewardError(describe("no completion of a step could be verified", got=verdicts[0].detail,
-                                       do="mend the reward functions"))
+            raise RewardError(
+                describe(
+                    "no completion of a step could be verified", got=verdicts[0].detail, do="mend the reward functions"
+                )
+            )
         tokens = sum(len(c.token_ids) for c in completions)
         versions = {c.weight_version for c in completions}
         return {

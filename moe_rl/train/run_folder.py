@@ -1,8 +1,8 @@
 """The folder of a run: what is in it, how it begins, how it is put back to a checkpoint.
 
-    config.yaml     resolved config           metrics.jsonl   one line a step       prompts.jsonl   the prompt ledger
-    trace/          routing-trace shards      sync/           weights in transit    checkpoints/    step-<n>
-    ranks/          signs of life             engine.log      the sampler's output  summary.json, report.html
+config.yaml     resolved config           metrics.jsonl   one line a step       prompts.jsonl   the prompt ledger
+trace/          routing-trace shards      sync/           weights in transit    checkpoints/    step-<n>
+ranks/          signs of life             engine.log      the sampler's output  summary.json, report.html
 """
 
 from __future__ import annotations
@@ -65,8 +65,14 @@ def reopen(path: Path) -> tuple[RunFolder, Config]:
     """The folder of an earlier run and the config it ran with. Raises ConfigError when it is none."""
     folder = RunFolder(path)
     if not folder.config.is_file():
-        raise ConfigError(describe("--resume: this is no run folder", got=path, expected="a folder with config.yaml in it",
-                                   do="give the run_dir that the run printed"))
+        raise ConfigError(
+            describe(
+                "--resume: this is no run folder",
+                got=path,
+                expected="a folder with config.yaml in it",
+                do="give the run_dir that the run printed",
+            )
+        )
     return folder, load_config(folder.config)
 
 

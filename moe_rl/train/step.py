@@ -67,12 +67,21 @@ class UpdateSums:
 class TrainStep:
     """The training half of the loop on one rank."""
 
-    def __init__(self, config: Config, policy: Policy, reference: ReferencePolicy | None, store: TraceStore,
-                 spec: TraceSpec):
+    def __init__(
+        self, config: Config, policy: Policy, reference: ReferencePolicy | None, store: TraceStore, spec: TraceSpec
+    ):
         self.config, self.policy, self.reference, self.store, self.spec = config, policy, reference, store, spec
 
-    def run(self, sequences: list[Sequence], group_ids: list[int], *, step: int, weight_version: int, measure_native: bool,
-            clock: Clock) -> dict[str, float]:
+    def run(
+        self,
+        sequences: list[Sequence],
+        group_ids: list[int],
+        *,
+        step: int,
+        weight_version: int,
+        measure_native: bool,
+        clock: Clock,
+    ) -> dict[str, float]:
         """Learn from one rollout batch; returns the step's metrics (see report/registry.py), equal on every rank.
 
         group_ids: the prompt each sequence belongs to. measure_native: also score the batch with native routing.
@@ -135,8 +144,7 @@ class TrainStep:
             }
         return metrics
 
-    def _shares(self, sequences: list[Sequence], group_ids: list[int],
-                weight_version: int) -> tuple[list[Share], int]:
+    def _shares(self, sequences: list[Sequence], group_ids: list[int], weight_version: int) -> tuple[list[Share], int]:
         """This rank's part of every update, and how many of its tokens have recorded routes."""
         train, expert_parallel = self.config.train, self.config.parallel.expert
         shares, covered = [], 0
@@ -144,23 +152,45 @@ class TrainStep:
             if not chosen:
                 continue
             ours = [sequences[i] for i in chosen]
-            plan = assign([s.forwarded for s in ours], ranks=dist.get_world_size(),
-                          microbatch_tokens=train.microbatch_tokens // PAD_MULTIPLE * PAD_MULTIPLE)[dist.get_rank()]
+            plan = assign(
+                [s.forwarded for s in ours],
+                ranks=dist.get_world_size(),
+                microbatch_tokens=train.microbatch_tokens // PAD_MULTIPLE * PAD_MULTIPLE,
+            )[dist.get_rank()]
             microbatches = [pack(ours, indices, world.device()) for indices in plan]
             tables = []
             for microbatch, indices in zip(microbatches, plan, strict=True):
                 parts = [read_routes(self.store, ours[i], self.spec, weight_version=weight_version) for i in indices]
                 covered += sum(len(part) for part in parts)
-                tables.append(microbatch_routes(parts, self.spec, padded_tokens=microbatch.tokens.shape[1],
-                                                expert_parallel=expert_parallel, device=world.device()))
-            shares.append(Share(microbatches, tables, global_denominator(len(s.token_ids) for s in ours),
-                                old_logprobs=[m.rollout_logprobs for m in microbatches]))
+                tables.append(
+                    microbatch_routes(
+                        parts,
+                        self.spec,
+                        padded_tokens=microbatch.tokens.shape[1],
+                        expert_parallel=expert_parallel,
+                        device=world.device(),
+                    )
+                )
+            shares.append(
+                Share(
+                    microbatches,
+                    tables,
+                    global_denominator(len(s.token_ids) for s in ours),
+                    old_logprobs=[m.rollout_logprobs for m in microbatches],
+                )
+            )
         return shares, covered
 
     def _session(self, tables, mode, name, *, compare_native=False, training=False) -> ReplaySession:
-        return ReplaySession(tables, self.policy.layers, mode=mode, name=name, rank=dist.get_rank(),
-                             compare_native=compare_native,
-                             recomputes=training and self.config.train.recompute == "full")
+        return ReplaySession(
+            tables,
+            self.policy.layers,
+            mode=mode,
+            name=name,
+            rank=dist.get_rank(),
+            compare_native=compare_native,
+            recomputes=training and self.config.train.recompute == "full",
+        )
 
     @staticmethod
     def _hand_out(shares: list[Share], values: list[torch.Tensor], name: str) -> None:
@@ -175,8 +205,14 @@ class TrainStep:
             microbatch = share.microbatches[number]
             seen[number] = logprobs.detach()
             result = policy_loss(
-                objective.name, logprobs, share.old_logprobs[number], microbatch.advantages, microbatch.sequence_ids,
-                clip_low=objective.clip_low, clip_high=objective.clip_high, denominator=share.denominator,
+                objective.name,
+                logprobs,
+                share.old_logprobs[number],
+                microbatch.advantages,
+                microbatch.sequence_ids,
+                clip_low=objective.clip_low,
+                clip_high=objective.clip_high,
+                denominator=share.denominator,
             )
             total = result.loss
             if self.reference is not None:
@@ -191,12 +227,22 @@ class TrainStep:
 
         return loss
 
-    def _reduce(self, sums: UpdateSums, tallies: list[Tally], updates: int, covered: int, fed: int,
-                replay: bool) -> dict[str, float]:
-        loss, kl, events, units, ratio, covered, consumed, expected, applied = world.all_reduce([
-            sums.loss, sums.kl, sums.clip_events, sums.clip_units, sums.ratio, covered,
-            sum(t.consumed for t in tallies), sum(t.expected for t in tallies), sum(t.applied_mismatch for t in tallies),
-        ])
+    def _reduce(
+        self, sums: UpdateSums, tallies: list[Tally], updates: int, covered: int, fed: int, replay: bool
+    ) -> dict[str, float]:
+        loss, kl, events, units, ratio, covered, consumed, expected, applied = world.all_reduce(
+            [
+                sums.loss,
+                sums.kl,
+                sums.clip_events,
+                sums.clip_units,
+                sums.ratio,
+                covered,
+                sum(t.consumed for t in tallies),
+                sum(t.expected for t in tallies),
+                sum(t.applied_mismatch for t in tallies),
+            ]
+        )
         compared = _native_fractions(tallies)
         metrics = {
             "objective/loss": loss / updates,
@@ -233,8 +279,10 @@ def _global(sums: MismatchSums) -> MismatchSums:
 
 def _native_fractions(tallies: list[Tally]) -> tuple[float, float]:
     """Fractions of (token, layer) positions, and of tokens, where the router's own choice is not the recorded one."""
-    wrong, positions, wrong_tokens, tokens = world.all_reduce([
-        sum(getattr(t, name) for t in tallies)
-        for name in ("native_mismatch", "native_positions", "native_token_mismatch", "native_tokens")
-    ])
+    wrong, positions, wrong_tokens, tokens = world.all_reduce(
+        [
+            sum(getattr(t, name) for t in tallies)
+            for name in ("native_mismatch", "native_positions", "native_token_mismatch", "native_tokens")
+        ]
+    )
     return wrong / max(positions, 1), wrong_tokens / max(tokens, 1)

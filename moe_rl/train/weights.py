@@ -44,10 +44,21 @@ class Canary:
 
     def __init__(self, tokens: tuple[int, ...]):
         self.tokens = tokens
-        self.microbatch = pack([Sequence(
-            key="canary", prompt_token_ids=tokens[:1], token_ids=tokens[1:],
-            rollout_logprobs=np.zeros(len(tokens) - 1, np.float32), advantage=0.0, weight_version=0, routes=None,
-        )], [0], world.device())
+        self.microbatch = pack(
+            [
+                Sequence(
+                    key="canary",
+                    prompt_token_ids=tokens[:1],
+                    token_ids=tokens[1:],
+                    rollout_logprobs=np.zeros(len(tokens) - 1, np.float32),
+                    advantage=0.0,
+                    weight_version=0,
+                    routes=None,
+                )
+            ],
+            [0],
+            world.device(),
+        )
 
     def difference(self, policy: Policy, engine: VllmEngine | None) -> float:
         """Mean |log-probability difference| in nats, both routing natively, on rank 0; 0 on the others."""

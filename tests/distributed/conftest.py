@@ -1,5 +1,6 @@
 """A tiny random Qwen3-MoE, torchrun, and the independent single-process reference that layouts are compared with."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +18,22 @@ def checkpoint(tmp_path_factory):
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
-        vocab_size=160, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=48,
-        norm_topk_prob=True, max_position_embeddings=256, tie_word_embeddings=False, decoder_sparse_step=1,
-        mlp_only_layers=[], eos_token_id=1,
+        vocab_size=160,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=16,
+        num_experts_per_tok=4,
+        moe_intermediate_size=48,
+        norm_topk_prob=True,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        eos_token_id=1,
     )
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(config).float()
@@ -36,9 +49,23 @@ def checkpoint(tmp_path_factory):
 
 def torchrun(ranks, *arguments, script=WORKER, timeout=240):
     """Run a worker script under torchrun on a free port; the finished process, output captured."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(script)]
-    return subprocess.run([*command, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=timeout,
-                          env={**__import__("os").environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        str(script),
+    ]
+    return subprocess.run(
+        [*command, *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
 
 
 @pytest.fixture(scope="session")
@@ -60,7 +87,7 @@ def run_policy(checkpoint, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def reference(checkpoint):
-    """reference(forced) -> (logprobs {sequence: [N]}, gradients {name: tensor}) by transformers, one process, float32."""
+    """reference(forced) -> (logprobs {sequence: [N]}, gradients {name: tensor}) by transformers in one process."""
     from transformers import Qwen3MoeForCausalLM
 
     from moe_rl.config.hf import read_model
@@ -90,7 +117,7 @@ def reference(checkpoint):
             tokens = torch.tensor([sequence.prompt_token_ids + sequence.token_ids])
             current["routes"] = torch.from_numpy(table.astype("int64"))
             predicted = model(tokens[:, :-1]).logits[0].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
-            predicted = predicted[len(sequence.prompt_token_ids) - 1:]
+            predicted = predicted[len(sequence.prompt_token_ids) - 1 :]
             (-(predicted * sequence.advantage).sum() / len(sequences)).backward()
             logprobs[number] = predicted.detach()
         gradients = {}

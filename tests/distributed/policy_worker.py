@@ -29,11 +29,17 @@ def batch(facts):
     sequences, routes = [], []
     for number, (prompt, completion) in enumerate(LENGTHS):
         tokens = rng.integers(0, facts.vocab, prompt + completion).tolist()
-        sequences.append(Sequence(
-            key=f"s{number}", prompt_token_ids=tuple(tokens[:prompt]), token_ids=tuple(tokens[prompt:]),
-            rollout_logprobs=rng.normal(-6, 0.3, completion).astype(np.float32),
-            advantage=float(rng.normal()), weight_version=0, routes=None,
-        ))
+        sequences.append(
+            Sequence(
+                key=f"s{number}",
+                prompt_token_ids=tuple(tokens[:prompt]),
+                token_ids=tuple(tokens[prompt:]),
+                rollout_logprobs=rng.normal(-6, 0.3, completion).astype(np.float32),
+                advantage=float(rng.normal()),
+                weight_version=0,
+                routes=None,
+            )
+        )
         scores = rng.random((prompt + completion - 1, len(facts.moe_layers), facts.num_experts))
         routes.append(np.argsort(scores, -1)[..., : facts.top_k].astype(np.uint8))
     return sequences, routes
@@ -43,22 +49,32 @@ def main():
     checkpoint, out, ep, dtype, recompute, mode, fault = sys.argv[1:]
     checkpoint, out, ep = Path(checkpoint), Path(out), int(ep)
     world.start(expert_parallel=ep, seed=1, timeout_seconds=60)
+    from moe_rl.megatron import hf_map
     from moe_rl.megatron.microbatch import pack
     from moe_rl.megatron.model import first_local_expert, unwrap
     from moe_rl.megatron.policy import Policy
-    from moe_rl.megatron import hf_map
     from moe_rl.replay.session import ReplaySession
 
     facts = read_model(checkpoint)
-    train = TrainConfig(dtype=dtype, microbatch_tokens=40, recompute=recompute, optimizer=OptimizerConfig(lr=1e-3, clip_grad=1e9))
+    train = TrainConfig(
+        dtype=dtype, microbatch_tokens=40, recompute=recompute, optimizer=OptimizerConfig(lr=1e-3, clip_grad=1e9)
+    )
     policy = Policy(facts, train, checkpoint, expert_parallel=ep, temperature=1.0)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     sequences, routes = batch(facts)
     spec = TraceSpec("test", facts.num_experts, facts.top_k, facts.moe_layers)
     plan = plan_packing([s.forwarded for s in sequences], ranks=ranks, microbatch_tokens=40)[rank]
     microbatches = [pack(sequences, indices, world.device()) for indices in plan]
-    tables = [microbatch_routes([routes[i] for i in indices], spec, padded_tokens=m.tokens.shape[1], expert_parallel=ep,
-                                device=world.device()) for indices, m in zip(plan, microbatches, strict=True)]
+    tables = [
+        microbatch_routes(
+            [routes[i] for i in indices],
+            spec,
+            padded_tokens=m.tokens.shape[1],
+            expert_parallel=ep,
+            device=world.device(),
+        )
+        for indices, m in zip(plan, microbatches, strict=True)
+    ]
 
     def session(name, **kw):
         if mode == "native":
@@ -99,16 +115,23 @@ def main():
 
     second = session("update", recomputes=recompute == "full")
     result = within(second, lambda: policy.update(microbatches, second, loss))
-    result_tensors = hf_map.export(unwrap(policy.model), facts, first_expert=first_local_expert(facts), dense=True,
-                                   experts=True)
-    torch.save({
-        "logprobs": {i: lp[m.sequence_ids == n] for m, lp in zip(microbatches, logprobs, strict=True)
-                     for n, i in enumerate(m.indices)},
-        "grad_norm": result.grad_norm,
-        "weights": {k: v.clone() for k, v in result_tensors.items()},
-        "grads": whole_gradients(policy, facts),
-        "tallies": [None if s is None else s.tally.as_dict() for s in (first, second)],
-    }, out / f"rank{rank}.pt")
+    result_tensors = hf_map.export(
+        unwrap(policy.model), facts, first_expert=first_local_expert(facts), dense=True, experts=True
+    )
+    torch.save(
+        {
+            "logprobs": {
+                i: lp[m.sequence_ids == n]
+                for m, lp in zip(microbatches, logprobs, strict=True)
+                for n, i in enumerate(m.indices)
+            },
+            "grad_norm": result.grad_norm,
+            "weights": {k: v.clone() for k, v in result_tensors.items()},
+            "grads": whole_gradients(policy, facts),
+            "tallies": [None if s is None else s.tally.as_dict() for s in (first, second)],
+        },
+        out / f"rank{rank}.pt",
+    )
     world.stop()
 
 
@@ -124,8 +147,14 @@ def whole_gradients(policy, facts):
             pieces = [torch.empty_like(mine) for _ in range(group.size())]
             dist.all_gather(pieces, mine, group=group)
             bucket.grad_data.copy_(torch.cat(pieces))
-    gradients = hf_map.export(unwrap(policy.model), facts, first_expert=first_local_expert(facts), dense=True,
-                              experts=True, get=lambda p: p.main_grad)
+    gradients = hf_map.export(
+        unwrap(policy.model),
+        facts,
+        first_expert=first_local_expert(facts),
+        dense=True,
+        experts=True,
+        get=lambda p: p.main_grad,
+    )
     return {name: g.clone() for name, g in gradients.items()}
 
 

@@ -6,14 +6,21 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 SHORT = [
-    "run.steps=4", "rollout.prompts_per_step=8", "rollout.group_size=4", "eval.prompts=32", "eval.every_steps=4",
-    "checkpoint.every_steps=2", "replay.native_every=2", "rollout.kv_cache_mib=64",
+    "run.steps=4",
+    "rollout.prompts_per_step=8",
+    "rollout.group_size=4",
+    "eval.prompts=32",
+    "eval.every_steps=4",
+    "checkpoint.every_steps=2",
+    "replay.native_every=2",
+    "rollout.kv_cache_mib=64",
 ]
 
 
@@ -27,9 +34,21 @@ class Launch:
         environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         with self.output.open("w") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-                 "tools/train_moe_rl.py", *map(str, arguments)],
-                cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=environment,
+                [
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    "--standalone",
+                    "--nproc-per-node",
+                    "2",
+                    "tools/train_moe_rl.py",
+                    *map(str, arguments),
+                ],
+                cwd=ROOT,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=environment,
             )
 
     def wait(self, timeout=240):
@@ -84,10 +103,8 @@ class Launch:
 
     def kill(self):
         for pid in self.processes():
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         self.process.wait()
 
 

@@ -26,16 +26,25 @@ def victim_of(run, who):
     return engine_pid(run) if who == "engine" else run.rank_pid(1)
 
 
-@pytest.mark.parametrize("who, blow, said", [
-    pytest.param("engine", signal.SIGKILL, "The vLLM engine died", id="engine-killed"),
-    pytest.param("engine", signal.SIGSTOP, "The vLLM engine hangs", id="engine-hung"),
-    pytest.param("rank", signal.SIGKILL, "rank 1 (pid {pid}", id="rank-killed"),
-    pytest.param("rank", signal.SIGSTOP, "rank 1 (pid {pid}", id="rank-hung"),
-])
+@pytest.mark.parametrize(
+    "who, blow, said",
+    [
+        pytest.param("engine", signal.SIGKILL, "The vLLM engine died", id="engine-killed"),
+        pytest.param("engine", signal.SIGSTOP, "The vLLM engine hangs", id="engine-hung"),
+        pytest.param("rank", signal.SIGKILL, "rank 1 (pid {pid}", id="rank-killed"),
+        pytest.param("rank", signal.SIGSTOP, "rank 1 (pid {pid}", id="rank-hung"),
+    ],
+)
 def test_it_ends_and_names_the_dead(tmp_path, who, blow, said):
     run = Launch(tmp_path, *config(f"run.runs_dir={tmp_path}", "run.steps=200", "run.peer_timeout_seconds=8"))
-    run.until(lambda: run.folder and (run.folder / "metrics.jsonl").exists()
-              and '"kind": "train"' in (run.folder / "metrics.jsonl").read_text(), 200)
+    run.until(
+        lambda: (
+            run.folder
+            and (run.folder / "metrics.jsonl").exists()
+            and '"kind": "train"' in (run.folder / "metrics.jsonl").read_text()
+        ),
+        200,
+    )
     pid = victim_of(run, who)
     everyone = run.processes()
     assert pid in everyone and len(everyone) >= 5  # torchrun, two ranks, engine, verifier
@@ -45,6 +54,9 @@ def test_it_ends_and_names_the_dead(tmp_path, who, blow, said):
     assert time.monotonic() - began < 60
     assert said.format(pid=pid) in run.text()
     time.sleep(1)
-    left = [p for p in everyone if Path(f"/proc/{p}").exists()
-            and Path(f"/proc/{p}/stat").read_text().rpartition(")")[2].split()[0] != "Z"]
+    left = [
+        p
+        for p in everyone
+        if Path(f"/proc/{p}").exists() and Path(f"/proc/{p}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    ]
     assert not left

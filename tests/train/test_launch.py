@@ -14,26 +14,37 @@ CONFIG = "configs/tiny_moe_cpu.yaml"
 
 def launch(*arguments, ranks=2, rank=0, watch="torch"):
     """Run the command as torchrun would start one rank; also says whether `watch` was imported."""
-    code = ("import sys; from moe_rl.train.launch import main; status = main(sys.argv[1:]); "
-            f"print('IMPORTED' if {watch!r} in sys.modules else 'NOT IMPORTED'); sys.exit(status)")
+    code = (
+        "import sys; from moe_rl.train.launch import main; status = main(sys.argv[1:]); "
+        f"print('IMPORTED' if {watch!r} in sys.modules else 'NOT IMPORTED'); sys.exit(status)"
+    )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("WORLD_SIZE", None)
     if ranks:
         environment |= {"WORLD_SIZE": str(ranks), "RANK": str(rank)}
-    return subprocess.run([sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, env=environment,
-                          capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (["--config", "no/such.yaml"], ["no/such.yaml"]),
-    (["--config", CONFIG, "rollout.temprature=1"], ["rollout.temprature", "temperature"]),
-    (["--config", CONFIG, "train.updates_per_step=5"], ["train.updates_per_step"]),
-    (["--config", CONFIG, "model.path=assets/nothing"], ["model.path", "assets/nothing"]),
-    (["--config", CONFIG, "task.train=missing.jsonl"], ["task.train", "missing.jsonl"]),
-    (["--config", CONFIG, "task.pass_reward=nonsense"], ["task.pass_reward", "nonsense"]),
-    (["--config", CONFIG, "parallel.expert=3"], ["parallel.expert"]),
-    (["--resume", "moe_rl"], ["--resume", "config.yaml"]),
-])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--config", "no/such.yaml"], ["no/such.yaml"]),
+        (["--config", CONFIG, "rollout.temprature=1"], ["rollout.temprature", "temperature"]),
+        (["--config", CONFIG, "train.updates_per_step=5"], ["train.updates_per_step"]),
+        (["--config", CONFIG, "model.path=assets/nothing"], ["model.path", "assets/nothing"]),
+        (["--config", CONFIG, "task.train=missing.jsonl"], ["task.train", "missing.jsonl"]),
+        (["--config", CONFIG, "task.pass_reward=nonsense"], ["task.pass_reward", "nonsense"]),
+        (["--config", CONFIG, "parallel.expert=3"], ["parallel.expert"]),
+        (["--resume", "moe_rl"], ["--resume", "config.yaml"]),
+    ],
+)
 def test_one_message_and_nothing_started(arguments, words):
     result = launch(*arguments)
     assert result.returncode == 2
@@ -50,7 +61,10 @@ def test_a_dense_model_is_refused(tmp_path):
     for file in source.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     raw = json.loads((source / "config.json").read_text())
-    raw = {k: v for k, v in raw.items() if "expert" not in k} | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    raw = {k: v for k, v in raw.items() if "expert" not in k} | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+    }
     (tmp_path / "config.json").write_text(json.dumps(raw))
     result = launch("--config", CONFIG, f"model.path={tmp_path}")
     assert result.returncode == 2 and "Qwen3ForCausalLM" in result.stderr
