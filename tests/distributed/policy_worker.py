@@ -121,12 +121,12 @@ def main():
     torch.save(
         {
             "logprobs": {
-                i: lp[m.sequence_ids == n]
+                i: lp[m.sequence_ids == n].cpu()
                 for m, lp in zip(microbatches, logprobs, strict=True)
                 for n, i in enumerate(m.indices)
             },
             "grad_norm": result.grad_norm,
-            "weights": {k: v.clone() for k, v in result_tensors.items()},
+            "weights": {k: v.cpu().clone() for k, v in result_tensors.items()},
             "grads": whole_gradients(policy, facts),
             "tallies": [None if s is None else s.tally.as_dict() for s in (first, second)],
         },
@@ -155,7 +155,7 @@ def whole_gradients(policy, facts):
         experts=True,
         get=lambda p: p.main_grad,
     )
-    return {name: g.clone() for name, g in gradients.items()}
+    return {name: g.cpu().clone() for name, g in gradients.items()}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,92 @@
+"""From the store to the routers: only the right rows, and padding that does no harm."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from moe_rl.errors import RouteValidationError, TraceError
+from moe_rl.replay.routes import microbatch_routes, padding_routes, read_routes
+from moe_rl.trace.store import ShardWriter, TraceSpec, TraceStore
+from moe_rl.types import Sequence
+
+SPEC = TraceSpec("model", 16, 4, (0, 1, 2))
+
+
+def routes_of(rng, tokens):
+    return np.argsort(rng.random((tokens, 3, 16)), -1)[..., :4].astype(np.uint8)
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """Two sequences in a store, as the sampler would leave them, and their routes."""
+    rng = np.random.default_rng(0)
+    sequences, tables = [], []
+    with ShardWriter(tmp_path, "step1", SPEC) as writer:
+        for number, (prompt, completion) in enumerate([(5, 4), (5, 4)]):
+            tokens = tuple(rng.integers(0, 99, prompt + completion).tolist())
+            table = routes_of(rng, prompt + completion - 1)
+            ref = writer.add(f"s{number}", table, np.array(tokens[:-1], np.int32), 3)
+            sequences.append(
+                Sequence(f"s{number}", tokens[:prompt], tokens[prompt:], np.zeros(completion, np.float32), 1.0, 3, ref)
+            )
+            tables.append(table)
+    return TraceStore(tmp_path), sequences, tables
+
+
+def test_the_right_routes_are_read(stored):
+    store, sequences, tables = stored
+    for sequence, table in zip(sequences, tables, strict=True):
+        assert np.array_equal(read_routes(store, sequence, SPEC, weight_version=3), table)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda a, b: {"routes": b.routes}, RouteValidationError),  # another sequence's routes, equal shape
+        (lambda a, b: {"prompt_token_ids": a.prompt_token_ids[1:] + (7,)}, RouteValidationError),  # tokens shifted
+        (lambda a, b: {"token_ids": a.token_ids + (7,)}, RouteValidationError),  # one token more than was forwarded
+        (lambda a, b: {"routes": None}, TraceError),
+        (lambda a, b: {"routes": dataclasses.replace(a.routes, key="s1")}, TraceError),
+        (lambda a, b: {"routes": dataclasses.replace(a.routes, shard="step2")}, TraceError),
+    ],
+)
+def test_routes_of_other_tokens_are_refused(stored, change, error):
+    store, (first, second), _ = stored
+    wrong = dataclasses.replace(first, **change(first, second))
+    with pytest.raises(error) as caught:
+        read_routes(store, wrong, SPEC, weight_version=3)
+    assert "s0" in str(caught.value) or "s1" in str(caught.value)
+
+
+def test_routes_of_other_weights_or_models_are_refused(stored):
+    store, (first, _), _ = stored
+    with pytest.raises(RouteValidationError, match="s0"):
+        read_routes(store, first, SPEC, weight_version=4)
+    with pytest.raises(RouteValidationError, match="s0"):
+        read_routes(store, first, dataclasses.replace(SPEC, model_fingerprint="other"), weight_version=3)
+    with pytest.raises(RouteValidationError, match="s0"):
+        read_routes(store, first, dataclasses.replace(SPEC, moe_layers=(1, 2, 3)), weight_version=3)
+
+
+def test_layers_are_laid_out_by_their_global_number():
+    rng = np.random.default_rng(1)
+    spec = TraceSpec("model", 16, 4, (1, 4, 7))
+    parts = [routes_of(rng, 3), routes_of(rng, 5)]
+    laid = microbatch_routes(parts, spec, padded_tokens=16, expert_parallel=2, device=torch.device("cpu"))
+    assert sorted(laid.routes) == [1, 4, 7] and laid.tokens == 8
+    for column, layer in enumerate((1, 4, 7)):
+        assert laid.routes[layer].shape == (16, 4) and laid.routes[layer].dtype == torch.int64
+        assert np.array_equal(laid.routes[layer][:8], np.concatenate(parts)[:, column])
+
+
+@pytest.mark.parametrize("expert_parallel", [1, 2, 4])
+def test_padding_is_valid_and_spread(expert_parallel):
+    rows = padding_routes(8, SPEC, expert_parallel=expert_parallel)
+    assert rows.shape == (8, 3, 4)
+    assert all(len(set(row)) == 4 for token in rows for row in token)
+    experts, counts = np.unique(rows[:, 0], return_counts=True)
+    assert len(experts) == 16 and counts.max() - counts.min() <= 1
+    # the first row alone already reaches as many ranks as it can
+    assert len({e // (16 // expert_parallel) for e in rows[0, 0]}) == min(4, expert_parallel)
