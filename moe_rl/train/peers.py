@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from moe_rl.errors import MoeRLError
+
 _INTERVAL = 0.5
 EXIT_CODE = 3
 
@@ -29,7 +31,7 @@ class Peers:
         self.folder, self.rank, self.ranks, self.timeout = folder, rank, ranks, timeout_seconds
         self._phase, self._step, self._beats = "start", 0, 0
         self._done = threading.Event()
-        self._said = threading.Lock()
+        self._said, self._writing = threading.Lock(), threading.Lock()
         self._seen: dict[int, tuple[int, float]] = {}
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
 
@@ -43,6 +45,11 @@ class Peers:
     def __exit__(self, kind, error, traceback) -> None:
         self._done.set()
         self._thread.join()
+        if error is not None and not isinstance(error, MoeRLError):
+            # Most likely a collective broke off because a peer is gone: then that is what there is to say.
+            lost = self._lost()
+            if lost is not None:
+                self._end(lost)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._phase = "failed" if error is not None else "finished"
@@ -52,9 +59,14 @@ class Peers:
     def phase(self, name: str, step: int) -> Iterator[None]:
         """Say what this rank is doing; it stands in the message if the rank is lost meanwhile."""
         self._phase, self._step = name, step
+        self._beat()
         yield
 
     def _beat(self) -> None:
+        with self._writing:
+            self._write()
+
+    def _write(self) -> None:
         self._beats += 1
         state = {
             "pid": os.getpid(),
