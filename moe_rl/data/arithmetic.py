@@ -52,15 +52,18 @@ def _subtraction(rng: random.Random) -> tuple[int, ...]:
 
 
 def _three_terms(rng: random.Random) -> tuple[int, ...]:
-    return rng.randint(1, 99), rng.choice((1, -1)) * rng.randint(1, 99), rng.choice((1, -1)) * rng.randint(1, 99)
+    return rng.randint(1, 20), rng.choice((1, -1)) * rng.randint(1, 20), rng.choice((1, -1)) * rng.randint(1, 20)
 
 
 LEVELS: dict[str, Callable[[random.Random], tuple[int, ...]]] = {
     "1": _one_digit,  # add or take away one digit
     "2": _addition,  # two numbers of two digits
     "3": _subtraction,  # two numbers of two digits, half of the results negative
-    "4": _three_terms,  # three numbers of one or two digits, mixed signs
+    "4": _three_terms,  # three numbers up to 20, mixed signs
 }
+
+# Shares in the warm start; the splits have as many of each.
+LEVEL_SHARES = {"1": 0.2, "2": 0.2, "3": 0.25, "4": 0.35}
 
 
 def sample_problem(rng: random.Random, level: str) -> Problem:
@@ -100,11 +103,10 @@ def build_splits(
 
 
 def problem_stream(seed: int, excluded: Collection[tuple[int, ...]]) -> Iterable[Problem]:
-    """Endless problems, the levels equally likely, none whose key is in `excluded`."""
+    """Endless problems, the harder levels more often, none whose key is in `excluded`."""
     rng = random.Random(seed)
-    levels = list(LEVELS)
     while True:
-        problem = sample_problem(rng, rng.choice(levels))
+        problem = sample_problem(rng, rng.choices(list(LEVEL_SHARES), list(LEVEL_SHARES.values()))[0])
         if problem.key not in excluded:
             yield problem
 

@@ -10,7 +10,9 @@ weights.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from importlib.metadata import version
 from pathlib import Path
 
 import torch.distributed as dist
@@ -26,7 +28,6 @@ from moe_rl.rewards.pool import VerifierPool
 from moe_rl.rollout.engine import EngineSettings, VllmEngine
 from moe_rl.trace.store import TraceSpec, TraceStore
 from moe_rl.train import run_folder
-from moe_rl.train.facts import run_facts
 from moe_rl.train.peers import Peers
 from moe_rl.train.rollouts import RolloutBatch, Rollouts, shard_name
 from moe_rl.train.run_folder import RunFolder
@@ -131,8 +132,8 @@ class Run:
                 batch = self.rollouts.collect(step, clock)
         with self.peers.phase("receive rollout", step):
             batch = world.broadcast(batch, RolloutBatch)
-        if self.is_main and step > self.config.replay.keep_shards:
-            self.store.remove(shard_name(step - self.config.replay.keep_shards))
+        if self.is_main:
+            self._remove_shards(lambda name: name <= shard_name(max(0, step - self.config.replay.keep_shards)))
         return batch
 
     def _sync(self, version: int) -> dict[str, float]:
@@ -169,19 +170,37 @@ class Run:
             dropped = self.rollouts.ledger.rewind(done)
             self.rollouts.ledger.verify(self.rollouts.source, steps=done)
             self.log.rewind(done + 1)
-            for shard in self.store.shards():
-                if shard > shard_name(done) or not shard.startswith("step"):
-                    self.store.remove(shard)
+            self._remove_shards(lambda name: name > shard_name(done) or not name.startswith("step"))
+            self.store.collect_garbage()
             self.log.note(f"resumed from {path} after step {done}; {dropped} steps are done again")
         if done:
             self._sync(version=done)
         return done
 
+    def _remove_shards(self, unwanted: Callable[[str], bool]) -> None:
+        for name in filter(unwanted, self.store.shards()):
+            self.store.remove(name)
+
     def _report(self) -> None:
         self.rollouts.ledger.verify(self.rollouts.source, steps=self.config.run.steps)
-        summarize(self.folder.path, run_facts(self.config, self.rollouts.engine.vllm_version))
+        summarize(self.folder.path, self._facts())
         report = write_report(self.folder.path)
         self.log.note(f"report: {report}")
+
+    def _facts(self) -> dict[str, object]:
+        """What summary.json says besides what was measured."""
+        config = self.config
+        return {
+            "vllm_version": self.rollouts.engine.vllm_version,
+            "megatron_core_version": version("megatron-core"),
+            "torch_version": version("torch"),
+            "replay_mode": config.replay.mode,
+            "objective": config.objective.name,
+            "seed": config.run.seed,
+            "expert_parallel": config.parallel.expert,
+            "trainer_dtype": config.train.dtype,
+            "sampler_dtype": config.rollout.dtype,
+        }
 
 
 def _open_folder(config: Config, folder: RunFolder | None) -> RunFolder:

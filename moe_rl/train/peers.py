@@ -59,7 +59,8 @@ class Peers:
     def phase(self, name: str, step: int) -> Iterator[None]:
         """Say what this rank is doing; it stands in the message if the rank is lost meanwhile."""
         self._phase, self._step = name, step
-        self._beat()
+        with suppress(OSError):
+            self._beat()
         yield
 
     def _beat(self) -> None:

@@ -1,7 +1,7 @@
 """Make the tiny Qwen3-MoE policy: its tokenizer, its supervised warm start, its evaluation.
 
-The warm start is meant to leave something to learn. The policy has seen right answers only, but in mixed styles: about
-half in the format that passes, the others bare, without the closing tag or in words. So its samples pass about one
+The warm start is meant to leave something to learn. The policy has seen right answers only, but in mixed styles: four in
+ten in the format that passes, the others bare, without the closing tag or in words. So its samples pass about one
 time in three, and reinforcement learning first finds the format and then the harder sums.
 """
 
@@ -33,9 +33,9 @@ MAX_COMPLETION_TOKENS = 10
 
 # Share of each style among the demonstrations. The first is the one that passes.
 STYLES: dict[str, float] = {
-    "<answer>{}</answer>": 0.46,
-    "{}": 0.22,
-    "<answer>{}": 0.14,
+    "<answer>{}</answer>": 0.40,
+    "{}": 0.25,
+    "<answer>{}": 0.17,
     "answer: {}": 0.10,
     "= {}": 0.08,
 }
