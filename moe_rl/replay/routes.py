@@ -13,9 +13,12 @@ from moe_rl.trace.store import TraceSpec, TraceStore, validate
 from moe_rl.types import Sequence
 
 
-def read_routes(store: TraceStore, sequence: Sequence, spec: TraceSpec, *, weight_version: int) -> np.ndarray:
-    """Routes [T, L, K] of one sequence, T its forwarded tokens, proven to belong to the tokens that will be fed.
+def read_routes(
+    store: TraceStore, sequence: Sequence, spec: TraceSpec, *, fed: np.ndarray, weight_version: int
+) -> np.ndarray:
+    """Routes [T, L, K] of one sequence, proven to belong to the tokens that will be fed.
 
+    fed [T]: those tokens, taken from the packed microbatch itself rather than from the sequence.
     weight_version: the version the sequence must have been sampled with.
     Raises TraceError (missing, damaged) or RouteValidationError (wrong), both naming the sequence.
     """
@@ -30,8 +33,7 @@ def read_routes(store: TraceStore, sequence: Sequence, spec: TraceSpec, *, weigh
             )
         )
     record = store.read(sequence.routes)
-    tokens = np.asarray((sequence.prompt_token_ids + sequence.token_ids)[:-1], dtype=np.int32)
-    validate(record, token_ids=tokens, spec=spec, weight_version=weight_version, ref=sequence.routes)
+    validate(record, token_ids=fed, spec=spec, weight_version=weight_version, ref=sequence.routes)
     return record.routes
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -146,31 +147,19 @@ class TrainStep:
 
     def _shares(self, sequences: list[Sequence], group_ids: list[int], weight_version: int) -> tuple[list[Share], int]:
         """This rank's part of every update, and how many of its tokens have recorded routes."""
-        train, expert_parallel = self.config.train, self.config.parallel.expert
         shares, covered = [], 0
-        for chosen in split_groups(group_ids, train.updates_per_step):
+        for chosen in split_groups(group_ids, self.config.train.updates_per_step):
             if not chosen:
                 continue
             ours = [sequences[i] for i in chosen]
             plan = assign(
                 [s.forwarded for s in ours],
                 ranks=dist.get_world_size(),
-                microbatch_tokens=train.microbatch_tokens // PAD_MULTIPLE * PAD_MULTIPLE,
+                microbatch_tokens=self.config.train.microbatch_tokens // PAD_MULTIPLE * PAD_MULTIPLE,
             )[dist.get_rank()]
             microbatches = [pack(ours, indices, world.device()) for indices in plan]
-            tables = []
-            for microbatch, indices in zip(microbatches, plan, strict=True):
-                parts = [read_routes(self.store, ours[i], self.spec, weight_version=weight_version) for i in indices]
-                covered += sum(len(part) for part in parts)
-                tables.append(
-                    microbatch_routes(
-                        parts,
-                        self.spec,
-                        padded_tokens=microbatch.tokens.shape[1],
-                        expert_parallel=expert_parallel,
-                        device=world.device(),
-                    )
-                )
+            tables = [self._routes([ours[i] for i in m.indices], m, weight_version) for m in microbatches]
+            covered += sum(table.tokens for table in tables)
             shares.append(
                 Share(
                     microbatches,
@@ -180,6 +169,22 @@ class TrainStep:
                 )
             )
         return shares, covered
+
+    def _routes(self, packed: list[Sequence], microbatch: Microbatch, weight_version: int) -> MicrobatchRoutes:
+        """Routes of the packed sequences, each validated against the tokens that lie in the microbatch."""
+        # One run of tokens a sequence; that of the padding is left over.
+        fed = np.split(microbatch.tokens[0].cpu().numpy(), np.cumsum(microbatch.lengths))
+        parts = [
+            read_routes(self.store, sequence, self.spec, fed=tokens, weight_version=weight_version)
+            for sequence, tokens in zip(packed, fed, strict=False)
+        ]
+        return microbatch_routes(
+            parts,
+            self.spec,
+            padded_tokens=microbatch.tokens.shape[1],
+            expert_parallel=self.config.parallel.expert,
+            device=world.device(),
+        )
 
     def _session(self, tables, mode, name, *, compare_native=False, training=False) -> ReplaySession:
         return ReplaySession(

@@ -35,10 +35,14 @@ def stored(tmp_path):
     return TraceStore(tmp_path), sequences, tables
 
 
+def fed(sequence):
+    return np.array((sequence.prompt_token_ids + sequence.token_ids)[:-1])
+
+
 def test_the_right_routes_are_read(stored):
     store, sequences, tables = stored
     for sequence, table in zip(sequences, tables, strict=True):
-        assert np.array_equal(read_routes(store, sequence, SPEC, weight_version=3), table)
+        assert np.array_equal(read_routes(store, sequence, SPEC, fed=fed(sequence), weight_version=3), table)
 
 
 @pytest.mark.parametrize(
@@ -56,18 +60,20 @@ def test_routes_of_other_tokens_are_refused(stored, change, error):
     store, (first, second), _ = stored
     wrong = dataclasses.replace(first, **change(first, second))
     with pytest.raises(error) as caught:
-        read_routes(store, wrong, SPEC, weight_version=3)
+        read_routes(store, wrong, SPEC, fed=fed(wrong), weight_version=3)
     assert "s0" in str(caught.value) or "s1" in str(caught.value)
 
 
 def test_routes_of_other_weights_or_models_are_refused(stored):
     store, (first, _), _ = stored
     with pytest.raises(RouteValidationError, match="s0"):
-        read_routes(store, first, SPEC, weight_version=4)
+        read_routes(store, first, SPEC, fed=fed(first), weight_version=4)
     with pytest.raises(RouteValidationError, match="s0"):
-        read_routes(store, first, dataclasses.replace(SPEC, model_fingerprint="other"), weight_version=3)
+        read_routes(
+            store, first, dataclasses.replace(SPEC, model_fingerprint="other"), fed=fed(first), weight_version=3
+        )
     with pytest.raises(RouteValidationError, match="s0"):
-        read_routes(store, first, dataclasses.replace(SPEC, moe_layers=(1, 2, 3)), weight_version=3)
+        read_routes(store, first, dataclasses.replace(SPEC, moe_layers=(1, 2, 3)), fed=fed(first), weight_version=3)
 
 
 def test_layers_are_laid_out_by_their_global_number():
