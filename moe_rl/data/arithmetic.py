@@ -52,14 +52,14 @@ def _subtraction(rng: random.Random) -> tuple[int, ...]:
 
 
 def _three_terms(rng: random.Random) -> tuple[int, ...]:
-    return rng.randint(1, 20), rng.choice((1, -1)) * rng.randint(1, 20), rng.choice((1, -1)) * rng.randint(1, 20)
+    return rng.randint(1, 40), rng.choice((1, -1)) * rng.randint(1, 40), rng.choice((1, -1)) * rng.randint(1, 40)
 
 
 LEVELS: dict[str, Callable[[random.Random], tuple[int, ...]]] = {
     "1": _one_digit,  # add or take away one digit
     "2": _addition,  # two numbers of two digits
     "3": _subtraction,  # two numbers of two digits, half of the results negative
-    "4": _three_terms,  # three numbers up to 20, mixed signs
+    "4": _three_terms,  # three numbers up to 40, mixed signs
 }
 
 # Shares in the warm start; the splits have as many of each.

@@ -1,7 +1,7 @@
 """Make the tiny Qwen3-MoE policy: its tokenizer, its supervised warm start, its evaluation.
 
 The warm start is meant to leave something to learn. The policy has seen right answers only, but in mixed styles: four in
-ten in the format that passes, the others bare, without the closing tag or in words. So its samples pass about one
+ten in the format that passes, the others bare, without the closing tag or behind a word. So its samples pass about one
 time in three, and reinforcement learning first finds the format and then the harder sums.
 """
 
