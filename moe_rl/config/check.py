@@ -73,6 +73,14 @@ def _model_problems(config: Config, facts: ModelFacts) -> Iterator[str]:
             got=list(facts.eos_token_ids),
             expected=f"at least one id below vocab_size = {facts.vocab}",
         )
+    dense = sorted(set(range(facts.layers)) - set(facts.moe_layers))
+    if dense:
+        yield describe(
+            "model.path: the trainer builds models whose layers all have experts",
+            where=str(path),
+            got=f"dense layers {dense[:5]}" + (f" and {len(dense) - 5} more" if len(dense) > 5 else ""),
+            expected="decoder_sparse_step 1 and no mlp_only_layers",
+        )
     longest = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
     if longest > facts.max_position_embeddings:
         yield describe(

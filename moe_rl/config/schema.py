@@ -114,7 +114,7 @@ class TrainConfig(Section):
     updates_per_step: Count = 1
     """Optimizer updates from one rollout batch, each on its own share of the groups."""
     microbatch_tokens: Count
-    """Tokens packed into one microbatch, padding included."""
+    """Tokens packed into one microbatch, before it is padded to a multiple of 8."""
     recompute: Literal["none", "full"] = "none"
     """Activation recomputation."""
     optimizer: OptimizerConfig

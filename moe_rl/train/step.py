@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from moe_rl.config.schema import Config
 from moe_rl.megatron import world
-from moe_rl.megatron.microbatch import PAD_MULTIPLE, Microbatch, pack
+from moe_rl.megatron.microbatch import Microbatch, pack
 from moe_rl.megatron.policy import Policy, ReferencePolicy
 from moe_rl.objectives.mismatch import MismatchSums
 from moe_rl.objectives.policy import global_denominator, policy_loss, reference_kl
@@ -155,7 +155,7 @@ class TrainStep:
             plan = assign(
                 [s.forwarded for s in ours],
                 ranks=dist.get_world_size(),
-                microbatch_tokens=self.config.train.microbatch_tokens // PAD_MULTIPLE * PAD_MULTIPLE,
+                microbatch_tokens=self.config.train.microbatch_tokens,
             )[dist.get_rank()]
             microbatches = [pack(ours, indices, world.device()) for indices in plan]
             tables = [self._routes([ours[i] for i in m.indices], m, weight_version) for m in microbatches]

@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 from collections import namedtuple
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,22 @@ from moe_rl.config.load import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "configs/tiny_moe_cpu.yaml"
+
+
+@pytest.fixture
+def write_model(write_model):
+    """Models that can be trained: experts in every layer."""
+    return partial(write_model, mlp_only_layers=[])
+
+
+@pytest.fixture
+def hf_config(hf_config):
+    return hf_config | {"mlp_only_layers": []}
+
+
+@pytest.fixture
+def model(tmp_path, write_model):
+    return write_model(tmp_path / "model")
 
 
 @pytest.fixture
@@ -87,6 +104,12 @@ def test_an_empty_prompt_file(found, tmp_path):
     (tmp_path / "heldout.jsonl").write_text("\n \n")
     (message,) = found()
     assert "task.heldout" in message and "empty" in message
+
+
+def test_a_model_with_a_dense_layer(found, tmp_path, write_model):
+    write_model(tmp_path / "model", mlp_only_layers=[1])
+    (message,) = found()
+    assert "dense layers [1]" in message and "mlp_only_layers" in message
 
 
 def test_a_dense_model(found, model, hf_config):
