@@ -14,12 +14,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SHORT = [
     "run.steps=4",
-    "rollout.prompts_per_step=8",
+    "rollout.prompts_per_step=16",
     "rollout.group_size=4",
     "eval.prompts=32",
     "eval.every_steps=4",
     "checkpoint.every_steps=2",
-    "replay.native_every=2",
+    "replay.native_every=1",
     "rollout.kv_cache_mib=64",
 ]
 

@@ -86,10 +86,14 @@ def test_without_replay_the_mismatch_is_larger(short_run, tmp_path):
     run = Launch(tmp_path, *config(f"run.runs_dir={tmp_path}", "replay.mode=off", "run.steps=2"))
     assert run.wait() == 0, run.text()[-4000:]
     summary = json.loads((run.folder / "summary.json").read_text())
-    replayed = json.loads((short_run.folder / "summary.json").read_text())
     assert summary["routes_applied_mismatch"] is None and summary["policy_kl_k3_replay"] is None
-    assert summary["policy_kl_k3"] > replayed["policy_kl_k3"]
-    assert summary["routing_native_mismatch"] > replayed["routing_shadow_mismatch"]
+    # Before the first update both runs hold the same tokens, weights and sampler logprobs. What one run reports as it
+    # trains is then exactly what the other measures natively, beside its own, smaller number under replay.
+    off, replayed = (next(row for row in lines(r.folder) if row["kind"] == "train") for r in (run, short_run))
+    for key in ("k1", "k3"):
+        assert off[f"policy_kl/{key}"] == replayed[f"policy_kl/{key}_native"]
+    assert off["routing/native_mismatch"] == replayed["routing/native_mismatch"]
+    assert off["policy_kl/k3"] > replayed["policy_kl/k3"]
 
 
 def test_grpo_from_the_samplers_logprobs_with_a_reference_in_float32(tmp_path):
