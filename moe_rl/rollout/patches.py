@@ -67,7 +67,7 @@ def find_vllm() -> Path:
     """Folder of the vllm package that this Python would import. Raises PatchError when there is none."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.origin:
-        raise PatchError(describe("vLLM is not installed", do="install the pinned requirements: make install"))
+        raise PatchError(describe("vLLM is not installed", do="install the pinned requirements: make venv"))
     return Path(spec.origin).parent
 
 
@@ -130,7 +130,7 @@ def _problems(state: State) -> list[str]:
                 where=str(state.root),
                 got=state.version,
                 expected=f"one of {supported}",
-                do="install the pinned requirements: make install",
+                do="install the pinned requirements: make venv",
             )
         ]
     if state.summary == "pristine":
