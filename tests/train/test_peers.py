@@ -20,8 +20,8 @@ from moe_rl.errors import EngineError
 from moe_rl.train.peers import Peers
 folder, rank, how = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 with Peers(folder, rank, 2, timeout_seconds=2) as peers:
-    print("ready", flush=True)
     with peers.phase("train", 7):
+        print("ready", flush=True)
         if how == "fail":
             time.sleep(1)
             raise EngineError("planted")
