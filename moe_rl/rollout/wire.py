@@ -19,7 +19,10 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 class Start(Message):
-    """First frame to the engine: fields as in EngineSettings. trace_root None: nothing is recorded."""
+    """First frame to the engine: fields as in EngineSettings. trace_root None: nothing is recorded.
+
+    Fields from support on: as in recorder.Recording.
+    """
 
     model_path: str
     dtype: str
@@ -29,11 +32,18 @@ class Start(Message):
     trace_root: str | None
     model_fingerprint: str
     seed: int
+    capture: str
+    support: bool
+    log_normalizer: bool
+    router_logits_fraction: float
 
 
 class Generate(Message):
+    """enough: completions after which the others are aborted; None: all are sampled to their end."""
+
     requests: list[GenerateRequest]
     shard: str
+    enough: int | None
 
 
 class Score(Message):

@@ -1,5 +1,20 @@
 """The routing-trace store: what the sampler routed, kept so that the trainer can take the same experts."""
 
-from moe_rl.trace.store import RouteRecord, ShardWriter, TraceSpec, TraceStore, token_digest, validate
+from moe_rl.trace.record import RecordInfo, RouteRecord, TraceSpec
+from moe_rl.trace.recovery import recover
+from moe_rl.trace.store import TraceStore
+from moe_rl.trace.validator import check_routes, validate
+from moe_rl.trace.verification import verify
+from moe_rl.trace.writer import ShardWriter
 
-__all__ = ["RouteRecord", "ShardWriter", "TraceSpec", "TraceStore", "token_digest", "validate"]
+__all__ = [
+    "RecordInfo",
+    "RouteRecord",
+    "ShardWriter",
+    "TraceSpec",
+    "TraceStore",
+    "check_routes",
+    "recover",
+    "validate",
+    "verify",
+]

@@ -1,48 +1,47 @@
-"""One sequence's routes, what they were recorded from, and the checksum that binds the two.
+"""What a store holds, as the rest of moe_rl sees it: the model of a trace, one sequence's routes, and its metadata.
 
-Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
+Legend for shapes: T tokens, L MoE layers recorded, K top-k experts per token.
 """
 
 from __future__ import annotations
 
-import json
-import operator
 import re
-import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-import xxhash
 
 from moe_rl.errors import RouteValidationError, TraceError, describe
+from moe_rl.types import RouteRef, Span
 
 MAX_LAYERS = 1024
-MAX_LAYER_NUMBER = 65535
 MAX_FINGERPRINT = 256
 MAX_NAME = 200
 MAX_KEY = 512
-MAX_ROWS = 2**32 - 1
+MAX_ROWS = 1 << 24
 
-_NAME = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", re.ASCII)
 _KEY = re.compile(r"[A-Za-z0-9._/:-]+", re.ASCII)
 _FINGERPRINT = re.compile(r"[ -~]+", re.ASCII)
+_LAYER_MAP = re.compile(r"[dmhtr]+", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class TraceSpec:
-    """What every record of a shard has in common.
+    """What every record of a store's model has in common.
 
     model_fingerprint: printable ASCII that differs between models whose routes must not be mixed. num_experts: logical
-    experts per MoE layer. top_k: experts per token. moe_layers [L]: 0-based global decoder layer numbers, strictly
-    increasing.
+    experts per MoE layer. top_k: experts per token. layer_map: one letter per decoder layer, in the model's order: d
+    dense, m routed MoE, h hash-routed (not recorded), t multi-token-prediction layer that is not recorded, r one that
+    is.
     Raises TraceError when a field cannot be right.
     """
 
     model_fingerprint: str
     num_experts: int
     top_k: int
-    moe_layers: tuple[int, ...]
+    layer_map: str
 
     def __post_init__(self) -> None:
         if not isinstance(self.model_fingerprint, str) or not (
@@ -60,21 +59,45 @@ class TraceSpec:
             raise TraceError(describe("num_experts is impossible", got=self.num_experts, expected="1 to 65536"))
         if not (_is_int(self.top_k) and 1 <= self.top_k <= self.num_experts):
             raise TraceError(describe("top_k is impossible", got=self.top_k, expected=f"1 to {self.num_experts}"))
-        layers = self.moe_layers
+        letters = self.layer_map
         if not (
-            isinstance(layers, tuple)
-            and 1 <= len(layers) <= MAX_LAYERS
-            and all(_is_int(layer) and 0 <= layer <= MAX_LAYER_NUMBER for layer in layers)
-            and all(a < b for a, b in zip(layers, layers[1:], strict=False))
+            isinstance(letters, str)
+            and len(letters) <= MAX_LAYERS
+            and _LAYER_MAP.fullmatch(letters)
+            and ("m" in letters or "r" in letters)
         ):
             raise TraceError(
                 describe(
-                    "moe_layers is not a layer map",
-                    got=str(layers)[:80],
-                    expected=f"a tuple of 1 to {MAX_LAYERS} strictly increasing layer numbers, 0 to {MAX_LAYER_NUMBER}",
-                    do="pass the 0-based global numbers of the decoder layers that have experts",
+                    "layer_map is not a layer map",
+                    got=repr(letters)[:80],
+                    expected=f"1 to {MAX_LAYERS} of the letters d, m, h, t and r, with at least one m or r",
+                    do="pass one letter per decoder layer of the model",
                 )
             )
+
+    @classmethod
+    def from_layers(
+        cls, fingerprint: str, num_experts: int, top_k: int, moe_layers: Sequence[int], num_layers: int
+    ) -> TraceSpec:
+        """The spec of a model that has only dense layers and routed MoE layers.
+
+        moe_layers [L]: 0-based global numbers of the latter. Raises TraceError when one is not below num_layers.
+        """
+        moe = set(moe_layers)
+        if len(moe) != len(moe_layers) or not moe <= set(range(num_layers)):
+            raise TraceError(
+                describe(
+                    "moe_layers are not layers of the model",
+                    got=str(list(moe_layers))[:80],
+                    expected=f"different numbers from 0 to {num_layers - 1}",
+                )
+            )
+        return cls(fingerprint, num_experts, top_k, "".join("m" if i in moe else "d" for i in range(num_layers)))
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Global numbers [L] of the layers whose routes are recorded, increasing."""
+        return _recorded(self.layer_map)
 
     @property
     def dtype(self) -> np.dtype:
@@ -87,30 +110,60 @@ class TraceSpec:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token's routes."""
+        """Bytes of one token's routes, not encoded."""
         return len(self.moe_layers) * self.top_k * self.dtype.itemsize
+
+
+@lru_cache(maxsize=64)
+def _recorded(layer_map: str) -> tuple[int, ...]:
+    return tuple(number for number, letter in enumerate(layer_map) if letter in "mr")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RouteRecord:
-    """The routes of one sequence as they were recorded.
+    """The routes of one sequence, or of a slice of it, as they were recorded.
 
-    routes [T, L, K]: logical expert ids, uint8 when num_experts <= 256 else uint16, read-only, in the order of
-    spec.moe_layers. token_digest: token_digest() of the T forwarded tokens. weight_version: of the weights that routed
-    them.
+    routes [T, L, K]: logical expert ids, uint8 when num_experts <= 256 else uint16, read-only; every set ascending
+    unless its shard keeps order. token_ids [T] int32: the forwarded tokens, read-only. spans: cover the T rows.
+    aborted: the sampler gave the sequence up. first_row: row of the sequence that is row 0 here. layers [L]: global
+    numbers, increasing.
     """
 
     key: str
     routes: np.ndarray
-    token_digest: str
-    weight_version: int
+    token_ids: np.ndarray
+    spans: tuple[Span, ...]
+    aborted: bool
+    spec: TraceSpec
+    first_row: int
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordInfo:
+    """What is known of a record without decoding a chunk.
+
+    rows: of the whole sequence; own_rows of them are stored here, the others in the records that this one continues.
+    parent: those, or None when there are none or the parts do not continue the same. spans: cover all rows.
+    stored_bytes: this record's frames, all parts. aux: names of its arrays. layers: global numbers, of all parts.
+    """
+
+    key: str
+    rows: int
+    own_rows: int
+    spans: tuple[Span, ...]
+    aborted: bool
+    stored_bytes: int
+    parent: RouteRef | None
+    aux: tuple[str, ...]
+    layers: tuple[int, ...]
     spec: TraceSpec
 
 
-def token_digest(token_ids, *, where: str = "token_ids") -> str:
-    """Hex xxh3-64 of the token ids as little-endian int32. token_ids [T]: integers in [0, 2**31).
+def as_token_ids(token_ids, *, where: str) -> np.ndarray:
+    """The token ids as int32 [T]. Raises RouteValidationError on anything but integers in [0, 2**31) of one dimension.
 
-    Raises RouteValidationError on others; `where` goes into its message.
+    where: whose they are, for the message.
     """
     ids = np.asarray(token_ids)
     if ids.ndim == 1 and ids.size == 0:
@@ -136,25 +189,12 @@ def token_digest(token_ids, *, where: str = "token_ids") -> str:
                 do="pass the forwarded tokens only, no padding",
             )
         )
-    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(ids, dtype="<i4"))
-
-
-@lru_cache(maxsize=64)
-def spec_digest(spec: TraceSpec) -> bytes:
-    """8 bytes that differ between specs, so that a record spliced in from another model's shard fails its checksum."""
-    fields = [spec.model_fingerprint, spec.num_experts, spec.top_k, list(spec.moe_layers)]
-    return xxhash.xxh3_64_digest(json.dumps(fields, separators=(",", ":")).encode("ascii"))
-
-
-def record_checksum(spec: bytes, key: bytes, rows: int, tokens: int, weight_version: int, routes) -> int:
-    """xxh3-64 that binds a record's routes to its key, token digest, weight version, row count and spec_digest."""
-    hasher = xxhash.xxh3_64(spec + struct.pack("<QQqH", rows, tokens, weight_version, len(key)) + key)
-    hasher.update(routes)
-    return hasher.intdigest()
+    return np.ascontiguousarray(ids, dtype="<i4")
 
 
 def check_name(name: str, what: str = "shard name") -> str:
     """Return a shard name that is safe as a file name, or raise TraceError."""
+    # A leading dot marks unfinished files, which readers do not look at.
     return _check(name, what, _NAME, "letters, digits, '.', '_' and '-', not starting with '.'", MAX_NAME)
 
 
@@ -163,33 +203,12 @@ def check_key(key: str, what: str = "record key") -> str:
     return _check(key, what, _KEY, "letters, digits, '.', '_', '-', '/' and ':'", MAX_KEY)
 
 
-def check_weight_version(version: int, key: str) -> int:
-    """Return the version as an int in [0, 2**63), or raise RouteValidationError."""
-    try:
-        value = operator.index(version)
-    except TypeError:
-        value = -1
-    if isinstance(version, bool) or not 0 <= value < 2**63:
-        raise RouteValidationError(
-            describe(
-                "weight version is unknown",
-                where=f"request {key}",
-                got=repr(version)[:40],
-                expected="an integer from 0",
-                do="record the version of the weights that sampled the sequence",
-            )
-        )
-    return value
-
-
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _check(text: str, what: str, allowed: re.Pattern, words: str, limit: int) -> str:
-    # A leading dot marks unfinished files, which readers do not look at.
-    hidden = allowed is _NAME and isinstance(text, str) and text.startswith(".")
-    if not isinstance(text, str) or hidden or len(text) > limit or not allowed.fullmatch(text):
+    if not isinstance(text, str) or len(text) > limit or not allowed.fullmatch(text):
         raise TraceError(
             describe(
                 f"{what} is not allowed",

@@ -1,152 +1,252 @@
 """The shard file: a .safetensors file that stock safetensors opens, with one canonical byte sequence for its header.
 
-    u64 header length | JSON header, space padded | routes | index | keys
+    u64 header length | JSON header, space padded | frames | index
 
-routes  U8 or U16 [rows, L, K]  every record's rows, one record after the other: where a record lies follows from the
-                                row counts before it, so records can neither overlap nor leave gaps
-index   U8 [records, 30]        INDEX, one entry per record
-keys    U8 [bytes]              the records' keys, one after the other
+frames  U8 [bytes]  one frame per record (frame.py), one after the other without gaps
+index   U8 [bytes]  the shards that records here continue, then length, aborted flag and digest of every frame
 
-Each record has its own checksum (record.record_checksum); index and keys have one in the header; the header has one
-over itself. A reader renders the header again from what it parsed and compares bytes, so nothing in a header is trusted
-that a writer would not have written.
+The digests of all frames are in the index, the checksum of the index is in the header, and the header has a checksum
+over itself: the digest of the shard. A reader renders the header again from what it parsed and compares bytes, so
+nothing in a header is trusted that a writer would not have written.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from functools import cached_property
+from typing import NamedTuple
 
-import numpy as np
 import xxhash
 
 from moe_rl.errors import TraceError
-from moe_rl.trace.record import TraceSpec, check_key
+from moe_rl.trace.record import MAX_LAYERS, TraceSpec, check_name
+from moe_rl.trace.varint import Cursor, varint, varint_at
 
-FORMAT = "moe_rl.routes/1"
+FORMAT = "moe_rl.routes/2"
 SUFFIX = ".safetensors"
 MAX_HEADER = 1 << 16
-INDEX = np.dtype(
-    [("checksum", "<u8"), ("token_digest", "<u8"), ("weight_version", "<i8"), ("rows", "<u4"), ("key_bytes", "<u2")]
-)
+MAX_BLOCK = 1 << 16
+MAX_CHUNK = 1 << 24
+MAX_RECORDS = 1 << 17
+MAX_PARENTS = 1 << 12
+MAX_INDEX = 1 << 23
+MAX_COUNTS = 1 << 22
+MIN_ENTRY = 10
 
-_MAX_COUNT = 1 << 40
+_MAX_BYTES = 1 << 50
 _NO_CHECKSUM = "0" * 16
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Everything a header says; rows, records and key_bytes are totals of the shard."""
+@dataclass(frozen=True)
+class ShardHeader:
+    """Everything a header says.
 
-    shard: str
+    layers: global numbers, increasing: those of spec.moe_layers that the shard has. layer_group, token_block: size of a
+    chunk in layers and tokens. keep_order: sets are in the order in which they were recorded. records, frame_bytes,
+    index_bytes, index_checksum: 0 until the shard is sealed.
+    """
+
+    name: str
     spec: TraceSpec
-    rows: int
-    records: int
-    key_bytes: int
-    index_checksum: str
+    layers: tuple[int, ...]
+    layer_group: int
+    token_block: int
+    keep_order: bool
+    sealed: bool = False
+    records: int = 0
+    frame_bytes: int = 0
+    index_bytes: int = 0
+    index_checksum: str = _NO_CHECKSUM
 
-    @property
-    def index_start(self) -> int:
-        """Bytes from the end of the header to the index."""
-        return self.rows * self.spec.row_bytes
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        layers = self.layers
+        if not layers or list(layers) != sorted(set(layers)) or not set(layers) <= set(self.spec.moe_layers):
+            raise TraceError(f"layers {str(list(layers))[:80]} are not increasing MoE layers of the model")
+        if not (_is_int(self.layer_group) and 1 <= self.layer_group <= MAX_LAYERS):
+            raise TraceError(f"layer_group {self.layer_group!r} is not from 1 to {MAX_LAYERS}")
+        if not (_is_int(self.token_block) and 1 <= self.token_block <= MAX_BLOCK):
+            raise TraceError(f"token_block {self.token_block!r} is not from 1 to {MAX_BLOCK}")
+        chunk = self.token_block * min(self.layer_group, len(layers)) * self.spec.top_k * self.spec.dtype.itemsize
+        if chunk > MAX_CHUNK:
+            raise TraceError(
+                f"token_block x layer_group makes chunks of {chunk} bytes, at most {MAX_CHUNK} are allowed"
+            )
+        if len(layers) * self.spec.num_experts > MAX_COUNTS:
+            raise TraceError(f"{len(layers)} layers of {self.spec.num_experts} experts are more than {MAX_COUNTS}")
 
-    @property
-    def data_bytes(self) -> int:
-        return self.index_start + self.records * INDEX.itemsize + self.key_bytes
+    @cached_property
+    def context(self) -> bytes:
+        """8 bytes that differ between shards whose frames mean different things; frame digests are over them too."""
+        spec = self.spec
+        fields = [
+            FORMAT,
+            spec.model_fingerprint,
+            spec.num_experts,
+            spec.top_k,
+            spec.layer_map,
+            list(self.layers),
+            self.layer_group,
+            self.token_block,
+            self.keep_order,
+        ]
+        return xxhash.xxh3_64_digest(json.dumps(fields, separators=(",", ":")).encode("ascii"))
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, int], ...]:
+        """Layer groups as [first, last) positions in `layers`."""
+        count = len(self.layers)
+        return tuple((at, min(at + self.layer_group, count)) for at in range(0, count, self.layer_group))
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One record as the index has it. start: bytes from the end of the header."""
+class Entry(NamedTuple):
+    """One record as the index has it. start: bytes from the end of the header to its frame; head_bytes of size are the
+    frame's head. A tuple, because an index may have many."""
 
     start: int
-    rows: int
-    token_digest: int
-    weight_version: int
-    checksum: int
+    size: int
+    head_bytes: int
+    aborted: bool
 
 
-def header_bytes(layout: Layout) -> bytes:
-    """The length field and the header. Its size depends on shard name and spec only: a writer can leave room for it."""
-    text = _header_text(layout, _NO_CHECKSUM)
-    room = _room(layout)
-    body = text.ljust(room)
-    checksum = xxhash.xxh3_64_hexdigest(body.encode("ascii"))
-    body = _header_text(layout, checksum).ljust(room)
-    return room.to_bytes(8, "little") + body.encode("ascii")
+def header_bytes(header: ShardHeader) -> tuple[bytes, str]:
+    """The length field and the header, and the shard's digest.
+
+    The size depends on what is known when a shard is begun only, so that a writer can leave room for it.
+    """
+    room = _room(header)
+    body = _header_text(header, _NO_CHECKSUM).ljust(room)
+    digest = xxhash.xxh3_64_hexdigest(body.encode("ascii"))
+    body = _header_text(header, digest).ljust(room)
+    return room.to_bytes(8, "little") + body.encode("ascii"), digest
 
 
-def _room(layout: Layout) -> int:
-    largest = Layout(layout.shard, layout.spec, _MAX_COUNT, _MAX_COUNT, _MAX_COUNT, _NO_CHECKSUM)
-    return -(-len(_header_text(largest, _NO_CHECKSUM)) // 8) * 8
+def _room(header: ShardHeader) -> int:
+    longest = ShardHeader(
+        header.name,
+        header.spec,
+        header.layers,
+        header.layer_group,
+        header.token_block,
+        header.keep_order,
+        True,
+        _MAX_BYTES,
+        _MAX_BYTES,
+        _MAX_BYTES,
+    )
+    # With the length field in front, frames begin at a multiple of 64 bytes.
+    return -(-(len(_header_text(longest, _NO_CHECKSUM)) + 8) // 64) * 64 - 8
 
 
-def _header_text(layout: Layout, checksum: str) -> str:
-    spec, index, end = layout.spec, layout.index_start, layout.data_bytes
-    keys = end - layout.key_bytes
+def _header_text(header: ShardHeader, digest: str) -> str:
+    spec, frames, end = header.spec, header.frame_bytes, header.frame_bytes + header.index_bytes
     return json.dumps(
         {
             "__metadata__": {
                 "format": FORMAT,
-                "shard": layout.shard,
+                "shard": header.name,
+                "state": "sealed" if header.sealed else "open",
                 "model_fingerprint": spec.model_fingerprint,
                 "num_experts": str(spec.num_experts),
                 "top_k": str(spec.top_k),
-                "moe_layers": ",".join(map(str, spec.moe_layers)),
-                "index_checksum": layout.index_checksum,
-                "header_checksum": checksum,
+                "layer_map": spec.layer_map,
+                "layers": ",".join(map(str, header.layers)),
+                "layer_group": str(header.layer_group),
+                "token_block": str(header.token_block),
+                "order": "recorded" if header.keep_order else "ascending",
+                "records": str(header.records),
+                "index_checksum": header.index_checksum,
+                "digest": digest,
             },
-            "routes": {
-                "dtype": "U8" if spec.dtype.itemsize == 1 else "U16",
-                "shape": [layout.rows, *spec.row_shape],
-                "data_offsets": [0, index],
-            },
-            "index": {"dtype": "U8", "shape": [layout.records, INDEX.itemsize], "data_offsets": [index, keys]},
-            "keys": {"dtype": "U8", "shape": [layout.key_bytes], "data_offsets": [keys, end]},
+            "frames": {"dtype": "U8", "shape": [frames], "data_offsets": [0, frames]},
+            "index": {"dtype": "U8", "shape": [header.index_bytes], "data_offsets": [frames, end]},
         },
         separators=(",", ":"),
     )
 
 
-def parse_header(raw: bytes) -> Layout:
+def parse_header(raw: bytes) -> tuple[ShardHeader, str]:
     """The inverse of header_bytes. Raises TraceError saying what is wrong; the caller adds where."""
     try:
-        header = json.loads(raw[8:].decode("ascii"))
-        meta = header["__metadata__"]
+        parsed = json.loads(raw[8:].decode("ascii"))
+        meta = parsed["__metadata__"]
         if meta["format"] != FORMAT:
             raise TraceError(f"it has format {str(meta['format'])[:40]!r}, this version reads {FORMAT!r}")
         spec = TraceSpec(
-            model_fingerprint=meta["model_fingerprint"],
-            num_experts=int(meta["num_experts"]),
-            top_k=int(meta["top_k"]),
-            moe_layers=tuple(int(layer) for layer in meta["moe_layers"].split(",")),
+            meta["model_fingerprint"], _number(meta["num_experts"]), _number(meta["top_k"]), meta["layer_map"]
         )
-        counts = (header["routes"]["shape"][0], header["index"]["shape"][0], header["keys"]["shape"][0])
-        if not all(type(count) is int and 0 <= count <= _MAX_COUNT for count in counts):
+        header = ShardHeader(
+            name=meta["shard"],
+            spec=spec,
+            layers=tuple(_number(layer) for layer in meta["layers"].split(",")),
+            layer_group=_number(meta["layer_group"]),
+            token_block=_number(meta["token_block"]),
+            keep_order=meta["order"] == "recorded",
+            sealed=meta["state"] == "sealed",
+            records=_number(meta["records"]),
+            frame_bytes=parsed["frames"]["shape"][0],
+            index_bytes=parsed["index"]["shape"][0],
+            index_checksum=meta["index_checksum"],
+        )
+        counts = (header.records, header.frame_bytes, header.index_bytes)
+        if not all(_is_int(count) and 0 <= count <= _MAX_BYTES for count in counts):
             raise TraceError("its header gives impossible sizes")
-        layout = Layout(meta["shard"], spec, *counts, meta["index_checksum"])
-        canonical = header_bytes(layout)
+        canonical, digest = header_bytes(header)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise TraceError(f"its header is not that of a routing shard ({type(error).__name__})") from error
     if canonical != raw:
         raise TraceError("its header is damaged: it is not what a writer would have written")
-    return layout
+    return header, digest
 
 
-def parse_index(layout: Layout, raw: bytes) -> dict[str, Entry]:
-    """Index and keys, as they lie in the file, to one Entry per key. Raises TraceError saying what is wrong."""
-    if xxhash.xxh3_64_hexdigest(raw) != layout.index_checksum:
+def index_bytes(parents: Iterable[str], entries: Iterable[tuple[int, int, bool, bytes]]) -> bytes:
+    """The index. parents: names of the shards that records here continue. entries: size of a frame, size of its header,
+    aborted, digest."""
+    names = sorted(parents)
+    out = bytearray(varint(len(names)))
+    for name in names:
+        out += varint(len(name)) + name.encode("ascii")
+    for size, head_bytes, aborted, digest in entries:
+        out += varint(size) + varint(head_bytes << 1 | aborted) + digest
+    return bytes(out)
+
+
+def parse_index(header: ShardHeader, raw: bytes) -> tuple[tuple[str, ...], dict[bytes, Entry]]:
+    """Parent shards, and one Entry per record under its digest, in file order. Raises TraceError with what is wrong."""
+    if xxhash.xxh3_64_hexdigest(raw) != header.index_checksum:
         raise TraceError("its index is damaged: the checksum differs")
-    index = np.frombuffer(raw, INDEX, layout.records)
-    text = raw[layout.records * INDEX.itemsize :].decode("latin-1")  # check_key refuses what is not ASCII
-    rows, key_bytes = index["rows"].tolist(), index["key_bytes"].tolist()
-    if sum(rows) != layout.rows or sum(key_bytes) != layout.key_bytes:
-        raise TraceError("its index does not cover its records")
-    keys = [check_key(text[a:b], "a record key of it") for a, b in pairwise(accumulate(key_bytes, initial=0))]
-    starts = accumulate((n * layout.spec.row_bytes for n in rows), initial=0)
-    columns = (index[name].tolist() for name in ("token_digest", "weight_version", "checksum"))
-    entries = {key: Entry(*fields) for key, *fields in zip(keys, starts, rows, *columns, strict=False)}
-    if len(entries) != layout.records:
+    if header.records > MAX_RECORDS or header.records * MIN_ENTRY > len(raw):
+        raise TraceError("its index does not list its records")
+    cursor = Cursor(raw)
+    count = cursor.varint()
+    if count > MAX_PARENTS:
+        raise TraceError("its index does not list its parents")
+    parents = tuple(check_name(cursor.text(), "a parent shard of it") for _ in range(count))
+    entries: dict[bytes, Entry] = {}
+    start, at = 0, cursor.at
+    for _ in range(header.records):
+        size, at = varint_at(raw, at)
+        head, at = varint_at(raw, at)
+        entries[raw[at : at + 8]] = Entry(start, size, head >> 1, bool(head & 1))
+        if head >> 1 > size:
+            raise TraceError("its index gives a frame a header longer than the frame")
+        start += size
+        at += 8
+    if at != len(raw) or start != header.frame_bytes:
+        raise TraceError("its index does not cover its frames")
+    if len(entries) != header.records:
         raise TraceError("its index names a record twice")
-    return entries
+    return parents, entries
+
+
+def _number(text: str) -> int:
+    """Small numbers only: a hostile header must not make int() work for seconds."""
+    if not (isinstance(text, str) and len(text) <= 16 and text.isascii() and text.isdigit()):
+        raise ValueError(text)
+    return int(text)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

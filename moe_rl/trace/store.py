@@ -1,9 +1,11 @@
-"""The routing-trace store: immutable shard files in one directory, each published whole or not at all.
+"""The routing-trace store: immutable shard files in one folder, each published whole or not at all.
 
 with ShardWriter(root, "step7-worker0", spec) as writer:
-    ref = writer.add("step7/prompt3:1", routes, token_ids, weight_version=7)
+    ref = writer.add("step7/prompt3:1", routes, token_ids, [Span(len(token_ids), 7, Provenance.DECODE)])
 record = TraceStore(root).read(ref)
 validate(record, token_ids=token_ids, spec=spec, weight_version=7, ref=ref)
+
+Legend for shapes: T tokens, L MoE layers, K top-k experts per token, E experts.
 """
 
 from __future__ import annotations
@@ -11,113 +13,228 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import stat
-import threading
-from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from moe_rl.errors import TraceError, describe
-from moe_rl.trace.record import (
-    RouteRecord,
-    TraceSpec,
-    check_key,
-    check_name,
-    record_checksum,
-    spec_digest,
-    token_digest,
-)
-from moe_rl.trace.shard import MAX_HEADER, SUFFIX, Entry, Layout, parse_header, parse_index
-from moe_rl.trace.validator import check_routes, validate
-from moe_rl.trace.writer import TMP, ShardWriter
-from moe_rl.types import RouteRef
+from moe_rl.trace.disk import TMP
+from moe_rl.trace.folder import LocalFolder
+from moe_rl.trace.frame import count_experts
+from moe_rl.trace.join import Joined, join
+from moe_rl.trace.library import Found, Library, Reading, Segment, parent_part
+from moe_rl.trace.manifest import Manifest, locked_manifest
+from moe_rl.trace.packing import unpack_bytes, unpack_ints
+from moe_rl.trace.plan import Plan, damaged, fetch_section
+from moe_rl.trace.prefetch import Prefetcher
+from moe_rl.trace.record import RecordInfo, RouteRecord, check_name
+from moe_rl.trace.shard import SUFFIX
+from moe_rl.trace.spans import cut_spans
+from moe_rl.types import RoutePart, RouteRef
 
-__all__ = ["RouteRecord", "ShardWriter", "TraceSpec", "TraceStore", "token_digest", "validate"]
-
-_CACHED_SHARDS = 64
+Rows = tuple[int, int]
 
 
 class TraceStore:
     """Reads published shards. Safe to share between threads; holds no file open.
 
-    A shard's index is read once and kept (of the last 64 shards used); then a read touches the record's own bytes only.
+    root: a local folder, or any URL that fsspec reads (nothing can be removed there). A shard's index is read once and
+    kept (of the last 64 shards used); then a read touches the bytes of its own rows and layers only, and every byte
+    that it uses is checked against the digest in the reference. prefetch_bytes: decoded routes prefetch() may hold.
     """
 
-    def __init__(self, root: Path):
-        self._root = Path(root)
-        self._cache: OrderedDict[str, tuple[tuple, Layout, dict[str, Entry], int]] = OrderedDict()
-        self._lock = threading.Lock()
+    def __init__(self, root: Path | str, *, prefetch_bytes: int = 256 << 20):
+        self._library = Library(root)
+        self._prefetcher = Prefetcher(self._read, prefetch_bytes)
 
-    def read(self, ref: RouteRef) -> RouteRecord:
-        """The record that `ref` names, exactly as it was added; else TraceError naming shard and record."""
-        where = f"shard {check_name(ref.shard)}, record {check_key(ref.key)}"
-        with self._open(ref.shard, where) as fd:
-            layout, entries, start = self._load(fd, ref.shard)
-            entry = entries.get(ref.key)
-            if entry is None:
-                raise TraceError(
-                    describe(
-                        "record is not in its shard",
-                        where=where,
-                        got=f"{len(entries)} others",
-                        do="sample the sequence again",
-                    )
-                )
-            if (ref.rows, ref.digest) != (entry.rows, f"{entry.checksum:016x}"):
-                raise TraceError(
-                    describe(
-                        "shard holds another record under this key than the one referred to",
-                        where=where,
-                        got=f"{entry.rows} rows, checksum {entry.checksum:016x}",
-                        expected=f"{ref.rows} rows, checksum {ref.digest}",
-                        do="do not mix shards of different runs; sample the sequence again",
-                    )
-                )
-            spec, at = layout.spec, start + entry.start
-            data = _read(fd, at, entry.rows * spec.row_bytes, where)
-        key = ref.key.encode("ascii")
-        checksum = record_checksum(spec_digest(spec), key, entry.rows, entry.token_digest, entry.weight_version, data)
-        if checksum != entry.checksum:
-            raise TraceError(
-                describe(
-                    "record is damaged",
-                    where=f"{where}, bytes {at} to {at + len(data)}",
-                    got=f"checksum {checksum:016x}",
-                    expected=f"{entry.checksum:016x}",
-                    do="drop the sequence or sample it again, and check the disk; other records stay readable",
-                )
+    def read(self, ref: RouteRef, *, layers: Sequence[int] | None = None, rows: Rows | None = None) -> RouteRecord:
+        """The record that `ref` names, exactly as it was added; else TraceError naming shard and record.
+
+        layers: increasing global numbers of the layers wanted; None: all MoE layers of the model. rows: [first, last)
+        of those wanted; None: all of the reference.
+        """
+        wanted = None if layers is None else tuple(layers)
+        first, last = _check_rows(ref, rows)
+        ahead = self._prefetcher.take(ref, wanted)
+        if ahead is None:
+            return self._read(ref, wanted, (first, last))
+        return replace(
+            ahead,
+            routes=ahead.routes[first:last],
+            token_ids=ahead.token_ids[first:last],
+            spans=cut_spans(ahead.spans, first, last),
+            first_row=first,
+        )
+
+    def read_batch(
+        self, items: Sequence[tuple[RouteRef, Rows | None]], out: np.ndarray, *, layers: Sequence[int] | None = None
+    ) -> None:
+        """Fill out [sum T, L, K] with the rows of all items, one after the other, as read() gives them.
+
+        items: references, each with the rows [first, last) wanted or None for all. out: of the spec's dtype or a wider
+        integer type, with any strides. layers: as in read(); L is their number. All reads are planned together: bytes
+        that lie together are read together, and what items share is decoded once. Token ids are not read: a microbatch
+        must be checked against its tokens elsewhere. Raises TraceError; out then holds anything.
+        """
+        wanted = None if layers is None else tuple(layers)
+        spans = [_check_rows(ref, rows) for ref, rows in items]
+        total = sum(last - first for first, last in spans)
+        missing, at = [], 0
+        _check_out(out, total)
+        for (ref, _), (first, last) in zip(items, spans, strict=True):
+            ahead = self._prefetcher.take(ref, wanted)
+            if ahead is None:
+                missing.append((ref, (first, last), at))
+            else:
+                _check_out(out, total, ahead)
+                out[at : at + last - first] = ahead.routes[first:last]
+            at += last - first
+        with Reading(self._library) as reading:
+            plan = Plan(reading)
+            joined = join(reading, [ref for ref, _, _ in missing], wanted)
+            for one, (_, (first, last), at) in zip(joined, missing, strict=True):
+                _check_out(out, total, one)
+                for part in one.parts:
+                    plan.routes(part.segments, one.columns, (first, last), out[at : at + last - first])
+            plan.run()
+
+    def prefetch(self, refs: Sequence[RouteRef], layers: Sequence[int] | None = None) -> None:
+        """Read these whole records in the background, in this order; later reads of them are served from memory.
+
+        Only reads with the same `layers` are, each record once. Memory is bounded by prefetch_bytes and one record. A
+        later call replaces an earlier one and drops what that has read; with no refs it only drops.
+        """
+        self._prefetcher.start(refs, None if layers is None else tuple(layers))
+
+    def info(self, ref: RouteRef) -> RecordInfo:
+        """What is known of the record without decoding any of its chunks. Raises TraceError."""
+        with Reading(self._library) as reading:
+            (joined,) = join(reading, [ref], None, complete=False)
+            tips = [reading.tip(part) for part in ref.parts]
+            before = [tip.frame.parent.rows if tip.frame.parent else 0 for tip in tips]
+            parent = None
+            if len(set(before)) == 1 and tips[0].frame.parent:
+                parts = tuple(parent_part(part, tip) for part, tip in zip(ref.parts, tips, strict=True))
+                keys = {reading.tip(part).frame.key for part in parts}
+                parent = RouteRef(keys.pop(), before[0], parts) if len(keys) == 1 else None
+        return RecordInfo(
+            key=ref.key,
+            rows=ref.rows,
+            own_rows=max(0, ref.rows - min(before)),
+            spans=joined.spans,
+            aborted=joined.aborted,
+            stored_bytes=sum(tip.frame.size for tip in tips),
+            parent=parent,
+            aux=tuple(dict.fromkeys(array.name for tip in tips for array in tip.frame.aux)),
+            layers=joined.layers,
+            spec=joined.spec,
+        )
+
+    def expert_counts(self, ref: RouteRef) -> np.ndarray:
+        """How often each expert was chosen in the rows of the reference: int64 [L, E], L all layers of its parts.
+
+        Long records have them stored; of short ones the routes are decoded. Raises TraceError.
+        """
+        with Reading(self._library) as reading:
+            (joined,) = join(reading, [ref], None, complete=False)
+            counts = np.zeros((len(joined.layers), joined.spec.num_experts), np.int64)
+            for part in joined.parts:
+                columns = [joined.columns[layer] for layer in part.layers]
+                for segment in part.segments:
+                    counts[columns] += _count(reading, segment)
+        return counts
+
+    def aux(self, ref: RouteRef, name: str) -> np.ndarray:
+        """An array that was stored with the record, read-only. Raises TraceError, also when there is none."""
+        with Reading(self._library) as reading:
+            join(reading, [ref], None, complete=False)
+            for part in ref.parts:
+                found = reading.tip(part)
+                for array in found.frame.aux:
+                    if array.name == name:
+                        data = fetch_section(reading, found, array.section, f"array {name!r}")
+                        size = int(np.prod(array.shape, dtype=object)) * array.dtype.itemsize
+                        try:
+                            raw = unpack_bytes(bool(array.section.kind), data, size)
+                        except TraceError as error:
+                            raise damaged(found, array.section, str(error)) from error
+                        return np.frombuffer(raw, array.dtype).reshape(array.shape)
+            names = [array.name for part in ref.parts for array in reading.tip(part).frame.aux]
+        raise TraceError(
+            describe(
+                "record has no such array",
+                where=f"shard {ref.parts[0].shard}, record {ref.key}",
+                got=repr(name),
+                expected=f"one of {names}",
             )
-        routes = np.frombuffer(data, spec.dtype).reshape(entry.rows, *spec.row_shape)
-        check_routes(routes, spec, rows=entry.rows, where=where)
-        return RouteRecord(ref.key, routes, f"{entry.token_digest:016x}", entry.weight_version, spec)
+        )
+
+    def records(self, shard: str) -> list[RouteRef]:
+        """References to all records of a shard, in the order in which they were added. Raises TraceError."""
+        with Reading(self._library) as reading:
+            index = reading.shard(shard, f"shard {shard}")
+            parts = [RoutePart(shard, digest.hex()) for digest in index.entries]
+            reading.find((part, f"shard {shard}, record {part.digest}") for part in parts)
+            frames = [reading.tip(part).frame for part in parts]
+        return [RouteRef(frame.key, frame.rows, (part,)) for frame, part in zip(frames, parts, strict=True)]
 
     def shards(self) -> list[str]:
         """Names of the published shards, sorted."""
-        try:
-            names = os.listdir(self._root)
-        except FileNotFoundError:
-            return []
+        names = self._library.folder.names()
         return sorted(name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX) and not name.startswith("."))
 
+    def manifest(self) -> Manifest:
+        """What was published and not removed, by the store's own account. A shard in the folder that is not in it was
+        brought there by other means, or its line is damaged."""
+        return self._library.manifest()
+
     def remove(self, shard: str) -> None:
-        """Delete a shard that no one will read again. Raises TraceError when it is not there."""
+        """Delete a shard that no one will read again, nor any record that continues one of it. Raises TraceError when
+        it is not there."""
+        root, path = self._local(), self._local() / (check_name(shard) + SUFFIX)
         try:
-            os.unlink(self._root / (check_name(shard) + SUFFIX))
+            with locked_manifest(root) as manifest:
+                os.unlink(path)
+                # The shard is gone whether or not the line can be written; on a full disk it often cannot.
+                with contextlib.suppress(OSError):
+                    manifest.append("removed", shard)
         except OSError as error:
             raise TraceError(
-                describe("shard could not be removed", where=f"shard {shard} in {self._root}", got=error.strerror)
+                describe("shard could not be removed", where=f"shard {shard} in {root}", got=error.strerror)
             ) from error
-        with self._lock:
-            self._cache.pop(shard, None)
+        self._library.forget(shard)
+
+    def retain(self, *, keep_shards: int | None = None, max_bytes: int | None = None) -> list[str]:
+        """Remove the oldest shards until at most so many, of at most so many bytes together, are left; return them.
+
+        Age is the order of publishing. A shard whose records are continued by a kept one is kept and counted with it.
+        Raises TraceError.
+        """
+        root = self._local()
+        order = {name: at for at, name in enumerate(self.manifest().published)}
+        newest = sorted(self.shards(), key=lambda name: order.get(name, -1), reverse=True)
+        kept: dict[str, int] = {}
+        for name in newest:
+            group = {one: (root / (one + SUFFIX)).stat().st_size for one in self._lineage(name) if one not in kept}
+            count, size = len(kept) + len(group), sum(kept.values()) + sum(group.values())
+            if (keep_shards is not None and count > keep_shards) or (max_bytes is not None and size > max_bytes):
+                break
+            kept |= group
+        removed = [name for name in reversed(newest) if name not in kept]
+        for name in removed:
+            self.remove(name)
+        return removed
 
     def collect_garbage(self) -> list[str]:
         """Delete what dead writers have left, and return the file names. Files of living ones, on any host, are kept.
 
         A writer holds a lock on its file that the kernel drops when it dies; what cannot be locked and removed stays.
+        What could be saved by recover() is lost.
         """
         removed = []
-        for path in sorted(self._root.glob(f".*.????????{TMP}")):
+        for path in sorted(self._local().glob(f".*.????????{TMP}")):
             with contextlib.suppress(OSError):
                 fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
                 try:
@@ -128,82 +245,94 @@ class TraceStore:
                     os.close(fd)
         return removed
 
-    @contextlib.contextmanager
-    def _open(self, shard: str, where: str):
-        try:
-            # O_NONBLOCK: a pipe in the place of a shard must not hang the reader.
-            fd = os.open(self._root / (shard + SUFFIX), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            raise TraceError(
-                describe(
-                    "shard cannot be opened",
-                    where=f"{where} in {self._root}",
-                    got=error.strerror,
-                    do="check that the store is the sampler's and that retention has not removed the shard",
-                )
-            ) from error
-        try:
-            yield fd
-        finally:
-            os.close(fd)
+    def _read(self, ref: RouteRef, layers: tuple[int, ...] | None, rows: Rows | None = None) -> RouteRecord:
+        first, last = _check_rows(ref, rows)
+        with Reading(self._library) as reading:
+            (joined,) = join(reading, [ref], layers)
+            spec = joined.spec
+            routes = _empty((last - first, len(joined.layers), spec.top_k), spec.dtype, ref.key)
+            token_ids = np.empty(last - first, "<i4")
+            plan = Plan(reading)
+            plan.tokens(joined.parts[0].segments, (first, last), token_ids)
+            for part in joined.parts:
+                plan.routes(part.segments, joined.columns, (first, last), routes)
+            plan.run()
+        routes.flags.writeable = token_ids.flags.writeable = False
+        spans = cut_spans(joined.spans, first, last)
+        return RouteRecord(ref.key, routes, token_ids, spans, joined.aborted, spec, first, joined.layers)
 
-    def _load(self, fd: int, shard: str) -> tuple[Layout, dict[str, Entry], int]:
-        """Layout, index and the offset of the data, from the cache when the file is still the same one."""
-        status = os.fstat(fd)
-        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-        with self._lock:
-            cached = self._cache.get(shard)
-            if cached is not None and cached[0] == identity:
-                self._cache.move_to_end(shard)
-                return cached[1:]
-        try:
-            loaded = _load_index(fd, status, shard)
-        except TraceError as error:
-            raise TraceError(
-                describe(
-                    "shard is refused",
-                    where=f"{shard}{SUFFIX} in {self._root}",
-                    got=str(error),
-                    do="drop its sequences or sample them again, and check the disk",
-                )
-            ) from error
-        with self._lock:
-            self._cache[shard] = (identity, *loaded)
-            while len(self._cache) > _CACHED_SHARDS:
-                self._cache.popitem(last=False)
-        return loaded
+    def _lineage(self, shard: str) -> list[str]:
+        """The shard, and those whose records its records continue, directly or not."""
+        lineage = [shard]
+        for name in lineage:
+            with Reading(self._library) as reading, contextlib.suppress(TraceError):  # a damaged shard keeps no other
+                lineage += [parent for parent in reading.shard(name, "retention").parents if parent not in lineage]
+        return [name for name in lineage if (self._local() / (name + SUFFIX)).exists()]
 
-
-def _load_index(fd: int, status: os.stat_result, shard: str) -> tuple[Layout, dict[str, Entry], int]:
-    size = status.st_size
-    if not stat.S_ISREG(status.st_mode):
-        raise TraceError("it is not a regular file")
-    length = int.from_bytes(_read(fd, 0, 8, "header length"), "little") if size >= 8 else size
-    if length > min(MAX_HEADER, size - 8):
-        raise TraceError(f"it is cut short or no shard: header of {length} bytes in a file of {size}")
-    layout = parse_header(_read(fd, 0, 8 + length, "header"))
-    start = 8 + length
-    if layout.shard != shard:
-        raise TraceError(f"it was published as {layout.shard!r}")
-    if start + layout.data_bytes != size:
-        raise TraceError(f"it has {size} bytes where its header says {start + layout.data_bytes}")
-    at = start + layout.index_start
-    return layout, parse_index(layout, _read(fd, at, size - at, "index")), start
-
-
-def _read(fd: int, at: int, size: int, where: str) -> bytes:
-    """Exactly size bytes. Plain reads, no memory map: a file cut short under us is an error here, no SIGBUS later."""
-    try:
-        data = os.pread(fd, size, at)
-        while len(data) < size:
-            more = os.pread(fd, size - len(data), at + len(data))
-            if not more:
-                raise TraceError(
-                    describe("file ends too early", where=where, got=f"{len(data)} bytes at {at}", expected=size)
-                )
-            data += more
-    except (OSError, MemoryError) as error:
+    def _local(self) -> Path:
+        if isinstance(self._library.folder, LocalFolder):
+            return self._library.folder.path
         raise TraceError(
-            describe("file cannot be read", where=f"{where}, bytes {at} to {at + size}", got=repr(error))
+            describe("store can only be read", where=str(self._library.folder), do="remove shards where they are local")
+        )
+
+
+def _count(reading: Reading, segment: Segment) -> np.ndarray:
+    """Expert counts [L, E] of a segment."""
+    found, frame, header = segment.found, segment.found.frame, segment.found.shard.header
+    shape = (len(header.layers), header.spec.num_experts)
+    if frame.counts is None:
+        return _decode_and_count(reading, found, 0, segment.rows)
+    data = fetch_section(reading, found, frame.counts, "expert counts")
+    try:
+        counts = unpack_ints(frame.counts.kind, data, shape[0] * shape[1]).astype(np.int64).reshape(shape)
+    except TraceError as error:
+        raise damaged(found, frame.counts, str(error)) from error
+    # The stored counts are of all rows; a reference often leaves out the last one.
+    return counts - _decode_and_count(reading, found, segment.rows, frame.own_rows)
+
+
+def _decode_and_count(reading: Reading, found: Found, first: int, last: int) -> np.ndarray:
+    header = found.shard.header
+    shape = (last - first, len(header.layers), header.spec.top_k)
+    routes = _empty(shape, header.spec.dtype, found.frame.key)
+    plan = Plan(reading)
+    columns = {layer: column for column, layer in enumerate(header.layers)}
+    plan.routes([Segment(found, 0, found.frame.own_rows)], columns, (first, last), routes)
+    plan.run()
+    return count_experts(routes, header.spec.num_experts)
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype, key: str) -> np.ndarray:
+    try:
+        return np.empty(shape, dtype)
+    except MemoryError as error:
+        raise TraceError(
+            describe("record is too large for memory", where=f"record {key}", got=f"routes of shape {shape}")
         ) from error
-    return data
+
+
+def _check_rows(ref: RouteRef, rows: Rows | None) -> Rows:
+    first, last = (0, ref.rows) if rows is None else rows
+    if not 0 <= first <= last <= ref.rows:
+        raise TraceError(
+            describe(
+                "rows are not in the record",
+                where=f"record {ref.key}",
+                got=f"rows {first} to {last}",
+                expected=f"0 to {ref.rows}",
+            )
+        )
+    return first, last
+
+
+def _check_out(out: np.ndarray, total: int, one: Joined | RouteRecord | None = None) -> None:
+    shape = (total, *out.shape[1:]) if one is None else (total, len(one.layers), one.spec.top_k)
+    if out.shape != shape or (one is not None and not np.can_cast(one.spec.dtype, out.dtype)):
+        raise TraceError(
+            describe(
+                "array cannot take the routes",
+                got=f"{out.dtype} of shape {out.shape}",
+                expected=f"{one.spec.dtype if one else 'integers'} or wider of shape {shape}",
+            )
+        )

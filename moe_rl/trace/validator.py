@@ -5,18 +5,13 @@ Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from moe_rl.errors import RouteValidationError, describe
-from moe_rl.trace.record import (
-    RouteRecord,
-    TraceSpec,
-    check_key,
-    check_weight_version,
-    record_checksum,
-    spec_digest,
-    token_digest,
-)
+from moe_rl.trace.record import RouteRecord, TraceSpec, as_token_ids
+from moe_rl.trace.spans import check_spans
 from moe_rl.types import RouteRef
 
 # Sets compared at a time: K planes of this many ids stay in the processor's second-level cache.
@@ -31,51 +26,51 @@ def validate(
     weight_version: int,
     max_staleness: int = 0,
     ref: RouteRef | None = None,
+    layers: Sequence[int] | None = None,
 ) -> None:
     """Refuse routes that are not exactly those of `token_ids` under `spec`.
 
-    token_ids [T]: the tokens that the trainer will feed, all but the last sampled one. spec: of the model being
-    trained. weight_version: of the trainer now; the record's may be at most `max_staleness` older and never newer.
-    ref: what the sampler sent, when the record came from the store; it must name this record and carry its checksum.
-    Without it, well-formed routes in another layer order under the right tokens cannot be told from the right ones.
+    token_ids [T]: the tokens that the trainer will feed with the rows of the record: of a whole sequence all but the
+    last sampled one, of a slice those of its rows. spec: of the model being trained. weight_version: of the trainer
+    now; no row's may be more than `max_staleness` older, nor newer. ref: what the sampler sent; the record must be of
+    that request and lie within its rows. layers: global numbers of the layers that the record must have; None: all.
     Raises RouteValidationError naming request, token and layer.
     """
     where = f"request {record.key}"
     _same_model(record, spec, where)
-    check_routes(record.routes, spec, rows=len(token_ids), where=where)
-    tokens = token_digest(token_ids, where=where)
-    if record.token_digest != tokens:
-        raise RouteValidationError(
-            describe(
-                "routes were recorded from other tokens",
-                where=f"{where}, tokens 0 to {len(token_ids) - 1}, all layers",
-                got=f"token digest {record.token_digest}",
-                expected=tokens,
-                do="feed prompt + completion[:-1] exactly as the sampler forwarded it, or drop the sequence",
-            )
-        )
-    version = check_weight_version(record.weight_version, record.key)
+    wanted = spec.moe_layers if layers is None else tuple(layers)
+    if tuple(record.layers) != wanted:
+        raise _wrong_layers(record.layers, wanted, where)
+    check_routes(record.routes, spec, rows=len(token_ids), where=where, layers=wanted)
+    _same_tokens(record, as_token_ids(token_ids, where=where), where)
+    _check_varies(record.routes, record.token_ids, spec, where)
     oldest = max(0, weight_version - max_staleness)
-    if not oldest <= version <= weight_version:
-        raise RouteValidationError(
-            describe(
-                "routes are of weights that may not be trained on",
-                where=where,
-                got=f"weight version {version}",
-                expected=f"{oldest} to {weight_version} (max_staleness {max_staleness})",
-                do="sample the sequence again, or allow more staleness",
+    row = record.first_row
+    for span in check_spans(record.spans, rows=len(record.routes), where=where):
+        if not oldest <= span.weight_version <= weight_version:
+            raise RouteValidationError(
+                describe(
+                    "routes are of weights that may not be trained on",
+                    where=f"{where}, tokens {row} to {row + span.rows - 1}",
+                    got=f"weight version {span.weight_version}",
+                    expected=f"{oldest} to {weight_version} (max_staleness {max_staleness})",
+                    do="sample the sequence again, or allow more staleness",
+                )
             )
-        )
+        row += span.rows
     if ref is not None:
-        _same_record(record, ref, where)
+        _same_request(record, ref, where)
 
 
-def check_routes(routes: np.ndarray, spec: TraceSpec, *, rows: int, where: str) -> None:
-    """Refuse anything but K distinct ids in [0, num_experts) for each of `rows` tokens and every layer of the spec.
+def check_routes(
+    routes: np.ndarray, spec: TraceSpec, *, rows: int, where: str, layers: Sequence[int] | None = None
+) -> None:
+    """Refuse anything but K distinct ids in [0, num_experts) for each of `rows` tokens and every layer.
 
     routes [T, L, K] uint8 or uint16; uint8 is refused when num_experts > 256, because its ids may have wrapped.
-    where: whose they are, for the message.
+    where: whose they are, for the message. layers [L]: their global numbers; None: all MoE layers of the spec.
     """
+    layers = spec.moe_layers if layers is None else layers
     allowed = ("uint8", "uint16") if spec.num_experts <= 256 else ("uint16",)
     if not isinstance(routes, np.ndarray) or routes.dtype.name not in allowed:
         raise RouteValidationError(
@@ -93,10 +88,9 @@ def check_routes(routes: np.ndarray, spec: TraceSpec, *, rows: int, where: str) 
                 "routes have the wrong shape",
                 where=where,
                 got=routes.shape,
-                expected=f"[tokens, {spec.row_shape[0]}, {spec.top_k}]",
+                expected=f"[tokens, {len(layers)}, {spec.top_k}]",
             )
         )
-    layers = spec.moe_layers
     if routes.shape[1] != len(layers):
         recorded = routes.shape[1]
         at = (
@@ -192,47 +186,93 @@ def _same_model(record: RouteRecord, spec: TraceSpec, where: str) -> None:
                     do="sample with the model that is trained",
                 )
             )
-    if got.moe_layers != spec.moe_layers:
-        missing = sorted(set(spec.moe_layers) - set(got.moe_layers))
-        extra = sorted(set(got.moe_layers) - set(spec.moe_layers))
-        at = f"layer {missing[0]} has no routes" if missing else f"layer {extra[0]} is no MoE layer of the model"
+    if got.layer_map != spec.layer_map:
+        if got.moe_layers != spec.moe_layers:
+            raise _wrong_layers(got.moe_layers, spec.moe_layers, where)
         raise RouteValidationError(
             describe(
-                "routes do not cover the model's MoE layers",
-                where=f"{where}, {at}",
-                got=list(got.moe_layers),
-                expected=list(spec.moe_layers),
-                do="record every MoE layer of the model, by its global number",
+                "routes were recorded from a model with other layers",
+                where=where,
+                got=got.layer_map,
+                expected=spec.layer_map,
+                do="sample with the model that is trained",
             )
         )
 
 
-def _same_record(record: RouteRecord, ref: RouteRef, where: str) -> None:
+def _wrong_layers(got: Sequence[int], expected: Sequence[int], where: str) -> RouteValidationError:
+    missing, extra = sorted(set(expected) - set(got)), sorted(set(got) - set(expected))
+    at = "their order differs"
+    if missing or extra:
+        at = f"layer {missing[0]} has no routes" if missing else f"layer {extra[0]} was not asked for"
+    return RouteValidationError(
+        describe(
+            "routes do not cover the model's MoE layers",
+            where=f"{where}, {at}",
+            got=list(got),
+            expected=list(expected),
+            do="record every MoE layer of the model, by its global number",
+        )
+    )
+
+
+def _same_tokens(record: RouteRecord, token_ids: np.ndarray, where: str) -> None:
+    recorded = record.token_ids
+    if len(recorded) == len(token_ids) and np.array_equal(recorded, token_ids):
+        return
+    different = np.flatnonzero(recorded[: len(token_ids)] != token_ids[: len(recorded)])
+    at = int(different[0]) if len(different) else min(len(recorded), len(token_ids))
+    got, expected = (
+        f"token id {ids[at]}" if at < len(ids) else f"an end after {len(ids)} tokens" for ids in (recorded, token_ids)
+    )
+    raise RouteValidationError(
+        describe(
+            "routes were recorded from other tokens",
+            where=f"{where}, token {record.first_row + at}, all layers",
+            got=f"{got}, {max(1, len(different))} tokens differ",
+            expected=expected,
+            do="feed prompt + completion[:-1] exactly as the sampler forwarded it, or drop the sequence",
+        )
+    )
+
+
+def _check_varies(routes: np.ndarray, token_ids: np.ndarray, spec: TraceSpec, where: str) -> None:
+    """Refuse a buffer that something filled, rather than a router: well-formed sets, but the same for every token, or
+    for every layer. A few equal tokens may route alike, so the routes must be of at least 8, not all equal."""
+    if len(routes) < 8 or spec.top_k == spec.num_experts or not routes.shape[1] or (token_ids == token_ids[0]).all():
+        return
+    fault = None
+    if (routes == routes[:1]).all():
+        fault = "every token"
+    elif routes.shape[1] > 1 and (routes == routes[:, :1]).all():
+        fault = "every layer"
+    if fault:
+        raise RouteValidationError(
+            describe(
+                f"routes are the same for {fault}, which no router does",
+                where=where,
+                got=f"{routes[0, 0].tolist()} in token 0",
+                do="look at the recorder: a buffer was handed over that was never written",
+            )
+        )
+
+
+def _same_request(record: RouteRecord, ref: RouteRef, where: str) -> None:
     if ref.key != record.key:
         raise RouteValidationError(
             describe(
                 "the reference names another request",
                 where=where,
-                got=f"reference to {ref.key} in shard {ref.shard}",
+                got=f"reference to {ref.key} in shard {', '.join(part.shard for part in ref.parts)}",
                 expected=record.key,
             )
         )
-    routes = np.ascontiguousarray(record.routes, dtype=record.spec.dtype)
-    checksum = record_checksum(
-        spec_digest(record.spec),
-        check_key(record.key).encode("ascii"),
-        len(routes),
-        int(record.token_digest, 16),
-        record.weight_version,
-        routes,
-    )
-    if ref.rows != len(routes) or ref.digest != f"{checksum:016x}":
+    if record.first_row + len(record.routes) > ref.rows:
         raise RouteValidationError(
             describe(
-                "routes are not those that the sampler published",
-                where=f"{where}, shard {ref.shard}",
-                got=f"{len(routes)} rows, checksum {checksum:016x}",
-                expected=f"{ref.rows} rows, checksum {ref.digest}",
-                do="drop the sequence and find out which side changed it",
+                "routes go beyond the rows that the sampler referred to",
+                where=where,
+                got=f"rows to {record.first_row + len(record.routes)}",
+                expected=f"at most {ref.rows}",
             )
         )

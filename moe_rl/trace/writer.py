@@ -6,9 +6,9 @@ Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -16,106 +16,198 @@ import numpy as np
 import xxhash
 
 from moe_rl.errors import TraceError, describe
-from moe_rl.trace.record import (
-    MAX_ROWS,
-    TraceSpec,
-    check_key,
-    check_name,
-    check_weight_version,
-    record_checksum,
-    spec_digest,
-    token_digest,
-)
-from moe_rl.trace.shard import INDEX, SUFFIX, Layout, header_bytes
+from moe_rl.trace.disk import create_locked, make_directory, sync_directory, write_all
+from moe_rl.trace.frame import MAX_DEPTH, Frame, Parent, build_frame, head_size, parse_head
+from moe_rl.trace.library import Library, Reading
+from moe_rl.trace.manifest import locked_manifest
+from moe_rl.trace.record import MAX_ROWS, TraceSpec, as_token_ids, check_key, check_name
+from moe_rl.trace.shard import MAX_PARENTS, MAX_RECORDS, SUFFIX, ShardHeader, header_bytes, index_bytes
+from moe_rl.trace.spans import check_spans
 from moe_rl.trace.validator import check_routes
-from moe_rl.types import RouteRef
+from moe_rl.types import RoutePart, RouteRef, Span
 
-TMP = ".tmp"
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """What the writer keeps of a frame. rows: of the whole sequence."""
+
+    size: int
+    head_bytes: int
+    rows: int
+    depth: int
 
 
 class ShardWriter:
     """Writes one shard. Records go to a hidden temporary file as they come; publish() makes it a shard.
+
+    layers: global numbers of the MoE layers that this writer records, as one pipeline stage does; None: all.
+    layer_group, token_block: a chunk, the smallest thing that is read, is of so many layers and tokens; a layer group
+    that divides the trainer's pipeline stages makes a stage one contiguous range. keep_order: keep the order of the
+    experts in a set as the sampler gave it, else sets are stored ascending, which is smaller.
 
     As a context manager it publishes at a clean exit (unless that was done) and abandons on an exception. Raises
     TraceError on bad names and on every failure of the file system, after which nothing of the shard is left. Not for
     several threads at once.
     """
 
-    def __init__(self, root: Path, name: str, spec: TraceSpec):
-        self._root, self._name, self._spec = Path(root), check_name(name), spec
-        self._spec_digest = spec_digest(spec)
+    def __init__(
+        self,
+        root: Path,
+        name: str,
+        spec: TraceSpec,
+        *,
+        layers: Sequence[int] | None = None,
+        layer_group: int = 12,
+        token_block: int = 512,
+        keep_order: bool = False,
+    ):
+        check_name(name)
+        layers = spec.moe_layers if layers is None else tuple(layers)
+        self._root = Path(root)
+        self._header = ShardHeader(name, spec, layers, layer_group, token_block, keep_order)
         self._final = self._root / (name + SUFFIX)
-        self._index: list[tuple[int, int, int, int, int]] = []
-        self._start = self._end = len(header_bytes(Layout(name, spec, 0, 0, 0, "0" * 16)))
-        self._keys: dict[str, None] = {}
+        self._library = Library(self._root)
+        head, _ = header_bytes(self._header)
+        self._start = self._end = len(head)
+        self._frames: dict[bytes, _Stored] = {}  # by digest
+        self._keys: dict[str, bytes] = {}  # to digest
+        self._aborted: set[bytes] = set()
+        self._parents: set[str] = set()
         self._fd: int | None = None
         if os.path.lexists(self._final):
             raise self._exists()
         try:
-            _make_directory(self._root)
-            self._fd, self._tmp = _create_locked(self._root, name)
+            make_directory(self._root)
+            self._fd, self._tmp = create_locked(self._root, name)
+            # What a reader must know of an unsealed file: recover() begins here.
+            write_all(self._fd, head, 0)
         except OSError as error:
             raise self._failed(error) from error
 
-    def add(self, key: str, routes: np.ndarray, token_ids, weight_version: int) -> RouteRef:
-        """Append one sequence. routes [T, L, K] uint8 or uint16: logical expert ids of the T forwarded token_ids [T].
+    @property
+    def name(self) -> str:
+        return self._header.name
 
-        Returns the reference by which TraceStore.read finds it once the shard is published. Raises RouteValidationError
-        when the routes could not be trained on and TraceError on a repeated key; the shard then stays as it was.
+    def add(
+        self,
+        key: str,
+        routes: np.ndarray,
+        token_ids,
+        spans: Sequence[Span],
+        *,
+        parent: RouteRef | None = None,
+        aux: Mapping[str, np.ndarray] | None = None,
+    ) -> RouteRef:
+        """Append one sequence, or the part of it that continues another.
+
+        routes [T, L, K] uint8 or uint16: logical expert ids of the T forwarded token_ids [T] in this writer's layers.
+        spans: cover the T rows. parent: of this shard, or published in this store with the same layers; the sequence
+        then is the parent's first parent.rows rows and, after them, these. aux: named arrays (a-z and _) kept with the
+        record: bool, integers, float16/32 of 0 to 3 dimensions.
+
+        Returns the reference, to parent.rows + T rows, by which TraceStore.read finds it once the shard is published.
+        Raises RouteValidationError when the routes could not be trained on and TraceError on a repeated key or an
+        impossible parent or aux array; the shard then stays as it was.
         """
-        fd = self._open_fd()
-        key_bytes = check_key(key).encode("ascii")
-        if key in self._keys:
-            raise TraceError(
-                describe(
-                    "record key is used twice",
-                    where=f"shard {self._name}, record {key}",
-                    do="give every sequence its own key",
-                )
-            )
-        where = f"request {key}, shard {self._name}"
-        tokens = token_digest(token_ids, where=where)
-        check_routes(routes, self._spec, rows=len(token_ids), where=where)
-        version = check_weight_version(weight_version, key)
-        rows = len(routes)
+        header = self._header
+        self._open_fd()
+        self._check_new(check_key(key))
+        where = f"request {key}, shard {header.name}"
+        token_ids = as_token_ids(token_ids, where=where)
+        check_routes(routes, header.spec, rows=len(token_ids), where=where, layers=header.layers)
+        spans = check_spans(spans, rows=len(token_ids), where=where)
+        link = self._link(parent, where) if parent is not None else None
+        rows = len(token_ids) + (link.rows if link else 0)
         if rows > MAX_ROWS:
             raise TraceError(
                 describe("sequence is too long to store", where=where, got=rows, expected=f"at most {MAX_ROWS} tokens")
             )
-        data = np.ascontiguousarray(routes, dtype=self._spec.dtype)
-        checksum = record_checksum(self._spec_digest, key_bytes, rows, int(tokens, 16), version, data)
+        data = build_frame(header, key, routes, token_ids, spans, link, aux or {})
+        frame = parse_head(header, data[: head_size(data)])
+        return self._append(frame, data)
+
+    def adopt(self, frame: Frame, data: bytes) -> RouteRef:
+        """Append a frame of another file as it is, for recover(). The caller has verified its checksums.
+
+        Raises TraceError when the writer's other frames, of the same file, do not allow it.
+        """
+        self._check_new(frame.key)
+        parent = frame.parent
+        if parent is not None and not parent.shard:
+            stored = self._frames.get(parent.digest)
+            if stored is None or stored.depth + 1 != parent.depth or stored.rows < parent.rows:
+                raise TraceError("it continues a record that is not there")
+        return self._append(frame, data)
+
+    def _append(self, frame: Frame, data: bytes) -> RouteRef:
+        fd = self._open_fd()
         try:
-            _write(fd, data, self._end)
+            write_all(fd, data, self._end)
         except OSError as error:
             raise self._failed(error) from error
-        self._end += data.nbytes
-        self._keys[key] = None
-        self._index.append((checksum, int(tokens, 16), version, rows, len(key_bytes)))
-        return RouteRef(self._name, key, rows, f"{checksum:016x}")
+        self._end += len(data)
+        self._keys[frame.key] = frame.digest
+        self._frames[frame.digest] = _Stored(len(data), frame.head_bytes, frame.rows, frame.depth)
+        if frame.parent is not None and frame.parent.shard:
+            self._parents.add(frame.parent.shard)
+        return RouteRef(frame.key, frame.rows, (RoutePart(self._header.name, frame.digest.hex()),))
+
+    def mark_aborted(self, key: str) -> None:
+        """Have the record say that the sampler gave its sequence up. Raises TraceError when there is no such record."""
+        self._open_fd()
+        if key not in self._keys:
+            raise TraceError(
+                describe("record to mark as aborted was not added", where=f"shard {self._header.name}, record {key}")
+            )
+        self._aborted.add(self._keys[key])
 
     def publish(self) -> Path:
         """Make the shard visible, complete and durable, and return its path. Never overwrites: raises TraceError."""
         fd = self._open_fd()
-        keys = "".join(self._keys).encode("ascii")
-        tail = np.array(self._index, dtype=INDEX).tobytes() + keys
-        rows = (self._end - self._start) // self._spec.row_bytes
-        layout = Layout(self._name, self._spec, rows, len(self._index), len(keys), xxhash.xxh3_64_hexdigest(tail))
+        index = index_bytes(
+            self._parents,
+            ((one.size, one.head_bytes, digest in self._aborted, digest) for digest, one in self._frames.items()),
+        )
+        sealed = replace(
+            self._header,
+            sealed=True,
+            records=len(self._frames),
+            frame_bytes=self._end - self._start,
+            index_bytes=len(index),
+            index_checksum=xxhash.xxh3_64_hexdigest(index),
+        )
+        head, digest = header_bytes(sealed)
         linked = False
         try:
-            _write(fd, tail, self._end)
-            # An add() that was interrupted may have left bytes behind the last record.
-            os.ftruncate(fd, self._end + len(tail))
-            _write(fd, header_bytes(layout), 0)
+            write_all(fd, index, self._end)
+            # An add() that was interrupted may have left bytes behind the last frame.
+            os.ftruncate(fd, self._end + len(index))
+            write_all(fd, head, 0)
             os.fsync(fd)
-            # A link, unlike a rename, fails when the name is taken, also by a writer that came between.
-            os.link(self._tmp, self._final)
-            linked = True
-            os.unlink(self._tmp)
-            _sync_directory(self._root)
+            with locked_manifest(self._root) as manifest:
+                # Under the lock and before the line: no line ever speaks of another shard than the one in the folder.
+                if os.path.lexists(self._final):
+                    raise FileExistsError
+                manifest.append(
+                    "published",
+                    sealed.name,
+                    digest=digest,
+                    bytes=self._end + len(index),
+                    records=sealed.records,
+                )
+                try:
+                    # A link, unlike a rename, fails when the name is taken, also by a writer that came between.
+                    os.link(self._tmp, self._final)
+                    linked = True
+                    os.unlink(self._tmp)
+                    sync_directory(self._root)
+                except BaseException:
+                    if linked:
+                        with contextlib.suppress(OSError):
+                            os.unlink(self._final)
+                    manifest.undo()
+                    raise
         except BaseException as error:
-            if linked:
-                with contextlib.suppress(OSError):
-                    os.unlink(self._final)
             self.abandon()
             if isinstance(error, FileExistsError):
                 raise self._exists() from error
@@ -141,12 +233,72 @@ class ShardWriter:
         elif self._fd is not None:
             self.publish()
 
+    def _check_new(self, key: str) -> None:
+        where = f"shard {self._header.name}, record {key}"
+        if key in self._keys:
+            raise TraceError(describe("record key is used twice", where=where, do="give every sequence its own key"))
+        if len(self._frames) >= MAX_RECORDS:
+            raise TraceError(
+                describe("shard is full", where=where, got=f"{MAX_RECORDS} records", do="publish it and begin another")
+            )
+
+    def _link(self, ref: RouteRef, where: str) -> Parent:
+        """The parent as a frame names it, after making sure that a reader will find it."""
+        found = None
+        for part in ref.parts:
+            found = found or (self._own(ref, part) if part.shard == self._header.name else self._published(ref, part))
+        if found is None:
+            raise TraceError(
+                describe(
+                    "parent has no part with this writer's model, layers and order",
+                    where=where,
+                    got=f"record {ref.key} in {', '.join(part.shard for part in ref.parts)}",
+                    do="give the reference that a writer of the same layers returned",
+                )
+            )
+        parent, rows = found
+        shards = self._parents | {parent.shard}
+        if not 0 <= ref.rows <= rows or parent.depth > MAX_DEPTH or len(shards) > MAX_PARENTS:
+            raise TraceError(
+                describe(
+                    "parent cannot be continued",
+                    where=where,
+                    got=f"{ref.rows} of its {rows} rows, {parent.depth} records before this one, {len(shards)} shards",
+                    expected=f"at most {rows} rows, {MAX_DEPTH} records and {MAX_PARENTS} shards",
+                    do="store the whole sequence as a record without a parent",
+                )
+            )
+        return parent
+
+    def _own(self, ref: RouteRef, part: RoutePart) -> tuple[Parent, int] | None:
+        digest = self._keys.get(ref.key)
+        if digest is None or digest.hex() != part.digest:
+            return None
+        stored = self._frames[digest]
+        return Parent("", digest, ref.rows, stored.depth + 1), stored.rows
+
+    def _published(self, ref: RouteRef, part: RoutePart) -> tuple[Parent, int] | None:
+        where = f"shard {part.shard}, record {ref.key}"
+        ours = self._header
+        with Reading(self._library) as reading:
+            theirs = reading.shard(part.shard, where).header
+            if (ours.spec, ours.layers, ours.keep_order) != (theirs.spec, theirs.layers, theirs.keep_order):
+                return None
+            reading.find([(part, where)])
+            frame = reading.tip(part).frame
+        return Parent(part.shard, frame.digest, ref.rows, frame.depth + 1), frame.rows
+
+    @property
+    def closed(self) -> bool:
+        """Published or abandoned."""
+        return self._fd is None
+
     def _open_fd(self) -> int:
         if self._fd is None:
             raise TraceError(
                 describe(
                     "shard is closed",
-                    where=f"shard {self._name}",
+                    where=f"shard {self._header.name}",
                     got="published or abandoned",
                     do="open a writer with a new name",
                 )
@@ -163,7 +315,7 @@ class ShardWriter:
         return TraceError(
             describe(
                 "shard could not be written, nothing of it was published",
-                where=f"shard {self._name} in {self._root}",
+                where=f"shard {self._header.name} in {self._root}",
                 got=f"{type(error).__name__}: {error.strerror or error}",
                 do="free space or mend the file system (it needs hard links and flock), then sample them again",
             )
@@ -173,49 +325,7 @@ class ShardWriter:
         return TraceError(
             describe(
                 "shard exists already and shards are never overwritten",
-                where=f"shard {self._name} in {self._root}",
+                where=f"shard {self._header.name} in {self._root}",
                 do="choose a new name, or remove the old shard first",
             )
         )
-
-
-def _write(fd: int, data, at: int) -> None:
-    view = memoryview(data)
-    if view.nbytes:  # cast() refuses an empty view of several dimensions
-        left = view.cast("B")
-        while left:
-            done = os.pwrite(fd, left, at)
-            left, at = left[done:], at + done
-
-
-def _create_locked(root: Path, name: str) -> tuple[int, Path]:
-    """A new hidden file, locked while this process lives: so collect_garbage tells it from a dead writer's."""
-    while True:
-        path = root / f".{name}.{secrets.token_hex(4)}{TMP}"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            # A collector may have taken the file between the two calls above.
-            if os.fstat(fd).st_nlink:
-                return fd, path
-        except OSError:
-            os.close(fd)
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-            raise
-        os.close(fd)
-
-
-def _make_directory(root: Path) -> None:
-    if not root.is_dir():
-        _make_directory(root.parent)
-        root.mkdir(exist_ok=True)
-        _sync_directory(root.parent)
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config, folder, world_size = _configure(options)
         if options.plan:
             return _plan(config, world_size, options.json)
-        _refuse(problems(config, world_size) + _installation_problems())
+        _refuse(problems(config, world_size) + _installation_problems(config.rollout.capture))
     except MoeRLError as error:
         # Every rank comes to the same finding; one of them tells it.
         if rank == 0:
@@ -102,7 +102,7 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, i
 
 
 def _plan(config: Config, world_size: int, file: Path | None) -> int:
-    found = problems(config, world_size) + _installation_problems()
+    found = problems(config, world_size) + _installation_problems(config.rollout.capture)
     plan = None
     try:
         plan = make_plan(config, read_model(config.model.path), world_size)
@@ -117,8 +117,8 @@ def _plan(config: Config, world_size: int, file: Path | None) -> int:
     return 2 if found else 0
 
 
-def _installation_problems() -> list[str]:
-    found = list(patches.problems())
+def _installation_problems(capture: str) -> list[str]:
+    found = patches.problems(capture=capture)
     try:
         installed = version("megatron-core")
     except PackageNotFoundError:

@@ -26,7 +26,7 @@ from moe_rl.report.log import RunLog
 from moe_rl.report.summary import summarize
 from moe_rl.rewards.pool import VerifierPool
 from moe_rl.rollout.engine import EngineSettings, VllmEngine
-from moe_rl.trace.store import TraceSpec, TraceStore
+from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train import run_folder
 from moe_rl.train.peers import Peers
 from moe_rl.train.rollouts import RolloutBatch, Rollouts, shard_name
@@ -80,7 +80,8 @@ class Run:
         reference = None
         if config.objective.kl_coef > 0:
             reference = ReferencePolicy(self.facts, config.train, config.model.path, **build)
-        spec = TraceSpec(self.facts.fingerprint, self.facts.num_experts, self.facts.top_k, self.facts.moe_layers)
+        facts = self.facts
+        spec = TraceSpec.from_layers(facts.fingerprint, facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
         self.train_step = TrainStep(config, self.policy, reference, self.store, spec)
         self.canary = Canary(world.broadcast(self.rollouts.canary_tokens() if self.is_main else None, tuple[int, ...]))
 
@@ -227,4 +228,6 @@ def _engine_settings(config: Config, facts: ModelFacts, folder: RunFolder) -> En
         startup_timeout_seconds=rollout.startup_timeout_seconds,
         seed=config.run.seed,
         silence_seconds=config.run.peer_timeout_seconds,
+        capture=rollout.capture,
+        router_logits_fraction=rollout.router_logits_fraction,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from moe_rl.errors import RewardError, describe
 from moe_rl.objectives.advantages import group_advantages
 from moe_rl.rewards.pool import RewardItem, VerifierPool, check_failed_fraction
 from moe_rl.rollout.engine import VllmEngine
-from moe_rl.trace.store import TraceStore
+from moe_rl.trace import TraceStore
 from moe_rl.train.step import Clock
 from moe_rl.types import Completion, GenerateRequest, Prompt, Sequence, Verdict
 
@@ -105,12 +105,12 @@ class Rollouts:
         """Pass rates on held-out prompts, sampled as in training and greedily; the same prompts and seeds each time."""
         passed = {}
         for name, temperature in (("sampled", self.config.rollout.temperature), ("greedy", 0.0)):
-            shard = f"eval-{name}-step{step:06d}"
             requests = [
-                self._request(f"eval/{name}/p{p}", prompt, temperature) for p, prompt in enumerate(self.heldout)
+                # Nothing trains on these.
+                replace(self._request(f"eval/{name}/p{p}", prompt, temperature), record=False)
+                for p, prompt in enumerate(self.heldout)
             ]
-            completions = self.engine.generate(requests, shard=shard)
-            self.store.remove(shard)  # nothing trains on these
+            completions = self.engine.generate(requests, shard=f"eval-{name}-step{step:06d}")
             passed[name] = [self._passes(v) for v in self._judge(self.heldout, completions)]
         levels: dict[str, list[float | None]] = {}
         for prompt, result in zip(self.heldout, passed["sampled"], strict=True):

@@ -24,7 +24,7 @@ from moe_rl.planning.packing import pack as assign
 from moe_rl.planning.packing import split_groups
 from moe_rl.replay.routes import microbatch_routes, read_routes
 from moe_rl.replay.session import MicrobatchRoutes, ReplaySession, Tally
-from moe_rl.trace.store import TraceSpec, TraceStore
+from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.types import Sequence
 
 

@@ -17,7 +17,7 @@ from moe_rl.config.schema import OptimizerConfig, TrainConfig
 from moe_rl.megatron import world
 from moe_rl.planning.packing import pack as plan_packing
 from moe_rl.replay.routes import microbatch_routes
-from moe_rl.trace.store import TraceSpec
+from moe_rl.trace import TraceSpec
 from moe_rl.types import Sequence
 
 LENGTHS = [(5, 4), (3, 9), (7, 1), (4, 6), (6, 3), (2, 8), (5, 5), (9, 2), (3, 3), (4, 7)]
@@ -62,7 +62,7 @@ def main():
     policy = Policy(facts, train, checkpoint, expert_parallel=ep, temperature=1.0)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     sequences, routes = batch(facts)
-    spec = TraceSpec("test", facts.num_experts, facts.top_k, facts.moe_layers)
+    spec = TraceSpec.from_layers("test", facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
     plan = plan_packing([s.forwarded for s in sequences], ranks=ranks, microbatch_tokens=40)[rank]
     microbatches = [pack(sequences, indices, world.device()) for indices in plan]
     tables = [

@@ -33,8 +33,8 @@ def test_a_run_proves_its_routes_and_reports(short_run):
     assert summary["routes_exact_every_step"] is True
     # 8 layers x microbatches, in the old-logprob pass and in the updates
     assert summary["routes_consumed"] == summary["routes_expected"] > 0
-    # 32 ids of one byte a token, and what the store adds
-    assert 32 < summary["trace_bytes_per_token"] < 48
+    # 32 ids a token, 8 layers x 4 of 32 experts: less than a byte each, all that the store adds included
+    assert 8 < summary["trace_bytes_per_token"] < 30
     assert summary["policy_kl_k3_replay"] < summary["policy_kl_k3_native"]
     assert summary["routing_shadow_mismatch"] < summary["routing_native_mismatch"]
     assert 0 < summary["heldout_pass_rate_first"] < 1 and summary["heldout_pass_rate_last"] is not None

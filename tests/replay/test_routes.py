@@ -8,10 +8,10 @@ import torch
 
 from moe_rl.errors import RouteValidationError, TraceError
 from moe_rl.replay.routes import microbatch_routes, padding_routes, read_routes
-from moe_rl.trace.store import ShardWriter, TraceSpec, TraceStore
-from moe_rl.types import Sequence
+from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
+from moe_rl.types import Provenance, RoutePart, Sequence, Span
 
-SPEC = TraceSpec("model", 16, 4, (0, 1, 2))
+SPEC = TraceSpec("model", 16, 4, "mmm")
 
 
 def routes_of(rng, tokens):
@@ -27,11 +27,12 @@ def stored(tmp_path):
         for number, (prompt, completion) in enumerate([(5, 4), (5, 4)]):
             tokens = tuple(rng.integers(0, 99, prompt + completion).tolist())
             table = routes_of(rng, prompt + completion - 1)
-            ref = writer.add(f"s{number}", table, np.array(tokens[:-1], np.int32), 3)
+            spans = [Span(len(tokens) - 1, 3, Provenance.DECODE)]
+            ref = writer.add(f"s{number}", table, np.array(tokens[:-1], np.int32), spans)
             sequences.append(
                 Sequence(f"s{number}", tokens[:prompt], tokens[prompt:], np.zeros(completion, np.float32), 1.0, 3, ref)
             )
-            tables.append(table)
+            tables.append(np.sort(table, -1))
     return TraceStore(tmp_path), sequences, tables
 
 
@@ -53,7 +54,11 @@ def test_the_right_routes_are_read(stored):
         (lambda a, b: {"token_ids": a.token_ids + (7,)}, RouteValidationError),  # one token more than was forwarded
         (lambda a, b: {"routes": None}, TraceError),
         (lambda a, b: {"routes": dataclasses.replace(a.routes, key="s1")}, TraceError),
-        (lambda a, b: {"routes": dataclasses.replace(a.routes, shard="step2")}, TraceError),
+        (lambda a, b: {"routes": dataclasses.replace(a.routes, start=1)}, TraceError),
+        (
+            lambda a, b: {"routes": dataclasses.replace(a.routes, parts=(RoutePart("x", a.routes.parts[0].digest),))},
+            TraceError,
+        ),
     ],
 )
 def test_routes_of_other_tokens_are_refused(stored, change, error):
@@ -73,12 +78,12 @@ def test_routes_of_other_weights_or_models_are_refused(stored):
             store, first, dataclasses.replace(SPEC, model_fingerprint="other"), fed=fed(first), weight_version=3
         )
     with pytest.raises(RouteValidationError, match="s0"):
-        read_routes(store, first, dataclasses.replace(SPEC, moe_layers=(1, 2, 3)), fed=fed(first), weight_version=3)
+        read_routes(store, first, dataclasses.replace(SPEC, layer_map="dmmm"), fed=fed(first), weight_version=3)
 
 
 def test_layers_are_laid_out_by_their_global_number():
     rng = np.random.default_rng(1)
-    spec = TraceSpec("model", 16, 4, (1, 4, 7))
+    spec = TraceSpec.from_layers("model", 16, 4, (1, 4, 7), 8)
     parts = [routes_of(rng, 3), routes_of(rng, 5)]
     laid = microbatch_routes(parts, spec, padded_tokens=16, expert_parallel=2, device=torch.device("cpu"))
     assert sorted(laid.routes) == [1, 4, 7] and laid.tokens == 8

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from moe_rl.errors import EngineError
-from moe_rl.trace.store import TraceStore, token_digest
+from moe_rl.trace import TraceStore
 
 pytestmark = pytest.mark.slow
 
@@ -24,43 +23,36 @@ def check_against_reference(completions, settings, reference, temperature=1.0) -
         assert record.spec.moe_layers == (0, 1, 2, 3)
         assert record.routes.shape[0] == completion.routes.rows == len(tokens) - 1
         np.testing.assert_array_equal(np.sort(record.routes, -1), routes[:-1], err_msg=completion.key)
-        assert record.token_digest == token_digest(np.asarray(tokens[:-1], np.int32))
-        assert record.weight_version == completion.weight_version
+        assert record.token_ids.tolist() == list(tokens[:-1])
+        assert {span.weight_version for span in record.spans} == {completion.weight_version}
         sampled = logprobs[len(completion.prompt_token_ids) - 1 :]
         np.testing.assert_allclose(completion.logprobs, sampled, rtol=0, atol=1e-5, err_msg=completion.key)
         rows += len(tokens) - 1
     return rows
 
 
-def logged(settings, shard: str) -> dict[str, int]:
-    """What the engine's log says about a shard: rows, tokens forwarded, preemptions."""
-    (line,) = [line for line in settings.log_path.read_text().splitlines() if line.startswith(f"shard {shard}: ")]
-    found = re.search(r"(\d+) rows, (\d+) tokens forwarded, (\d+) preemptions", line)
-    return dict(zip(("rows", "forwarded", "preemptions"), map(int, found.groups()), strict=True))
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_routes_and_logprobs_equal_hugging_face(engine, settings, reference, requests_of, temperature):
     shard = f"reference-{temperature}"
     completions = engine.generate(requests_of(6, 4, temperature=temperature), shard=shard)
-    rows = check_against_reference(completions, settings, reference, temperature)
+    check_against_reference(completions, settings, reference, temperature)
     assert len({completion.token_ids for completion in completions}) == len(completions)
     assert {completion.weight_version for completion in completions} == {0}
-    # Witness: cached prefixes were really used, so rows of other requests had to be found.
-    told = logged(settings, shard)
-    assert told["rows"] == rows
-    assert told["forwarded"] < rows - 6 * 3 * 32
+    # Witness: cached prefixes were really used, so rows of other requests had to be found; and stored once.
+    store = TraceStore(settings.trace_root)
+    continued = [completion for completion in completions if store.info(completion.routes).parent is not None]
+    assert len(continued) == 6 * 3
 
 
-def test_same_requests_give_the_same_completions(engine, requests_of):
-    requests = requests_of(5, 4)
+def test_same_requests_give_the_same_completions(engine, settings, requests_of):
+    store, requests = TraceStore(settings.trace_root), requests_of(5, 4)
     first = engine.generate(requests, shard="again-0")
     engine.generate(requests_of(3, 2, prompt=40), shard="again-between")
     second = engine.generate(requests, shard="again-1")
     for one, other in zip(first, second, strict=True):
         assert one.token_ids == other.token_ids
         np.testing.assert_array_equal(one.logprobs, other.logprobs)
-        assert one.routes.digest == other.routes.digest
+        np.testing.assert_array_equal(store.read(one.routes).routes, store.read(other.routes).routes)
     moved = engine.generate([replace(request, seed=request.seed + 7) for request in requests], shard="again-2")
     assert all(one.token_ids != other.token_ids for one, other in zip(first, moved, strict=True))
 
@@ -97,6 +89,8 @@ def test_what_cannot_be_sampled_is_refused_and_the_engine_goes_on(engine, reques
         ([replace(request, max_tokens=0)], "max_tokens 0"),
         ([replace(request, prompt_token_ids=())], "an empty prompt"),
         ([request, request], "a key used twice"),
+        ([replace(request, prompt_token_ids=(3, 512))], "token ids 3 to 512, expected 0 to 511"),
+        ([replace(request, prompt_token_ids=(-1, 5))], "token ids -1 to 5, expected 0 to 511"),
     ):
         with pytest.raises(EngineError, match=f"request {request.key}.*{message}"):
             engine.generate(wrong, shard="refused")
@@ -114,9 +108,42 @@ def test_the_environment_of_the_ranks_does_not_reach_the_engine(monkeypatch):
         monkeypatch.setenv(name, "7")
     monkeypatch.setenv("OMP_NUM_THREADS", "99")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    environment = _environment()
+    environment = _environment(native=False)
     assert not [
         name for name in environment if name.startswith(("RANK", "WORLD", "LOCAL", "MASTER", "TORCHE", "GROUP"))
     ]
     assert environment["OMP_NUM_THREADS"] != "99"
     assert environment["CUDA_VISIBLE_DEVICES"] == "3"
+
+
+def test_enough_completions_leave_the_rest_as_far_as_it_got(engine, settings, reference, requests_of):
+    requests = [replace(r, max_tokens=8 if at < 3 else 100) for at, r in enumerate(requests_of(4, 2))]
+    completions = engine.generate(requests, shard="enough", enough=3)
+    assert [c.finish_reason for c in completions] == ["length"] * 3 + ["abort"] * 5
+    assert all(0 < len(c.token_ids) < 100 for c in completions[3:])
+    check_against_reference(completions, settings, reference)
+    store = TraceStore(settings.trace_root)
+    assert [store.info(c.routes).aborted for c in completions] == [False] * 3 + [True] * 5
+
+
+def test_only_what_is_asked_for_is_recorded(engine, settings, reference, requests_of):
+    silent = [replace(request, record=False) for request in requests_of(2, 2)]
+    assert all(c.routes is None for c in engine.generate(silent, shard="silent"))
+    assert "silent" not in TraceStore(settings.trace_root).shards()
+    first, second = engine.generate([silent[0], requests_of(2, 2)[1]], shard="half")
+    assert first.routes is None
+    check_against_reference([second], settings, reference)
+
+
+def test_a_dialogue_continues_its_record(engine, settings, reference, requests_of):
+    (request,) = requests_of(1, 1)
+    (one,) = engine.generate([request], shard="turn-1")
+    dialogue = one.prompt_token_ids + one.token_ids + (1, 2, 3)
+    (two,) = engine.generate([replace(request, prompt_token_ids=dialogue, parent=one.routes)], shard="turn-2")
+    check_against_reference([two], settings, reference)
+    info = TraceStore(settings.trace_root).info(two.routes)
+    assert info.own_rows == two.routes.rows - one.routes.rows
+    with pytest.raises(EngineError, match="does not continue its parent.*position 0"):
+        wrong = replace(request, prompt_token_ids=(dialogue[0] ^ 1, *dialogue[1:]), parent=one.routes)
+        engine.generate([wrong], shard="turn-3")
+    assert engine.alive()

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from moe_rl.errors import TraceError
-from moe_rl.trace.store import ShardWriter, TraceStore
+from moe_rl.trace import ShardWriter, TraceStore, recover
+from moe_rl.trace.manifest import MANIFEST
 
 _CALLS = ("open", "pwrite", "ftruncate", "fsync", "link", "unlink", "close")
 
@@ -21,7 +22,8 @@ _VICTIM = f"""
 import os, signal, sys
 from pathlib import Path
 import numpy as np
-from moe_rl.trace.store import ShardWriter, TraceSpec
+from moe_rl.trace import ShardWriter, TraceSpec
+from moe_rl.types import Provenance, Span
 
 left = int(sys.argv[2])
 def deadly(name, real):
@@ -34,14 +36,15 @@ def deadly(name, real):
         return real(*args, **kwargs)
     return call
 
-spec = TraceSpec("tiny-0123456789abcdef", num_experts=32, top_k=4, moe_layers=(0, 1, 3))
-scores = [np.random.default_rng(i).random((n, 3, 32)) for i, n in enumerate((3, 2, 0, 3))]
+spec = TraceSpec("tiny-0123456789abcdef", num_experts=32, top_k=4, layer_map="mmdm")
+scores = [np.random.default_rng(i).random((n, 3, 32)) for i, n in enumerate((3, 2, 1))]
 for name in {_CALLS!r}:
     setattr(os, name, deadly(name, getattr(os, name)))
-with ShardWriter(Path(sys.argv[1]), "s", spec) as writer:
+with ShardWriter(Path(sys.argv[1]), "s", spec, layer_group=2, token_block=2) as writer:
     for i, score in enumerate(scores):
-        routes = np.argsort(score, axis=-1)[..., :4].astype(np.uint16)
-        writer.add(f"step1/prompt{{i}}:0", routes, list(range(10 * i, 10 * i + len(routes))), weight_version=7)
+        routes = np.sort(np.argsort(score, axis=-1)[..., :4]).astype(np.uint16)
+        spans = [Span(len(routes), 7, Provenance.DECODE)]
+        writer.add(f"step1/prompt{{i}}:0", routes, np.arange(10 * i, 10 * i + len(routes)), spans)
 """
 
 
@@ -49,10 +52,29 @@ def _entries(root):
     return sorted(os.listdir(root))
 
 
-def test_kill_9_at_every_file_system_call(tmp_path, spec, write_shard, assert_holds):
-    expected = write_shard(tmp_path / "control", "s", spec)
+@pytest.fixture
+def write_plain(random_routes, decoded):
+    """Write the victim's shard, to its last byte; returns path, references, routes."""
+
+    def write(root, name, spec):
+        refs, routes = [], [random_routes(spec, n, i) for i, n in enumerate((3, 2, 1))]
+        with ShardWriter(root, name, spec, layer_group=2, token_block=2) as writer:
+            for i, one in enumerate(routes):
+                refs.append(writer.add(f"step1/prompt{i}:0", one, range(10 * i, 10 * i + len(one)), decoded(len(one))))
+        return root / f"{name}.safetensors", refs, routes
+
+    return write
+
+
+def _assert_reads(store, refs, routes):
+    for ref, one in zip(refs, routes, strict=True):
+        assert (store.read(ref).routes == one).all()
+
+
+def test_kill_9_at_every_file_system_call(tmp_path, spec, write_shard, write_plain, assert_holds):
+    path, refs, routes = write_plain(tmp_path / "control", "s", spec)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    seen = {}
+    seen, recovered = {}, set()
     for left in range(100):
         root = tmp_path / str(left)
         old = write_shard(root, "old", spec, seed=20)
@@ -67,17 +89,26 @@ def test_kill_9_at_every_file_system_call(tmp_path, spec, write_shard, assert_ho
         assert_holds(store, old)
         published = "s" in store.shards()
         if published:
-            assert_holds(store, expected)
+            assert (root / "s.safetensors").read_bytes() == path.read_bytes()
+            _assert_reads(store, refs, routes)
+            assert "s" in store.manifest().published  # the line comes before the shard
             with pytest.raises(TraceError, match="exists already"):
                 ShardWriter(root, "s", spec)
         else:
             with pytest.raises(TraceError, match="cannot be opened"):
-                store.read(expected.refs[0])
+                store.read(refs[0])
         leftovers = [name for name in _entries(root) if name.startswith(".")]
+        if leftovers and not published and (root / leftovers[0]).stat().st_size:
+            saved = recover(root / leftovers[0], "saved")
+            _assert_reads(store, saved.records, routes[: len(saved.records)])
+            recovered.add(len(saved.records))
+            store.remove("saved")
         assert store.collect_garbage() == leftovers
-        assert _entries(root) == (["old.safetensors", "s.safetensors"] if published else ["old.safetensors"])
+        assert _entries(root) == [MANIFEST, "old.safetensors", *(["s.safetensors"] if published else [])]
         if not published:
-            assert_holds(store, write_shard(root, "s", spec))
+            write_plain(root, "s", spec)
+            _assert_reads(store, refs, routes)
+        assert set(store.manifest().published) == {"old", "s"} and store.manifest().damaged == ()
         if child.returncode == 0:
             break
         assert child.returncode == -signal.SIGKILL and child.stdout.startswith("killed before"), child.stderr
@@ -86,38 +117,45 @@ def test_kill_9_at_every_file_system_call(tmp_path, spec, write_shard, assert_ho
     # The kill fired before every kind of call, and both outcomes occurred, also the one between link and unlink.
     assert set(seen) == set(_CALLS)
     assert seen["link"] == [(False, True)] and seen["unlink"] == [(True, True)]
-    assert all(not published for published, _ in seen["pwrite"]) and len(seen["pwrite"]) >= 5
+    assert all(not published for published, _ in seen["pwrite"]) and len(seen["pwrite"]) == 7
+    assert recovered == {0, 1, 2, 3}
 
 
-def test_full_disk_at_every_size(tmp_path, spec, write_shard, assert_holds):
+def test_full_disk_at_every_size(tmp_path, spec, write_shard, write_plain, assert_holds):
     old = write_shard(tmp_path, "old", spec)
-    size = write_shard(tmp_path / "control", "s", spec).path.stat().st_size
+    size = write_plain(tmp_path / "control", "s", spec)[0].stat().st_size
+    manifest = (tmp_path / MANIFEST).read_bytes()
+    assert len(manifest) + 200 < size  # so that the limit strikes in the shard
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     refused = 0
     for limit in [*range(0, size, 13), size - 1]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
         try:
-            write_shard(tmp_path, "s", spec)
+            write_plain(tmp_path, "s", spec)
         except TraceError as error:
             refused += 1
             message = str(error)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert "nothing of it was published" in message and "shard s in" in message and "File too large" in message
-        assert _entries(tmp_path) == ["control", "old.safetensors"]
+        assert _entries(tmp_path) == ["control", MANIFEST, "old.safetensors"]
+        assert (tmp_path / MANIFEST).read_bytes() == manifest
     assert refused == len([*range(0, size, 13)]) + 1
     assert_holds(TraceStore(tmp_path), old)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
-        exactly = write_shard(tmp_path, "s", spec)
+        _, refs, routes = write_plain(tmp_path, "s", spec)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert_holds(TraceStore(tmp_path), exactly)
+    _assert_reads(TraceStore(tmp_path), refs, routes)
 
 
 @pytest.mark.parametrize("call", ["pwrite", "ftruncate", "fsync", "link", "unlink"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
-def test_failing_calls_leave_nothing(tmp_path, spec, write_shard, random_routes, monkeypatch, call, code):
+def test_failing_calls_leave_nothing(tmp_path, spec, random_routes, decoded, monkeypatch, call, code):
+    with ShardWriter(tmp_path, "old", spec) as writer:
+        old = writer.add("k", random_routes(spec, 2), [1, 2], decoded(2))
+    manifest = (tmp_path / MANIFEST).read_bytes()
     real = getattr(os, call)
     number, fired = 0, True
     while fired:
@@ -131,29 +169,51 @@ def test_failing_calls_leave_nothing(tmp_path, spec, write_shard, random_routes,
                 raise OSError(code, os.strerror(code))
             return real(*args, **kwargs)
 
-        writer = ShardWriter(tmp_path, f"s{number}", spec)
         with monkeypatch.context() as patch:
             patch.setattr(os, call, failing)
             try:
-                writer.add("k", random_routes(spec, 2), [1, 2], 0)
+                writer = ShardWriter(tmp_path, f"s{number}", spec)
+                writer.add("k", random_routes(spec, 2), [1, 2], decoded(2))
                 writer.publish()
             except TraceError as error:
                 assert fired and os.strerror(code) in str(error) and f"shard s{number}" in str(error)
-                assert _entries(tmp_path) == []
+                assert _entries(tmp_path) == [MANIFEST, "old.safetensors"]
+                assert (tmp_path / MANIFEST).read_bytes() == manifest
+                assert writer.closed
                 with pytest.raises(TraceError, match="shard is closed"):
                     writer.publish()
             else:
                 assert not fired
         number += 1
-    assert number - 1 == {"pwrite": 3, "ftruncate": 1, "fsync": 2, "link": 1, "unlink": 1}[call]
-    assert _entries(tmp_path) == [f"s{number - 1}.safetensors"]
+    assert number - 1 == {"pwrite": 5, "ftruncate": 1, "fsync": 3, "link": 1, "unlink": 1}[call]
+    assert _entries(tmp_path) == [MANIFEST, "old.safetensors", f"s{number - 1}.safetensors"]
+    assert TraceStore(tmp_path).read(old).key == "k"
 
 
-def test_garbage_of_living_writers_and_foreign_files_stay(tmp_path, spec, random_routes, write_shard):
+def test_a_shard_is_removed_from_a_full_disk(tmp_path, spec, write_shard, assert_holds, monkeypatch):
+    shard = write_shard(tmp_path, "s", spec)
+    manifest, fired = (tmp_path / MANIFEST).read_bytes(), []
+
+    def full(fd, data, at):
+        fired.append(at)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    store = TraceStore(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        store.remove("s")
+    assert fired and store.shards() == [] and (tmp_path / MANIFEST).read_bytes() == manifest
+    # The stale line does no harm: the name is free.
+    assert_holds(store, write_shard(tmp_path, "s", spec, seed=3))
+    with pytest.raises(TraceError, match="not in its shard"):
+        store.read(shard.refs[0])
+
+
+def test_garbage_of_living_writers_and_foreign_files_stay(tmp_path, spec, random_routes, decoded, write_shard):
     store = TraceStore(tmp_path)
     assert store.collect_garbage() == []
     living = ShardWriter(tmp_path, "living", spec)
-    ref = living.add("k", random_routes(spec, 2), [1, 2], 0)
+    ref = living.add("k", random_routes(spec, 2), [1, 2], decoded(2))
     shard = write_shard(tmp_path, "s", spec)
     dead = tmp_path / ".dead.01234567.tmp"
     dead.write_bytes(shard.path.read_bytes())
@@ -164,10 +224,16 @@ def test_garbage_of_living_writers_and_foreign_files_stay(tmp_path, spec, random
     assert store.collect_garbage() == []
     living.publish()
     assert store.read(ref).key == "k"
-    assert _entries(tmp_path) == [".folder.01234567.tmp", "living.safetensors", "notes.tmp", "s.safetensors"]
+    assert _entries(tmp_path) == [
+        ".folder.01234567.tmp",
+        "living.safetensors",
+        MANIFEST,
+        "notes.tmp",
+        "s.safetensors",
+    ]
 
 
-def test_a_collector_that_takes_the_file_of_a_starting_writer(tmp_path, spec, random_routes, monkeypatch):
+def test_a_collector_that_takes_the_file_of_a_starting_writer(tmp_path, spec, random_routes, decoded, monkeypatch):
     real, taken = fcntl.flock, []
 
     def late(fd, how):
@@ -181,12 +247,12 @@ def test_a_collector_that_takes_the_file_of_a_starting_writer(tmp_path, spec, ra
         patch.setattr(fcntl, "flock", late)
         writer = ShardWriter(tmp_path, "s", spec)
     assert len(taken) == 1
-    ref = writer.add("k", random_routes(spec, 1), [1], 0)
+    ref = writer.add("k", random_routes(spec, 1), [1], decoded(1))
     writer.publish()
     assert TraceStore(tmp_path).read(ref).key == "k"
 
 
 def test_a_store_that_cannot_be_a_directory(tmp_path, spec):
     (tmp_path / "file").write_text("")
-    with pytest.raises(TraceError, match="shard s in .*file/store"):
+    with pytest.raises(TraceError, match=r"shard s in .*file/store"):
         ShardWriter(tmp_path / "file" / "store", "s", spec)

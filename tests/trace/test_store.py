@@ -7,69 +7,167 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from moe_rl.errors import RouteValidationError, TraceError
-from moe_rl.trace import store as store_module
-from moe_rl.trace.store import ShardWriter, TraceSpec, TraceStore, token_digest, validate
-from moe_rl.types import RouteRef
+from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, library
+from moe_rl.types import Provenance, RoutePart, RouteRef, Span
 
 
 @st.composite
-def _shards(draw):
-    experts = draw(st.one_of(st.integers(1, 512), st.sampled_from([255, 256, 257, 512])))
+def _cases(draw):
+    experts = draw(st.one_of(st.integers(2, 512), st.sampled_from([255, 256, 257, 512])))
     top_k = draw(st.integers(1, min(16, experts)))
-    layers = tuple(sorted(draw(st.sets(st.integers(0, 93), min_size=1, max_size=5))))
-    lengths = draw(st.lists(st.integers(0, 7), max_size=5))
-    return TraceSpec('model "quoted\\" 1', experts, top_k, layers), lengths, draw(st.integers(0, 2**32 - 1))
+    layer_map = draw(st.text("dmhtr", min_size=1, max_size=8).filter(lambda s: "m" in s or "r" in s))
+    layout = {
+        "layer_group": draw(st.integers(1, 4)),
+        "token_block": draw(st.integers(1, 5)),
+        "keep_order": draw(st.booleans()),
+    }
+    lengths = draw(st.lists(st.integers(0, 12), max_size=4))
+    return TraceSpec('model "quoted\\" 1', experts, top_k, layer_map), lengths, layout, draw(st.integers(0, 2**32 - 1))
 
 
-@settings(max_examples=60, deadline=None)
-@given(_shards())
-def test_round_trip(random_routes, case):
-    spec, lengths, seed = case
+def _random_spans(rng, rows):
+    spans = []
+    while rows:
+        some = int(rng.integers(1, rows + 1))
+        spans.append(Span(some, int(rng.integers(0, 2**63 - 1)), Provenance(int(rng.integers(3)))))
+        rows -= some
+    return spans
+
+
+@settings(max_examples=80, deadline=None)
+@given(_cases())
+def test_round_trip_and_every_slice(random_routes, case):
+    spec, lengths, layout, seed = case
     rng = np.random.default_rng(seed)
     with tempfile.TemporaryDirectory() as folder:
         written = []
-        with ShardWriter(Path(folder) / "new" / "store", "a.b-C_1", spec) as writer:
+        with ShardWriter(Path(folder) / "new" / "store", "a.b-C_1", spec, **layout) as writer:
             for i, rows in enumerate(lengths):
-                routes = random_routes(spec, rows, seed + i)
+                given_routes = rng.permuted(random_routes(spec, rows, seed + i), axis=-1)
+                routes = given_routes if layout["keep_order"] else np.sort(given_routes, axis=-1)
                 if spec.num_experts <= 256 and i % 2:
-                    routes = routes.astype(np.uint8)
+                    given_routes = given_routes.astype(np.uint8)
                 if i % 3 == 2:
-                    routes = np.asfortranarray(routes)
-                tokens = rng.integers(0, 2**31, rows)
-                version = int(rng.integers(0, 2**63 - 1))
-                written.append((writer.add(f"r/{i}:0", routes, tokens, version), routes, tokens, version))
+                    given_routes = np.asfortranarray(given_routes)
+                tokens, spans = rng.integers(0, 2**31, rows), _random_spans(rng, rows)
+                written.append((writer.add(f"r/{i}:0", given_routes, tokens, spans), routes, tokens, spans))
         store = TraceStore(Path(folder) / "new" / "store")
-        assert store.shards() == ["a.b-C_1"]
-        for ref, routes, tokens, version in reversed(written):
+        assert store.shards() == ["a.b-C_1"] and store.records("a.b-C_1") == [one[0] for one in written]
+        for ref, routes, tokens, spans in reversed(written):
             record = store.read(ref)
             assert record.routes.dtype == (np.uint8 if spec.num_experts <= 256 else np.uint16)
-            assert not record.routes.flags.writeable
+            assert not record.routes.flags.writeable and not record.token_ids.flags.writeable
             np.testing.assert_array_equal(record.routes, routes)
-            assert (record.key, record.weight_version, record.spec) == (ref.key, version, spec)
-            assert record.token_digest == token_digest(tokens)
-            assert ref.rows == len(tokens)
-            validate(record, token_ids=tokens.tolist(), spec=spec, weight_version=version, ref=ref)
+            np.testing.assert_array_equal(record.token_ids, tokens)
+            assert (record.key, record.spans, record.spec, record.first_row) == (ref.key, tuple(spans), spec, 0)
+            assert ref.rows == len(tokens) and record.layers == spec.moe_layers
+            first, last = sorted(rng.integers(0, ref.rows + 1, 2).tolist())
+            layers = [layer for layer in spec.moe_layers if rng.random() < 0.5]
+            part = store.read(ref, layers=layers, rows=(first, last))
+            columns = [spec.moe_layers.index(layer) for layer in layers]
+            np.testing.assert_array_equal(part.routes, routes[first:last, columns])
+            np.testing.assert_array_equal(part.token_ids, tokens[first:last])
+            assert (part.first_row, part.layers) == (first, tuple(layers))
+            by_row = [span for span in spans for _ in range(span.rows)][first:last]
+            assert [(s.weight_version, s.provenance) for s in part.spans for _ in range(s.rows)] == [
+                (s.weight_version, s.provenance) for s in by_row
+            ]
         load_file(Path(folder) / "new" / "store" / "a.b-C_1.safetensors")
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    dtype=st.sampled_from(["?", "<i1", "<i2", "<i4", ">i8", "u1", "<u2", "<u4", "<u8", "<f2", ">f4"]),
+    shape=st.lists(st.integers(0, 9), max_size=3),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_aux_arrays_come_back_as_they_were(random_routes, decoded, dtype, shape, seed):
+    spec = TraceSpec("m", 32, 4, "mmm")
+    array = np.random.default_rng(seed).integers(0, 2, (*shape, 8), np.uint8)
+    array = np.resize(array, shape).astype(dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        with ShardWriter(Path(folder), "s", spec) as writer:
+            zeros = np.zeros(4000, np.int64)
+            ref = writer.add("k", random_routes(spec, 2), [1, 2], decoded(2), aux={"some_name": array, "zeros": zeros})
+        store = TraceStore(folder)
+        back = store.aux(ref, "some_name")
+        assert back.dtype == array.dtype.newbyteorder("<") and not back.flags.writeable
+        assert back.shape == array.shape
+        np.testing.assert_array_equal(back, array)
+        np.testing.assert_array_equal(store.aux(ref, "zeros"), zeros)
+        assert store.info(ref).aux == ("some_name", "zeros") and store.info(ref).stored_bytes < 1200
+        with pytest.raises(TraceError, match=r"record k.*no such array|no such array.*record k"):
+            store.aux(ref, "other")
+
+
+@pytest.mark.parametrize(
+    "aux",
+    [
+        {"Upper": np.zeros(1)},
+        {"": np.zeros(1, np.int8)},
+        {"a" * 65: np.zeros(1, np.int8)},
+        {"a": np.zeros(1, np.float64)},
+        {"a": np.zeros((1, 1, 1, 1), np.int8)},
+        {"a": np.array(["x"])},
+        {"a": np.array([object()])},
+        {"a": [1, 2]},
+        {"a": np.zeros((1 << 26) + 1, np.uint8)},
+        {f"a{'_' * i}": np.zeros(1, np.int8) for i in range(60)}
+        | {f"b{'_' * i}": np.zeros(1, np.int8) for i in range(9)},
+    ],
+)
+def test_aux_arrays_refused(tmp_path, spec, random_routes, decoded, aux):
+    with ShardWriter(tmp_path, "s", spec) as writer:
+        with pytest.raises(TraceError, match="record k"):
+            writer.add("k", random_routes(spec, 1), [1], decoded(1), aux=aux)
+        good = writer.add("k", random_routes(spec, 1), [1], decoded(1))
+    assert TraceStore(tmp_path).read(good).key == "k"
+
+
+def test_expert_counts_of_short_and_long_records(tmp_path, spec, random_routes, decoded):
+    expected = []
+    with ShardWriter(tmp_path, "s", spec, token_block=64, layer_group=2) as writer:
+        for rows in (5, 127, 128, 200):
+            routes = random_routes(spec, rows, seed=rows)
+            ref = writer.add(f"k{rows}", routes, np.arange(rows), decoded(rows))
+            expected.append((ref, routes))
+            expected.append((replace(ref, rows=rows - 1), routes[:-1]))
+        parent = expected[-1][0]
+        more = random_routes(spec, 130, seed=9)
+        child = writer.add("child", more, np.arange(130), decoded(130), parent=parent)
+        expected.append((child, np.concatenate([expected[-1][1], more])))
+    store = TraceStore(tmp_path)
+    stored = 0
+    for ref, routes in expected:
+        by_hand = [[int((routes[:, layer] == e).sum()) for e in range(32)] for layer in range(3)]
+        counts = store.expert_counts(ref)
+        assert counts.dtype == np.int64
+        np.testing.assert_array_equal(counts, by_hand)
+        with library.Reading(store._library) as reading:
+            reading.find([(part, "") for part in ref.parts])
+            stored += reading.tip(ref.parts[0]).frame.counts is not None
+    assert stored == 5  # the records of 128, 200 and 130 rows, two of them referred to twice
 
 
 @pytest.mark.parametrize("experts", [32, 512])
 def test_stock_safetensors_opens_it(tmp_path, spec, write_shard, experts):
     shard = write_shard(tmp_path, "s", replace(spec, num_experts=experts))
     with safe_open(shard.path, framework="np") as file:
-        assert set(file.keys()) == {"routes", "index", "keys"}
+        assert set(file.keys()) == {"frames", "index"}
         meta = file.metadata()
-        np.testing.assert_array_equal(file.get_tensor("routes"), np.concatenate(shard.routes))
-        assert bytes(file.get_tensor("keys")).decode() == "".join(ref.key for ref in shard.refs)
-    assert meta["format"] == "moe_rl.routes/1" and meta["moe_layers"] == "0,1,3"
+        assert bytes(file.get_tensor("frames"))[:4] == b"MRF2"
+        assert bytes(file.get_tensor("frames")).count(b"step1/prompt") == 4
+    assert (meta["format"], meta["layer_map"], meta["layers"]) == ("moe_rl.routes/2", "mmdm", "0,1,3")
+    assert (meta["state"], meta["records"]) == ("sealed", "4")
 
 
 def test_same_content_gives_the_same_bytes(tmp_path, spec, write_shard):
@@ -78,18 +176,14 @@ def test_same_content_gives_the_same_bytes(tmp_path, spec, write_shard):
     assert first.path.read_bytes() == second.path.read_bytes() and first.refs == second.refs
 
 
-def test_token_digest_is_over_little_endian_int32():
-    expected = xxhash.xxh3_64_hexdigest(bytes([1, 0, 0, 0, 255, 255, 255, 127]))
-    for ids in ([1, 2**31 - 1], (1, 2**31 - 1), np.array([1, 2**31 - 1], ">i8"), np.array([1, 9, 2**31 - 1, 9])[::2]):
-        assert token_digest(ids) == expected
-    assert token_digest([]) == "2d06800538d394c2"  # the published xxh3-64 of no bytes
-    assert token_digest([1, 2]) != token_digest([2, 1])
-
-
-@pytest.mark.parametrize("ids", [[-1], [2**31], [1.0], [[1, 2]], [True], ["a"], 3, [2**63]])
-def test_token_digest_refuses(ids):
-    with pytest.raises(RouteValidationError, match="token id"):
-        token_digest(ids)
+def test_a_short_record_costs_little_more_than_its_information(tmp_path, random_routes, decoded):
+    spec, rng = TraceSpec("m", 32, 4, "m" * 8), np.random.default_rng(0)
+    with ShardWriter(tmp_path, "s", spec) as writer:
+        before = (next(tmp_path.glob(".s.*"))).stat().st_size
+        for i in range(500):
+            writer.add(f"step12/p{i:03}/c7", random_routes(spec, 5, i), rng.integers(0, 150_000, 5), decoded(5, 12))
+    # 40 sets of log2 C(32, 4) bits are 75.7 bytes, 5 token ids of 17 bits are 11.
+    assert ((tmp_path / "s.safetensors").stat().st_size - before) / 500 < 75.7 + 11 + 90
 
 
 @pytest.mark.parametrize(
@@ -99,74 +193,131 @@ def test_shard_names_refused(tmp_path, spec, name):
     with pytest.raises(TraceError, match="shard name"):
         ShardWriter(tmp_path, name, spec)
     with pytest.raises(TraceError, match="shard name"):
-        TraceStore(tmp_path).read(RouteRef(name, "k", 1, "0" * 16))
+        TraceStore(tmp_path).read(RouteRef("k", 1, (RoutePart(name, "0" * 16),)))
     with pytest.raises(TraceError, match="shard name"):
         TraceStore(tmp_path).remove(name)
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("key", ["", "a b", "a\n", "\u00e4", "k" * 513, None, 7, "a\\b"])
-def test_record_keys_refused(tmp_path, spec, random_routes, key):
+def test_record_keys_refused(tmp_path, spec, random_routes, decoded, key):
     with ShardWriter(tmp_path, "s", spec) as writer:
         with pytest.raises(TraceError, match="record key"):
-            writer.add(key, random_routes(spec, 1), [1], 0)
-        good = writer.add("k" * 512, random_routes(spec, 1), [1], 0)
+            writer.add(key, random_routes(spec, 1), [1], decoded(1))
+        good = writer.add("k" * 512, random_routes(spec, 1), [1], decoded(1))
     assert TraceStore(tmp_path).read(good).key == "k" * 512
     with pytest.raises(TraceError, match="record key"):
         TraceStore(tmp_path).read(replace(good, key=key))
 
 
-def test_a_refused_record_leaves_the_shard_as_it_was(tmp_path, spec, random_routes):
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"layers": []},
+        {"layers": [1, 0]},
+        {"layers": [0, 0]},
+        {"layers": [2]},
+        {"layers": [0, 9]},
+        {"layer_group": 0},
+        {"token_block": 0},
+        {"token_block": 65537},
+        {"token_block": 4.0},
+    ],
+)
+def test_layouts_refused(tmp_path, spec, layout):
+    with pytest.raises(TraceError, match=next(iter(layout))):
+        ShardWriter(tmp_path, "s", spec, **layout)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_refused_record_leaves_the_shard_as_it_was(tmp_path, spec, random_routes, decoded):
     good = random_routes(spec, 2)
     bad = good.copy()
     bad[1, 2, 0] = bad[1, 2, 3]
+    two = {"key": "two", "routes": good, "token_ids": [1, 2], "spans": decoded(2)}
     with ShardWriter(tmp_path, "s", spec) as writer:
-        first = writer.add("one", good, [1, 2], 0)
-        with pytest.raises(RouteValidationError, match=r"request two, shard s, token 1, layer 3"):
-            writer.add("two", bad, [1, 2], 0)
-        with pytest.raises(RouteValidationError, match=r"request two.*weight version|weight version.*request two"):
-            writer.add("two", good, [1, 2], -1)
-        with pytest.raises(RouteValidationError, match="request two, shard s, token 2 has no routes"):
-            writer.add("two", good, [1, 2, 3], 0)
-        with pytest.raises(RouteValidationError, match="request two, shard s, token 1"):
-            writer.add("two", good, [1, -100], 0)
+        first = writer.add("one", good, [1, 2], decoded(2))
+        for change, words in (
+            ({"routes": bad}, r"request two, shard s, token 1, layer 3"),
+            ({"spans": decoded(2, -1)}, r"weight version.*request two"),
+            ({"spans": decoded(1)}, r"spans do not cover.*request two.*got 1 rows.*expected 2"),
+            ({"spans": [Span(2, 0, 7)]}, r"provenance.*request two"),
+            ({"spans": [*decoded(2), Span(0, 0, Provenance.DECODE)]}, r"span.*request two"),
+            ({"token_ids": [1, 2, 3]}, "request two, shard s, token 2 has no routes"),
+            ({"token_ids": [1, -100]}, "request two, shard s, token 1"),
+        ):
+            with pytest.raises(RouteValidationError, match=words):
+                writer.add(**two | change)
         with pytest.raises(TraceError, match="shard s, record one"):
-            writer.add("one", good, [1, 2], 0)
-        second = writer.add("two", good[:1], [1], 0)
+            writer.add("one", good, [1, 2], decoded(2))
+        with pytest.raises(TraceError, match="shard s, record two"):
+            writer.mark_aborted("two")
+        second = writer.add("two", good[:1], [1], decoded(1))
     store = TraceStore(tmp_path)
     np.testing.assert_array_equal(store.read(first).routes, good)
     np.testing.assert_array_equal(store.read(second).routes, good[:1])
+
+
+def test_neighbouring_spans_that_say_the_same_become_one(tmp_path, spec, random_routes):
+    pieces = [Span(1, 3, Provenance.PREFILL), Span(2, 3, Provenance.PREFILL), Span(1, 3, 1), Span(1, 4, 1)]
+    with ShardWriter(tmp_path, "s", spec) as writer:
+        ref = writer.add("k", random_routes(spec, 5), range(5), pieces)
+    spans = TraceStore(tmp_path).read(ref).spans
+    assert spans == (Span(3, 3, Provenance.PREFILL), Span(1, 3, Provenance.DECODE), Span(1, 4, Provenance.DECODE))
+
+
+def test_info_decodes_nothing(tmp_path, spec, write_shard, monkeypatch):
+    shard = write_shard(tmp_path, "s", spec, lengths=(900, 1100), token_block=512)
+    store, real, seen = TraceStore(tmp_path), os.pread, []
+    store.read(shard.refs[0], rows=(0, 0))
+    monkeypatch.setattr(os, "pread", lambda fd, size, at: seen.append(size) or real(fd, size, at))
+    info = store.info(shard.refs[1])
+    assert sum(seen) < 300 and info.stored_bytes > 4000
+    assert (info.key, info.rows, info.own_rows, info.aborted) == (shard.refs[1].key, 1102, 1100, True)
+    assert info.parent == replace(shard.refs[0], rows=2) and info.layers == (0, 1, 3) and info.aux == ("logprobs",)
+    assert info.spans == (Span(1102, 7, Provenance.DECODE),)
+
+
+def test_a_reference_travels_as_messagepack(tmp_path, spec, write_shard):
+    shard = write_shard(tmp_path, "s", spec)
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(shard.refs), type=list[RouteRef])
+    assert sent == shard.refs
+    np.testing.assert_array_equal(TraceStore(tmp_path).read(sent[0]).routes, shard.routes[0])
 
 
 def test_publish_never_overwrites(tmp_path, spec, write_shard, assert_holds):
     early = ShardWriter(tmp_path, "s", spec)
     shard = write_shard(tmp_path, "s", spec)
     before = shard.path.read_bytes()
-    with pytest.raises(TraceError, match="shard s in .*exists already|exists already.*shard s in"):
+    with pytest.raises(TraceError, match=r"shard s in .*exists already|exists already.*shard s in"):
         early.publish()
     with pytest.raises(TraceError, match="exists already"):
         ShardWriter(tmp_path, "s", spec)
-    assert shard.path.read_bytes() == before and os.listdir(tmp_path) == ["s.safetensors"]
+    assert shard.path.read_bytes() == before and sorted(os.listdir(tmp_path)) == ["manifest.jsonl", "s.safetensors"]
     assert_holds(TraceStore(tmp_path), shard)
 
 
-def test_nothing_is_visible_before_publish_nor_left_by_abandon(tmp_path, spec, random_routes):
+def test_nothing_is_visible_before_publish_nor_left_by_abandon(tmp_path, spec, random_routes, decoded):
     with pytest.raises(KeyError, match="stop"), ShardWriter(tmp_path, "s", spec) as writer:
-        ref = writer.add("k", random_routes(spec, 2), [1, 2], 0)
+        ref = writer.add("k", random_routes(spec, 2), [1, 2], decoded(2))
         assert len(os.listdir(tmp_path)) == 1 and TraceStore(tmp_path).shards() == []
         with pytest.raises(TraceError, match="shard s, record k"):
             TraceStore(tmp_path).read(ref)
         raise KeyError("stop")
     assert os.listdir(tmp_path) == []
-    for use in (writer.publish, lambda: writer.add("z", random_routes(spec, 1), [1], 0)):
+    for use in (
+        writer.publish,
+        lambda: writer.add("z", random_routes(spec, 1), [1], decoded(1)),
+        lambda: writer.mark_aborted("k"),
+    ):
         with pytest.raises(TraceError, match="shard is closed"):
             use()
     writer.abandon()
 
 
-def test_interrupted_add_does_not_spoil_the_shard(tmp_path, spec, random_routes, monkeypatch):
+def test_interrupted_add_does_not_spoil_the_shard(tmp_path, spec, random_routes, decoded, monkeypatch):
     writer = ShardWriter(tmp_path, "s", spec)
-    first = writer.add("one", random_routes(spec, 2, 1), [1, 2], 0)
+    first = writer.add("one", random_routes(spec, 2, 1), [1, 2], decoded(2))
     real, fired = os.pwrite, []
 
     def interrupted(fd, data, at):
@@ -175,15 +326,14 @@ def test_interrupted_add_does_not_spoil_the_shard(tmp_path, spec, random_routes,
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(os, "pwrite", interrupted)
-        writer.add("long", random_routes(spec, 500), list(range(500)), 0)
-    assert fired == [500 * 12 - 1]
-    second = writer.add("two", random_routes(spec, 2, 2), [1, 2], 0)
+        writer.add("long", random_routes(spec, 500), list(range(500)), decoded(500))
+    assert fired[0] > 1000
+    second = writer.add("two", random_routes(spec, 2, 2), [1, 2], decoded(2))
     writer.publish()
     store = TraceStore(tmp_path)
     np.testing.assert_array_equal(store.read(first).routes, random_routes(spec, 2, 1))
     np.testing.assert_array_equal(store.read(second).routes, random_routes(spec, 2, 2))
-    with pytest.raises(TraceError, match="record is not in its shard"):
-        store.read(RouteRef("s", "long", 500, "0" * 16))
+    assert [ref.key for ref in store.records("s")] == ["one", "two"]
 
 
 def test_short_writes_and_reads_are_continued(tmp_path, spec, write_shard, assert_holds, monkeypatch):
@@ -199,19 +349,31 @@ def test_wrong_references_are_refused(tmp_path, spec, write_shard):
     shard = write_shard(tmp_path, "s", spec)
     other = write_shard(tmp_path, "other", spec, seed=50)
     store, ref = TraceStore(tmp_path), shard.refs[0]
+    (part,) = ref.parts
     wrong = {
-        "other": replace(ref, shard="other"),
-        "rows": replace(ref, rows=2),
-        "digest": replace(ref, digest=shard.refs[1].digest),
+        "other": replace(ref, parts=(replace(part, shard="other"),)),
+        "digest": replace(ref, parts=shard.refs[1].parts),
+        "digest of nothing": replace(ref, parts=(replace(part, digest="0" * 16),)),
+        "no digest": replace(ref, parts=(replace(part, digest="zz"),)),
+        "rows": replace(ref, rows=4),
+        "negative rows": replace(ref, rows=-1),
         "key": replace(ref, key=shard.refs[3].key),
         "absent key": replace(ref, key="nobody"),
-        "absent shard": replace(ref, shard="nowhere"),
+        "absent shard": replace(ref, parts=(replace(part, shard="nowhere"),)),
+        "no parts": replace(ref, parts=()),
     }
     for name, bad in wrong.items():
-        with pytest.raises(TraceError) as caught:
-            store.read(bad)
-        assert f"shard {bad.shard}, record {bad.key}" in str(caught.value), name
+        for use in (store.read, store.info, store.expert_counts, lambda r: store.aux(r, "logprobs")):
+            with pytest.raises(TraceError) as caught:
+                use(bad)
+            assert f"record {bad.key}" in str(caught.value), name
     assert store.read(other.refs[0]).key == ref.key
+    for rows in ((0, 4), (-1, 2), (2, 1)):
+        with pytest.raises(TraceError, match="rows are not in the record"):
+            store.read(ref, rows=rows)
+    for layers in ([2], [1, 0], [0, 0], [17]):
+        with pytest.raises(TraceError, match=r"layer.*record step1/prompt0:0"):
+            store.read(ref, layers=layers)
 
 
 def test_remove_and_a_new_shard_of_the_same_name(tmp_path, spec, write_shard, assert_holds):
@@ -227,35 +389,66 @@ def test_remove_and_a_new_shard_of_the_same_name(tmp_path, spec, write_shard, as
     new = write_shard(tmp_path, "s", spec, seed=9)
     assert_holds(store, new)
     assert_holds(store, kept)
-    with pytest.raises(TraceError, match="another record under this key"):
+    with pytest.raises(TraceError, match="record is not in its shard"):
         store.read(old.refs[0])
+
+
+def test_a_stage_of_a_long_record_is_read_by_exact_ranges(tmp_path, random_routes, decoded, monkeypatch):
+    spec = TraceSpec("m", 128, 8, "m" * 48)
+    routes = np.tile(random_routes(spec, 256), (8, 1, 1))
+    rng = np.random.default_rng(0)
+    routes = rng.permutation(routes.reshape(-1, 8)).reshape(2048, 48, 8)
+    with ShardWriter(tmp_path, "s", spec) as writer:
+        ref = writer.add("k", routes, rng.integers(0, 150_000, 2048), decoded(2048))
+        writer.add("other", routes, rng.integers(0, 150_000, 2048), decoded(2048))
+    store, real, seen = TraceStore(tmp_path), os.pread, []
+    store.read(ref, rows=(0, 0))
+    with library.Reading(store._library) as reading:
+        reading.find([(ref.parts[0], "")])
+        own = sum(chunk.size for chunk in reading.tip(ref.parts[0]).frame.chunks[8:12])
+    assert own > 100_000
+    monkeypatch.setattr(os, "pread", lambda fd, size, at: seen.append(size) or real(fd, size, at))
+    stage = range(24, 36)
+    np.testing.assert_array_equal(store.read(ref, layers=stage).routes, routes[:, 24:36])
+    assert len(seen) == 3 and seen[-1] == own and sum(seen) <= 1.1 * own  # head, token ids, chunks
+    seen.clear()
+    out = np.empty((2048, 12, 8), np.uint8)
+    store.read_batch([(ref, None)], out, layers=stage)
+    np.testing.assert_array_equal(out, routes[:, 24:36])
+    assert len(seen) == 2 and sum(seen) <= 1.01 * own
 
 
 def test_a_read_touches_its_own_record_only(tmp_path, spec, write_shard, monkeypatch):
     shard = write_shard(tmp_path, "s", spec, lengths=(1000, 5, 1000))
     store, real, seen = TraceStore(tmp_path), os.pread, []
+    store.read(shard.refs[1])
     monkeypatch.setattr(os, "pread", lambda fd, size, at: seen.append(size) or real(fd, size, at))
     store.read(shard.refs[1])
-    assert sum(seen) < 2000
-    seen.clear()
-    store.read(shard.refs[1])
-    assert seen == [5 * spec.row_bytes]
+    assert len(seen) == 1 and seen[0] == store.info(shard.refs[1]).stored_bytes
 
 
 def test_threads_share_a_store_and_its_small_cache(tmp_path, spec, write_shard, assert_holds, monkeypatch):
-    monkeypatch.setattr(store_module, "_CACHED_SHARDS", 2)
+    monkeypatch.setattr(library, "_CACHED_SHARDS", 2)
     shards = [write_shard(tmp_path, f"s{i}", spec, seed=i) for i in range(5)]
     store = TraceStore(tmp_path)
     with ThreadPoolExecutor(4) as pool:
         for done in [pool.submit(assert_holds, store, shard) for shard in shards * 8]:
             done.result()
-    assert len(store._cache) == 2
+    assert len(store._library._cache) == 2
     open_files = len(os.listdir("/proc/self/fd"))
     for shard in shards:
         assert_holds(store, shard)
         with contextlib.suppress(TraceError):
-            store.read(replace(shard.refs[0], digest="0" * 16))
+            store.read(replace(shard.refs[0], parts=(RoutePart(f"{shard.refs[0].parts[0].shard}", "0" * 16),)))
     assert len(os.listdir("/proc/self/fd")) == open_files
+
+
+@pytest.mark.parametrize("keep_order", [False, True])
+def test_order_is_kept_when_asked_for(tmp_path, spec, random_routes, decoded, keep_order):
+    routes = random_routes(spec, 40)[:, :, ::-1]
+    with ShardWriter(tmp_path, "s", spec, keep_order=keep_order) as writer:
+        ref = writer.add("k", routes, range(40), decoded(40))
+    np.testing.assert_array_equal(TraceStore(tmp_path).read(ref).routes, routes if keep_order else routes[:, :, ::-1])
 
 
 @pytest.mark.parametrize(
@@ -268,14 +461,21 @@ def test_threads_share_a_store_and_its_small_cache(tmp_path, spec, write_shard, 
         {"num_experts": 65537},
         {"top_k": 0},
         {"top_k": 33},
-        {"moe_layers": ()},
-        {"moe_layers": [0, 1]},
-        {"moe_layers": (1, 1)},
-        {"moe_layers": (2, 1)},
-        {"moe_layers": (-1, 1)},
-        {"moe_layers": (True,)},
+        {"layer_map": ""},
+        {"layer_map": "dd"},
+        {"layer_map": "dmx"},
+        {"layer_map": "m" * 1025},
+        {"layer_map": ("m", "d")},
     ],
 )
 def test_impossible_specs_are_refused(spec, change):
     with pytest.raises(TraceError, match=next(iter(change)).replace("model_fingerprint", "model fingerprint")):
         replace(spec, **change)
+
+
+def test_layers_of_a_spec():
+    assert TraceSpec("m", 8, 2, "dmhtrm").moe_layers == (1, 4, 5)
+    assert TraceSpec.from_layers("m", 8, 2, (1, 3), 5) == TraceSpec("m", 8, 2, "dmdmd")
+    for bad in ((1, 5), (1, 1), (-1,), ()):
+        with pytest.raises(TraceError, match="layer"):
+            TraceSpec.from_layers("m", 8, 2, bad, 5)

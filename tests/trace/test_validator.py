@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_rl.errors import RouteValidationError
-from moe_rl.trace.store import RouteRecord, ShardWriter, TraceSpec, TraceStore, token_digest, validate
-from moe_rl.trace.validator import check_routes
+from moe_rl.trace import RouteRecord, ShardWriter, TraceSpec, TraceStore, check_routes, validate
+from moe_rl.types import Provenance, Span
 
 TOKENS = [5, 6, 7, 8, 9]
 
@@ -18,7 +18,7 @@ TOKENS = [5, 6, 7, 8, 9]
 def stored(tmp_path, spec, random_routes):
     """A good record as the store gives it, and its reference. Layers 0, 1, 3; 5 tokens; weight version 7."""
     with ShardWriter(tmp_path, "s", spec) as writer:
-        ref = writer.add("step1/p0:0", random_routes(spec, 5), TOKENS, 7)
+        ref = writer.add("step1/p0:0", random_routes(spec, 5), TOKENS, [Span(5, 7, Provenance.DECODE)])
     return TraceStore(tmp_path).read(ref), ref
 
 
@@ -28,8 +28,8 @@ def _with(routes, token, layer, ids):
     return routes
 
 
-def _permuted(routes):
-    return np.ascontiguousarray(routes[:, [1, 0, 2]])
+def _versions(*versions):
+    return {"spans": tuple(Span(1, version, Provenance.DECODE) for version in versions)}
 
 
 # name: (change of the record, change of validate's arguments, parts of the message)
@@ -70,33 +70,38 @@ FAULTS = {
         ["experts per token", "token 0, layer 0", "got 3", "expected 4"],
     ),
     "layers permuted": (
-        lambda r: {"routes": _permuted(r.routes)},
+        lambda r: {"layers": (1, 0, 3)},
         {},
-        ["not those that the sampler published", "shard s"],
+        ["their order differs", "[1, 0, 3]", "[0, 1, 3]"],
     ),
-    "rows permuted": (lambda r: {"routes": r.routes[::-1]}, {}, ["not those that the sampler published"]),
-    "one id changed": (
-        lambda r: {"routes": _with(r.routes, 1, 1, np.sort(np.setdiff1d(range(32), r.routes[1, 1]))[:4])},
+    "a layer not asked for": (lambda r: {}, {"layers": [0, 1]}, ["layer 3 was not asked for"]),
+    "layers asked for not there": (
+        lambda r: {"layers": (0, 1), "routes": r.routes[:, :2]},
         {},
-        ["not those that the sampler published"],
+        ["layer 3 has no routes"],
     ),
     "flat": (lambda r: {"routes": r.routes.reshape(5, -1)}, {}, ["wrong shape"]),
     "int32": (lambda r: {"routes": r.routes.astype(np.int32)}, {}, ["wrong type", "got int32"]),
     "a list": (lambda r: {"routes": r.routes.tolist()}, {}, ["wrong type", "got list"]),
     "layer map of another model": (
-        lambda r: {"spec": replace(r.spec, moe_layers=(0, 1, 2))},
+        lambda r: {"spec": replace(r.spec, layer_map="mmmd")},
         {},
         ["layer 3 has no routes", "[0, 1, 2]", "[0, 1, 3]"],
     ),
     "layer map too long": (
-        lambda r: {"spec": replace(r.spec, moe_layers=(0, 1, 2, 3))},
+        lambda r: {"spec": replace(r.spec, layer_map="mmmm")},
         {},
-        ["layer 2 is no MoE layer"],
+        ["layer 2 was not asked for"],
     ),
     "layers counted, not numbered": (
         lambda r: {},
-        {"spec": TraceSpec("tiny-0123456789abcdef", 32, 4, (1, 2, 4))},
+        {"spec": TraceSpec("tiny-0123456789abcdef", 32, 4, "dmmdm")},
         ["layer 2 has no routes"],
+    ),
+    "another kind of layer": (
+        lambda r: {"spec": replace(r.spec, layer_map="mmhm")},
+        {},
+        ["model with other layers", "got mmhm", "expected mmdm"],
     ),
     "experts": (lambda r: {"spec": replace(r.spec, num_experts=64)}, {}, ["num_experts", "got 64", "expected 32"]),
     "top_k": (lambda r: {"spec": replace(r.spec, top_k=8)}, {}, ["top_k", "got 8", "expected 4"]),
@@ -108,26 +113,34 @@ FAULTS = {
     "tokens shifted by one": (
         lambda r: {},
         {"token_ids": [4, 5, 6, 7, 8]},
-        ["other tokens", "tokens 0 to 4, all layers"],
+        ["other tokens", "token 0, all layers", "got token id 5, 5 tokens differ", "expected token id 4"],
     ),
-    "tokens swapped": (lambda r: {}, {"token_ids": [5, 6, 8, 7, 9]}, ["other tokens"]),
+    "tokens swapped": (
+        lambda r: {},
+        {"token_ids": [5, 6, 8, 7, 9]},
+        ["other tokens", "token 2, all layers", "got token id 7, 2 tokens differ", "expected token id 8"],
+    ),
     "other request's tokens": (lambda r: {}, {"token_ids": [1, 2, 3, 4, 5]}, ["other tokens"]),
+    "tokens of the record cut": (
+        lambda r: {"token_ids": r.token_ids[:4]},
+        {},
+        ["other tokens", "token 4, all layers", "got an end after 4 tokens", "expected token id 9"],
+    ),
     "last sampled token fed too": (lambda r: {}, {"token_ids": [5, 6, 7, 8, 9, 10]}, ["token 5 has no routes"]),
     "padding": (lambda r: {}, {"token_ids": [5, 6, 7, 8, -100]}, ["token id out of range", "token 4", "no padding"]),
-    "stale version": (lambda r: {}, {"weight_version": 8}, ["weight version 7", "expected 8 to 8"]),
+    "stale version": (lambda r: {}, {"weight_version": 8}, ["tokens 0 to 4", "weight version 7", "expected 8 to 8"]),
     "too stale": (
         lambda r: {},
         {"weight_version": 10, "max_staleness": 2},
         ["weight version 7", "8 to 10 (max_staleness 2)"],
     ),
     "version of the future": (lambda r: {}, {"weight_version": 6, "max_staleness": 5}, ["weight version 7", "1 to 6"]),
-    "version unknown": (lambda r: {"weight_version": -1}, {"weight_version": 0}, ["weight version is unknown"]),
-    "version None": (lambda r: {"weight_version": None}, {}, ["weight version is unknown"]),
-    "version rewritten": (
-        lambda r: {"weight_version": 8},
-        {"weight_version": 8},
-        ["not those that the sampler published"],
-    ),
+    "one span too stale": (lambda r: _versions(7, 7, 6, 7, 7), {}, ["tokens 2 to 2", "weight version 6"]),
+    "one span of the future": (lambda r: _versions(7, 7, 7, 7, 8), {}, ["tokens 4 to 4", "weight version 8"]),
+    "version unknown": (lambda r: _versions(7, 7, -1, 7, 7), {}, ["weight version is unknown"]),
+    "version None": (lambda r: _versions(7, 7, 7, 7, None), {}, ["weight version is unknown"]),
+    "rows without a version": (lambda r: _versions(7, 7, 7, 7), {}, ["spans do not cover the rows", "got 4 rows"]),
+    "no versions": (lambda r: {"spans": ()}, {}, ["spans do not cover the rows", "got 0 rows"]),
     "key rewritten": (lambda r: {"key": "step1/p1:0"}, {}, ["another request"]),
 }
 
@@ -145,7 +158,7 @@ def test_fault_is_refused(stored, spec, name):
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("change", [{"rows": 4}, {"digest": "0" * 16}, {"key": "step1/p1:0"}])
+@pytest.mark.parametrize("change", [{"rows": 4}, {"key": "step1/p1:0"}])
 def test_reference_of_another_record_is_refused(stored, spec, change):
     record, ref = stored
     with pytest.raises(RouteValidationError, match="step1/p0:0"):
@@ -154,18 +167,59 @@ def test_reference_of_another_record_is_refused(stored, spec, change):
 
 def test_what_the_limits_allow(stored, spec):
     record, ref = stored
-    validate(record, token_ids=np.array(TOKENS), spec=replace(spec), weight_version=9, max_staleness=2, ref=ref)
-    validate(
-        replace(record, routes=record.routes.astype(np.uint16)), token_ids=TOKENS, spec=spec, weight_version=7, ref=ref
-    )
+    good = {"spec": replace(spec), "weight_version": 7, "ref": ref}
+    validate(record, token_ids=np.array(TOKENS), **good | {"weight_version": 9, "max_staleness": 2})
+    validate(replace(record, **_versions(5, 6, 6, 7, 7)), token_ids=TOKENS, **good | {"max_staleness": 2})
+    validate(replace(record, routes=record.routes.astype(np.uint16)), token_ids=TOKENS, **good)
+
+
+def test_a_slice_is_checked_against_its_own_tokens_and_layers(tmp_path, stored, spec):
+    _, ref = stored
+    part = TraceStore(tmp_path).read(ref, layers=[1, 3], rows=(1, 4))
+    good = {"spec": spec, "weight_version": 7, "ref": ref, "layers": [1, 3]}
+    validate(part, token_ids=TOKENS[1:4], **good)
+    with pytest.raises(RouteValidationError, match="token 3, all layers.*got token id 8.*expected token id 9"):
+        validate(part, token_ids=[6, 7, 9], **good)
+    with pytest.raises(RouteValidationError, match="token 1, all layers"):
+        validate(part, token_ids=TOKENS[:3], **good)
+    with pytest.raises(RouteValidationError, match="layer 0 has no routes"):
+        validate(part, token_ids=TOKENS[1:4], **good | {"layers": None})
+    with pytest.raises(RouteValidationError, match="got rows to 4.*at most 3"):
+        validate(part, token_ids=TOKENS[1:4], **good | {"ref": replace(ref, rows=3)})
+
+
+def _record(spec, routes, tokens):
+    spans = (Span(len(tokens), 0, Provenance.DECODE),)
+    return RouteRecord("r", routes, np.array(tokens, np.int32), spans, False, spec, 0, spec.moe_layers)
 
 
 def test_uint8_cannot_hold_more_than_256_experts(random_routes):
-    spec = TraceSpec("m", 300, 2, (0,))
-    wrapped = random_routes(spec, 4).astype(np.uint8)
-    record = RouteRecord("r", wrapped, token_digest([1, 2, 3, 4]), 0, spec)
+    spec = TraceSpec("m", 300, 2, "m")
+    record = _record(spec, random_routes(spec, 4).astype(np.uint8), [1, 2, 3, 4])
     with pytest.raises(RouteValidationError, match="request r.*got uint8.*300 experts"):
         validate(record, token_ids=[1, 2, 3, 4], spec=spec, weight_version=0)
+
+
+def test_constant_buffers_are_refused(spec, random_routes):
+    tokens, real = [1, 2, 1, 1, 1, 1, 1, 1], random_routes(spec, 8)
+    same_rows, same_layers = np.repeat(real[:1], 8, axis=0), np.repeat(real[:, :1], 3, axis=1)
+
+    def check(routes, tokens=tokens, spec=spec):
+        validate(_record(spec, routes, tokens), token_ids=tokens, spec=spec, weight_version=0)
+
+    with pytest.raises(RouteValidationError, match=r"same for every token.*request r.*got .*in token 0"):
+        check(same_rows)
+    with pytest.raises(RouteValidationError, match=r"same for every layer.*request r"):
+        check(same_layers)
+    one_expert = TraceSpec("m", 32, 1, "mm")
+    with pytest.raises(RouteValidationError, match=r"same for every token.*got \[0\]"):
+        check(np.zeros((8, 2, 1), np.uint8), spec=one_expert)
+    # What may well be: short or one-token runs, models whose router has no choice, and all that varies at all.
+    check(same_rows[:7], tokens[:7])
+    check(same_rows, [1] * 8)
+    check(np.tile(np.arange(4, dtype=np.uint8), (8, 3, 1)), spec=TraceSpec("m", 4, 4, "mmdm"))
+    check(np.concatenate([same_rows[:7], real[7:]]))
+    check(real[:, :1], spec=TraceSpec("m", 32, 4, "m"))
 
 
 @settings(max_examples=200, deadline=None)
@@ -179,7 +233,7 @@ def test_uint8_cannot_hold_more_than_256_experts(random_routes):
 )
 def test_set_check_agrees_with_plain_python(experts, top_k, rows, layers, seed, plant):
     top_k = min(top_k, experts)
-    spec = TraceSpec("m", experts, top_k, tuple(range(0, 2 * layers, 2)))
+    spec = TraceSpec("m", experts, top_k, "md" * layers)
     rng = np.random.default_rng(seed)
     routes = np.argsort(rng.random((rows, layers, experts)), axis=-1)[..., :top_k].astype(np.uint16)
     if plant and rows:
@@ -199,7 +253,7 @@ def test_set_check_agrees_with_plain_python(experts, top_k, rows, layers, seed, 
 
 
 def test_set_check_finds_a_fault_in_a_late_block(random_routes):
-    spec = TraceSpec("m", 64, 8, tuple(range(48)))
+    spec = TraceSpec("m", 64, 8, "m" * 48)
     routes = np.tile(random_routes(spec, 32), (64, 1, 1))  # 98304 sets, several blocks
     check_routes(routes, spec, rows=2048, where="r")
     routes[2047, 47, 7] = routes[2047, 47, 0]

@@ -101,7 +101,8 @@ def test_an_unpatched_vllm_is_refused(monkeypatch, capsys):
     from moe_rl.train import launch as launch_module
 
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(patches, "problems", lambda: ["vLLM is not patched: run tools/apply_patches.py --apply"])
+    fault = "vLLM is not patched: run tools/apply_patches.py --apply"
+    monkeypatch.setattr(patches, "problems", lambda capture: [fault])
     monkeypatch.chdir(ROOT)
     assert launch_module.main(["--config", CONFIG]) == 2
     assert "vLLM is not patched" in capsys.readouterr().err

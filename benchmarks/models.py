@@ -1,0 +1,36 @@
+"""Random Qwen3-MoE checkpoints for benchmarks: real loading code, no trained weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+SHAPES = {
+    "tiny": {"hidden_size": 64, "num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 4},
+    "mid": {"hidden_size": 256, "num_hidden_layers": 12, "num_experts": 64, "num_experts_per_tok": 8},
+}
+
+
+def make_model(shape: str, folder: Path) -> Path:
+    """Save a random model of SHAPES[shape] in bfloat16 and return its folder."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(1)
+    sizes = SHAPES[shape]
+    config = Qwen3MoeConfig(
+        vocab_size=8192,
+        intermediate_size=2 * sizes["hidden_size"],
+        moe_intermediate_size=sizes["hidden_size"] // 2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
+        **sizes,
+    )
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder

@@ -1,0 +1,103 @@
+"""The device side of recording: what the routers chose in this step, and how it gets to the host.
+
+The buffer is fixed and every layer writes its own column, so that CUDA graphs and compiled forward passes, which
+replay the same addresses, capture too. vLLM's own binding is used: it knows routers, monolithic kernels with a sink of
+their own, and models that route without a router object, and it gives logical expert ids, before load balancing.
+
+Legend for shapes: T tokens of a step, L MoE layers of this worker, K top-k experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moe_rl.errors import EngineError, describe
+
+NOT_REPORTED = -1
+
+
+class Capture:
+    """Fixed buffer [max_tokens, L, K] int32 on the model's device, bound to the model's routers.
+
+    layers: global decoder layer numbers of the MoE layers found, ascending: the columns of the buffer.
+    Raises EngineError for a model without MoE layers, or whose kernels do not say what they route.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, max_tokens: int, top_k: int, device: torch.device):
+        from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
+
+        self.modules = moe_modules(model)
+        self.layers = tuple(self.modules)
+        self._column = {layer: column for column, layer in enumerate(self.layers)}
+        self.buffer = torch.full((max_tokens, len(self.layers), top_k), NOT_REPORTED, dtype=torch.int32, device=device)
+        try:
+            bind_routed_experts_capturer(model, self)
+        except ValueError as error:
+            raise EngineError(
+                describe("Routes cannot be recorded for this model", got=error, do="choose another MoE backend in vLLM")
+            ) from error
+
+    def capture(self, layer_id: int, topk_ids: Tensor) -> None:
+        """Called by vLLM with the choice [T, K] of one layer. Plain indexing: a compiled forward traces through it."""
+        self.buffer[: topk_ids.shape[0], self._column[layer_id]] = topk_ids
+
+    def clear(self, tokens: int) -> None:
+        """Forget the step before: a layer that does not report must not leave its experts behind."""
+        self.buffer[:tokens].fill_(NOT_REPORTED)
+
+
+def to_host(tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.Event | None]:
+    """Copies of the tensors in host memory, and the event after which they may be read (None: now).
+
+    On an accelerator the copies run on a side stream, behind what the current stream has in hand: nothing waits.
+    """
+    device = tensors[0].device
+    if device.type == "cpu":
+        return [tensor.clone() for tensor in tensors], None
+    # Snapshots on the main stream: the next step overwrites the buffers, but not before.
+    snapshots = [tensor.clone() for tensor in tensors]
+    side = _side_stream(device)
+    side.wait_stream(torch.accelerator.current_stream(device))
+    with side:
+        copies = []
+        for snapshot in snapshots:
+            copy = torch.empty(snapshot.shape, dtype=snapshot.dtype, pin_memory=True)
+            copies.append(copy.copy_(snapshot, non_blocking=True))
+            snapshot.record_stream(side)
+        done = torch.Event(device)
+        done.record(side)
+    return copies, done
+
+
+_SIDE_STREAMS: dict[torch.device, torch.Stream] = {}
+
+
+def _side_stream(device: torch.device) -> torch.Stream:
+    if device not in _SIDE_STREAMS:
+        _SIDE_STREAMS[device] = torch.Stream(device)
+    return _SIDE_STREAMS[device]
+
+
+def moe_modules(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
+    """The modules that vLLM binds captures to, by global decoder layer number, ascending."""
+    from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCaptureSource
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    found = [
+        (int(module.layer_id), module)
+        for module in model.modules()
+        if isinstance(module, (MoERunner, RoutedExpertsCaptureSource))
+    ]
+    modules = dict(sorted(found, key=lambda item: item[0]))
+    if not modules or len(modules) != len(found):
+        raise EngineError(
+            describe(
+                "Routes cannot be recorded for this model",
+                got="no MoE layer" if not found else f"several in one decoder layer: {sorted(n for n, _ in found)}",
+                do="take a mixture-of-experts model, or turn recording off",
+            )
+        )
+    return modules

@@ -1,0 +1,128 @@
+"""A patch series as it lies in patches/vllm/VERSION: which patches, in which order, and the digests that bind them.
+
+SERIES   version X       the vLLM release it is for
+         ran TEXT        what of that release was run with these patches; without this line no engine starts with them
+         NAME.patch      one line a patch, in order
+BASE     PATCH PATH SHA256 SHA256    for every file that a patch changes: its digest before and after
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_rl.errors import PatchError, describe
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What one patch does to one file. path: relative to the vllm package; sha256 hex before and after."""
+
+    path: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One patch file and everything it changes."""
+
+    file: Path
+    changes: tuple[Change, ...]
+
+    @property
+    def name(self) -> str:
+        return self.file.name
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """The patches for one vLLM version, in order. ran: what was run with them, None when nothing was."""
+
+    version: str
+    ran: str | None
+    patches: tuple[Patch, ...]
+
+    @property
+    def stages(self) -> dict[str, tuple[str, ...]]:
+        """Path -> sha256 of the file as released, and after each patch that changes it."""
+        found: dict[str, tuple[str, ...]] = {}
+        for patch in self.patches:
+            for change in patch.changes:
+                found[change.path] = (*found.get(change.path, (change.before,)), change.after)
+        return found
+
+
+def read_all(folder: Path) -> list[Series]:
+    """Every series below `folder`, by version. Raises PatchError for one that contradicts itself."""
+    return [_read(file.parent) for file in sorted(folder.glob("*/SERIES"))]
+
+
+def _read(folder: Path) -> Series:
+    fields: dict[str, str] = {}
+    names: list[str] = []
+    for line in _lines(folder / "SERIES"):
+        word, _, rest = line.partition(" ")
+        if rest:
+            fields[word] = rest
+        else:
+            names.append(word)
+    if fields.keys() - {"ran"} != {"version"} or fields["version"] != folder.name or not names:
+        raise PatchError(
+            describe(
+                "A patch series is damaged",
+                where=str(folder / "SERIES"),
+                got=f"{', '.join(fields) or 'nothing'} and {len(names)} patches",
+                expected=f"version {folder.name}, what ran, and its patches",
+                do="restore that folder from version control",
+            )
+        )
+    changes: dict[str, list[Change]] = {name: [] for name in names}
+    for line in _lines(folder / "BASE"):
+        name, path, before, after = _four(line, folder)
+        if name not in changes:
+            raise _damaged_base(folder, f"{name}, which SERIES does not list")
+        changes[name].append(Change(path, before, after))
+    series = Series(
+        folder.name, fields.get("ran"), tuple(Patch(folder / name, tuple(found)) for name, found in changes.items())
+    )
+    _check_chains(series, folder)
+    return series
+
+
+def _check_chains(series: Series, folder: Path) -> None:
+    """Every patch changes something, and finds each file as the patch before it left it."""
+    left: dict[str, str] = {}
+    for patch in series.patches:
+        if not patch.changes:
+            raise _damaged_base(folder, f"nothing for {patch.name}")
+        for change in patch.changes:
+            if left.get(change.path, change.before) != change.before:
+                raise _damaged_base(folder, f"{patch.name} on another {change.path} than the patch before it leaves")
+            left[change.path] = change.after
+
+
+def _four(line: str, folder: Path) -> list[str]:
+    words = line.split()
+    if len(words) != 4:
+        raise _damaged_base(folder, repr(line))
+    return words
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PatchError(describe("A patch series is damaged", where=str(file), got=error.strerror)) from error
+    return [line for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def _damaged_base(folder: Path, got: str) -> PatchError:
+    return PatchError(
+        describe(
+            "A patch series is damaged",
+            where=str(folder / "BASE"),
+            got=got,
+            do="restore that folder from version control",
+        )
+    )

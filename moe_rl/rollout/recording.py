@@ -1,0 +1,145 @@
+"""What is to be recorded: told to the engine when it starts, and by each request for itself.
+
+A request says it in `SamplingParams.extra_args` (over HTTP: `vllm_xargs`):
+
+moe_rl_key      name of the sequence in the trace; without it the request is sampled and not recorded
+moe_rl_sink     trace shard that gets it
+moe_rl_samples  n of the request, when n > 1: the samples are recorded as key/0 ... key/n-1
+moe_rl_parent   [key, rows, shard, digest, shard, digest ...] of an earlier record whose rows begin this sequence, as in
+                the next turn of a dialogue: only the rows after it are stored
+moe_rl_start    without a parent: rows before this position are not stored, for who needs completions only
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import msgspec
+
+from moe_rl.errors import TraceError, describe
+from moe_rl.trace.record import check_key, check_name
+from moe_rl.types import RoutePart, RouteRef
+
+PREFIX = "moe_rl_"
+_NAMES = frozenset(PREFIX + name for name in ("key", "sink", "samples", "parent", "start"))
+_SAMPLE = re.compile(r"(\d+)_")
+
+
+class Recording(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The value of `additional_config["moe_rl"]`. trace_root: folder of the trace store.
+
+    support: also keep which token ids could have been drawn under top-k, top-p and min-p. log_normalizer: and the log
+    of the probability that these had before. router_logits_fraction: of the tokens whose router logits are kept too.
+    """
+
+    trace_root: str
+    model_fingerprint: str
+    support: bool = False
+    log_normalizer: bool = False
+    router_logits_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.router_logits_fraction <= 1.0:
+            raise ValueError(f"router_logits_fraction is {self.router_logits_fraction}, it must lie in [0, 1]")
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingRequest:
+    """A checked request for recording. start: first row to store, where there is no parent whose rows it follows."""
+
+    key: str
+    sink: str
+    start: int = 0
+    parent: RouteRef | None = None
+
+    def extra_args(self, samples: int = 1) -> dict[str, object]:
+        """The flat form that travels with a request; `parse` gives this back."""
+        args: dict[str, object] = {"moe_rl_key": self.key, "moe_rl_sink": self.sink}
+        if samples > 1:
+            args["moe_rl_samples"] = samples
+        if self.parent is not None:
+            parts = [text for part in self.parent.parts for text in (part.shard, part.digest)]
+            args["moe_rl_parent"] = [self.parent.key, self.parent.rows, *parts]
+        elif self.start:
+            args["moe_rl_start"] = self.start
+        return args
+
+
+def from_start(ref: RouteRef, start: int) -> RouteRef:
+    """A reference to the whole of a sequence, as it must be when the rows before `start` were not stored."""
+    return RouteRef(ref.key, ref.rows - start, ref.parts, start)
+
+
+def parse(extra_args: dict | None, request_id: str) -> RecordingRequest | None:
+    """What a request asks for; None: nothing. request_id: vLLM's, which numbers the samples of one request.
+
+    Raises TraceError for anything that cannot be done.
+    """
+    given = {name: value for name, value in (extra_args or {}).items() if str(name).startswith(PREFIX)}
+    if not given:
+        return None
+    unknown = sorted(given.keys() - _NAMES)
+    if unknown or not {"moe_rl_key", "moe_rl_sink"} <= given.keys():
+        raise TraceError(
+            describe(
+                "a request cannot be recorded",
+                where=f"request {request_id}, extra_args",
+                got=sorted(given),
+                expected="moe_rl_key and moe_rl_sink, and optionally " + ", ".join(sorted(_NAMES))[:120],
+            )
+        )
+    key, sink = check_key(given["moe_rl_key"]), check_name(given["moe_rl_sink"])
+    samples = _count(given.get("moe_rl_samples", 1), "moe_rl_samples", request_id)
+    if samples > 1:
+        numbered = _SAMPLE.match(request_id)
+        if numbered is None or int(numbered[1]) >= samples:
+            raise TraceError(
+                describe("a request is no sample of several", where=f"request {request_id}", got=f"{samples} samples")
+            )
+        key = check_key(f"{key}/{numbered[1]}")
+    parent = _parent(given.get("moe_rl_parent"), request_id)
+    start = _count(given.get("moe_rl_start", 0), "moe_rl_start", request_id)
+    if parent is not None and start:
+        raise TraceError(
+            describe(
+                "a request begins both behind a parent and at a row of its own",
+                where=f"request {request_id}",
+                do="give moe_rl_parent or moe_rl_start, not both",
+            )
+        )
+    return RecordingRequest(key, sink, start, parent)
+
+
+def _parent(value: object, request_id: str) -> RouteRef | None:
+    if value is None:
+        return None
+    if (
+        not isinstance(value, list)
+        or len(value) < 4
+        or len(value) % 2
+        or not all(isinstance(text, str) for text in (value[0], *value[2:]))
+    ):
+        raise TraceError(
+            describe(
+                "the parent of a request is no reference to a record",
+                where=f"request {request_id}, moe_rl_parent",
+                got=str(value)[:80],
+                expected="[key, rows, shard, digest, ...]",
+            )
+        )
+    parts = tuple(RoutePart(check_name(value[i]), value[i + 1]) for i in range(2, len(value), 2))
+    return RouteRef(check_key(value[0]), _count(value[1], "rows of moe_rl_parent", request_id), parts)
+
+
+def _count(value: object, name: str, request_id: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise TraceError(
+            describe(
+                "a request cannot be recorded",
+                where=f"request {request_id}, {name}",
+                got=repr(value)[:40],
+                expected="an integer from 0",
+            )
+        )
+    return value

@@ -1,0 +1,228 @@
+"""Trace shards that are being filled: rows of finished requests in, references out.
+
+A sink is one shard in the making. Records are appended as requests finish; what stays in memory is their tokens, to
+tell at the end whether they are the ones the sequence was made of.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moe_rl.errors import EngineError, MoeRLError, TraceError, describe
+from moe_rl.rollout.slots import Rows
+from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
+from moe_rl.types import Provenance, RoutePart, RouteRef, Span
+
+if TYPE_CHECKING:
+    from moe_rl.rollout.recorder import Recorded
+
+_MAX_OPEN = 64
+_MAX_REFUSALS = 1024
+# Rows that a record must have in common with its group's first to refer to it: the reference costs some bytes too.
+_MIN_SHARED_ROWS = 8
+_MAX_FAMILIES = 1024
+
+
+@dataclass(slots=True)
+class _Sink:
+    """writer: of the shard. records: key -> reference to all rows and their token ids. families: prompt -> a record."""
+
+    writer: ShardWriter
+    records: dict[str, tuple[RouteRef, np.ndarray]] = field(default_factory=dict)
+    families: OrderedDict[bytes, tuple[RouteRef, Rows]] = field(default_factory=OrderedDict)
+
+
+class Sinks:
+    """All shards that one worker fills. layers: those that it sees. suffix: what its shards' names end in."""
+
+    def __init__(self, root: Path, spec: TraceSpec, *, layers: tuple[int, ...], suffix: str):
+        self._root, self._spec, self._layers, self._suffix = root, spec, layers, suffix
+        self._store = TraceStore(root)
+        self._open: dict[str, _Sink] = {}
+        self._refused: OrderedDict[tuple[str, str], str] = OrderedDict()
+
+    def open(self, name: str) -> _Sink:
+        """Begin the shard `name`; again, if it was begun before. Raises TraceError when it exists."""
+        self.abandon(name)
+        if len(self._open) >= _MAX_OPEN:
+            raise TraceError(
+                describe(
+                    "too many shards are being filled",
+                    where=f"shard {name}",
+                    got=f"{len(self._open)} unpublished ones: {', '.join(sorted(self._open))[:120]}",
+                    do="publish or abandon them",
+                )
+            )
+        writer = ShardWriter(self._root, name + self._suffix, self._spec, layers=self._layers)
+        sink = self._open[name] = _Sink(writer)
+        return sink
+
+    def add(self, request: Recorded, rows: Rows, aux: Mapping[str, np.ndarray]) -> None:
+        """Append the rows of a finished request to its sink, which is begun if need be."""
+        ask = request.ask
+        sink = self._open.get(ask.sink) or self.open(ask.sink)
+        if ask.parent is not None:
+            parent = self._mine(ask.parent)
+            self._check_parent(parent, rows, ask.key)
+        else:
+            parent = self._relative(sink, request, rows) if not ask.start else None
+        start = parent.rows if parent is not None else ask.start
+        spans = _spans(rows, cached=request.cached, prompt=len(request.prompt))
+        ref = sink.writer.add(
+            ask.key,
+            rows.routes[start:],
+            rows.token_ids[start:],
+            _behind(spans, start),
+            parent=parent,
+            aux=aux,
+        )
+        sink.records[ask.key] = (ref, rows.token_ids)
+        if parent is None and not ask.start:
+            sink.families[request.prompt.tobytes()] = (ref, rows)
+            if len(sink.families) > _MAX_FAMILIES:
+                sink.families.popitem(last=False)
+
+    def refuse(self, name: str, key: str, error: MoeRLError) -> None:
+        """Remember why a request has no record."""
+        self._refused[name, key] = str(error)
+        if len(self._refused) > _MAX_REFUSALS:
+            self._refused.popitem(last=False)
+
+    def publish(
+        self, name: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str]
+    ) -> dict[str, RoutePart]:
+        """See Recorder.publish."""
+        if name not in self._open:
+            reasons = [reason for (sink, _), reason in self._refused.items() if sink == name]
+            raise EngineError(
+                describe(
+                    "Routes were asked for but nothing was recorded", where=f"shard {name}", got=reasons[:1] or None
+                )
+            )
+        sink = self._open[name]
+        try:
+            parts = {key: self._claim(name, sink, key, np.asarray(ids, np.int64)) for key, ids in sequences.items()}
+            for key in aborted:
+                sink.writer.mark_aborted(key)
+            sink.writer.publish()
+        except BaseException:
+            self.abandon(name)
+            raise
+        del self._open[name]
+        return parts
+
+    def abandon(self, name: str) -> None:
+        """Drop a shard that was begun, if it was."""
+        if (sink := self._open.pop(name, None)) is not None:
+            sink.writer.abandon()
+
+    def _claim(self, name: str, sink: _Sink, key: str, wanted: np.ndarray) -> RoutePart:
+        """The record of a sequence, proven to be of its tokens. An engine may have forwarded a token too many."""
+        if key not in sink.records:
+            reason = self._refused.get((name, key))
+            raise EngineError(
+                describe("A sequence was not recorded", where=f"request {key}, shard {name}", got=reason or "no rows")
+            )
+        ref, token_ids = sink.records[key]
+        if len(token_ids) < len(wanted):
+            raise EngineError(
+                describe(
+                    "The engine did not record every forwarded token",
+                    where=f"request {key}",
+                    got=f"{len(token_ids)} rows",
+                    expected=len(wanted),
+                    do="check the patch series: python tools/apply_patches.py --check",
+                )
+            )
+        wrong = np.flatnonzero(token_ids[: len(wanted)] != wanted)
+        if wrong.size:
+            raise EngineError(
+                describe(
+                    "The engine recorded another token than it returned",
+                    where=f"request {key}, position {wrong[0]}",
+                    got=int(token_ids[wrong[0]]),
+                    expected=int(wanted[wrong[0]]),
+                    do="check the patch series: python tools/apply_patches.py --check",
+                )
+            )
+        return ref.parts[0]
+
+    def _relative(self, sink: _Sink, request: Recorded, rows: Rows) -> RouteRef | None:
+        """The first rows of a record of the same prompt, as many as this sequence shares: to store them once.
+
+        Not with pipeline stages: each sees its own layers only, and what they store once must be the same rows.
+        """
+        if self._suffix:
+            return None
+        ref, theirs = sink.families.get(request.prompt.tobytes(), (None, None))
+        if ref is None:
+            return None
+        most = min(len(request.prompt), len(rows), len(theirs))
+        same = (
+            (rows.token_ids[:most] == theirs.token_ids[:most])
+            & (rows.weight_versions[:most] == theirs.weight_versions[:most])
+            & (rows.routes[:most] == theirs.routes[:most]).all((1, 2))
+        )
+        shared = most if same.all() else int(np.argmin(same))
+        # Every record has rows of its own.
+        shared = min(shared, len(rows) - 1)
+        return RouteRef(ref.key, shared, ref.parts) if shared >= _MIN_SHARED_ROWS else None
+
+    def _mine(self, parent: RouteRef) -> RouteRef:
+        """The reference to this worker's part of a record: every pipeline stage continues its own."""
+        parts = [part for part in parent.parts if part.shard.endswith(self._suffix)]
+        if len(parts) != 1:
+            raise TraceError(
+                describe(
+                    "the parent of a request was recorded by another layout of the engine",
+                    where=f"record {parent.key}",
+                    got=", ".join(part.shard for part in parent.parts),
+                    expected=f"one shard that ends in {self._suffix!r}",
+                )
+            )
+        return RouteRef(parent.key, parent.rows, tuple(parts))
+
+    def _check_parent(self, parent: RouteRef, rows: Rows, key: str) -> None:
+        theirs = self._store.read(parent, layers=()).token_ids
+        mine = rows.token_ids[: len(theirs)]
+        wrong = np.flatnonzero(mine != theirs[: len(mine)])
+        if wrong.size or len(mine) < len(theirs):
+            at = int(wrong[0]) if wrong.size else len(mine)
+            raise TraceError(
+                describe(
+                    "a sequence does not continue its parent",
+                    where=f"request {key}, parent {parent.key}, position {at}",
+                    got=int(mine[at]) if at < len(mine) else "the end",
+                    expected=int(theirs[at]),
+                    do="give the whole dialogue so far as the prompt",
+                )
+            )
+
+
+def _spans(rows: Rows, *, cached: int, prompt: int) -> tuple[Span, ...]:
+    """How the rows came to be, run by run. cached: rows another request had computed. prompt: rows of the prompt."""
+    kinds = np.full(len(rows), Provenance.DECODE)
+    kinds[:prompt] = Provenance.PREFILL
+    kinds[:cached] = Provenance.CACHED
+    versions = rows.weight_versions
+    changes = np.flatnonzero((kinds[1:] != kinds[:-1]) | (versions[1:] != versions[:-1])) + 1
+    bounds = [0, *changes.tolist(), len(rows)]
+    return tuple(Span(b - a, int(versions[a]), Provenance(int(kinds[a]))) for a, b in pairwise(bounds) if b > a)
+
+
+def _behind(spans: tuple[Span, ...], start: int) -> tuple[Span, ...]:
+    """The spans of the rows from `start` on."""
+    left = []
+    for span in spans:
+        skipped = min(start, span.rows)
+        start -= skipped
+        if span.rows > skipped:
+            left.append(Span(span.rows - skipped, span.weight_version, span.provenance))
+    return tuple(left)

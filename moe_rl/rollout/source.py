@@ -1,0 +1,130 @@
+"""Where the routes of an engine come from, seen from the process that drives it: one interface, two kinds.
+
+WorkerSource: a recorder in the workers, attached by the patch or by the worker class. NativeSource: vLLM's own capture,
+whose arrays come back with every output. Both end in the same sinks, the same validator and the same store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from moe_rl.errors import EngineError, describe
+from moe_rl.rollout.recorder import Recorded
+from moe_rl.rollout.recording import Recording, RecordingRequest
+from moe_rl.rollout.sinks import Sinks
+from moe_rl.rollout.slots import Rows
+from moe_rl.trace import TraceSpec
+from moe_rl.types import RoutePart, RouteRef
+
+
+class WorkerSource:
+    """Recorders in the workers of an engine started with `worker_extension_cls=worker.CONTROL`."""
+
+    def __init__(self, llm, capture: str):
+        self._llm = llm
+        if not any(llm.collective_rpc("moe_rl_records")):
+            do = {
+                "patch": "run python tools/apply_patches.py --apply, or set rollout.capture: worker",
+                "worker": "pass the worker class to vLLM",
+            }
+            raise EngineError(describe("vLLM did not attach the recorder", got=f"capture {capture}", do=do[capture]))
+
+    def open(self, sink: str) -> None:
+        self._llm.collective_rpc("moe_rl_open", args=(sink,))
+
+    def finished(self, ask: RecordingRequest, prompt: Sequence[int], token_ids: Sequence[int], completion) -> None:
+        """The workers have seen it themselves."""
+
+    def publish(self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str]) -> dict[str, RouteRef]:
+        """References to the records of `sequences`: key -> token ids that had to be forwarded."""
+        answers = self._llm.collective_rpc("moe_rl_publish", args=(sink, sequences, aborted))
+        return join_parts(sequences, answers)
+
+    def abandon(self, sink: str) -> None:
+        self._llm.collective_rpc("moe_rl_abandon", args=(sink,))
+
+    def set_weight_version(self, version: int) -> None:
+        self._llm.collective_rpc("moe_rl_set_weight_version", args=(version,))
+
+    def stats(self) -> dict[str, int]:
+        return next(stats for stats in self._llm.collective_rpc("moe_rl_stats") if stats is not None)
+
+
+class NativeSource:
+    """vLLM's `enable_return_routed_experts`. It does not say which rows came from its prefix cache."""
+
+    def __init__(self, llm, recording: Recording):
+        self._llm = llm
+        config = llm.llm_engine.vllm_config.model_config
+        (layers,) = llm.collective_rpc("moe_rl_layers")
+        self._layers = np.asarray(layers)
+        spec = TraceSpec.from_layers(
+            recording.model_fingerprint,
+            config.get_num_experts(),
+            config.get_num_experts_per_tok(),
+            tuple(layers),
+            config.get_total_num_hidden_layers(),
+        )
+        self._sinks = Sinks(Path(recording.trace_root), spec, layers=tuple(layers), suffix="")
+        self._dtype = spec.dtype
+        self._version = 0
+        self._forwarded = 0
+
+    def open(self, sink: str) -> None:
+        self._sinks.open(sink)
+
+    def finished(self, ask: RecordingRequest, prompt: Sequence[int], token_ids: Sequence[int], completion) -> None:
+        """Take the array [tokens - 1, decoder layers, K] that came with vLLM's last output of a completion."""
+        routes = completion.routed_experts
+        token_ids = np.asarray([*prompt, *token_ids][:-1], np.int32)
+        if routes is None or len(routes) != len(token_ids):
+            raise EngineError(
+                describe(
+                    "vLLM's capture did not return every forwarded token",
+                    where=f"request {ask.key}",
+                    got="nothing" if routes is None else f"{len(routes)} rows",
+                    expected=len(token_ids),
+                )
+            )
+        if routes.dtype.kind != "u":
+            raise EngineError(
+                describe(
+                    "vLLM's capture returned ids of another type",
+                    where=f"request {ask.key}",
+                    got=routes.dtype,
+                    expected="uint8 or uint16, whose ids cannot be negative",
+                )
+            )
+        self._forwarded += len(token_ids)
+        chosen = routes[:, self._layers].astype(self._dtype, casting="safe")
+        rows = Rows(chosen, token_ids, np.full(len(token_ids), self._version, np.int64))
+        self._sinks.add(
+            Recorded(ask, np.asarray(prompt, np.int32), cached=0, greedy=False, forwarded=len(rows)), rows, {}
+        )
+
+    def publish(self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str]) -> dict[str, RouteRef]:
+        parts = self._sinks.publish(sink, sequences, aborted)
+        return join_parts(sequences, [{key: (part.shard, part.digest) for key, part in parts.items()}])
+
+    def abandon(self, sink: str) -> None:
+        self._sinks.abandon(sink)
+
+    def set_weight_version(self, version: int) -> None:
+        self._version = version
+
+    def stats(self) -> dict[str, int]:
+        return {"forwarded": self._forwarded}
+
+
+def join_parts(
+    sequences: Mapping[str, Sequence[int]], answers: Sequence[Mapping[str, tuple[str, str]] | None]
+) -> dict[str, RouteRef]:
+    """References from what the workers answered to `moe_rl_publish`: one part per worker that records."""
+    recorded = [answer for answer in answers if answer is not None]
+    return {
+        key: RouteRef(key, len(token_ids), tuple(RoutePart(*answer[key]) for answer in recorded))
+        for key, token_ids in sequences.items()
+    }

@@ -1,0 +1,159 @@
+"""Exact byte ranges of the files of a store: a local folder by pread, any other URL by fsspec's cat_ranges."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+from moe_rl.errors import TraceError, describe
+
+# Ranges that touch become one read of at most this size, so that memory does not grow with the file.
+_READ = 8 << 20
+# Bytes asked of a remote store at once.
+_REMOTE = 64 << 20
+
+Range = tuple[int, int]
+
+
+class File(Protocol):
+    """An open file. identity: differs when the file was replaced or changed. size: in bytes."""
+
+    identity: tuple
+    size: int
+
+    def fetch(self, ranges: Iterable[Range]) -> Iterator[memoryview]:
+        """The bytes of each [start, end), in order. ranges: by rising start. Raises TraceError."""
+
+    def close(self) -> None: ...
+
+
+class LocalFolder:
+    """A folder of this machine."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def names(self) -> list[str]:
+        try:
+            return os.listdir(self.path)
+        except FileNotFoundError:
+            return []
+
+    def open(self, name: str) -> LocalFile:
+        """Raises OSError when there is no such file."""
+        # O_NONBLOCK: a pipe in the place of a file must not hang the reader.
+        return LocalFile(os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+
+
+class LocalFile:
+    """Plain reads, no memory map: a file cut short under us is an error here, no SIGBUS later."""
+
+    def __init__(self, fd: int):
+        self._fd = fd
+        status = os.fstat(fd)
+        self.size = status.st_size if stat.S_ISREG(status.st_mode) else -1
+        self.identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+    def fetch(self, ranges: Iterable[Range]) -> Iterator[memoryview]:
+        for run in _runs(ranges):
+            start, end = run[0][0], max(end for _, end in run)
+            data = memoryview(self._read(start, end - start))
+            for first, last in run:
+                yield data[first - start : last - start]
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _read(self, at: int, size: int) -> bytes:
+        try:
+            data = os.pread(self._fd, size, at)
+            while len(data) < size:
+                more = os.pread(self._fd, size - len(data), at + len(data))
+                if not more:
+                    raise TraceError(describe("file ends too early", got=f"{len(data)} bytes at {at}", expected=size))
+                data += more
+        except (OSError, MemoryError) as error:
+            raise TraceError(f"bytes {at} to {at + size} cannot be read ({error!r})") from error
+        return data
+
+
+class RemoteFolder:
+    """A folder that fsspec knows by URL. Read only."""
+
+    def __init__(self, url: str):
+        from fsspec.core import url_to_fs  # not needed where stores are local folders
+
+        self._url = url
+        self._fs, self._path = url_to_fs(url)
+
+    def __str__(self) -> str:
+        return self._url
+
+    def names(self) -> list[str]:
+        try:
+            # Listings are cached by fsspec; another process may have published since.
+            self._fs.invalidate_cache(self._path)
+            return [path.rsplit("/", 1)[-1] for path in self._fs.ls(self._path, detail=False)]
+        except FileNotFoundError:
+            return []
+
+    def open(self, name: str) -> RemoteFile:
+        """Raises OSError when there is no such file."""
+        return RemoteFile(self._fs, f"{self._path.rstrip('/')}/{name}")
+
+
+class RemoteFile:
+    def __init__(self, fs, path: str):
+        self._fs, self._path = fs, path
+        info = fs.info(path)
+        self.size = info["size"] if info["type"] == "file" else -1
+        # What a file system knows of a version differs: etag, mtime, created, ...; all of it goes in.
+        self.identity = (path, str(info))
+
+    def fetch(self, ranges: Iterable[Range]) -> Iterator[memoryview]:
+        runs, size = [], 0
+        for run in _runs(ranges):
+            runs.append(run)
+            size += max(end for _, end in run) - run[0][0]
+            if size >= _REMOTE:
+                yield from self._read(runs)
+                runs, size = [], 0
+        yield from self._read(runs)
+
+    def close(self) -> None:
+        pass
+
+    def _read(self, runs: list[list[Range]]) -> Iterator[memoryview]:
+        spans = [(run[0][0], max(end for _, end in run)) for run in runs]
+        asked = [span for span in spans if span[0] < span[1]]  # not every file system can be asked for nothing
+        starts, ends = [start for start, _ in asked], [end for _, end in asked]
+        try:
+            pieces = iter(self._fs.cat_ranges([self._path] * len(asked), starts, ends, on_error="raise"))
+        except Exception as error:  # every file system raises errors of its own
+            raise TraceError(f"{self._path} cannot be read ({error!r})") from error
+        for run, (start, end) in zip(runs, spans, strict=True):
+            data = next(pieces) if start < end else b""
+            if len(data) != end - start:
+                raise TraceError(
+                    describe("file ends too early", got=f"{len(data)} bytes at {start}", expected=end - start)
+                )
+            for first, last in run:
+                yield memoryview(data)[first - start : last - start]
+
+
+def _runs(ranges: Iterable[Range]) -> Iterator[list[Range]]:
+    """Ranges that touch or overlap, together."""
+    run: list[Range] = []
+    for start, end in ranges:
+        if run and (start > run[-1][1] or end - run[0][0] > _READ):
+            yield run
+            run = []
+        run.append((start, end))
+    if run:
+        yield run

@@ -1,0 +1,300 @@
+"""One record as bytes: a frame of head and sections. docs/trace_format.md has every byte.
+
+    magic | varint body length | body | checksum of the body    <- the head; the checksum is the record's digest
+    token blocks | chunks | expert counts | aux arrays          <- the sections, each with a checksum in the body
+
+A reader of a slice needs the head and the sections it touches, nothing else. Chunks are ordered by layer group, then
+token block: the layers of one pipeline stage lie together.
+
+Legend for shapes: T tokens, L MoE layers, K top-k experts per token, E experts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from moe_rl.errors import TraceError, describe
+from moe_rl.trace.codec import encode_chunk
+from moe_rl.trace.packing import pack_bytes, pack_ints
+from moe_rl.trace.record import MAX_ROWS, check_key, check_name
+from moe_rl.trace.shard import ShardHeader
+from moe_rl.trace.varint import Cursor, varint
+from moe_rl.types import Provenance, Span
+
+MAGIC = b"MRF2"
+MAX_HEAD = 1 << 20
+MAX_DEPTH = 64
+MAX_AUX = 64
+MAX_AUX_BYTES = 1 << 26
+# Mean count per expert from which counts are stored. Of fewer rows decoding is as quick, and they cost over 5%.
+COUNTS_FROM = 16
+
+_AUX_NAME = re.compile(r"[a-z_]{1,64}", re.ASCII)
+_AUX_DTYPES = tuple(
+    np.dtype(name) for name in ("?", "<i1", "<i2", "<i4", "<i8", "<u1", "<u2", "<u4", "<u8", "<f2", "<f4")
+)
+_CHECKSUM = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Stored bytes of a frame. kind: how they are packed. start: bytes from the beginning of the frame."""
+
+    kind: int
+    start: int
+    size: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Aux:
+    """A named array of a record."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    section: Section
+
+
+@dataclass(frozen=True, slots=True)
+class Parent:
+    """The record that a frame continues. shard: "" for the frame's own. rows: of it that come before the frame's own.
+    depth: 1 when it continues no other itself."""
+
+    shard: str
+    digest: bytes
+    rows: int
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Everything a head says. own_rows: rows stored here. chunks: by layer group, then token block."""
+
+    key: str
+    own_rows: int
+    spans: tuple[Span, ...]
+    parent: Parent | None
+    tokens: tuple[Section, ...]
+    chunks: tuple[Section, ...]
+    counts: Section | None
+    aux: tuple[Aux, ...]
+    digest: bytes
+    head_bytes: int
+    size: int
+
+    @property
+    def rows(self) -> int:
+        """Of the whole sequence."""
+        return self.own_rows + (self.parent.rows if self.parent else 0)
+
+    @property
+    def depth(self) -> int:
+        return self.parent.depth if self.parent else 0
+
+
+def build_frame(
+    shard: ShardHeader,
+    key: str,
+    routes: np.ndarray,
+    token_ids: np.ndarray,
+    spans: tuple[Span, ...],
+    parent: Parent | None,
+    aux: Mapping[str, np.ndarray],
+) -> bytes:
+    """The frame. The arguments have been checked, aux excepted.
+
+    routes [T, L, K] of the shard's layers. token_ids [T] int32. spans: canonical, over the T rows.
+    """
+    rows, block = len(routes), shard.token_block
+    routes = np.ascontiguousarray(routes, dtype=shard.spec.dtype)
+    sections: list[bytes] = []
+    body = bytearray(varint(len(key)) + key.encode("ascii") + varint(len(spans)))
+    for span in spans:
+        body += varint(span.rows << 2 | span.provenance) + varint(span.weight_version)
+    body += varint(parent.depth if parent else 0)
+    if parent:
+        body += varint(parent.rows) + parent.digest + varint(len(parent.shard)) + parent.shard.encode("ascii")
+    for at in range(0, rows, block):
+        ids = token_ids[at : at + block]
+        kind, data = pack_ints(ids)
+        body += varint(len(data) << 3 | kind) + _checksum(np.ascontiguousarray(ids, "<i4"))
+        sections.append(data)
+    for first, last in shard.groups:
+        for at in range(0, rows, block):
+            chunk = np.ascontiguousarray(routes[at : at + block, first:last])
+            kind, data = encode_chunk(chunk, shard.spec.num_experts, keep_order=shard.keep_order)
+            body += varint(kind) + varint(len(data)) + _checksum(data)
+            sections.append(data)
+    if rows * shard.spec.top_k >= COUNTS_FROM * shard.spec.num_experts:
+        kind, data = pack_ints(count_experts(routes, shard.spec.num_experts).reshape(-1))
+        body += varint(len(data) << 3 | kind) + _checksum(data)
+        sections.append(data)
+    else:
+        body += varint(0)
+    body += varint(len(aux))
+    for name, array in aux.items():
+        array = _check_aux(name, array, key)
+        kind, data = pack_bytes(array.tobytes())
+        body += varint(len(name)) + name.encode("ascii") + bytes([_AUX_DTYPES.index(array.dtype), array.ndim])
+        body += b"".join(map(varint, array.shape)) + varint(len(data) << 1 | kind) + _checksum(data)
+        sections.append(data)
+    head = MAGIC + varint(len(body)) + body
+    if len(head) + _CHECKSUM > MAX_HEAD or len(aux) > MAX_AUX:
+        raise TraceError(
+            describe(
+                "record has too many chunks, spans or aux arrays",
+                where=f"shard {shard.name}, record {key}",
+                got=f"a head of {len(head)} bytes, {len(spans)} spans, {len(aux)} arrays",
+                expected=f"a head of at most {MAX_HEAD} bytes, {MAX_AUX} arrays",
+                do="use a larger token_block or layer_group",
+            )
+        )
+    return b"".join([head, _digest(shard, body), *sections])
+
+
+def head_size(data: bytes | memoryview) -> int:
+    """Bytes of the head of the frame whose first bytes these are (14 are enough). Raises TraceError."""
+    if bytes(data[:4]) != MAGIC:
+        raise TraceError("no frame begins here")
+    cursor = Cursor(data[:14], 4)
+    size = cursor.varint() + cursor.at + _CHECKSUM
+    if size > MAX_HEAD:
+        raise TraceError("a frame has an impossible header")
+    return size
+
+
+def parse_head(shard: ShardHeader, data: bytes | memoryview) -> Frame:
+    """A head, exactly. Raises TraceError saying what is wrong; the caller adds where."""
+    size = head_size(data)
+    if size != len(data):
+        raise TraceError(f"a frame has a header of {size} bytes where {len(data)} are expected")
+    outer = Cursor(data, 4)
+    outer.varint()
+    body, digest = bytes(data[outer.at : -_CHECKSUM]), bytes(data[-_CHECKSUM:])
+    if _digest(shard, body) != digest:
+        raise TraceError("a frame's header is damaged: the checksum differs")
+    return _parse_body(shard, body, digest, size)
+
+
+def _parse_body(shard: ShardHeader, body: bytes, digest: bytes, head_bytes: int) -> Frame:
+    cursor, end = Cursor(body), head_bytes
+
+    def section(size: int, kind: int) -> Section:
+        nonlocal end
+        end += size
+        return Section(kind, end - size, size, int.from_bytes(cursor.take(_CHECKSUM), "big"))
+
+    key = check_key(cursor.text(), "a record key of it")
+    spans = []
+    for _ in range(_few(cursor, body)):
+        first, version = cursor.varint(), cursor.varint()
+        if first < 4 or first & 3 == 3:
+            raise TraceError("a span is impossible")
+        spans.append(Span(first >> 2, version, Provenance(first & 3)))
+    own_rows = sum(span.rows for span in spans)
+    parent = None
+    if depth := cursor.varint():
+        rows, parent_digest, name = cursor.varint(), cursor.take(8), cursor.text()
+        if depth > MAX_DEPTH:
+            raise TraceError(f"a record continues {depth} others, at most {MAX_DEPTH} are allowed")
+        parent = Parent(check_name(name, "a parent shard of it") if name else "", parent_digest, rows, depth)
+    if own_rows + (parent.rows if parent else 0) > MAX_ROWS:
+        raise TraceError(f"a record has more than {MAX_ROWS} rows")
+    blocks = -(-own_rows // shard.token_block)
+    if blocks * (len(shard.groups) + 1) * (_CHECKSUM + 1) > len(body):
+        raise TraceError("a frame does not list its chunks")
+    tokens, chunks = [], []
+    for _ in range(blocks):
+        packed = cursor.varint()
+        tokens.append(section(packed >> 3, packed & 7))
+    for _ in range(blocks * len(shard.groups)):
+        kind = cursor.varint()
+        chunks.append(section(cursor.varint(), kind))
+    counts = None
+    if packed := cursor.varint():
+        counts = section(packed >> 3, packed & 7)
+    aux = []
+    for _ in range(_few(cursor, body)):
+        name, (code, ndim) = cursor.text(), cursor.take(2)
+        shape = tuple(cursor.varint() for _ in range(ndim))
+        if not _AUX_NAME.fullmatch(name) or code >= len(_AUX_DTYPES) or ndim > 3:
+            raise TraceError("an aux array is impossible")
+        if any(name == other.name for other in aux) or _nbytes(shape, _AUX_DTYPES[code]) > MAX_AUX_BYTES:
+            raise TraceError("an aux array is impossible")
+        packed = cursor.varint()
+        aux.append(Aux(name, _AUX_DTYPES[code], shape, section(packed >> 1, packed & 1)))
+    if not cursor.done or len(aux) > MAX_AUX:
+        raise TraceError("a frame's header has more than it should")
+    return Frame(
+        key=key,
+        own_rows=own_rows,
+        spans=tuple(spans),
+        parent=parent,
+        tokens=tuple(tokens),
+        chunks=tuple(chunks),
+        counts=counts,
+        aux=tuple(aux),
+        digest=digest,
+        head_bytes=head_bytes,
+        size=end,
+    )
+
+
+def count_experts(routes: np.ndarray, num_experts: int) -> np.ndarray:
+    """How often each expert was chosen: int64 [L, E] of routes [T, L, K]."""
+    layers = [np.bincount(routes[:, layer].reshape(-1), minlength=num_experts) for layer in range(routes.shape[1])]
+    return np.array(layers, np.int64).reshape(-1, num_experts)
+
+
+def checksum(data) -> int:
+    """xxh3-64 of a section's stored bytes; of a token block, of its ids as little-endian int32."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def _checksum(data) -> bytes:
+    return xxhash.xxh3_64_digest(data)
+
+
+def _digest(shard: ShardHeader, body: bytes | bytearray) -> bytes:
+    return xxhash.xxh3_64_digest(shard.context + body)
+
+
+def _few(cursor: Cursor, body: bytes) -> int:
+    """A count of things that take at least two bytes each."""
+    count = cursor.varint()
+    if 2 * count > len(body):
+        raise TraceError("a frame's header lists more than it holds")
+    return count
+
+
+def _nbytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
+    total = dtype.itemsize
+    for size in shape:
+        total *= size
+    return total
+
+
+def _check_aux(name: str, array: np.ndarray, key: str) -> np.ndarray:
+    dtype = array.dtype.newbyteorder("<") if isinstance(array, np.ndarray) else None
+    if (
+        not isinstance(name, str)
+        or not _AUX_NAME.fullmatch(name)
+        or dtype not in _AUX_DTYPES
+        or array.ndim > 3
+        or array.nbytes > MAX_AUX_BYTES
+    ):
+        raise TraceError(
+            describe(
+                "aux array cannot be stored",
+                where=f"record {key}, array {name!r}",
+                got=f"{array.dtype} of shape {array.shape}" if dtype else type(array).__name__,
+                expected=f"name of a-z and _; bool, integers, float16/32; 0 to 3 dimensions, {MAX_AUX_BYTES} bytes",
+            )
+        )
+    return array.astype(dtype, order="C", copy=False)

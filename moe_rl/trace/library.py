@@ -1,0 +1,311 @@
+"""Finding records: opening shards, checking what they are, and following a record to those that it continues."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from moe_rl.errors import TraceError, describe
+from moe_rl.trace.folder import File, LocalFolder, Range, RemoteFolder
+from moe_rl.trace.frame import Frame, parse_head
+from moe_rl.trace.manifest import MANIFEST, Manifest, parse_manifest
+from moe_rl.trace.record import check_name
+from moe_rl.trace.shard import MAX_HEADER, MAX_INDEX, SUFFIX, Entry, ShardHeader, parse_header, parse_index
+from moe_rl.types import RoutePart
+
+_CACHED_SHARDS = 64
+# A frame no larger than a page is read whole, together with its head.
+_PAGE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ShardIndex:
+    """A sealed shard without its frames. start: offset of the first frame. entries: by digest, in file order."""
+
+    header: ShardHeader
+    digest: str
+    parents: tuple[str, ...]
+    entries: dict[bytes, Entry]
+    start: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A record in its shard. at: offset of its frame in the file. page: the whole frame, when that was read."""
+
+    shard: ShardIndex
+    frame: Frame
+    aborted: bool
+    at: int
+    page: memoryview | None
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows [first, first + rows) of a sequence are the first `rows` own rows of a record."""
+
+    found: Found
+    first: int
+    rows: int
+
+
+class Library:
+    """The shards of a store. Safe to share between threads; keeps the indexes of the last shards used, no open file."""
+
+    def __init__(self, root: Path | str):
+        self.folder = RemoteFolder(root) if isinstance(root, str) and "://" in root else LocalFolder(Path(root))
+        self._cache: OrderedDict[str, tuple[tuple, ShardIndex]] = OrderedDict()
+        self._manifest: tuple[tuple, Manifest] | None = None
+        self._lock = threading.Lock()
+
+    def manifest(self) -> Manifest:
+        """What the manifest says now; empty when there is none."""
+        try:
+            file = self.folder.open(MANIFEST)
+        except FileNotFoundError:
+            return Manifest({}, ())
+        except OSError as error:
+            raise TraceError(describe("manifest cannot be read", where=str(self.folder), got=error.strerror)) from error
+        try:
+            with self._lock:
+                if self._manifest is not None and self._manifest[0] == file.identity:
+                    return self._manifest[1]
+            (data,) = file.fetch([(0, max(0, file.size))])
+            manifest = parse_manifest(bytes(data))
+            with self._lock:
+                self._manifest = (file.identity, manifest)
+        finally:
+            file.close()
+        return manifest
+
+    def index(self, file: File, shard: str) -> ShardIndex:
+        """The index of an open shard, from the cache when the file is still the same one."""
+        with self._lock:
+            cached = self._cache.get(shard)
+            if cached is not None and cached[0] == file.identity:
+                self._cache.move_to_end(shard)
+                return cached[1]
+        try:
+            index = read_index(file, shard)
+            known = self.manifest().published.get(shard)
+            if known is not None and known.digest != index.digest:
+                raise TraceError(f"it has digest {index.digest} where the manifest says {known.digest}")
+        except TraceError as error:
+            raise TraceError(
+                describe(
+                    "shard is refused",
+                    where=f"{shard}{SUFFIX} in {self.folder}",
+                    got=str(error),
+                    do="drop its sequences or sample them again, and check the disk",
+                )
+            ) from error
+        with self._lock:
+            self._cache[shard] = (file.identity, index)
+            while len(self._cache) > _CACHED_SHARDS:
+                self._cache.popitem(last=False)
+        return index
+
+    def forget(self, shard: str) -> None:
+        with self._lock:
+            self._cache.pop(shard, None)
+
+
+class Reading:
+    """The shards that one call needs, each opened once. A context manager; not for several threads."""
+
+    def __init__(self, library: Library):
+        self._library = library
+        self._open: dict[str, tuple[File, ShardIndex]] = {}
+        self._found: dict[RoutePart, Found] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error_type, error, traceback) -> None:
+        for file, _ in self._open.values():
+            file.close()
+
+    def shard(self, name: str, where: str) -> ShardIndex:
+        """Raises TraceError; where: what it is needed for."""
+        if name not in self._open:
+            try:
+                file = self._library.folder.open(check_name(name) + SUFFIX)
+            except OSError as error:
+                raise TraceError(
+                    describe(
+                        "shard cannot be opened",
+                        where=f"{where} in {self._library.folder}",
+                        got=error.strerror or type(error).__name__,
+                        do="check that the store is the sampler's and that retention has not removed the shard",
+                    )
+                ) from error
+            try:
+                self._open[name] = (file, self._library.index(file, name))
+            except BaseException:
+                file.close()
+                raise
+        return self._open[name][1]
+
+    def fetch(self, shard: str, ranges: Iterable[Range]) -> Iterable[memoryview]:
+        """As File.fetch, of a shard that has been opened."""
+        try:
+            yield from self._open[shard][0].fetch(ranges)
+        except TraceError as error:
+            raise TraceError(f"shard {shard} in {self._library.folder}: {error}") from error
+
+    def find(self, parts: Iterable[tuple[RoutePart, str]]) -> None:
+        """Read the heads of these records and of all that they continue. parts: each with what it is needed for."""
+        needed = [(part, where, None) for part, where in parts]
+        while needed:
+            wanted: dict[str, dict[RoutePart, Entry]] = defaultdict(dict)
+            for part, where, _ in needed:
+                if part not in self._found:
+                    wanted[part.shard][part] = _entry(self.shard(part.shard, where), part, where)
+            for shard, entries in wanted.items():
+                self._read_heads(shard, entries)
+            for part, where, child in needed:
+                if child is not None:
+                    _check_continues(child, self._found[part], where)
+            new = [part for entries in wanted.values() for part in entries]
+            needed = [
+                (parent_part(part, found), f"shard {part.shard}, record {found.frame.key}", found)
+                for part, found in ((part, self._found[part]) for part in new)
+                if found.frame.parent is not None
+            ]
+
+    def chain(self, part: RoutePart, rows: int, where: str) -> list[Segment]:
+        """The records that together are the first `rows` rows of a record that was found, oldest first."""
+        segments = []
+        while True:
+            found = self._found[part]
+            frame = found.frame
+            if rows > frame.rows:
+                raise TraceError(
+                    describe(
+                        "record has fewer rows than are referred to",
+                        where=where,
+                        got=f"{frame.rows} rows in shard {part.shard}",
+                        expected=rows,
+                        do="do not mix shards of different runs; sample the sequence again",
+                    )
+                )
+            before = frame.parent.rows if frame.parent else 0
+            if rows > before:
+                segments.append(Segment(found, before, rows - before))
+            if frame.parent is None:
+                return segments[::-1]
+            part, rows = parent_part(part, found), min(rows, before)
+
+    def tip(self, part: RoutePart) -> Found:
+        """A record that was found."""
+        return self._found[part]
+
+    def _read_heads(self, shard: str, entries: dict[RoutePart, Entry]) -> None:
+        index = self._open[shard][1]
+        order = sorted(entries, key=lambda part: entries[part].start)
+        ranges = []
+        for part in order:
+            at = index.start + entries[part].start
+            ranges.append((at, at + (entries[part].size if entries[part].size <= _PAGE else entries[part].head_bytes)))
+        for part, data, (at, _) in zip(order, self.fetch(shard, ranges), ranges, strict=True):
+            entry = entries[part]
+            try:
+                frame = parse_head(index.header, data[: entry.head_bytes])
+                if frame.digest.hex() != part.digest:
+                    raise TraceError("another record lies where the index has this one")
+                if frame.size != entry.size:
+                    raise TraceError("its sections do not make up the frame")
+            except TraceError as error:
+                raise TraceError(
+                    describe(
+                        "record is damaged",
+                        where=f"shard {shard}, record {part.digest}, bytes {at} to {at + entry.head_bytes}",
+                        got=str(error),
+                        do="drop the sequence or sample it again, and check the disk; other records stay readable",
+                    )
+                ) from error
+            # A copy: a view would keep alive everything that was read along with it.
+            page = memoryview(bytes(data)) if entry.size <= _PAGE else None
+            self._found[part] = Found(index, frame, entry.aborted, at, page)
+
+
+def read_index(file: File, shard: str) -> ShardIndex:
+    """Header and index of a sealed shard. Raises TraceError saying what is wrong; the caller adds where."""
+    header, digest, start = read_header(file)
+    if not header.sealed:
+        raise TraceError("it was never sealed; recover() saves its complete records")
+    if header.name != shard:
+        raise TraceError(f"it was published as {header.name!r}")
+    at, size = start + header.frame_bytes, header.index_bytes
+    if at + size != file.size:
+        raise TraceError(f"it has {file.size} bytes where its header says {at + size}")
+    if size > MAX_INDEX:
+        raise TraceError(f"its index has {size} bytes, at most {MAX_INDEX} are allowed")
+    (raw,) = file.fetch([(at, at + size)])
+    parents, entries = parse_index(header, bytes(raw))
+    return ShardIndex(header, digest, parents, entries, start, file.size)
+
+
+def read_header(file: File) -> tuple[ShardHeader, str, int]:
+    """Header, digest and the offset of the first frame. Raises TraceError saying what is wrong."""
+    size = file.size
+    if size < 0:
+        raise TraceError("it is not a regular file")
+    length = size
+    if size >= 8:
+        (raw,) = file.fetch([(0, 8)])
+        length = int.from_bytes(raw, "little")
+    if length > min(MAX_HEADER, size - 8):
+        raise TraceError(f"it is cut short or no shard: header of {length} bytes in a file of {size}")
+    (raw,) = file.fetch([(0, 8 + length)])
+    return *parse_header(bytes(raw)), 8 + length
+
+
+def _entry(index: ShardIndex, part: RoutePart, where: str) -> Entry:
+    try:
+        entry = index.entries.get(bytes.fromhex(part.digest))
+    except (ValueError, TypeError):
+        entry = None
+    if entry is None:
+        raise TraceError(
+            describe(
+                "record is not in its shard",
+                where=where,
+                got=f"{len(index.entries)} records, none with digest {str(part.digest)[:40]}",
+                do="do not mix shards of different runs; sample the sequence again",
+            )
+        )
+    return entry
+
+
+def parent_part(part: RoutePart, found: Found) -> RoutePart:
+    """Where the record lies that `found`, which has a parent, continues. part: where it lies itself."""
+    parent = found.frame.parent
+    return RoutePart(parent.shard or part.shard, parent.digest.hex())
+
+
+def _check_continues(child: Found, parent: Found, where: str) -> None:
+    ours, theirs = child.shard.header, parent.shard.header
+    if (ours.spec, ours.layers, ours.keep_order) != (theirs.spec, theirs.layers, theirs.keep_order):
+        raise TraceError(
+            describe(
+                "record continues one of another model or of other layers",
+                where=where,
+                got=f"shard {theirs.name}",
+                expected=f"the model, layers and order of shard {ours.name}",
+            )
+        )
+    if child.frame.parent.depth != parent.frame.depth + 1 or child.frame.parent.rows > parent.frame.rows:
+        raise TraceError(
+            describe(
+                "record does not fit the one that it continues",
+                where=where,
+                got=f"{parent.frame.rows} rows at depth {parent.frame.depth} in shard {theirs.name}",
+                expected=f"{child.frame.parent.rows} rows at depth {child.frame.parent.depth - 1}",
+            )
+        )

@@ -1,0 +1,108 @@
+"""Saving what a dead writer left: the complete records of an unsealed file become a shard of a new name."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_rl.errors import TraceError, describe
+from moe_rl.trace.folder import LocalFile
+from moe_rl.trace.frame import Frame, Section, checksum, head_size, parse_head
+from moe_rl.trace.library import read_header
+from moe_rl.trace.packing import unpack_ints
+from moe_rl.trace.shard import ShardHeader
+from moe_rl.trace.writer import ShardWriter
+from moe_rl.types import RouteRef
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """records: of the new shard, in the order in which they had been written. left: bytes of the file that were not
+    taken. fault: what ended the records; "" when the file ends with the last of them."""
+
+    path: Path
+    records: tuple[RouteRef, ...]
+    left: int
+    fault: str
+
+
+def recover(path: Path, name: str) -> Recovered:
+    """Publish the records of an unsealed shard file, up to the first damaged one, as shard `name` in the same folder.
+
+    path: a hidden .tmp file of a store, which is left as it is; collect_garbage() removes it. Every checksum of a
+    record is verified before it is taken. Marks of aborted records are not in the file until it is sealed, so the new
+    records have none. Raises TraceError when the file's header is damaged, when its writer is still alive, and when the
+    new shard cannot be written.
+    """
+    path = Path(path)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise TraceError(describe("file to recover cannot be opened", where=str(path), got=error.strerror)) from error
+    file = LocalFile(fd)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise TraceError(
+                describe("file to recover is still being written", where=str(path), do="let its writer publish it")
+            ) from error
+        try:
+            header, _, at = read_header(file)
+        except TraceError as error:
+            raise TraceError(describe("file cannot be recovered", where=str(path), got=str(error))) from error
+        end = at + header.frame_bytes if header.sealed else file.size
+        refs, fault = [], ""
+        layout = {
+            "layers": header.layers,
+            "layer_group": header.layer_group,
+            "token_block": header.token_block,
+            "keep_order": header.keep_order,
+        }
+        with ShardWriter(path.parent, name, header.spec, **layout) as writer:
+            while at < end:
+                try:
+                    frame, data = _frame(file, header, at, end)
+                    refs.append(writer.adopt(frame, data))
+                except TraceError as error:
+                    if writer.closed:  # the new shard could not be written
+                        raise
+                    fault = str(error)
+                    break
+                at += frame.size
+            published = writer.publish()
+    finally:
+        file.close()
+    return Recovered(published, tuple(refs), file.size - at, fault)
+
+
+def _frame(file: LocalFile, header: ShardHeader, at: int, end: int) -> tuple[Frame, bytes]:
+    """The frame at `at`, all of it checked. Raises TraceError."""
+    (start,) = file.fetch([(at, min(at + 14, end))])
+    size = head_size(start)
+    if at + size > end:
+        raise TraceError("the file ends within a frame's header")
+    (head,) = file.fetch([(at, at + size)])
+    frame = parse_head(header, head)
+    if at + frame.size > end:
+        raise TraceError("the file ends within a frame")
+    (data,) = file.fetch([(at, at + frame.size)])
+    block = header.token_block
+    for number, section in enumerate(frame.tokens):
+        rows = min(block, frame.own_rows - number * block)
+        _check(checksum(unpack_ints(section.kind, _cut(data, section), rows)), section)
+    aux = [array.section for array in frame.aux]
+    for section in [*frame.chunks, *([frame.counts] if frame.counts else []), *aux]:
+        _check(checksum(_cut(data, section)), section)
+    return frame, bytes(data)
+
+
+def _cut(data: memoryview, section: Section) -> memoryview:
+    return data[section.start : section.start + section.size]
+
+
+def _check(got: int, section: Section) -> None:
+    if got != section.checksum:
+        raise TraceError(f"the checksum of a frame's bytes {section.start} to {section.start + section.size} differs")

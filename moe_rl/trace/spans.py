@@ -1,0 +1,76 @@
+"""Which weights routed which rows: run-length lists over the rows of a record, in one canonical form."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+
+from moe_rl.errors import RouteValidationError, describe
+from moe_rl.types import Provenance, Span
+
+
+def check_spans(spans: Sequence[Span], *, rows: int, where: str) -> tuple[Span, ...]:
+    """The canonical form of spans that cover exactly `rows` rows, else RouteValidationError. where: whose they are."""
+    checked = []
+    for span in spans:
+        if not isinstance(span, Span) or _integer(span.rows) is None or span.rows < 1:
+            raise RouteValidationError(
+                describe("a span of rows is impossible", where=where, got=repr(span)[:80], expected="at least 1 row")
+            )
+        version = _integer(span.weight_version)
+        if version is None or not 0 <= version < 2**63:
+            raise RouteValidationError(
+                describe(
+                    "weight version is unknown",
+                    where=where,
+                    got=repr(span.weight_version)[:40],
+                    expected="an integer from 0",
+                    do="record the version of the weights that sampled the rows",
+                )
+            )
+        if span.provenance not in (0, 1, 2):
+            raise RouteValidationError(
+                describe("provenance is unknown", where=where, got=repr(span.provenance)[:40], expected="a Provenance")
+            )
+        checked.append(Span(operator.index(span.rows), version, Provenance(span.provenance)))
+    covered = sum(span.rows for span in checked)
+    if covered != rows:
+        raise RouteValidationError(
+            describe(
+                "spans do not cover the rows",
+                where=where,
+                got=f"{covered} rows in {len(checked)} spans",
+                expected=rows,
+                do="give every forwarded token the weight version it was routed with",
+            )
+        )
+    return merge_spans(checked)
+
+
+def merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Neighbours that differ in nothing but their rows become one."""
+    merged: list[Span] = []
+    for span in spans:
+        if merged and (merged[-1].weight_version, merged[-1].provenance) == (span.weight_version, span.provenance):
+            merged[-1] = Span(merged[-1].rows + span.rows, span.weight_version, span.provenance)
+        else:
+            merged.append(span)
+    return tuple(merged)
+
+
+def cut_spans(spans: Iterable[Span], first: int, last: int) -> tuple[Span, ...]:
+    """The spans of rows [first, last)."""
+    kept, start = [], 0
+    for span in spans:
+        rows = min(start + span.rows, last) - max(start, first)
+        if rows > 0:
+            kept.append(Span(rows, span.weight_version, span.provenance))
+        start += span.rows
+    return tuple(kept)
+
+
+def _integer(value: object) -> int | None:
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None

@@ -1,0 +1,178 @@
+"""One engine, started with whatever a test wants, driven step by step: `python scenario.py SPEC RESULT`.
+
+SPEC (JSON): engine: arguments of vllm.LLM; recording: of additional_config["moe_rl"]; capture: patch | worker;
+asynchronous: whether to schedule asynchronously, which vLLM's CPU platform switches off; acts: list of
+  {"sample": [request, ...], "sink": name, "abort_after": steps}   request: key, prompt, seed, max_tokens, ...
+  {"update": {"parts": [...], "digest": ..., "version": n}}
+RESULT (JSON): acts: per "sample", the completions and references; stats of the recorder, prefix hits, and what else the
+tests want as a witness that a scenario took place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_NO_USAGE_STATS": "1"}
+os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+
+
+def main() -> None:
+    with open(sys.argv[1]) as file:
+        spec = json.load(file)
+    if spec.get("asynchronous"):
+        _schedule_asynchronously()
+    import vllm
+
+    from moe_rl.rollout.worker import CONTROL, WORKER
+    from moe_rl.sync.vllm_files import BACKEND
+
+    arguments = {
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "dtype": "float32",
+        "max_model_len": 512,
+        "max_num_seqs": 64,
+        "block_size": 32,
+        "kv_cache_memory_bytes": 64 << 20,
+        "enforce_eager": True,
+        "disable_log_stats": False,
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": CONTROL,
+        "additional_config": {"moe_rl": spec["recording"]},
+    } | spec["engine"]
+    if any("update" in act for act in spec["acts"]):
+        arguments["weight_transfer_config"] = {"backend": BACKEND}
+    if spec.get("capture") == "worker":
+        arguments["worker_cls"] = WORKER
+    llm = vllm.LLM(**arguments)
+    engine = llm.llm_engine
+    if spec.get("asynchronous"):
+        assert engine.vllm_config.scheduler_config.async_scheduling
+        assert engine.engine_core.engine_core.batch_queue is not None
+    results = []
+    for act in spec["acts"]:
+        if "update" in act:
+            update = act["update"]
+            llm.start_weight_update()
+            llm.update_weights({"update_info": {"parts": update["parts"], "digest": update["digest"]}})
+            llm.finish_weight_update(str(update["version"]))
+            llm.collective_rpc("moe_rl_set_weight_version", args=(update["version"],))
+        else:
+            results.append(_sample(llm, act))
+    metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+    with open(sys.argv[2], "w") as file:
+        json.dump(
+            {
+                "acts": results,
+                "stats": [stats for stats in llm.collective_rpc("moe_rl_stats") if stats is not None],
+                "attention": [type(group.kv_cache_spec).__name__ for group in _cache_groups(engine)],
+                "compile_cache_keys": _compile_cache_keys(engine.vllm_config),
+                "metrics": metrics,
+            },
+            file,
+        )
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _sample(llm, act: dict) -> dict:
+    """Sample, perhaps abort what is left after so many steps, publish; what came of it."""
+    from vllm import SamplingParams
+
+    engine, sink = llm.llm_engine, act["sink"]
+    requests = {}
+    for at, request in enumerate(act["sample"]):
+        name, key, prompt = f"{sink}-{at}", request.pop("key"), request.pop("prompt")
+        extra = {"moe_rl_key": key, "moe_rl_sink": sink} | request.pop("extra", {})
+        if (request.get("n") or 1) > 1:
+            extra["moe_rl_samples"] = request["n"]
+        arguments = {"temperature": 1.0, "ignore_eos": True, "logprobs": 0, "detokenize": False} | request
+        engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(**arguments, extra_args=extra))
+        requests[name] = {"key": key, "prompt": prompt, "n": arguments.get("n", 1), "samples": {}}
+    steps, aborted = 0, []
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            request = requests[output.request_id]
+            for one in output.outputs:
+                if one.logprobs is not None:
+                    logprobs = [at[token].logprob for at, token in zip(one.logprobs, one.token_ids, strict=True)]
+                    request["samples"][one.index] = (list(one.token_ids), logprobs)
+                if one.finish_reason:
+                    request.setdefault("finished", []).append(one.index)
+        steps += 1
+        if steps == act.get("abort_after"):
+            left = [name for name, request in requests.items() if len(request.get("finished", ())) < request["n"]]
+            engine.abort_request(left)
+            aborted = [requests[name]["key"] for name in left if requests[name]["samples"]]
+    engine.step()
+    completions = []
+    for request in requests.values():
+        for index, (token_ids, logprobs) in sorted(request["samples"].items()):
+            key = f"{request['key']}/{index}" if request["n"] > 1 else request["key"]
+            completions.append(
+                {"key": key, "prompt": request["prompt"], "token_ids": token_ids, "logprobs": logprobs,
+                 "aborted": key in aborted}
+            )  # fmt: skip
+    sequences = {one["key"]: [*one["prompt"], *one["token_ids"][:-1]] for one in completions}
+    answers = llm.collective_rpc("moe_rl_publish", args=(sink, sequences, aborted))
+    for one in completions:
+        one["rows"] = len(sequences[one["key"]])
+        one["parts"] = [answer[one["key"]] for answer in answers if answer is not None]
+    return {"completions": completions, "steps": steps}
+
+
+def _cache_groups(engine) -> list:
+    return engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
+
+
+def _compile_cache_keys(config) -> list[str]:
+    """Of this engine, and of the same one without recording."""
+    key = config.compute_hash()
+    config.additional_config = {}
+    return [key, config.compute_hash()]
+
+
+def _schedule_asynchronously() -> None:
+    """Overlap the scheduling of a step with the one before, as vLLM does on a GPU: its CPU platform forbids it.
+
+    What a GPU does behind a stream happens at once here; the order of the scheduler's decisions is the real one.
+    """
+    import contextlib
+
+    import torch
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls, config) -> None:
+        check(cls, config)
+        config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+    class Event:
+        def __init__(self, *args, **kwargs):
+            pass
+
+        def record(self, *args) -> None:
+            pass
+
+        synchronize = wait = record
+
+        def query(self) -> bool:
+            return True
+
+    class Stream(Event):
+        device = torch.device("cpu")
+        wait_stream = wait_event = synchronize = Event.record
+
+    torch.cuda.Stream = Stream
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    torch.cuda.current_stream = lambda *args: Stream()
+    torch.Event = Event
+
+
+if __name__ == "__main__":
+    main()

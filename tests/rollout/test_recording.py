@@ -1,0 +1,378 @@
+"""Recorded routes equal those of `transformers` in everything vLLM may do with a request; each case carries a witness
+that it did it.
+
+Legend for shapes: T tokens, L MoE layers, K top-k experts per token, E experts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from moe_rl.rollout.recording import from_start
+from moe_rl.trace import TraceStore, validate
+from moe_rl.types import Provenance, RoutePart, RouteRef
+from tests.rollout.conftest import LAYERS, TOP_K, VOCAB
+
+pytestmark = pytest.mark.slow
+
+# A k-th and a (k+1)-th router logit closer than this may change places by rounding in float32.
+TIE = 2e-6
+STOPS = list(range(0, VOCAB, 40))
+SCENARIO = Path(__file__).with_name("scenario.py")
+
+
+@dataclass
+class Outcome:
+    """What scenario.py reported, and the store it wrote to."""
+
+    result: dict
+    store: TraceStore
+
+    def completions(self, act: int = 0) -> list[dict]:
+        return self.result["acts"][act]["completions"]
+
+    @property
+    def stats(self) -> dict[str, int]:
+        return self.result["stats"][0]
+
+    @staticmethod
+    def ref(completion: dict) -> RouteRef:
+        parts = tuple(RoutePart(*part) for part in completion["parts"])
+        return RouteRef(completion["key"], completion["rows"], parts)
+
+
+@pytest.fixture
+def play(tmp_path, checkpoint):
+    """Runs scenario.py in a process of its own."""
+
+    def run(acts, *, engine=None, recording=None, timeout=240, environment=None, **spec) -> Outcome:
+        given = {"trace_root": str(tmp_path / "trace"), "model_fingerprint": "tiny"}
+        spec |= {
+            "acts": acts,
+            "engine": {"model": str(checkpoint)} | (engine or {}),
+            "recording": given | (recording or {}),
+        }
+        (tmp_path / "spec.json").write_text(json.dumps(spec))
+        command = [sys.executable, str(SCENARIO), str(tmp_path / "spec.json"), str(tmp_path / "result.json")]
+        ran = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CACHE_ROOT": str(tmp_path / "cache")} | (environment or {}),
+        )
+        assert ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:]
+        return Outcome(json.loads((tmp_path / "result.json").read_text()), TraceStore(tmp_path / "trace"))
+
+    return run
+
+
+class Router:
+    """The routers of a checkpoint in `transformers`, float32: chosen sets and by how much they were chosen."""
+
+    def __init__(self, folder: Path):
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def __call__(self, tokens) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Sorted sets [T, L, K], gaps [T, L] between the k-th and the next logit, logits [T, L, E], logprobs [T, V]."""
+        output = self._model(torch.tensor([list(tokens)]), output_router_logits=True, use_cache=False)
+        logits = torch.stack([layer.view(len(tokens), -1) for layer in output.router_logits], 1)
+        best = logits.topk(TOP_K + 1, -1)
+        sets = best.indices[..., :-1].sort(-1).values
+        gaps = best.values[..., -2] - best.values[..., -1]
+        return sets.numpy(), gaps.numpy(), logits.numpy(), output.logits[0].log_softmax(-1).numpy()
+
+
+@pytest.fixture(scope="session")
+def router(checkpoint) -> Router:
+    return Router(checkpoint)
+
+
+def agree(outcome: Outcome, router: Router, *, act: int = 0, version: int = 0) -> int:
+    """Every completion of an act: valid, from its tokens, and routed as `transformers` routes, but for ties.
+
+    Behind a tie that fell otherwise the hidden states differ, and later choices of that sequence may follow; they are
+    counted and bounded. Returns the rows compared.
+    """
+    rows = differing = 0
+    explained = True
+    for completion in outcome.completions(act):
+        tokens = [*completion["prompt"], *completion["token_ids"]]
+        ref = outcome.ref(completion)
+        record = outcome.store.read(ref)
+        validate(record, token_ids=tokens[:-1], spec=record.spec, weight_version=version, max_staleness=9, ref=ref)
+        sets, gaps, _, logprobs = router(tokens)
+        wrong = (np.sort(record.routes, -1) != sets[: len(tokens) - 1]).any(-1)
+        if wrong.any():
+            differing += int(wrong.sum())
+            token, layer = np.argwhere(wrong)[0]
+            explained &= bool(gaps[token, layer] < TIE)
+        rows += wrong.size
+        ours = logprobs[np.arange(len(completion["prompt"]) - 1, len(tokens) - 1), completion["token_ids"]]
+        if not wrong.any() and completion["logprobs"]:
+            np.testing.assert_allclose(completion["logprobs"], ours, rtol=0, atol=2e-5)
+    assert explained, "a set differs though its k-th expert was clear"
+    assert differing <= rows / 10_000, f"{differing} of {rows} sets differ"
+    return rows
+
+
+def requests(groups: int, size: int, *, prompt=70, max_tokens=24, seed=1, **more) -> list[dict]:
+    """`groups` prompts of different lengths, `size` requests with each."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(0, VOCAB, prompt + 5 * at).tolist() for at in range(groups)]
+    return [
+        {"key": f"p{at}/c{sample}", "prompt": tokens, "seed": 100 * at + sample, "max_tokens": max_tokens} | more
+        for at, tokens in enumerate(prompts)
+        for sample in range(size)
+    ]
+
+
+def provenance(outcome: Outcome, completion: dict) -> list[tuple[int, int, str]]:
+    """(rows, weight version, how) of a completion's record, run by run."""
+    record = outcome.store.read(outcome.ref(completion))
+    return [(span.rows, span.weight_version, Provenance(span.provenance).name) for span in record.spans]
+
+
+def test_what_requests_do(play, router):
+    """One engine: samples of vLLM's own, groups that share prefixes, early stops, aborts, rows from a position on."""
+    late = [one | {"extra": {"moe_rl_start": 50}} for one in requests(1, 1, seed=3)]
+    outcome = play(
+        [
+            {"sample": requests(4, 1, n=4), "sink": "n"},
+            {"sample": requests(4, 8, seed=2), "sink": "groups"},
+            {"sample": requests(6, 4, max_tokens=60, stop_token_ids=STOPS, seed=4), "sink": "stop"},
+            {"sample": requests(4, 2, max_tokens=60, seed=5), "sink": "abort", "abort_after": 20},
+            {"sample": late, "sink": "late"},
+        ]
+    )
+    for act in range(4):
+        agree(outcome, router, act=act)
+
+    assert [one["key"] for one in outcome.completions(0)[:5]] == ["p0/c0/0", "p0/c0/1", "p0/c0/2", "p0/c0/3", "p1/c0/0"]
+    groups = outcome.completions(1)
+    assert any(provenance(outcome, one)[0][2] == "CACHED" for one in groups), "no prefix was shared"
+    assert sum(outcome.store.info(outcome.ref(one)).parent is not None for one in groups) == 4 * 7
+    assert len({len(one["token_ids"]) for one in outcome.completions(2)}) > 3, "nothing stopped early"
+    for completion in outcome.completions(3):
+        assert completion["aborted"] and 0 < len(completion["token_ids"]) < 60
+        assert outcome.store.info(outcome.ref(completion)).aborted
+
+    (one,) = outcome.completions(4)
+    tokens = one["prompt"] + one["token_ids"]
+    record = outcome.store.read(from_start(outcome.ref(one), 50))
+    assert record.token_ids.tolist() == tokens[50:-1]
+    np.testing.assert_array_equal(np.sort(record.routes, -1), router(tokens)[0][50:-1])
+
+
+def test_worker_class_without_a_patch(play, router, tmp_path):
+    """The same recorder through `worker_cls`, in a copy of vLLM that was given back as it was published."""
+    from moe_rl.rollout import patches
+
+    outcome = play(
+        [{"sample": requests(3, 4), "sink": "s"}], capture="worker", environment=_pristine(tmp_path, patches)
+    )
+    agree(outcome, router)
+
+
+def _pristine(tmp_path, patches) -> dict[str, str]:
+    """An unpatched vLLM before the installed one on the path: its touched files are its own, the rest are links."""
+    source = patches.find_vllm()
+    target = tmp_path / "site" / "vllm"
+
+    def link(folder: Path) -> None:
+        (target / folder.relative_to(source)).mkdir(parents=True)
+        for path in folder.iterdir():
+            copy = target / path.relative_to(source)
+            if path.is_dir() and path in touched:
+                link(path)
+            elif path in touched:
+                copy.write_bytes(path.read_bytes())
+            else:
+                copy.symlink_to(path)
+
+    files = [source / path for path in patches.inspect(source).files]
+    touched = {source, *files, *(parent for file in files for parent in file.parents if source in parent.parents)}
+    link(source)
+    assert patches.revert(target).summary == "pristine"
+    return {"PYTHONPATH": str(tmp_path / "site")}
+
+
+def test_chunked_prefill_with_few_tokens_a_step(play, router):
+    outcome = play(
+        [{"sample": requests(6, 2, prompt=150), "sink": "s"}],
+        engine={"enable_chunked_prefill": True, "max_num_batched_tokens": 48, "max_num_seqs": 8},
+    )
+    agree(outcome, router)
+    assert outcome.stats["steps"] > 6 * 150 / 48, "prompts were not cut"
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_preemption_keeps_what_was_sampled_from(play, router, chunked):
+    """A KV cache too small for what runs at once: requests lose their blocks and are computed again."""
+    engine = {"num_gpu_blocks_override": 24, "max_num_seqs": 16}
+    engine |= {"enable_chunked_prefill": True, "max_num_batched_tokens": 64} if chunked else {}
+    outcome = play([{"sample": requests(8, 2, prompt=40, max_tokens=80), "sink": "s"}], engine=engine)
+    assert outcome.stats["preemptions"] > 3, "nothing was preempted"
+    agree(outcome, router)
+
+
+@pytest.mark.parametrize("preempt", [False, True])
+def test_asynchronous_scheduling(play, router, preempt):
+    """The next step is decided before this one's tokens are known; a stop then comes a token too late."""
+    engine = {"num_gpu_blocks_override": 24, "max_num_seqs": 16} if preempt else {}
+    outcome = play(
+        [{"sample": requests(8, 2, prompt=40, max_tokens=80, stop_token_ids=STOPS), "sink": "s"}],
+        engine=engine,
+        asynchronous=True,
+    )
+    agree(outcome, router)
+    wanted = sum(one["rows"] for one in outcome.completions())
+    if preempt:
+        assert outcome.stats["preemptions"] > 1, "nothing was preempted"
+    else:
+        cached = sum((len(one["prompt"]) - 1) // 32 * 32 for one in outcome.completions()[1::2])
+        assert outcome.stats["forwarded"] > wanted - cached, "no token was forwarded in vain"
+
+
+def test_a_weight_update_between_two_requests(play, router, other_checkpoint, tmp_path):
+    """The prefix cache is kept: rows of the old weights stay under a prompt, and say so."""
+    from safetensors.torch import load_file
+
+    from moe_rl.sync.weights import expected_digest, write_part
+
+    part = tmp_path / "part.safetensors"
+    write_part(part, load_file(other_checkpoint / "model.safetensors"))
+    update = {"parts": [str(part)], "digest": expected_digest([part]), "version": 5}
+    again = requests(2, 1, prompt=100)
+    fresh = requests(2, 1, prompt=100, seed=9)
+    outcome = play(
+        [
+            {"sample": requests(2, 1, prompt=100), "sink": "before"},
+            {"update": update},
+            {"sample": again + [one | {"key": "f" + one["key"]} for one in fresh], "sink": "after"},
+        ]
+    )
+    agree(outcome, router)
+    for completion in outcome.completions(1):
+        how = provenance(outcome, completion)
+        if completion["key"].startswith("f"):
+            assert how == [(len(completion["prompt"]), 5, "PREFILL"), (23, 5, "DECODE")]
+            sets, *_ = Router(other_checkpoint)(completion["prompt"] + completion["token_ids"])
+            record = outcome.store.read(outcome.ref(completion))
+            np.testing.assert_array_equal(np.sort(record.routes, -1), sets[:-1])
+        else:
+            assert how[0] == (96, 0, "CACHED") and how[1][1:] == (5, "PREFILL") and how[2][1:] == (5, "DECODE")
+
+
+def test_compiled(play, router):
+    """The capture is in the graph; a graph compiled without it must never be taken from the cache for it."""
+    outcome = play([{"sample": requests(4, 4), "sink": "s"}], engine={"enforce_eager": False}, timeout=400)
+    agree(outcome, router)
+    recording, off = outcome.result["compile_cache_keys"]
+    assert recording != off
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"tensor_parallel_size": 2, "enable_expert_parallel": True}, {"pipeline_parallel_size": 2}],
+    ids=["tensor+expert", "pipeline"],
+)
+def test_several_workers(play, router, layout):
+    outcome = play(
+        [{"sample": requests(4, 4), "sink": "s"}],
+        engine=layout | {"distributed_executor_backend": "mp"},
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        timeout=400,
+    )
+    agree(outcome, router)
+    assert len(outcome.completions()[0]["parts"]) == layout.get("pipeline_parallel_size", 1)
+
+
+def test_speculative_decoding_records_accepted_rows(play, router, checkpoint):
+    """The draft is the model itself, so that drafts are often right; sampled at random, so that some are not."""
+    draft = {"method": "draft_model", "model": str(checkpoint), "num_speculative_tokens": 3}
+    # Processed log-probabilities of drafted tokens come back as nan from vLLM 0.32; raw ones are right.
+    engine = {"speculative_config": draft, "logprobs_mode": "raw_logprobs"}
+    outcome = play([{"sample": requests(4, 2, max_tokens=40), "sink": "s"}], engine=engine)
+    agree(outcome, router)
+    metrics = outcome.result["metrics"]
+    drafted, accepted = (metrics[f"vllm:spec_decode_num_{name}_tokens"] for name in ("draft", "accepted"))
+    assert 0 < accepted < drafted
+
+
+def test_a_model_with_sliding_and_full_attention(play, tmp_path):
+    """gpt-oss: its KV cache is in two groups of blocks, of which the sliding one gives blocks back."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_local_experts=16,
+        num_experts_per_tok=TOP_K,
+        sliding_window=32,
+        max_position_embeddings=1024,
+        initializer_range=0.15,
+        tie_word_embeddings=False,
+    )
+    GptOssForCausalLM(config).float().save_pretrained(tmp_path / "gpt-oss")
+    asked = requests(3, 3, prompt=90, max_tokens=40)
+    outcome = play([{"sample": asked, "sink": "s"}], engine={"model": str(tmp_path / "gpt-oss")})
+    assert sorted(outcome.result["attention"]) == ["FullAttentionSpec", "SlidingWindowSpec"]
+    agree(outcome, Router(tmp_path / "gpt-oss"))
+    assert any(provenance(outcome, one)[0][2] == "CACHED" for one in outcome.completions()), "no prefix was shared"
+
+
+def test_extras(play, router):
+    """Support, log-normaliser and router logits are those of `transformers`."""
+    asked = requests(3, 2, top_k=20, top_p=0.8, temperature=0.9) + [
+        one | {"key": f"free{at}"} for at, one in enumerate(requests(1, 1, seed=7))
+    ]
+    outcome = play(
+        [{"sample": asked, "sink": "s"}],
+        recording={"support": True, "log_normalizer": True, "router_logits_fraction": 0.25},
+    )
+    agree_routes_only = [one | {"logprobs": []} for one in outcome.completions()]
+    outcome.result["acts"][0]["completions"] = agree_routes_only
+    agree(outcome, router)
+    kept = rows = 0
+    for completion in outcome.completions():
+        ref = outcome.ref(completion)
+        tokens = completion["prompt"] + completion["token_ids"]
+        _, _, logits, logprobs = router(tokens)
+        counts, ids = outcome.store.aux(ref, "support_counts"), outcome.store.aux(ref, "support_ids")
+        mass = outcome.store.aux(ref, "log_normalizer")
+        assert len(counts) == len(mass) == len(completion["token_ids"])
+        if completion["key"].startswith("free"):
+            assert not counts.any() and not ids.size and np.abs(mass).max() < 1e-5
+        else:
+            starts = [0, *np.cumsum(counts).tolist()]
+            for at, token in enumerate(completion["token_ids"]):
+                scaled = torch.tensor(logprobs[len(completion["prompt"]) - 1 + at] / 0.9).log_softmax(-1)
+                support = ids[starts[at] : starts[at + 1]]
+                assert token in support and 1 <= len(support) <= 20 and (np.diff(support) > 0).all()
+                inside = scaled[support.tolist()]
+                assert float(inside.min()) >= float(scaled.topk(len(support)).values[-1]) - 1e-5
+                np.testing.assert_allclose(mass[at], inside.logsumexp(0), atol=1e-4)
+        chosen, stored = outcome.store.aux(ref, "router_logits_rows"), outcome.store.aux(ref, "router_logits")
+        np.testing.assert_allclose(stored, logits[chosen], rtol=0, atol=2e-5)
+        kept, rows = kept + len(chosen), rows + completion["rows"]
+        assert stored.shape[1:] == (LAYERS, logits.shape[-1])
+    assert 0.1 < kept / rows < 0.3  # a quarter, less the rows that came from the prefix cache

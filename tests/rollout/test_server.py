@@ -1,0 +1,524 @@
+"""A recording server, reached through HTTP: right routes, nothing without the token, and no call that breaks it.
+
+One server runs for all of the module; the last test ends it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from unittest.mock import patch
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from moe_rl.errors import EngineError
+from moe_rl.rollout import serve
+from moe_rl.rollout.server import VllmServer, read_token
+from moe_rl.trace import TraceStore, validate
+from moe_rl.types import GenerateRequest, Provenance, RoutePart, RouteRef
+
+# The first test waits for the server, which on a busy machine takes long.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools" / "serve_vllm.py"
+MAX_LEN = 256
+# A k-th and a (k+1)-th router logit closer than this may change places by rounding in float32.
+TIE = 2e-6
+START_SECONDS, STOP_SECONDS = 200, 15
+
+
+@dataclass
+class Running:
+    """The server's process, what it announced, its log, and connections to it."""
+
+    process: subprocess.Popen
+    ready: dict
+    log: Path
+    web: httpx.Client
+
+    @property
+    def url(self) -> str:
+        return self.ready["url"]
+
+    @property
+    def token(self) -> str:
+        return read_token(Path(self.ready["token_file"]))
+
+    @property
+    def store(self) -> TraceStore:
+        return TraceStore(Path(self.ready["trace_root"]))
+
+    def client(self, **settings) -> VllmServer:
+        return VllmServer(self.url, Path(self.ready["token_file"]), **settings)
+
+    def http(self, method: str, path: str, *, token: str | None = None, **more) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
+        return self.web.request(method, path, headers=headers, **more)
+
+    def control(self, path: str, body: object) -> httpx.Response:
+        return self.http("POST", f"/moe_rl/{path}", token=self.token, json=body)
+
+    def processes(self) -> list[psutil.Process]:
+        main = psutil.Process(self.ready["pid"])
+        return [main, *main.children(recursive=True)]
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server")
+    command = [sys.executable, str(TOOL), "--model", str(checkpoint), "--model-fingerprint", "tiny"]
+    command += ["--trace-root", str(folder / "trace"), "--token-file", str(folder / "token")]
+    command += ["--json", str(folder / "ready.json"), "--", "--dtype", "float32", "--max-model-len", str(MAX_LEN)]
+    command += ["--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32", "--enforce-eager"]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CACHE_ROOT": str(folder / "cache"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TORCH_COMPILE_DISABLE": "1",
+    }
+    with open(folder / "log", "wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=folder)
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not (folder / "ready.json").exists():
+            tail = (folder / "log").read_text(errors="replace")[-4000:]
+            assert process.poll() is None and time.monotonic() < deadline, tail
+            time.sleep(0.1)
+        ready = json.loads((folder / "ready.json").read_text())
+        limits = httpx.Limits(keepalive_expiry=1)
+        with httpx.Client(base_url=ready["url"], timeout=30, trust_env=False, limits=limits) as web:
+            yield Running(process, ready, folder / "log", web)
+    finally:
+        if process.poll() is None:
+            for one in psutil.Process(process.pid).children(recursive=True):
+                one.kill()
+            process.kill()
+            process.wait()
+
+
+class Router:
+    """The routers of a checkpoint in `transformers`, float32: chosen sets and by how much they were chosen."""
+
+    def __init__(self, folder: Path):
+        from transformers import Qwen3MoeForCausalLM
+
+        self._model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def __call__(self, tokens) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Sorted sets [T, L, K], gaps [T, L] to the next logit, logprobs [T - 1] of all tokens but the first."""
+        ids = torch.tensor([list(tokens)])
+        output = self._model(ids, output_router_logits=True, use_cache=False)
+        top_k = self._model.config.num_experts_per_tok
+        best = torch.stack(list(output.router_logits), 1).topk(top_k + 1, -1)
+        sets, gaps = best.indices[..., :-1].sort(-1).values, best.values[..., -2] - best.values[..., -1]
+        logprobs = output.logits[0].log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0]
+        return sets.numpy(), gaps.numpy(), logprobs.numpy()
+
+
+@pytest.fixture(scope="module")
+def router(checkpoint) -> Router:
+    return Router(checkpoint)
+
+
+def agree(store: TraceStore, router: Router, completions, *, version: int = 0) -> None:
+    """Every completion: valid, from its tokens, sampled and routed as `transformers` does, but for ties.
+
+    Behind a tie that fell otherwise the hidden states differ, so the rest of that sequence is not compared; there may
+    be few of them.
+    """
+    skipped = 0
+    for one in completions:
+        tokens = [*one.prompt_token_ids, *one.token_ids]
+        record = store.read(one.routes)
+        validate(record, token_ids=tokens[:-1], spec=record.spec, weight_version=version, ref=one.routes)
+        sets, gaps, logprobs = router(tokens)
+        wrong = np.argwhere((np.sort(record.routes, -1) != sets[:-1]).any(-1))
+        if wrong.size:
+            assert gaps[tuple(wrong[0])] < TIE, f"{one.key}: a set differs though its k-th expert was clear"
+            skipped += 1
+            continue
+        np.testing.assert_allclose(one.logprobs, logprobs[len(one.prompt_token_ids) - 1 :], rtol=0, atol=1e-5)
+    assert skipped <= len(completions) / 50
+
+
+def grow(requests, max_tokens: int) -> list[GenerateRequest]:
+    return [replace(request, max_tokens=max_tokens) for request in requests]
+
+
+def alive(server: Running) -> None:
+    """The server still samples and records."""
+    client, name = server.client(), f"alive-{time.monotonic_ns()}"
+    (one,) = client.generate([GenerateRequest("a", (1, 2, 3), 1, 4, 1.0, ())], shard=name)
+    assert len(one.token_ids) == 4 and server.store.info(one.routes).rows == 6
+
+
+def test_groups_of_eight_clients_agree_with_transformers(server, router, requests_of):
+    """Each client samples its own groups, all at once; the groups share prompts within and between clients."""
+    requests = requests_of(2, 4, max_tokens=16)
+    before = server.client().stats()[0]
+    with ThreadPoolExecutor(8) as clients:
+        results = list(
+            clients.map(lambda at: server.client(connections=4).generate(requests, shard=f"client{at}"), range(8))
+        )
+    for completions in results:
+        assert [one.key for one in completions] == [request.key for request in requests]
+        assert all(one.finish_reason == "length" and one.weight_version == 0 for one in completions)
+    # What a client got does not depend on the others, but for ties of the sampler: compared where it is cheap.
+    agree(server.store, router, results[0] + results[7])
+    assert {tuple(one.token_ids for one in completions) for completions in results} == {
+        tuple(one.token_ids for one in results[0])
+    }
+    for completions in results[1:7]:
+        for one in completions:
+            record = server.store.read(one.routes)
+            tokens = [*one.prompt_token_ids, *one.token_ids][:-1]
+            validate(record, token_ids=tokens, spec=record.spec, weight_version=0, ref=one.routes)
+    stats = server.client().stats()[0]
+    rows = sum(one.routes.rows for completions in results for one in completions)
+    assert stats["forwarded"] - before.get("forwarded", 0) < rows / 2, "no prefix was shared"
+    assert stats["requests"] - before.get("requests", 0) == 64
+
+
+def test_what_a_request_asks_for(server, router, requests_of):
+    """Stop tokens, one that is not recorded, and a next turn that continues a record."""
+    first, second = requests_of(1, 2, max_tokens=60)
+    stops = replace(first, stop_token_ids=tuple(range(0, 512, 20)), seed=5)
+    silent = replace(second, record=False)
+    one, two = server.client().generate([stops, silent], shard="asked")
+    assert one.finish_reason == "stop" and one.token_ids[-1] in stops.stop_token_ids
+    assert two.routes is None and len(two.token_ids) == 60
+    dialogue = one.prompt_token_ids + one.token_ids + (7, 8, 9)
+    turn = GenerateRequest("turn2", dialogue, 3, 10, 1.0, (), parent=one.routes)
+    (three,) = server.client().generate([turn], shard="turn2")
+    agree(server.store, router, [one, three])
+    info = server.store.info(three.routes)
+    assert info.own_rows == three.routes.rows - one.routes.rows
+
+
+def test_enough_aborts_the_rest_and_keeps_their_rows(server, router, requests_of):
+    requests = [replace(one, max_tokens=150 if at % 2 else 10) for at, one in enumerate(requests_of(4, 2))]
+    completions = server.client().generate(requests, shard="enough", enough=4)
+    cut = [one for one in completions if one.finish_reason == "abort"]
+    assert sum(one.finish_reason == "length" for one in completions) >= 4
+    assert len(cut) >= 3 and all(0 < len(one.token_ids) < 150 for one in cut), "nothing was cut short"
+    agree(server.store, router, completions)
+    for one in completions:
+        assert server.store.info(one.routes).aborted == (one.finish_reason == "abort")
+
+
+def test_a_client_that_goes_away_leaves_the_rows_of_the_tokens_it_saw(server, router):
+    """By hand: a stream is dropped in the middle; whoever knows its tokens publishes them, and the engine is freed."""
+    prompt, headers = list(range(100, 160)), {"Authorization": f"Bearer {server.token}"}
+    assert server.control("open", {"sink": "gone"}).status_code == 200
+    asked = {"moe_rl_key": "left", "moe_rl_sink": "gone"}
+    params = {"max_tokens": 190, "seed": 1, "ignore_eos": True, "detokenize": False, "logprobs": 0}
+    body = {"token_ids": prompt, "stream": True, "sampling_params": params | {"extra_args": asked}}
+    tokens = []
+    with server.web.stream("POST", "/inference/v1/generate", json=body, headers=headers) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                tokens += json.loads(line[6:])["choices"][0]["token_ids"]
+            if len(tokens) >= 12:
+                break
+    forwarded = prompt + tokens[:-1]
+    answer = server.control("publish", {"sink": "gone", "sequences": {"left": forwarded}, "aborted": ["left"]})
+    assert answer.status_code == 200, answer.text
+    shard, digest = (answer.json()["left"]["parts"][0][name] for name in ("shard", "digest"))
+    ref = RouteRef("left", len(forwarded), (RoutePart(shard, digest),))
+    record = server.store.read(ref)
+    assert record.aborted and record.token_ids.tolist() == forwarded
+    np.testing.assert_array_equal(np.sort(record.routes, -1), router(prompt + tokens)[0][: len(forwarded)])
+    metrics = server.http("GET", "/metrics", token=server.token).text
+    running = [line for line in metrics.splitlines() if line.startswith("vllm:num_requests_running")]
+    assert running and all(float(line.split()[-1]) == 0 for line in running)
+
+
+def test_rows_remember_the_version_of_the_weights(server, requests_of):
+    client = server.client()
+    requests = requests_of(1, 2, max_tokens=5)
+    try:
+        client.set_weight_version(5)
+        assert client.recording().weight_version == 5
+        changed = [replace(one, prompt_token_ids=one.prompt_token_ids[::-1]) for one in requests]
+        completions = client.generate(changed, shard="version5")
+    finally:
+        client.set_weight_version(0)
+    for one in completions:
+        spans = server.store.read(one.routes).spans
+        assert one.weight_version == 5 and {span.weight_version for span in spans} == {5}
+    assert server.store.read(completions[0].routes).spans[-1].provenance is Provenance.DECODE
+
+
+def test_every_route_wants_the_token(server):
+    """All that the server offers, and what it does not; the same calls with the token are the witness."""
+    documented = server.http("GET", "/openapi.json", token=server.token).json()["paths"]
+    routes = [(method.upper(), path) for path, methods in documented.items() for method in methods]
+    assert len(routes) > 15 and ("POST", "/inference/v1/generate") in routes
+    hidden = ["/openapi.json", "/docs", "/redoc", "/metrics", "/moe_rl/stats", "/moe_rl/recording", "/nothing", "/"]
+    routes += [("GET", path) for path in hidden]
+    routes += [("POST", f"/moe_rl/{name}") for name in ("open", "publish", "abandon", "weight_version", "nothing")]
+    routes += [
+        ("OPTIONS", "/v1/models"),
+        ("HEAD", "/health"),
+        ("POST", "/health"),
+        ("GET", "/health/"),
+        ("GET", "//health"),
+    ]
+    wrong = [None, "x" * 43, server.token[:-1], server.token + "x", server.token.swapcase()]
+    for method, path in routes:
+        if (method, path) == ("GET", "/health"):
+            continue
+        for token in wrong:
+            answer = server.http(method, path, token=token)
+            assert answer.status_code == 401, f"{method} {path} with {token}: {answer.status_code}"
+    for headers in (
+        {"Authorization": server.token},
+        {"Authorization": f"Basic {server.token}"},
+        {"X-API-Key": server.token},
+    ):
+        assert server.web.get("/metrics", headers=headers).status_code == 401
+    twice = [("Authorization", f"Bearer {server.token}"), ("Authorization", "Bearer x")]
+    assert server.web.get("/metrics", headers=twice).status_code == 401
+    assert server.http("GET", "/health").status_code == 200
+    for path in ("/metrics", "/v1/models", "/moe_rl/stats"):
+        assert server.http("GET", path, token=server.token).status_code == 200
+
+
+def test_a_websocket_wants_the_token(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    upgrade = f"GET /v1/realtime HTTP/1.1\r\nHost: {host}\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    upgrade += "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(upgrade.encode())
+        status = int(connection.recv(4096).split()[1])
+    assert status in (401, 403)
+
+
+def test_listeners_are_on_loopback(server):
+    found = [
+        connection.laddr.ip
+        for process in server.processes()
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN or connection.type == socket.SOCK_DGRAM
+    ]
+    assert found, "no listener was found, not even the server's own"
+    assert all(ipaddress.ip_address(address).is_loopback for address in found), found
+
+
+def test_the_token_is_told_to_nobody(server):
+    path = Path(server.ready["token_file"])
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and len(server.token) >= 43
+    assert server.token not in server.log.read_text(errors="replace")
+    for process in server.processes():
+        assert server.token not in " ".join(process.cmdline())
+        assert server.token not in " ".join(process.environ().values())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("open", {"sink": "../x"}, 400, "not allowed"),
+        ("open", {"sink": ""}, 400, "not allowed"),
+        ("open", {"sink": 3}, 400, "str"),
+        ("open", {}, 400, "sink"),
+        ("open", {"sink": "s", "other": 1}, 400, "other"),
+        ("open", [1], 400, "object"),
+        ("open", {"sink": "x" * 70_000}, 413, "65536"),
+        ("publish", {"sink": "unknown", "sequences": {}}, 400, "nothing was recorded"),
+        ("publish", {"sink": "unknown", "sequences": {"k": [1, 2]}}, 400, "nothing was recorded"),
+        ("publish", {"sink": "s", "sequences": {"k": ["1"]}}, 400, "int"),
+        ("publish", {"sink": "s", "sequences": {"k": [-1]}}, 400, "0"),
+        ("publish", {"sink": "s", "sequences": {"k": [2**40]}}, 400, "2147483647"),
+        ("publish", {"sink": "s", "sequences": {}, "aborted": ["k"]}, 400, "none of the sequences"),
+        ("weight_version", {"version": -1}, 400, "0"),
+        ("weight_version", {"version": 2**80}, 400, "int"),
+        ("weight_version", {"version": "1"}, 400, "int"),
+        ("nothing", {}, 404, "no such route"),
+        ("stats", {}, 405, "GET"),
+    ],
+)
+def test_a_wrong_control_call_is_refused(server, path, body, status, message):
+    answer = server.control(path, body)
+    assert (answer.status_code, list(answer.json())) == (status, ["error"])
+    assert message in answer.json()["error"]
+
+
+def test_a_wrong_control_call_breaks_nothing(server, requests_of):
+    """Behind all those refusals, and some that are no JSON at all or never end, the server samples and records."""
+    for content in (b"", b"{", b"\xff\xfe", b"[" * 50_000):
+        assert server.http("POST", "/moe_rl/open", token=server.token, content=content).status_code == 400
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"POST /moe_rl/open HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {server.token}\r\n"
+        connection.sendall(f'{head}Content-Length: 1000\r\n\r\n{{"sink":'.encode())
+        alive(server)
+    # A key that was not recorded: its shard is dropped as a whole, and the name is free again.
+    client = server.client()
+    client.generate(requests_of(1, 1), shard="before")
+    assert server.control("open", {"sink": "half"}).status_code == 200
+    answer = server.control("publish", {"sink": "half", "sequences": {"nobody": [1, 2, 3]}})
+    assert answer.status_code == 400 and "not recorded" in answer.json()["error"]
+    assert "half" not in server.store.shards()
+    client.generate(requests_of(1, 1), shard="half")
+    alive(server)
+
+
+def test_a_shard_waits_for_the_requests_that_still_add_to_it(server):
+    """Published in the middle of a request, which would else be lost."""
+    params = {"max_tokens": 200, "ignore_eos": True, "detokenize": False}
+    params["extra_args"] = {"moe_rl_key": "slow", "moe_rl_sink": "waits"}
+    body = {"token_ids": [5] * 40, "stream": True, "sampling_params": params}
+    headers = {"Authorization": f"Bearer {server.token}"}
+    with server.web.stream("POST", "/inference/v1/generate", json=body, headers=headers) as response:
+        chunks = response.iter_bytes()
+        next(chunks)
+        answer = server.control("publish", {"sink": "waits", "sequences": {}})
+    assert answer.status_code == 200, answer.text
+    assert [(ref.key, ref.rows) for ref in server.store.records("waits")] == [("slow", 239)]
+
+
+def test_clients_say_what_is_wrong(server, requests_of, tmp_path):
+    client = server.client()
+    (request,) = requests_of(1, 1)
+    for wrong, message in (
+        ([request, request], "a key used twice"),
+        (grow([request], MAX_LEN), "max_model_len"),
+        ([replace(request, prompt_token_ids=())], "an empty prompt"),
+        ([replace(request, prompt_token_ids=(5, 512))], "token ids from 5 to 512.*0 to 511"),
+        ([replace(request, temperature=-1.0)], "HTTP 400"),
+    ):
+        with pytest.raises(EngineError, match=message):
+            client.generate(wrong, shard="wrong")
+    assert "wrong" not in server.store.shards()
+    client.generate([request], shard="taken")
+    with pytest.raises(EngineError, match="exists"):
+        client.generate([request], shard="taken")
+    with pytest.raises(EngineError, match="hangs.*no sign of life for 0.2 s"):
+        server.client(timeout_seconds=0.2).generate(grow([request], 180), shard="late")
+    stranger = tmp_path / "token"
+    serve._make_token(stranger)
+    with pytest.raises(EngineError, match="HTTP 401"):
+        VllmServer(server.url, stranger).stats()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(EngineError, match="cannot be reached"):
+        VllmServer(url, stranger).stats()
+    alive(server)
+
+
+@pytest.mark.parametrize(
+    ("mode", "text", "message"),
+    [
+        (0o644, "x" * 43, "no secret"),
+        (0o600, "short", "no token"),
+        (0o600, "x" * 42 + "!", "no token"),
+        (None, "", "read"),
+    ],
+)
+def test_tokens_that_are_no_secret_are_refused(tmp_path, mode, text, message):
+    path = tmp_path / "token"
+    if mode is not None:
+        path.write_text(text)
+        path.chmod(mode)
+    with pytest.raises(EngineError, match=message):
+        read_token(path)
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    with pytest.raises(EngineError, match="cannot be"):
+        read_token(link)
+
+
+def test_a_token_is_made_once(tmp_path):
+    serve._make_token(tmp_path / "token")
+    token = read_token(tmp_path / "token")
+    serve._make_token(tmp_path / "token")
+    assert read_token(tmp_path / "token") == token and stat.S_IMODE((tmp_path / "token").stat().st_mode) == 0o600
+
+
+def test_other_machines_are_listened_to_only_when_told(capsys):
+    with serve._listener(None, 0) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+    assert capsys.readouterr().err == ""
+    with serve._listener("0.0.0.0", 0) as listener:
+        assert listener.getsockname()[0] == "0.0.0.0"
+    assert "warning: 0.0.0.0" in capsys.readouterr().err
+
+
+@pytest.fixture
+def refused(checkpoint, tmp_path, capsys):
+    """Calls the tool's main with bad arguments; what it says."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    tokens = tmp_path / "token"
+
+    def call(*changes: str) -> str:
+        usual = ["--model", str(checkpoint), "--model-fingerprint", "tiny", "--trace-root", str(tmp_path / "trace")]
+        assert serve.main([*usual, "--token-file", str(tokens), *changes]) == 2
+        assert not (tmp_path / "trace").exists()
+        return capsys.readouterr().err
+
+    with patch.dict(os.environ):
+        yield call
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_what_cannot_be_served_is_refused_at_once(refused, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert "cannot listen" in refused("--port", str(taken.getsockname()[1]))
+    assert "cannot listen" in refused("--host", "192.0.2.77")
+    assert "no such folder" in refused("--model", str(tmp_path / "nowhere"), "--model-fingerprint", "")
+    (tmp_path / "open").write_text("x" * 43)
+    (tmp_path / "open").chmod(0o640)
+    assert "no secret" in refused("--token-file", str(tmp_path / "open"))
+
+
+@pytest.mark.parametrize(
+    ("further", "option"),
+    [
+        (["--host", "0.0.0.0"], "--host"),
+        (["--uds", "socket"], "--uds"),
+        (["--middleware", "a.b"], "--middleware"),
+        (["--api-key", "k"], "--api-key"),
+        (["--additional-config", '{"moe_rl": {}}'], "--additional-config"),
+        (["--worker_extension_cls=a.b"], "--worker-extension-cls"),
+        (["--no-skip-tokenizer-init", "--enable-chunked-prefill"], "--enable-chunked-prefill"),
+    ],
+)
+def test_arguments_of_vllm_that_would_open_a_side_door_are_refused(refused, further, option):
+    assert f"not free here ({option})" in refused("--", *further)
+
+
+def test_sigterm_ends_every_process(server):
+    """The last test of the module, with a request under way."""
+    processes = server.processes()
+    assert len(processes) > 2
+    request = GenerateRequest("long", tuple(range(40)), 1, 200, 1.0, ())
+    with ThreadPoolExecutor(1) as client:
+        under_way = client.submit(server.client(timeout_seconds=STOP_SECONDS).generate, [request], shard="last")
+        time.sleep(0.2)
+        server.process.terminate()
+        assert server.process.wait(STOP_SECONDS) == 0
+        with pytest.raises(EngineError):
+            under_way.result()
+    _, left = psutil.wait_procs(processes[1:], timeout=5)
+    assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
+    assert "last" not in server.store.shards()

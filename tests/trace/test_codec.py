@@ -1,0 +1,405 @@
+"""Every codec gives back what it was given, and nothing but valid sets comes out of anything else.
+
+Legend for shapes: T tokens, L layers, K top-k.
+"""
+
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations, product
+from math import ceil, comb, log2
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from moe_rl.errors import TraceError
+from moe_rl.trace import codec, enumerative
+from moe_rl.trace.codec import Codec, decode_chunk, encode_chunk
+
+
+def id_dtype(num_experts):
+    return np.uint8 if num_experts <= 256 else np.uint16
+
+
+def random_routes(tokens, layers, top_k, num_experts, seed=0, kinds=None):
+    """Distinct ids in random order. kinds: how many sets to choose from; None for a new one every time."""
+    rng = np.random.default_rng(seed)
+    sets = tokens * layers
+    kinds = sets if kinds is None else min(kinds, sets)
+    if num_experts <= 512:
+        ids = np.argsort(rng.random((kinds, num_experts)), axis=1)[:, :top_k]
+    else:
+        ids = np.array([rng.choice(num_experts, top_k, replace=False) for _ in range(kinds)]).reshape(kinds, top_k)
+    ids = ids[rng.integers(0, kinds, sets)] if kinds < sets else ids
+    return ids.astype(id_dtype(num_experts)).reshape(tokens, layers, top_k)
+
+
+def all_encodings(routes, num_experts):
+    """What every codec that applies makes of a chunk: (codec, keep_order, bytes)."""
+    top_k = routes.shape[2]
+    ascending = np.sort(routes, axis=-1).reshape(-1, top_k)
+    encodings = [(Codec.RAW, False, ascending.tobytes()), (Codec.RAW, True, routes.tobytes())]
+    if routes.size:
+        given = routes.reshape(-1, top_k)
+        encodings.append((Codec.GAP, False, codec._compress(codec._skips(ascending))))
+        encodings.append((Codec.ORDERED, True, codec._compress(given)))
+    if enumerative.rank_bits(num_experts, top_k) is not None:
+        encodings.append((Codec.ENUM, False, enumerative.encode(ascending, num_experts)))
+    return encodings
+
+
+def gap_chunk(skips, num_experts):
+    """A GAP chunk of hand-made skips [T, L, K]."""
+    return codec._compress(np.array(skips, id_dtype(num_experts)).reshape(-1, np.shape(skips)[-1]))
+
+
+@st.composite
+def chunks(draw):
+    """(routes [T, L, K], num_experts)."""
+    num_experts = draw(st.sampled_from([1, 2, 3, 8, 31, 60, 64, 128, 160, 255, 256, 257, 384, 512, 65536]))
+    top_k = draw(st.integers(1, min(num_experts, 12)))
+    if num_experts <= 64 and draw(st.booleans()):
+        top_k = draw(st.integers(1, num_experts))
+    tokens = draw(st.sampled_from([0, 1, 2, 3, 5, 63, 64, 65]))
+    layers = draw(st.integers(1, 4))
+    kinds = draw(st.sampled_from([None, 1, 3]))
+    return random_routes(tokens, layers, top_k, num_experts, draw(st.integers(0, 2**32)), kinds), num_experts
+
+
+CORNERS = [
+    (random_routes(0, 3, 4, 32), 32),
+    (random_routes(7, 2, 1, 1), 1),
+    (np.array([[[93, 61]]], np.uint8), 128),
+    (random_routes(33, 1, 1, 256), 256),
+    (random_routes(33, 1, 1, 65536), 65536),
+    (np.array([[[65535, 0]], [[0, 65535]], [[65534, 65535]]], np.uint16), 65536),
+    (np.array([[[255, 0]], [[0, 255]], [[254, 255]]], np.uint8), 256),
+    (random_routes(2, 2, 256, 256), 256),
+    (random_routes(2, 1, 300, 300), 300),
+    (random_routes(3, 3, 40, 200), 200),
+    (random_routes(3, 3, 62, 64), 64),
+    (random_routes(3, 3, 4, 65536), 65536),
+    # Several zstd blocks.
+    (random_routes(2500, 12, 8, 128), 128),
+    (random_routes(1500, 12, 8, 384), 384),
+]
+
+
+def with_corners(test):
+    for corner in CORNERS:
+        test = example(corner)(test)
+    return test
+
+
+@with_corners
+@settings(max_examples=150, deadline=None)
+@given(chunks())
+def test_what_goes_in_comes_out(chunk):
+    routes, num_experts = chunk
+    given_bytes = routes.tobytes()
+    for keep_order in (False, True):
+        kind, data = encode_chunk(routes, num_experts, keep_order=keep_order)
+        assert routes.tobytes() == given_bytes
+        again = decode_chunk(kind, memoryview(data), routes.shape, num_experts, keep_order=keep_order)
+        expected = routes if keep_order else np.sort(routes, axis=-1)
+        assert again.dtype == routes.dtype and again.flags.writeable
+        np.testing.assert_array_equal(again, expected)
+        # Sets that are sorted already are coded the same.
+        if not keep_order:
+            assert encode_chunk(expected, num_experts) == (kind, data)
+
+
+@with_corners
+@settings(max_examples=150, deadline=None)
+@given(chunks())
+def test_every_codec_round_trips_and_the_smallest_is_taken(chunk):
+    routes, num_experts = chunk
+    sizes = {False: {}, True: {}}
+    for kind, keep_order, data in all_encodings(routes, num_experts):
+        again = decode_chunk(kind, data, routes.shape, num_experts, keep_order=keep_order)
+        np.testing.assert_array_equal(again, routes if keep_order else np.sort(routes, axis=-1))
+        sizes[keep_order][kind] = len(data)
+    for keep_order, by_kind in sizes.items():
+        kind, data = encode_chunk(routes, num_experts, keep_order=keep_order)
+        assert len(data) == by_kind[kind]
+        # Long chunks may stay with GAP for speed where ENUM saves less than a sixteenth.
+        slack = 1 if keep_order or routes.nbytes <= 4096 else 16 / 15
+        assert len(data) <= min(by_kind.values()) * slack
+
+
+@given(st.integers(1, 12).flatmap(lambda k: st.tuples(st.just(k), st.integers(k, 200))), st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_ranks_are_those_of_the_definition(sizes, seed):
+    top_k, num_experts = sizes
+    width = enumerative.rank_bits(num_experts, top_k)
+    if comb(num_experts, top_k) >= 2**64:
+        assert width is None
+        return
+    assert width == ceil(log2(comb(num_experts, top_k))) or comb(num_experts, top_k) > 2**52
+    ids = np.sort(random_routes(9, 1, top_k, num_experts, seed).reshape(9, top_k), axis=1)
+    ranks = [sum(comb(int(c), i + 1) for i, c in enumerate(row)) for row in ids]
+    stream = sum(rank << (width * i) for i, rank in enumerate(ranks))
+    assert enumerative.encode(ids, num_experts) == stream.to_bytes(ceil(9 * width / 8), "little")
+
+
+def test_ranks_count_the_sets_in_colexicographic_order():
+    sets = np.array(sorted(combinations(range(9), 4), key=lambda ids: ids[::-1]), np.uint8)
+    data = enumerative.encode(sets, 9)
+    stream, width = int.from_bytes(data, "little"), enumerative.rank_bits(9, 4)
+    assert [stream >> (i * width) & (2**width - 1) for i in range(len(sets))] == list(range(comb(9, 4)))
+
+
+@pytest.mark.parametrize("num_experts, top_k", [(68, 33), (67, 33), (67, 34), (2**16, 4), (2**16, 2**16 - 3)])
+def test_ranks_of_nearly_64_bits(num_experts, top_k):
+    assert (comb(num_experts, top_k) < 2**64) == (enumerative.rank_bits(num_experts, top_k) is not None)
+    if comb(num_experts, top_k) < 2**64:
+        # The last set has the largest rank.
+        ids = np.stack([np.arange(num_experts - top_k, num_experts), np.arange(top_k)]).astype(id_dtype(num_experts))
+        data = enumerative.encode(ids, num_experts)
+        rank = int.from_bytes(data, "little") & (2 ** enumerative.rank_bits(num_experts, top_k) - 1)
+        assert rank == comb(num_experts, top_k) - 1
+        again = decode_chunk(Codec.ENUM, data, (2, 1, top_k), num_experts)
+        np.testing.assert_array_equal(again[:, 0], ids)
+
+
+@pytest.mark.parametrize("width", range(1, 13))
+def test_the_sorting_network_sorts(width):
+    # 0-1 principle: a network that sorts all sequences of zeros and ones sorts everything.
+    rows = np.array(list(product([0, 1], repeat=width)), np.uint8)
+    np.testing.assert_array_equal(codec._sort_sets(rows), np.sort(rows, axis=1))
+
+
+def test_uniform_8_of_128_takes_at_most_42_5_bits_a_set():
+    routes = random_routes(512, 12, 8, 128)
+    kind, data = encode_chunk(routes, 128)
+    assert kind is Codec.GAP
+    assert len(data) * 8 / (512 * 12) <= 42.5
+
+
+def test_long_chunks_are_enumerative_where_that_saves_more_than_a_sixteenth():
+    routes = random_routes(200, 12, 16, 64)
+    kind, data = encode_chunk(routes, 64)
+    sizes = {kind: len(data) for kind, _, data in all_encodings(routes, 64)}
+    assert sizes[Codec.GAP] * 3 / 4 < sizes[Codec.ENUM] < sizes[Codec.GAP] * 15 / 16
+    assert (kind, len(data)) == (Codec.ENUM, sizes[Codec.ENUM])
+
+
+def test_repetitive_routes_shrink_to_a_sixth():
+    routes = random_routes(512, 1, 8, 128, kinds=8)
+    for keep_order in (False, True):
+        assert len(encode_chunk(routes, 128, keep_order=keep_order)[1]) < routes.nbytes / 6
+
+
+def test_short_chunks_take_their_information_content():
+    for tokens, layers, top_k, num_experts in [(5, 8, 4, 32), (1, 8, 4, 32), (1, 48, 8, 128), (3, 12, 8, 256)]:
+        routes = random_routes(tokens, layers, top_k, num_experts)
+        _, data = encode_chunk(routes, num_experts)
+        assert len(data) <= ceil(tokens * layers * ceil(log2(comb(num_experts, top_k))) / 8)
+    assert len(encode_chunk(random_routes(5, 8, 4, 32), 32)[1]) <= 80
+    assert len(encode_chunk(random_routes(5, 8, 4, 32), 32, keep_order=True)[1]) <= 5 * 8 * 4
+
+
+def test_ids_that_say_nothing_cost_nothing():
+    assert encode_chunk(random_routes(100, 4, 1, 1), 1) == (Codec.ENUM, b"")
+    assert encode_chunk(random_routes(0, 4, 8, 128), 128) == (Codec.RAW, b"")
+
+
+def test_decodes_into_a_part_of_an_array():
+    routes = random_routes(20, 3, 8, 128)
+    whole = np.full((30, 9, 8), 255, np.uint8)
+    for kind, keep_order, data in all_encodings(routes, 128):
+        whole[:] = 255
+        part = whole[5:25, 3:6]
+        assert decode_chunk(kind, data, routes.shape, 128, keep_order=keep_order, out=part) is part
+        np.testing.assert_array_equal(whole[5:25, 3:6], routes if keep_order else np.sort(routes, axis=-1))
+        assert (whole == 255).sum() == whole.size - routes.size
+
+
+@pytest.mark.parametrize("bad", [np.empty((20, 3, 8), np.uint16), np.empty((20, 8, 3), np.uint8)])
+def test_an_array_that_does_not_fit_is_refused(bad):
+    routes = random_routes(20, 3, 8, 128)
+    with pytest.raises(TraceError, match="does not fit the chunk"):
+        decode_chunk(*encode_chunk(routes, 128), routes.shape, 128, out=bad)
+
+
+def test_threads_do_not_disturb_each_other():
+    chunks = [random_routes(1500, 12, 8, 128, seed) for seed in range(4)] * 20
+
+    def round_trip(routes):
+        return decode_chunk(*encode_chunk(routes, 128), routes.shape, 128)
+
+    with ThreadPoolExecutor(4) as pool:
+        for routes, again in zip(chunks, pool.map(round_trip, chunks), strict=True):
+            np.testing.assert_array_equal(again, np.sort(routes, axis=-1))
+
+
+@pytest.mark.parametrize(
+    "routes, num_experts, match",
+    [
+        ([[[3, 5, 3]]], 32, "chosen twice.*token 0, layer 0"),
+        ([[[0, 1, 2], [0, 7, 0]]], 32, "chosen twice.*token 0, layer 1"),
+        ([[[0, 1, 2]], [[0, 7, 32]]], 32, "out of range.*token 1, layer 0"),
+        ([[[0, 255, 255]]], 256, "chosen twice"),
+        ([[[65535, 65535]]], 65536, "chosen twice"),
+        ([[0, 1, 2]], 32, "shape of a chunk"),
+        ([[[0, 1, 2]]], 2, "shape of a chunk"),
+        ([[[0, 1, 2]]], 65537, "shape of a chunk"),
+    ],
+)
+@pytest.mark.parametrize("keep_order", [False, True])
+def test_routes_that_are_no_sets_are_not_encoded(routes, num_experts, match, keep_order):
+    with pytest.raises(TraceError, match=match):
+        encode_chunk(np.array(routes, id_dtype(num_experts)), num_experts, keep_order=keep_order)
+
+
+def test_routes_of_another_dtype_are_not_encoded():
+    for dtype, num_experts in [(np.int32, 128), (np.uint16, 128), (np.uint8, 257)]:
+        with pytest.raises(TraceError, match="wrong dtype"):
+            encode_chunk(np.array([[[0, 1]]], dtype), num_experts)
+
+
+@pytest.mark.parametrize("num_experts", [128, 384])
+def test_wrong_sizes_and_wrong_codecs_are_refused(num_experts):
+    routes = random_routes(9, 3, 4, num_experts)
+    encodings = all_encodings(routes, num_experts)
+    assert {kind for kind, _, _ in encodings} == set(Codec)
+    for kind, keep_order, data in encodings:
+        for damaged in (data[:-1], data + b"\0", b"", data + data, data[: len(data) // 2]):
+            with pytest.raises(TraceError, match="wrong size|does not decompress"):
+                decode_chunk(kind, damaged, routes.shape, num_experts, keep_order=keep_order)
+        for shape in ((8, 3, 4), (10, 3, 4), (0, 3, 4), (9, 3, 5)):
+            with pytest.raises(TraceError):
+                decode_chunk(kind, data, shape, num_experts, keep_order=keep_order)
+        if kind is not Codec.RAW:
+            with pytest.raises(TraceError, match="codec of a chunk is unknown"):
+                decode_chunk(kind, data, routes.shape, num_experts, keep_order=not keep_order)
+    for kind in (-1, 4, 255):
+        with pytest.raises(TraceError, match="codec of a chunk is unknown"):
+            decode_chunk(kind, b"", routes.shape, num_experts)
+    with pytest.raises(TraceError, match="no enumerative code"):
+        decode_chunk(Codec.ENUM, b"", (1, 1, 10), 512)
+    for shape in ((1, 1), (1, -1, 2), (1, 1, 0), (1, 1, 3)):
+        with pytest.raises(TraceError, match="shape of a chunk"):
+            decode_chunk(Codec.RAW, b"", shape, 2)
+
+
+@pytest.mark.parametrize(
+    "ids, num_experts, keep_order, match",
+    [
+        ([[0, 1], [2, 32]], 32, False, "out of range.*token 1, layer 0"),
+        ([[0, 1], [2, 32]], 32, True, "out of range"),
+        ([[0, 1], [2, 2]], 32, False, "chosen twice"),
+        ([[0, 1], [2, 2]], 32, True, "chosen twice"),
+        ([[0, 1], [3, 2]], 32, False, "out of order"),
+        ([[0, 1], [2, 300]], 300, False, "out of range"),
+    ],
+)
+def test_raw_and_ordered_ids_that_are_no_sets_are_refused(ids, num_experts, keep_order, match):
+    ids = np.array(ids, id_dtype(num_experts))
+    with pytest.raises(TraceError, match=match):
+        decode_chunk(Codec.RAW, ids.tobytes(), (2, 1, 2), num_experts, keep_order=keep_order)
+    if keep_order:
+        with pytest.raises(TraceError, match=match):
+            decode_chunk(Codec.ORDERED, codec._compress(ids), (2, 1, 2), num_experts, keep_order=True)
+
+
+@pytest.mark.parametrize(
+    "skips, num_experts",
+    [
+        ([128, 0], 128),
+        ([0, 127], 128),
+        # Sums that pass 2**8 or 2**16 and come back into range, with and without words that sum at once.
+        ([100, 200], 128),
+        ([200, 100, 0], 128),
+        ([0, 255], 256),
+        ([0, 255, 0], 256),
+        ([127, 127, 127, 127, 0, 0, 0, 0], 128),
+        ([0, 255, 0, 0, 0, 0, 0, 0], 128),
+        ([250, 250, 250, 250, 250, 250, 250, 250], 128),
+        ([60000, 6000], 65536),
+        ([0, 65535], 65536),
+        ([0, 65535, 0, 0, 0, 0, 0, 0], 384),
+        ([383, 0], 384),
+    ],
+)
+def test_skips_that_leave_the_experts_are_refused(skips, num_experts):
+    shape = (2, 1, len(skips))
+    fine = [0] * len(skips)
+    decode_chunk(Codec.GAP, gap_chunk([fine, fine], num_experts), shape, num_experts)
+    with pytest.raises(TraceError, match="token 1, layer 0"):
+        decode_chunk(Codec.GAP, gap_chunk([fine, skips], num_experts), shape, num_experts)
+
+
+@given(st.lists(st.lists(st.integers(0, 255), min_size=4, max_size=4), min_size=1, max_size=4), st.data())
+@settings(deadline=None)
+def test_skips_are_refused_exactly_when_they_leave_the_experts(skips, data):
+    num_experts = data.draw(st.sampled_from([8, 128, 200, 256]))
+    top_k = data.draw(st.sampled_from([3, 4]))
+    skips = np.minimum(np.array(skips)[:, :top_k], num_experts - 1)
+    ids = np.cumsum(skips, axis=1) + np.arange(top_k)
+    chunk, shape = gap_chunk(skips, num_experts), (len(skips), 1, top_k)
+    if ids.max() < num_experts:
+        np.testing.assert_array_equal(decode_chunk(Codec.GAP, chunk, shape, num_experts)[:, 0], ids)
+    else:
+        with pytest.raises(TraceError):
+            decode_chunk(Codec.GAP, chunk, shape, num_experts)
+
+
+def test_ranks_of_no_set_and_bits_after_the_last_rank_are_refused():
+    # C(32, 4) = 35960 in 16 bits; C(8, 3) = 56 in 6 bits, two of which leave 4 bits.
+    decode_chunk(Codec.ENUM, (35959).to_bytes(2, "little"), (1, 1, 4), 32)
+    with pytest.raises(TraceError, match="rank of no set"):
+        decode_chunk(Codec.ENUM, (35960).to_bytes(2, "little"), (1, 1, 4), 32)
+    decode_chunk(Codec.ENUM, (55 << 6 | 55).to_bytes(2, "little"), (2, 1, 3), 8)
+    with pytest.raises(TraceError, match="bits after its last rank"):
+        decode_chunk(Codec.ENUM, (1 << 12).to_bytes(2, "little"), (2, 1, 3), 8)
+
+
+def test_a_zip_bomb_costs_no_memory():
+    size = 1 << 26
+    frame = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(size))
+    bomb = frame[6:]
+    assert len(bomb) < size / 1000 and zstandard.ZstdDecompressor().decompressobj().decompress(frame) == bytes(size)
+    whole_frame = zstandard.ZstdCompressor().compress(bytes(size))
+    tracemalloc.start()
+    try:
+        for data in (bomb, whole_frame):
+            for kind, keep_order in ((Codec.GAP, False), (Codec.ORDERED, True)):
+                with pytest.raises(TraceError, match="does not decompress"):
+                    decode_chunk(kind, data, (16, 4, 8), 128, keep_order=keep_order)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def check_error_or_sets(kind, data, shape, num_experts, keep_order):
+    """True when refused. Anything that is not refused must be sets of experts."""
+    try:
+        routes = decode_chunk(kind, data, shape, num_experts, keep_order=keep_order)
+    except TraceError:
+        return True
+    ascending = np.sort(routes, axis=-1) if keep_order else routes
+    assert routes.shape == shape and routes.max(initial=0) < num_experts
+    assert (np.diff(ascending.astype(int), axis=-1) > 0).all()
+    return False
+
+
+@pytest.mark.parametrize("num_experts, top_k", [(128, 8), (200, 8), (60, 3), (384, 8)])
+def test_no_flipped_bit_yields_anything_but_sets(num_experts, top_k):
+    routes = random_routes(12, 2, top_k, num_experts)
+    refused = 0
+    for kind, keep_order, data in all_encodings(routes, num_experts):
+        for bit in range(len(data) * 8):
+            damaged = bytearray(data)
+            damaged[bit // 8] ^= 1 << bit % 8
+            refused += check_error_or_sets(kind, bytes(damaged), routes.shape, num_experts, keep_order)
+    assert refused > 100
+
+
+@given(st.sampled_from(list(Codec)), st.booleans(), st.binary(max_size=80), st.integers(0, 5), st.integers(1, 9))
+@settings(max_examples=300, deadline=None)
+def test_arbitrary_bytes_yield_an_error_or_sets(kind, keep_order, data, tokens, top_k):
+    for num_experts in (16, 256, 300):
+        check_error_or_sets(kind, data, (tokens, 2, top_k), num_experts, keep_order)

@@ -1,0 +1,115 @@
+"""Records that continue others: a group's prompt and earlier turns are stored once."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from moe_rl.errors import TraceError
+from moe_rl.trace import ShardWriter, TraceStore, validate
+from moe_rl.trace.frame import MAX_DEPTH
+from moe_rl.types import Provenance, RoutePart, RouteRef, Span
+
+
+def test_a_groups_prompt_is_stored_once(tmp_path, spec, random_routes, decoded):
+    prompt = random_routes(spec, 400)
+    refs, own = [], [random_routes(spec, 20, i) for i in range(8)]
+    with ShardWriter(tmp_path, "s", spec) as writer:
+        first = writer.add("p", prompt, range(400), [Span(400, 7, Provenance.PREFILL)])
+        for i in range(8):
+            refs.append(writer.add(f"c{i}", own[i], range(20), decoded(20), parent=replace(first, rows=399)))
+    store = TraceStore(tmp_path)
+    for i, ref in enumerate(refs):
+        record = store.read(ref)
+        np.testing.assert_array_equal(record.routes, np.concatenate([prompt[:399], own[i]]))
+        assert record.spans == (Span(399, 7, Provenance.PREFILL), Span(20, 7, Provenance.DECODE))
+        validate(record, token_ids=[*range(399), *range(20)], spec=spec, weight_version=7, ref=ref)
+        assert store.info(ref).stored_bytes < 300 < store.info(first).stored_bytes
+
+
+def test_every_prefix_of_turns_over_shards(tmp_path, spec, random_routes, decoded):
+    """Three turns in three shards that are cut into chunks differently, each from the middle of the one before."""
+    expected, tokens, ref = np.empty((0, 3, 4), np.uint16), [], None
+    for turn, (keep, rows) in enumerate([(0, 7), (5, 6), (9, 4)]):
+        own = random_routes(spec, rows, turn)
+        layout = {"layer_group": 1 + turn, "token_block": 2 + turn}
+        with ShardWriter(tmp_path, f"turn{turn}", spec, **layout) as writer:
+            parent = replace(ref, rows=keep) if ref else None
+            ids = range(10 * turn, 10 * turn + rows)
+            ref = writer.add("k", own, ids, decoded(rows, turn), parent=parent)
+        expected = np.concatenate([expected[:keep], own])
+        tokens = [*tokens[:keep], *ids]
+    store = TraceStore(tmp_path)
+    assert ref.rows == 13
+    for rows in range(14):
+        record = store.read(replace(ref, rows=rows))
+        np.testing.assert_array_equal(record.routes, expected[:rows])
+        assert record.token_ids.tolist() == tokens[:rows]
+        versions = [span.weight_version for span in record.spans for _ in range(span.rows)]
+        assert versions == ([0] * 5 + [1] * 4 + [2] * 4)[:rows]
+        part = store.read(ref, rows=(rows // 2, rows), layers=[0, 3])
+        np.testing.assert_array_equal(part.routes, expected[rows // 2 : rows, [0, 2]])
+    info = store.info(ref)
+    assert (info.rows, info.own_rows, info.parent.rows) == (13, 4, 9)
+    assert info.parent.parts[0].shard == "turn1" and store.read(info.parent).token_ids.tolist() == tokens[:9]
+    with pytest.raises(TraceError, match="fewer rows than are referred to"):
+        store.read(replace(ref, rows=14))
+
+
+def test_the_shard_of_a_parent_is_gone_or_another(tmp_path, spec, write_shard, random_routes, decoded):
+    old = write_shard(tmp_path, "old", spec)
+    with ShardWriter(tmp_path, "new", spec) as writer:
+        ref = writer.add("k", random_routes(spec, 2), [1, 2], decoded(2), parent=old.refs[0])
+    store = TraceStore(tmp_path)
+    assert store.read(ref).routes.shape == (5, 3, 4)
+    store.remove("old")
+    for use in (store.read, store.info, lambda r: store.read(r, rows=(4, 5))):
+        with pytest.raises(TraceError, match="shard new, record k.*retention"):
+            use(ref)
+    write_shard(tmp_path, "old", spec, seed=3)
+    with pytest.raises(TraceError, match="record is not in its shard.*shard new, record k"):
+        store.read(ref)
+
+
+def test_depth_is_bounded(tmp_path, spec, random_routes, decoded):
+    with ShardWriter(tmp_path, "s", spec) as writer:
+        ref = writer.add("k0", random_routes(spec, 1, 0), [0], decoded(1))
+        for depth in range(1, MAX_DEPTH + 1):
+            ref = writer.add(f"k{depth}", random_routes(spec, 1, depth), [depth], decoded(1), parent=ref)
+        with pytest.raises(TraceError, match="request over.*64 records"):
+            writer.add("over", random_routes(spec, 1), [0], decoded(1), parent=ref)
+    record = TraceStore(tmp_path).read(ref)
+    assert record.token_ids.tolist() == list(range(MAX_DEPTH + 1))
+    for row in (0, 31, 64):
+        np.testing.assert_array_equal(record.routes[row], random_routes(spec, 1, row)[0])
+
+
+def test_parents_that_no_reader_would_find_are_refused(tmp_path, spec, random_routes, decoded):
+    others = {
+        "model": {"spec": replace(spec, model_fingerprint="other")},
+        "layers": {"layers": (0, 1)},
+        "order": {"keep_order": True},
+    }
+    parents = {}
+    for name, change in others.items():
+        some = {"spec": spec} | change
+        layers = len(some.get("layers", spec.moe_layers))
+        with ShardWriter(tmp_path, name, some.pop("spec"), **some) as writer:
+            parents[name] = writer.add("p", random_routes(spec, 2, layers=layers), [1, 2], decoded(2))
+    with ShardWriter(tmp_path, "s", spec) as writer:
+        own = writer.add("own", random_routes(spec, 2), [1, 2], decoded(2))
+        parents |= {
+            "rows": replace(own, rows=3),
+            "negative": replace(own, rows=-1),
+            "key": replace(own, key="other"),
+            "digest": replace(own, parts=(RoutePart("s", "0" * 16),)),
+            "no parts": replace(own, parts=()),
+            "absent": RouteRef("k", 1, (RoutePart("absent", "0" * 16),)),
+        }
+        for name, parent in parents.items():
+            with pytest.raises(TraceError, match="parent|shard absent"):
+                writer.add("k", random_routes(spec, 1), [1], decoded(1), parent=parent)
+            assert name
+        good = writer.add("k", random_routes(spec, 1), [1], decoded(1), parent=own)
+    assert TraceStore(tmp_path).read(good).token_ids.tolist() == [1, 2, 1]
+    assert TraceStore(tmp_path).records("s") == [own, good]

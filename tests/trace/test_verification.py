@@ -1,0 +1,42 @@
+"""verify() finds every damage, and nothing in a good shard."""
+
+import os
+
+import pytest
+
+from moe_rl.errors import TraceError
+from moe_rl.trace import TraceStore, frame, verify
+from moe_rl.trace.manifest import MANIFEST
+
+
+def test_every_damaged_byte_is_found(tmp_path, spec, write_shard, monkeypatch):
+    monkeypatch.setattr(frame, "COUNTS_FROM", 0)
+    shard = write_shard(tmp_path, "s", spec, lengths=(2, 1, 2))
+    raw = shard.path.read_bytes()
+    assert verify(TraceStore(tmp_path), "s") == []
+    with open(shard.path, "r+b", buffering=0) as file:
+        for at in range(len(raw)):
+            os.pwrite(file.fileno(), bytes([raw[at] ^ 1 << at % 8]), at)
+            problems = verify(TraceStore(tmp_path), "s")
+            assert problems and "s" in problems[0], at
+            os.pwrite(file.fileno(), raw[at : at + 1], at)
+    assert verify(TraceStore(tmp_path), "s") == []
+
+
+def test_counts_that_are_not_those_of_the_routes(tmp_path, spec, write_shard, monkeypatch):
+    monkeypatch.setattr(frame, "COUNTS_FROM", 0)
+    with monkeypatch.context() as patch:
+        real = frame.count_experts
+        patch.setattr(frame, "count_experts", lambda routes, experts: real(routes, experts) + 1)
+        write_shard(tmp_path, "s", spec, lengths=(3,))
+    (problem,) = verify(TraceStore(tmp_path), "s")
+    assert "shard s, record step1/prompt0:0: the stored expert counts" in problem
+
+
+def test_a_shard_without_a_line(tmp_path, spec, write_shard):
+    write_shard(tmp_path, "s", spec)
+    (tmp_path / MANIFEST).unlink()
+    assert verify(TraceStore(tmp_path), "s") == ["shard s is not in the manifest"]
+    assert len(verify(TraceStore(tmp_path), "none")) == 2
+    with pytest.raises(TraceError, match="shard name"):
+        verify(TraceStore(tmp_path), "../s")
