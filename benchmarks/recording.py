@@ -2,7 +2,8 @@
 
 One engine samples the same requests with recording on and off in turn, so that a noisy machine disturbs both alike. On
 includes everything: capture, the mirror of the KV cache, validation, compression, writing and publishing the shard.
-Prints the ratio of throughputs (on : off) as median and quartiles over the pairs.
+Prints the ratio of throughputs (on : off) as median and quartiles over the pairs, and the same of processor time, which
+a busy machine disturbs less.
 """
 
 from __future__ import annotations
@@ -66,22 +67,23 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
     switch = Switch(llm)
     sample(llm, options, 0, None)  # warm up
     before = process.memory_info().rss
-    ratios, seconds, stored, rows, checks = [], {True: [], False: []}, 0, 0, []
+    ratios, cpu_ratios, seconds, stored, rows, checks = [], [], {True: [], False: []}, 0, 0, []
     for pair in range(options.pairs + 1):
-        took = {}
+        took, worked = {}, {}
         for on in (pair % 2 == 0, pair % 2 == 1):
             switch(on)
-            start = time.perf_counter()
+            start, start_cpu = time.perf_counter(), time.process_time()
             sampled = sample(llm, options, pair, f"pair{pair}" if on else None)
             if on:
                 sequences = sampled
                 (parts,) = llm.collective_rpc("moe_rl_publish", args=(f"pair{pair}", sequences))
-            took[on] = time.perf_counter() - start
+            took[on], worked[on] = time.perf_counter() - start, time.process_time() - start_cpu
         if pair == 0:
             continue  # the first pair pays for memory that later ones have
         for on, value in took.items():
             seconds[on].append(value)
         ratios.append(took[False] / took[True])
+        cpu_ratios.append(worked[True] / worked[False])
         checks.append(validation_seconds(folder / "trace", sequences, parts) / took[True])
         stored += (folder / "trace" / f"pair{pair}.safetensors").stat().st_size
         rows += sum(map(len, sequences.values()))
@@ -92,6 +94,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
         "throughput with : without recording": quartiles[1],
         "  lower quartile": quartiles[0],
         "  upper quartile": quartiles[2],
+        "processor time with : without recording": statistics.median(cpu_ratios),
         "pairs": options.pairs,
         "sampled tokens/s without": tokens / statistics.median(seconds[False]),
         "sampled tokens/s with": tokens / statistics.median(seconds[True]),

@@ -1,0 +1,234 @@
+"""Arrays of routed experts as other systems send them, read into numpy. What their rows mean is in replies.py.
+
+vLLM     base64 of a .npy file. Read in vLLM 0.32.0: `utils/serial_utils.py` (numpy2base64), the `routed_experts` field
+         of `entrypoints/scale_out/token_in_token_out/protocol.py`, `v1/engine/output_processor.py`.
+         [tokens - 1 - start, all decoder layers, K], uint8, uint16 or int32; layers without a router are zero.
+SGLang   base64 of bare little-endian int32. Read at sgl-project/sglang 024911f2 and 0564b521 (after 0.5.16):
+         `srt/state_capturer/routed_experts.py` and `base.py`, `srt/managers/detokenizer_manager.py`.
+         [tokens - 1 - start, all decoder layers, K] flattened, without its shape; layers without a router are zero.
+NeMo-RL  text "nrlre1:<int8|int16|int32>:<S>x<L>x<K>:<base64 of the ids, C order>". Read at NVIDIA-NeMo/RL 0cbe0ac1:
+         `nemo_rl/utils/routed_experts_codec.py` (PR 3292), `models/generation/vllm/utils.py`.
+         One row for every token, the last sampled one included, whose row is a filler (0, 1, ..., K - 1). A set of -1
+         says that no route was captured.
+plain    a .npy file, or nested lists of integers, [T, layers, K].
+
+Payloads may be hostile. No array is made before the payload is known to have its bytes, nothing is unpickled, and no
+more memory is taken than a few times the payload, of which at most MAX_BYTES are read.
+
+Legend for shapes: T tokens, C layers as sent, L MoE layers, K top-k experts per token.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import re
+
+import numpy as np
+
+from moe_rl.errors import RouteValidationError, TraceError, describe
+from moe_rl.trace.record import TraceSpec
+from moe_rl.trace.validator import check_routes
+
+MAX_BYTES = 1 << 30
+
+_NEMO = re.compile(r"nrlre1:(int8|int16|int32):([0-9]{1,12})x([0-9]{1,12})x([0-9]{1,12}):", re.ASCII)
+_NPY_HEADERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+
+
+def decode_vllm(payload: str) -> np.ndarray:
+    """[T, C, K] of the `routed_experts` of a vLLM choice. Raises TraceError."""
+    return decode_npy(_base64(payload, "vLLM routed_experts"), where="vLLM routed_experts")
+
+
+def decode_sglang(payload: str, *, layers: int, top_k: int) -> np.ndarray:
+    """int32 [T, layers, top_k] of the `routed_experts` of an SGLang meta_info. Raises TraceError.
+
+    layers: decoder layers of the model, dense ones included; the payload does not say.
+    """
+    data = _base64(payload, "SGLang routed_experts")
+    row = 4 * layers * top_k
+    if row <= 0 or len(data) % row:
+        raise TraceError(
+            describe(
+                "routed_experts are not whole rows",
+                where="SGLang routed_experts",
+                got=f"{len(data)} bytes",
+                expected=f"a multiple of {row}: int32 x {layers} layers x {top_k} experts",
+                do="give the layer map and top_k of the model that was served",
+            )
+        )
+    return np.frombuffer(data, "<i4").reshape(-1, layers, top_k)
+
+
+def decode_nemo(payload: str) -> np.ndarray:
+    """[S, C, K] of an `nrlre1` envelope, its last row and its -1 included. Raises TraceError."""
+    where = "NeMo-RL routed_experts"
+    match = _NEMO.match(payload) if isinstance(payload, str) else None
+    if match is None:
+        raise TraceError(
+            describe(
+                "not an nrlre1 envelope",
+                where=where,
+                got=repr(payload)[:60],
+                expected="nrlre1:<int8|int16|int32>:<tokens>x<layers>x<top-k>:<base64>",
+            )
+        )
+    shape = tuple(int(number) for number in match.groups()[1:])
+    dtype = np.dtype(match[1]).newbyteorder("<")
+    # Before it is decoded: base64 has four characters for three bytes.
+    _check_size(math.prod(shape) * dtype.itemsize, 3 * (len(payload) - match.end()) // 4, shape, where, slack=2)
+    data = _base64(payload[match.end() :], where)
+    _check_size(math.prod(shape) * dtype.itemsize, len(data), shape, where)
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+def decode_npy(data: bytes, *, where: str = ".npy file") -> np.ndarray:
+    """The array of integers in a .npy file. where: what it is, for the message. Raises TraceError."""
+    file = io.BytesIO(data)
+    try:
+        shape, fortran, dtype = _NPY_HEADERS[np.lib.format.read_magic(file)](file)
+    except Exception as error:  # numpy reads the header with Python's own parser, which raises a dozen kinds of errors
+        raise TraceError(
+            describe("not a .npy file", where=where, got=repr(error)[:120], expected="format version 1.0 or 2.0")
+        ) from error
+    if dtype.kind not in "iu":
+        raise TraceError(
+            describe(
+                "expert ids are not integers",
+                where=where,
+                got=f"dtype {dtype}",
+                expected="uint8, uint16, int16 or int32",
+                do="save the ids with numpy.save(file, array, allow_pickle=False)",
+            )
+        )
+    _check_size(math.prod(shape) * dtype.itemsize, len(data) - file.tell(), shape, where)
+    return np.frombuffer(data, dtype, offset=file.tell()).reshape(shape, order="F" if fortran else "C")
+
+
+def decode_lists(nested: list) -> np.ndarray:
+    """int64 [T, C, K] of nested lists of integers, as plain JSON has them. Raises TraceError."""
+    try:
+        array = np.asarray(nested)
+    except (ValueError, OverflowError, TypeError) as error:
+        raise TraceError(
+            describe("nested lists are ragged", where="routed_experts", got=str(error)[:120], expected="[T][layers][K]")
+        ) from error
+    if array.dtype.kind not in "iu":
+        raise TraceError(
+            describe(
+                "expert ids are not integers",
+                where="routed_experts",
+                got=f"{array.dtype} of shape {array.shape}",
+                expected="nested lists [T][layers][K] of integers",
+            )
+        )
+    return array
+
+
+def take_routes(array: np.ndarray, spec: TraceSpec, *, rows: int, where: str) -> np.ndarray:
+    """Routes [T, L, K] of the spec's MoE layers, uint8 or uint16, in the order of ids that was sent.
+
+    array [T, C, K] of integers: C is either the recorded layers or all decoder layers of the spec's layer map. rows:
+    tokens that were forwarded. where: whose they are, for the message. Raises RouteValidationError naming token and
+    layer, and TraceError, on anything but K distinct ids below num_experts for every token and layer.
+    """
+    if array.ndim != 3 or array.dtype.kind not in "iu":
+        raise RouteValidationError(
+            describe(
+                "routed experts have the wrong shape",
+                where=where,
+                got=f"{array.dtype} of shape {array.shape}",
+                expected=f"integers of shape [{rows}, {len(spec.moe_layers)} or {len(spec.layer_map)}, {spec.top_k}]",
+            )
+        )
+    columns = moe_columns(array.shape[1], spec)
+    if columns is None:
+        raise RouteValidationError(
+            describe(
+                "routed experts do not have the layers of the layer map",
+                where=where,
+                got=f"{array.shape[1]} layers",
+                expected=f"{len(spec.moe_layers)} MoE layers, or all {len(spec.layer_map)} of {spec.layer_map[:40]}",
+                do="give the layer map of the model that was served",
+            )
+        )
+    picked = array if len(columns) == array.shape[1] else array[:, columns]
+    if picked.size:
+        _check_ids(picked, spec, where)
+    narrow = np.uint8 if spec.num_experts <= 256 and (not picked.size or int(picked.max()) < 256) else np.uint16
+    # uint8 for more than 256 experts is left as it is: the validator refuses it.
+    routes = np.ascontiguousarray(picked, np.uint8 if array.dtype == np.uint8 else narrow)
+    check_routes(routes, spec, rows=rows, where=where)
+    return routes
+
+
+def moe_columns(columns: int, spec: TraceSpec) -> tuple[int, ...] | None:
+    """Which of so many layers of an array are the spec's MoE layers; None when the number fits nothing in its map."""
+    if columns == len(spec.moe_layers):
+        return tuple(range(columns))
+    if columns == len(spec.layer_map):
+        return spec.moe_layers
+    if columns == decoder_layers(spec):
+        sent = [letter for letter in spec.layer_map if letter != "t"]
+        return tuple(at for at, letter in enumerate(sent) if letter in "mr")
+    return None
+
+
+def decoder_layers(spec: TraceSpec) -> int:
+    """Layers that an engine sends which sends all: an MTP head that it does not record is none of them."""
+    return sum(letter != "t" for letter in spec.layer_map)
+
+
+def _check_ids(picked: np.ndarray, spec: TraceSpec, where: str) -> None:
+    """Refuse ids that the dtype of routes would hide."""
+    limits = np.iinfo(picked.dtype)
+    if limits.max < min(spec.num_experts - 1, 255):
+        raise RouteValidationError(
+            describe(
+                "expert ids may have wrapped",
+                where=where,
+                got=f"{picked.dtype}, which holds ids to {limits.max}",
+                expected=f"a type for ids to {spec.num_experts - 1}",
+            )
+        )
+    for bad in (picked.min(), picked.max()):
+        if not 0 <= int(bad) < 65536:
+            token, layer, _ = (int(i) for i in np.argwhere(picked == bad)[0])
+            raise RouteValidationError(
+                describe(
+                    "a token has no route" if bad == -1 else f"expert id {bad} does not exist",
+                    where=f"{where}, token {token}, layer {spec.moe_layers[layer]}",
+                    got=picked[token, layer].tolist(),
+                    expected=f"ids from 0 to {spec.num_experts - 1}",
+                    do="drop the sequence: its sampler did not record the routes of every token",
+                )
+            )
+
+
+def _base64(payload: str, where: str) -> bytes:
+    if not isinstance(payload, str) or len(payload) > MAX_BYTES:
+        got = f"{len(payload)} characters" if isinstance(payload, str) else type(payload).__name__
+        raise TraceError(
+            describe("payload cannot be read", where=where, got=got, expected=f"base64 text of at most {MAX_BYTES}")
+        )
+    try:
+        return base64.b64decode(payload, validate=True)
+    except ValueError as error:
+        raise TraceError(describe("payload is not base64", where=where, got=str(error))) from error
+
+
+def _check_size(said: int, got: int, shape: tuple[int, ...], where: str, *, slack: int = 0) -> None:
+    if min(shape, default=0) < 0 or not got - slack <= said <= got:
+        raise TraceError(
+            describe(
+                "payload does not have the size of its shape",
+                where=where,
+                got=f"{got} bytes",
+                expected=f"{said if said < 1 << 63 else 'an impossible number of'} bytes for shape {str(shape)[:80]}",
+            )
+        )

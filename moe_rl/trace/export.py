@@ -1,0 +1,120 @@
+"""Routes as a Parquet file, for dataframes and SQL. Not for training: nothing reads it back into a store."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from moe_rl.errors import TraceError, describe
+from moe_rl.trace.record import RouteRecord
+from moe_rl.trace.selection import Selection, references
+from moe_rl.types import Provenance
+
+# Rows of a record that are in memory at once, times layers.
+_CELLS = 1 << 20
+
+
+def export_parquet(selection: Selection, path: Path, *, pattern: str = "*", per: str = "layer") -> int:
+    """Write the records whose key matches a shell pattern; returns the number of rows in the file.
+
+    per "layer": a row for every token and MoE layer: key, position, token_id, weight_version, provenance, aborted,
+    layer, experts (list of K). per "token": a row for every token, with a column `layer_<n>` (list of K) for each layer
+    in place of the last two. An existing file is replaced when the new one is complete.
+    Raises TraceError when pyarrow is not installed, and when the records are of several models.
+    """
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise TraceError(
+            describe("export needs pyarrow, which is not installed", do="run: pip install 'pyarrow>=17'")
+        ) from error
+
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    rows, writer, layout = 0, None, None
+    try:
+        for record in _blocks(selection, pattern):
+            if layout is None:
+                layout = (record.spec, record.layers)
+                writer = pq.ParquetWriter(unfinished, _schema(pa, record, per), compression="zstd")
+            if layout != (record.spec, record.layers) and (per == "token" or layout[0].top_k != record.spec.top_k):
+                raise TraceError(
+                    describe(
+                        "records have other layers or another model than those before",
+                        where=f"record {record.key}",
+                        got=f"layers {record.layers[0]} to {record.layers[-1]}",
+                        expected=f"layers {layout[1][0]} to {layout[1][-1]} of {layout[0].model_fingerprint[:16]}",
+                        do="export one shard at a time, or a row per layer",
+                    )
+                )
+            table = _table(pa, record, per, writer.schema)
+            writer.write_table(table)
+            rows += table.num_rows
+        if writer is None:
+            raise TraceError(describe("nothing to export", where=selection.root, got=f"no record like {pattern!r}"))
+        writer.close()
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise TraceError(describe("file cannot be written", where=str(path), got=error.strerror or error)) from error
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+    return rows
+
+
+def _blocks(selection: Selection, pattern: str) -> Iterator[RouteRecord]:
+    for ref in references(selection, pattern):
+        layers = selection.store.info(ref).layers
+        step = max(1, _CELLS // len(layers))
+        for first in range(0, ref.rows, step):
+            yield selection.store.read(ref, layers=layers, rows=(first, min(first + step, ref.rows)))
+
+
+def _schema(pa, record: RouteRecord, per: str):
+    experts = pa.list_(pa.uint16(), record.spec.top_k)
+    common = [
+        ("key", pa.string()),
+        ("position", pa.int32()),
+        ("token_id", pa.int32()),
+        ("weight_version", pa.int64()),
+        ("provenance", pa.string()),
+        ("aborted", pa.bool_()),
+    ]
+    if per == "layer":
+        return pa.schema([*common, ("layer", pa.int16()), ("experts", experts)])
+    return pa.schema([*common, *((f"layer_{layer}", experts) for layer in record.layers)])
+
+
+def _table(pa, record: RouteRecord, per: str, schema):
+    rows, layers, top_k = record.routes.shape
+    times = layers if per == "layer" else 1
+    counts = [span.rows for span in record.spans]
+    names = [span.provenance for span in record.spans]
+    position = np.arange(record.first_row, record.first_row + rows, dtype=np.int32)
+
+    def column(values: np.ndarray):
+        return pa.array(np.repeat(values, times))
+
+    def sets(routes: np.ndarray):
+        return pa.FixedSizeListArray.from_arrays(pa.array(routes.reshape(-1).astype(np.uint16)), top_k)
+
+    kinds = pa.DictionaryArray.from_arrays(
+        np.repeat(np.repeat(np.array(names, np.int8), counts), times), [kind.name.lower() for kind in Provenance]
+    )
+    columns = [
+        pa.array([record.key], pa.string()).take(pa.array(np.zeros(rows * times, np.int32))),
+        column(position),
+        column(record.token_ids),
+        column(np.repeat(np.array([span.weight_version for span in record.spans], np.int64), counts)),
+        kinds.cast(pa.string()),
+        pa.array(np.full(rows * times, record.aborted)),
+    ]
+    if per == "layer":
+        columns += [pa.array(np.tile(np.array(record.layers, np.int16), rows)), sets(record.routes)]
+    else:
+        columns += [sets(record.routes[:, at]) for at in range(layers)]
+    return pa.Table.from_arrays(columns, schema=schema)

@@ -1,0 +1,214 @@
+"""What is in a store: how many sequences, how large, how near to the bound, and which experts are chosen.
+
+Legend for shapes: T tokens, L MoE layers, E experts per layer, K top-k experts per token.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moe_rl.errors import TraceError, describe
+from moe_rl.trace.codec import Codec
+from moe_rl.trace.entropy import order0_bits, set_bits
+from moe_rl.trace.frame import count_experts
+from moe_rl.trace.library import Found, Library, Reading, ShardIndex
+from moe_rl.trace.record import TraceSpec
+from moe_rl.trace.selection import Selection, references, unsealed
+from moe_rl.trace.shard import ShardHeader
+from moe_rl.trace.store import TraceStore
+from moe_rl.types import RoutePart, RouteRef
+
+# Rows whose routes are decoded at once.
+_DECODED = 1 << 15
+# Tokens of which pairs of experts are counted.
+_PAIRED = 1 << 16
+
+
+@dataclass
+class _Model:
+    """Sums over the records of one model."""
+
+    spec: TraceSpec
+    counts_LE: np.ndarray
+    shards: set[str] = field(default_factory=set)
+    layers_of: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    rows: int = 0
+    sets: int = 0
+    records: int = 0
+    continued: int = 0
+    aborted: int = 0
+    bytes: int = 0
+    chunk_bytes: int = 0
+    codecs: Counter = field(default_factory=Counter)
+    provenance: Counter = field(default_factory=Counter)
+    versions: set[int] = field(default_factory=set)
+    aux: set[str] = field(default_factory=set)
+
+
+def inspect(selection: Selection) -> dict[str, object]:
+    """Facts as plain JSON values. Chunks are decoded only of records too short to have stored expert counts, and of
+    those that continue others. Raises TraceError on damage."""
+    models: dict[TraceSpec, _Model] = {}
+    library = Library(selection.root)
+    file_bytes = 0
+    for shard in selection.shards:
+        index, found = _heads(library, shard)
+        header, spec = index.header, index.header.spec
+        model = models.setdefault(spec, _Model(spec, np.zeros((len(spec.moe_layers), spec.num_experts), np.int64)))
+        model.shards.add(shard)
+        model.bytes += index.bytes
+        file_bytes += index.bytes
+        for _, tip in found:
+            _add(model, tip)
+        columns = [spec.moe_layers.index(layer) for layer in header.layers]
+        model.counts_LE[columns] += _counts(selection.store, header, found)
+    facts: dict[str, object] = {"store": selection.root, "shards": len(selection.shards), "bytes": file_bytes}
+    if selection.whole:
+        facts["unsealed"] = unsealed(selection.root)
+    facts["models"] = [_facts(model) for model in models.values()]
+    return facts
+
+
+def expert_counts(selection: Selection) -> tuple[TraceSpec, np.ndarray]:
+    """The model of the records, and how often each expert was chosen: int64 [L, E]. Raises TraceError when they are of
+    several models, or there are none."""
+    spec, counts_LE, library = None, None, Library(selection.root)
+    for shard in selection.shards:
+        index, found = _heads(library, shard)
+        header = index.header
+        if spec is None:
+            spec, counts_LE = header.spec, np.zeros((len(header.spec.moe_layers), header.spec.num_experts), np.int64)
+        elif spec != header.spec:
+            raise TraceError(describe("shards are of different models", where=f"{selection.root}, shard {shard}"))
+        counts_LE[[spec.moe_layers.index(layer) for layer in header.layers]] += _counts(selection.store, header, found)
+    if spec is None:
+        raise TraceError(describe("there is no shard", where=selection.root))
+    return spec, counts_LE
+
+
+def coactivation(selection: Selection, layers: Sequence[int]) -> tuple[tuple[int, ...], np.ndarray]:
+    """Those of the layers that records have, and for how many tokens two experts were chosen at once: int64 [L, E, E].
+
+    On the diagonal stands for how many one was. Counts the first tokens of the store only, some 65,000 of them.
+    """
+    counts, rows = {}, Counter()
+    for ref in references(selection):
+        info = selection.store.info(ref)
+        wanted = [layer for layer in info.layers if layer in layers and rows[layer] < _PAIRED]
+        if not wanted:
+            continue
+        record = selection.store.read(ref, layers=wanted, rows=(info.rows - info.own_rows, info.rows))
+        experts = info.spec.num_experts
+        for at, layer in enumerate(wanted):
+            chosen = np.zeros((len(record.routes), experts), np.float32)
+            np.put_along_axis(chosen, record.routes[:, at].astype(np.int64), 1, axis=1)
+            counts[layer] = counts.get(layer, 0) + (chosen.T @ chosen).astype(np.int64)
+            rows[layer] += len(chosen)
+    found = tuple(sorted(counts))
+    return found, np.stack([counts[layer] for layer in found])
+
+
+def _add(model: _Model, tip: Found) -> None:
+    frame, layers = tip.frame, tip.shard.header.layers
+    # Every stage of a pipeline stores the tokens of a sequence: they are counted once.
+    if frame.key not in model.layers_of:
+        model.rows += frame.own_rows
+        for span in frame.spans:
+            model.provenance[span.provenance.name.lower()] += span.rows
+            model.versions.add(span.weight_version)
+    model.layers_of[frame.key].update(layers)
+    model.records += 1
+    model.continued += frame.parent is not None
+    model.aborted += tip.aborted
+    model.sets += frame.own_rows * len(layers)
+    model.chunk_bytes += sum(chunk.size for chunk in frame.chunks)
+    model.codecs.update(Codec(chunk.kind).name for chunk in frame.chunks)
+    model.aux.update(array.name for array in frame.aux)
+
+
+def _heads(library: Library, shard: str) -> tuple[ShardIndex, list[tuple[RoutePart, Found]]]:
+    """A shard and all its records, no chunk of which is read."""
+    with Reading(library) as reading:
+        index = reading.shard(shard, f"shard {shard}")
+        parts = [RoutePart(shard, digest.hex()) for digest in index.entries]
+        reading.find((part, f"shard {shard}, record {part.digest}") for part in parts)
+        return index, [(part, reading.tip(part)) for part in parts]
+
+
+def _counts(store: TraceStore, header: ShardHeader, found: Sequence[tuple[RoutePart, Found]]) -> np.ndarray:
+    """How often each expert was chosen in the own rows of the records of one shard: int64 [L, E], its layers."""
+    counts = np.zeros((len(header.layers), header.spec.num_experts), np.int64)
+    items, rows = [], 0
+    for at, (part, tip) in enumerate(found):
+        frame = tip.frame
+        ref = RouteRef(frame.key, frame.rows, (part,))
+        if frame.counts is not None and frame.parent is None:
+            counts += store.expert_counts(ref)
+        else:
+            items.append((ref, (frame.rows - frame.own_rows, frame.rows)))
+            rows += frame.own_rows
+        if items and (rows >= _DECODED or at == len(found) - 1):
+            out = np.empty((rows, len(header.layers), header.spec.top_k), header.spec.dtype)
+            store.read_batch(items, out, layers=header.layers)
+            counts += count_experts(out, header.spec.num_experts)
+            items, rows = [], 0
+    return counts
+
+
+def _facts(model: _Model) -> dict[str, object]:
+    spec = model.spec
+    complete = set(spec.moe_layers)
+    bits = order0_bits(model.counts_LE, spec.top_k)
+    return {
+        "fingerprint": spec.model_fingerprint,
+        "num_experts": spec.num_experts,
+        "top_k": spec.top_k,
+        "layer_map": spec.layer_map,
+        "shards": len(model.shards),
+        "sequences": len(model.layers_of),
+        "incomplete_sequences": sum(layers != complete for layers in model.layers_of.values()),
+        "records": model.records,
+        "continued_records": model.continued,
+        "aborted_records": model.aborted,
+        "tokens": model.rows,
+        "weight_versions": [min(model.versions), max(model.versions)] if model.versions else None,
+        "provenance": dict(sorted(model.provenance.items())),
+        "aux": sorted(model.aux),
+        "bytes": model.bytes,
+        "bytes_per_token": model.bytes / model.rows if model.rows else None,
+        "raw_bytes_per_token": spec.row_bytes,
+        "codecs": dict(sorted(model.codecs.items())),
+        "bits_per_set": 8 * model.chunk_bytes / model.sets if model.sets else None,
+        "bits_per_set_with_all": 8 * model.bytes / model.sets if model.sets else None,
+        "bits_per_set_bound": set_bits(spec.num_experts, spec.top_k),
+        "bits_per_set_order0": float(bits[model.counts_LE.any(axis=1)].mean()) if model.sets else None,
+        "popularity": popularity(model.counts_LE, spec.moe_layers, spec.top_k),
+    }
+
+
+def popularity(counts_LE: np.ndarray, layers: Sequence[int], top_k: int) -> list[dict[str, object]]:
+    """Per layer: its busiest expert and that one's load (1: the mean of all), experts never chosen, and how even the
+    load is (entropy of the picks over its largest value: 1 when all experts are chosen as often)."""
+    facts = []
+    for layer, counts in zip(layers, counts_LE, strict=True):
+        total = counts.sum()
+        if not total:
+            continue
+        share = counts / total
+        picked = share[share > 0]
+        even = 1.0 if len(counts) == 1 else float(-(picked * np.log(picked)).sum() / np.log(len(counts)))
+        facts.append(
+            {
+                "layer": int(layer),
+                "sets": int(total // top_k),
+                "busiest_expert": int(counts.argmax()),
+                "busiest_load": float(share.max() * len(counts)),
+                "idle_experts": int((counts == 0).sum()),
+                "evenness": even,
+            }
+        )
+    return facts

@@ -1,0 +1,361 @@
+"""Arrays and replies of other samplers: read exactly or refused, whatever they claim. And the linter on planted faults.
+
+The fixtures' README says which upstream code each follows.
+"""
+
+import base64
+import io
+import json
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_rl.errors import RouteValidationError, TraceError
+from moe_rl.trace import TraceSpec, TraceStore
+from moe_rl.trace.envelopes import decode_lists, decode_nemo, decode_npy, decode_sglang, decode_vllm, take_routes
+from moe_rl.trace.importing import import_lines, import_npy, lint_lines
+from moe_rl.trace.lint import lint
+from moe_rl.trace.replies import from_nemo, from_sglang, from_vllm
+from moe_rl.types import Provenance, Span
+
+FIXTURES = Path(__file__).parent / "fixtures"
+FILES = {
+    "vllm": "vllm_0.32.0.jsonl",
+    "sglang": "sglang_024911f2.jsonl",
+    "nemo": "nemo_rl_0cbe0ac1.jsonl",
+    "lists": "lists.jsonl",
+}
+EXPECTED = json.loads((FIXTURES / "expected.json").read_text())
+SPEC = TraceSpec("fixture", EXPECTED["num_experts"], EXPECTED["top_k"], EXPECTED["layer_map"])
+ROUTES, TOKENS = np.array(EXPECTED["routes"], np.uint8), EXPECTED["token_ids"]
+PREFILL, DECODE, CACHED = Provenance.PREFILL, Provenance.DECODE, Provenance.CACHED
+
+
+def lines(form: str) -> list[dict]:
+    return [json.loads(line) for line in (FIXTURES / FILES[form]).read_text().splitlines()]
+
+
+def b64(array: np.ndarray) -> str:
+    return base64.b64encode(array.tobytes()).decode()
+
+
+def npy(array: np.ndarray, **options) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array, **options)
+    return file.getvalue()
+
+
+def all_layers(routes: np.ndarray, dtype=np.int32) -> np.ndarray:
+    wide = np.zeros((len(routes), len(SPEC.layer_map), SPEC.top_k), dtype)
+    wide[:, SPEC.moe_layers] = routes
+    return wide
+
+
+def test_vllm_reply_gives_routes_versions_and_rows():
+    first, second = lines("vllm")
+    prompt, choice = first["prompt_token_ids"], first["response"]["choices"][0]
+    record = from_vllm(choice, SPEC, key="a", prompt_token_ids=prompt)
+    np.testing.assert_array_equal(record.routes, ROUTES[:10])
+    assert record.token_ids.tolist() == TOKENS[:10] and record.layers == (1, 2, 4) and record.first_row == 0
+    # Sampled tokens 0 and 1 are of version 3: rows 5 and 6, and the prompt before them.
+    assert record.spans == (Span(6, 3, PREFILL), Span(1, 3, DECODE), Span(3, 4, DECODE))
+    record = from_vllm(
+        second["response"]["choices"][0], SPEC, key="b", prompt_token_ids=second["prompt_token_ids"], start=10
+    )
+    np.testing.assert_array_equal(record.routes, ROUTES[10:])
+    assert record.first_row == 10 and record.spans == (Span(3, 4, PREFILL), Span(2, 4, DECODE))
+
+
+def test_vllm_reply_of_an_aborted_request_is_marked_and_a_given_version_wins():
+    choice = lines("vllm")[0]["response"]["choices"][0] | {"finish_reason": "abort", "weight_versions": None}
+    prompt = lines("vllm")[0]["prompt_token_ids"]
+    assert from_vllm(choice, SPEC, key="a", prompt_token_ids=prompt, weight_version=9).aborted
+    with pytest.raises(TraceError, match="weight versions of the reply cannot be used"):
+        from_vllm(choice, SPEC, key="a", prompt_token_ids=prompt)
+
+
+def test_sglang_reply_tells_cached_rows():
+    line = lines("sglang")[0]
+    record = from_sglang(line["response"], SPEC, key="a", prompt_token_ids=line["prompt_token_ids"])
+    np.testing.assert_array_equal(record.routes, ROUTES[:10])
+    assert record.spans == (Span(4, 3, CACHED), Span(2, 3, PREFILL), Span(1, 3, DECODE), Span(3, 4, DECODE))
+    # Before 0.5.15 there was one version for the reply.
+    del line["response"]["meta_info"]["weight_versions"]
+    record = from_sglang(line["response"], SPEC, key="a", prompt_token_ids=line["prompt_token_ids"])
+    assert {span.weight_version for span in record.spans} == {4}
+
+
+def test_nemo_message_leaves_out_the_filler_row_and_refuses_missing_routes():
+    message = lines("nemo")[0]["response"]["choices"][0]["message"]
+    record = from_nemo(message, SPEC, key="a", weight_version=4)
+    np.testing.assert_array_equal(record.routes, ROUTES[:10])
+    array = decode_nemo(message["routed_experts"]).copy()
+    array[7] = -1
+    message["routed_experts"] = f"nrlre1:int8:11x5x2:{b64(array)}"
+    with pytest.raises(RouteValidationError, match=r"a token has no route \(request a, token 7, layer 1\)"):
+        from_nemo(message, SPEC, key="a", weight_version=4)
+    message["generation_token_ids"].append(1)
+    with pytest.raises(RouteValidationError, match="a row for every token.*got 11 rows, expected 12"):
+        from_nemo(message, SPEC, key="a", weight_version=4)
+
+
+@pytest.mark.parametrize("form", FILES)
+def test_files_are_imported_and_read_back(tmp_path, form):
+    refs = import_lines(FIXTURES / FILES[form], tmp_path, "shard", SPEC, form)
+    store = TraceStore(tmp_path)
+    record = store.read(refs[-1])
+    np.testing.assert_array_equal(record.routes, np.sort(ROUTES))
+    assert record.token_ids.tolist() == TOKENS
+    if form != "lists":
+        # The second turn stores its own rows only.
+        assert store.info(refs[1]).own_rows == 5 and store.info(refs[1]).parent.key == "chat/turn1"
+    assert all(not f.certain for _, found in lint_lines(FIXTURES / FILES[form], SPEC, form) for f in found)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda one: one["prompt_token_ids"].__setitem__(8, 99), "line 2.*tokens of its parent.*token 8"),
+        (lambda one: one.pop("parent"), "line 2.*rows before 10 are in no record"),
+        (lambda one: one.__setitem__("key", "chat/turn1"), "line 2.*used twice"),
+        (lambda one: one["response"]["choices"][0].pop("token_ids"), "line 2.*no token_ids"),
+        (lambda one: one.__setitem__("start", 9), "line 2.*token 5 has no routes"),
+        (lambda one: one.__setitem__("prompt_token_ids", "x"), "not an import line.*line 2"),
+    ],
+)
+def test_one_bad_line_publishes_nothing(tmp_path, change, message):
+    first, second = lines("vllm")
+    change(second)
+    file = tmp_path / "replies.jsonl"
+    file.write_text(f"{json.dumps(first)}\n{json.dumps(second)}\n")
+    with pytest.raises(TraceError, match=message):
+        import_lines(file, tmp_path / "store", "shard", SPEC, "vllm")
+    assert TraceStore(tmp_path / "store").shards() == []
+
+
+def test_several_choices_are_several_records(tmp_path):
+    line = lines("vllm")[0]
+    line["response"]["choices"] *= 2
+    (tmp_path / "replies.jsonl").write_text(json.dumps(line))
+    refs = import_lines(tmp_path / "replies.jsonl", tmp_path, "shard", SPEC, "vllm")
+    assert [ref.key for ref in refs] == ["chat/turn1/0", "chat/turn1/1"]
+
+
+def test_npy_file_is_imported(tmp_path):
+    np.save(tmp_path / "routes.npy", np.asfortranarray(all_layers(ROUTES, np.int64)))
+    np.save(tmp_path / "tokens.npy", np.array(TOKENS))
+    known = {"key": "one", "weight_version": 2}
+    (ref,) = import_npy(tmp_path / "routes.npy", tmp_path / "tokens.npy", tmp_path, "shard", SPEC, **known)
+    np.testing.assert_array_equal(TraceStore(tmp_path).read(ref).routes, np.sort(ROUTES))
+
+
+def huge_npy(shape: str, dtype: str = "|u1") -> bytes:
+    header = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + bytes(64)
+
+
+HOSTILE = {
+    "pickle in a .npy": lambda: decode_npy(npy(np.array([{}], object), allow_pickle=True)),
+    "pickle alone": lambda: decode_npy(b"\x80\x04K\x01."),
+    "huge shape": lambda: decode_npy(huge_npy("(1099511627776, 48, 8)")),
+    "shape beyond 64 bits": lambda: decode_npy(huge_npy(f"({10**30}, 8)")),
+    "two negative dimensions": lambda: decode_npy(huge_npy("(-8, -8)")),
+    "code in the header": lambda: decode_npy(huge_npy("__import__('os').getcwd()")),
+    "deep header": lambda: decode_npy(b"\x93NUMPY\x02\x00" + (9000).to_bytes(4, "little") + b"(" * 9000),
+    "header longer than the file": lambda: decode_npy(b"\x93NUMPY\x02\x00\xff\xff\xff\xffx"),
+    "floats": lambda: decode_npy(npy(np.zeros((2, 3, 2)))),
+    "cut short": lambda: decode_npy(npy(ROUTES)[:-1]),
+    "too long": lambda: decode_npy(npy(ROUTES) + b"x"),
+    "not base64": lambda: decode_vllm("%%%%"),
+    "not text": lambda: decode_vllm(None),
+    "part of a row": lambda: decode_sglang(b64(np.zeros(21, np.int32)), layers=5, top_k=2),
+    "no layers": lambda: decode_sglang("", layers=0, top_k=2),
+    "other envelope": lambda: decode_nemo("nrlre2:int8:1x1x1:AA=="),
+    "other dtype": lambda: decode_nemo("nrlre1:float64:1x1x1:AAAAAAAAAAA="),
+    "huge envelope": lambda: decode_nemo("nrlre1:int32:999999999999x999999999999x999999999999:AAAA"),
+    "negative size": lambda: decode_nemo("nrlre1:int8:-1x-1x1:AA=="),
+    "ragged lists": lambda: decode_lists([[[1, 2]], [[3]]]),
+    "floats in lists": lambda: decode_lists([[[1.0, 2.0]]]),
+    "booleans": lambda: decode_lists([[[True, False]]]),
+    "ids beyond 64 bits": lambda: decode_lists([[[1 << 70, 2]]]),
+    "huge version span": lambda: from_vllm(
+        lines("vllm")[0]["response"]["choices"][0] | {"weight_versions": [{"version": "1", "start": 0, "end": 10**18}]},
+        SPEC,
+        key="a",
+        prompt_token_ids=TOKENS[:6],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_payloads_are_refused_in_little_memory(name):
+    tracemalloc.start()
+    try:
+        with pytest.raises(TraceError):
+            HOSTILE[name]()
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("array", "spec", "message"),
+    [
+        (all_layers(ROUTES)[:, :4], SPEC, "layer map.*got 4 layers, expected 3 MoE layers, or all 5"),
+        (all_layers(ROUTES)[:-1], SPEC, "token 14 has no routes"),
+        (np.where(all_layers(ROUTES) == 3, 70003, all_layers(ROUTES)), SPEC, "expert id 70003 does not exist"),
+        (np.where(all_layers(ROUTES) == 3, 16, all_layers(ROUTES)), SPEC, "expert id 16 does not exist"),
+        (np.where(all_layers(ROUTES) == 3, -7, all_layers(ROUTES)), SPEC, "expert id -7 does not exist"),
+        (np.zeros((15, 3, 2), np.int64), SPEC, "an expert was chosen twice"),
+        (ROUTES.astype(np.int8), TraceSpec("x", 200, 2, "mmm"), "may have wrapped.*int8"),
+        (ROUTES, TraceSpec("x", 512, 2, "mmm"), "uint8, expected a numpy array of uint16"),
+        (ROUTES[0], SPEC, "wrong shape"),
+        (ROUTES.astype(float), SPEC, "wrong shape.*got float64"),
+    ],
+)
+def test_arrays_that_do_not_fit_the_model_are_refused(array, spec, message):
+    with pytest.raises(RouteValidationError, match=message):
+        take_routes(array, spec, rows=15, where="request a")
+
+
+@pytest.mark.parametrize("layers", ["dmmdm", "dmmdmt", "dmmdr"])
+def test_layers_without_routes_are_left_out(layers):
+    spec = TraceSpec("x", 16, 2, layers)
+    routes = take_routes(all_layers(ROUTES), spec, rows=15, where="request a")
+    np.testing.assert_array_equal(routes, ROUTES)
+    assert routes.dtype == np.uint8
+
+
+@given(
+    st.integers(0, 5),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.sampled_from(["int8", "int16", "int32"]),
+    st.randoms(use_true_random=False),
+)
+def test_envelopes_decode_to_what_was_encoded(tokens, layers, top_k, dtype, random):
+    array = np.array([random.randint(-128, 127) for _ in range(tokens * layers * top_k)], dtype)
+    array = array.reshape(tokens, layers, top_k)
+    for got in (
+        decode_nemo(f"nrlre1:{dtype}:{tokens}x{layers}x{top_k}:{b64(array)}"),
+        decode_npy(npy(array)),
+        decode_vllm(base64.b64encode(npy(array.astype(">i4"))).decode()),
+        decode_sglang(b64(array.astype("<i4")), layers=layers, top_k=top_k),
+    ):
+        np.testing.assert_array_equal(got, array)
+
+
+@given(st.data())
+def test_damaged_npy_files_decode_or_are_refused(data):
+    damaged = bytearray(npy(ROUTES))
+    for _ in range(data.draw(st.integers(1, 4))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    damaged = damaged[: data.draw(st.integers(0, len(damaged)))]
+    try:
+        array = decode_npy(bytes(damaged))
+    except TraceError:
+        return
+    assert array.dtype.kind in "iu" and array.nbytes <= len(damaged)
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    """Routes [100, 8, 4] and tokens of one sequence of the shipped policy, and its spec."""
+    with np.load(FIXTURES / "tiny_policy.npz", allow_pickle=False) as file:
+        routes, tokens = file["routes"], file["token_ids"]
+    return routes, tokens, TraceSpec("tiny", 32, 4, "m" * 8)
+
+
+def rules(findings, *, certain=None):
+    return [finding.rule for finding in findings if certain in (None, finding.certain)]
+
+
+def test_routes_as_recorded_have_no_findings(recorded):
+    routes, tokens, spec = recorded
+    assert lint(routes, spec, tokens) == []
+    assert rules(lint(all_layers(ROUTES), SPEC, TOKENS)) == ["dense layers included"]
+
+
+def put(array, index, value):
+    array = array.astype(np.int32)
+    array[index] = value
+    return array
+
+
+PLANTED = {
+    "missing last row": lambda r: r[:-1],
+    "one row too many": lambda r: np.concatenate([r, r[:1]]),
+    "rows": lambda r: r[:50],
+    "layers": lambda r: r[:, :5],
+    "top-k": lambda r: r[..., :3],
+    "shape": lambda r: r.reshape(100, 32),
+    "empty rows": lambda r: put(r, slice(40, 43), 0),
+    "all-zero layers": lambda r: put(r, (slice(None), 3), 0),
+    "all-zero sets": lambda r: put(r, (slice(10, 20), 3), 0),
+    "constant layers": lambda r: put(r, (slice(None), slice(2, 4)), r[:1, 2:4]),
+    "repeated layers": lambda r: put(r, (slice(None), 3), r[:, 2]),
+    "duplicate ids": lambda r: put(r, (5, 2, 1), r[5, 2, 0]),
+    "out of range": lambda r: put(r, (5, 2, 1), 40),
+    "negative ids": lambda r: put(r, (5, 2, 1), -3),
+    "repeated rows": lambda r: np.concatenate([r[:50], r[49:99]]),
+}
+SUSPECTED = {
+    "rows shifted": lambda r: np.concatenate([r[1:], r[:1]]),
+    "layers in reverse": lambda r: r[:, ::-1],
+}
+
+
+@pytest.mark.parametrize("rule", [*PLANTED, *SUSPECTED])
+def test_planted_fault_is_found(recorded, rule):
+    routes, tokens, spec = recorded
+    found = lint((PLANTED | SUSPECTED)[rule](routes), spec, tokens)
+    assert rule in rules(found)
+    if rule in SUSPECTED:
+        assert rules(found) == [rule] and not found[0].certain
+
+
+def test_shift_is_told_with_its_direction(recorded):
+    routes, tokens, spec = recorded
+    for shift in (-1, 1):
+        (finding,) = [f for f in lint(np.roll(routes, shift, axis=0), spec, tokens) if f.rule == "rows shifted"]
+        assert finding.where == f"by {shift}"
+
+
+def test_every_fault_is_said_with_its_place(recorded):
+    routes, tokens, spec = recorded
+    bad = routes[:-1].astype(np.int32)
+    bad[:, 6] = 0
+    bad[3:5] = [0, 1, 2, 3]
+    bad[7, 1, 0] = 45
+    bad[8, 2, 0] = bad[8, 2, 1]
+    found = {finding.rule: str(finding) for finding in lint(bad, spec, tokens)}
+    assert set(found) >= {"missing last row", "all-zero layers", "empty rows", "out of range", "duplicate ids"}
+    assert "layers 6" in found["all-zero layers"] and "rows 3 to 4" in found["empty rows"]
+    assert "token 7, layer 1" in found["out of range"] and "Physical ids" in found["out of range"]
+    assert "token 8, layer 2" in found["duplicate ids"]
+
+
+def test_layers_in_reverse_are_seen_by_their_dense_ones():
+    spec = TraceSpec("x", 16, 2, "ddmmm")
+    wide = np.zeros((15, 5, 2), np.int32)
+    wide[:, 2:] = ROUTES
+    assert "layers in reverse" in rules(lint(wide[:, ::-1], spec, TOKENS), certain=True)
+    assert "layer map" in rules(lint(wide, TraceSpec("x", 16, 2, "mdmdm"), TOKENS), certain=True)
+
+
+def test_ids_that_were_a_byte_once_are_suspected():
+    rng = np.random.default_rng(0)
+    routes = np.argsort(rng.random((60, 4, 512)), axis=-1)[..., :8]
+    spec = TraceSpec("x", 512, 8, "mmmm")
+    assert "dtype wrap" not in rules(lint(routes.astype(np.uint16), spec))
+    assert "dtype wrap" in rules(lint((routes % 256).astype(np.uint16), spec), certain=False)
+    assert "dtype" in rules(lint(routes.astype(np.uint8), spec), certain=True)
+
+
+@given(st.integers(0, 6), st.integers(0, 6), st.integers(0, 4), st.sampled_from("bBhiqdO?"), st.integers(0, 6))
+def test_the_linter_never_raises(rows, columns, top_k, dtype, tokens):
+    lint(np.ones((rows, columns, top_k), dtype), SPEC, list(range(tokens)))
