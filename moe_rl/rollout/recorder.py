@@ -40,10 +40,12 @@ _MAX_STEPS_IN_FLIGHT = 4
 class Recorded:
     """One request on its way. ask: None when nothing is recorded of it; its rows may be another's cached prefix.
 
-    forwarded: tokens computed, rejected ones of speculative decoding included. cached: of these, computed before it
-    came. kept: rows saved when it was preempted, because its blocks were given away.
+    number: in the order in which requests came. forwarded: tokens computed, rejected ones of speculative decoding
+    included. cached: of these, computed before it came. kept: rows saved when it was preempted, because its blocks were
+    given away.
     """
 
+    number: int
     ask: RecordingRequest | None
     prompt: np.ndarray
     cached: int
@@ -75,8 +77,8 @@ class _Allotted:
 class Recorder:
     """One per worker that records.
 
-    stats: counts since the start - steps, tokens forwarded, requests recorded, preemptions, refused requests, waits for
-    a copy. Raises EngineError for a model without MoE layers.
+    stats: counts since the start - steps, tokens forwarded, requests, those recorded, preemptions, refused requests,
+    waits for a copy. Raises EngineError for a model without MoE layers.
     """
 
     def __init__(self, worker, recording: object):
@@ -128,7 +130,7 @@ class Recorder:
         """Make a shard visible. sequences: key -> all token ids that had to be forwarded, prompt first.
 
         aborted: keys of requests that were stopped before their end; they are marked. Raises EngineError for a sequence
-        that was not recorded, or not from these tokens; the shard is then gone.
+        that was not recorded, or not from these tokens; the shard then stays as it was.
         """
         self._work_off(wait=True)
         return self._sinks.publish(sink, sequences, aborted)
@@ -165,9 +167,10 @@ class Recorder:
         for request_id in scheduled.preempted_req_ids or ():
             if (request := self._requests.get(request_id)) is not None:
                 self._preempt(request)
-        for request_id in scheduled.finished_req_ids:
-            if (request := self._requests.pop(request_id, None)) is not None:
-                self._finish(request)
+        finished = [self._requests.pop(id_) for id_ in scheduled.finished_req_ids if id_ in self._requests]
+        # vLLM tells them in no order. With one, the same requests always make the same shard.
+        for request in sorted(finished, key=lambda request: request.number):
+            self._finish(request)
         self._partial_hits.clear()
         allotted = _Allotted()
         for new in scheduled.scheduled_new_reqs:
@@ -225,12 +228,14 @@ class Recorder:
             ask = None
             self._refuse(new, error)
         request = self._requests[new.req_id] = Recorded(
+            self.stats["requests"],
             ask,
             np.asarray(new.prompt_token_ids or (), np.int32),
             new.num_computed_tokens,
             greedy=new.sampling_params is None or new.sampling_params.temperature == 0,
         )
-        self.stats["requests"] += ask is not None
+        self.stats["requests"] += 1
+        self.stats["recorded"] += ask is not None
         self._own(request, new.block_ids, new.num_computed_tokens, allotted)
 
     def _continue(self, request_id: str, blocks, computed: int, allotted: _Allotted, *, resumed: bool) -> None:

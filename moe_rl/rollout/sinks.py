@@ -25,14 +25,16 @@ if TYPE_CHECKING:
 
 _MAX_OPEN = 64
 _MAX_REFUSALS = 1024
-# Rows that a record must have in common with its group's first to refer to it: the reference costs some bytes too.
-_MIN_SHARED_ROWS = 8
-_MAX_FAMILIES = 1024
+# Bytes of ids that a record must have in common with its group's first to refer to it: the reference costs some too.
+_MIN_SHARED_BYTES = 64
+# Prompts whose rows are remembered, to be shared: the ones seen last.
+_MAX_FAMILIES = 256
 
 
 @dataclass(slots=True)
 class _Sink:
-    """writer: of the shard. records: key -> reference to all rows and their token ids. families: prompt -> a record."""
+    """writer: of the shard. records: key -> reference to all rows, and their token ids. families: prompt -> a record
+    that begins with it, and the prompt's rows."""
 
     writer: ShardWriter
     records: dict[str, tuple[RouteRef, np.ndarray]] = field(default_factory=dict)
@@ -85,7 +87,7 @@ class Sinks:
         )
         sink.records[ask.key] = (ref, rows.token_ids)
         if parent is None and not ask.start:
-            sink.families[request.prompt.tobytes()] = (ref, rows)
+            sink.families[request.prompt.tobytes()] = (ref, rows.first(len(request.prompt)))
             if len(sink.families) > _MAX_FAMILIES:
                 sink.families.popitem(last=False)
 
@@ -107,15 +109,12 @@ class Sinks:
                 )
             )
         sink = self._open[name]
-        try:
-            parts = {key: self._claim(name, sink, key, np.asarray(ids, np.int64)) for key, ids in sequences.items()}
-            for key in aborted:
-                sink.writer.mark_aborted(key)
-            sink.writer.publish()
-        except BaseException:
-            self.abandon(name)
-            raise
+        parts = {key: self._claim(name, sink, key, np.asarray(ids, np.int64)) for key, ids in sequences.items()}
+        for key in aborted:
+            sink.writer.mark_aborted(key)
+        # Published, or gone: a writer whose disk failed leaves nothing.
         del self._open[name]
+        sink.writer.publish()
         return parts
 
     def abandon(self, name: str) -> None:
@@ -164,7 +163,7 @@ class Sinks:
         ref, theirs = sink.families.get(request.prompt.tobytes(), (None, None))
         if ref is None:
             return None
-        most = min(len(request.prompt), len(rows), len(theirs))
+        most = min(len(rows), len(theirs))
         same = (
             (rows.token_ids[:most] == theirs.token_ids[:most])
             & (rows.weight_versions[:most] == theirs.weight_versions[:most])
@@ -173,7 +172,7 @@ class Sinks:
         shared = most if same.all() else int(np.argmin(same))
         # Every record has rows of its own.
         shared = min(shared, len(rows) - 1)
-        return RouteRef(ref.key, shared, ref.parts) if shared >= _MIN_SHARED_ROWS else None
+        return RouteRef(ref.key, shared, ref.parts) if shared * self._spec.row_bytes >= _MIN_SHARED_BYTES else None
 
     def _mine(self, parent: RouteRef) -> RouteRef:
         """The reference to this worker's part of a record: every pipeline stage continues its own."""

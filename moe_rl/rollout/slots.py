@@ -31,6 +31,10 @@ class Rows:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    def first(self, count: int) -> Rows:
+        """A copy of the first rows."""
+        return Rows(self.routes[:count].copy(), self.token_ids[:count].copy(), self.weight_versions[:count].copy())
+
     def then(self, later: Rows) -> Rows:
         """These rows and the later ones behind them."""
         return Rows(

@@ -102,7 +102,7 @@ class NativeSource:
         chosen = routes[:, self._layers].astype(self._dtype, casting="safe")
         rows = Rows(chosen, token_ids, np.full(len(token_ids), self._version, np.int64))
         self._sinks.add(
-            Recorded(ask, np.asarray(prompt, np.int32), cached=0, greedy=False, forwarded=len(rows)), rows, {}
+            Recorded(0, ask, np.asarray(prompt, np.int32), cached=0, greedy=False, forwarded=len(rows)), rows, {}
         )
 
     def publish(self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str]) -> dict[str, RouteRef]:

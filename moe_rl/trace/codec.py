@@ -12,6 +12,9 @@ little-endian uint16. The codec id is kept beside the chunk:
 3 ORDERED  the ids through zstd, in the order in which the router gave them. Sorted skips with a stream of permutations
            beside them need log2 K! bits a set more, which do not compress: 58 bits a set against 56 here for 8 of 128
            when routes are uniform.
+4 RANKED   skips of experts that were numbered by popularity in the chunk (ranked.py). The smallest where some experts
+           of a layer are chosen much more often than others and sets do not repeat. Decodes some 5 times slower than
+           GAP.
 
 16-bit values go to zstd as the plane of low bytes, then the plane of high bytes. Of the zstd frame only the blocks are
 stored: a reader puts magic and a header with the size that it expects in front, so that no chunk can make it allocate
@@ -24,13 +27,13 @@ from __future__ import annotations
 
 import threading
 from enum import IntEnum
-from functools import lru_cache
 
 import numpy as np
 import zstandard
 
 from moe_rl.errors import TraceError, describe
-from moe_rl.trace import enumerative
+from moe_rl.trace import enumerative, ranked
+from moe_rl.trace.sorting import MAX_COLUMNS, sort_sets
 
 
 class Codec(IntEnum):
@@ -40,15 +43,13 @@ class Codec(IntEnum):
     ENUM = 1
     GAP = 2
     ORDERED = 3
+    RANKED = 4
 
 
-# Up to this many bytes of ids ENUM is taken when it is smaller at all; above, when it saves a sixteenth of GAP: uniform
-# routes lose 3% of size there and decode some 40 times as fast.
+# What a codec that decodes slowly must save: uniform routes lose 3% of size by staying with GAP, and decode some 40
+# times as fast as by ENUM. Of chunks of few bytes ENUM is taken when it is smaller at all, RANKED not tried.
 _SHORT = 4096
-_ENUM_GAIN = 1 / 16
-
-# Wider sets are sorted and summed by numpy's own row loops; columns would take too many calls.
-_MAX_COLUMNS = 32
+_GAIN = 1 / 16
 
 # Magic, then a descriptor that says: one segment, 8 bytes of content size, no checksum, no dictionary.
 _ZSTD_HEAD = b"\x28\xb5\x2f\xfd\xe0"
@@ -66,6 +67,12 @@ class _Zstd(threading.local):
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(level=1, write_content_size=False)
+        # Next to no repeats in what this gets: looking for few of them is quicker, and Huffman codes alone are shorter.
+        self.block_compressor = zstandard.ZstdCompressor(
+            compression_params=zstandard.ZstdCompressionParameters.from_level(
+                1, min_match=7, hash_log=6, write_content_size=False
+            )
+        )
         self.decompressor = zstandard.ZstdDecompressor()
 
 
@@ -73,7 +80,7 @@ _zstd = _Zstd()
 
 
 def encode_chunk(routes: np.ndarray, num_experts: int, *, keep_order: bool = False) -> tuple[Codec, bytes]:
-    """Code a chunk with the codec that makes it smallest (see _ENUM_GAIN for the one exception).
+    """Code a chunk with the codec that makes it smallest (see _GAIN for what the slow ones must save).
 
     routes [T, L, K]: distinct ids below num_experts in every set, in any order; uint8 when num_experts <= 256, else
     uint16. Without keep_order every set is decoded ascending; with it, in the order given.
@@ -86,7 +93,7 @@ def encode_chunk(routes: np.ndarray, num_experts: int, *, keep_order: bool = Fal
     if not routes.size:
         return Codec.RAW, b""
     given_NK = np.ascontiguousarray(routes).reshape(-1, top_k)
-    ids_NK = _sort_sets(given_NK)
+    ids_NK = sort_sets(given_NK)
     skips_NK = _skips(ids_NK)
     # An expert chosen twice leaves a skip of -1, the largest value of the dtype.
     if int(ids_NK.max()) >= num_experts or int(skips_NK.max()) > num_experts - top_k:
@@ -95,14 +102,22 @@ def encode_chunk(routes: np.ndarray, num_experts: int, *, keep_order: bool = Fal
     if keep_order:
         candidates = {Codec.ORDERED: _compress(given_NK), Codec.RAW: given_NK.tobytes()}
         return min(candidates.items(), key=lambda item: len(item[1]))
-    gap = _compress(skips_NK)
-    size = min(len(gap), ids_NK.nbytes)
+    best, data = Codec.GAP, _compress(skips_NK)
+    if len(data) > ids_NK.nbytes:
+        best, data = Codec.RAW, ids_NK.tobytes()
+    size, short = len(data), ids_NK.nbytes <= _SHORT
     width = enumerative.rank_bits(num_experts, top_k)
     if width is not None:
         enum_size = -(-len(ids_NK) * width // 8)
-        if enum_size < (size if ids_NK.nbytes <= _SHORT else size * (1 - _ENUM_GAIN)):
-            return Codec.ENUM, enumerative.encode(ids_NK, num_experts)
-    return (Codec.GAP, gap) if len(gap) == size else (Codec.RAW, ids_NK.tobytes())
+        if enum_size < (size if short else size * (1 - _GAIN)):
+            best, size = Codec.ENUM, enum_size
+    if not short and ranked.applies(num_experts, top_k):
+        limit = size * (1 - _GAIN)
+        if ranked.expected_bits(routes, num_experts) * len(ids_NK) / 8 < limit:
+            blocks = _compress_blocks(ranked.encode(routes, num_experts))
+            if len(blocks) < limit:
+                return Codec.RANKED, blocks
+    return best, enumerative.encode(ids_NK, num_experts) if best is Codec.ENUM else data
 
 
 def decode_chunk(
@@ -132,7 +147,7 @@ def decode_chunk(
                 expected=f"{dtype} of shape {tuple(shape)}",
             )
         )
-    allowed = (Codec.RAW, Codec.ORDERED) if keep_order else (Codec.RAW, Codec.ENUM, Codec.GAP)
+    allowed = (Codec.RAW, Codec.ORDERED) if keep_order else (Codec.RAW, Codec.ENUM, Codec.GAP, Codec.RANKED)
     if codec not in allowed:
         raise TraceError(
             describe(
@@ -161,12 +176,17 @@ def decode_chunk(
         reach = int(skips_NK.max()) + num_experts
         if int(ids_NK.max()) >= num_experts or (reach >= 256**dtype.itemsize and not _ascending(ids_NK)):
             raise _bad_set(ids_NK, num_experts, layers, ascending=True)
+    elif codec == Codec.RANKED:
+        if not ranked.applies(num_experts, top_k):
+            raise TraceError(describe("no ranked code for such sets", got=f"{top_k} of {num_experts} experts"))
+        plain = _decompress(data, layers * num_experts + size, dtype)
+        ids_NK = ranked.decode(plain, (tokens, layers, top_k), num_experts)
     else:
         if codec == Codec.RAW:
             _check_size(data, size)
         values = np.frombuffer(data, dtype) if codec == Codec.RAW else _decompress(data, size, dtype)
         ids_NK = values.reshape(sets, top_k).copy()
-        sorted_NK = _sort_sets(ids_NK) if keep_order else ids_NK
+        sorted_NK = sort_sets(ids_NK) if keep_order else ids_NK
         if int(ids_NK.max()) >= num_experts or not _ascending(sorted_NK):
             raise _bad_set(ids_NK, num_experts, layers, ascending=not keep_order)
     if out is None:
@@ -205,43 +225,10 @@ def _bad_set(ids_NK: np.ndarray, num_experts: int, layers: int, *, ascending: bo
         describe(
             "an expert is out of range" if high[at] else f"an expert is {what}",
             where=f"token {at // layers}, layer {at % layers} of the chunk",
-            got=" ".join(map(str, ids_NK[at, :_MAX_COLUMNS])),
+            got=" ".join(map(str, ids_NK[at, :MAX_COLUMNS])),
             expected=f"different ids below {num_experts}" + (", ascending" if ascending else ""),
         )
     )
-
-
-@lru_cache(maxsize=_MAX_COLUMNS)
-def _sorting_network(width: int) -> tuple[tuple[int, int], ...]:
-    """Comparators of Batcher's merge exchange (Knuth, TAOCP 3, 5.2.2, algorithm M): 19 for 8 inputs."""
-    comparators = []
-    top = 1 << (width - 1).bit_length() - 1 if width > 1 else 0
-    p = top
-    while p:
-        q, r, d = top, 0, p
-        while True:
-            comparators += [(i, i + d) for i in range(width - d) if i & p == r]
-            if q == p:
-                break
-            d, q, r = q - p, q >> 1, p
-        p >>= 1
-    return tuple(comparators)
-
-
-def _sort_sets(ids_NK: np.ndarray) -> np.ndarray:
-    """Each set ascending. Comparing whole columns is ten times as fast as np.sort on rows of 8 bytes."""
-    if ids_NK.shape[1] > _MAX_COLUMNS:
-        return np.sort(ids_NK, axis=1)
-    columns = list(ids_NK.T.copy())
-    spare = np.empty_like(columns[0])
-    for low, high in _sorting_network(len(columns)):
-        np.minimum(columns[low], columns[high], out=spare)
-        np.maximum(columns[low], columns[high], out=columns[high])
-        columns[low], spare = spare, columns[low]
-    sorted_NK = np.empty_like(ids_NK)
-    for i, column in enumerate(columns):
-        sorted_NK[:, i] = column
-    return sorted_NK
 
 
 def _skips(ids_NK: np.ndarray) -> np.ndarray:
@@ -264,7 +251,7 @@ def _sum_skips(skips_NK: np.ndarray) -> np.ndarray:
         return words.view(np.uint8).reshape(skips_NK.shape)
     ids_NK = skips_NK + skips_NK.dtype.type(1)
     ids_NK[:, 0] -= skips_NK.dtype.type(1)
-    if top_k > _MAX_COLUMNS:
+    if top_k > MAX_COLUMNS:
         return np.cumsum(ids_NK, axis=1, dtype=ids_NK.dtype, out=ids_NK)
     for i in range(1, top_k):
         ids_NK[:, i] += ids_NK[:, i - 1]
@@ -285,6 +272,16 @@ def _compress(values_NK: np.ndarray) -> bytes:
     if values_NK.itemsize == 2:
         values_NK = np.ascontiguousarray(values_NK.reshape(-1).view(np.uint8).reshape(-1, 2).T)
     return _zstd.compressor.compress(values_NK)[_ZSTD_HEAD_WRITTEN:]
+
+
+def _compress_blocks(parts: list[np.ndarray]) -> bytes:
+    """The parts, bytes, in blocks of their own: each with the Huffman code that suits it."""
+    stream = _zstd.block_compressor.compressobj()
+    written = []
+    for part in parts[:-1]:
+        written += [stream.compress(part), stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)]
+    written += [stream.compress(parts[-1]), stream.flush()]
+    return b"".join(written)[_ZSTD_HEAD_WRITTEN:]
 
 
 def _decompress(data, size: int, dtype: np.dtype) -> np.ndarray:

@@ -334,8 +334,14 @@ def test_other_tokens_than_the_sampler_returned_are_an_error(fake):
         with pytest.raises(EngineError, match=message):
             fake.recorder.publish("shard", {"a": wanted})
         assert fake.store.shards() == []
+        fake.recorder.abandon("shard")
+    fake.step(new=[("a", "a", [1], 0, [8, 9, 10])])
+    fake.step(finished=["a"])
+    with pytest.raises(EngineError, match="was not recorded .request b"):
+        fake.recorder.publish("shard", {"a": [8, 9, 10], "b": [1]})
+    assert list(fake.recorder.publish("shard", {"a": [8, 9, 10]})) == ["a"], "a wrong claim costs the others nothing"
     with pytest.raises(EngineError, match="nothing was recorded"):
-        fake.recorder.publish("shard", {"never-sampled": [1]})
+        fake.recorder.publish("other", {"never-sampled": [1]})
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moe_rl.errors import TraceError
-from moe_rl.trace import codec, enumerative
+from moe_rl.trace import codec, enumerative, ranked, sorting
 from moe_rl.trace.codec import Codec, decode_chunk, encode_chunk
 
 
@@ -36,6 +36,16 @@ def random_routes(tokens, layers, top_k, num_experts, seed=0, kinds=None):
     return ids.astype(id_dtype(num_experts)).reshape(tokens, layers, top_k)
 
 
+def skewed_routes(tokens, layers, top_k, num_experts, exponent, seed=0):
+    """Sets drawn without replacement, the i-th most popular expert of a layer, in an order of its own, with weight
+    i**-exponent."""
+    rng = np.random.default_rng(seed)
+    weights = np.arange(1, num_experts + 1) ** -float(exponent)
+    log_weights = np.log([rng.permutation(weights) for _ in range(layers)])
+    noise = -np.log(rng.standard_exponential((tokens, layers, num_experts)))
+    return np.argsort(-(log_weights + noise), axis=-1)[..., :top_k].astype(id_dtype(num_experts))
+
+
 def all_encodings(routes, num_experts):
     """What every codec that applies makes of a chunk: (codec, keep_order, bytes)."""
     top_k = routes.shape[2]
@@ -47,12 +57,20 @@ def all_encodings(routes, num_experts):
         encodings.append((Codec.ORDERED, True, codec._compress(given)))
     if enumerative.rank_bits(num_experts, top_k) is not None:
         encodings.append((Codec.ENUM, False, enumerative.encode(ascending, num_experts)))
+    if routes.size and ranked.applies(num_experts, top_k):
+        encodings.append((Codec.RANKED, False, codec._compress_blocks(ranked.encode(routes, num_experts))))
     return encodings
 
 
 def gap_chunk(skips, num_experts):
     """A GAP chunk of hand-made skips [T, L, K]."""
     return codec._compress(np.array(skips, id_dtype(num_experts)).reshape(-1, np.shape(skips)[-1]))
+
+
+def ranked_chunk(levels, skips):
+    """A RANKED chunk of hand-made levels [L, E] and skips [T, L, K]."""
+    planes = np.array(skips, np.uint8).transpose(2, 1, 0)
+    return codec._compress_blocks([np.array(levels, np.uint8), np.ascontiguousarray(planes)])
 
 
 @st.composite
@@ -84,6 +102,14 @@ CORNERS = [
     # Several zstd blocks.
     (random_routes(2500, 12, 8, 128), 128),
     (random_routes(1500, 12, 8, 384), 384),
+    # Ranked ones.
+    (skewed_routes(130, 5, 8, 128, 1.5), 128),
+    (skewed_routes(500, 2, 8, 256, 1.5), 256),
+    (skewed_routes(500, 2, 32, 256, 1.5), 256),
+    (skewed_routes(1100, 1, 4, 60, 1.5), 60),
+    # Too short to be tried, and without two picks in a layer to tell skew by.
+    (skewed_routes(500, 1, 8, 128, 1.2), 128),
+    (random_routes(5, 900, 1, 128), 128),
 ]
 
 
@@ -124,6 +150,10 @@ def test_every_codec_round_trips_and_the_smallest_is_taken(chunk):
     for keep_order, by_kind in sizes.items():
         kind, data = encode_chunk(routes, num_experts, keep_order=keep_order)
         assert len(data) == by_kind[kind]
+        # Not tried where it looks like saving nothing.
+        ranked_size = by_kind.pop(Codec.RANKED, None)
+        if kind is Codec.RANKED:
+            assert routes.nbytes > 4096 and ranked_size < min(by_kind.values()) * 15 / 16
         # Long chunks may stay with GAP for speed where ENUM saves less than a sixteenth.
         slack = 1 if keep_order or routes.nbytes <= 4096 else 16 / 15
         assert len(data) <= min(by_kind.values()) * slack
@@ -168,7 +198,7 @@ def test_ranks_of_nearly_64_bits(num_experts, top_k):
 def test_the_sorting_network_sorts(width):
     # 0-1 principle: a network that sorts all sequences of zeros and ones sorts everything.
     rows = np.array(list(product([0, 1], repeat=width)), np.uint8)
-    np.testing.assert_array_equal(codec._sort_sets(rows), np.sort(rows, axis=1))
+    np.testing.assert_array_equal(sorting.sort_sets(rows), np.sort(rows, axis=1))
 
 
 def test_uniform_8_of_128_takes_at_most_42_5_bits_a_set():
@@ -184,6 +214,37 @@ def test_long_chunks_are_enumerative_where_that_saves_more_than_a_sixteenth():
     sizes = {kind: len(data) for kind, _, data in all_encodings(routes, 64)}
     assert sizes[Codec.GAP] * 3 / 4 < sizes[Codec.ENUM] < sizes[Codec.GAP] * 15 / 16
     assert (kind, len(data)) == (Codec.ENUM, sizes[Codec.ENUM])
+
+
+@pytest.mark.parametrize("tokens, num_experts, top_k", [(512, 128, 8), (512, 256, 8), (512, 32, 4), (2048, 128, 8)])
+def test_chunks_are_ranked_where_that_saves_more_than_a_sixteenth(tokens, num_experts, top_k):
+    seen = set()
+    for exponent in (0, 0.3, 0.5, 0.8, 1.2):
+        routes = skewed_routes(tokens, 3, top_k, num_experts, exponent)
+        kind, data = encode_chunk(routes, num_experts)
+        sizes = {kind: len(data) for kind, keep_order, data in all_encodings(routes, num_experts) if not keep_order}
+        pays = sizes[Codec.RANKED] < 15 / 16 * sizes[Codec.GAP]
+        assert kind is (Codec.RANKED if pays else Codec.GAP)
+        assert len(data) == sizes[kind]
+        seen.add(kind)
+    assert seen == {Codec.GAP, Codec.RANKED}
+
+
+def test_ranked_routes_of_great_skew_take_a_fifth_less():
+    routes = skewed_routes(512, 12, 8, 128, 1)
+    kind, data = encode_chunk(routes, 128)
+    gap = {kind: len(data) for kind, _, data in all_encodings(routes, 128)}[Codec.GAP]
+    assert kind is Codec.RANKED
+    assert len(data) < 0.81 * gap
+
+
+def test_repeated_sets_are_not_ranked_however_skewed():
+    """The planes hide that whole sets come again, which GAP finds."""
+    few = skewed_routes(6, 1, 8, 128, 1.5)
+    routes = few[np.random.default_rng(0).integers(0, 6, 1000)]
+    sizes = {kind: len(data) for kind, keep_order, data in all_encodings(routes, 128) if not keep_order}
+    kind, data = encode_chunk(routes, 128)
+    assert kind is Codec.GAP and len(data) < sizes[Codec.RANKED] * 3 / 4
 
 
 def test_repetitive_routes_shrink_to_a_sixth():
@@ -225,7 +286,7 @@ def test_an_array_that_does_not_fit_is_refused(bad):
 
 
 def test_threads_do_not_disturb_each_other():
-    chunks = [random_routes(1500, 12, 8, 128, seed) for seed in range(4)] * 20
+    chunks = [random_routes(1500, 12, 8, 128, 0), *(skewed_routes(512, 12, 8, 128, 1, seed) for seed in range(3))] * 20
 
     def round_trip(routes):
         return decode_chunk(*encode_chunk(routes, 128), routes.shape, 128)
@@ -264,7 +325,7 @@ def test_routes_of_another_dtype_are_not_encoded():
 def test_wrong_sizes_and_wrong_codecs_are_refused(num_experts):
     routes = random_routes(9, 3, 4, num_experts)
     encodings = all_encodings(routes, num_experts)
-    assert {kind for kind, _, _ in encodings} == set(Codec)
+    assert {kind for kind, _, _ in encodings} == set(Codec) - (set() if num_experts <= 256 else {Codec.RANKED})
     for kind, keep_order, data in encodings:
         for damaged in (data[:-1], data + b"\0", b"", data + data, data[: len(data) // 2]):
             with pytest.raises(TraceError, match="wrong size|does not decompress"):
@@ -275,11 +336,14 @@ def test_wrong_sizes_and_wrong_codecs_are_refused(num_experts):
         if kind is not Codec.RAW:
             with pytest.raises(TraceError, match="codec of a chunk is unknown"):
                 decode_chunk(kind, data, routes.shape, num_experts, keep_order=not keep_order)
-    for kind in (-1, 4, 255):
+    for kind in (-1, 5, 255):
         with pytest.raises(TraceError, match="codec of a chunk is unknown"):
             decode_chunk(kind, b"", routes.shape, num_experts)
     with pytest.raises(TraceError, match="no enumerative code"):
         decode_chunk(Codec.ENUM, b"", (1, 1, 10), 512)
+    for top_k, experts in ((8, 257), (33, 256)):
+        with pytest.raises(TraceError, match="no ranked code"):
+            decode_chunk(Codec.RANKED, b"", (1, 1, top_k), experts)
     for shape in ((1, 1), (1, -1, 2), (1, 1, 0), (1, 1, 3)):
         with pytest.raises(TraceError, match="shape of a chunk"):
             decode_chunk(Codec.RAW, b"", shape, 2)
@@ -347,6 +411,59 @@ def test_skips_are_refused_exactly_when_they_leave_the_experts(skips, data):
             decode_chunk(Codec.GAP, chunk, shape, num_experts)
 
 
+def test_a_ranked_chunk_of_stored_bytes():
+    """Blocks that zstd did not compress, laid out as docs/trace_format.md says: 2 tokens, 2 layers, 2 of 4 experts."""
+
+    def block(content, last):
+        return (last | len(content) << 3).to_bytes(3, "little") + bytes(content)
+
+    # Layer 0 numbers its experts 2 3 0 1, layer 1 3 0 1 2.
+    levels = [1, 1, 0, 0] + [7, 7, 255, 0]
+    # Layer 0: {0, 1}, {1, 3}; layer 1: {0, 3}, {2, 3}.
+    first, second = [0, 1] + [0, 2], [0, 1] + [2, 0]
+    data = block(levels, 0) + block(first, 0) + block(second, 1)
+    routes = decode_chunk(Codec.RANKED, data, (2, 2, 2), 4)
+    np.testing.assert_array_equal(routes, [[[2, 3], [2, 3]], [[1, 3], [1, 2]]])
+
+
+def ranked_by_the_book(levels, skips):
+    """What a RANKED chunk of these means, one set at a time; None if a set is none."""
+    routes = np.empty(np.shape(skips), np.uint8)
+    for t, layer in np.ndindex(routes.shape[:2]):
+        order = sorted(range(len(levels[layer])), key=lambda expert: (levels[layer][expert], expert))
+        numbers = np.cumsum(skips[t][layer]) + np.arange(routes.shape[2])
+        if numbers[-1] >= len(order):
+            return None
+        routes[t, layer] = sorted(order[number] for number in numbers)
+    return routes
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_any_bytes_are_a_ranked_chunk_or_refused(data):
+    num_experts = data.draw(st.sampled_from([1, 5, 200, 256]))
+    tokens, layers = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    top_k = data.draw(st.integers(1, min(num_experts, 4)))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    levels = rng.integers(0, data.draw(st.sampled_from([1, 3, 256])), (layers, num_experts))
+    # Skips of any size, so that sums pass 255 and come back.
+    skips = rng.integers(0, data.draw(st.sampled_from([1, 2, 60, 256])), (tokens, layers, top_k))
+    chunk, expected = ranked_chunk(levels, skips), ranked_by_the_book(levels, skips)
+    if expected is None:
+        with pytest.raises(TraceError, match="numbers of no set.*token"):
+            decode_chunk(Codec.RANKED, chunk, skips.shape, num_experts)
+    else:
+        np.testing.assert_array_equal(decode_chunk(Codec.RANKED, chunk, skips.shape, num_experts), expected)
+
+
+@pytest.mark.parametrize("skips", [[128, 0], [127, 0], [0, 127], [0, 255], [100, 200], [200, 100]])
+def test_numbers_that_leave_the_experts_are_refused(skips):
+    levels, fine = np.zeros((2, 128)), [0, 0]
+    decode_chunk(Codec.RANKED, ranked_chunk(levels, [[fine, fine], [fine, [0, 126]]]), (2, 2, 2), 128)
+    with pytest.raises(TraceError, match="numbers of no set.*token 0, layer 1"):
+        decode_chunk(Codec.RANKED, ranked_chunk(levels, [[fine, skips], [fine, fine]]), (2, 2, 2), 128)
+
+
 def test_ranks_of_no_set_and_bits_after_the_last_rank_are_refused():
     # C(32, 4) = 35960 in 16 bits; C(8, 3) = 56 in 6 bits, two of which leave 4 bits.
     decode_chunk(Codec.ENUM, (35959).to_bytes(2, "little"), (1, 1, 4), 32)
@@ -366,7 +483,7 @@ def test_a_zip_bomb_costs_no_memory():
     tracemalloc.start()
     try:
         for data in (bomb, whole_frame):
-            for kind, keep_order in ((Codec.GAP, False), (Codec.ORDERED, True)):
+            for kind, keep_order in ((Codec.GAP, False), (Codec.RANKED, False), (Codec.ORDERED, True)):
                 with pytest.raises(TraceError, match="does not decompress"):
                     decode_chunk(kind, data, (16, 4, 8), 128, keep_order=keep_order)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20

@@ -1,0 +1,76 @@
+"""vLLM's own capture as a source. It runs on GPUs only: here its arrays are made up, all behind them is real."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from moe_rl.errors import EngineError, RouteValidationError
+from moe_rl.rollout.engine import VllmEngine
+from moe_rl.rollout.recording import Recording, RecordingRequest
+from moe_rl.rollout.source import NativeSource
+from moe_rl.trace import TraceStore
+
+LAYERS, EXPERTS, TOP_K = (1, 3), 16, 4
+
+
+@pytest.fixture
+def source(tmp_path) -> NativeSource:
+    model = SimpleNamespace(
+        get_num_experts=lambda: EXPERTS,
+        get_num_experts_per_tok=lambda: TOP_K,
+        get_total_num_hidden_layers=lambda: 5,
+    )
+    engine = SimpleNamespace(vllm_config=SimpleNamespace(model_config=model))
+    llm = SimpleNamespace(llm_engine=engine, collective_rpc=lambda method: [list(LAYERS)])
+    return NativeSource(llm, Recording(str(tmp_path / "trace"), "fake"))
+
+
+def completion(tokens: int, **changes):
+    """An output of vLLM with routes [tokens - 1, 5, K]: zeros where a layer has no experts."""
+    rng = np.random.default_rng(tokens)
+    routes = np.zeros((tokens - 1, 5, TOP_K), np.uint8)
+    routes[:, LAYERS] = np.argsort(rng.random((tokens - 1, 2, EXPERTS)), -1)[..., :TOP_K]
+    return SimpleNamespace(routed_experts=routes, **changes)
+
+
+def test_arrays_of_finished_requests_become_records(source, tmp_path):
+    source.set_weight_version(3)
+    source.open("shard")
+    prompt, tokens = (5, 6, 7, 8, 9), (10, 11, 12)
+    one = completion(8)
+    source.finished(RecordingRequest("a", "shard"), prompt, tokens, one)
+    refs = source.publish("shard", {"a": [*prompt, *tokens[:-1]]}, [])
+    record = TraceStore(tmp_path / "trace").read(refs["a"])
+    np.testing.assert_array_equal(record.routes, np.sort(one.routed_experts[:, LAYERS], -1))
+    assert record.token_ids.tolist() == [5, 6, 7, 8, 9, 10, 11]
+    assert record.spec.layer_map == "dmdmd" and {span.weight_version for span in record.spans} == {3}
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (lambda routes: None, EngineError, "did not return every forwarded token .request a.*got nothing, expected 7"),
+        (lambda routes: routes[:-1], EngineError, "got 6 rows, expected 7"),
+        (lambda routes: routes.astype(np.int16), EngineError, "ids of another type.*got int16"),
+        (lambda routes: routes * 0, RouteValidationError, "request a"),
+        (lambda routes: routes + 1, RouteValidationError, "expert id 16 does not exist"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused(source, change, error, message):
+    one = completion(8)
+    one.routed_experts = change(one.routed_experts)
+    with pytest.raises(error, match=message):
+        source.finished(RecordingRequest("a", "shard"), (5, 6, 7, 8, 9), (10, 11, 12), one)
+
+
+@pytest.mark.slow
+def test_native_capture_is_refused_where_it_cannot_run(settings, tmp_path):
+    asked = replace(settings, capture="native", log_path=tmp_path / "log", trace_root=tmp_path / "trace")
+    with pytest.raises(
+        EngineError, match="own capture cannot run here.*platform cpu.*rollout.capture to patch or worker"
+    ):
+        VllmEngine.start(asked)
