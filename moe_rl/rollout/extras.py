@@ -6,7 +6,7 @@ log_normalizer  log of the probability that the support had before the others we
 router_logits   logits of every router, for a fraction of the tokens that this request computed itself
 
 They are diagnostics of some requests, not a path of every step: each costs a copy to the host in the step, and none is
-kept unless it is asked for. Arrays as they are stored with a record, which `moe_rl.trace.aux` reads back:
+kept unless it is asked for. Arrays as they are stored with a record and read back by `TraceStore.aux`:
 
 support_counts [N] uint32, support_ids [sum] int32 (ascending per token; a count of 0: every token could be drawn),
 log_normalizer [N] float32, for the N sampled tokens in order; router_logits [M, L, E] float32 of rows

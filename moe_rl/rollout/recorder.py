@@ -40,9 +40,9 @@ _MAX_STEPS_IN_FLIGHT = 4
 class Recorded:
     """One request on its way. ask: None when nothing is recorded of it; its rows may be another's cached prefix.
 
-    number: in the order in which requests came. forwarded: tokens computed, rejected ones of speculative decoding
-    included. cached: of these, computed before it came. kept: rows saved when it was preempted, because its blocks were
-    given away.
+    number: in the order in which requests came. forwarded: tokens computed, rejected drafts of speculative decoding
+    included. drafts: of these, the last ones, of which nobody has said yet whether they were accepted. cached: computed
+    before it came. kept: rows saved when it was preempted, because its blocks were given away.
     """
 
     number: int
@@ -52,6 +52,7 @@ class Recorded:
     greedy: bool
     table: BlockTable = field(default_factory=BlockTable)
     forwarded: int = 0
+    drafts: int = 0
     kept: Rows | None = None
 
 
@@ -185,6 +186,7 @@ class Recorder:
                 self._submit(lambda source=source, target=target, rows=rows: self._slots.copy(source, target, rows))
         for request_id, count in scheduled.num_scheduled_tokens.items():
             self._requests[request_id].forwarded += count
+            self._requests[request_id].drafts = len(scheduled.scheduled_spec_decode_tokens.get(request_id, ()))
         self._capture.clear(scheduled.total_num_scheduled_tokens)
         self._work_off()
 
@@ -256,8 +258,9 @@ class Recorder:
 
     def _preempt(self, request: Recorded) -> None:
         """Save the rows: after a preemption vLLM forwards the same tokens again, in other batches, where a near tie may
-        fall otherwise; the sampled tokens, however, followed from the first pass."""
-        table, forwarded = request.table, request.forwarded
+        fall otherwise; the sampled tokens, however, followed from the first pass. Rows of drafts that may have been
+        rejected are not saved: those computed again are right."""
+        table, forwarded = request.table, request.forwarded - request.drafts
         request.table, request.forwarded = BlockTable(), 0
         self.stats["preemptions"] += 1
 

@@ -77,12 +77,13 @@ class Engine:
 
     def step(
         self, *, new=(), cached=(), resumed=(), finished=(), preempted=(), copies=(), silent=None, spoil=None,
-        shift=0, hooks=("before", "after"),
+        shift=0, hooks=("before", "after"), drafts=(),
     ) -> None:  # fmt: skip
         """One step. new: (id, key, blocks, computed, tokens). cached, resumed: (id, blocks, computed, tokens, table).
 
         table: the whole block table of a cached request, to know where its tokens go. silent: a layer that reports
         nothing. spoil: an expert id to report instead. shift: added to every slot. hooks: those that are called.
+        drafts: id -> drafted tokens among those forwarded.
         """
         forwarded, slots, positions = [], [], []
         for table, computed, tokens in [(b, c, t) for _, _, b, c, t in new] + [(b, c, t) for *_, c, t, b in cached]:
@@ -104,6 +105,7 @@ class Engine:
             num_scheduled_tokens={r[0]: len(r[4]) for r in new} | {r[0]: len(r[3]) for r in cached},
             total_num_scheduled_tokens=count,
             kv_cache_block_copies=list(copies),
+            scheduled_spec_decode_tokens=dict(drafts),
         )
         if "before" in hooks:
             self.recorder.before_step(scheduled)
@@ -225,6 +227,20 @@ def test_rejected_drafts_are_written_over(tmp_path, monkeypatch):
     tokens = [8, 9, 10, 50, 12, 13]
     passes = [fake.routes(tokens, range(6), at) for at in range(3)]
     fake.check("a", tokens, np.concatenate([passes[0][:2], passes[1][2:4], passes[2][4:]]))
+
+
+def test_rejected_drafts_are_not_kept_over_a_preemption(tmp_path, monkeypatch):
+    """Preempted right after a step whose drafts were rejected; vLLM has not said so when the rows are saved."""
+    fake = Engine(tmp_path / "trace", monkeypatch, speculates=True)
+    fake.step(new=[("a", "a", [1, 2], 0, [8, 9])])
+    fake.step(cached=[("a", None, 2, [10, 50, 51], [1, 2])], drafts={"a": [50, 51]})
+    fake.step(new=[("b", None, [1, 2], 0, [7] * 8)], preempted=["a"])
+    tokens = [8, 9, 10, 11, 12]
+    fake.step(cached=[("a", [3, 4], 0, tokens[:4], [3, 4])], resumed=["a"])
+    fake.step(cached=[("a", None, 4, tokens[4:], [3, 4])])
+    fake.step(finished=["a"])
+    passes = [fake.routes(tokens, range(5), at) for at in range(5)]
+    fake.check("a", tokens, np.concatenate([passes[0][:2], passes[1][2:3], passes[3][3:4], passes[4][4:]]))
 
 
 def test_a_block_copied_for_a_partial_hit(fake):

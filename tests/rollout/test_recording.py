@@ -22,7 +22,8 @@ from moe_rl.trace import TraceStore, validate
 from moe_rl.types import Provenance, RoutePart, RouteRef
 from tests.rollout.conftest import LAYERS, TOP_K, VOCAB
 
-pytestmark = pytest.mark.slow
+# An engine takes 20 s to start and to be compiled for; on a busy machine a multiple.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 # A k-th and a (k+1)-th router logit closer than this may change places by rounding in float32.
 TIE = 2e-6
@@ -301,12 +302,16 @@ def test_several_workers(play, router, layout):
     assert len(outcome.completions()[0]["parts"]) == layout.get("pipeline_parallel_size", 1)
 
 
-def test_speculative_decoding_records_accepted_rows(play, router, checkpoint):
-    """The draft is the model itself, so that drafts are often right; sampled at random, so that some are not."""
+@pytest.mark.parametrize("preempt", [False, True])
+def test_speculative_decoding_records_accepted_rows(play, router, checkpoint, preempt):
+    """The draft is the model itself: right for the greedy half of the requests, mostly wrong for the random one."""
     draft = {"method": "draft_model", "model": str(checkpoint), "num_speculative_tokens": 3}
     # Processed log-probabilities of drafted tokens come back as nan from vLLM 0.32; raw ones are right.
     engine = {"speculative_config": draft, "logprobs_mode": "raw_logprobs"}
-    outcome = play([{"sample": requests(4, 2, max_tokens=40), "sink": "s"}], engine=engine)
+    engine |= {"num_gpu_blocks_override": 14, "max_model_len": 128} if preempt else {}
+    greedy = [one | {"key": "greedy" + one["key"]} for one in requests(3, 2, prompt=40, seed=2, temperature=0)]
+    outcome = play([{"sample": requests(3, 2, prompt=40) + greedy, "sink": "s"}], engine=engine)
+    assert (outcome.stats.get("preemptions", 0) > 1) == preempt
     agree(outcome, router)
     metrics = outcome.result["metrics"]
     drafted, accepted = (metrics[f"vllm:spec_decode_num_{name}_tokens"] for name in ("draft", "accepted"))
