@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from moe_rl.errors import EngineError
+from moe_rl.rollout.engine import VllmEngine
 from moe_rl.trace import TraceStore
 
 pytestmark = pytest.mark.slow
@@ -147,3 +148,31 @@ def test_a_dialogue_continues_its_record(engine, settings, reference, requests_o
         wrong = replace(request, prompt_token_ids=(dialogue[0] ^ 1, *dialogue[1:]), parent=one.routes)
         engine.generate([wrong], shard="turn-3")
     assert engine.alive()
+
+
+def test_what_else_is_recorded_is_in_the_store(settings, reference, requests_of, tmp_path):
+    asked = replace(
+        settings,
+        trace_root=tmp_path / "trace",
+        log_path=tmp_path / "engine.log",
+        support=True,
+        log_normalizer=True,
+        router_logits_fraction=1.0,
+    )
+    requests = [replace(request, top_k=10, top_p=0.9) for request in requests_of(2, 1)]
+    with VllmEngine.start(asked) as engine:
+        completions = engine.generate(requests, shard="extras")
+    store = TraceStore(tmp_path / "trace")
+    for completion in completions:
+        counts = store.aux(completion.routes, "support_counts")
+        assert len(counts) == len(completion.token_ids) and 1 <= counts.min() <= counts.max() <= 10
+        tokens = completion.prompt_token_ids + completion.token_ids
+        # Under the mask a token is likelier; the log-normaliser takes that back.
+        unmasked = reference(tokens)[1][len(completion.prompt_token_ids) - 1 :]
+        masked = completion.logprobs + store.aux(completion.routes, "log_normalizer")
+        np.testing.assert_allclose(masked, unmasked, rtol=0, atol=1e-4)
+        assert (completion.logprobs > unmasked + 0.01).all()
+        kept = store.aux(completion.routes, "router_logits")
+        rows = store.aux(completion.routes, "router_logits_rows")
+        best = np.sort(np.argsort(kept, -1)[..., -4:], -1)
+        np.testing.assert_array_equal(best, store.read(completion.routes).routes[rows])
