@@ -64,12 +64,11 @@ def play(tmp_path, checkpoint):
         }
         (tmp_path / "spec.json").write_text(json.dumps(spec))
         command = [sys.executable, str(SCENARIO), str(tmp_path / "spec.json"), str(tmp_path / "result.json")]
+        # Set for this process by the tests of the trainer; the sampler here is compiled.
+        inherited = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
+        inherited |= {"OMP_NUM_THREADS": "1", "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
         ran = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CACHE_ROOT": str(tmp_path / "cache")} | (environment or {}),
+            command, capture_output=True, text=True, timeout=timeout, env=inherited | (environment or {})
         )
         assert ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:]
         return Outcome(json.loads((tmp_path / "result.json").read_text()), TraceStore(tmp_path / "trace"))
