@@ -500,7 +500,6 @@ def test_what_cannot_be_served_is_refused_at_once(refused, tmp_path):
         (["--api-key", "k"], "--api-key"),
         (["--additional-config", '{"moe_rl": {}}'], "--additional-config"),
         (["--worker_extension_cls=a.b"], "--worker-extension-cls"),
-        (["--no-skip-tokenizer-init", "--enable-chunked-prefill"], "--enable-chunked-prefill"),
     ],
 )
 def test_arguments_of_vllm_that_would_open_a_side_door_are_refused(refused, further, option):
