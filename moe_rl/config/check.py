@@ -21,7 +21,7 @@ from moe_rl.config.hf import (
     tensor_problems,
     tokenizer_vocabulary,
 )
-from moe_rl.config.plan import Plan, count_prompts, make_plan
+from moe_rl.config.plan import Plan, count_prompts, least_ranks, make_plan
 from moe_rl.config.schema import Config
 from moe_rl.errors import ConfigError, describe
 
@@ -180,26 +180,60 @@ def _objective_problems(config: Config) -> Iterator[str]:
 
 
 def _rank_problems(config: Config, facts: ModelFacts | None, world_size: int) -> Iterator[str]:
-    expert = config.parallel.expert
-    if world_size % expert:
+    parallel = config.parallel
+    least = least_ranks(parallel)
+    if world_size % least:
+        sizes = ", ".join(f"parallel.{dimension} = {size}" for dimension, size in parallel if size > 1)
         yield describe(
-            "parallel.expert: the number of ranks is no multiple of it",
-            got=f"{world_size} ranks and parallel.expert = {expert}",
-            do=f"start a multiple of {expert} ranks (torchrun --nproc-per-node) or change parallel.expert",
+            "parallel: the number of ranks does not fit it",
+            got=f"{world_size} ranks and {sizes}",
+            expected=f"a multiple of {least} ranks",
+            do=f"start as many with torchrun --nproc-per-node {least}, or change parallel",
         )
-    if facts is not None and facts.num_experts % expert:
+    for dimension, name, size in _divided_sizes(facts) if facts is not None else ():
+        ranks = getattr(parallel, dimension)
+        if size % ranks:
+            yield describe(
+                f"parallel.{dimension}: does not divide the model's {name}",
+                got=ranks,
+                expected=f"a divisor of {size}",
+            )
+    runs = parallel.pipeline * parallel.virtual_pipeline
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         yield describe(
-            "parallel.expert: does not divide the model's experts",
-            got=expert,
-            expected=f"a divisor of num_experts = {facts.num_experts}",
+            "parallel.virtual_pipeline: there is no pipeline to interleave",
+            got=parallel.virtual_pipeline,
+            expected="1 while parallel.pipeline is 1",
+        )
+    elif facts is not None and facts.layers % parallel.pipeline == 0 and facts.layers % runs:
+        yield describe(
+            "parallel.virtual_pipeline: does not divide the layers of a stage",
+            got=parallel.virtual_pipeline,
+            expected=f"a divisor of {facts.layers // parallel.pipeline}",
+        )
+    if facts is not None and facts.tie_word_embeddings and parallel.pipeline > 1:
+        yield describe(
+            "parallel.pipeline: the first and the last stage would share the tied embedding, which is not supported",
+            got=parallel.pipeline,
+            expected="1 for a model with tie_word_embeddings",
         )
     per_update = config.rollout.prompts_per_step // config.train.updates_per_step * config.rollout.group_size
-    if 0 < per_update < world_size:
+    shares = world_size // (parallel.tensor * parallel.pipeline)
+    if 0 < per_update < shares:
         yield describe(
-            "rollout: fewer sequences in an update than ranks to train on them",
-            got=f"{per_update} sequences and {world_size} ranks",
+            "rollout: fewer sequences in an update than data-parallel ranks to train on them",
+            got=f"{per_update} sequences and {shares} ranks",
             do="raise rollout.prompts_per_step or rollout.group_size, or lower train.updates_per_step",
         )
+
+
+def _divided_sizes(facts: ModelFacts) -> Iterator[tuple[str, str, int]]:
+    """(a dimension of `parallel`, what it must divide, how many of it the model has)."""
+    yield "pipeline", "layers (num_hidden_layers)", facts.layers
+    yield "expert", "experts (num_experts)", facts.num_experts
+    yield "expert_tensor", "experts' width (moe_intermediate_size)", facts.moe_intermediate_size
+    yield "tensor", "key-value heads (num_key_value_heads)", facts.kv_heads
+    yield "tensor", "vocabulary (vocab_size)", facts.vocab
 
 
 def _folder_problems(runs_dir: Path, plan: Plan | None) -> Iterator[str]:

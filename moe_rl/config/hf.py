@@ -56,9 +56,11 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class ParameterCount:
-    """dense: every parameter that is on every rank, routers included. expert: those of the experts, all of them."""
+    """dense: every parameter outside the experts. cut: those of them that tensor-parallel ranks share; norms and
+    routers are whole on every rank. expert: those of the experts, all of them."""
 
     dense: int
+    cut: int
     expert: int
 
     @property
@@ -234,9 +236,12 @@ def expected_tensors(facts: ModelFacts) -> dict[str, tuple[int, ...]]:
 
 
 def parameter_count(facts: ModelFacts) -> ParameterCount:
-    """Number of parameters, in the tensors of `expected_tensors`, on every rank and in experts."""
+    """Number of parameters in the tensors of `expected_tensors`."""
     expert = len(facts.moe_layers) * facts.num_experts * 3 * facts.hidden_size * facts.moe_intermediate_size
-    return ParameterCount(sum(math.prod(shape) for shape in expected_tensors(facts).values()) - expert, expert)
+    sizes = {name: math.prod(shape) for name, shape in expected_tensors(facts).items()}
+    dense = sum(sizes.values()) - expert
+    whole = sum(size for name, size in sizes.items() if name.endswith(("norm.weight", "mlp.gate.weight")))
+    return ParameterCount(dense, dense - whole, expert)
 
 
 def checkpoint_tensors(path: str | Path) -> dict[str, Tensor]:

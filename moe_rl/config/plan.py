@@ -5,11 +5,12 @@ Sizes are bytes, lengths are tokens. Upper bounds assume that every sequence is 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_rl.config.hf import ModelFacts, parameter_count
-from moe_rl.config.schema import Config
+from moe_rl.config.hf import ModelFacts, ParameterCount, parameter_count
+from moe_rl.config.schema import Config, ParallelConfig
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 MAIN_GRAD_BYTES = 4
@@ -20,15 +21,19 @@ ADAM_MOMENTS_BYTES = 8
 class Plan:
     """Numbers derived from a config. Those named `_per_rank` are of the fullest rank.
 
-    data_parallel: replicas of the dense parameters; every rank takes its own sequences. expert_data_parallel:
-    replicas of one expert. max_sequence_tokens: longest prompt and longest completion together. routes_*: raw ids, one
+    data_parallel: replicas of the dense parameters, each with sequences of its own. expert_data_parallel: replicas of
+    one expert. max_sequence_tokens: longest prompt and longest completion together. routes_*: raw ids, one
     row a forwarded token. kv_tokens: tokens the sampler's KV cache holds. prompts_per_epoch: lines of task.train, None
     when it cannot be read. reference_bytes_per_rank: parameters of the frozen initial policy, 0 without one.
     """
 
     world_size: int
+    pipeline_parallel: int
+    virtual_pipeline_parallel: int
+    tensor_parallel: int
     data_parallel: int
     expert_parallel: int
+    expert_tensor_parallel: int
     expert_data_parallel: int
     experts_per_rank: int
 
@@ -78,12 +83,18 @@ class Plan:
         )
 
 
+def least_ranks(parallel: ParallelConfig) -> int:
+    """The smallest number of ranks that this layout runs on; any multiple of it adds data parallelism."""
+    return parallel.pipeline * math.lcm(parallel.tensor, parallel.expert * parallel.expert_tensor)
+
+
 def make_plan(config: Config, facts: ModelFacts, world_size: int) -> Plan:
     """Derive the numbers. Never fails: what does not divide is rounded up here and refused by `check.problems`."""
-    rollout, train = config.rollout, config.train
-    expert_parallel = config.parallel.expert
-    expert_data_parallel = max(1, world_size // expert_parallel)
-    experts_per_rank = _ceil(facts.num_experts, expert_parallel)
+    rollout, train, parallel = config.rollout, config.train, config.parallel
+    stage_size = world_size // parallel.pipeline
+    data_parallel = max(1, stage_size // parallel.tensor)
+    expert_data_parallel = max(1, stage_size // (parallel.expert * parallel.expert_tensor))
+    experts_per_rank = _ceil(facts.num_experts, parallel.expert)
 
     sequences_per_step = rollout.prompts_per_step * rollout.group_size
     groups_per_update = _ceil(rollout.prompts_per_step, train.updates_per_step)
@@ -92,11 +103,14 @@ def make_plan(config: Config, facts: ModelFacts, world_size: int) -> Plan:
     sequences_per_microbatch = max(1, train.microbatch_tokens // max_sequence_tokens)
 
     count = parameter_count(facts)
-    expert_per_rank = _ceil(count.expert * experts_per_rank, facts.num_experts)
+    dense_per_rank = _dense_per_rank(facts, count, parallel)
+    expert_per_rank = _ceil(
+        count.expert * experts_per_rank, facts.num_experts * parallel.expert_tensor * parallel.pipeline
+    )
     parameter_bytes = DTYPE_BYTES[train.dtype]
     # A float32 parameter is its own master copy.
     state_bytes = ADAM_MOMENTS_BYTES + (4 if parameter_bytes < 4 else 0)
-    per_rank = count.dense + expert_per_rank
+    per_rank = dense_per_rank + expert_per_rank
 
     routes_bytes = len(facts.moe_layers) * facts.top_k * (1 if facts.num_experts <= 256 else 2)
     kv_bytes = 2 * facts.layers * facts.kv_heads * facts.head_dim * DTYPE_BYTES[rollout.dtype]
@@ -105,8 +119,12 @@ def make_plan(config: Config, facts: ModelFacts, world_size: int) -> Plan:
     prompts = count_prompts(config.task.train)
     return Plan(
         world_size=world_size,
-        data_parallel=world_size,
-        expert_parallel=expert_parallel,
+        pipeline_parallel=parallel.pipeline,
+        virtual_pipeline_parallel=parallel.virtual_pipeline,
+        tensor_parallel=parallel.tensor,
+        data_parallel=data_parallel,
+        expert_parallel=parallel.expert,
+        expert_tensor_parallel=parallel.expert_tensor,
         expert_data_parallel=expert_data_parallel,
         experts_per_rank=experts_per_rank,
         sequences_per_step=sequences_per_step,
@@ -115,7 +133,7 @@ def make_plan(config: Config, facts: ModelFacts, world_size: int) -> Plan:
         updates=config.run.steps * train.updates_per_step,
         max_sequence_tokens=max_sequence_tokens,
         max_tokens_per_step=sequences_per_step * max_sequence_tokens,
-        max_microbatches_per_update=_ceil(_ceil(sequences_per_update, world_size), sequences_per_microbatch),
+        max_microbatches_per_update=_ceil(_ceil(sequences_per_update, data_parallel), sequences_per_microbatch),
         layers=facts.layers,
         moe_layers=len(facts.moe_layers),
         num_experts=facts.num_experts,
@@ -127,7 +145,7 @@ def make_plan(config: Config, facts: ModelFacts, world_size: int) -> Plan:
         parameter_bytes_per_rank=per_rank * parameter_bytes,
         main_grad_bytes_per_rank=per_rank * MAIN_GRAD_BYTES,
         optimizer_bytes_per_rank=state_bytes
-        * (_ceil(count.dense, world_size) + _ceil(expert_per_rank, expert_data_parallel)),
+        * (_ceil(dense_per_rank, data_parallel) + _ceil(expert_per_rank, expert_data_parallel)),
         reference_bytes_per_rank=per_rank * parameter_bytes if config.objective.kl_coef > 0 else 0,
         checkpoint_bytes=count.total * (parameter_bytes + state_bytes),
         weight_sync_bytes=count.total * DTYPE_BYTES[rollout.dtype],
@@ -141,6 +159,16 @@ def make_plan(config: Config, facts: ModelFacts, world_size: int) -> Plan:
         prompts_per_epoch=prompts,
         epochs=config.run.steps * rollout.prompts_per_step / prompts if prompts else None,
     )
+
+
+def _dense_per_rank(facts: ModelFacts, count: ParameterCount, parallel: ParallelConfig) -> int:
+    """Parameters outside the experts on a rank of the last stage, the fullest one."""
+    vocabulary = facts.vocab * facts.hidden_size  # one matrix at each end of the model, or the same one
+    ends = vocabulary * (1 if facts.tie_word_embeddings else 2)
+    end_here = ends if parallel.pipeline == 1 else vocabulary
+    whole = count.dense - count.cut - facts.hidden_size  # the last norm is on the last stage alone
+    cut = _ceil(count.cut - ends, parallel.pipeline) + end_here
+    return _ceil(whole, parallel.pipeline) + facts.hidden_size + _ceil(cut, parallel.tensor)
 
 
 def count_prompts(path: Path) -> int | None:
@@ -159,8 +187,15 @@ def render(plan: Plan) -> str:
     sections: dict[str, list[tuple[str, str, str]]] = {
         "ranks": [
             ("world size", f"{plan.world_size:,}", ""),
-            ("data parallel", f"{plan.data_parallel:,}", "every rank takes its own sequences"),
-            ("expert parallel", f"{plan.expert_parallel:,}", ""),
+            (
+                "pipeline stages",
+                f"{plan.pipeline_parallel:,}",
+                f"{plan.virtual_pipeline_parallel:,} runs of layers each",
+            ),
+            ("tensor parallel", f"{plan.tensor_parallel:,}", "ranks that share dense matrices and a sequence's tokens"),
+            ("data parallel", f"{plan.data_parallel:,}", "each with sequences of its own"),
+            ("expert parallel", f"{plan.expert_parallel:,}", "ranks that share the experts"),
+            ("expert tensor parallel", f"{plan.expert_tensor_parallel:,}", "ranks that share each expert's matrices"),
             ("copies of each expert", f"{plan.expert_data_parallel:,}", ""),
             ("experts per rank", f"{plan.experts_per_rank:,}", f"of {plan.num_experts:,}, top {plan.top_k}"),
         ],

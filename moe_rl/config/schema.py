@@ -97,8 +97,21 @@ class ReplayConfig(Section):
 
 
 class ParallelConfig(Section):
+    """Within a pipeline stage ranks are laid out twice: `tensor` x data for everything but the experts, and for these
+    `expert_tensor` x `expert` x copies. Either product, times `pipeline`, is the world size."""
+
+    tensor: Literal[1, 2, 4, 8] = 1
+    """Ranks that share every dense matrix, and between the matrices the tokens of a microbatch (sequence parallelism).
+    Each sees 1/tensor of the tokens at its routers."""
     expert: Count = 1
-    """Expert-parallel ranks. The world size must be a multiple; the rest is data parallel."""
+    """Ranks that share the experts of a layer, whole experts each."""
+    expert_tensor: Count = 1
+    """Ranks that share every expert's matrices."""
+    pipeline: Count = 1
+    """Stages that share the layers; microbatches go through them one after the other (1F1B)."""
+    virtual_pipeline: Count = 1
+    """Runs of layers that a stage holds, not adjacent ones (interleaved 1F1B). Microbatches without sequences then
+    fill up their number to a multiple of `pipeline`."""
 
 
 class OptimizerConfig(Section):

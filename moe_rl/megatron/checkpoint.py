@@ -132,7 +132,8 @@ def load(path: Path, policy: Policy) -> None:
             )
         )
     loaded = dist_checkpointing.load(_sharded(policy, loading=True), str(path))
-    unwrap(policy.model).load_state_dict(loaded["model"], strict=True)
+    for number, chunk in enumerate(policy.chunks):
+        unwrap(chunk).load_state_dict(loaded[f"model{number}"], strict=True)
     for number, optimizer in enumerate(_optimizers(policy)):
         current = optimizer.state_dict()
         for group in current["optimizer"]["param_groups"]:
@@ -151,10 +152,13 @@ def load(path: Path, policy: Policy) -> None:
 def _sharded(policy: Policy, *, loading: bool) -> dict:
     """Sharded tensors of the model and of the optimizer. The optimizer's param groups (lr, betas, step) stay out: they
     are not sharded, come from the config, and the one number among them that changes is in state.json."""
-    model = unwrap(policy.model).sharded_state_dict(metadata=_CONTENT)
-    optimizer = policy.optimizer.sharded_state_dict({"model": model}, is_loading=loading, metadata=_CONTENT)
+    model = {
+        f"model{number}": unwrap(chunk).sharded_state_dict(metadata=_CONTENT)
+        for number, chunk in enumerate(policy.chunks)
+    }
+    optimizer = policy.optimizer.sharded_state_dict(model, is_loading=loading, metadata=_CONTENT)
     parts = [optimizer] if "param_state" in optimizer else [optimizer[key] for key in sorted(optimizer)]
-    return {"model": model, "optimizer": {str(number): part["param_state"] for number, part in enumerate(parts)}}
+    return {**model, "optimizer": {str(number): part["param_state"] for number, part in enumerate(parts)}}
 
 
 def _optimizers(policy: Policy):

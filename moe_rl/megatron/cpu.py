@@ -7,7 +7,7 @@ Megatron-core asks `torch.cuda` four kinds of questions even when every tensor l
 3. make this tensor on "cuda"           `HostDevice`, a TorchFunctionMode, reads that as "cpu"
 4. is this a torch.cuda.FloatTensor?    `HostDevice` answers `Tensor.type()` in the words the optimizer looks for
 
-and three module-level names of megatron-core are assigned, each with its reason beside it. Everything else is
+and five module-level names of megatron-core are assigned, each with its reason beside it. Everything else is
 megatron-core as released.
 """
 
@@ -19,6 +19,7 @@ import queue
 import warnings
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 HOST = torch.device("cpu")
@@ -94,6 +95,7 @@ def install() -> None:
     cuda.manual_seed = torch.manual_seed
     HostDevice().__enter__()
 
+    from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as mcore_random
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -103,6 +105,9 @@ def install() -> None:
     logging.getLogger(mcore_random.__name__).addFilter(lambda r: "CPU RNG state changed" not in r.getMessage())
     # Upstream converts split sizes for all_to_all only if the tensor is on a GPU; the collective needs integers.
     token_dispatcher.maybe_move_tensor_to_cpu = _to_host
+    # Gloo gathers and scatters equal shares only; the ranks that share an expert's matrices hold unequal ones.
+    mappings._gather_along_first_dim = _gather_rows(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = _reduce_scatter_rows(mappings._reduce_scatter_along_first_dim)
 
     import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
 
@@ -124,3 +129,26 @@ def _hush() -> None:
 
 def _to_host(tensor, as_numpy: bool = False, record_stream: bool = False):
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _gather_rows(gather_equal):
+    def gather(input_, group, output_split_sizes=None, use_global_buffer=False):
+        if output_split_sizes is None or group.size() == 1:
+            return gather_equal(input_, group, use_global_buffer=use_global_buffer)
+        padded = input_.new_zeros(int(max(output_split_sizes)), *input_.shape[1:])
+        padded[: len(input_)] = input_
+        shares = gather_equal(padded, group).chunk(group.size())
+        return torch.cat([share[: int(rows)] for share, rows in zip(shares, output_split_sizes, strict=True)])
+
+    return gather
+
+
+def _reduce_scatter_rows(reduce_scatter_equal):
+    def reduce_scatter(input_, group, input_split_sizes=None, use_global_buffer=False):
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter_equal(input_, group, use_global_buffer=use_global_buffer)
+        total = input_.clone()
+        dist.all_reduce(total, group=group)
+        return total.split([int(rows) for rows in input_split_sizes])[group.rank()].clone()
+
+    return reduce_scatter

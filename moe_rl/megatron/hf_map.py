@@ -1,35 +1,40 @@
-"""Names and layouts: Hugging Face Qwen3-MoE <-> megatron GPTModel, both ways, for one expert-parallel rank.
+"""Names and layouts: Hugging Face Qwen3-MoE <-> megatron GPTModel, both ways, for the part that one rank holds.
 
-A rank holds every dense tensor and the experts e with e // (num_experts / EP) equal to its expert rank.
-Layout of linear_qkv: per key-value group its query heads, then k, then v. Of linear_fc1: gate above up.
+A rank holds the experts e with e // (num_experts / EP) equal to its expert rank. Of a matrix it holds a run of rows or
+of columns: tensor-parallel ranks share the dense ones, expert-tensor-parallel ranks those of the experts.
+Layout of linear_qkv: per key-value group its query heads, then k, then v; a rank holds whole groups. Of linear_fc1:
+gate above up; a rank holds its rows of gate above its rows of up.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from safetensors import safe_open
 
 from moe_rl.config.hf import ModelFacts, checkpoint_tensors
 from moe_rl.errors import ConfigError, describe
 
+# Hugging Face name, and the axis along which tensor-parallel ranks cut it (None: whole on each).
 _TOP = {
-    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-    "output_layer.weight": "lm_head.weight",
-    "decoder.final_layernorm.weight": "model.norm.weight",
+    "embedding.word_embeddings.weight": ("model.embed_tokens.weight", 0),
+    "output_layer.weight": ("lm_head.weight", 0),
+    "decoder.final_layernorm.weight": ("model.norm.weight", None),
 }
 _LAYER = {
-    "input_layernorm.weight": "input_layernorm.weight",
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",  # where TransformerEngine keeps it
-    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
-    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
-    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
-    "mlp.router.weight": "mlp.gate.weight",
+    "input_layernorm.weight": ("input_layernorm.weight", None),
+    "self_attention.linear_qkv.layer_norm_weight": ("input_layernorm.weight", None),  # where TransformerEngine keeps it
+    "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight", None),
+    "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight", None),
+    "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight", None),
+    "self_attention.linear_proj.weight": ("self_attn.o_proj.weight", 1),
+    "mlp.router.weight": ("mlp.gate.weight", None),
 }
 _QKV = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
 _GATE_UP = ("gate_proj.weight", "up_proj.weight")
@@ -42,19 +47,33 @@ _EXPERT = (
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One megatron parameter and the Hugging Face tensors it is made of. layout: copy, qkv or gate_up."""
+    """One megatron parameter and the Hugging Face tensors it is made of.
+
+    layout: copy, qkv or gate_up. axis: along which the ranks of its tensor-parallel group share it; None: they do not.
+    """
 
     parameter: torch.nn.Parameter
     names: tuple[str, ...]
     layout: str
+    axis: int | None
     is_expert: bool
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that share the matrices of this kind."""
+        if self.is_expert:
+            return parallel_state.get_expert_tensor_parallel_group()
+        return parallel_state.get_tensor_model_parallel_group()
 
-def entries(model: torch.nn.Module, facts: ModelFacts, *, first_expert: int) -> Iterator[Entry]:
-    """Every parameter of an (unwrapped) GPTModel with its Hugging Face names. first_expert: this rank's lowest."""
+
+def entries(model: torch.nn.Module, facts: ModelFacts) -> Iterator[Entry]:
+    """Every parameter of an (unwrapped) GPTModel with its Hugging Face names."""
+    experts_here = facts.num_experts // parallel_state.get_expert_model_parallel_world_size()
+    first_expert = experts_here * parallel_state.get_expert_model_parallel_rank()
     for name, parameter in model.named_parameters():
         if name in _TOP:
-            yield Entry(parameter, (_TOP[name],), "copy", False)
+            hf_name, axis = _TOP[name]
+            yield Entry(parameter, (hf_name,), "copy", axis, False)
             continue
         match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
         if match is None:
@@ -64,48 +83,52 @@ def entries(model: torch.nn.Module, facts: ModelFacts, *, first_expert: int) -> 
         if expert is not None:
             prefix += f"mlp.experts.{first_expert + int(expert['expert'])}."
             if expert["fc"] == "1":
-                yield Entry(parameter, tuple(prefix + n for n in _GATE_UP), "gate_up", True)
+                yield Entry(parameter, tuple(prefix + n for n in _GATE_UP), "gate_up", 0, True)
             else:
-                yield Entry(parameter, (prefix + "down_proj.weight",), "copy", True)
+                yield Entry(parameter, (prefix + "down_proj.weight",), "copy", 1, True)
         elif rest == "self_attention.linear_qkv.weight":
-            yield Entry(parameter, tuple(prefix + n for n in _QKV), "qkv", False)
+            yield Entry(parameter, tuple(prefix + n for n in _QKV), "qkv", 0, False)
         elif rest in _LAYER:
-            yield Entry(parameter, (prefix + _LAYER[rest],), "copy", False)
+            hf_name, axis = _LAYER[rest]
+            yield Entry(parameter, (prefix + hf_name,), "copy", axis, False)
         else:
             raise ConfigError(describe("a megatron parameter has no Hugging Face name", got=name))
 
 
-def join(tensors: list[torch.Tensor], layout: str, facts: ModelFacts) -> torch.Tensor:
-    """Hugging Face tensors -> one megatron tensor."""
-    if layout == "copy":
+def join(
+    tensors: list[torch.Tensor], layout: str, axis: int | None, facts: ModelFacts, *, part: int, parts: int
+) -> torch.Tensor:
+    """Whole Hugging Face tensors -> the megatron tensor of rank `part` of `parts`."""
+    if axis is None:
         return tensors[0]
+    if layout == "qkv":
+        groups, hidden = facts.kv_heads, tensors[0].shape[1]
+        tensors = [torch.cat([t.view(groups, -1, hidden) for t in tensors], 1).reshape(-1, hidden)]
+    return torch.cat([t.chunk(parts, axis)[part] for t in tensors], 0)
+
+
+def split(shards: list[torch.Tensor], layout: str, axis: int | None, facts: ModelFacts) -> list[torch.Tensor]:
+    """The megatron tensors of all ranks that share one -> whole Hugging Face tensors, the inverse of `join`."""
     if layout == "gate_up":
-        return torch.cat(tensors, 0)
-    groups, hidden = facts.kv_heads, tensors[0].shape[1]
-    return torch.cat([t.view(groups, -1, hidden) for t in tensors], 1).reshape(-1, hidden)
-
-
-def split(tensor: torch.Tensor, layout: str, facts: ModelFacts) -> list[torch.Tensor]:
-    """One megatron tensor -> Hugging Face tensors, the inverse of `join`."""
+        return [torch.cat(rows, 0) for rows in zip(*(shard.chunk(2, 0) for shard in shards), strict=True)]
+    tensor = shards[0] if axis is None else torch.cat(shards, axis)
     if layout == "copy":
         return [tensor]
-    if layout == "gate_up":
-        return list(tensor.chunk(2, 0))
     groups, head, hidden = facts.kv_heads, facts.head_dim, tensor.shape[1]
     queries = facts.heads // groups * head
-    parts = tensor.view(groups, queries + 2 * head, hidden).split([queries, head, head], 1)
-    return [part.reshape(-1, hidden) for part in parts]
+    pieces = tensor.view(groups, queries + 2 * head, hidden).split([queries, head, head], 1)
+    return [piece.reshape(-1, hidden) for piece in pieces]
 
 
 @torch.no_grad()
-def load(model: torch.nn.Module, facts: ModelFacts, path: Path, *, first_expert: int) -> None:
-    """Fill a GPTModel from a Hugging Face checkpoint folder. Reads only this rank's tensors.
+def load(model: torch.nn.Module, facts: ModelFacts, path: Path) -> None:
+    """Fill a GPTModel from a Hugging Face checkpoint folder. Reads only the tensors that this rank has a part of.
 
     Raises ConfigError naming a tensor that is missing or misshapen.
     """
     where = {name: file for name, (_, _, file) in checkpoint_tensors(path).items()}
     handles = {}
-    for entry in entries(model, facts, first_expert=first_expert):
+    for entry in entries(model, facts):
         tensors = []
         for name in entry.names:
             if name not in where:
@@ -114,7 +137,8 @@ def load(model: torch.nn.Module, facts: ModelFacts, path: Path, *, first_expert:
             if file not in handles:
                 handles[file] = safe_open(path / file, framework="pt")
             tensors.append(handles[file].get_tensor(name))
-        tensor = join(tensors, entry.layout, facts)
+        part, parts = entry.group.rank(), entry.group.size()
+        tensor = join(tensors, entry.layout, entry.axis, facts, part=part, parts=parts)
         if tensor.shape != entry.parameter.shape:
             raise ConfigError(
                 describe(
@@ -129,21 +153,30 @@ def load(model: torch.nn.Module, facts: ModelFacts, path: Path, *, first_expert:
 
 @torch.no_grad()
 def export(
-    model: torch.nn.Module,
+    chunks: Iterable[torch.nn.Module],
     facts: ModelFacts,
     *,
-    first_expert: int,
     dense: bool,
     experts: bool,
     get: Callable[[torch.nn.Parameter], torch.Tensor] = lambda p: p.data,
-) -> dict[str, torch.Tensor]:
-    """This rank's share of the model under Hugging Face names.
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole tensors under Hugging Face names, each on the first of the ranks that share it and on no other.
 
-    dense, experts: which of the two to give, so that replicas do not repeat each other. get: what to export of a
-    parameter, its data by default.
+    chunks: the (unwrapped) GPTModels that this rank holds.
+    dense, experts: which of the two to give, so that replicas do not repeat each other; the same on all ranks that
+    share tensors. These gather them together, so all must exhaust the iterator, also those that get nothing.
+    get: what to export of a parameter, its data by default.
     """
-    tensors = {}
-    for entry in entries(model, facts, first_expert=first_expert):
+    for entry in (entry for model in chunks for entry in entries(model, facts)):
         if experts if entry.is_expert else dense:
-            tensors.update(zip(entry.names, split(get(entry.parameter), entry.layout, facts), strict=True))
-    return tensors
+            shards = [get(entry.parameter)]
+            if entry.axis is not None and entry.group.size() > 1:
+                shards = _gather(shards[0], entry.group)
+            if entry.group.rank() == 0:
+                yield from zip(entry.names, split(shards, entry.layout, entry.axis, facts), strict=True)
+
+
+def _gather(shard: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    shards = [torch.empty_like(shard) for _ in range(group.size())]
+    dist.all_gather(shards, shard.contiguous(), group=group)
+    return shards

@@ -14,7 +14,7 @@ from moe_rl.megatron.router import ReplaySeqParams
 from moe_rl.replay.session import ReplaySession
 from moe_rl.types import Sequence
 
-# Packed lengths are rounded up to this, so that kernels and tensor-parallel cuts see few, even sizes.
+# Packed lengths are rounded up to this, so that kernels see few sizes; every parallel.tensor divides it.
 PAD_MULTIPLE = 8
 
 

@@ -13,7 +13,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moe_rl.config.hf import ModelFacts
-from moe_rl.config.schema import TrainConfig
+from moe_rl.config.schema import ParallelConfig, TrainConfig
 from moe_rl.megatron import hf_map
 from moe_rl.megatron.layers import PackedRotaryEmbedding
 from moe_rl.megatron.specs import block_spec
@@ -21,9 +21,9 @@ from moe_rl.megatron.specs import block_spec
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def transformer_config(facts: ModelFacts, train: TrainConfig, *, expert_parallel: int) -> TransformerConfig:
+def transformer_config(facts: ModelFacts, train: TrainConfig, parallel: ParallelConfig) -> TransformerConfig:
     """Megatron's config for a Qwen3-MoE model: every layer MoE, softmax over the top-k logits, no dropped tokens."""
-    dtype = DTYPES[train.dtype]
+    dtype, interleaved = DTYPES[train.dtype], parallel.virtual_pipeline > 1
     recompute = {}
     if train.recompute == "full":
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -53,8 +53,16 @@ def transformer_config(facts: ModelFacts, train: TrainConfig, *, expert_parallel
         activation_func=F.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        expert_model_parallel_size=expert_parallel,
-        expert_tensor_parallel_size=1,
+        tensor_model_parallel_size=parallel.tensor,
+        sequence_parallel=parallel.tensor > 1,  # megatron trains MoE layers under tensor parallelism only with it
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
+        # Of two stages each is before and behind the other: megatron's batched sends and receives, both to one rank,
+        # then pair up crosswise, unnoticed where lengths are equal. Single ones do not.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -76,40 +84,50 @@ def _sum_gradients(model, num_tokens, **kwargs):
     finalize_model_grads(model, None, **kwargs)
 
 
-def first_local_expert(facts: ModelFacts) -> int:
-    """Lowest expert id this rank holds."""
-    share = facts.num_experts // parallel_state.get_expert_model_parallel_world_size()
-    return share * parallel_state.get_expert_model_parallel_rank()
+def build_model(facts: ModelFacts, config: TransformerConfig, checkpoint) -> list[torch.nn.Module]:
+    """What this rank holds of the model, one GPTModel with replay for each run of layers, in the model's order.
+
+    Filled from a Hugging Face checkpoint folder, wrapped for bf16 when the config says so.
+    """
+    runs = config.virtual_pipeline_model_parallel_size
+    numbers = [None] if runs is None else range(runs)
+    return [_build_chunk(facts, config, checkpoint, number) for number in numbers]
 
 
-def build_model(facts: ModelFacts, config: TransformerConfig, checkpoint) -> torch.nn.Module:
-    """GPTModel with replay, filled from a Hugging Face checkpoint folder, wrapped for bf16 when the config says so."""
+def _build_chunk(facts: ModelFacts, config: TransformerConfig, checkpoint, vp_stage: int | None) -> torch.nn.Module:
     model = GPTModel(
         config,
-        block_spec(config),
+        block_spec(config, vp_stage),
         vocab_size=facts.vocab,
         max_sequence_length=facts.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         position_embedding_type="rope",
         rotary_base=facts.rope_theta,
         share_embeddings_and_output_weights=facts.tie_word_embeddings,
+        vp_stage=vp_stage,
     )
     model.rotary_pos_emb = PackedRotaryEmbedding(
         facts.head_dim, rotary_percent=1.0, rotary_base=facts.rope_theta, use_cpu_initialization=True
     )
-    hf_map.load(model, facts, checkpoint, first_expert=first_local_expert(facts))
+    hf_map.load(model, facts, checkpoint)
     if torch.cuda.is_available():
         model.cuda()
     return Float16Module(config, model) if config.bf16 else model
 
 
 def wrap_for_training(
-    model: torch.nn.Module, config: TransformerConfig, train: TrainConfig
-) -> tuple[DistributedDataParallel, MegatronOptimizer]:
+    chunks: list[torch.nn.Module], config: TransformerConfig, train: TrainConfig
+) -> tuple[list[DistributedDataParallel], MegatronOptimizer]:
     """Data parallelism with float32 main gradients, and the distributed optimizer over it."""
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False
     )
-    model = DistributedDataParallel(config, ddp_config, model)
+    # Of later chunks all gradients are ready at once, so that buckets would only make more, smaller messages.
+    chunks = [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
     settings = train.optimizer
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -125,9 +143,9 @@ def wrap_for_training(
             fp16=False,
             params_dtype=config.params_dtype,
         ),
-        [model],
+        chunks,
     )
-    return model, optimizer
+    return chunks, optimizer
 
 
 def unwrap(model: torch.nn.Module) -> GPTModel:

@@ -1,25 +1,19 @@
-"""The trained policy: megatron's own schedule, forward-only for log-probabilities, with gradients for an update."""
+"""The trained policy: log-probabilities, optimizer updates and weights; and the frozen one it may be held close to."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from moe_rl.config.hf import ModelFacts
-from moe_rl.config.schema import OptimizerConfig, TrainConfig
-from moe_rl.megatron import hf_map
+from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
+from moe_rl.megatron import hf_map, schedule
 from moe_rl.megatron.microbatch import Microbatch
-from moe_rl.megatron.model import build_model, first_local_expert, transformer_config, unwrap, wrap_for_training
-from moe_rl.objectives.logprobs import token_logprobs
+from moe_rl.megatron.model import build_model, transformer_config, unwrap, wrap_for_training
+from moe_rl.megatron.schedule import LossFunction
 from moe_rl.replay.session import ReplaySession
-
-# (microbatch number, logprobs [N] with gradient) -> the microbatch's share of the loss, divided by its denominator
-LossFunction = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,29 +30,25 @@ def learning_rate(settings: OptimizerConfig, update: int) -> float:
     return settings.lr * min(1.0, (update + 1) / max(1, settings.warmup_steps))
 
 
-def completion_logprobs(microbatch: Microbatch, logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """[N] float32 from the model's logits [1, T, V], for the completion tokens only."""
-    return token_logprobs(logits[0].index_select(0, microbatch.predicts), microbatch.targets, temperature)
-
-
 class Policy:
     """A GPTModel with replay, its optimizer, and the passes the loop needs. All ranks call every method together."""
 
-    def __init__(self, facts: ModelFacts, train: TrainConfig, checkpoint, *, expert_parallel: int, temperature: float):
+    def __init__(
+        self, facts: ModelFacts, train: TrainConfig, parallel: ParallelConfig, checkpoint, *, temperature: float
+    ):
         self.facts = facts
         self.temperature = temperature
         self.settings = train.optimizer
-        self.config = transformer_config(facts, train, expert_parallel=expert_parallel)
-        self.model, self.optimizer = wrap_for_training(build_model(facts, self.config, checkpoint), self.config, train)
+        config = transformer_config(facts, train, parallel)
+        self.chunks, self.optimizer = wrap_for_training(build_model(facts, config, checkpoint), config, train)
         self.updates = 0
-        self._schedule = get_forward_backward_func()
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Global 0-based numbers of the MoE layers this rank holds."""
-        return tuple(layer.layer_number - 1 for layer in unwrap(self.model).decoder.layers if layer.is_moe_layer)
+        """Global 0-based numbers of the MoE layers this rank holds, ascending."""
+        layers = (layer for chunk in self.chunks for layer in unwrap(chunk).decoder.layers)
+        return tuple(layer.layer_number - 1 for layer in layers if layer.is_moe_layer)
 
-    @torch.no_grad()
     def logprobs(
         self, microbatches: list[Microbatch], session: ReplaySession | None, temperature: float | None = None
     ) -> list[torch.Tensor]:
@@ -66,27 +56,22 @@ class Policy:
 
         session: replays or observes; None routes natively, uncompared. temperature: None is that of sampling.
         """
-        results = {}
-
-        def collect(number, logits, non_loss_data=True):
-            results[number] = completion_logprobs(microbatches[number], logits, temperature or self.temperature)
-            return number
-
-        self.model.eval()
-        self._run(microbatches, session, collect, forward_only=True, collect_non_loss_data=True)
-        self.model.train()
-        return [results[number] for number in range(len(microbatches))]
+        for chunk in self.chunks:
+            chunk.eval()
+        results = schedule.logprobs(self.chunks, microbatches, session, temperature or self.temperature)
+        for chunk in self.chunks:
+            chunk.train()
+        return results
 
     def update(self, microbatches: list[Microbatch], session: ReplaySession | None, loss: LossFunction) -> UpdateResult:
-        """One optimizer step on the gradient of the summed losses. A non-finite gradient changes nothing, anywhere."""
+        """One optimizer step on the gradient of the summed losses. A non-finite gradient changes nothing, anywhere.
 
-        def loss_of(number, logits):
-            value = loss(number, completion_logprobs(microbatches[number], logits, self.temperature))
-            return value, torch.zeros([], dtype=torch.int), {}
-
-        self.model.zero_grad_buffer()
+        loss: called on the last pipeline stage only.
+        """
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self._run(microbatches, session, loss_of, forward_only=False)
+        schedule.forward_backward(self.chunks, microbatches, session, loss, self.temperature)
         lr = learning_rate(self.settings, self.updates)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -101,47 +86,21 @@ class Policy:
         return UpdateResult(grad_norm=grad_norm, lr=lr, applied=applied)
 
     def export(self, dtype: torch.dtype, *, dense: bool, experts: bool) -> dict[str, torch.Tensor]:
-        """This rank's share of the weights under Hugging Face names, in the sampler's precision, on the host."""
-        tensors = hf_map.export(
-            unwrap(self.model), self.facts, first_expert=first_local_expert(self.facts), dense=dense, experts=experts
-        )
-        return {name: tensor.to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
-
-    def _run(self, microbatches, session, after_forward, *, forward_only, **options):
-        def forward_step(iterator, model):
-            number, microbatch = next(iterator)
-            logits = model(
-                microbatch.tokens, microbatch.positions, None, packed_seq_params=microbatch.seq_params(session, number)
-            )
-            return logits, partial(after_forward, number)
-
-        return self._schedule(
-            forward_step_func=forward_step,
-            data_iterator=enumerate(microbatches),
-            model=[self.model],
-            num_microbatches=len(microbatches),
-            seq_length=max(m.tokens.shape[1] for m in microbatches),
-            micro_batch_size=1,
-            forward_only=forward_only,
-            **options,
-        )
+        """Whole weights under Hugging Face names, in the sampler's precision, on the host; see `hf_map.export`."""
+        tensors = hf_map.export(map(unwrap, self.chunks), self.facts, dense=dense, experts=experts)
+        return {name: tensor.to("cpu", dtype).contiguous() for name, tensor in tensors}
 
 
 class ReferencePolicy:
     """The frozen initial policy. It always routes natively: its own choices are what it is a reference for."""
 
-    def __init__(self, facts: ModelFacts, train: TrainConfig, checkpoint, *, expert_parallel: int, temperature: float):
+    def __init__(
+        self, facts: ModelFacts, train: TrainConfig, parallel: ParallelConfig, checkpoint, *, temperature: float
+    ):
         self.temperature = temperature
-        config = transformer_config(facts, train, expert_parallel=expert_parallel)
-        self.model = build_model(facts, config, checkpoint).eval().requires_grad_(False)
+        config = transformer_config(facts, train, parallel)
+        self.chunks = [chunk.eval().requires_grad_(False) for chunk in build_model(facts, config, checkpoint)]
 
-    @torch.no_grad()
     def logprobs(self, microbatches: list[Microbatch]) -> list[torch.Tensor]:
         """As Policy.logprobs, natively routed."""
-        results = []
-        for number, microbatch in enumerate(microbatches):
-            logits = self.model(
-                microbatch.tokens, microbatch.positions, None, packed_seq_params=microbatch.seq_params(None, number)
-            )
-            results.append(completion_logprobs(microbatch, logits, self.temperature))
-        return results
+        return schedule.logprobs(self.chunks, microbatches, None, self.temperature)

@@ -14,7 +14,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
@@ -22,9 +22,12 @@ from moe_rl.megatron.layers import PackedAttention, RMSNorm
 from moe_rl.megatron.router import ReplayLayer, ReplayMoELayer, ReplayRouter
 
 
-def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Spec of a decoder whose layers are all MoE, with replay plugged in."""
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True) if HAVE_TE else _torch_block_spec(config)
+def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Spec of this pipeline stage's layers, all MoE, with replay plugged in. vp_stage: which run of them; None: all."""
+    if HAVE_TE:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    else:
+        spec = _torch_block_spec(config, vp_stage)
     for layer in spec.layer_specs:
         layer.module = ReplayLayer
         layer.submodules.mlp = _with_replay(layer.submodules.mlp)
@@ -38,7 +41,7 @@ def _with_replay(mlp: functools.partial) -> functools.partial:
     return functools.partial(ReplayMoELayer, submodules=dataclasses.replace(submodules, router=ReplayRouter))
 
 
-def _torch_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+def _torch_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     provider = LocalSpecProvider()
     layer = ModuleSpec(
         module=ReplayLayer,
@@ -66,7 +69,7 @@ def _torch_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     return TransformerBlockSubmodules(
         layer_specs=[
             dataclasses.replace(layer, submodules=dataclasses.replace(layer.submodules))
-            for _ in range(config.num_layers)
+            for _ in range(get_num_layers_to_build(config, vp_stage=vp_stage))
         ],
         layer_norm=RMSNorm,
     )

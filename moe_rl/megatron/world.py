@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from moe_rl.config.schema import ParallelConfig
 
-def start(*, expert_parallel: int, seed: int, timeout_seconds: float) -> None:
+
+def start(parallel: ParallelConfig, *, seed: int, timeout_seconds: float) -> None:
     """Join the process group torchrun described in the environment and lay out megatron's parallel groups.
 
     Chooses the device backend once: CUDA with NCCL where there is a GPU, otherwise the host with gloo.
@@ -25,7 +27,13 @@ def start(*, expert_parallel: int, seed: int, timeout_seconds: float) -> None:
         backend = "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
 
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=expert_parallel, expert_tensor_parallel_size=1)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+    )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
@@ -41,8 +49,52 @@ def device() -> torch.device:
 
 
 def holds_first_replica() -> tuple[bool, bool]:
-    """Whether this rank's copy of the dense parameters, and of its experts, is the first of the replicas."""
-    return dist.get_rank() == 0, parallel_state.get_expert_data_parallel_rank() == 0
+    """Whether this rank's part of the dense parameters, and of its experts, is of the first of the replicas."""
+    return parallel_state.get_data_parallel_rank() == 0, parallel_state.get_expert_data_parallel_rank() == 0
+
+
+def data_parallel() -> tuple[int, int]:
+    """(which share of the sequences this rank works on, how many shares there are)."""
+    return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+
+
+def speaks_for_its_sequences() -> bool:
+    """True on one of the ranks that work on the same sequences, so that sums over sequences count each once.
+
+    It is of the last pipeline stage, where the loss is computed.
+    """
+    return parallel_state.get_tensor_model_parallel_rank() == 0 and is_last_stage()
+
+
+def is_last_stage() -> bool:
+    """Whether this rank holds the end of the model."""
+    return parallel_state.is_pipeline_last_stage()
+
+
+def share_from_last_stage(values: torch.Tensor) -> torch.Tensor:
+    """What the last pipeline stage has in `values`, on every stage. The others give a tensor of the same shape."""
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1 and values.numel():
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast(values, last, group=parallel_state.get_pipeline_model_parallel_group())
+    return values
+
+
+def any_stage(flags: torch.Tensor) -> torch.Tensor:
+    """bool flags, each true where it is on any of the pipeline stages, whose tensors have the same shape."""
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1 and flags.numel():
+        flags = flags.to(torch.uint8)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=parallel_state.get_pipeline_model_parallel_group())
+    return flags.bool()
+
+
+def own_rows(tokens: int) -> slice:
+    """The rows of a packed run of `tokens` that this rank's routers see: its part under sequence parallelism."""
+    ranks, rank = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    share = tokens // ranks  # exact: packed runs are padded to a multiple of it
+    return slice(rank * share, (rank + 1) * share)
 
 
 def broadcast(message: object, kind: type, source: int = 0):

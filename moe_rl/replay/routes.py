@@ -14,11 +14,18 @@ from moe_rl.types import Sequence
 
 
 def read_routes(
-    store: TraceStore, sequence: Sequence, spec: TraceSpec, *, fed: np.ndarray, weight_version: int
+    store: TraceStore,
+    sequence: Sequence,
+    spec: TraceSpec,
+    *,
+    layers: Seq[int],
+    fed: np.ndarray,
+    weight_version: int,
 ) -> np.ndarray:
-    """Routes [T, L, K] of one sequence, proven to belong to the tokens that will be fed.
+    """Routes [T, L, K] of one sequence in `layers`, proven to belong to the tokens that will be fed.
 
-    fed [T]: those tokens, taken from the packed microbatch itself rather than from the sequence.
+    layers [L]: global numbers, increasing; nothing is read of the others. fed [T]: those tokens, taken from the packed
+    microbatch itself rather than from the sequence.
     weight_version: the version the sequence must have been sampled with.
     Raises TraceError (missing, damaged) or RouteValidationError (wrong), both naming the sequence.
     """
@@ -32,26 +39,35 @@ def read_routes(
                 do="sample with recording on, or set replay.mode: off",
             )
         )
-    record = store.read(sequence.routes)
-    validate(record, token_ids=fed, spec=spec, weight_version=weight_version, ref=sequence.routes)
+    record = store.read(sequence.routes, layers=layers)
+    validate(record, token_ids=fed, spec=spec, weight_version=weight_version, ref=sequence.routes, layers=layers)
     return record.routes
 
 
 def microbatch_routes(
-    parts: Seq[np.ndarray], spec: TraceSpec, *, padded_tokens: int, expert_parallel: int, device: torch.device
+    parts: Seq[np.ndarray],
+    spec: TraceSpec,
+    *,
+    layers: Seq[int],
+    padded_tokens: int,
+    rows: slice,
+    expert_parallel: int,
+    device: torch.device,
 ) -> MicrobatchRoutes:
-    """Lay the routes of the packed sequences end to end and fill up with padding routes.
+    """Lay the routes of the packed sequences end to end, fill up with padding routes, cut out this rank's rows.
 
-    parts: [T_i, L, K] in the order of packing. padded_tokens: total rows, padding included.
+    parts: [T_i, L, K] in the order of packing. layers [L]: their global numbers. padded_tokens: total rows, padding
+    included. rows: those of them that this rank's routers see, a part under sequence parallelism.
     """
     real = sum(len(part) for part in parts)
-    padding = padding_routes(padded_tokens - real, spec, expert_parallel=expert_parallel)
-    table = np.concatenate([*parts, padding]).transpose(1, 0, 2).astype(np.int64)  # [L, T, K]
+    padding = padding_routes(padded_tokens - real, len(layers), spec, expert_parallel=expert_parallel)
+    table = np.concatenate([*parts, padding])[rows].transpose(1, 0, 2).astype(np.int64)  # [L, T of this rank, K]
     table = torch.from_numpy(table).to(device)
-    return MicrobatchRoutes(routes=dict(zip(spec.moe_layers, table, strict=True)), tokens=real)
+    ours = min(max(real - rows.start, 0), rows.stop - rows.start)
+    return MicrobatchRoutes(routes=dict(zip(layers, table, strict=True)), tokens=ours)
 
 
-def padding_routes(tokens: int, spec: TraceSpec, *, expert_parallel: int) -> np.ndarray:
+def padding_routes(tokens: int, layers: int, spec: TraceSpec, *, expert_parallel: int) -> np.ndarray:
     """Valid routes [tokens, L, K] for padding rows: distinct experts, spread over expert-parallel ranks first.
 
     Padding routed to one expert, or to one rank, would make that rank the slowest of the step.
@@ -59,4 +75,4 @@ def padding_routes(tokens: int, spec: TraceSpec, *, expert_parallel: int) -> np.
     experts = np.arange(spec.num_experts).reshape(expert_parallel, -1).T.ravel()  # expert 0 of each rank, then expert 1
     picks = np.arange(tokens)[:, None] * spec.top_k + np.arange(spec.top_k)
     row = experts[picks % spec.num_experts]
-    return np.repeat(row[:, None], len(spec.moe_layers), axis=1)
+    return np.repeat(row[:, None], layers, axis=1)

@@ -11,6 +11,7 @@ Legend: T tokens of a microbatch on this rank (padding last), K top-k, E experts
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -41,7 +42,7 @@ class Tally:
     consumed, expected: takings of (microbatch, layer), recomputations included.
     applied_mismatch: (token, layer) positions dispatched to another expert set than recorded, of applied_checked.
     native_mismatch: positions where the router's own top-k set differs from the recorded one, of native_positions.
-    native_token_mismatch: tokens with at least one such layer, of native_tokens.
+    native_token_mismatch: tokens with at least one such layer, on any pipeline stage, of native_tokens.
     The native counts leave padding out.
     """
 
@@ -64,7 +65,8 @@ class ReplaySession:
 
     mode "replay" forces the recorded routes; "observe" lets the router choose and only compares. compare_native: also
     compare the router's own choice with the record (in replay mode: the shadow comparison). recomputes: a training pass
-    that recomputes activations takes each route twice. name and rank go into error messages.
+    that recomputes activations takes each route twice. any_stage: ORs bool flags [tokens] over the ranks that hold the
+    other layers of the same tokens; called once, at exit. name and rank go into error messages.
     Raises ReplayError when nested, when asked for an unknown key, and at exit when the ledger is not exact.
     """
 
@@ -75,6 +77,7 @@ class ReplaySession:
     rank: int
     compare_native: bool = False
     recomputes: bool = False
+    any_stage: Callable[[torch.Tensor], torch.Tensor] = lambda flags: flags
     tally: Tally = field(default_factory=Tally)
     _taken: Counter = field(default_factory=Counter)
     _dispatched: Counter = field(default_factory=Counter)
@@ -169,14 +172,23 @@ class ReplaySession:
                         do="look for a router or dispatcher setting that changes the routing map",
                     )
                 )
-        for microbatch in range(len(self.microbatches)):
-            flags = [self._native[microbatch, layer] for layer in self.layers if (microbatch, layer) in self._native]
-            if flags:
-                wrong = torch.stack(flags)
-                self.tally.native_mismatch += int(wrong.sum())
-                self.tally.native_positions += wrong.numel()
-                self.tally.native_token_mismatch += int(wrong.any(0).sum())
-                self.tally.native_tokens += wrong.shape[1]
+        if self.compare_native and self.microbatches:
+            numbers = range(len(self.microbatches))
+            missing = [(m, layer) for m in numbers for layer in self.layers if (m, layer) not in self._native]
+            if missing:
+                raise ReplayError(
+                    describe(
+                        "a router's own choice was not compared with the record",
+                        where=self._where(*missing[0]),
+                        got=f"{len(missing)} such layers",
+                        expected="every layer of every microbatch compared",
+                    )
+                )
+            wrong = torch.cat([torch.stack([self._native[m, layer] for layer in self.layers]) for m in numbers], 1)
+            self.tally.native_mismatch = int(wrong.sum())
+            self.tally.native_positions = wrong.numel()
+            self.tally.native_token_mismatch = int(self.any_stage(wrong.any(0)).sum())
+            self.tally.native_tokens = wrong.shape[1]
 
     def _check_ledger(self, verb: str, counts: Counter) -> None:
         # A checkpointed forward runs without gradients first and with them when it is recomputed.

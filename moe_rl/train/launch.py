@@ -14,7 +14,7 @@ from pathlib import Path
 from moe_rl.config.check import problems
 from moe_rl.config.hf import read_model
 from moe_rl.config.load import load_config
-from moe_rl.config.plan import make_plan, render
+from moe_rl.config.plan import least_ranks, make_plan, render
 from moe_rl.config.schema import Config
 from moe_rl.errors import ConfigError, MoeRLError, describe
 from moe_rl.rollout import patches
@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         "--plan", action="store_true", help="print every derived number and every problem, start nothing"
     )
     parser.add_argument(
-        "--world-size", type=int, metavar="N", help="ranks to plan for without torchrun (default: parallel.expert)"
+        "--world-size", type=int, metavar="N", help="ranks to plan for without torchrun (default: the fewest that do)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result (plan or summary) there")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="replace single values of the config")
@@ -95,10 +95,10 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, i
         raise ConfigError(
             describe(
                 "training was started without torchrun",
-                do=f"run: torchrun --nproc-per-node {config.parallel.expert} {' '.join(sys.argv)}",
+                do=f"run: torchrun --nproc-per-node {least_ranks(config.parallel)} {' '.join(sys.argv)}",
             )
         )
-    return config, folder, options.world_size or config.parallel.expert
+    return config, folder, options.world_size or least_ranks(config.parallel)
 
 
 def _plan(config: Config, world_size: int, file: Path | None) -> int:

@@ -40,7 +40,7 @@ def train(config: Config, folder: RunFolder | None) -> Path:
 
     The config has been checked (`config.check.problems`), so that what fails here is not the user's writing.
     """
-    world.start(expert_parallel=config.parallel.expert, seed=config.run.seed, timeout_seconds=24 * 3600)
+    world.start(config.parallel, seed=config.run.seed, timeout_seconds=24 * 3600)
     with ExitStack() as stack:
         stack.callback(world.stop)
         resumed = folder is not None
@@ -75,11 +75,11 @@ class Run:
             )
             engine = stack.enter_context(VllmEngine.start(_engine_settings(config, self.facts, folder)))
             self.rollouts = Rollouts(config, self.facts, engine, verifiers, folder.path, self.store)
-        build = {"expert_parallel": config.parallel.expert, "temperature": config.rollout.temperature}
-        self.policy = Policy(self.facts, config.train, config.model.path, **build)
+        build = (self.facts, config.train, config.parallel, config.model.path)
+        self.policy = Policy(*build, temperature=config.rollout.temperature)
         reference = None
         if config.objective.kl_coef > 0:
-            reference = ReferencePolicy(self.facts, config.train, config.model.path, **build)
+            reference = ReferencePolicy(*build, temperature=config.rollout.temperature)
         facts = self.facts
         spec = TraceSpec.from_layers(facts.fingerprint, facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
         self.train_step = TrainStep(config, self.policy, reference, self.store, spec)
@@ -198,7 +198,7 @@ class Run:
             "replay_mode": config.replay.mode,
             "objective": config.objective.name,
             "seed": config.run.seed,
-            "expert_parallel": config.parallel.expert,
+            **{f"{dimension}_parallel": ranks for dimension, ranks in config.parallel},
             "trainer_dtype": config.train.dtype,
             "sampler_dtype": config.rollout.dtype,
         }

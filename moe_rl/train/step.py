@@ -1,6 +1,7 @@
 """One training step on one rank: pack, read the routes, measure sampler against trainer, update.
 
-Every rank holds the whole batch's tokens and only its own sequences' routes. All numbers returned are global.
+Every rank holds the whole batch's tokens and only its own sequences' routes. All numbers returned are global: sums over
+sequences are taken from one of the ranks that share them, sums over routed rows from every rank.
 """
 
 from __future__ import annotations
@@ -118,12 +119,13 @@ class TrainStep:
                     seen: dict[int, torch.Tensor] = {}
                     result = self.policy.update(share.microbatches, session, self._loss(share, sums, seen))
                 tallies.append(session.tally)
-                if observe_here:
+                if observe_here and world.is_last_stage():
                     mismatch = _mismatch(share.microbatches, [seen[i] for i in range(len(share.microbatches))])
                 grad_norms.append(result.grad_norm)
                 skipped += not result.applied
                 lr = result.lr
-        metrics = self._reduce(sums, tallies, len(shares), covered, sum(s.forwarded for s in sequences), replay)
+        positions = sum(s.forwarded for s in sequences) * len(self.spec.moe_layers)
+        metrics = self._reduce(sums, tallies, len(shares), covered, positions, replay)
         metrics |= {
             "policy_kl/k1": (m := _global(mismatch).metrics())["k1"],
             "policy_kl/k3": m["k3"],
@@ -146,20 +148,21 @@ class TrainStep:
         return metrics
 
     def _shares(self, sequences: list[Sequence], group_ids: list[int], weight_version: int) -> tuple[list[Share], int]:
-        """This rank's part of every update, and how many of its tokens have recorded routes."""
+        """This rank's part of every update, and how many (token, layer) of its routers have a recorded route."""
         shares, covered = [], 0
+        rank, ranks = world.data_parallel()
         for chosen in split_groups(group_ids, self.config.train.updates_per_step):
             if not chosen:
                 continue
             ours = [sequences[i] for i in chosen]
             plan = assign(
                 [s.forwarded for s in ours],
-                ranks=dist.get_world_size(),
+                ranks=ranks,
                 microbatch_tokens=self.config.train.microbatch_tokens,
-            )[dist.get_rank()]
+            )[rank]
             microbatches = [pack(ours, indices, world.device()) for indices in plan]
             tables = [self._routes([ours[i] for i in m.indices], m, weight_version) for m in microbatches]
-            covered += sum(table.tokens for table in tables)
+            covered += sum(table.tokens for table in tables) * len(self.policy.layers)
             shares.append(
                 Share(
                     microbatches,
@@ -175,13 +178,23 @@ class TrainStep:
         # One run of tokens a sequence; that of the padding is left over.
         fed = np.split(microbatch.tokens[0].cpu().numpy(), np.cumsum(microbatch.lengths))
         parts = [
-            read_routes(self.store, sequence, self.spec, fed=tokens, weight_version=weight_version)
+            read_routes(
+                self.store,
+                sequence,
+                self.spec,
+                layers=self.policy.layers,
+                fed=tokens,
+                weight_version=weight_version,
+            )
             for sequence, tokens in zip(packed, fed, strict=False)
         ]
+        padded_tokens = microbatch.tokens.shape[1]
         return microbatch_routes(
             parts,
             self.spec,
-            padded_tokens=microbatch.tokens.shape[1],
+            layers=self.policy.layers,
+            padded_tokens=padded_tokens,
+            rows=world.own_rows(padded_tokens),
             expert_parallel=self.config.parallel.expert,
             device=world.device(),
         )
@@ -195,6 +208,7 @@ class TrainStep:
             rank=dist.get_rank(),
             compare_native=compare_native,
             recomputes=training and self.config.train.recompute == "full",
+            any_stage=world.any_stage,
         )
 
     @staticmethod
@@ -233,8 +247,9 @@ class TrainStep:
         return loss
 
     def _reduce(
-        self, sums: UpdateSums, tallies: list[Tally], updates: int, covered: int, fed: int, replay: bool
+        self, sums: UpdateSums, tallies: list[Tally], updates: int, covered: int, positions: int, replay: bool
     ) -> dict[str, float]:
+        sums = sums if world.speaks_for_its_sequences() else UpdateSums()
         loss, kl, events, units, ratio, covered, consumed, expected, applied = world.all_reduce(
             [
                 sums.loss,
@@ -260,7 +275,7 @@ class TrainStep:
             metrics |= {
                 "routing/shadow_mismatch": compared[0],
                 "routing/applied_mismatch": applied,
-                "routing/coverage": covered / fed,
+                "routing/coverage": covered / positions,
                 "routing/consumed": consumed,
                 "routing/expected": expected,
             }
@@ -277,6 +292,8 @@ def _mismatch(microbatches: list[Microbatch], logprobs: list[torch.Tensor]) -> M
 
 
 def _global(sums: MismatchSums) -> MismatchSums:
+    if not world.speaks_for_its_sequences():
+        sums = MismatchSums.empty(world.device())
     rows = [torch.empty_like(sums.to_tensor()) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, sums.to_tensor())
     return MismatchSums.from_tensor(torch.stack(rows))

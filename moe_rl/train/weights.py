@@ -20,15 +20,15 @@ from moe_rl.types import Sequence
 def send_weights(policy: Policy, engine: VllmEngine | None, folder: Path, version: int, dtype: str) -> int:
     """Every rank writes its share, rank 0 has the engine load and confirm all of it. Returns the bytes written.
 
-    engine: on rank 0 only. One replica writes each tensor; the parts are deleted once they are loaded.
+    engine: on rank 0 only. One rank of one replica writes each tensor; the parts are deleted once they are loaded.
     Raises WeightSyncError on rank 0 when the engine read anything else than what was written.
     """
     parts = folder / f"v{version}"
     parts.mkdir(parents=True, exist_ok=True)
     dense, experts = world.holds_first_replica()
-    if dense or experts:
-        part = parts / f"rank{dist.get_rank():05d}.safetensors"
-        write_part(part, policy.export(DTYPES[dtype], dense=dense, experts=experts))
+    tensors = policy.export(DTYPES[dtype], dense=dense, experts=experts)
+    if tensors:
+        write_part(parts / f"rank{dist.get_rank():05d}.safetensors", tensors)
     dist.barrier()
     sent = 0
     if engine is not None:

@@ -12,6 +12,7 @@ import pytest
 from moe_rl.config.check import problems
 from moe_rl.config.dotted_path import dotted_path_problem
 from moe_rl.config.load import load_config
+from moe_rl.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "configs/tiny_moe_cpu.yaml"
@@ -84,14 +85,59 @@ def test_grpo_with_its_own_clip_is_fine(found):
 @pytest.mark.parametrize(
     ("overrides", "world_size", "parts"),
     [
-        ([], 3, ["parallel.expert", "3 ranks"]),
-        (["parallel.expert=3"], 3, ["parallel.expert", "num_experts = 4"]),
+        ([], 3, ["parallel.expert = 2", "3 ranks", "a multiple of 2"]),
+        (["parallel.expert=3"], 3, ["parallel.expert", "num_experts", "a divisor of 4"]),
         (["parallel.expert=1"], 5, ["fewer sequences", "4 sequences and 5 ranks"]),
+        (["parallel.tensor=2", "parallel.expert_tensor=3"], 4, ["expert = 2", "expert_tensor = 3", "a multiple of 6"]),
+        (["parallel.tensor=4"], 4, ["parallel.tensor", "num_key_value_heads", "a divisor of 2"]),
+        (
+            ["parallel.tensor=2", "parallel.expert_tensor=4"],
+            8,
+            ["parallel.expert_tensor", "moe_intermediate_size", "a divisor of 6"],
+        ),
     ],
 )
 def test_ranks_that_do_not_fit(found, overrides, world_size, parts):
     (message,) = found(*overrides, world_size=world_size)
     assert all(part in message for part in parts), message
+
+
+def test_ranks_that_share_their_sequences_need_fewer_of_them(found):
+    assert found("parallel.tensor=2", world_size=8) == []  # 4 data-parallel ranks, 4 sequences an update
+    (message,) = found("parallel.tensor=2", world_size=10)
+    assert "4 sequences and 5 ranks" in message
+
+
+def test_a_vocabulary_that_cannot_be_cut_is_refused(found, write_model, tmp_path):
+    write_model(tmp_path / "odd", vocab_size=25)
+    (message,) = found(f"model.path={tmp_path}/odd", "parallel.tensor=2")
+    assert "parallel.tensor" in message and "vocab_size" in message and "25" in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "parts"),
+    [
+        (["parallel.pipeline=2"], 4, ["parallel.pipeline", "num_hidden_layers", "a divisor of 3"]),
+        (["parallel.virtual_pipeline=3"], 2, ["parallel.virtual_pipeline", "no pipeline"]),
+        (["parallel.pipeline=3", "parallel.virtual_pipeline=2"], 6, ["virtual_pipeline", "a divisor of 1"]),
+        (["parallel.pipeline=3", "parallel.expert=4"], 6, ["pipeline = 3", "expert = 4", "a multiple of 12"]),
+    ],
+)
+def test_stages_that_do_not_fit(found, overrides, world_size, parts):
+    (message,) = found(*overrides, world_size=world_size)
+    assert all(part in message for part in parts), message
+
+
+def test_a_tied_embedding_cannot_lie_on_two_stages(found, write_model, tmp_path):
+    write_model(tmp_path / "tied", tie_word_embeddings=True)
+    assert found(f"model.path={tmp_path}/tied") == []
+    (message,) = found(f"model.path={tmp_path}/tied", "parallel.pipeline=3", world_size=6)
+    assert "parallel.pipeline" in message and "tie_word_embeddings" in message
+
+
+def test_tokens_are_cut_into_even_parts_only(config_file):
+    with pytest.raises(ConfigError, match="parallel.tensor"):
+        load_config(config_file, ["parallel.tensor=3"])
 
 
 def test_the_same_file_twice_is_refused_also_through_a_link(found, tmp_path):

@@ -5,7 +5,8 @@ import pytest
 
 from moe_rl.config.hf import expected_tensors, parameter_count, read_model
 from moe_rl.config.load import load_config
-from moe_rl.config.plan import make_plan, render
+from moe_rl.config.plan import least_ranks, make_plan, render
+from moe_rl.config.schema import ParallelConfig
 
 
 @pytest.fixture
@@ -59,6 +60,38 @@ def test_memory_of_a_rank(plan_of, dtype, parameter, state):
     assert plan.optimizer_bytes_per_rank == state * (-(-dense // 4) + expert // 2)
     assert plan.checkpoint_bytes == (parameter + state) * plan.parameters
     assert plan_of(f"train.dtype={dtype}").reference_bytes_per_rank == 0
+
+
+def test_memory_of_a_rank_that_shares_its_matrices(plan_of):
+    """8 ranks: 4 data-parallel pairs; an expert is cut in two, and there are two of it. Norms and routers are whole."""
+    shared = ("parallel.tensor=2", "parallel.expert=2", "parallel.expert_tensor=2", "train.dtype=float32")
+    plan = plan_of(*shared, world_size=8)
+    assert (plan.data_parallel, plan.expert_data_parallel, plan.experts_per_rank) == (4, 2, 2)
+    # of 3 layers two norms of 8 and two of 4 each, two routers of 4 x 8, the last norm
+    whole = 3 * (2 * 8 + 2 * 4) + 2 * 4 * 8 + 8
+    dense = whole + (plan.dense_parameters - whole) // 2
+    assert plan.parameters_per_rank == dense + plan.expert_parameters // 4
+    assert plan.optimizer_bytes_per_rank == 8 * (-(-dense // 4) + plan.expert_parameters // 4 // 2)
+    assert plan.checkpoint_bytes == plan_of("train.dtype=float32").checkpoint_bytes
+    rows = render(plan)
+    assert "tensor parallel" in rows and "expert tensor parallel" in rows
+
+
+def test_memory_of_a_stage(plan_of):
+    """3 stages of a layer each; the last one has the output matrix of 24 x 8 and the last norm of 8 besides."""
+    plan = plan_of("parallel.pipeline=3", "parallel.expert=1", "train.dtype=float32", world_size=6)
+    assert (plan.data_parallel, plan.expert_data_parallel) == (2, 2)
+    layers = plan.dense_parameters - 2 * 24 * 8 - 8
+    assert plan.parameters_per_rank == -(-layers // 3) + 24 * 8 + 8 + plan.expert_parameters // 3
+    assert "pipeline stages" in render(plan)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks"),
+    [({}, 1), ({"tensor": 2}, 2), ({"expert": 2, "expert_tensor": 2}, 4), ({"tensor": 4, "expert": 2}, 4)],
+)
+def test_the_fewest_ranks_of_a_layout(sizes, ranks):
+    assert least_ranks(ParallelConfig(**sizes)) == ranks
 
 
 def test_kv_cache_that_is_too_small_is_said(plan_of):

@@ -9,6 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from moe_rl.config.schema import ParallelConfig
+
+ONE = ParallelConfig()
 WORKER = Path(__file__).with_name("policy_worker.py")
 ROOT = Path(__file__).parents[2]
 
@@ -70,14 +73,14 @@ def torchrun(ranks, *arguments, script=WORKER, timeout=240):
 
 @pytest.fixture(scope="session")
 def run_policy(checkpoint, tmp_path_factory):
-    """run_policy(ranks, ep, dtype, recompute, mode, fault) -> (process, [what each rank saw]); cached per arguments."""
+    """run_policy(ranks, parallel, dtype, recompute, mode, fault) -> (process, [what each rank saw]); cached."""
     cache = {}
 
-    def run(ranks, ep, dtype="float32", recompute="none", mode="replay", fault="none"):
-        key = (ranks, ep, dtype, recompute, mode, fault)
+    def run(ranks, parallel=ONE, dtype="float32", recompute="none", mode="replay", fault="none"):
+        key = (ranks, parallel, dtype, recompute, mode, fault)
         if key not in cache:
             out = tmp_path_factory.mktemp("ranks")
-            process = torchrun(ranks, checkpoint, out, ep, dtype, recompute, mode, fault)
+            process = torchrun(ranks, checkpoint, out, parallel.model_dump_json(), dtype, recompute, mode, fault)
             seen = [torch.load(out / f"rank{r}.pt") for r in range(ranks) if (out / f"rank{r}.pt").exists()]
             cache[key] = process, seen
         return cache[key]

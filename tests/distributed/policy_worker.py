@@ -1,8 +1,9 @@
 """One rank of the layout tests: run a forward-only pass and an update on fixed data, write what was seen.
 
-    torchrun --nproc-per-node N policy_worker.py CHECKPOINT OUT EP DTYPE RECOMPUTE MODE FAULT
+    torchrun --nproc-per-node N policy_worker.py CHECKPOINT OUT PARALLEL DTYPE RECOMPUTE MODE FAULT
 
-MODE replay | native | observe. FAULT none, or a fault to plant (see `main`). Rank r writes OUT/rank<r>.pt.
+PARALLEL: a ParallelConfig in JSON. MODE replay | native | observe. FAULT none, or a fault to plant (see `main`). Rank r
+writes OUT/rank<r>.pt.
 """
 
 import sys
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from moe_rl.config.hf import read_model
-from moe_rl.config.schema import OptimizerConfig, TrainConfig
+from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
 from moe_rl.megatron import world
 from moe_rl.planning.packing import pack as plan_packing
 from moe_rl.replay.routes import microbatch_routes
@@ -45,41 +46,54 @@ def batch(facts):
     return sequences, routes
 
 
-def main():
-    checkpoint, out, ep, dtype, recompute, mode, fault = sys.argv[1:]
-    checkpoint, out, ep = Path(checkpoint), Path(out), int(ep)
-    world.start(expert_parallel=ep, seed=1, timeout_seconds=60)
-    from moe_rl.megatron import hf_map
-    from moe_rl.megatron.microbatch import pack
-    from moe_rl.megatron.model import first_local_expert, unwrap
-    from moe_rl.megatron.policy import Policy
-    from moe_rl.replay.session import ReplaySession
-
-    facts = read_model(checkpoint)
-    train = TrainConfig(
+def train_config(dtype="float32", recompute="none"):
+    return TrainConfig(
         dtype=dtype, microbatch_tokens=40, recompute=recompute, optimizer=OptimizerConfig(lr=1e-3, clip_grad=1e9)
     )
-    policy = Policy(facts, train, checkpoint, expert_parallel=ep, temperature=1.0)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+
+def own_share(facts, parallel, layers):
+    """(number of sequences of the batch, this rank's microbatches, their routes in its layers)."""
+    from moe_rl.megatron.microbatch import pack
+
     sequences, routes = batch(facts)
     spec = TraceSpec.from_layers("test", facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
+    rank, ranks = world.data_parallel()
     plan = plan_packing([s.forwarded for s in sequences], ranks=ranks, microbatch_tokens=40)[rank]
     microbatches = [pack(sequences, indices, world.device()) for indices in plan]
     tables = [
         microbatch_routes(
-            [routes[i] for i in indices],
+            [routes[i][:, layers] for i in m.indices],
             spec,
+            layers=layers,
             padded_tokens=m.tokens.shape[1],
-            expert_parallel=ep,
+            rows=world.own_rows(m.tokens.shape[1]),
+            expert_parallel=parallel.expert,
             device=world.device(),
         )
-        for indices, m in zip(plan, microbatches, strict=True)
+        for m in microbatches
     ]
+    return len(sequences), microbatches, tables
+
+
+def main():
+    checkpoint, out, parallel, dtype, recompute, mode, fault = sys.argv[1:]
+    checkpoint, out, parallel = Path(checkpoint), Path(out), ParallelConfig.model_validate_json(parallel)
+    world.start(parallel, seed=1, timeout_seconds=60)
+    from moe_rl.megatron import hf_map
+    from moe_rl.megatron.model import unwrap
+    from moe_rl.megatron.policy import Policy
+    from moe_rl.replay.session import ReplaySession
+
+    facts = read_model(checkpoint)
+    policy = Policy(facts, train_config(dtype, recompute), parallel, checkpoint, temperature=1.0)
+    rank = dist.get_rank()
+    count, microbatches, tables = own_share(facts, parallel, policy.layers)
 
     def session(name, **kw):
         if mode == "native":
             return None
-        return ReplaySession(tables, policy.layers, mode=mode, name=name, rank=rank, **kw)
+        return ReplaySession(tables, policy.layers, mode=mode, name=name, rank=rank, any_stage=world.any_stage, **kw)
 
     def within(session, run):
         if session is None:
@@ -87,16 +101,17 @@ def main():
         with session:
             return run()
 
+    fault = fault if rank == dist.get_world_size() - 1 else "none"  # one rank alone has it
     if fault == "swapped":  # another route than recorded reaches the dispatcher
-        router = unwrap(policy.model).decoder.layers[1].mlp.router
+        router = unwrap(policy.chunks[0]).decoder.layers[0].mlp.router
         whole = router.routing
         router.routing = lambda *a, **k: (lambda probs, chosen: (probs, chosen.roll(1, -1)))(*whole(*a, **k))
     if fault == "repeated":  # a router runs twice
-        layer = unwrap(policy.model).decoder.layers[2].mlp
+        layer = unwrap(policy.chunks[-1]).decoder.layers[-1].mlp
         route = layer.route
         layer.route = lambda *a, **k: (route(*a, **k), route(*a, **k))[1]
     if fault == "missed":  # a router forgets its microbatch
-        layer = unwrap(policy.model).decoder.layers[0].mlp
+        layer = unwrap(policy.chunks[0]).decoder.layers[0].mlp
         route = layer.route
 
         def forget(*a, **k):
@@ -107,7 +122,6 @@ def main():
 
     first = session("logprobs", compare_native=True)
     logprobs = within(first, lambda: policy.logprobs(microbatches, first))
-    count = len(sequences)
 
     def loss(number, values):
         m = microbatches[number]
@@ -115,9 +129,7 @@ def main():
 
     second = session("update", recomputes=recompute == "full")
     result = within(second, lambda: policy.update(microbatches, second, loss))
-    result_tensors = hf_map.export(
-        unwrap(policy.model), facts, first_expert=first_local_expert(facts), dense=True, experts=True
-    )
+    weights = hf_map.export(map(unwrap, policy.chunks), facts, dense=True, experts=True)
     torch.save(
         {
             "logprobs": {
@@ -126,7 +138,7 @@ def main():
                 for n, i in enumerate(m.indices)
             },
             "grad_norm": result.grad_norm,
-            "weights": {k: v.cpu().clone() for k, v in result_tensors.items()},
+            "weights": {k: v.cpu().clone() for k, v in weights},
             "grads": whole_gradients(policy, facts),
             "tallies": [None if s is None else s.tally.as_dict() for s in (first, second)],
         },
@@ -138,24 +150,17 @@ def main():
 def whole_gradients(policy, facts):
     """Main gradients under Hugging Face names. The distributed optimizer leaves each rank one reduced piece: gather."""
     from moe_rl.megatron import hf_map
-    from moe_rl.megatron.model import first_local_expert, unwrap
+    from moe_rl.megatron.model import unwrap
 
-    for buffer in policy.model.buffers + policy.model.expert_parallel_buffers:
+    for buffer in [b for chunk in policy.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]:
         for bucket in buffer.buckets:
             group = buffer.data_parallel_group
             mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
             pieces = [torch.empty_like(mine) for _ in range(group.size())]
             dist.all_gather(pieces, mine, group=group)
             bucket.grad_data.copy_(torch.cat(pieces))
-    gradients = hf_map.export(
-        unwrap(policy.model),
-        facts,
-        first_expert=first_local_expert(facts),
-        dense=True,
-        experts=True,
-        get=lambda p: p.main_grad,
-    )
-    return {name: g.cpu().clone() for name, g in gradients.items()}
+    gradients = hf_map.export(map(unwrap, policy.chunks), facts, dense=True, experts=True, get=lambda p: p.main_grad)
+    return {name: g.cpu().clone() for name, g in gradients}
 
 
 if __name__ == "__main__":

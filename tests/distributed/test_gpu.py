@@ -10,7 +10,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_replay_equals_the_reference_with_the_same_routes(run_policy, reference, recompute):
-    process, seen = run_policy(1, 1, recompute=recompute)
+    process, seen = run_policy(1, recompute=recompute)
     assert process.returncode == 0, process.stderr[-3000:]
     logprobs, gradients = reference(forced=True)
     print("largest difference:", worst(merged(seen, "logprobs"), logprobs), worst(merged(seen, "grads"), gradients))
@@ -21,7 +21,7 @@ def test_replay_equals_the_reference_with_the_same_routes(run_policy, reference,
 
 
 def test_native_routing_equals_the_reference(run_policy, reference):
-    process, seen = run_policy(1, 1, mode="native")
+    process, seen = run_policy(1, mode="native")
     assert process.returncode == 0, process.stderr[-3000:]
     logprobs, gradients = reference(forced=False)
     assert worst(merged(seen, "logprobs"), logprobs) < 1e-4
@@ -29,7 +29,7 @@ def test_native_routing_equals_the_reference(run_policy, reference):
 
 
 def test_bfloat16_trains_near_the_reference(run_policy, reference):
-    process, seen = run_policy(1, 1, dtype="bfloat16")
+    process, seen = run_policy(1, dtype="bfloat16")
     assert process.returncode == 0, process.stderr[-3000:]
     logprobs, _ = reference(forced=True)
     difference = torch.cat([(merged(seen, "logprobs")[i] - logprobs[i]).abs() for i in logprobs])
@@ -39,5 +39,5 @@ def test_bfloat16_trains_near_the_reference(run_policy, reference):
 
 @pytest.mark.parametrize("fault", ["swapped", "repeated", "missed"])
 def test_a_planted_fault_is_refused(run_policy, fault):
-    process, seen = run_policy(1, 1, fault=fault)
+    process, seen = run_policy(1, fault=fault)
     assert process.returncode != 0 and not seen and "ReplayError" in process.stderr

@@ -1,6 +1,7 @@
 """From the store to the routers: only the right rows, and padding that does no harm."""
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
@@ -43,7 +44,11 @@ def fed(sequence):
 def test_the_right_routes_are_read(stored):
     store, sequences, tables = stored
     for sequence, table in zip(sequences, tables, strict=True):
-        assert np.array_equal(read_routes(store, sequence, SPEC, fed=fed(sequence), weight_version=3), table)
+        read = partial(read_routes, store, sequence, SPEC, fed=fed(sequence), weight_version=3)
+        assert np.array_equal(read(layers=SPEC.moe_layers), table)
+        # a pipeline stage gets its own layers and pays for no others
+        assert np.array_equal(read(layers=(1,)), table[:, 1:2])
+        assert np.array_equal(read(layers=(0, 2)), table[:, [0, 2]])
 
 
 @pytest.mark.parametrize(
@@ -65,36 +70,68 @@ def test_routes_of_other_tokens_are_refused(stored, change, error):
     store, (first, second), _ = stored
     wrong = dataclasses.replace(first, **change(first, second))
     with pytest.raises(error) as caught:
-        read_routes(store, wrong, SPEC, fed=fed(wrong), weight_version=3)
+        read_routes(store, wrong, SPEC, layers=SPEC.moe_layers, fed=fed(wrong), weight_version=3)
     assert "s0" in str(caught.value) or "s1" in str(caught.value)
 
 
 def test_routes_of_other_weights_or_models_are_refused(stored):
     store, (first, _), _ = stored
     with pytest.raises(RouteValidationError, match="s0"):
-        read_routes(store, first, SPEC, fed=fed(first), weight_version=4)
+        read_routes(store, first, SPEC, layers=SPEC.moe_layers, fed=fed(first), weight_version=4)
     with pytest.raises(RouteValidationError, match="s0"):
-        read_routes(
-            store, first, dataclasses.replace(SPEC, model_fingerprint="other"), fed=fed(first), weight_version=3
-        )
+        other = dataclasses.replace(SPEC, model_fingerprint="other")
+        read_routes(store, first, other, layers=SPEC.moe_layers, fed=fed(first), weight_version=3)
     with pytest.raises(RouteValidationError, match="s0"):
-        read_routes(store, first, dataclasses.replace(SPEC, layer_map="dmmm"), fed=fed(first), weight_version=3)
+        other = dataclasses.replace(SPEC, layer_map="dmmm")
+        read_routes(store, first, other, layers=(1, 2), fed=fed(first), weight_version=3)
 
 
 def test_layers_are_laid_out_by_their_global_number():
     rng = np.random.default_rng(1)
     spec = TraceSpec.from_layers("model", 16, 4, (1, 4, 7), 8)
     parts = [routes_of(rng, 3), routes_of(rng, 5)]
-    laid = microbatch_routes(parts, spec, padded_tokens=16, expert_parallel=2, device=torch.device("cpu"))
+    laid = microbatch_routes(
+        parts,
+        spec,
+        layers=spec.moe_layers,
+        padded_tokens=16,
+        rows=slice(0, 16),
+        expert_parallel=2,
+        device=torch.device("cpu"),
+    )
     assert sorted(laid.routes) == [1, 4, 7] and laid.tokens == 8
     for column, layer in enumerate((1, 4, 7)):
         assert laid.routes[layer].shape == (16, 4) and laid.routes[layer].dtype == torch.int64
         assert np.array_equal(laid.routes[layer][:8], np.concatenate(parts)[:, column])
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_the_ranks_of_a_sequence_parallel_group_cut_the_same_table(ranks):
+    rng = np.random.default_rng(2)
+    parts = [routes_of(rng, 3), routes_of(rng, 6)]
+
+    def cut(rows):
+        return microbatch_routes(
+            parts,
+            SPEC,
+            layers=SPEC.moe_layers,
+            padded_tokens=16,
+            rows=rows,
+            expert_parallel=2,
+            device=torch.device("cpu"),
+        )
+
+    whole, share = cut(slice(0, 16)), 16 // ranks
+    pieces = [cut(slice(rank * share, (rank + 1) * share)) for rank in range(ranks)]
+    for layer in SPEC.moe_layers:
+        assert torch.equal(torch.cat([piece.routes[layer] for piece in pieces]), whole.routes[layer])
+    # real rows come first: 9 of them, then padding, which may take whole ranks
+    assert [piece.tokens for piece in pieces] == [max(0, min(share, 9 - rank * share)) for rank in range(ranks)]
+
+
 @pytest.mark.parametrize("expert_parallel", [1, 2, 4])
 def test_padding_is_valid_and_spread(expert_parallel):
-    rows = padding_routes(8, SPEC, expert_parallel=expert_parallel)
+    rows = padding_routes(8, 3, SPEC, expert_parallel=expert_parallel)
     assert rows.shape == (8, 3, 4)
     assert all(len(set(row)) == 4 for token in rows for row in token)
     experts, counts = np.unique(rows[:, 0], return_counts=True)

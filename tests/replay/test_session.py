@@ -132,6 +132,33 @@ def test_sessions_do_not_nest_and_nothing_leaks():
         run(s)
 
 
+def test_a_token_counts_once_when_its_layers_lie_on_several_stages():
+    """Of 4 tokens this stage sees one routed otherwise, and another stage that one and a second."""
+    recorded = [table(0, real=2), table(1, real=2)]
+    elsewhere = torch.tensor([False, True, True, False])
+    with session(recorded, compare_native=True, any_stage=lambda flags: flags | elsewhere) as s:
+        run(s)
+        for microbatch, routes in enumerate(recorded):
+            for layer in LAYERS:
+                native = routes.routes[layer].clone()
+                if (microbatch, layer) in ((0, 0), (0, 2)):
+                    native[1] = (native[1] + 1) % EXPERTS
+                s.observe_native(microbatch, layer, native)
+    tally = s.tally
+    assert (tally.native_mismatch, tally.native_positions) == (2, 12)
+    assert (tally.native_token_mismatch, tally.native_tokens) == (2, 4)
+
+
+def test_a_layer_that_was_not_compared_is_named():
+    tables = [table(0), table(1)]
+    with (
+        pytest.raises(ReplayError, match="microbatch 1, layer 2.*1 such"),
+        session(tables, mode="observe", compare_native=True) as s,
+    ):
+        for microbatch, layer in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]:
+            s.observe_native(microbatch, layer, tables[microbatch].routes[layer])
+
+
 def test_native_comparison_is_by_set_and_leaves_padding_out():
     recorded = table(0, real=4)
     with session([recorded], compare_native=True) as s:

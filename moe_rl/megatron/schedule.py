@@ -1,0 +1,86 @@
+"""Microbatches through the model by megatron's own schedule: none, 1F1B or interleaved 1F1B, as the layout asks.
+
+A microbatch's key to its routes travels with it, so no order of the schedule is assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from moe_rl.megatron import world
+from moe_rl.megatron.logprobs import completion_logprobs
+from moe_rl.megatron.microbatch import Microbatch, pack
+from moe_rl.replay.session import ReplaySession
+
+# (microbatch number, logprobs [N] with gradient) -> the microbatch's share of the loss, divided by its denominator
+LossFunction = Callable[[int, torch.Tensor], torch.Tensor]
+
+
+@torch.no_grad()
+def logprobs(
+    chunks: list[torch.nn.Module], microbatches: list[Microbatch], session: ReplaySession | None, temperature: float
+) -> list[torch.Tensor]:
+    """Log-probabilities [N] float32 of each microbatch's completion tokens, on every pipeline stage, no gradient."""
+    sizes = [len(microbatch.predicts) for microbatch in microbatches]
+    results = [torch.empty(size, device=world.device()) for size in sizes]
+
+    def collect(number, microbatch, logits, non_loss_data=True):
+        if number < len(microbatches):
+            results[number] = completion_logprobs(microbatch, logits, temperature)
+
+    _run(chunks, microbatches, session, collect, forward_only=True, collect_non_loss_data=True)
+    return list(world.share_from_last_stage(torch.cat(results)).split(sizes))
+
+
+def forward_backward(
+    chunks: list[torch.nn.Module],
+    microbatches: list[Microbatch],
+    session: ReplaySession | None,
+    loss: LossFunction,
+    temperature: float,
+) -> None:
+    """Add the gradient of the summed losses to the chunks' main gradients. loss: called on the last stage only."""
+
+    def loss_of(number, microbatch, logits):
+        values = completion_logprobs(microbatch, logits, temperature)
+        value = loss(number, values) if number < len(microbatches) else values.sum()  # a filler has no values: 0
+        return value, torch.zeros([], dtype=torch.int), {}
+
+    _run(chunks, microbatches, session, loss_of, forward_only=False)
+
+
+def _run(chunks, microbatches, session, after_forward, *, forward_only, **options):
+    everything = microbatches + _fillers(chunks, len(microbatches))
+
+    def forward_step(iterator, model):
+        number, microbatch = next(iterator)
+        recorded = session if number < len(microbatches) else None
+        output = model(
+            microbatch.tokens, microbatch.positions, None, packed_seq_params=microbatch.seq_params(recorded, number)
+        )
+        return output, partial(after_forward, number, microbatch)
+
+    iterators = [enumerate(everything) for _ in chunks]
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=chunks,
+        num_microbatches=len(everything),
+        seq_length=max(m.tokens.shape[1] for m in everything),
+        micro_batch_size=1,
+        forward_only=forward_only,
+        **options,
+    )
+
+
+def _fillers(chunks, count) -> list[Microbatch]:
+    """Microbatches of padding alone: the interleaved schedule takes a multiple of the number of stages."""
+    if len(chunks) == 1:
+        return []
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    return [pack([], [], world.device()) for _ in range(-count % stages)]
