@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from moe_rl.config.hf import ModelFacts
 from moe_rl.config.schema import ParallelConfig, TrainConfig
 from moe_rl.megatron import hf_map
+from moe_rl.megatron.bypasses import refuse_bypasses
 from moe_rl.megatron.layers import PackedRotaryEmbedding
 from moe_rl.megatron.specs import block_spec
 
@@ -87,8 +88,10 @@ def _sum_gradients(model, num_tokens, **kwargs):
 def build_model(facts: ModelFacts, config: TransformerConfig, checkpoint) -> list[torch.nn.Module]:
     """What this rank holds of the model, one GPTModel with replay for each run of layers, in the model's order.
 
-    Filled from a Hugging Face checkpoint folder, wrapped for bf16 when the config says so.
+    Filled from a Hugging Face checkpoint folder, wrapped for bf16 when the config says so. Raises ConfigError when the
+    config has settings under which replay is not exact.
     """
+    refuse_bypasses(config)
     runs = config.virtual_pipeline_model_parallel_size
     numbers = [None] if runs is None else range(runs)
     return [_build_chunk(facts, config, checkpoint, number) for number in numbers]

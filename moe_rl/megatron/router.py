@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from moe_rl.errors import ConfigError, ReplayError, describe
+from moe_rl.errors import ReplayError, describe
 from moe_rl.replay.session import MicrobatchHandle
 
 
@@ -60,25 +60,6 @@ class ReplayRouter(TopKRouter):
 
     def __init__(self, config, pg_collection=None, **kwargs):
         super().__init__(config=config, pg_collection=pg_collection, **kwargs)
-        bypasses = {
-            "moe_router_fusion": config.moe_router_fusion,
-            "moe_expert_capacity_factor": config.moe_expert_capacity_factor is not None,
-            "moe_router_load_balancing_type": self.routing_type in ("sinkhorn", "quantile_balancing"),
-            "moe_router_force_load_balancing": config.moe_router_force_load_balancing,
-            "moe_enable_routing_replay": config.moe_enable_routing_replay,
-            "cuda_graph_impl": config.cuda_graph_impl not in (None, "none"),
-        }
-        if any(bypasses.values()):
-            flags = ", ".join(f"{name}={getattr(config, name)}" for name, on in bypasses.items() if on)
-            raise ConfigError(
-                describe(
-                    "these settings bypass or alter replayed routes",
-                    where="megatron config",
-                    got=flags,
-                    expected="them off",
-                    do="turn them off to replay",
-                )
-            )
         self.handle: MicrobatchHandle | None = None
         self.router_replay = _RecordedTopK(self)
 
