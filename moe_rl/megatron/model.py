@@ -95,11 +95,11 @@ def recomputed_layers(chunks: list[torch.nn.Module]) -> frozenset[int]:
     """Global 0-based numbers of the MoE layers of `chunks` that a training pass runs a second time."""
     numbers = []
     for block in (unwrap(chunk).decoder for chunk in chunks):
-        config, layers = block.config, block.layers
-        if config.recompute_granularity is None:
-            layers = []
-        elif config.recompute_method == "block":
-            layers = layers[: config.recompute_num_layers]
+        config, layers = block.config, []
+        if config.recompute_granularity == "full":
+            layers = block.layers[: config.recompute_num_layers if config.recompute_method == "block" else None]
+        elif config.recompute_granularity == "selective" and "moe" in config.recompute_modules:
+            layers = block.layers
         numbers += [layer.layer_number - 1 for layer in layers if layer.is_moe_layer]
     return frozenset(numbers)
 
