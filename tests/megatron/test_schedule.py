@@ -61,7 +61,8 @@ class Run:
         return result, session.tally.as_dict()
 
     def weights(self):
-        return self.policy.export(torch.float32, dense=True, experts=True)
+        exported = self.policy.export(torch.float32, dense=True, experts=True)
+        return {name: tensor.clone() for name, tensor in exported.items()}
 
 
 class Planted(Exception):
