@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import msgspec
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -22,13 +23,18 @@ from tests.distributed.policy_worker import own_share, whole_gradients
 
 class Case(msgspec.Struct, frozen=True, omit_defaults=True):
     """parallel, train: what differs from the defaults of ParallelConfig and TrainConfig. half_precision_config: build
-    the megatron config as for bfloat16, which alone may overlap, and compute in float32. fault: see `plant`."""
+    the megatron config as for bfloat16, which alone may overlap, and compute in float32. fault: "raises", an update
+    that is broken off in the middle of its schedule comes first; or one of `plant`."""
 
     name: str
     parallel: dict[str, int]
     train: dict[str, str | int | bool] = {}
     half_precision_config: bool = False
     fault: str = ""
+
+
+class BrokenOff(Exception):
+    pass
 
 
 def main():
@@ -82,12 +88,22 @@ def run(case, checkpoint):
         m = microbatches[number]
         return -(values * m.advantages[m.sequence_ids]).sum() / count
 
+    def break_off(number, values):
+        if number == 1:
+            raise BrokenOff
+        return loss(number, values)
+
     chunks = [model.unwrap(chunk) for chunk in policy.chunks]
     plans = [mock.patch.object(chunk, "build_schedule_plan", wraps=chunk.build_schedule_plan) for chunk in chunks]
     asked = [plan.start() for plan in plans]
     with session("logprobs", compare_native=True) as first:
         logprobs = policy.logprobs(microbatches, first)
     plans_of_logprobs = sum(chunk.call_count for chunk in asked)
+    if case.fault == "raises":
+        with pytest.raises(BrokenOff), session("broken off", recomputed_layers=policy.recomputed_layers) as broken:
+            policy.update(microbatches, broken, break_off)
+        for chunk in asked:
+            chunk.reset_mock()
     plant(case.fault, chunks)
     try:
         with session("update", recomputed_layers=policy.recomputed_layers) as second:

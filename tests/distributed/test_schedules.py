@@ -35,6 +35,8 @@ TWO_RANKS = [
     overlapped("EP2-overlap", EP2),
     # three microbatches of different lengths
     overlapped("TP2-EP2-overlap", TP2_EP2),
+    # the loss of the second microbatch raised, in the update before
+    overlapped("EP2-overlap-after-a-failure", EP2, fault="raises"),
     Case("EP2-plain-optimizer", EP2, PLAIN_OPTIMIZER),
     Case("DP2-plain-optimizer", {}, PLAIN_OPTIMIZER),
 ]

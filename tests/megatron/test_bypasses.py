@@ -79,8 +79,18 @@ def test_several_are_told_at_once():
     ("parallel", "settings"),
     [
         ({}, {}),
-        # what megatron-core 0.19.2 does right: experts that tensor-parallel ranks hold whole
+        # what older releases got wrong and 0.19.2 does right: experts that tensor-parallel ranks hold whole
         ({"tensor": 2}, {}),
+        # and its multi-token-prediction layers, recomputed over packed sequences
+        (
+            {},
+            {
+                "mtp_num_layers": 1,
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            },
+        ),
         # more than two stages: the neighbours are two ranks
         ({"pipeline": 4, "virtual_pipeline": 2}, {"batch_p2p_comm": True, "overlap_p2p_comm": False}),
         # computed beside the routed experts, behind the same hooks
