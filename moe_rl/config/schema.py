@@ -88,12 +88,24 @@ class RolloutConfig(Section):
 
 
 class ReplayConfig(Section):
-    mode: Literal["r3", "off"] = "r3"
-    """r3: the trainer takes the sampler's routes in every forward pass of the policy. off: it routes natively."""
+    mode: Literal["r3", "r2", "off"] = "r3"
+    """r3: the trainer takes the sampler's routes in every forward pass of the policy. r2: it routes natively where it
+    computes the old log-probabilities, and takes these routes in the updates. off: it routes natively."""
     native_every: Annotated[int, Field(ge=0)] = 5
-    """Every so many steps one extra pass routes natively, to measure what replay removes. 0: never."""
+    """Every so many steps the disagreement of the routers is logged for each layer, and under r3 one extra pass routes
+    natively, to measure what replay removes. 0: never."""
     keep_shards: Count = 4
     """Steps whose trace shards stay on disk; older ones are removed."""
+    missing: Literal["refuse", "drop", "native"] = "refuse"
+    """What becomes of a sequence with forwarded tokens that have no recorded route. refuse: the run ends. drop: it is
+    not trained on. native: the router chooses for these tokens. Damaged or wrong routes always end the run."""
+    stale: Literal["refuse", "replay", "native"] = "refuse"
+    """What becomes of routes recorded under older weights than those the trainer has."""
+    max_staleness: Annotated[int, Field(ge=0)] = 0
+    """Updates that routes may be older; with stale replay or native only. Older ones end the run."""
+    max_fallback_fraction: Fraction = 0.0
+    """The run ends when more of a step's (token, layer) positions are routed natively, or more of its sequences are
+    dropped, than this."""
 
 
 class ParallelConfig(Section):

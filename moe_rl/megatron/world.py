@@ -15,7 +15,13 @@ from moe_rl.config.schema import ParallelConfig
 
 
 def start(parallel: ParallelConfig, *, seed: int, timeout_seconds: float) -> None:
-    """Join the process group torchrun described in the environment and lay out megatron's parallel groups.
+    """Join the process group torchrun described in the environment and lay out megatron's parallel groups."""
+    join(timeout_seconds=timeout_seconds)
+    lay_out(parallel, seed=seed)
+
+
+def join(*, timeout_seconds: float) -> None:
+    """Join the process group torchrun described in the environment.
 
     Chooses the device backend once: CUDA with NCCL where there is a GPU, otherwise the host with gloo.
     """
@@ -27,6 +33,9 @@ def start(parallel: ParallelConfig, *, seed: int, timeout_seconds: float) -> Non
         backend = "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
 
+
+def lay_out(parallel: ParallelConfig, *, seed: int) -> None:
+    """Make megatron's parallel groups, and the random states that ranks share or do not; `clear` takes them away."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
@@ -37,9 +46,14 @@ def start(parallel: ParallelConfig, *, seed: int, timeout_seconds: float) -> Non
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
+def clear() -> None:
+    """Take the parallel groups away, so that others can be laid out."""
+    parallel_state.destroy_model_parallel()
+
+
 def stop() -> None:
     """Leave the groups in order."""
-    parallel_state.destroy_model_parallel()
+    clear()
     dist.destroy_process_group()
 
 
@@ -85,6 +99,20 @@ def any_stage(flags: torch.Tensor) -> torch.Tensor:
         flags = flags.to(torch.uint8)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=parallel_state.get_pipeline_model_parallel_group())
     return flags.bool()
+
+
+def sum_over_dispatch(counts: torch.Tensor) -> torch.Tensor:
+    """Integers of the same shape on all ranks that dispatch tokens to each other's experts, summed over them."""
+    counts = counts.clone()
+    dist.all_reduce(counts, group=parallel_state.get_expert_tensor_and_model_parallel_group())
+    return counts
+
+
+def own_experts(experts: int) -> slice:
+    """The experts of a layer with so many that this rank holds, wholly or in part."""
+    share = experts // parallel_state.get_expert_model_parallel_world_size()
+    first = share * parallel_state.get_expert_model_parallel_rank()
+    return slice(first, first + share)
 
 
 def own_rows(tokens: int) -> slice:

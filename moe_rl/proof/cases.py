@@ -1,0 +1,106 @@
+"""The layouts, schedules and precisions in which replay is proven, each on a fixed small batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
+
+Mode = Literal["r3", "r2", "native", "observe"]
+
+MICROBATCH_TOKENS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run on `ranks` processes. parallel, train: what differs from the defaults of these config sections.
+
+    mode: r3 forces random routes; r2 replays what other router weights chose; native routes freely; observe as well,
+    with the recorded routes at hand for comparison. fault: one to plant on the last rank, see `rank.FAULTS`.
+    """
+
+    ranks: int
+    parallel: dict[str, int] = field(default_factory=dict)
+    train: dict[str, object] = field(default_factory=dict)
+    mode: Mode = "r3"
+    fault: str = "none"
+
+    @property
+    def name(self) -> str:
+        """Such as "TP2 EP2 PP2 recompute=uniform"; unique among the cases that differ."""
+        short = {
+            "tensor": "TP",
+            "context": "CP",
+            "expert": "EP",
+            "expert_tensor": "ETP",
+            "pipeline": "PP",
+            "virtual_pipeline": "VPP",
+        }
+        words = [f"{short[key]}{size}" for key, size in self.parallel.items() if size > 1]
+        if self.copies > 1:
+            words.append(f"DP{self.copies}")
+        words += [f"{key}={str(value).lower()}" for key, value in self.train.items()]
+        words += [self.mode] if self.mode != "r3" else []
+        words += [f"fault={self.fault}"] if self.fault != "none" else []
+        return " ".join(words) or "one rank"
+
+    @property
+    def copies(self) -> int:
+        """Data-parallel replicas."""
+        sharing = ("tensor", "context", "pipeline")
+        return self.ranks // _product(self.parallel.get(key, 1) for key in sharing)
+
+    @property
+    def parallel_config(self) -> ParallelConfig:
+        return ParallelConfig(**self.parallel)
+
+    @property
+    def train_config(self) -> TrainConfig:
+        settings = {"dtype": "float32", **self.train}
+        return TrainConfig(
+            microbatch_tokens=MICROBATCH_TOKENS, optimizer=OptimizerConfig(lr=1e-3, clip_grad=1e9), **settings
+        )
+
+
+def _product(sizes) -> int:
+    total = 1
+    for size in sizes:
+        total *= size
+    return total
+
+
+_INTERLEAVED = {"pipeline": 2, "virtual_pipeline": 2}
+_FULL = {"recompute": "full"}
+
+# Every one is compared with the reference under forced random routes, and once more with replay off, as the control.
+LAYOUTS = [
+    Case(1),
+    Case(1, train=_FULL),
+    Case(2),
+    Case(2, {"expert": 2}),
+    Case(2, {"expert": 2}, _FULL),
+    # the experts are whole on both ranks of a tensor-parallel group, each of which sends them other tokens
+    Case(2, {"tensor": 2}),
+    Case(2, {"tensor": 2, "expert": 2}),
+    Case(2, {"tensor": 2, "expert": 2}, _FULL),
+    Case(2, {"tensor": 2, "expert_tensor": 2}),
+    # the ranks that share an expert's matrices come with microbatches of different lengths
+    Case(2, {"expert_tensor": 2}),
+    Case(2, {"pipeline": 2}),
+    Case(2, {"pipeline": 2}, _FULL),
+    Case(2, _INTERLEAVED, _FULL),
+    Case(4, {"tensor": 2, "expert": 2}, _FULL),
+    Case(4, {"tensor": 2, "expert": 4}),
+    Case(4, {"tensor": 2, "expert": 2, "expert_tensor": 2}),
+    Case(4, {"expert": 2, "pipeline": 2}, _FULL),
+    Case(4, {"tensor": 2, "expert": 2, "pipeline": 2}),
+    Case(4, {"expert": 2, **_INTERLEAVED}),
+    Case(4, {"pipeline": 4}),
+]
+# R2 needs nothing of a layout that R3 does not: some of each kind.
+RECORDED = [
+    Case(1, mode="r2"),
+    Case(2, {"tensor": 2, "expert": 2}, _FULL, mode="r2"),
+    Case(2, _INTERLEAVED, mode="r2"),
+]
