@@ -28,7 +28,15 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Such as "TP2 EP2 PP2 recompute=uniform"; unique among the cases that differ."""
+        """Such as "TP2 EP2 PP2 recompute=uniform r2"; unique among the cases of a world size."""
+        words = [self.layout_name]
+        words += [self.mode] if self.mode != "r3" else []
+        words += [f"fault={self.fault}"] if self.fault != "none" else []
+        return " ".join(words)
+
+    @property
+    def layout_name(self) -> str:
+        """The same without what is done in it."""
         short = {
             "tensor": "TP",
             "context": "CP",
@@ -41,8 +49,6 @@ class Case:
         if self.copies > 1:
             words.append(f"DP{self.copies}")
         words += [f"{key}={str(value).lower()}" for key, value in self.train.items()]
-        words += [self.mode] if self.mode != "r3" else []
-        words += [f"fault={self.fault}"] if self.fault != "none" else []
         return " ".join(words) or "one rank"
 
     @property

@@ -19,6 +19,7 @@ from moe_rl.proof.cases import Case
 from moe_rl.proof.reference import reference
 
 Tensors = dict[object, torch.Tensor]
+TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,23 @@ class Outcome:
     wrong_received: int
     consumed: int
     expected: int
+
+
+@dataclass(frozen=True, slots=True)
+class Proved:
+    """An outcome under replay and, for r3, its control with replay off."""
+
+    outcome: Outcome
+    control: Outcome | None
+
+    @property
+    def exact(self) -> bool:
+        """Gradients equal the reference to 1e-6, no map and no received count is wrong, each route was taken once; and
+        with replay off none of that holds."""
+        o, c = self.outcome, self.control
+        shown = o.gradients < TOLERANCE and not o.wrong_maps and not o.wrong_received and o.consumed == o.expected > 0
+        fails = o.free_gradients > 1e-2 if c is None else c.gradients > 1e-2 and c.wrong_maps == c.maps > 0
+        return shown and fails
 
 
 class Proof:
@@ -121,6 +139,15 @@ class Proof:
         if any((table == 255).any() for table in recorded):
             raise ReplayError(describe("the ranks together did not record every row", expected="each row once"))
         return recorded
+
+
+def prove(proof: Proof, cases: list[Case]) -> list[Proved]:
+    """Run r3 cases with their controls, and r2 cases; one row for each of `cases`."""
+    controls = [dataclasses.replace(case, mode="observe") for case in cases if case.mode == "r3"]
+    seen = proof.run(cases + controls)
+    outcomes = [proof.judge(case, ranks) for case, ranks in zip(cases + controls, seen, strict=True)]
+    off = iter(outcomes[len(cases) :])
+    return [Proved(o, next(off) if o.case.mode == "r3" else None) for o in outcomes[: len(cases)]]
 
 
 def merged(ranks: list[dict], key: str) -> Tensors:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from moe_rl.config.schema import Config
-from moe_rl.errors import ReplayError, describe
+from moe_rl.errors import MoeRLError, ReplayError, describe
 from moe_rl.megatron import world
 from moe_rl.megatron.microbatch import Microbatch, pack
 from moe_rl.megatron.policy import Policy, ReferencePolicy
@@ -103,7 +103,7 @@ class TrainStep:
         first_mode = {"r3": "replay", "r2": "record", "off": "observe"}[replay]
         with clock("routes"):
             sequences, group_ids, dropped = self._complete(sequences, group_ids)
-            shares = self._shares(sequences, group_ids, weight_version)
+            shares = self._agreed_shares(sequences, group_ids, weight_version)
             fallback = self._fallback(shares, sequences) | {"routing/dropped_sequences": dropped}
         everything = [m for share in shares for m in share.microbatches]
         tables = [t for share in shares for t in share.tables]
@@ -167,12 +167,13 @@ class TrainStep:
     def _complete(self, sequences: list[Sequence], group_ids: list[int]) -> tuple[list[Sequence], list[int], int]:
         """The sequences to train on, their groups, and how many were dropped because routes are missing.
 
-        Every rank decides alike, from the references alone."""
-        if self.config.replay.missing != "drop":
+        Every rank decides alike, from the references alone.
+        """
+        if self.config.replay.missing == "native":
             return sequences, group_ids, 0
         kept = [i for i, sequence in enumerate(sequences) if not missing_rows(sequence)]
         dropped, limit = len(sequences) - len(kept), self.config.replay.max_fallback_fraction
-        if dropped > limit * len(sequences) or not kept:
+        if dropped > limit * len(sequences) or (dropped and not kept):
             first = next(sequence for sequence in sequences if missing_rows(sequence))
             raise ReplayError(
                 describe(
@@ -180,7 +181,7 @@ class TrainStep:
                     where=f"the first is {first.key}, {missing_rows(first)} of its {first.forwarded} tokens",
                     got=f"{dropped} of {len(sequences)} sequences",
                     expected=f"at most {limit:.2%} (replay.max_fallback_fraction)",
-                    do="look at engine.log for what kept the sampler from recording",
+                    do="look at engine.log for what kept the sampler from recording; replay.missing can allow some",
                 )
             )
         return [sequences[i] for i in kept], [group_ids[i] for i in kept], dropped
@@ -220,6 +221,22 @@ class TrainStep:
             "routing/fallback_positions": native,
             "routing/stale_tokens": stale,
         }
+
+    def _agreed_shares(self, sequences: list[Sequence], group_ids: list[int], weight_version: int) -> list[Share]:
+        """`_shares`, once every rank has its own: where one refuses its routes, all raise before any pass."""
+        shares, refused = [], None
+        try:
+            shares = self._shares(sequences, group_ids, weight_version)
+        except MoeRLError as error:
+            refused = error
+        (who,) = world.all_reduce([dist.get_rank() + 1 if refused else 0], dist.ReduceOp.MAX)
+        if refused:
+            raise refused
+        if who:
+            raise ReplayError(
+                describe("another rank refused the routes of its sequences", got=f"rank {who - 1:.0f}, see its error")
+            )
+        return shares
 
     def _shares(self, sequences: list[Sequence], group_ids: list[int], weight_version: int) -> list[Share]:
         """This rank's part of every update."""
