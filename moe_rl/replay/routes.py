@@ -50,21 +50,24 @@ def microbatch_routes(
     *,
     layers: Seq[int],
     padded_tokens: int,
-    rows: slice,
+    rows: slice | np.ndarray,
     expert_parallel: int,
     device: torch.device,
 ) -> MicrobatchRoutes:
     """Lay the routes of the packed sequences end to end, fill up with padding routes, cut out this rank's rows.
 
     parts: [T_i, L, K] in the order of packing. layers [L]: their global numbers. padded_tokens: total rows, padding
-    included. rows: those of them that this rank's routers see, a part under sequence parallelism.
+    included. rows: those of them that this rank's routers see, in their order: a part under sequence and context
+    parallelism. Tokens are numbered through the sequences, padding rows after all of them wherever they lie.
     """
     real = sum(len(part) for part in parts)
     padding = padding_routes(padded_tokens - real, len(layers), spec, expert_parallel=expert_parallel)
     table = np.concatenate([*parts, padding])[rows].transpose(1, 0, 2).astype(np.int64)  # [L, T of this rank, K]
     table = torch.from_numpy(table).to(device)
-    ours = min(max(real - rows.start, 0), rows.stop - rows.start)
-    return MicrobatchRoutes(routes=dict(zip(layers, table, strict=True)), tokens=ours)
+    is_real = np.arange(padded_tokens)[rows] < real
+    return MicrobatchRoutes(
+        routes=dict(zip(layers, table, strict=True)), real=torch.from_numpy(np.flatnonzero(is_real)).to(device)
+    )
 
 
 def padding_routes(tokens: int, layers: int, spec: TraceSpec, *, expert_parallel: int) -> np.ndarray:

@@ -5,7 +5,8 @@ for the routes of their (microbatch, layer); the MoE layers tell it what was dis
 `with` block without an exception checks the ledger: every (microbatch, layer) taken exactly once forward, and once more
 per recomputation when activations are recomputed. Routes are looked up by key, so no order of the schedule is assumed.
 
-Legend: T tokens of a microbatch on this rank (padding last), K top-k, E experts, layer: global decoder layer, 0-based.
+Legend: T rows of a microbatch on this rank, padding among them, K top-k, E experts, layer: global decoder layer,
+0-based.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ _open_session: ReplaySession | None = None
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchRoutes:
-    """Routes of one packed microbatch, cut to this rank's tokens.
+    """Routes of one packed microbatch, cut to this rank's rows.
 
-    routes: {layer: int64 [T, K]}. tokens: how many of the T are real; the rest is padding, whose routes are made up.
+    routes: {layer: int64 [T, K]}. real int64 [n]: the rows that are tokens; the others are padding, whose routes are
+    made up.
     """
 
     routes: dict[int, torch.Tensor]
-    tokens: int
+    real: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -143,9 +145,9 @@ class ReplaySession:
         """Compare the router's own choice [T, K] with the record, as sets. Stays on the device."""
         if not self.compare_native or (microbatch, layer) in self._native:
             return
-        real = self.microbatches[microbatch].tokens
-        recorded = self.routes(microbatch, layer)[:real]
-        self._native[microbatch, layer] = (recorded.sort(-1)[0] != native[:real].sort(-1)[0]).any(-1)
+        real = self.microbatches[microbatch].real
+        recorded, native = (table.index_select(0, real) for table in (self.routes(microbatch, layer), native))
+        self._native[microbatch, layer] = (recorded.sort(-1)[0] != native.sort(-1)[0]).any(-1)
 
     def check_dispatch(self, microbatch: int, layer: int, routing_map: torch.Tensor) -> None:
         """Compare the map [T, E] bool that goes to the dispatcher with the record. Stays on the device."""

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -160,9 +159,9 @@ class TrainStep:
                 ranks=ranks,
                 microbatch_tokens=self.config.train.microbatch_tokens,
             )[rank]
-            microbatches = [pack(ours, indices, world.device()) for indices in plan]
+            microbatches = [pack(ours, indices, world.device(), world.context_parallel()) for indices in plan]
             tables = [self._routes([ours[i] for i in m.indices], m, weight_version) for m in microbatches]
-            covered += sum(table.tokens for table in tables) * len(self.policy.layers)
+            covered += sum(len(table.real) for table in tables) * len(self.policy.layers)
             shares.append(
                 Share(
                     microbatches,
@@ -175,8 +174,6 @@ class TrainStep:
 
     def _routes(self, packed: list[Sequence], microbatch: Microbatch, weight_version: int) -> MicrobatchRoutes:
         """Routes of the packed sequences, each validated against the tokens that lie in the microbatch."""
-        # One run of tokens a sequence; that of the padding is left over.
-        fed = np.split(microbatch.tokens[0].cpu().numpy(), np.cumsum(microbatch.lengths))
         parts = [
             read_routes(
                 self.store,
@@ -186,15 +183,14 @@ class TrainStep:
                 fed=tokens,
                 weight_version=weight_version,
             )
-            for sequence, tokens in zip(packed, fed, strict=False)
+            for sequence, tokens in zip(packed, microbatch.fed(packed), strict=True)
         ]
-        padded_tokens = microbatch.tokens.shape[1]
         return microbatch_routes(
             parts,
             self.spec,
             layers=self.policy.layers,
-            padded_tokens=padded_tokens,
-            rows=world.own_rows(padded_tokens),
+            padded_tokens=sum(microbatch.lengths),
+            rows=microbatch.rows[world.own_rows(microbatch.tokens.shape[1])],
             expert_parallel=self.config.parallel.expert,
             device=world.device(),
         )

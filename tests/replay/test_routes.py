@@ -99,7 +99,7 @@ def test_layers_are_laid_out_by_their_global_number():
         expert_parallel=2,
         device=torch.device("cpu"),
     )
-    assert sorted(laid.routes) == [1, 4, 7] and laid.tokens == 8
+    assert sorted(laid.routes) == [1, 4, 7] and laid.real.tolist() == list(range(8))
     for column, layer in enumerate((1, 4, 7)):
         assert laid.routes[layer].shape == (16, 4) and laid.routes[layer].dtype == torch.int64
         assert np.array_equal(laid.routes[layer][:8], np.concatenate(parts)[:, column])
@@ -126,7 +126,26 @@ def test_the_ranks_of_a_sequence_parallel_group_cut_the_same_table(ranks):
     for layer in SPEC.moe_layers:
         assert torch.equal(torch.cat([piece.routes[layer] for piece in pieces]), whole.routes[layer])
     # real rows come first: 9 of them, then padding, which may take whole ranks
-    assert [piece.tokens for piece in pieces] == [max(0, min(share, 9 - rank * share)) for rank in range(ranks)]
+    assert [len(piece.real) for piece in pieces] == [max(0, min(share, 9 - rank * share)) for rank in range(ranks)]
+
+
+def test_rows_in_any_order_take_their_routes_along():
+    rng = np.random.default_rng(3)
+    parts = [routes_of(rng, 3), routes_of(rng, 6)]
+    rows = np.array([4, 12, 0, 8, 15, 2])  # as a context-parallel rank has them: padding also between tokens
+    laid = microbatch_routes(
+        parts,
+        SPEC,
+        layers=SPEC.moe_layers,
+        padded_tokens=16,
+        rows=rows,
+        expert_parallel=2,
+        device=torch.device("cpu"),
+    )
+    assert laid.real.tolist() == [0, 2, 3, 5]
+    whole = np.concatenate([*parts, padding_routes(7, 3, SPEC, expert_parallel=2)])
+    for layer in SPEC.moe_layers:
+        assert np.array_equal(laid.routes[layer], whole[rows, layer])
 
 
 @pytest.mark.parametrize("expert_parallel", [1, 2, 4])
