@@ -112,8 +112,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
         tables.append(
             microbatch_routes(
                 parts, spec, layers=policy.layers, names=[p.key for p in parts],
-                fed=np.split(microbatch.tokens[0].numpy(), np.cumsum(microbatch.lengths)[:-1]),
-                rows=slice(0, microbatch.tokens.shape[1]), expert_parallel=1, device=world.device(),
+                fed=microbatch.fed(pair), padded_tokens=sum(microbatch.lengths),
+                rows=microbatch.rows, expert_parallel=1, device=world.device(),
             )
         )  # fmt: skip
 

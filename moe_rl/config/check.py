@@ -244,7 +244,7 @@ def _rank_problems(config: Config, facts: ModelFacts | None, world_size: int) ->
             expected="1 for a model with tie_word_embeddings",
         )
     per_update = config.rollout.prompts_per_step // config.train.updates_per_step * config.rollout.group_size
-    shares = world_size // (parallel.tensor * parallel.pipeline)
+    shares = world_size // (parallel.tensor * parallel.context * parallel.pipeline)
     if 0 < per_update < shares:
         yield describe(
             "rollout: fewer sequences in an update than data-parallel ranks to train on them",

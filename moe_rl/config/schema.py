@@ -109,12 +109,15 @@ class ReplayConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Within a pipeline stage ranks are laid out twice: `tensor` x data for everything but the experts, and for these
-    `expert_tensor` x `expert` x copies. Either product, times `pipeline`, is the world size."""
+    """Within a pipeline stage ranks are laid out twice: `tensor` x `context` x data for everything but the experts, and
+    for these `expert_tensor` x `expert` x copies. Either product, times `pipeline`, is the world size."""
 
     tensor: Literal[1, 2, 4, 8] = 1
     """Ranks that share every dense matrix, and between the matrices the tokens of a microbatch (sequence parallelism).
     Each sees 1/tensor of the tokens at its routers."""
+    context: Count = 1
+    """Ranks that share the tokens of every sequence (zig-zag): each has two of 2 x `context` equal pieces, to which the
+    sequence is padded. Keys and values travel between them."""
     expert: Count = 1
     """Ranks that share the experts of a layer, whole experts each."""
     expert_tensor: Count = 1
@@ -144,7 +147,7 @@ class TrainConfig(Section):
     updates_per_step: Count = 1
     """Optimizer updates from one rollout batch, each on its own share of the groups."""
     microbatch_tokens: Count
-    """Tokens packed into one microbatch, before it is padded to a multiple of 8."""
+    """Tokens packed into one microbatch, before padding to a multiple of 8 rows for each rank of `parallel.context`."""
     recompute: Literal["none", "full"] = "none"
     """Activation recomputation."""
     optimizer: OptimizerConfig

@@ -27,7 +27,8 @@ from moe_rl.replay.session import MicrobatchHandle
 class ReplaySeqParams(PackedSeqParams):
     """Packed sequences and the key to their routes.
 
-    lengths: of the packed sequences, the padding at the end as a sequence of its own. replay: None routes natively.
+    lengths: of the packed sequences, the padding at the end as a sequence of its own, on all context-parallel ranks
+    together. replay: None routes natively.
     """
 
     lengths: tuple[int, ...] = ()

@@ -40,6 +40,7 @@ def lay_out(parallel: ParallelConfig, *, seed: int) -> None:
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
     )
@@ -64,7 +65,9 @@ def device() -> torch.device:
 
 def holds_first_replica() -> tuple[bool, bool]:
     """Whether this rank's part of the dense parameters, and of its experts, is of the first of the replicas."""
-    return parallel_state.get_data_parallel_rank() == 0, parallel_state.get_expert_data_parallel_rank() == 0
+    # Context-parallel ranks hold the same parameters. Megatron counts them among the copies of experts anyway.
+    dense = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return dense == 0, parallel_state.get_expert_data_parallel_rank() == 0
 
 
 def data_parallel() -> tuple[int, int]:
@@ -72,12 +75,18 @@ def data_parallel() -> tuple[int, int]:
     return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
 
 
+def context_parallel() -> tuple[int, int]:
+    """(which part of every one of its sequences this rank works on, how many parts there are)."""
+    return parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+
+
 def speaks_for_its_sequences() -> bool:
     """True on one of the ranks that work on the same sequences, so that sums over sequences count each once.
 
     It is of the last pipeline stage, where the loss is computed.
     """
-    return parallel_state.get_tensor_model_parallel_rank() == 0 and is_last_stage()
+    first = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
+    return first and is_last_stage()
 
 
 def is_last_stage() -> bool:
@@ -116,7 +125,7 @@ def own_experts(experts: int) -> slice:
 
 
 def own_rows(tokens: int) -> slice:
-    """The rows of a packed run of `tokens` that this rank's routers see: its part under sequence parallelism."""
+    """Of the `tokens` rows of a microbatch those that this rank's routers see: its part under sequence parallelism."""
     ranks, rank = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_rank(),

@@ -93,6 +93,8 @@ LAYOUTS = [
     Case(2, {"tensor": 2, "expert_tensor": 2}),
     # the ranks that share an expert's matrices come with microbatches of different lengths
     Case(2, {"expert_tensor": 2}),
+    Case(2, {"context": 2}),
+    Case(2, {"context": 2, "expert": 2}, _FULL),
     Case(2, {"pipeline": 2}),
     Case(2, {"pipeline": 2}, _FULL),
     Case(2, _INTERLEAVED, _FULL),
@@ -103,10 +105,14 @@ LAYOUTS = [
     Case(4, {"tensor": 2, "expert": 2, "pipeline": 2}),
     Case(4, {"expert": 2, **_INTERLEAVED}),
     Case(4, {"pipeline": 4}),
+    Case(4, {"context": 4, "expert": 4}),
+    Case(4, {"tensor": 2, "context": 2, "expert": 2}),
+    Case(4, {"context": 2, "expert": 2, "pipeline": 2}, _FULL),
 ]
 # R2 needs nothing of a layout that R3 does not: some of each kind.
 RECORDED = [
     Case(1, mode="r2"),
     Case(2, {"tensor": 2, "expert": 2}, _FULL, mode="r2"),
+    Case(2, {"context": 2}, mode="r2"),
     Case(2, _INTERLEAVED, mode="r2"),
 ]

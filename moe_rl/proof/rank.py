@@ -87,7 +87,8 @@ class Share:
         self.spec = TraceSpec.from_layers("proof", facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
         rank, ranks = world.data_parallel()
         plan = assign([s.forwarded for s in self.sequences], ranks=ranks, microbatch_tokens=MICROBATCH_TOKENS)[rank]
-        self.microbatches = [pack(self.sequences, indices, world.device()) for indices in plan]
+        context = world.context_parallel()
+        self.microbatches = [pack(self.sequences, indices, world.device(), context) for indices in plan]
         self.tables = [self._table(microbatch) for microbatch in self.microbatches]
 
     def _table(self, microbatch: Microbatch) -> MicrobatchRoutes:
@@ -102,8 +103,9 @@ class Share:
             self.spec,
             layers=self.layers,
             names=[part.key for part in parts],
-            fed=np.split(microbatch.tokens[0].cpu().numpy(), np.cumsum(microbatch.lengths)[:-1]),
-            rows=world.own_rows(microbatch.tokens.shape[1]),
+            fed=microbatch.fed([self.sequences[i] for i in microbatch.indices]),
+            padded_tokens=sum(microbatch.lengths),
+            rows=microbatch.rows[world.own_rows(microbatch.tokens.shape[1])],
             expert_parallel=self.case.parallel_config.expert,
             device=world.device(),
         )
@@ -151,9 +153,9 @@ class Share:
 
     def _rows(self, microbatch: Microbatch) -> list[tuple[int, int] | None]:
         """(sequence, position) of every row that this rank's routers see; None: padding."""
-        rows = [(i, at) for i in microbatch.indices for at in range(self.sequences[i].forwarded)]
-        total = microbatch.tokens.shape[1]
-        return (rows + [None] * (total - len(rows)))[world.own_rows(total)]
+        tokens = [(i, at) for i in microbatch.indices for at in range(self.sequences[i].forwarded)]
+        rows = microbatch.rows[world.own_rows(microbatch.tokens.shape[1])]
+        return [tokens[row] if row < len(tokens) else None for row in rows]
 
     def chosen(self, tables: list[MicrobatchRoutes]) -> list[tuple[int, int, int, list[int]]]:
         """(sequence, position, layer, experts) of every real row that this rank recorded."""

@@ -112,20 +112,23 @@ def microbatch_routes(
     layers: Seq[int],
     names: Seq[str],
     fed: Seq[np.ndarray],
-    rows: slice,
+    padded_tokens: int,
+    rows: slice | np.ndarray,
     expert_parallel: int,
     device: torch.device,
 ) -> MicrobatchRoutes:
     """Lay the routes of the packed sequences end to end, fill up with padding routes, cut out this rank's rows.
 
     parts: in the order of packing. layers [L]: their global numbers. names, fed: keys and token ids of the sequences as
-    they lie in the microbatch, that of the padding last if there is any: what the checksums of `parts` will be held
-    against. rows: of the P packed rows, those that this rank's routers see, a part under sequence parallelism.
+    they lie in the microbatch, what the checksums of `parts` will be held against. padded_tokens: P. rows: those of
+    the P that this rank's routers see, in their order: a part under sequence and context parallelism. Tokens are
+    numbered through the sequences, padding rows after all of them wherever they lie.
     """
-    names = (*names, PADDING)[: len(fed)]
-    lengths = [len(tokens) for tokens in fed]
-    if len(fed) > len(parts):
-        parts = [*parts, _padding(fed[-1], len(layers), spec, expert_parallel)]
+    tokens = sum(map(len, fed))
+    if padded_tokens > tokens:
+        padding = _padding(padded_tokens - tokens, len(layers), spec, expert_parallel)
+        parts, names, fed = [*parts, padding], [*names, PADDING], [*fed, padding.token_ids]
+    lengths = [len(ids) for ids in fed]
     if [len(part.routes) for part in parts] != lengths:
         raise ReplayError(
             describe(
@@ -144,7 +147,7 @@ def microbatch_routes(
     salts = np.concatenate([row_salts(name, tokens) for name, tokens in zip(names, fed, strict=True)])
     native = np.concatenate([part.native for part in parts])[rows]
     recorded = np.concatenate([part.recorded for part in parts])[rows]
-    real = np.repeat([name != PADDING for name in names], lengths)[rows]
+    real = (np.arange(len(ids)) < tokens)[rows]
     here = np.split(_mask(len(ids), rows), np.cumsum(lengths)[:-1])
     sums = torch.stack([_checksums(part, here[i], layers, spec, device) for i, part in enumerate(parts)], 1)
     return MicrobatchRoutes(
@@ -175,13 +178,13 @@ def padding_routes(tokens: int, layers: int, spec: TraceSpec, *, expert_parallel
     return np.repeat(row[:, None], layers, axis=1)
 
 
-def _padding(token_ids: np.ndarray, layers: int, spec: TraceSpec, expert_parallel: int) -> SequenceRoutes:
-    nothing = np.zeros(len(token_ids), bool)
-    routes = padding_routes(len(token_ids), layers, spec, expert_parallel=expert_parallel)
-    return SequenceRoutes(PADDING, token_ids, routes, native=nothing, recorded=nothing)
+def _padding(rows: int, layers: int, spec: TraceSpec, expert_parallel: int) -> SequenceRoutes:
+    nothing = np.zeros(rows, bool)
+    routes = padding_routes(rows, layers, spec, expert_parallel=expert_parallel)
+    return SequenceRoutes(PADDING, np.zeros(rows, np.int64), routes, native=nothing, recorded=nothing)
 
 
-def _mask(count: int, rows: slice) -> np.ndarray:
+def _mask(count: int, rows: slice | np.ndarray) -> np.ndarray:
     mask = np.zeros(count, bool)
     mask[rows] = True
     return mask

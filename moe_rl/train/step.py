@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -251,7 +250,7 @@ class TrainStep:
                 ranks=ranks,
                 microbatch_tokens=self.config.train.microbatch_tokens,
             )[rank]
-            microbatches = [pack(ours, indices, world.device()) for indices in plan]
+            microbatches = [pack(ours, indices, world.device(), world.context_parallel()) for indices in plan]
             tables, stale = [], 0
             for microbatch in microbatches:
                 table, older = self._routes([ours[i] for i in microbatch.indices], microbatch, weight_version)
@@ -273,8 +272,7 @@ class TrainStep:
     ) -> tuple[MicrobatchRoutes, int]:
         """Routes of the packed sequences, each validated against the tokens that lie in the microbatch; and how many
         rows of the sequences older weights routed."""
-        # One run of tokens a sequence; that of the padding comes last, if there is any.
-        fed = np.split(microbatch.tokens[0].cpu().numpy(), np.cumsum(microbatch.lengths)[:-1])
+        fed = microbatch.fed(packed)
         parts = [
             read_routes(
                 self.store,
@@ -285,7 +283,7 @@ class TrainStep:
                 weight_version=weight_version,
                 policy=self.rows,
             )
-            for sequence, tokens in zip(packed, fed, strict=False)
+            for sequence, tokens in zip(packed, fed, strict=True)
         ]
         table = microbatch_routes(
             parts,
@@ -293,7 +291,8 @@ class TrainStep:
             layers=self.policy.layers,
             names=[sequence.key for sequence in packed],
             fed=fed,
-            rows=world.own_rows(microbatch.tokens.shape[1]),
+            padded_tokens=sum(microbatch.lengths),
+            rows=microbatch.rows[world.own_rows(microbatch.tokens.shape[1])],
             expert_parallel=self.config.parallel.expert,
             device=world.device(),
         )

@@ -106,14 +106,15 @@ def part(rng, key, tokens, layers=3):
 
 def lay(parts, *, padding=0, rows=None, spec=SPEC, fed=None):
     fed = [p.token_ids for p in parts] if fed is None else fed
-    fed = [*fed, np.zeros(padding, np.int64)] if padding else fed
+    total = sum(map(len, fed)) + padding
     return microbatch_routes(
         parts,
         spec,
         layers=spec.moe_layers,
         names=[p.key for p in parts],
         fed=fed,
-        rows=rows or slice(0, sum(map(len, fed))),
+        padded_tokens=total,
+        rows=slice(0, total) if rows is None else rows,
         expert_parallel=2,
         device=torch.device("cpu"),
     )
@@ -146,6 +147,19 @@ def test_the_ranks_of_a_sequence_parallel_group_cut_the_same_table(ranks):
         max(0, min(share, 9 - rank * share)) for rank in range(ranks)
     ]
     assert [len(piece.recorded) for piece in pieces] == [piece.replayed_tokens for piece in pieces]
+
+
+def test_rows_in_any_order_take_their_routes_along():
+    rng = np.random.default_rng(3)
+    parts = [part(rng, "a", 3), part(rng, "b", 6)]
+    rows = np.array([4, 12, 0, 8, 15, 2])  # as a context-parallel rank has them: padding also between tokens
+    laid = lay(parts, padding=7, rows=rows)
+    assert laid.recorded.tolist() == [0, 2, 3, 5] and laid.fed.owner.tolist() == [1, 2, 0, 1, 2, 0]
+    whole = np.concatenate([*(p.routes for p in parts), padding_routes(7, 3, SPEC, expert_parallel=2)])
+    for layer in SPEC.moe_layers:
+        assert np.array_equal(laid.routes[layer], whole[rows, layer])
+        here = torch.zeros(6, 16, dtype=torch.bool).scatter_(1, laid.routes[layer].long(), True)
+        assert torch.equal(laid.fed.applied(layer, here), laid.checksums[layer])
 
 
 @given(st.data())

@@ -19,21 +19,22 @@ def table(seed, tokens=TOKENS, real=None):
     """A microbatch of two sequences, and padding behind the first `real` rows."""
     rng = np.random.default_rng(seed)
     real = tokens if real is None else real
-    lengths = [n for n in (real // 2, real - real // 2, tokens - real) if n]
-    keys = [f"t{seed}a", f"t{seed}b", "padding"]
+    lengths = [real // 2, real - real // 2]
+    keys = [f"t{seed}a", f"t{seed}b"]
     parts, fed = [], []
-    for key, rows in zip(keys, lengths, strict=False):
+    for key, rows in zip(keys, lengths, strict=True):
         routes = np.argsort(rng.random((rows, len(LAYERS), EXPERTS)), -1)[..., :TOP_K].astype(np.uint8)
-        tokens_of = np.zeros(rows, np.int64) if key == "padding" else rng.integers(0, 99, rows)
+        tokens_of = rng.integers(0, 99, rows)
         nothing = np.zeros(rows, bool)
         parts.append(SequenceRoutes(key, tokens_of, routes, native=nothing, recorded=~nothing))
         fed.append(tokens_of)
     return microbatch_routes(
-        parts[:2],
+        parts,
         SPEC,
         layers=LAYERS,
-        names=keys[:2],
+        names=keys,
         fed=fed,
+        padded_tokens=tokens,
         rows=slice(0, tokens),
         expert_parallel=1,
         device=torch.device("cpu"),
