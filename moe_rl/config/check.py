@@ -41,6 +41,7 @@ def problems(config: Config, world_size: int) -> list[str]:
     found += _task_problems(config)
     found += _batch_problems(config)
     found += _objective_problems(config)
+    found += _replay_problems(config)
     found += _rank_problems(config, facts, world_size)
     found += _schedule_problems(config, facts)
     plan = make_plan(config, facts, world_size) if facts is not None else None
@@ -180,6 +181,31 @@ def _objective_problems(config: Config) -> Iterator[str]:
         )
 
 
+def _replay_problems(config: Config) -> Iterator[str]:
+    replay = config.replay
+    if replay.mode == "r2" and config.objective.old_logprobs != "trainer":
+        yield describe(
+            "objective.old_logprobs: replay.mode r2 takes its routes from the trainer's old-logprob pass",
+            got=config.objective.old_logprobs,
+            expected="trainer",
+        )
+    falls_back = replay.missing != "refuse" or replay.stale == "native"
+    if falls_back != (replay.max_fallback_fraction > 0):
+        yield describe(
+            "replay.max_fallback_fraction: bounds what replay.missing and replay.stale let pass, and only that",
+            where=f"replay.missing is {replay.missing}, replay.stale is {replay.stale}",
+            got=replay.max_fallback_fraction,
+            expected="above 0" if falls_back else 0,
+        )
+    if (replay.stale != "refuse") != (replay.max_staleness > 0):
+        yield describe(
+            "replay.max_staleness: says how old the routes may be that replay.stale lets pass",
+            where=f"replay.stale is {replay.stale}",
+            got=replay.max_staleness,
+            expected="at least 1" if replay.stale != "refuse" else 0,
+        )
+
+
 def _rank_problems(config: Config, facts: ModelFacts | None, world_size: int) -> Iterator[str]:
     parallel = config.parallel
     least = least_ranks(parallel)
@@ -219,7 +245,7 @@ def _rank_problems(config: Config, facts: ModelFacts | None, world_size: int) ->
             expected="1 for a model with tie_word_embeddings",
         )
     per_update = config.rollout.prompts_per_step // config.train.updates_per_step * config.rollout.group_size
-    shares = world_size // (parallel.tensor * parallel.pipeline)
+    shares = world_size // (parallel.tensor * parallel.context * parallel.pipeline)
     if 0 < per_update < shares:
         yield describe(
             "rollout: fewer sequences in an update than data-parallel ranks to train on them",

@@ -21,16 +21,18 @@ ADAM_MOMENTS_BYTES = 8
 class Plan:
     """Numbers derived from a config. Those named `_per_rank` are of the fullest rank.
 
-    data_parallel: replicas of the dense parameters, each with sequences of its own. expert_data_parallel: replicas of
-    one expert. max_sequence_tokens: longest prompt and longest completion together. routes_*: raw ids, one
-    row a forwarded token. kv_tokens: tokens the sampler's KV cache holds. prompts_per_epoch: lines of task.train, None
-    when it cannot be read. reference_bytes_per_rank: parameters of the frozen initial policy, 0 without one.
+    data_parallel: parts of the ranks, each with sequences of its own; times context_parallel, replicas of the dense
+    parameters. expert_data_parallel: replicas of one expert. max_sequence_tokens: longest prompt and longest completion
+    together. routes_*: raw ids, one row a forwarded token. kv_tokens: tokens the sampler's KV cache holds.
+    prompts_per_epoch: lines of task.train, None when it cannot be read. reference_bytes_per_rank: parameters of the
+    frozen initial policy, 0 without one.
     """
 
     world_size: int
     pipeline_parallel: int
     virtual_pipeline_parallel: int
     tensor_parallel: int
+    context_parallel: int
     data_parallel: int
     expert_parallel: int
     expert_tensor_parallel: int
@@ -86,14 +88,15 @@ class Plan:
 
 def least_ranks(parallel: ParallelConfig) -> int:
     """The smallest number of ranks that this layout runs on; any multiple of it adds data parallelism."""
-    return parallel.pipeline * math.lcm(parallel.tensor, parallel.expert * parallel.expert_tensor)
+    dense, experts = parallel.tensor * parallel.context, parallel.expert * parallel.expert_tensor
+    return parallel.pipeline * math.lcm(dense, experts)
 
 
 def make_plan(config: Config, facts: ModelFacts, world_size: int) -> Plan:
     """Derive the numbers. Never fails: what does not divide is rounded up here and refused by `check.problems`."""
     rollout, train, parallel = config.rollout, config.train, config.parallel
     stage_size = world_size // parallel.pipeline
-    data_parallel = max(1, stage_size // parallel.tensor)
+    data_parallel = max(1, stage_size // (parallel.tensor * parallel.context))
     expert_data_parallel = max(1, stage_size // (parallel.expert * parallel.expert_tensor))
     experts_per_rank = _ceil(facts.num_experts, parallel.expert)
 
@@ -123,6 +126,7 @@ def make_plan(config: Config, facts: ModelFacts, world_size: int) -> Plan:
         pipeline_parallel=parallel.pipeline,
         virtual_pipeline_parallel=parallel.virtual_pipeline,
         tensor_parallel=parallel.tensor,
+        context_parallel=parallel.context,
         data_parallel=data_parallel,
         expert_parallel=parallel.expert,
         expert_tensor_parallel=parallel.expert_tensor,
@@ -148,7 +152,7 @@ def make_plan(config: Config, facts: ModelFacts, world_size: int) -> Plan:
         distributed_optimizer=train.distributed_optimizer,
         optimizer_bytes_per_rank=state_bytes
         * (
-            _ceil(dense_per_rank, data_parallel) + _ceil(expert_per_rank, expert_data_parallel)
+            _ceil(dense_per_rank, data_parallel * parallel.context) + _ceil(expert_per_rank, expert_data_parallel)
             if train.distributed_optimizer
             else per_rank
         ),
@@ -199,6 +203,7 @@ def render(plan: Plan) -> str:
                 f"{plan.virtual_pipeline_parallel:,} runs of layers each",
             ),
             ("tensor parallel", f"{plan.tensor_parallel:,}", "ranks that share dense matrices and a sequence's tokens"),
+            ("context parallel", f"{plan.context_parallel:,}", "ranks that share a sequence's tokens alone"),
             ("data parallel", f"{plan.data_parallel:,}", "each with sequences of its own"),
             ("expert parallel", f"{plan.expert_parallel:,}", "ranks that share the experts"),
             ("expert tensor parallel", f"{plan.expert_tensor_parallel:,}", "ranks that share each expert's matrices"),

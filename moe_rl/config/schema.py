@@ -88,21 +88,36 @@ class RolloutConfig(Section):
 
 
 class ReplayConfig(Section):
-    mode: Literal["r3", "off"] = "r3"
-    """r3: the trainer takes the sampler's routes in every forward pass of the policy. off: it routes natively."""
+    mode: Literal["r3", "r2", "off"] = "r3"
+    """r3: the trainer takes the sampler's routes in every forward pass of the policy. r2: it routes natively where it
+    computes the old log-probabilities, and takes these routes in the updates. off: it routes natively."""
     native_every: Annotated[int, Field(ge=0)] = 5
-    """Every so many steps one extra pass routes natively, to measure what replay removes. 0: never."""
+    """Every so many steps the disagreement of the routers is logged for each layer, and under r3 one extra pass routes
+    natively, to measure what replay removes. 0: never."""
     keep_shards: Count = 4
     """Steps whose trace shards stay on disk; older ones are removed."""
+    missing: Literal["refuse", "drop", "native"] = "refuse"
+    """What becomes of a sequence with forwarded tokens that have no recorded route. refuse: the run ends. drop: it is
+    not trained on. native: the router chooses for these tokens. Damaged or wrong routes always end the run."""
+    stale: Literal["refuse", "replay", "native"] = "refuse"
+    """What becomes of routes recorded under older weights than those the trainer has."""
+    max_staleness: Annotated[int, Field(ge=0)] = 0
+    """Updates that routes may be older; with stale replay or native only. Older ones end the run."""
+    max_fallback_fraction: Fraction = 0.0
+    """The run ends when more of a step's (token, layer) positions are routed natively, or more of its sequences are
+    dropped, than this."""
 
 
 class ParallelConfig(Section):
-    """Within a pipeline stage ranks are laid out twice: `tensor` x data for everything but the experts, and for these
-    `expert_tensor` x `expert` x copies. Either product, times `pipeline`, is the world size."""
+    """Within a pipeline stage ranks are laid out twice: `tensor` x `context` x data for everything but the experts, and
+    for these `expert_tensor` x `expert` x copies. Either product, times `pipeline`, is the world size."""
 
     tensor: Literal[1, 2, 4, 8] = 1
     """Ranks that share every dense matrix, and between the matrices the tokens of a microbatch (sequence parallelism).
     Each sees 1/tensor of the tokens at its routers."""
+    context: Count = 1
+    """Ranks that share the tokens of every sequence (zig-zag): each has two of 2 x `context` equal pieces, to which the
+    sequence is padded. Keys and values travel between them."""
     expert: Count = 1
     """Ranks that share the experts of a layer, whole experts each."""
     expert_tensor: Count = 1
@@ -132,7 +147,7 @@ class TrainConfig(Section):
     updates_per_step: Count = 1
     """Optimizer updates from one rollout batch, each on its own share of the groups."""
     microbatch_tokens: Count
-    """Tokens packed into one microbatch, before it is padded to a multiple of 8."""
+    """Tokens packed into one microbatch, before padding to a multiple of 8 rows for each rank of `parallel.context`."""
     recompute: Literal["none", "uniform", "block", "moe"] = "none"
     """Activations computed again in the backward pass instead of kept. uniform: of all layers; kept is what goes into
     each run of `recompute_layers` layers. block: of the first `recompute_layers` layers of every run of adjacent layers

@@ -3,9 +3,15 @@ and rotary embedding over packed sequences."""
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+from moe_rl.megatron.layout import positions_of
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -22,14 +28,24 @@ class RMSNorm(torch.nn.RMSNorm):
 class PackedAttention(torch.nn.Module):
     """Core attention for packed sequences (qkv_format "thd"): causal within each sequence, nothing across.
 
-    q [T, heads, d], k and v [T, groups, d] -> [T, 1, heads * d] in the layout SelfAttention expects for thd.
+    q [T, heads, d], k and v [T, groups, d] -> [T, 1, heads * d] in the layout SelfAttention expects for thd. Under
+    context parallelism T are this rank's rows, and k and v of the others are gathered.
     """
 
     def __init__(
-        self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None, softmax_scale=None, **unused
+        self,
+        config,
+        layer_number,
+        attn_mask_type,
+        attention_type,
+        attention_dropout=None,
+        softmax_scale=None,
+        pg_collection=None,
+        **unused,
     ):
         super().__init__()
         self.softmax_scale = softmax_scale
+        self.context = pg_collection.cp
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout:
             raise ValueError(f"PackedAttention has no dropout: got {dropout}, expected 0")
@@ -42,20 +58,25 @@ class PackedAttention(torch.nn.Module):
         # Causal attention never looks at what follows: sequences padded at their end to a rectangle attend as if alone,
         # in one call. The price is memory for the rectangle; TransformerEngine's kernels read the packed run itself.
         lengths = packed_seq_params.lengths
-        longest = max(lengths)
-        slots = torch.cat(
-            [torch.arange(i * longest, i * longest + n, device=query.device) for i, n in enumerate(lengths)]
-        )
+        ranks, longest = self.context.size(), max(lengths)
+        slots, key_slots, positions = _slots(lengths, self.context.rank(), ranks, query.device)
+        mask = {"is_causal": True}
+        if ranks > 1:
+            # Of both at once: backward, each rank is sent the sum of the gradients for its rows.
+            rows = gather_from_sequence_parallel_region(torch.cat((key, value), -1), group=self.context)
+            key, value = rows.chunk(2, -1)
+            seen = positions[:, None, :, None] >= torch.arange(longest, device=query.device)
+            mask = {"attn_mask": seen}  # [B, 1, longest / ranks, longest]
 
-        def rectangle(t):  # [T, heads, d] -> [B, heads, longest, d]
-            padded = t.new_zeros(len(lengths) * longest, *t.shape[1:]).index_copy(0, slots, t)
-            return padded.view(len(lengths), longest, *t.shape[1:]).transpose(1, 2)
+        def rectangle(t, slots, width):  # [rows, heads, d] -> [B, heads, width, d]
+            padded = t.new_zeros(len(lengths) * width, *t.shape[1:]).index_copy(0, slots, t)
+            return padded.view(len(lengths), width, *t.shape[1:]).transpose(1, 2)
 
         out = F.scaled_dot_product_attention(
-            rectangle(query),
-            rectangle(key),
-            rectangle(value),
-            is_causal=True,
+            rectangle(query, slots, longest // ranks),
+            rectangle(key, key_slots, longest),
+            rectangle(value, key_slots, longest),
+            **mask,
             enable_gqa=True,
             scale=self.softmax_scale,
         )
@@ -63,11 +84,32 @@ class PackedAttention(torch.nn.Module):
         return out.reshape(out.shape[0], 1, -1)
 
 
+@lru_cache(maxsize=8)  # every layer of a microbatch asks for the same
+def _slots(
+    lengths: tuple[int, ...], rank: int, ranks: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where rows go in rectangles of B sequences of the longest length, and what a query may see there.
+
+    A context-parallel rank's T queries [T], in a rectangle 1/ranks as wide; the keys [T * ranks], one rank's behind the
+    other's; each query's position [B, width], 0 where there is none.
+    """
+    longest = max(lengths)
+    width = longest // ranks
+    queries = [i * width + np.arange(n // ranks) for i, n in enumerate(lengths)]
+    keys = [i * longest + positions_of(n, r, ranks) for r in range(ranks) for i, n in enumerate(lengths)]
+    positions = np.zeros((len(lengths), width), np.int64)
+    for row, n in zip(positions, lengths, strict=True):
+        row[: n // ranks] = positions_of(n, rank, ranks)
+    queries, keys = (torch.from_numpy(np.concatenate(part)).to(device) for part in (queries, keys))
+    return queries, keys, torch.from_numpy(positions).to(device)
+
+
 class PackedRotaryEmbedding(RotaryEmbedding):
     """Rotary angles for a whole packed run, every sequence counted from position 0.
 
     Megatron's own forward gives angles up to the longest sequence, and its unfused rope then rotates one sequence at a
-    time. Given angles of the full length it rotates the run at once.
+    time. Given angles of the full length it rotates the run at once, and takes those of its rows out of it where
+    context-parallel ranks share the run.
     """
 
     def get_rotary_seq_len(

@@ -1,6 +1,7 @@
 """A microbatch: some sequences packed end to end, as tensors on this rank's device.
 
-Legend: T packed tokens, padding last; N completion tokens; B sequences.
+Legend: T rows of this context-parallel rank, padding among them; N completion tokens, n of them predicted by this rank;
+B sequences.
 """
 
 from __future__ import annotations
@@ -8,34 +9,33 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from moe_rl.megatron.layout import padded_lengths, rows_of
 from moe_rl.megatron.router import ReplaySeqParams
 from moe_rl.replay.session import ReplaySession
 from moe_rl.types import Sequence
 
-# Packed lengths are rounded up to this, so that kernels see few sizes; every parallel.tensor divides it.
-PAD_MULTIPLE = 8
-
-
-def padded_length(tokens: int) -> int:
-    """Rows of a microbatch with so many real tokens. Never 0: a rank without a sequence still takes part."""
-    return max(PAD_MULTIPLE, -(-tokens // PAD_MULTIPLE) * PAD_MULTIPLE)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Microbatch:
-    """tokens, positions int64 [1, T]. lengths: of the packed sequences, the padding as one more.
+    """tokens, positions int64 [1, T]. lengths: rows of the packed sequences on all context-parallel ranks, the padding
+    behind them as one more. rows int64 [T] on the host: the number of each row's token, counted through the sequences,
+    and on through the padding.
 
-    predicts int64 [N]: rows whose logits predict the completion tokens. targets int64 [N]: these tokens. sequence_ids
-    int64 [N] in 0..B-1. rollout_logprobs float32 [N]. advantages float32 [B]. indices: which sequences of the batch.
+    predicts int64 [n]: rows whose logits predict completion tokens. targets int64 [n]: these tokens. predicted int64
+    [n]: which of the N they are. sequence_ids int64 [N] in 0..B-1. rollout_logprobs float32 [N]. advantages float32
+    [B]. indices: which sequences of the batch.
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
     lengths: tuple[int, ...]
+    rows: np.ndarray
     predicts: torch.Tensor
     targets: torch.Tensor
+    predicted: torch.Tensor
     sequence_ids: torch.Tensor
     rollout_logprobs: torch.Tensor
     advantages: torch.Tensor
@@ -51,43 +51,70 @@ class Microbatch:
             qkv_format="thd",
             cu_seqlens_q=bounds,
             cu_seqlens_kv=bounds,
+            # TransformerEngine wants these under context parallelism. To it the padding of a sequence is part of it:
+            # there is then none between sequences, which not all of its kernels can do.
+            cu_seqlens_q_padded=bounds,
+            cu_seqlens_kv_padded=bounds,
+            pad_between_seqs=False,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             lengths=self.lengths,
             replay=None if session is None else session.handle(number),
         )
 
+    def fed(self, sequences: Seq[Sequence]) -> list[np.ndarray]:
+        """Tokens int64 [T_i] of each packed sequence: those in this rank's rows as they lie there, the others as they
+        should in the rows of other ranks. sequences: the packed ones, in that order."""
+        run = np.array([token for s in sequences for token in (s.prompt_token_ids + s.token_ids)[:-1]], np.int64)
+        real = self.rows < len(run)
+        run[self.rows[real]] = self.tokens[0].cpu().numpy()[real]
+        return np.split(run, np.cumsum([s.forwarded for s in sequences], dtype=np.int64))[:-1]
 
-def pack(sequences: Seq[Sequence], indices: Seq[int], device: torch.device) -> Microbatch:
-    """Pack sequences[i] for i in indices. Of each, all but the last token is fed: nothing is predicted after it."""
-    fed, positions, lengths, predicts, targets, sequence_ids, logprobs = [], [], [], [], [], [], []
-    for number, sequence in enumerate(sequences[i] for i in indices):
-        everything = sequence.prompt_token_ids + sequence.token_ids
-        start = len(fed) + len(sequence.prompt_token_ids) - 1
-        predicts += range(start, start + len(sequence.token_ids))
-        fed += everything[:-1]
-        positions += range(sequence.forwarded)
-        lengths.append(sequence.forwarded)
-        targets += sequence.token_ids
-        sequence_ids += [number] * len(sequence.token_ids)
-        logprobs.append(torch.tensor(sequence.rollout_logprobs))
-    padding = padded_length(len(fed)) - len(fed)
-    if padding:
-        fed += [0] * padding
-        positions += range(padding)
-        lengths.append(padding)
 
-    def on_device(values, dtype):
-        return torch.tensor(values, dtype=dtype, device=device)
+def pack(
+    sequences: Seq[Sequence], indices: Seq[int], device: torch.device, context: tuple[int, int] = (0, 1)
+) -> Microbatch:
+    """Pack sequences[i] for i in indices. Of each, all but the last token is fed: nothing is predicted after it.
+
+    context: which part of every sequence is this rank's, and of how many; see `world.context_parallel`.
+    """
+    chosen = [sequences[i] for i in indices]
+    lengths = padded_lengths([s.forwarded for s in chosen], context[1])
+    starts = np.cumsum((0, *lengths))
+    tokens, is_real = np.zeros(starts[-1], np.int64), np.zeros(starts[-1], bool)
+    targets, sequence_ids, predicts = (np.empty(sum(len(s.token_ids) for s in chosen), np.int64) for _ in range(3))
+    done = 0
+    for number, (sequence, start) in enumerate(zip(chosen, starts, strict=False)):
+        end, completion = start + sequence.forwarded, slice(done, done + len(sequence.token_ids))
+        tokens[start:end] = (sequence.prompt_token_ids + sequence.token_ids)[:-1]
+        is_real[start:end] = True
+        targets[completion], sequence_ids[completion] = sequence.token_ids, number
+        predicts[completion] = np.arange(end - len(sequence.token_ids), end)
+        done = completion.stop
+
+    # From here on the rows of this rank. A token may be predicted on another rank than the one that is fed it.
+    own = rows_of(lengths, *context)
+    numbers = np.empty(len(tokens), np.int64)
+    numbers[np.concatenate([np.flatnonzero(is_real), np.flatnonzero(~is_real)])] = np.arange(len(tokens))
+    here = np.full(len(tokens), -1)
+    here[own] = np.arange(len(own))
+    predicts = here[predicts]
+    predicted = np.flatnonzero(predicts >= 0)
+    logprobs = np.concatenate([np.empty(0, np.float32), *(s.rollout_logprobs for s in chosen)])
+
+    def on_device(values):
+        return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
     return Microbatch(
-        tokens=on_device([fed], torch.int64),
-        positions=on_device([positions], torch.int64),
-        lengths=tuple(lengths),
-        predicts=on_device(predicts, torch.int64),
-        targets=on_device(targets, torch.int64),
-        sequence_ids=on_device(sequence_ids, torch.int64),
-        rollout_logprobs=torch.cat(logprobs).to(device, torch.float32) if logprobs else on_device([], torch.float32),
-        advantages=on_device([sequences[i].advantage for i in indices], torch.float32),
+        tokens=on_device(tokens[None, own]),
+        positions=on_device(np.concatenate([np.arange(n) for n in lengths])[None, own]),
+        lengths=lengths,
+        rows=numbers[own],
+        predicts=on_device(predicts[predicted]),
+        targets=on_device(targets[predicted]),
+        predicted=on_device(predicted),
+        sequence_ids=on_device(sequence_ids),
+        rollout_logprobs=on_device(logprobs.astype(np.float32)),
+        advantages=torch.tensor([s.advantage for s in chosen], dtype=torch.float32, device=device),
         indices=tuple(indices),
     )

@@ -53,6 +53,7 @@ def transformer_config(facts: ModelFacts, train: TrainConfig, parallel: Parallel
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor,
         sequence_parallel=parallel.tensor > 1,  # megatron trains MoE layers under tensor parallelism only with it
+        context_parallel_size=parallel.context,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
         # Of two stages each is before and behind the other: megatron's batched sends and receives, both to one rank,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -28,7 +29,8 @@ from moe_rl.replay.session import MicrobatchHandle
 class ReplaySeqParams(PackedSeqParams):
     """Packed sequences and the key to their routes.
 
-    lengths: of the packed sequences, the padding at the end as a sequence of its own. replay: None routes natively.
+    lengths: of the packed sequences, the padding at the end as a sequence of its own, on all context-parallel ranks
+    together. replay: None routes natively.
     """
 
     lengths: tuple[int, ...] = ()
@@ -45,15 +47,19 @@ class _RecordedTopK:
         handle, layer = self.router.handle, self.router.layer_number - 1
         if handle is None:
             return default_compute_topk(scores, topk, num_groups, group_topk)
-        session = handle.session
-        if session.mode == "observe":
+        session, microbatch = handle.session, handle.microbatch
+        if session.mode != "replay":
             values, indices = default_compute_topk(scores, topk, num_groups, group_topk)
-            session.observe_native(handle.microbatch, layer, indices)
+            session.observe_native(microbatch, layer, indices)
+            if session.mode == "record":
+                session.record(microbatch, layer, indices)
             return values, indices
-        if session.compare_native:
+        indices, without_route = session.take(microbatch, layer, scores.shape[0]), session.native_rows(microbatch)
+        if session.compare_native or without_route is not None:
             _, native = default_compute_topk(scores.detach(), topk, num_groups, group_topk)
-            session.observe_native(handle.microbatch, layer, native)
-        indices = session.take(handle.microbatch, layer, scores.shape[0])
+            session.observe_native(microbatch, layer, native)
+            if without_route is not None:
+                indices = torch.where(without_route[:, None], native, indices)
         return scores.gather(1, indices), indices
 
 

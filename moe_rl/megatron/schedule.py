@@ -13,6 +13,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from moe_rl.errors import ReplayError, describe
 from moe_rl.megatron import world
 from moe_rl.megatron.logprobs import completion_logprobs
 from moe_rl.megatron.microbatch import Microbatch, pack
@@ -26,8 +27,8 @@ LossFunction = Callable[[int, torch.Tensor], torch.Tensor]
 def logprobs(
     chunks: list[torch.nn.Module], microbatches: list[Microbatch], session: ReplaySession | None, temperature: float
 ) -> list[torch.Tensor]:
-    """Log-probabilities [N] float32 of each microbatch's completion tokens, on every pipeline stage, no gradient."""
-    sizes = [len(microbatch.predicts) for microbatch in microbatches]
+    """Log-probabilities [N] float32 of each microbatch's completion tokens, on every rank that has it, no gradient."""
+    sizes = [len(microbatch.sequence_ids) for microbatch in microbatches]
     results = [torch.empty(size, device=world.device()) for size in sizes]
 
     def collect(number, microbatch, logits, non_loss_data=True):
@@ -58,6 +59,18 @@ def forward_backward(
 def _run(chunks, microbatches, session, after_forward, *, forward_only, **options):
     require_open(session)
     everything = microbatches + _fillers(chunks, len(microbatches))
+    _, ranks = world.context_parallel()
+    for number, microbatch in enumerate(everything):
+        if sum(microbatch.lengths) != microbatch.tokens.shape[1] * ranks:
+            raise ReplayError(
+                describe(
+                    "a microbatch is not cut for the context-parallel ranks that work on it",
+                    where=f"microbatch {number}",
+                    got=f"{microbatch.tokens.shape[1]} of {sum(microbatch.lengths)} rows",
+                    expected=f"1/{ranks} of them",
+                    do="pass world.context_parallel() to pack",
+                )
+            )
 
     def forward_step(iterator, model, return_schedule_plan=False):
         number, microbatch = next(iterator)
@@ -89,4 +102,4 @@ def _fillers(chunks, count) -> list[Microbatch]:
     if len(chunks) == 1:
         return []
     stages = parallel_state.get_pipeline_model_parallel_world_size()
-    return [pack([], [], world.device()) for _ in range(-count % stages)]
+    return [pack([], [], world.device(), world.context_parallel()) for _ in range(-count % stages)]

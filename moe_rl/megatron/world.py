@@ -15,7 +15,13 @@ from moe_rl.config.schema import ParallelConfig
 
 
 def start(parallel: ParallelConfig, *, seed: int, timeout_seconds: float) -> None:
-    """Join the process group torchrun described in the environment and lay out megatron's parallel groups.
+    """Join the process group torchrun described in the environment and lay out megatron's parallel groups."""
+    join(timeout_seconds=timeout_seconds)
+    lay_out(parallel, seed=seed)
+
+
+def join(*, timeout_seconds: float) -> None:
+    """Join the process group torchrun described in the environment.
 
     Chooses the device backend once: CUDA with NCCL where there is a GPU, otherwise the host with gloo.
     """
@@ -27,19 +33,28 @@ def start(parallel: ParallelConfig, *, seed: int, timeout_seconds: float) -> Non
         backend = "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
 
+
+def lay_out(parallel: ParallelConfig, *, seed: int) -> None:
+    """Make megatron's parallel groups, and the random states that ranks share or do not; `clear` takes them away."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
+def clear() -> None:
+    """Take the parallel groups away, so that others can be laid out."""
+    parallel_state.destroy_model_parallel()
+
+
 def stop() -> None:
     """Leave the groups in order."""
-    parallel_state.destroy_model_parallel()
+    clear()
     dist.destroy_process_group()
 
 
@@ -50,7 +65,9 @@ def device() -> torch.device:
 
 def holds_first_replica() -> tuple[bool, bool]:
     """Whether this rank's part of the dense parameters, and of its experts, is of the first of the replicas."""
-    return parallel_state.get_data_parallel_rank() == 0, parallel_state.get_expert_data_parallel_rank() == 0
+    # Context-parallel ranks hold the same parameters. Megatron counts them among the copies of experts anyway.
+    dense = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return dense == 0, parallel_state.get_expert_data_parallel_rank() == 0
 
 
 def data_parallel() -> tuple[int, int]:
@@ -58,12 +75,18 @@ def data_parallel() -> tuple[int, int]:
     return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
 
 
+def context_parallel() -> tuple[int, int]:
+    """(which part of every one of its sequences this rank works on, how many parts there are)."""
+    return parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+
+
 def speaks_for_its_sequences() -> bool:
     """True on one of the ranks that work on the same sequences, so that sums over sequences count each once.
 
     It is of the last pipeline stage, where the loss is computed.
     """
-    return parallel_state.get_tensor_model_parallel_rank() == 0 and is_last_stage()
+    first = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
+    return first and is_last_stage()
 
 
 def is_last_stage() -> bool:
@@ -87,8 +110,22 @@ def any_stage(flags: torch.Tensor) -> torch.Tensor:
     return flags.bool()
 
 
+def sum_over_dispatch(counts: torch.Tensor) -> torch.Tensor:
+    """Integers of the same shape on all ranks that dispatch tokens to each other's experts, summed over them."""
+    counts = counts.clone()
+    dist.all_reduce(counts, group=parallel_state.get_expert_tensor_and_model_parallel_group())
+    return counts
+
+
+def own_experts(experts: int) -> slice:
+    """The experts of a layer with so many that this rank holds, wholly or in part."""
+    share = experts // parallel_state.get_expert_model_parallel_world_size()
+    first = share * parallel_state.get_expert_model_parallel_rank()
+    return slice(first, first + share)
+
+
 def own_rows(tokens: int) -> slice:
-    """The rows of a packed run of `tokens` that this rank's routers see: its part under sequence parallelism."""
+    """Of the `tokens` rows of a microbatch those that this rank's routers see: its part under sequence parallelism."""
     ranks, rank = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_rank(),

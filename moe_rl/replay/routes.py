@@ -1,16 +1,57 @@
-"""From the trace store to what the routers take: read, validate, lay out for one packed microbatch."""
+"""From the trace store to what the routers take: read, validate, lay out for one packed microbatch.
+
+Legend: T tokens of one sequence, P rows of the packed microbatch, R of them on this rank, L layers, K top-k.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 
-from moe_rl.errors import TraceError, describe
+from moe_rl.errors import ReplayError, TraceError, describe
+from moe_rl.replay.checksum import RowSalts, expected, row_salts
 from moe_rl.replay.session import MicrobatchRoutes
 from moe_rl.trace import TraceSpec, TraceStore, validate
 from moe_rl.types import Sequence
+
+PADDING = "padding"
+
+
+@dataclass(frozen=True, slots=True)
+class RowPolicy:
+    """What is done about tokens without a route, and about routes of older weights. Damaged or wrong ones are refused.
+
+    missing, of tokens without a recorded route: "refuse", or "native", the router chooses. stale, of rows that other
+    weights routed than `weight_version`, at most `max_staleness` updates older: "refuse", "replay", or "native".
+    """
+
+    missing: Literal["refuse", "native"] = "refuse"
+    stale: Literal["refuse", "replay", "native"] = "refuse"
+    max_staleness: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceRoutes:
+    """routes [T, L, K] of one sequence. native bool [T]: rows for which the router chooses, whose routes are made up.
+    recorded bool [T]: rows with a recorded route. stale: how many of them older weights routed."""
+
+    key: str
+    token_ids: np.ndarray
+    routes: np.ndarray
+    native: np.ndarray
+    recorded: np.ndarray
+    stale: int = 0
+
+
+def missing_rows(sequence: Sequence) -> int:
+    """How many forwarded tokens of a sequence have no recorded route, as far as its reference says."""
+    ref = sequence.routes
+    recorded = 0 if ref is None else max(0, min(ref.start + ref.rows, sequence.forwarded) - ref.start)
+    return sequence.forwarded - recorded
 
 
 def read_routes(
@@ -21,50 +62,109 @@ def read_routes(
     layers: Seq[int],
     fed: np.ndarray,
     weight_version: int,
-) -> np.ndarray:
-    """Routes [T, L, K] of one sequence in `layers`, proven to belong to the tokens that will be fed.
+    policy: RowPolicy = RowPolicy(),  # noqa: B008 - frozen
+) -> SequenceRoutes:
+    """Routes of one sequence in `layers`, proven to belong to the tokens that will be fed.
 
     layers [L]: global numbers, increasing; nothing is read of the others. fed [T]: those tokens, taken from the packed
-    microbatch itself rather than from the sequence.
-    weight_version: the version the sequence must have been sampled with.
+    microbatch itself rather than from the sequence. weight_version: of the trainer.
     Raises TraceError (missing, damaged) or RouteValidationError (wrong), both naming the sequence.
     """
-    if sequence.routes is None or sequence.routes.start:
+    fed = np.asarray(fed)
+    ref, start = sequence.routes, 0
+    if missing_rows(sequence) and policy.missing == "refuse":
         raise TraceError(
             describe(
-                "a sequence has no routes, or not from its first token on",
+                "tokens of a sequence have no routes",
                 where=sequence.key,
-                got="none" if sequence.routes is None else f"routes from token {sequence.routes.start} on",
-                expected="routes of all forwarded tokens",
-                do="sample with recording on, or set replay.mode: off",
+                got="no routes" if ref is None else f"routes of tokens {ref.start} to {ref.start + ref.rows - 1}",
+                expected=f"routes of all {sequence.forwarded} forwarded tokens",
+                do="sample with recording on, or set replay.missing to drop or native",
             )
         )
-    record = store.read(sequence.routes, layers=layers)
-    validate(record, token_ids=fed, spec=spec, weight_version=weight_version, ref=sequence.routes, layers=layers)
-    return record.routes
+    routes = padding_routes(len(fed), len(layers), spec, expert_parallel=1)
+    recorded = np.zeros(len(fed), bool)
+    stale = np.zeros(len(fed), bool)
+    if ref is not None:
+        start, end = ref.start, ref.start + ref.rows
+        record = store.read(ref, layers=layers)
+        validate(
+            record,
+            token_ids=fed[start:end],
+            spec=spec,
+            weight_version=weight_version,
+            max_staleness=0 if policy.stale == "refuse" else policy.max_staleness,
+            ref=ref,
+            layers=layers,
+        )
+        routes[start:end] = record.routes
+        recorded[start:end] = True
+        versions = np.repeat([s.weight_version for s in record.spans], [s.rows for s in record.spans])
+        stale[start:end] = versions != weight_version
+    native = ~recorded | (stale if policy.stale == "native" else False)
+    return SequenceRoutes(sequence.key, fed, routes, native, recorded, int(stale.sum()))
 
 
 def microbatch_routes(
-    parts: Seq[np.ndarray],
+    parts: Seq[SequenceRoutes],
     spec: TraceSpec,
     *,
     layers: Seq[int],
+    names: Seq[str],
+    fed: Seq[np.ndarray],
     padded_tokens: int,
-    rows: slice,
+    rows: slice | np.ndarray,
     expert_parallel: int,
     device: torch.device,
 ) -> MicrobatchRoutes:
     """Lay the routes of the packed sequences end to end, fill up with padding routes, cut out this rank's rows.
 
-    parts: [T_i, L, K] in the order of packing. layers [L]: their global numbers. padded_tokens: total rows, padding
-    included. rows: those of them that this rank's routers see, a part under sequence parallelism.
+    parts: in the order of packing. layers [L]: their global numbers. names, fed: keys and token ids of the sequences as
+    they lie in the microbatch, what the checksums of `parts` will be held against. padded_tokens: P. rows: those of
+    the P that this rank's routers see, in their order: a part under sequence and context parallelism. Tokens are
+    numbered through the sequences, padding rows after all of them wherever they lie.
     """
-    real = sum(len(part) for part in parts)
-    padding = padding_routes(padded_tokens - real, len(layers), spec, expert_parallel=expert_parallel)
-    table = np.concatenate([*parts, padding])[rows].transpose(1, 0, 2).astype(np.int64)  # [L, T of this rank, K]
-    table = torch.from_numpy(table).to(device)
-    ours = min(max(real - rows.start, 0), rows.stop - rows.start)
-    return MicrobatchRoutes(routes=dict(zip(layers, table, strict=True)), tokens=ours)
+    tokens = sum(map(len, fed))
+    if padded_tokens > tokens:
+        padding = _padding(padded_tokens - tokens, len(layers), spec, expert_parallel)
+        parts, names, fed = [*parts, padding], [*names, PADDING], [*fed, padding.token_ids]
+    lengths = [len(ids) for ids in fed]
+    if [len(part.routes) for part in parts] != lengths:
+        raise ReplayError(
+            describe(
+                "routes and packed tokens differ in number",
+                where=f"microbatch of {', '.join(names)}",
+                got=[len(part.routes) for part in parts],
+                expected=lengths,
+            )
+        )
+
+    def on_device(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    ids = np.concatenate([part.routes for part in parts])
+    ids = ids if ids.dtype == np.uint8 else ids.astype(np.int16)  # torch indexes with few unsigned types
+    salts = np.concatenate([row_salts(name, tokens) for name, tokens in zip(names, fed, strict=True)])
+    native = np.concatenate([part.native for part in parts])[rows]
+    recorded = np.concatenate([part.recorded for part in parts])[rows]
+    real = (np.arange(len(ids)) < tokens)[rows]
+    here = np.split(_mask(len(ids), rows), np.cumsum(lengths)[:-1])
+    sums = torch.stack([_checksums(part, here[i], layers, spec, device) for i, part in enumerate(parts)], 1)
+    return MicrobatchRoutes(
+        names=tuple(names),
+        fed=RowSalts(
+            on_device(salts[rows]),
+            on_device(np.repeat(np.arange(len(lengths)), lengths)[rows]),
+            len(lengths),
+            spec.num_experts,
+        ),
+        routes=dict(zip(layers, on_device(ids[rows].transpose(1, 0, 2)), strict=True)),
+        checksums=dict(zip(layers, sums, strict=True)),
+        recorded=on_device(np.flatnonzero(recorded)),
+        native=on_device(native) if native.any() else None,
+        replayed_tokens=int(real.sum()) - int(native.sum()),
+        native_tokens=int(native.sum()),
+    )
 
 
 def padding_routes(tokens: int, layers: int, spec: TraceSpec, *, expert_parallel: int) -> np.ndarray:
@@ -74,5 +174,26 @@ def padding_routes(tokens: int, layers: int, spec: TraceSpec, *, expert_parallel
     """
     experts = np.arange(spec.num_experts).reshape(expert_parallel, -1).T.ravel()  # expert 0 of each rank, then expert 1
     picks = np.arange(tokens)[:, None] * spec.top_k + np.arange(spec.top_k)
-    row = experts[picks % spec.num_experts]
+    row = experts[picks % spec.num_experts].astype(np.uint8 if spec.num_experts <= 256 else np.uint16)
     return np.repeat(row[:, None], layers, axis=1)
+
+
+def _padding(rows: int, layers: int, spec: TraceSpec, expert_parallel: int) -> SequenceRoutes:
+    nothing = np.zeros(rows, bool)
+    routes = padding_routes(rows, layers, spec, expert_parallel=expert_parallel)
+    return SequenceRoutes(PADDING, np.zeros(rows, np.int64), routes, native=nothing, recorded=nothing)
+
+
+def _mask(count: int, rows: slice | np.ndarray) -> np.ndarray:
+    mask = np.zeros(count, bool)
+    mask[rows] = True
+    return mask
+
+
+def _checksums(part: SequenceRoutes, here: np.ndarray, layers, spec: TraceSpec, device: torch.device) -> torch.Tensor:
+    """int64 [L] of the rows of a sequence that are on this rank and replayed, from its own key, tokens and routes."""
+    rows = here & ~part.native
+    routes = part.routes[rows]
+    routes = torch.from_numpy(routes if routes.dtype == np.uint8 else routes.astype(np.int16)).to(device)
+    salts = torch.from_numpy(row_salts(part.key, part.token_ids)[rows]).to(device)
+    return expected(routes, salts, layers=layers, experts=spec.num_experts)

@@ -3,37 +3,50 @@
 A session belongs to one run of megatron's schedule (one optimizer update, or one forward-only pass). The routers ask it
 for the routes of their (microbatch, layer); the MoE layers tell it what was dispatched. It counts both. Leaving the
 `with` block without an exception checks the ledger: every (microbatch, layer) taken exactly once forward, and once more
-where its activations are recomputed. Routes are looked up by key, so no order of the schedule is assumed; that the key
+where its activations are recomputed; and, for every sequence and layer, that the experts dispatched to sum up to the
+checksum of the routes that were read. Routes are looked up by key, so no order of the schedule is assumed; that the key
 is of the tokens at hand is checked against the schedule, which says whose forward it begins.
 
-Legend: T tokens of a microbatch on this rank (padding last), K top-k, E experts, layer: global decoder layer, 0-based.
+Legend: R rows of a microbatch that this rank's routers see, K top-k, E experts, S sequences of a microbatch with the
+padding as one more, layer: global decoder layer, 0-based.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 
 from moe_rl.errors import ReplayError, describe
+from moe_rl.replay.checksum import RowSalts
 
-Mode = Literal["replay", "observe"]
+Mode = Literal["replay", "observe", "record"]
 
 _open_session: ReplaySession | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class MicrobatchRoutes:
-    """Routes of one packed microbatch, cut to this rank's tokens.
+    """Routes of one packed microbatch, cut to the rows that this rank's routers see.
 
-    routes: {layer: int64 [T, K]}. tokens: how many of the T are real; the rest is padding, whose routes are made up.
+    names [S]: requests, and "padding". fed: of the rows as they are fed to the model. routes: {layer: integers [R, K]};
+    padding rows have made-up ones. checksums: {layer: int64 [S]} of the replayed rows, from the routes as read.
+    recorded: int64 [N], the rows whose recorded routes a router's own choice is compared with. native: bool [R], the
+    rows that have no route to replay, where the router chooses; None: there are none. replayed_tokens, native_tokens:
+    rows of either kind without the padding.
     """
 
+    names: tuple[str, ...]
+    fed: RowSalts
     routes: dict[int, torch.Tensor]
-    tokens: int
+    checksums: dict[int, torch.Tensor]
+    recorded: torch.Tensor
+    native: torch.Tensor | None
+    replayed_tokens: int
+    native_tokens: int
 
 
 @dataclass(slots=True)
@@ -41,10 +54,10 @@ class Tally:
     """What a finished session counted. Integers summed over this rank's microbatches.
 
     consumed, expected: takings of (microbatch, layer), recomputations included.
-    applied_mismatch: (token, layer) positions dispatched to another expert set than recorded, of applied_checked.
-    native_mismatch: positions where the router's own top-k set differs from the recorded one, of native_positions.
-    native_token_mismatch: tokens with at least one such layer, on any pipeline stage, of native_tokens.
-    The native counts leave padding out.
+    applied_mismatch: (sequence, layer) pairs with a row dispatched to other experts than recorded, of applied_checked.
+    native_mismatch: (token, layer) positions where the router's own top-k set differs from the recorded one, of
+    native_positions; native_by_layer: the same for each layer. native_token_mismatch: tokens with at least one such
+    layer, on any pipeline stage, of native_tokens. The native counts leave padding out.
     """
 
     consumed: int = 0
@@ -55,21 +68,20 @@ class Tally:
     native_positions: int = 0
     native_token_mismatch: int = 0
     native_tokens: int = 0
-
-    def as_dict(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in self.__slots__}
+    native_by_layer: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
 class ReplaySession:
     """Context manager around one pass of the schedule.
 
-    mode "replay" forces the recorded routes; "observe" lets the router choose and only compares. compare_native: also
-    compare the router's own choice with the record (in replay mode: the shadow comparison). recomputed_layers: those
-    that the pass runs a second time, with gradients, and whose routes it takes twice. any_stage: ORs bool flags
-    [tokens] over the ranks that hold the other layers of the same tokens; called once, at exit. name and rank go into
-    error messages. Raises ReplayError when nested, when asked for an unknown key, for the key of other tokens or while
-    not open, and at exit when the ledger is not exact.
+    mode "replay" forces the recorded routes; "observe" lets the router choose and only compares; "record" lets it
+    choose and keeps the choice, for `recorded_routes` (R2). compare_native: also compare the router's own choice with
+    the record (in replay mode: the shadow comparison). recomputed_layers: those that the pass runs a second time, with
+    gradients, and whose routes it takes twice. any_stage: ORs bool flags [tokens] over the ranks that hold the other
+    layers of the same tokens; called once, at exit. name and rank go into error messages.
+    Raises ReplayError when nested, when asked for an unknown key, for the key of other tokens or while not open, and at
+    exit when the ledger is not exact.
     """
 
     microbatches: list[MicrobatchRoutes]
@@ -84,7 +96,8 @@ class ReplaySession:
     _forwarding: int | None = None
     _taken: Counter = field(default_factory=Counter)
     _dispatched: Counter = field(default_factory=Counter)
-    _applied_mismatch: torch.Tensor | None = None
+    _applied: list[tuple[int, int, torch.Tensor]] = field(default_factory=list)
+    _chosen: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     _native: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
     def __enter__(self) -> ReplaySession:
@@ -117,7 +130,7 @@ class ReplaySession:
         self._forwarding = microbatch
 
     def routes(self, microbatch: int, layer: int) -> torch.Tensor:
-        """Recorded routes [T, K] of one (microbatch, layer)."""
+        """Recorded routes [R, K] of one (microbatch, layer)."""
         if _open_session is not self:
             raise ReplayError(
                 describe(
@@ -141,8 +154,12 @@ class ReplaySession:
                 )
             ) from None
 
+    def native_rows(self, microbatch: int) -> torch.Tensor | None:
+        """bool [R]: rows of the microbatch for which the router chooses; None when there are none."""
+        return self.microbatches[microbatch].native
+
     def take(self, microbatch: int, layer: int, tokens: int) -> torch.Tensor:
-        """The routes [T, K] to force, counted as taken. tokens: rows the router is about to route."""
+        """The routes int64 [R, K] to force, counted as taken. tokens: rows the router is about to route."""
         routes = self.routes(microbatch, layer)
         self._check_whose(microbatch, layer)
         if routes.shape[0] != tokens:
@@ -155,26 +172,46 @@ class ReplaySession:
                 )
             )
         self._taken[microbatch, layer, torch.is_grad_enabled()] += 1
-        return routes
+        return routes.long()
+
+    def record(self, microbatch: int, layer: int, chosen: torch.Tensor) -> None:
+        """Keep what the router chose [R, K], counted as taken."""
+        self._check_whose(microbatch, layer)
+        self._taken[microbatch, layer, torch.is_grad_enabled()] += 1
+        self._chosen[microbatch, layer] = chosen.detach().to(torch.int16)
+
+    def recorded_routes(self) -> list[MicrobatchRoutes]:
+        """The same microbatches with the routes that the routers chose, after a pass whose ledger was exact."""
+        return [
+            replace(
+                microbatch,
+                routes={layer: self._chosen[number, layer] for layer in self.layers},
+                checksums={layer: microbatch.fed.chosen(layer, self._chosen[number, layer]) for layer in self.layers},
+                native=None,
+                replayed_tokens=microbatch.replayed_tokens + microbatch.native_tokens,
+                native_tokens=0,
+            )
+            for number, microbatch in enumerate(self.microbatches)
+        ]
 
     def observe_native(self, microbatch: int, layer: int, native: torch.Tensor) -> None:
-        """Compare the router's own choice [T, K] with the record, as sets. Stays on the device."""
+        """Compare the router's own choice [R, K] with the record, as sets. Stays on the device."""
         if not self.compare_native or (microbatch, layer) in self._native:
             return
         self._check_whose(microbatch, layer)
-        real = self.microbatches[microbatch].tokens
-        recorded = self.routes(microbatch, layer)[:real]
-        self._native[microbatch, layer] = (recorded.sort(-1)[0] != native[:real].sort(-1)[0]).any(-1)
+        rows = self.microbatches[microbatch].recorded
+        recorded = self.routes(microbatch, layer).index_select(0, rows).long()
+        self._native[microbatch, layer] = (recorded.sort(-1)[0] != native.index_select(0, rows).sort(-1)[0]).any(-1)
 
     def check_dispatch(self, microbatch: int, layer: int, routing_map: torch.Tensor) -> None:
-        """Compare the map [T, E] bool that goes to the dispatcher with the record. Stays on the device."""
+        """Compare the map [R, E] bool that goes to the dispatcher with the record. Stays on the device."""
         if self.mode != "replay":
             return
-        expected = torch.zeros_like(routing_map).scatter_(1, self.routes(microbatch, layer), True)
-        wrong = (expected != routing_map).any(-1).sum()
-        self._applied_mismatch = wrong if self._applied_mismatch is None else self._applied_mismatch + wrong
+        table = self.microbatches[microbatch]
+        wrong = table.fed.applied(layer, routing_map, native=table.native) != table.checksums[layer]
+        self._applied.append((microbatch, layer, wrong))
         self._dispatched[microbatch, layer, torch.is_grad_enabled()] += 1
-        self.tally.applied_checked += routing_map.shape[0]
+        self.tally.applied_checked += len(table.names)
 
     def _check_whose(self, microbatch: int, layer: int) -> None:
         # Backward passes run in between, and in these recomputation: of a microbatch whose key was checked here before.
@@ -191,20 +228,11 @@ class ReplaySession:
             )
 
     def _close(self) -> None:
-        if self.mode == "replay":
+        if self.mode != "observe":
             self._check_ledger("taken", self._taken)
+        if self.mode == "replay":
             self._check_ledger("dispatched", self._dispatched)
-            self.tally.applied_mismatch = 0 if self._applied_mismatch is None else int(self._applied_mismatch)
-            if self.tally.applied_mismatch:
-                raise ReplayError(
-                    describe(
-                        "tokens were dispatched to other experts than recorded",
-                        where=f"{self.name}, rank {self.rank}",
-                        got=f"{self.tally.applied_mismatch} of {self.tally.applied_checked} (token, layer) positions",
-                        expected=0,
-                        do="look for a router or dispatcher setting that changes the routing map",
-                    )
-                )
+            self._check_applied()
         if self.compare_native and self.microbatches:
             numbers = range(len(self.microbatches))
             missing = [(m, layer) for m in numbers for layer in self.layers if (m, layer) not in self._native]
@@ -218,10 +246,33 @@ class ReplaySession:
                     )
                 )
             wrong = torch.cat([torch.stack([self._native[m, layer] for layer in self.layers]) for m in numbers], 1)
-            self.tally.native_mismatch = int(wrong.sum())
+            by_layer = wrong.sum(1).tolist()
+            self.tally.native_by_layer = dict(zip(self.layers, by_layer, strict=True))
+            self.tally.native_mismatch = sum(by_layer)
             self.tally.native_positions = wrong.numel()
             self.tally.native_token_mismatch = int(self.any_stage(wrong.any(0)).sum())
             self.tally.native_tokens = wrong.shape[1]
+
+    def _check_applied(self) -> None:
+        """The one place that waits for the device: all comparisons of the pass at once."""
+        wrong = torch.cat([flags for _, _, flags in self._applied]) if self._applied else torch.zeros(0)
+        self.tally.applied_mismatch = int(wrong.sum())
+        if not self.tally.applied_mismatch:
+            return
+        pairs = [
+            f"{self.microbatches[m].names[i]} layer {layer} (microbatch {m})"
+            for m, layer, flags in self._applied
+            for i in flags.nonzero()[:, 0].tolist()
+        ]
+        raise ReplayError(
+            describe(
+                "tokens were dispatched to other experts than recorded",
+                where=f"{self.name}, rank {self.rank}",
+                got=f"{len(pairs)} of {self.tally.applied_checked} (sequence, layer) pairs: {_first(pairs)}",
+                expected="the experts of the record for every token",
+                do="look for a router or dispatcher setting that changes the routing map, or for rows out of place",
+            )
+        )
 
     def _check_ledger(self, verb: str, counts: Counter) -> None:
         problems = []
@@ -241,12 +292,11 @@ class ReplaySession:
         ]
         expected = len(known) + sum(layer in self.recomputed_layers for _, layer in known)
         if problems:
-            shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
             raise ReplayError(
                 describe(
                     f"routes were not {verb} exactly once",
                     where=f"{self.name}, rank {self.rank}",
-                    got=shown,
+                    got=_first(problems),
                     expected=f"each of {expected} once",
                 )
             )
@@ -278,3 +328,8 @@ class MicrobatchHandle:
 
     session: ReplaySession
     microbatch: int
+
+
+def _first(problems: list[str], shown: int = 5) -> str:
+    more = f"; and {len(problems) - shown} more" if len(problems) > shown else ""
+    return "; ".join(problems[:shown]) + more

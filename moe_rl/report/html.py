@@ -57,7 +57,7 @@ def _header(run_dir: Path, run: Run, summary: dict[str, Any], config: dict | Non
     steps = summary["steps"]
     facts = [f"{steps} steps" if not planned or planned == steps else f"{steps} of {planned} steps"]
     facts.append(
-        "routing replay r3" if run.replay else "routing replay off" if run.train else "no training step logged"
+        f"routing replay {run.mode}" if run.train else "no training step logged"
     )
     for key, label in (
         ("objective", "{}"),
@@ -118,7 +118,8 @@ def _policy_kl_tile(run: Run, s: dict[str, Any]) -> str:
         steps = s["policy_kl_k3_native_steps"]
         under = f"nats/token, both against the same sampler logprobs, on {steps} paired steps"
         return _tile("Policy KL k3, native to replay", _moved(scientific(native), scientific(replay)), under)
-    why = "native pass not measured" if run.replay else "replay is off" if run.train else "not measured"
+    why = {"r3": "native pass not measured", "r2": "routed natively", "off": "replay is off"}[run.mode]
+    why = why if run.train else "not measured"
     return _tile("Policy KL k3", scientific(s["policy_kl_k3"]), f"nats/token; {why}")
 
 
@@ -137,7 +138,7 @@ def _proof(run: Run, s: dict[str, Any]) -> str:
     """The integrity of replay, each check with its number."""
     if not run.train:
         return ""
-    if not run.replay:
+    if run.mode == "off":
         return (
             '<section class="proof off"><b>Replay is off.</b> The trainer chose its own experts; there are '
             "no replayed routes to account for.</section>"
@@ -149,15 +150,23 @@ def _proof(run: Run, s: dict[str, Any]) -> str:
             f"routes consumed exactly once: {count(consumed)} of {count(expected)}",
         ),
         (s["routes_applied_mismatch"] == 0, f"applied mismatch {count(s['routes_applied_mismatch'])}"),
-        (s["routes_coverage"] == 1, f"coverage {_exact_percent(s['routes_coverage'])}"),
     ]
+    fallback, dropped = s["routes_fallback_positions"], s["routes_dropped_sequences"]
+    whole = s["routes_coverage"] == 1 and not fallback and not dropped
+    note = f"coverage {_exact_percent(s['routes_coverage'])}"
+    if not whole:
+        note += (
+            f" at worst: {count(fallback)} (token, layer) positions routed natively and {count(dropped)} sequences "
+            "dropped, as the config allows"
+        )
+    kind = "Replay (R3) of the sampler's routes" if run.mode == "r3" else "Replay (R2) of the trainer's own routes"
     good = bool(s["routes_exact_every_step"]) and all(ok for ok, _ in checks)
     items = "".join(
         f'<li class="{"ok" if ok else "bad"}">{"&#10003;" if ok else "&#10007;"} {escape(text)}</li>'
-        for ok, text in checks
+        for ok, text in (*checks, (whole, note))
     )
     verdict = (
-        "Replay was exact on every step" if good else "Replay was NOT exact on every step: this run may not be trusted"
+        f"{kind} was exact on every step" if good else f"{kind} was NOT exact on every step: do not trust this run"
     )
     return (
         f'<section class="proof {"ok" if good else "bad"}"><p><b>{verdict}</b></p><ul>{items}</ul>'

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl.errors import MoeRLError, describe
+from moe_rl.report.registry import Mode
 
 FILE = "metrics.jsonl"
 Row = dict[str, Any]
@@ -36,9 +37,16 @@ class Run:
         return [row["step"] for row in rows], [row[key] for row in rows], [row[partner] for row in rows]
 
     @property
+    def mode(self) -> Mode:
+        """replay.mode, by the evidence that the lines carry."""
+        if not any("routing/applied_mismatch" in row for row in self.train):
+            return "off"
+        return "r3" if any("routing/shadow_mismatch" in row for row in self.train) else "r2"
+
+    @property
     def replay(self) -> bool:
-        """The lines carry the evidence of replay."""
-        return any("routing/applied_mismatch" in row for row in self.train)
+        """Sampler and trainer were compared under the sampler's routes."""
+        return self.mode == "r3"
 
 
 def encode(step: int, kind: str, metrics: dict[str, float]) -> str:

@@ -17,7 +17,7 @@ from rich.text import Text
 from moe_rl.errors import describe
 from moe_rl.report.format import duration, percent, scientific
 from moe_rl.report.lines import FILE, encode, read_rows, write_rows
-from moe_rl.report.registry import check_eval, check_step
+from moe_rl.report.registry import Mode, check_eval, check_step
 
 _HEADER_EVERY = 20
 _ETA_OVER = 10  # steps
@@ -30,10 +30,10 @@ class RunLog:
     is continued: a last line that was cut short by a kill is dropped, and said so.
     """
 
-    def __init__(self, run_dir: Path, *, total_steps: int, replay: bool):
+    def __init__(self, run_dir: Path, *, total_steps: int, mode: Mode):
         self._path = Path(run_dir) / FILE
         self._total = total_steps
-        self._replay = replay
+        self._mode = mode
         self._console: Console | None = None
         self._progress: Progress | None = None
         self._lines_since_header = _HEADER_EVERY
@@ -60,7 +60,7 @@ class RunLog:
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Log training step 1 <= step <= total_steps. Raises ValueError when the keys do not match the registry or the
         step does not follow the last one logged."""
-        check_step(metrics, replay=self._replay)
+        check_step(metrics, mode=self._mode)
         if not self._last_step < step <= self._total:
             raise ValueError(
                 describe(
@@ -157,7 +157,9 @@ class RunLog:
     def _columns(self) -> list[tuple[str, int]]:
         """Titles and widths. What replay promises is shown only under replay."""
         width = 2 * len(str(self._total)) + 1
-        routes = [("shadow%", 7), ("applied", 7), ("routes taken", 15)] if self._replay else [("native%", 7)]
+        routes = [("shadow%" if self._mode == "r3" else "native%", 7)]
+        if self._mode != "off":
+            routes += [("applied", 7), ("routes taken", 15)]
         return [
             ("step", max(4, width)),
             ("reward", 6),
@@ -176,11 +178,10 @@ class RunLog:
         def pct(key: str) -> str:
             return f"{100 * m[key]:.2f}" if key in m else "-"
 
-        if self._replay:
+        routes = [pct("routing/shadow_mismatch" if self._mode == "r3" else "routing/native_mismatch")]
+        if self._mode != "off":
             taken = f"{m['routing/consumed']:.0f}/{m['routing/expected']:.0f}"
-            routes = [pct("routing/shadow_mismatch"), f"{m['routing/applied_mismatch']:.0f}", taken]
-        else:
-            routes = [pct("routing/native_mismatch")]
+            routes += [f"{m['routing/applied_mismatch']:.0f}", taken]
         # Both halves of the work over the whole step: what a user waits for.
         tokens = m["rollout/sequences"] * m["rollout/completion_tokens_mean"]
         rate = tokens / m["time/step"] if m["time/step"] > 0 else float("nan")

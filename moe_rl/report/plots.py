@@ -115,7 +115,7 @@ def _policy_kl(run: Run) -> Panel:
         axes.plot(pair_steps, native, "o", color=ORANGE, markersize=5.5, label="native routing, same step")
     if not run.replay:
         average = scientific(statistics.fmean(trained))
-        reading = f"Replay is off: the trainer routes natively, at {average} on average over the run."
+        reading = f"Replay is {run.mode}: this pass of the trainer routes natively, at {average} on average."
     elif not pair_steps:
         reading = "The native pass was not measured (replay.native_every), so what replay removes is not known."
     else:
@@ -169,7 +169,11 @@ def _routing(run: Run) -> Panel:
             "the native pass was not measured (replay.native_every)"
         )
     elif not run.replay:
-        parts.append("replay is off, so nothing corrects it")
+        parts.append(
+            "replay is off, so nothing corrects it"
+            if run.mode == "off"
+            else "R2 makes the updates of a step agree with this pass, not with the sampler"
+        )
     return panel_of(name, title, direction, "; ".join(parts) + ".", figure)
 
 

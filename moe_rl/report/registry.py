@@ -16,7 +16,11 @@ from moe_rl.errors import describe
 Better = Literal["higher", "lower", "neutral", "must be 0", "must be 1", "must equal routing/expected"]
 When = Literal["every step", "when measured", "evaluation"]
 
+Mode = Literal["r3", "r2", "off"]
+
 FAMILY = "<name>"
+MODES: tuple[Mode, ...] = ("r3", "r2", "off")
+REPLAYED: tuple[Mode, ...] = ("r3", "r2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +28,7 @@ class Metric:
     """One reported number. A key ending in `<name>` stands for a family, one member per name.
 
     when: "every step" is required in each training line, "when measured" may be absent from it, "evaluation" belongs to
-    evaluation lines only. needs_replay: exists exactly when replay.mode is r3, and is refused when it is off.
+    evaluation lines only. modes: the values of replay.mode under which it exists; under others it is refused.
     """
 
     key: str
@@ -33,7 +37,7 @@ class Metric:
     meaning: str
     bad: str
     when: When = "every step"
-    needs_replay: bool = False
+    modes: tuple[Mode, ...] = MODES
 
     @property
     def family(self) -> bool:
@@ -106,7 +110,11 @@ _METRICS = (
            "inside the replayed forward, differs from the recorded set. What is left is the disagreement of each "
            "router alone; the cascade from earlier layers is gone.",
            "As high as routing/native_mismatch: the routers themselves disagree. Look at dtype, gate weights, sync.",
-           needs_replay=True),
+           modes=("r3",)),
+    Metric("routing/shadow_mismatch_layer/<name>", "fraction", "lower",
+           "routing/shadow_mismatch of one MoE layer, by its global number.",
+           "One layer far above its neighbours: its gate's weights or precision differ between the engines.",
+           "when measured", modes=("r3",)),
     Metric("routing/native_mismatch", "fraction", "lower",
            "The same in a forward that routes natively: local disagreement and the cascade it sets off.",
            "A few percent to 0.1 is usual for bf16 engines. Near 1: the weights differ or the trace is shifted.",
@@ -114,20 +122,36 @@ _METRICS = (
     Metric("routing/native_token_mismatch", "fraction", "lower",
            "Fraction of tokens with at least one MoE layer whose set differs, in a forward that routes natively.",
            "Grows with depth; near 1 in deep models even when routing/native_mismatch is small.", "when measured"),
+    Metric("routing/native_mismatch_layer/<name>", "fraction", "lower",
+           "routing/native_mismatch of one MoE layer, by its global number.",
+           "One layer far above its neighbours: its gate's weights or precision differ between the engines.",
+           "when measured", modes=("r2", "off")),
     Metric("routing/applied_mismatch", "count", "must be 0",
-           "(token, MoE layer) positions where the experts dispatched to under replay are not the recorded ones. An "
-           "integrity check: 0 says that replay did what it should, not that it helped.",
-           "Above 0 replay is broken and the step may not be trusted.", needs_replay=True),
+           "(sequence, MoE layer) pairs with a row that was dispatched to other experts than recorded, by a checksum "
+           "over request, position, token, layer and experts. An integrity check: 0 says that replay did what it "
+           "should, not that it helped.",
+           "Above 0 replay is broken: the run ends.", modes=REPLAYED),
     Metric("routing/coverage", "fraction", "must be 1",
-           "Fraction of (trained token, MoE layer) positions whose route came from the trace.",
-           "Below 1 some positions were routed natively: rows are missing from the trace.", needs_replay=True),
+           "Fraction of (trained token, MoE layer) positions with a recorded route that may be replayed.",
+           "Below 1 some positions are routed natively, as replay.missing and replay.stale allow.", modes=REPLAYED),
+    Metric("routing/fallback_positions", "count", "must be 0",
+           "(trained token, MoE layer) positions routed natively because their routes are missing or stale. The run "
+           "ends above replay.max_fallback_fraction.",
+           "Above 0: the sampler did not record everything. See engine.log.", modes=REPLAYED),
+    Metric("routing/dropped_sequences", "count", "must be 0",
+           "Sequences not trained on because routes are missing (replay.missing: drop). The run ends above "
+           "replay.max_fallback_fraction.",
+           "Above 0: the sampler did not record everything. See engine.log.", modes=REPLAYED),
+    Metric("routing/stale_tokens", "count", "neutral",
+           "Trained tokens whose routes older weights chose (replay.stale).",
+           "Most of the tokens: the sampler lags behind.", modes=REPLAYED),
     Metric("routing/consumed", "count", "must equal routing/expected",
            "Takings of recorded routes in this step, one for each (microbatch, layer) and pass over it, as counted by "
            "the replay ledger.",
-           "Fewer: a layer was skipped. More: one was replayed twice.", needs_replay=True),
+           "Fewer: a layer was skipped. More: one was replayed twice.", modes=REPLAYED),
     Metric("routing/expected", "count", "neutral",
            "Takings that this step owed: every (microbatch, layer) exactly once forward and once per recomputation.",
-           "Differs between steps of equal shape: the plan changed.", needs_replay=True),
+           "Differs between steps of equal shape: the plan changed.", modes=REPLAYED),
     # The update.
     Metric("objective/loss", "loss", "neutral",
            "The objective as minimised. Near 0 by construction for centred advantages: it does not measure progress.",
@@ -230,10 +254,10 @@ def find(key: str) -> Metric | None:
     return None
 
 
-def check_step(keys: Iterable[str], *, replay: bool) -> None:
+def check_step(keys: Iterable[str], *, mode: Mode) -> None:
     """Hold the keys of one training line against the registry.
 
-    Raises ValueError listing every unknown, misplaced or missing key. replay: replay.mode is r3.
+    Raises ValueError listing every unknown, misplaced or missing key. mode: replay.mode.
     """
     keys = set(keys)
     problems = _unknown(keys)
@@ -241,13 +265,13 @@ def check_step(keys: Iterable[str], *, replay: bool) -> None:
         metric = find(key)
         if metric is not None and metric.when == "evaluation":
             problems.append(f"{key} belongs to an evaluation line: log it with eval_row")
-        if metric is not None and metric.needs_replay and not replay:
-            problems.append(f"{key} exists only under replay, and replay.mode is off")
+        if metric is not None and mode not in metric.modes:
+            problems.append(f"{key} exists only under replay.mode {' or '.join(metric.modes)}, and it is {mode}")
     problems += [
         f"{metric.key} is missing: it is promised for every step"
         for metric in _METRICS
         if metric.when == "every step" and not metric.family and metric.key not in keys
-        and (replay or not metric.needs_replay)
+        and mode in metric.modes
     ]
     _refuse(problems, "training metrics")
 
@@ -320,7 +344,7 @@ def metrics_markdown() -> str:
         lines += ["| metric | unit | better | when | meaning | a bad value |", "|---|---|---|---|---|---|"]
         for metric in _METRICS:
             if metric.key.split("/")[0] == room:
-                when = metric.when + (", under replay" if metric.needs_replay else "")
+                when = metric.when + ("" if metric.modes == MODES else f", under {' and '.join(metric.modes)}")
                 cells = (f"`{metric.key}`", metric.unit, metric.better, when, metric.meaning, metric.bad)
                 lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"

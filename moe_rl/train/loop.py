@@ -62,7 +62,7 @@ class Run:
         self.store = TraceStore(folder.trace)
         self.log = self.rollouts = None
         if self.is_main:
-            self.log = RunLog(folder.path, total_steps=config.run.steps, replay=config.replay.mode == "r3")
+            self.log = RunLog(folder.path, total_steps=config.run.steps, mode=config.replay.mode)
             stack.callback(self.log.close)
             self.log.note(f"run folder: {folder.path}")
             self.log.note("starting the sampler and the verifiers ...")

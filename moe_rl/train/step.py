@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from moe_rl.config.schema import Config
+from moe_rl.errors import MoeRLError, ReplayError, describe
 from moe_rl.megatron import world
 from moe_rl.megatron.microbatch import Microbatch, pack
 from moe_rl.megatron.policy import Policy, ReferencePolicy
@@ -23,7 +23,7 @@ from moe_rl.objectives.mismatch import MismatchSums
 from moe_rl.objectives.policy import global_denominator, policy_loss, reference_kl
 from moe_rl.planning.packing import pack as assign
 from moe_rl.planning.packing import split_groups
-from moe_rl.replay.routes import microbatch_routes, read_routes
+from moe_rl.replay.routes import RowPolicy, microbatch_routes, missing_rows, read_routes
 from moe_rl.replay.session import MicrobatchRoutes, ReplaySession, Tally
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.types import Sequence
@@ -46,10 +46,14 @@ class Clock:
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """What this rank does of one optimizer update: its microbatches, their routes, what other passes said of them."""
+    """What this rank does of one optimizer update: its microbatches, their routes, what other passes said of them.
+
+    stale: rows, of its sequences, that older weights routed.
+    """
 
     microbatches: list[Microbatch]
     tables: list[MicrobatchRoutes]
+    stale: int
     denominator: int
     old_logprobs: list[torch.Tensor]
     ref_logprobs: list[torch.Tensor] = field(default_factory=list)
@@ -73,6 +77,12 @@ class TrainStep:
         self, config: Config, policy: Policy, reference: ReferencePolicy | None, store: TraceStore, spec: TraceSpec
     ):
         self.config, self.policy, self.reference, self.store, self.spec = config, policy, reference, store, spec
+        replay = config.replay
+        self.rows = RowPolicy(
+            missing="native" if replay.missing == "native" else "refuse",
+            stale=replay.stale,
+            max_staleness=replay.max_staleness,
+        )
 
     def run(
         self,
@@ -88,22 +98,26 @@ class TrainStep:
 
         group_ids: the prompt each sequence belongs to. measure_native: also score the batch with native routing.
         """
-        replay = self.config.replay.mode == "r3"
-        mode = "replay" if replay else "observe"
+        replay = self.config.replay.mode
+        first_mode = {"r3": "replay", "r2": "record", "off": "observe"}[replay]
         with clock("routes"):
-            shares, covered = self._shares(sequences, group_ids, weight_version)
+            sequences, group_ids, dropped = self._complete(sequences, group_ids)
+            shares = self._agreed_shares(sequences, group_ids, weight_version)
+            fallback = self._fallback(shares, sequences) | {"routing/dropped_sequences": dropped}
         everything = [m for share in shares for m in share.microbatches]
         tables = [t for share in shares for t in share.tables]
         tallies: list[Tally] = []
         mismatch, native = MismatchSums.empty(world.device()), None
         with clock("logprobs"):
             if self.config.objective.old_logprobs == "trainer":
-                with self._session(tables, mode, f"step {step} old logprobs", compare_native=True) as session:
+                with self._session(tables, first_mode, f"step {step} old logprobs", compare_native=True) as session:
                     old = self.policy.logprobs(everything, session)
                 tallies.append(session.tally)
                 mismatch = _mismatch(everything, old)
                 self._hand_out(shares, old, "old_logprobs")
-            if measure_native and replay:
+                if replay == "r2":
+                    self._hand_out(shares, session.recorded_routes(), "tables")
+            if measure_native and replay == "r3":
                 with self._session(tables, "observe", f"step {step} native logprobs", compare_native=True) as session:
                     native_logprobs = self.policy.logprobs(everything, session)
                 native = _mismatch(everything, native_logprobs), session.tally
@@ -115,6 +129,7 @@ class TrainStep:
                 # Without an old-logprob pass the first update's forward is the one that ran on the sampler's weights.
                 observe_here = number == 0 and self.config.objective.old_logprobs == "sampler"
                 name = f"step {step} update {number}"
+                mode = "observe" if replay == "off" else "replay"
                 with self._session(share.tables, mode, name, compare_native=observe_here, training=True) as session:
                     seen: dict[int, torch.Tensor] = {}
                     result = self.policy.update(share.microbatches, session, self._loss(share, sums, seen))
@@ -124,8 +139,9 @@ class TrainStep:
                 grad_norms.append(result.grad_norm)
                 skipped += not result.applied
                 lr = result.lr
-        positions = sum(s.forwarded for s in sequences) * len(self.spec.moe_layers)
-        metrics = self._reduce(sums, tallies, len(shares), covered, positions, replay)
+        metrics = self._reduce(sums, tallies, len(shares), replay, by_layer=measure_native)
+        if replay != "off":
+            metrics |= fallback
         metrics |= {
             "policy_kl/k1": (m := _global(mismatch).metrics())["k1"],
             "policy_kl/k3": m["k3"],
@@ -147,9 +163,83 @@ class TrainStep:
             }
         return metrics
 
-    def _shares(self, sequences: list[Sequence], group_ids: list[int], weight_version: int) -> tuple[list[Share], int]:
-        """This rank's part of every update, and how many (token, layer) of its routers have a recorded route."""
-        shares, covered = [], 0
+    def _complete(self, sequences: list[Sequence], group_ids: list[int]) -> tuple[list[Sequence], list[int], int]:
+        """The sequences to train on, their groups, and how many were dropped because routes are missing.
+
+        Every rank decides alike, from the references alone.
+        """
+        if self.config.replay.missing == "native":
+            return sequences, group_ids, 0
+        kept = [i for i, sequence in enumerate(sequences) if not missing_rows(sequence)]
+        dropped, limit = len(sequences) - len(kept), self.config.replay.max_fallback_fraction
+        if dropped > limit * len(sequences) or (dropped and not kept):
+            first = next(sequence for sequence in sequences if missing_rows(sequence))
+            raise ReplayError(
+                describe(
+                    "too many sequences have tokens without a recorded route",
+                    where=f"the first is {first.key}, {missing_rows(first)} of its {first.forwarded} tokens",
+                    got=f"{dropped} of {len(sequences)} sequences",
+                    expected=f"at most {limit:.2%} (replay.max_fallback_fraction)",
+                    do="look at engine.log for what kept the sampler from recording; replay.missing can allow some",
+                )
+            )
+        return [sequences[i] for i in kept], [group_ids[i] for i in kept], dropped
+
+    def _fallback(self, shares: list[Share], sequences: list[Sequence]) -> dict[str, float]:
+        """How much of the step has routes to replay, on all ranks. Raises ReplayError on all when it is too little."""
+        layers, tables = len(self.policy.layers), [table for share in shares for table in share.tables]
+        speaks = world.speaks_for_its_sequences()
+        covered, native, stale = world.all_reduce(
+            [
+                layers * sum(table.replayed_tokens for table in tables),
+                layers * sum(table.native_tokens for table in tables),
+                sum(share.stale for share in shares) if speaks else 0,
+            ]
+        )
+        positions = sum(s.forwarded for s in sequences) * len(self.spec.moe_layers)
+        if covered + native != positions:
+            raise ReplayError(
+                describe(
+                    "the ranks together do not have every token in every layer exactly once",
+                    got=f"{covered + native:.0f} (token, layer) positions",
+                    expected=positions,
+                )
+            )
+        limit = self.config.replay.max_fallback_fraction
+        if native > limit * positions:
+            raise ReplayError(
+                describe(
+                    "too much of a step would be routed natively",
+                    got=f"{native:.0f} of {positions} (token, layer) positions, {native / positions:.2%}",
+                    expected=f"at most {limit:.2%} (replay.max_fallback_fraction)",
+                    do="look at engine.log for what kept the sampler from recording, or at replay.stale",
+                )
+            )
+        return {
+            "routing/coverage": covered / positions,
+            "routing/fallback_positions": native,
+            "routing/stale_tokens": stale,
+        }
+
+    def _agreed_shares(self, sequences: list[Sequence], group_ids: list[int], weight_version: int) -> list[Share]:
+        """`_shares`, once every rank has its own: where one refuses its routes, all raise before any pass."""
+        shares, refused = [], None
+        try:
+            shares = self._shares(sequences, group_ids, weight_version)
+        except MoeRLError as error:
+            refused = error
+        (who,) = world.all_reduce([dist.get_rank() + 1 if refused else 0], dist.ReduceOp.MAX)
+        if refused:
+            raise refused
+        if who:
+            raise ReplayError(
+                describe("another rank refused the routes of its sequences", got=f"rank {who - 1:.0f}, see its error")
+            )
+        return shares
+
+    def _shares(self, sequences: list[Sequence], group_ids: list[int], weight_version: int) -> list[Share]:
+        """This rank's part of every update."""
+        shares = []
         rank, ranks = world.data_parallel()
         for chosen in split_groups(group_ids, self.config.train.updates_per_step):
             if not chosen:
@@ -160,23 +250,29 @@ class TrainStep:
                 ranks=ranks,
                 microbatch_tokens=self.config.train.microbatch_tokens,
             )[rank]
-            microbatches = [pack(ours, indices, world.device()) for indices in plan]
-            tables = [self._routes([ours[i] for i in m.indices], m, weight_version) for m in microbatches]
-            covered += sum(table.tokens for table in tables) * len(self.policy.layers)
+            microbatches = [pack(ours, indices, world.device(), world.context_parallel()) for indices in plan]
+            tables, stale = [], 0
+            for microbatch in microbatches:
+                table, older = self._routes([ours[i] for i in microbatch.indices], microbatch, weight_version)
+                tables.append(table)
+                stale += older
             shares.append(
                 Share(
                     microbatches,
                     tables,
+                    stale,
                     global_denominator(len(s.token_ids) for s in ours),
                     old_logprobs=[m.rollout_logprobs for m in microbatches],
                 )
             )
-        return shares, covered
+        return shares
 
-    def _routes(self, packed: list[Sequence], microbatch: Microbatch, weight_version: int) -> MicrobatchRoutes:
-        """Routes of the packed sequences, each validated against the tokens that lie in the microbatch."""
-        # One run of tokens a sequence; that of the padding is left over.
-        fed = np.split(microbatch.tokens[0].cpu().numpy(), np.cumsum(microbatch.lengths))
+    def _routes(
+        self, packed: list[Sequence], microbatch: Microbatch, weight_version: int
+    ) -> tuple[MicrobatchRoutes, int]:
+        """Routes of the packed sequences, each validated against the tokens that lie in the microbatch; and how many
+        rows of the sequences older weights routed."""
+        fed = microbatch.fed(packed)
         parts = [
             read_routes(
                 self.store,
@@ -185,19 +281,22 @@ class TrainStep:
                 layers=self.policy.layers,
                 fed=tokens,
                 weight_version=weight_version,
+                policy=self.rows,
             )
-            for sequence, tokens in zip(packed, fed, strict=False)
+            for sequence, tokens in zip(packed, fed, strict=True)
         ]
-        padded_tokens = microbatch.tokens.shape[1]
-        return microbatch_routes(
+        table = microbatch_routes(
             parts,
             self.spec,
             layers=self.policy.layers,
-            padded_tokens=padded_tokens,
-            rows=world.own_rows(padded_tokens),
+            names=[sequence.key for sequence in packed],
+            fed=fed,
+            padded_tokens=sum(microbatch.lengths),
+            rows=microbatch.rows[world.own_rows(microbatch.tokens.shape[1])],
             expert_parallel=self.config.parallel.expert,
             device=world.device(),
         )
+        return table, sum(part.stale for part in parts)
 
     def _session(self, tables, mode, name, *, compare_native=False, training=False) -> ReplaySession:
         return ReplaySession(
@@ -247,23 +346,21 @@ class TrainStep:
         return loss
 
     def _reduce(
-        self, sums: UpdateSums, tallies: list[Tally], updates: int, covered: int, positions: int, replay: bool
+        self, sums: UpdateSums, tallies: list[Tally], updates: int, replay: str, *, by_layer: bool
     ) -> dict[str, float]:
         sums = sums if world.speaks_for_its_sequences() else UpdateSums()
-        loss, kl, events, units, ratio, covered, consumed, expected, applied = world.all_reduce(
+        loss, kl, events, units, ratio, consumed, expected, applied = world.all_reduce(
             [
                 sums.loss,
                 sums.kl,
                 sums.clip_events,
                 sums.clip_units,
                 sums.ratio,
-                covered,
                 sum(t.consumed for t in tallies),
                 sum(t.expected for t in tallies),
                 sum(t.applied_mismatch for t in tallies),
             ]
         )
-        compared = _native_fractions(tallies)
         metrics = {
             "objective/loss": loss / updates,
             "objective/clip_fraction": events / max(units, 1),
@@ -271,17 +368,31 @@ class TrainStep:
         }
         if self.reference is not None:
             metrics["objective/kl_ref"] = kl / updates
-        if replay:
+        if replay != "off":
             metrics |= {
-                "routing/shadow_mismatch": compared[0],
                 "routing/applied_mismatch": applied,
-                "routing/coverage": covered / positions,
                 "routing/consumed": consumed,
                 "routing/expected": expected,
             }
+        compared = _native_fractions(tallies)
+        if replay == "r3":
+            metrics["routing/shadow_mismatch"] = compared[0]
         else:
             metrics |= {"routing/native_mismatch": compared[0], "routing/native_token_mismatch": compared[1]}
+        if by_layer:
+            name = "shadow" if replay == "r3" else "native"
+            layers = self._by_layer(tallies)
+            metrics |= {f"routing/{name}_mismatch_layer/{layer:03d}": fraction for layer, fraction in layers.items()}
         return metrics
+
+    def _by_layer(self, tallies: list[Tally]) -> dict[int, float]:
+        """Of each MoE layer of the model: fraction of the tokens where the router's choice is not the recorded one."""
+        layers = self.spec.moe_layers
+        wrong = [sum(t.native_by_layer.get(layer, 0) for t in tallies) for layer in layers]
+        tokens = [sum(t.native_tokens for t in tallies if layer in t.native_by_layer) for layer in layers]
+        reduced = world.all_reduce([*wrong, *tokens])
+        fractions = zip(reduced[: len(layers)], reduced[len(layers) :], strict=True)
+        return {layer: w / max(n, 1) for layer, (w, n) in zip(layers, fractions, strict=True)}
 
 
 def _mismatch(microbatches: list[Microbatch], logprobs: list[torch.Tensor]) -> MismatchSums:

@@ -58,6 +58,7 @@ class Canary:
             ],
             [0],
             world.device(),
+            world.context_parallel(),
         )
 
     def difference(self, policy: Policy, engine: VllmEngine | None) -> float:

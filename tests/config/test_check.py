@@ -95,6 +95,8 @@ def test_grpo_with_its_own_clip_is_fine(found):
             8,
             ["parallel.expert_tensor", "moe_intermediate_size", "a divisor of 6"],
         ),
+        (["parallel.tensor=2", "parallel.context=2"], 6, ["tensor = 2", "context = 2", "a multiple of 4"]),
+        (["parallel.context=3"], 3, ["context = 3", "expert = 2", "a multiple of 6"]),
     ],
 )
 def test_ranks_that_do_not_fit(found, overrides, world_size, parts):
@@ -105,6 +107,9 @@ def test_ranks_that_do_not_fit(found, overrides, world_size, parts):
 def test_ranks_that_share_their_sequences_need_fewer_of_them(found):
     assert found("parallel.tensor=2", world_size=8) == []  # 4 data-parallel ranks, 4 sequences an update
     (message,) = found("parallel.tensor=2", world_size=10)
+    assert "4 sequences and 5 ranks" in message
+    assert found("parallel.tensor=2", "parallel.context=2", world_size=16) == []
+    (message,) = found("parallel.tensor=2", "parallel.context=2", world_size=20)
     assert "4 sequences and 5 ranks" in message
 
 

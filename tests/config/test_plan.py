@@ -86,6 +86,16 @@ def test_memory_of_a_rank_that_shares_its_matrices(plan_of):
     assert "tensor parallel" in rows and "expert tensor parallel" in rows
 
 
+def test_memory_of_a_rank_that_shares_its_sequences(plan_of):
+    """8 ranks: 4 data-parallel pairs. Both of a pair hold all dense parameters, and share the optimizer's state."""
+    plan = plan_of("parallel.context=2", "parallel.expert=2", "train.dtype=float32", world_size=8)
+    assert (plan.context_parallel, plan.data_parallel, plan.expert_data_parallel) == (2, 4, 4)
+    assert plan.parameters_per_rank == plan.dense_parameters + plan.expert_parameters // 2
+    assert plan.optimizer_bytes_per_rank == 8 * (-(-plan.dense_parameters // 8) + plan.expert_parameters // 2 // 4)
+    assert plan.max_microbatches_per_update == plan_of(world_size=4).max_microbatches_per_update
+    assert "context parallel" in render(plan)
+
+
 def test_memory_of_a_stage(plan_of):
     """3 stages of a layer each; the last one has the output matrix of 24 x 8 and the last norm of 8 besides."""
     plan = plan_of("parallel.pipeline=3", "parallel.expert=1", "train.dtype=float32", world_size=6)
@@ -97,7 +107,14 @@ def test_memory_of_a_stage(plan_of):
 
 @pytest.mark.parametrize(
     ("sizes", "ranks"),
-    [({}, 1), ({"tensor": 2}, 2), ({"expert": 2, "expert_tensor": 2}, 4), ({"tensor": 4, "expert": 2}, 4)],
+    [
+        ({}, 1),
+        ({"tensor": 2}, 2),
+        ({"expert": 2, "expert_tensor": 2}, 4),
+        ({"tensor": 4, "expert": 2}, 4),
+        ({"tensor": 2, "context": 2, "expert": 4}, 4),
+        ({"context": 3, "expert": 2, "pipeline": 2}, 12),
+    ],
 )
 def test_the_fewest_ranks_of_a_layout(sizes, ranks):
     assert least_ranks(ParallelConfig(**sizes)) == ranks

@@ -8,7 +8,7 @@ from tests.distributed.test_policy import merged, worst
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("recompute", ["none", "uniform"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
 def test_replay_equals_the_reference_with_the_same_routes(run_policy, reference, recompute):
     process, seen = run_policy(1, recompute=recompute)
     assert process.returncode == 0, process.stderr[-3000:]

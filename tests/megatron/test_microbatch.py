@@ -1,10 +1,15 @@
 """Packing: which row predicts which token, and what is fed."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from moe_rl.megatron.microbatch import PAD_MULTIPLE, pack, padded_length
+from moe_rl.megatron.layout import PAD_MULTIPLE, padded_length
+from moe_rl.megatron.microbatch import pack
 from moe_rl.megatron.policy import learning_rate
 from moe_rl.types import Sequence
 
@@ -27,7 +32,7 @@ def test_rows_targets_and_padding():
     assert packed.positions.tolist() == [[0, 1, 0, 1, 2, 3, 0, 1]]
     assert packed.lengths == (2, 4, 2) and sum(packed.lengths) == padded_length(6)
     assert packed.predicts.tolist() == [0, 1, 4, 5]
-    assert packed.targets.tolist() == [7, 8, 4, 5]
+    assert packed.targets.tolist() == [7, 8, 4, 5] and packed.predicted.tolist() == [0, 1, 2, 3]
     assert packed.sequence_ids.tolist() == [0, 0, 1, 1]
     assert packed.rollout_logprobs.tolist() == [0, 1, 0, 1]
     assert packed.advantages.tolist() == [-1, 0.5]
@@ -40,6 +45,75 @@ def test_a_rank_without_sequences_still_has_a_microbatch_to_run():
     packed = pack([], [], torch.device("cpu"))
     assert packed.tokens.shape == (1, PAD_MULTIPLE) and packed.lengths == (PAD_MULTIPLE,)
     assert packed.predicts.numel() == packed.targets.numel() == packed.advantages.numel() == 0
+    assert packed.fed([]) == []
+
+
+def test_rows_targets_and_padding_where_two_ranks_share_sequences():
+    sequences = [sequence("a", [1, 2, 3], [4, 5, 6, 7], 1.0), sequence("b", [8], [9], -1.0)]
+    first, second = (pack(sequences, [0, 1], torch.device("cpu"), (rank, 2)) for rank in (0, 1))
+    # a: 1 2 3 4 5 6 and two rows of padding, in 4 chunks of 2 of which rank 0 has the outer ones; b: 8 and three rows
+    assert first.lengths == second.lengths == (8, 4, 4)
+    assert first.tokens.tolist() == [[1, 2, 0, 0, 8, 0, 0, 0]]
+    assert second.tokens.tolist() == [[3, 4, 5, 6, 0, 0, 0, 0]]
+    assert first.positions.tolist() == [[0, 1, 6, 7, 0, 3, 0, 3]]
+    assert second.positions.tolist() == [[2, 3, 4, 5, 1, 2, 1, 2]]
+    # 7 tokens are fed, padding rows are numbered on from there as they lie in the run
+    assert first.rows.tolist() == [0, 1, 7, 8, 6, 11, 12, 15]
+    assert second.rows.tolist() == [2, 3, 4, 5, 9, 10, 13, 14]
+    # a's completion is predicted on the rank that is fed the token before it
+    assert (first.predicts.tolist(), first.targets.tolist(), first.predicted.tolist()) == ([4], [9], [4])
+    assert second.predicts.tolist() == [0, 1, 2, 3] and second.targets.tolist() == [4, 5, 6, 7]
+    assert second.predicted.tolist() == [0, 1, 2, 3]
+    for packed in (first, second):
+        assert packed.sequence_ids.tolist() == [0, 0, 0, 0, 1] and packed.rollout_logprobs.tolist() == [0, 1, 2, 3, 0]
+        params = packed.seq_params(None, 0)
+        assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv_padded.tolist() == [0, 8, 12, 16]
+
+
+LENGTHS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), max_size=6)
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(1, 5))
+def test_ranks_share_what_one_would_be_fed_and_predict(lengths, ranks):
+    draw = np.random.default_rng(1)
+    sequences = [
+        sequence(str(i), draw.integers(1, 99, p), draw.integers(1, 99, c), 1.0) for i, (p, c) in enumerate(lengths)
+    ]
+    fed = [token for s in sequences for token in (s.prompt_token_ids + s.token_ids)[:-1]]
+    where = [(s, position) for s, (p, c) in zip(sequences, lengths, strict=True) for position in range(p + c - 1)]
+    completion = [(s, number) for s in sequences for number in range(len(s.token_ids))]
+    numbers, predicted = [], []
+    for rank in range(ranks):
+        packed = pack(sequences, range(len(sequences)), torch.device("cpu"), (rank, ranks))
+        assert packed.tokens.shape[1] * ranks == sum(packed.lengths)
+        assert packed.sequence_ids.tolist() == [i for i, s in enumerate(sequences) for _ in s.token_ids]
+        for number, token, position in zip(packed.rows, packed.tokens[0], packed.positions[0], strict=True):
+            assert (token, position) == (fed[number], where[number][1]) if number < len(fed) else token == 0
+        for row, target, place in zip(packed.predicts, packed.targets, packed.predicted, strict=True):
+            owner, position = where[packed.rows[row]]
+            assert (owner, position) == (completion[place][0], len(owner.prompt_token_ids) - 1 + completion[place][1])
+            assert target == owner.token_ids[completion[place][1]]
+        numbers += packed.rows.tolist()
+        predicted += packed.predicted.tolist()
+        assert [tokens.tolist() for tokens in packed.fed(sequences)] == [
+            list((s.prompt_token_ids + s.token_ids)[:-1]) for s in sequences
+        ]
+    assert sorted(numbers) == list(range(padded_length(len(numbers) // ranks * ranks, ranks)))
+    assert sorted(predicted) == list(range(len(completion)))
+
+
+def test_what_is_fed_is_read_off_the_rows_of_this_rank():
+    sequences = [sequence("a", [1, 2, 3], [4, 5, 6, 7], 1.0)]
+    whole = [[1, 2, 3, 4, 5, 6]]
+    first, second = (pack(sequences, [0], torch.device("cpu"), (rank, 2)) for rank in (0, 1))
+    assert [part.tolist() for part in first.fed(sequences)] == whole
+    # a token that differs from the sequence's shows on the rank that feeds it
+    first.tokens[0, 1] = 99
+    assert [part.tolist() for part in first.fed(sequences)] == [[1, 99, 3, 4, 5, 6]]
+    # and so does a rank that takes the rows of another
+    shifted = dataclasses.replace(second, rows=first.rows)
+    assert [part.tolist() for part in shifted.fed(sequences)] == [[3, 4, 3, 4, 5, 6]]
 
 
 @pytest.mark.parametrize(("update", "expected"), [(0, 0.25), (1, 0.5), (3, 1.0), (9, 1.0)])

@@ -6,9 +6,18 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from moe_rl.errors import RouteValidationError, TraceError
-from moe_rl.replay.routes import microbatch_routes, padding_routes, read_routes
+from moe_rl.errors import ReplayError, RouteValidationError, TraceError
+from moe_rl.replay.routes import (
+    RowPolicy,
+    SequenceRoutes,
+    microbatch_routes,
+    missing_rows,
+    padding_routes,
+    read_routes,
+)
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
 from moe_rl.types import Provenance, RoutePart, Sequence, Span
 
@@ -45,10 +54,12 @@ def test_the_right_routes_are_read(stored):
     store, sequences, tables = stored
     for sequence, table in zip(sequences, tables, strict=True):
         read = partial(read_routes, store, sequence, SPEC, fed=fed(sequence), weight_version=3)
-        assert np.array_equal(read(layers=SPEC.moe_layers), table)
+        whole = read(layers=SPEC.moe_layers)
+        assert np.array_equal(whole.routes, table)
+        assert whole.recorded.all() and not whole.native.any() and whole.stale == 0
         # a pipeline stage gets its own layers and pays for no others
-        assert np.array_equal(read(layers=(1,)), table[:, 1:2])
-        assert np.array_equal(read(layers=(0, 2)), table[:, [0, 2]])
+        assert np.array_equal(read(layers=(1,)).routes, table[:, 1:2])
+        assert np.array_equal(read(layers=(0, 2)).routes, table[:, [0, 2]])
 
 
 @pytest.mark.parametrize(
@@ -56,7 +67,8 @@ def test_the_right_routes_are_read(stored):
     [
         (lambda a, b: {"routes": b.routes}, RouteValidationError),  # another sequence's routes, equal shape
         (lambda a, b: {"prompt_token_ids": a.prompt_token_ids[1:] + (7,)}, RouteValidationError),  # tokens shifted
-        (lambda a, b: {"token_ids": a.token_ids + (7,)}, RouteValidationError),  # one token more than was forwarded
+        (lambda a, b: {"token_ids": a.token_ids + (7,)}, TraceError),  # one token more than was forwarded
+        (lambda a, b: {"token_ids": a.token_ids[:-1]}, RouteValidationError),  # one less
         (lambda a, b: {"routes": None}, TraceError),
         (lambda a, b: {"routes": dataclasses.replace(a.routes, key="s1")}, TraceError),
         (lambda a, b: {"routes": dataclasses.replace(a.routes, start=1)}, TraceError),
@@ -86,47 +98,153 @@ def test_routes_of_other_weights_or_models_are_refused(stored):
         read_routes(store, first, other, layers=(1, 2), fed=fed(first), weight_version=3)
 
 
-def test_layers_are_laid_out_by_their_global_number():
-    rng = np.random.default_rng(1)
-    spec = TraceSpec.from_layers("model", 16, 4, (1, 4, 7), 8)
-    parts = [routes_of(rng, 3), routes_of(rng, 5)]
-    laid = microbatch_routes(
+def part(rng, key, tokens, layers=3):
+    ids = rng.integers(0, 99, tokens)
+    routes = np.argsort(rng.random((tokens, layers, 16)), -1)[..., :4].astype(np.uint8)
+    return SequenceRoutes(key, ids, routes, native=np.zeros(tokens, bool), recorded=np.ones(tokens, bool))
+
+
+def lay(parts, *, padding=0, rows=None, spec=SPEC, fed=None):
+    fed = [p.token_ids for p in parts] if fed is None else fed
+    total = sum(map(len, fed)) + padding
+    return microbatch_routes(
         parts,
         spec,
         layers=spec.moe_layers,
-        padded_tokens=16,
-        rows=slice(0, 16),
+        names=[p.key for p in parts],
+        fed=fed,
+        padded_tokens=total,
+        rows=slice(0, total) if rows is None else rows,
         expert_parallel=2,
         device=torch.device("cpu"),
     )
-    assert sorted(laid.routes) == [1, 4, 7] and laid.tokens == 8
+
+
+def test_layers_are_laid_out_by_their_global_number():
+    rng = np.random.default_rng(1)
+    spec = TraceSpec.from_layers("model", 16, 4, (1, 4, 7), 8)
+    parts = [part(rng, "a", 3), part(rng, "b", 5)]
+    laid = lay(parts, padding=8, spec=spec)
+    assert laid.names == ("a", "b", "padding") and sorted(laid.routes) == [1, 4, 7]
+    assert laid.recorded.tolist() == list(range(8)) and (laid.replayed_tokens, laid.native_tokens) == (8, 0)
     for column, layer in enumerate((1, 4, 7)):
-        assert laid.routes[layer].shape == (16, 4) and laid.routes[layer].dtype == torch.int64
-        assert np.array_equal(laid.routes[layer][:8], np.concatenate(parts)[:, column])
+        assert laid.routes[layer].shape == (16, 4)
+        assert np.array_equal(laid.routes[layer][:8], np.concatenate([p.routes for p in parts])[:, column])
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_the_ranks_of_a_sequence_parallel_group_cut_the_same_table(ranks):
     rng = np.random.default_rng(2)
-    parts = [routes_of(rng, 3), routes_of(rng, 6)]
-
-    def cut(rows):
-        return microbatch_routes(
-            parts,
-            SPEC,
-            layers=SPEC.moe_layers,
-            padded_tokens=16,
-            rows=rows,
-            expert_parallel=2,
-            device=torch.device("cpu"),
-        )
-
-    whole, share = cut(slice(0, 16)), 16 // ranks
-    pieces = [cut(slice(rank * share, (rank + 1) * share)) for rank in range(ranks)]
+    parts = [part(rng, "a", 3), part(rng, "b", 6)]
+    whole, share = lay(parts, padding=7), 16 // ranks
+    pieces = [lay(parts, padding=7, rows=slice(rank * share, (rank + 1) * share)) for rank in range(ranks)]
     for layer in SPEC.moe_layers:
         assert torch.equal(torch.cat([piece.routes[layer] for piece in pieces]), whole.routes[layer])
+        # the checksums of the pieces add up, each over the rows of its rank
+        assert torch.equal(sum(piece.checksums[layer] for piece in pieces), whole.checksums[layer])
     # real rows come first: 9 of them, then padding, which may take whole ranks
-    assert [piece.tokens for piece in pieces] == [max(0, min(share, 9 - rank * share)) for rank in range(ranks)]
+    assert [piece.replayed_tokens for piece in pieces] == [
+        max(0, min(share, 9 - rank * share)) for rank in range(ranks)
+    ]
+    assert [len(piece.recorded) for piece in pieces] == [piece.replayed_tokens for piece in pieces]
+
+
+def test_rows_in_any_order_take_their_routes_along():
+    rng = np.random.default_rng(3)
+    parts = [part(rng, "a", 3), part(rng, "b", 6)]
+    rows = np.array([4, 12, 0, 8, 15, 2])  # as a context-parallel rank has them: padding also between tokens
+    laid = lay(parts, padding=7, rows=rows)
+    assert laid.recorded.tolist() == [0, 2, 3, 5] and laid.fed.owner.tolist() == [1, 2, 0, 1, 2, 0]
+    whole = np.concatenate([*(p.routes for p in parts), padding_routes(7, 3, SPEC, expert_parallel=2)])
+    for layer in SPEC.moe_layers:
+        assert np.array_equal(laid.routes[layer], whole[rows, layer])
+        here = torch.zeros(6, 16, dtype=torch.bool).scatter_(1, laid.routes[layer].long(), True)
+        assert torch.equal(laid.fed.applied(layer, here), laid.checksums[layer])
+
+
+@given(st.data())
+def test_a_checksum_is_that_of_the_map_and_of_no_other(data):
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    parts = [part(rng, key, data.draw(st.integers(1, 5))) for key in "ab"]
+    laid = lay(parts, padding=data.draw(st.integers(0, 3)))
+    layer = data.draw(st.sampled_from(SPEC.moe_layers))
+    right = torch.zeros(len(laid.fed.salts), 16, dtype=torch.bool).scatter_(1, laid.routes[layer].long(), True)
+    assert torch.equal(laid.fed.applied(layer, right), laid.checksums[layer])
+    row, expert = data.draw(st.integers(0, len(right) - 1)), data.draw(st.integers(0, 15))
+    wrong = right.clone()
+    wrong[row, expert] = ~wrong[row, expert]
+    owner = int(laid.fed.owner[row])
+    different = laid.fed.applied(layer, wrong) != laid.checksums[layer]
+    assert different.tolist() == [i == owner for i in range(len(laid.names))]
+    # of two rows that exchange their experts the sum notices both
+    other = data.draw(st.integers(0, len(right) - 1))
+    if not torch.equal(right[row], right[other]):
+        swapped = right.clone()
+        swapped[[row, other]] = right[[other, row]]
+        different = laid.fed.applied(layer, swapped) != laid.checksums[layer]
+        assert set(different.nonzero()[:, 0].tolist()) == {owner, int(laid.fed.owner[other])}
+
+
+def test_more_or_fewer_routes_than_packed_tokens_are_refused():
+    rng = np.random.default_rng(3)
+    parts = [part(rng, "a", 3), part(rng, "b", 5)]
+    with pytest.raises(ReplayError, match=r"microbatch of a, b.*got \[3, 5\], expected \[3, 4\]"):
+        lay(parts, fed=[parts[0].token_ids, parts[1].token_ids[:-1]])
+
+
+def test_missing_rows_are_refused_or_left_to_the_router(stored, tmp_path):
+    store, (first, _), tables = stored
+    rng = np.random.default_rng(7)
+    with ShardWriter(tmp_path / "later", "step2", SPEC) as writer:
+        # the routes of rows 2 to 6 of 8, as an engine gives them that was asked for no earlier ones and was cut off
+        tokens = fed(first)[2:7].astype(np.int32)
+        ref = writer.add("s0", routes_of(rng, 5), tokens, [Span(5, 3, Provenance.DECODE)])
+    some = dataclasses.replace(first, routes=dataclasses.replace(ref, start=2))
+    none = dataclasses.replace(first, routes=None)
+    assert [missing_rows(s) for s in (first, some, none)] == [0, 3, 8]
+    read = partial(read_routes, spec=SPEC, layers=SPEC.moe_layers, fed=fed(first), weight_version=3)
+    for where, sequence, got in (
+        (TraceStore(tmp_path / "later"), some, "routes of tokens 2 to 6"),
+        (store, none, "no routes"),
+    ):
+        with pytest.raises(
+            TraceError, match=f"tokens of a sequence have no routes .s0.: got {got}, .* all 8 forwarded"
+        ):
+            read(where, sequence)
+    policy = RowPolicy(missing="native")
+    there = read(TraceStore(tmp_path / "later"), some, policy=policy)
+    assert there.native.tolist() == [True] * 2 + [False] * 5 + [True]
+    assert np.array_equal(there.recorded, ~there.native)
+    laid = lay([there])
+    assert laid.native.tolist() == there.native.tolist() and (laid.replayed_tokens, laid.native_tokens) == (5, 3)
+    assert laid.recorded.tolist() == [2, 3, 4, 5, 6]
+    nothing = read(store, none, policy=policy)
+    assert nothing.native.all() and lay([nothing]).checksums[1].tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "native"),
+    [
+        (RowPolicy(stale="replay", max_staleness=2), [False] * 8),
+        (RowPolicy(stale="native", max_staleness=2), [True] * 3 + [False] * 5),
+    ],
+)
+def test_rows_of_older_weights_are_marked_and_treated_as_asked(tmp_path, stored, policy, native):
+    _, (first, _), _ = stored
+    rng = np.random.default_rng(8)
+    spans = [Span(3, 4, Provenance.PREFILL), Span(5, 6, Provenance.DECODE)]
+    with ShardWriter(tmp_path / "mixed", "step2", SPEC) as writer:
+        ref = writer.add("s0", routes_of(rng, 8), fed(first).astype(np.int32), spans)
+    read = partial(
+        read_routes, TraceStore(tmp_path / "mixed"), dataclasses.replace(first, routes=ref), SPEC,
+        layers=SPEC.moe_layers, fed=fed(first),
+    )  # fmt: skip
+    there = read(weight_version=6, policy=policy)
+    assert there.stale == 3 and there.recorded.all() and there.native.tolist() == native
+    with pytest.raises(RouteValidationError, match="tokens 0 to 2.*weight version 4.*5 to 7"):
+        read(weight_version=7, policy=policy)
+    with pytest.raises(RouteValidationError, match="tokens 0 to 2.*weight version 4.*6 to 6"):
+        read(weight_version=6)
 
 
 @pytest.mark.parametrize("expert_parallel", [1, 2, 4])

@@ -1,25 +1,48 @@
 """The ledger: each route once, the right one, or an error that names it."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
 from moe_rl.errors import ReplayError
-from moe_rl.replay.session import MicrobatchRoutes, ReplaySession, require_open
+from moe_rl.replay.routes import SequenceRoutes, microbatch_routes
+from moe_rl.replay.session import ReplaySession, require_open
+from moe_rl.trace import TraceSpec
 
 LAYERS, TOKENS, TOP_K, EXPERTS = (0, 1, 2), 6, 2, 8
+SPEC = TraceSpec("model", EXPERTS, TOP_K, "mmm")
 
 
 def table(seed, tokens=TOKENS, real=None):
-    generator = torch.Generator().manual_seed(seed)
-    routes = {
-        layer: torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOP_K] for _ in range(tokens)])
-        for layer in LAYERS
-    }
-    return MicrobatchRoutes(routes, tokens if real is None else real)
+    """A microbatch of two sequences, and padding behind the first `real` rows."""
+    rng = np.random.default_rng(seed)
+    real = tokens if real is None else real
+    lengths = [real // 2, real - real // 2]
+    keys = [f"t{seed}a", f"t{seed}b"]
+    parts, fed = [], []
+    for key, rows in zip(keys, lengths, strict=True):
+        routes = np.argsort(rng.random((rows, len(LAYERS), EXPERTS)), -1)[..., :TOP_K].astype(np.uint8)
+        tokens_of = rng.integers(0, 99, rows)
+        nothing = np.zeros(rows, bool)
+        parts.append(SequenceRoutes(key, tokens_of, routes, native=nothing, recorded=~nothing))
+        fed.append(tokens_of)
+    return microbatch_routes(
+        parts,
+        SPEC,
+        layers=LAYERS,
+        names=keys,
+        fed=fed,
+        padded_tokens=tokens,
+        rows=slice(0, tokens),
+        expert_parallel=1,
+        device=torch.device("cpu"),
+    )
 
 
 def chosen(routes):
-    return torch.zeros(routes.shape[0], EXPERTS, dtype=torch.bool).scatter_(1, routes, True)
+    return torch.zeros(routes.shape[0], EXPERTS, dtype=torch.bool).scatter_(1, routes.long(), True)
 
 
 def session(tables, **options):
@@ -40,7 +63,7 @@ def test_each_route_once_in_any_order():
     with session(tables) as s:
         run(s, order=[(1, 2), (0, 1), (0, 0), (1, 0), (1, 1), (0, 2)])
     assert (s.tally.consumed, s.tally.expected, s.tally.applied_mismatch) == (6, 6, 0)
-    assert s.tally.applied_checked == 3 * (TOKENS + 4)
+    assert s.tally.applied_checked == 3 * (2 + 2)  # sequences in every layer
 
 
 def test_the_routes_are_those_of_the_key():
@@ -48,7 +71,7 @@ def test_the_routes_are_those_of_the_key():
     with session(tables) as s:
         for m in (0, 1):
             s.begin_forward(m)
-            assert all(torch.equal(s.take(m, layer, TOKENS), tables[m].routes[layer]) for layer in LAYERS)
+            assert all(torch.equal(s.take(m, layer, TOKENS), tables[m].routes[layer].long()) for layer in LAYERS)
             for layer in LAYERS:
                 s.check_dispatch(m, layer, chosen(tables[m].routes[layer]))
 
@@ -217,7 +240,7 @@ def test_a_token_counts_once_when_its_layers_lie_on_several_stages():
         for microbatch, routes in enumerate(recorded):
             s.begin_forward(microbatch)
             for layer in LAYERS:
-                native = routes.routes[layer].clone()
+                native = routes.routes[layer].long()
                 if (microbatch, layer) in ((0, 0), (0, 2)):
                     native[1] = (native[1] + 1) % EXPERTS
                 s.observe_native(microbatch, layer, native)
@@ -234,7 +257,92 @@ def test_a_layer_that_was_not_compared_is_named():
     ):
         for microbatch, layer in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]:
             s.begin_forward(microbatch)
-            s.observe_native(microbatch, layer, tables[microbatch].routes[layer])
+            s.observe_native(microbatch, layer, tables[microbatch].routes[layer].long())
+
+
+FAULTS = {
+    "shifted by one token": lambda routes: {layer: rows.roll(1, 0) for layer, rows in routes.items()},
+    "layers permuted": lambda routes: dict(zip(routes, [routes[1], routes[2], routes[0]], strict=True)),
+    "sequences swapped": lambda routes: {layer: rows.roll(3, 0) for layer, rows in routes.items()},
+    # rows [batch, position] where the model wants [position, batch]
+    "batch first": lambda routes: {
+        layer: rows.view(2, 3, TOP_K).transpose(0, 1).reshape(TOKENS, TOP_K) for layer, rows in routes.items()
+    },
+    "all zero": lambda routes: {layer: torch.zeros_like(rows) for layer, rows in routes.items()},
+    "an expert twice": lambda routes: {layer: rows[:, :1].repeat(1, TOP_K) for layer, rows in routes.items()},
+    "one token of one layer": lambda routes: routes | {1: torch.cat([routes[1][:-1], (routes[1][-1:] + 1) % EXPERTS])},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_routes_that_lost_their_place_after_they_were_read_are_refused(fault):
+    """Shapes match and each row is a valid set: only the checksum taken from the record itself can tell."""
+    right = table(0)
+    wrong = replace(right, routes=FAULTS[fault](right.routes))
+    assert any(not torch.equal(wrong.routes[layer], right.routes[layer]) for layer in LAYERS)
+    with (
+        pytest.raises(ReplayError, match="dispatched to other experts than recorded.*t0b layer 1"),
+        session([wrong]) as s,
+    ):
+        run(s)
+
+
+def test_tokens_that_were_packed_in_another_order_than_their_routes_are_refused():
+    """The routes lie as packed, but the rows that are fed belong to the other sequence, of equal length."""
+    right = table(0)
+    swapped = replace(right.fed, salts=right.fed.salts.roll(3), owner=right.fed.owner.roll(3))
+    with pytest.raises(ReplayError, match="t0a layer 0 .*t0b layer 0"), session([replace(right, fed=swapped)]) as s:
+        run(s)
+
+
+def test_a_recording_pass_gives_the_routes_that_the_next_one_must_take():
+    observed, own = [table(0), table(1)], [table(5), table(6)]
+    with session(observed, mode="record", compare_native=True) as first:
+        for m in (0, 1):
+            first.begin_forward(m)
+            for layer in LAYERS:
+                choice = own[m].routes[layer].long()
+                first.observe_native(m, layer, choice)
+                first.record(m, layer, choice)
+    assert first.tally.consumed == first.tally.expected == 6 and first.tally.native_mismatch > 0
+    recorded = first.recorded_routes()
+    with session(recorded) as second:
+        run(second)
+        assert torch.equal(second.routes(1, 2).long(), own[1].routes[2].long())
+    wrong = [recorded[0], replace(recorded[1], routes=observed[1].routes)]
+    with pytest.raises(ReplayError, match="dispatched to other experts than recorded"), session(wrong) as third:
+        run(third)
+
+
+def test_a_recording_pass_that_missed_a_layer_is_refused():
+    with (
+        pytest.raises(ReplayError, match="microbatch 0 layer 2 forward 0 times"),
+        session([table(0)], mode="record") as s,
+    ):
+        s.begin_forward(0)
+        for layer in LAYERS[:2]:
+            s.record(0, layer, s.routes(0, layer))
+
+
+def test_rows_without_a_route_are_left_to_the_router():
+    right = table(0)
+    native = torch.tensor([False, True, False, False, False, False])
+    salts = right.fed.salts.masked_fill(native, 0)
+    sums = {layer: replace(right.fed, salts=salts).chosen(layer, right.routes[layer]) for layer in LAYERS}
+    mixed = replace(right, native=native, checksums=sums)
+    with session([mixed]) as s:
+        assert s.native_rows(0) is native
+        s.begin_forward(0)
+        for layer in LAYERS:
+            routes = s.take(0, layer, TOKENS)
+            routes[1] = (routes[1] + 1) % EXPERTS  # the router's own choice
+            s.check_dispatch(0, layer, chosen(routes))
+    with pytest.raises(ReplayError, match="dispatched to other"), session([mixed]) as s:
+        s.begin_forward(0)
+        for layer in LAYERS:
+            routes = s.take(0, layer, TOKENS)
+            routes[2] = (routes[2] + 1) % EXPERTS  # a row that has a route
+            s.check_dispatch(0, layer, chosen(routes))
 
 
 def test_native_comparison_is_by_set_and_leaves_padding_out():
@@ -242,7 +350,7 @@ def test_native_comparison_is_by_set_and_leaves_padding_out():
     with session([recorded], compare_native=True) as s:
         run(s)
         for layer in LAYERS:
-            native = recorded.routes[layer].flip(-1).clone()  # another order, the same set
+            native = recorded.routes[layer].long().flip(-1)  # another order, the same set
             if layer == 1:
                 native[1] = (native[1] + 1) % EXPERTS
                 native[5] = (native[5] + 1) % EXPERTS  # padding

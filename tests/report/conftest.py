@@ -96,6 +96,9 @@ def metrics(step: int, replay: bool = True, native: bool = False, total: int = 4
             "routing/shadow_mismatch": 0.021 + 0.002 * rng.random(),
             "routing/applied_mismatch": 0,
             "routing/coverage": 1.0,
+            "routing/fallback_positions": 0,
+            "routing/dropped_sequences": 0,
+            "routing/stale_tokens": 0,
             "routing/consumed": routes,
             "routing/expected": routes,
         }

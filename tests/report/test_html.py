@@ -79,7 +79,7 @@ def test_the_file_needs_nothing_else(synthetic_run, facts, replay):
 def test_headline_and_proof(synthetic_run, facts):
     _, page = report(synthetic_run(), facts)
     assert "31.7% \u2192 75.3%" in page.words and "+43.6 points" in page.words
-    assert "Replay was exact on every step" in page.words
+    assert "Replay (R3) of the sampler's routes was exact on every step" in page.words
     for proof in ("routes consumed exactly once: 61,440 of 61,440", "applied mismatch 0", "coverage 100%"):
         assert f"\u2713 {proof}" in page.words
     assert "40 steps" in page.words and "vLLM 0.32.0" in page.words
@@ -111,7 +111,7 @@ def test_a_broken_proof_is_loud(synthetic_run, facts, step_metrics, fault, said)
         file.write(encode(40, "train", step_metrics(40) | fault))  # the later line of a step counts
     text, page = report(run_dir, facts)
     assert f"\u2717 {said}" in page.words
-    assert "Replay was NOT exact on every step" in page.words and "Replay was exact on every step" not in page.words
+    assert "routes was NOT exact on every step" in page.words and "was exact on every step" not in page.words
     assert text.count("<tr class=broken>") == 1
 
 

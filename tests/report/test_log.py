@@ -19,7 +19,7 @@ def log_of(tmp_path):
     opened = []
 
     def make(**options):
-        log = RunLog(tmp_path, **({"total_steps": 40, "replay": True} | options))
+        log = RunLog(tmp_path, **({"total_steps": 40, "mode": "r3"} | options))
         opened.append(log)
         return log
 
@@ -103,7 +103,7 @@ def test_console_is_aligned_and_the_header_returns(log_of, capsys, step_metrics)
 
 
 def test_console_without_replay_has_no_replay_columns(log_of, capsys, step_metrics):
-    log = log_of(replay=False)
+    log = log_of(mode="off")
     log.step(1, step_metrics(1, replay=False, native=True) | {"routing/native_mismatch": 0.0625})
     log.step(2, step_metrics(2, replay=False))
     header, measured, unmeasured = capsys.readouterr().out.splitlines()

@@ -26,8 +26,8 @@ def test_every_metric_explains_itself():
 
 @pytest.mark.parametrize("replay", [True, False])
 def test_a_complete_step_passes(step_metrics, replay):
-    check_step(step_metrics(1, replay, native=True), replay=replay)
-    check_step(step_metrics(2, replay, native=False), replay=replay)
+    check_step(step_metrics(1, replay, native=True), mode="r3" if replay else "off")
+    check_step(step_metrics(2, replay, native=False), mode="r3" if replay else "off")
 
 
 @pytest.mark.parametrize("key", ["policy_kl/k3", "routing/applied_mismatch", "routing/coverage", "time/sync"])
@@ -35,24 +35,24 @@ def test_a_missing_promised_key_is_named(step_metrics, key):
     row = step_metrics(1)
     del row[key]
     with pytest.raises(ValueError, match=f"{key} is missing"):
-        check_step(row, replay=True)
+        check_step(row, mode="r3")
 
 
 def test_unknown_key_is_refused_with_the_nearest_known_one(step_metrics):
     with pytest.raises(ValueError, match="policy_kl/k33 is not a known metric; did you mean policy_kl/k3"):
-        check_step(step_metrics(1) | {"policy_kl/k33": 0.0}, replay=True)
+        check_step(step_metrics(1) | {"policy_kl/k33": 0.0}, mode="r3")
 
 
 def test_replay_keys_are_refused_when_replay_is_off(step_metrics):
-    with pytest.raises(ValueError, match="routing/coverage exists only under replay"):
-        check_step(step_metrics(1, replay=False) | {"routing/coverage": 1.0}, replay=False)
+    with pytest.raises(ValueError, match="routing/coverage exists only under replay.mode r3 or r2"):
+        check_step(step_metrics(1, replay=False) | {"routing/coverage": 1.0}, mode="off")
 
 
 def test_every_problem_is_told_at_once(step_metrics):
     row = step_metrics(1) | {"nonsense": 1.0, "eval/pass_rate": 0.5}
     del row["optim/lr"], row["time/train"]
     with pytest.raises(ValueError) as error:
-        check_step(row, replay=True)
+        check_step(row, mode="r3")
     for part in (
         "nonsense",
         "eval/pass_rate belongs to an evaluation line",

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from conftest import metrics
 from moe_rl.report.log import RunLog
-log = RunLog(Path(sys.argv[1]), total_steps=40, replay=True)
+log = RunLog(Path(sys.argv[1]), total_steps=40, mode="r3")
 log.note("starting [the] sampler")
 with log.phase("sampling now"):
     log.step(1, metrics(1))

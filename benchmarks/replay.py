@@ -1,0 +1,160 @@
+"""What replay and its proof cost a training step: `python benchmarks/replay.py [--rounds 7] [--json FILE]`.
+
+One rank, a random Qwen3-MoE, full sequences with recorded routes. Prints, of one run:
+
+- the share of an update's wall time that is spent in the replay session (looking routes up, counting, checksums, the
+  ledger at the end), measured inside the update itself, so that a noisy machine disturbs both alike;
+- the same share of the old-logprob pass, which also compares the router's own choice with the record;
+- the ratio of an update's time under replay to one that routes natively, in turns: median and quartiles over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from models import SHAPES, make_model
+
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0"}
+
+TIMED = ("routes", "native_rows", "take", "observe_native", "check_dispatch", "__exit__")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="mid", choices=sorted(SHAPES), help="shape of the random model")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=256, help="of each sequence")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        result = measure(options, Path(folder))
+    for name, value in result.items():
+        print(f"{name:42} {value:.4g}" if isinstance(value, float) else f"{name:42} {value}")
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+class Timer:
+    """Seconds inside the session's methods, those that call each other counted once."""
+
+    def __init__(self, session):
+        self.session, self.seconds, self.depth = session, 0.0, 0
+
+    def install(self, names):
+        kind = type(self.session)
+        self.kept = {name: getattr(kind, name) for name in names}
+        for name, method in self.kept.items():
+            setattr(kind, name, self._timed(method))
+
+    def remove(self):
+        for name, method in self.kept.items():
+            setattr(type(self.session), name, method)
+
+    def _timed(self, method):
+        def timed(*args, **kwargs):
+            start, self.depth = time.perf_counter(), self.depth + 1
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.depth -= 1
+                if not self.depth:
+                    self.seconds += time.perf_counter() - start
+
+        return timed
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
+    from moe_rl.config.hf import read_model
+    from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
+    from moe_rl.megatron import world
+    from moe_rl.megatron.microbatch import pack
+    from moe_rl.megatron.policy import Policy
+    from moe_rl.replay.routes import SequenceRoutes, microbatch_routes
+    from moe_rl.replay.session import ReplaySession
+    from moe_rl.trace import TraceSpec
+    from moe_rl.types import Sequence
+
+    os.environ["MASTER_PORT"] = str(20_000 + os.getpid() % 20_000)
+    world.start(ParallelConfig(), seed=1, timeout_seconds=60)
+    path = make_model(options.model, folder / "model")
+    (path / "tokenizer.json").write_text("{}")
+    facts = read_model(path)
+    train = TrainConfig(dtype="float32", microbatch_tokens=options.tokens * 2, optimizer=OptimizerConfig(lr=1e-6))
+    policy = Policy(facts, train, ParallelConfig(), path, temperature=1.0)
+    spec = TraceSpec.from_layers("bench", facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
+    rng = np.random.default_rng(0)
+    microbatches, tables = [], []
+    for number in range(0, options.sequences, 2):
+        pair, parts = [], []
+        for key in (f"s{number}", f"s{number + 1}"):
+            tokens = rng.integers(0, facts.vocab, options.tokens + 1).tolist()
+            half = options.tokens // 2
+            pair.append(
+                Sequence(key, tuple(tokens[:half]), tuple(tokens[half:]), np.zeros(len(tokens) - half, np.float32),
+                         1.0, 0, None)
+            )  # fmt: skip
+            scores = rng.random((options.tokens, len(facts.moe_layers), facts.num_experts))
+            routes = np.argsort(scores, -1)[..., : facts.top_k].astype(np.uint8)
+            nothing = np.zeros(options.tokens, bool)
+            parts.append(SequenceRoutes(key, np.array(tokens[:-1]), routes, nothing, ~nothing))
+        microbatch = pack(pair, [0, 1], world.device())
+        microbatches.append(microbatch)
+        tables.append(
+            microbatch_routes(
+                parts, spec, layers=policy.layers, names=[p.key for p in parts],
+                fed=microbatch.fed(pair), padded_tokens=sum(microbatch.lengths),
+                rows=microbatch.rows, expert_parallel=1, device=world.device(),
+            )
+        )  # fmt: skip
+
+    def loss(number, logprobs):
+        return -logprobs.sum() / 1e4
+
+    def timed(mode, run, **options):
+        session = ReplaySession(tables, policy.layers, mode=mode, name="bench", rank=0, **options)
+        timer = Timer(session)
+        timer.install(TIMED)
+        start = time.perf_counter()
+        try:
+            with session:
+                run(session)
+        finally:
+            timer.remove()
+        return time.perf_counter() - start, timer.seconds
+
+    def update(session):
+        policy.update(microbatches, session, loss)
+
+    rows = []
+    for number in range(options.rounds + 1):
+        replayed = timed("replay", update)
+        native = timed("observe", update)
+        forward = timed("replay", lambda s: policy.logprobs(microbatches, s), compare_native=True)
+        if number:  # the first warms up
+            rows.append((replayed, native, forward))
+    world.stop()
+    ratio = [replayed[0] / native[0] for replayed, native, _ in rows]
+    quartiles = statistics.quantiles(ratio, n=4)
+    return {
+        "model": f"{facts.layers} layers, {facts.top_k} of {facts.num_experts} experts, hidden {facts.hidden_size}",
+        "tokens of an update": options.sequences * options.tokens,
+        "session's share of an update": statistics.median(r[1] / r[0] for r, _, _ in rows),
+        "session's share of an old-logprob pass": statistics.median(f[1] / f[0] for _, _, f in rows),
+        "update under replay : native": statistics.median(ratio),
+        "quartiles": [round(quartiles[0], 3), round(quartiles[2], 3)],
+        "seconds of an update": statistics.median(r[0] for r, _, _ in rows),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""The layouts, schedules and precisions in which replay is proven, each on a fixed small batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
+
+Mode = Literal["r3", "r2", "native", "observe"]
+
+MICROBATCH_TOKENS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run on `ranks` processes. parallel, train: what differs from the defaults of these config sections.
+
+    mode: r3 forces random routes; r2 replays what other router weights chose; native routes freely; observe as well,
+    with the recorded routes at hand for comparison. fault: one to plant, see `rank.FAULTS` and `rank.UPDATE_FAULTS`; or
+    "broken off", an update that ends in the middle of the schedule and is then done again.
+    """
+
+    ranks: int
+    parallel: dict[str, int] = field(default_factory=dict)
+    train: dict[str, object] = field(default_factory=dict)
+    mode: Mode = "r3"
+    fault: str = "none"
+
+    @property
+    def name(self) -> str:
+        """Such as "TP2 EP2 PP2 recompute=uniform r2"; unique among the cases of a world size."""
+        words = [self.layout_name]
+        words += [self.mode] if self.mode != "r3" else []
+        words += [f"fault={self.fault}"] if self.fault != "none" else []
+        return " ".join(words)
+
+    @property
+    def layout_name(self) -> str:
+        """The same without what is done in it."""
+        short = {
+            "tensor": "TP",
+            "context": "CP",
+            "expert": "EP",
+            "expert_tensor": "ETP",
+            "pipeline": "PP",
+            "virtual_pipeline": "VPP",
+        }
+        words = [f"{short[key]}{size}" for key, size in self.parallel.items() if size > 1]
+        if self.copies > 1:
+            words.append(f"DP{self.copies}")
+        words += [f"{key}={str(value).lower()}" for key, value in self.train.items()]
+        return " ".join(words) or "one rank"
+
+    @property
+    def copies(self) -> int:
+        """Data-parallel replicas."""
+        sharing = ("tensor", "context", "pipeline")
+        return self.ranks // _product(self.parallel.get(key, 1) for key in sharing)
+
+    @property
+    def parallel_config(self) -> ParallelConfig:
+        return ParallelConfig(**self.parallel)
+
+    @property
+    def train_config(self) -> TrainConfig:
+        settings = {"dtype": "float32", **self.train}
+        return TrainConfig(
+            microbatch_tokens=MICROBATCH_TOKENS, optimizer=OptimizerConfig(lr=1e-3, clip_grad=1e9), **settings
+        )
+
+
+def _product(sizes) -> int:
+    total = 1
+    for size in sizes:
+        total *= size
+    return total
+
+
+_INTERLEAVED = {"pipeline": 2, "virtual_pipeline": 2}
+_UNIFORM, _BLOCK, _MOE = ({"recompute": kind} for kind in ("uniform", "block", "moe"))
+_OVERLAP = {"overlap_expert_parallel_comm": True}
+_WHOLE_OPTIMIZER = {"distributed_optimizer": False}
+
+# Every one is compared with the reference under forced random routes, and once more with replay off, as the control.
+LAYOUTS = [
+    Case(1),
+    Case(1, train=_UNIFORM),
+    Case(2),
+    Case(2, {"expert": 2}),
+    Case(2, {"expert": 2}, _UNIFORM),
+    # the experts are whole on both ranks of a tensor-parallel group, each of which sends them other tokens
+    Case(2, {"tensor": 2}),
+    Case(2, {"tensor": 2, "expert": 2}),
+    Case(2, {"tensor": 2, "expert": 2}, _UNIFORM),
+    Case(2, {"tensor": 2, "expert_tensor": 2}),
+    # the ranks that share an expert's matrices come with microbatches of different lengths
+    Case(2, {"expert_tensor": 2}),
+    Case(2, {"context": 2}),
+    Case(2, {"context": 2, "expert": 2}, _UNIFORM),
+    Case(2, {"pipeline": 2}),
+    Case(2, {"pipeline": 2}, _UNIFORM),
+    Case(2, _INTERLEAVED, _UNIFORM),
+    # of four layers runs of three and of one
+    Case(2, {"expert": 2}, {**_UNIFORM, "recompute_layers": 3}),
+    # one of a stage's two layers
+    Case(2, {"pipeline": 2}, _BLOCK),
+    # the experts are recomputed when the router has gone on to the forward of later microbatches
+    Case(2, {"pipeline": 2}, _MOE),
+    Case(2, {"expert": 2}, _OVERLAP),
+    Case(2, {"tensor": 2, "expert": 2}, _OVERLAP),
+    Case(2, {"context": 2, "expert": 2}, _OVERLAP),
+    Case(2, {"expert": 2}, _WHOLE_OPTIMIZER),
+    Case(4, {"tensor": 2, "expert": 2}, _UNIFORM),
+    Case(4, {"tensor": 2, "expert": 4}),
+    Case(4, {"tensor": 2, "expert": 2, "expert_tensor": 2}),
+    Case(4, {"expert": 2, "pipeline": 2}, _UNIFORM),
+    Case(4, {"tensor": 2, "expert": 2, "pipeline": 2}),
+    Case(4, {"expert": 2, **_INTERLEAVED}),
+    Case(4, {"pipeline": 4}),
+    Case(4, {"context": 4, "expert": 4}),
+    Case(4, {"tensor": 2, "context": 2, "expert": 2}),
+    Case(4, {"context": 2, "expert": 2, "pipeline": 2}, _UNIFORM),
+    Case(4, {"expert": 2, **_INTERLEAVED}, _MOE),
+    Case(4, {"tensor": 2, "expert": 2}, _OVERLAP),
+    Case(4, {"expert": 2, **_INTERLEAVED}, _OVERLAP),
+    # an odd number of microbatches, hence a filler
+    Case(4, {"tensor": 2, "expert": 2, **_INTERLEAVED}, _OVERLAP),
+    Case(4, {"expert": 2, "pipeline": 2}, _WHOLE_OPTIMIZER),
+]
+# R2 needs nothing of a layout that R3 does not: some of each kind.
+RECORDED = [
+    Case(1, mode="r2"),
+    Case(2, {"tensor": 2, "expert": 2}, _UNIFORM, mode="r2"),
+    Case(2, {"context": 2}, mode="r2"),
+    Case(2, _INTERLEAVED, mode="r2"),
+]

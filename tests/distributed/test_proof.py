@@ -1,0 +1,128 @@
+"""The trained policy against an independent reference: same routes, same gradients, in any layout and schedule."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_rl.proof.batch import LENGTHS
+from moe_rl.proof.cases import LAYOUTS, RECORDED, Case
+from moe_rl.proof.matrix import merged
+
+# The first case of a world size waits for all of them.
+pytestmark = pytest.mark.timeout(600)
+
+TP2_EP2, VPP2 = {"tensor": 2, "expert": 2}, {"pipeline": 2, "virtual_pipeline": 2}
+LAYERS = 4
+
+
+def name(case: Case) -> str:
+    return f"{case.ranks}: {case.name}"
+
+
+def forwarded() -> int:
+    return sum(prompt + completion - 1 for prompt, completion in LENGTHS)
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=name)
+def test_replay_equals_the_reference_with_the_same_routes(proven, case):
+    outcome = proven.outcome(case)
+    assert outcome.gradients < 1e-6 and outcome.logprobs < 2e-6
+    assert outcome.free_gradients > 1e-2, "the random routes are no test: freely routed, the model learns the same"
+    # seen at the dispatchers themselves: every map, and every count of rows that arrived
+    assert (outcome.wrong_maps, outcome.wrong_received) == (0, 0) and 0 < outcome.maps_with_grad < outcome.maps
+    assert outcome.consumed == outcome.expected > 0
+
+
+@pytest.mark.parametrize("case", [replace(case, mode="observe") for case in LAYOUTS], ids=name)
+def test_with_replay_off_the_same_checks_fail(proven, case):
+    outcome = proven.outcome(case)
+    assert outcome.gradients > 1e-2 and outcome.logprobs > 1e-2
+    assert outcome.wrong_maps == outcome.maps > 0 and outcome.wrong_received > 0.9 * outcome.maps
+    # and the model itself is right: it is the one that routes natively
+    assert outcome.free_gradients < 1e-6
+
+
+@pytest.mark.parametrize("case", RECORDED, ids=name)
+def test_the_trainers_own_routes_are_replayed_in_the_update(proven, case):
+    """The routes were recorded under other router weights: without replay the gradients are others (R2)."""
+    outcome = proven.outcome(case)
+    assert outcome.gradients < 1e-6 < 1e-2 < outcome.free_gradients
+    assert outcome.consumed == outcome.expected > 0
+
+
+def test_a_gradient_reaches_every_router_through_routes_it_would_not_take(reference):
+    _, gradients = reference(forced=True)
+    routers = [g for key, g in gradients.items() if key.endswith("mlp.gate.weight")]
+    assert len(routers) == LAYERS and all(g.abs().max() > 1e-4 for g in routers)
+
+
+@pytest.mark.parametrize("case", [Case(2, TP2_EP2, mode="native")], ids=name)
+def test_observing_changes_nothing(proven, case):
+    native, observed = proven.ranks(case), proven.ranks(replace(case, mode="observe"))
+    for a, b in zip(native, observed, strict=True):
+        assert a["logprobs"].keys() == b["logprobs"].keys()
+        assert all(torch.equal(a["logprobs"][i], b["logprobs"][i]) for i in a["logprobs"])
+        assert a["grad_norm"] == b["grad_norm"]
+        assert b["tallies"][0]["native_mismatch"] > 0 and b["tallies"][0]["consumed"] == 0
+
+
+def test_every_layout_takes_the_same_step(proven):
+    norms, weights = [], []
+    for case in LAYOUTS:
+        ranks = proven.ranks(case)
+        norms += [rank["grad_norm"] for rank in ranks]
+        weights.append(merged(ranks, "weights"))
+    assert norms == pytest.approx([norms[0]] * len(norms), rel=1e-6)
+    for other in weights[1:]:
+        # Adam's first step is lr * sign(g): where g is about 0 the sign is rounding, elsewhere the weights agree
+        wrong = sum(int(((weights[0][n] - other[n]).abs() > 1e-5).sum()) for n in other)
+        assert wrong <= 1e-4 * sum(t.numel() for t in other.values())
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=name)
+def test_the_ledger_counts_each_route_once_a_pass(proven, case):
+    ranks = proven.ranks(case)
+    # over all ranks every forwarded token once in each layer, however the ranks share them
+    assert sum(rank["tallies"][0]["native_positions"] for rank in ranks) == LAYERS * forwarded()
+    for rank in ranks:
+        forward, update = rank["tallies"]
+        # once forward, and once more in the layers that are recomputed
+        times = 1 + len(rank["recomputed_layers"]) / len(rank["layers"])
+        assert forward["consumed"] == forward["expected"] == rank["microbatches"] * len(rank["layers"]) > 0
+        assert update["consumed"] == update["expected"] == times * forward["expected"]
+        assert forward["applied_mismatch"] == update["applied_mismatch"] == 0
+        assert update["applied_checked"] == times * forward["applied_checked"] > 0
+        # random routes are not what the router would choose, and the comparison sees it
+        assert forward["native_mismatch"] > 0.9 * forward["native_positions"]
+        assert sum(forward["native_by_layer"].values()) == forward["native_mismatch"]
+        assert forward["native_token_mismatch"] == forward["native_tokens"]
+
+
+@pytest.mark.parametrize(
+    "case, message",
+    [
+        (Case(ranks, layout, fault=fault), message)
+        for ranks, layout, fault, message in [
+            (2, TP2_EP2, "swapped", "tokens were dispatched to other experts than recorded"),
+            (2, TP2_EP2, "repeated", "routes were not taken exactly once"),
+            (2, TP2_EP2, "orphan", "routes were not taken exactly once"),
+            (2, VPP2, "swapped", "tokens were dispatched to other experts than recorded"),
+            (2, VPP2, "orphan", "routes were not taken exactly once"),
+        ]
+    ],
+    ids=lambda value: name(value) if isinstance(value, Case) else "",
+)
+def test_a_planted_fault_is_refused_and_named(proven, case, message):
+    first, last = (rank["error"] for rank in proven.ranks(case))
+    assert first is None
+    assert last.startswith(f"{message} (logprobs, rank 1): got ")
+
+
+@pytest.mark.parametrize("case", [Case(2, TP2_EP2, {"dtype": "bfloat16"})], ids=name)
+def test_bfloat16_trains_near_the_reference(proven, reference, case):
+    logprobs, _ = reference(forced=True)
+    seen = merged(proven.ranks(case), "logprobs")
+    difference = torch.cat([(seen[i] - logprobs[i]).abs() for i in logprobs])
+    assert 1e-4 < difference.mean() < 0.1
+    assert proven.outcome(case).wrong_maps == 0

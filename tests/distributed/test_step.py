@@ -1,0 +1,120 @@
+"""A training step when routes are missing or of older weights: refused, dropped, or routed natively, and counted."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moe_rl.proof.batch import LENGTHS
+from tests.distributed.conftest import torchrun
+
+pytestmark = pytest.mark.timeout(300)
+LAYERS = 4
+TOKENS = [prompt + completion - 1 for prompt, completion in LENGTHS]
+NATIVE = ["replay.missing=native", "replay.max_fallback_fraction=0.2"]
+STALE = ["replay.max_staleness=1", "replay.stale=replay"]
+CASES = {
+    "whole": {},
+    "r2": {"overrides": ["replay.mode=r2"]},
+    "off": {"overrides": ["replay.mode=off"]},
+    "missing-refused": {"missing": [3]},
+    "missing-native": {"overrides": NATIVE, "missing": [3], "short": [5]},
+    "missing-native-too-many": {"overrides": NATIVE, "missing": [1, 3, 4]},
+    "missing-dropped": {"overrides": ["replay.missing=drop", "replay.max_fallback_fraction=0.2"], "missing": [3, 4]},
+    "missing-dropped-too-many": {
+        "overrides": ["replay.missing=drop", "replay.max_fallback_fraction=0.2"],
+        "missing": [3, 4],
+        "short": [5],
+    },
+    "stale-refused": {"old": [2]},
+    "stale-replayed": {"overrides": STALE, "old": [2, 5]},
+    "stale-native": {
+        "overrides": ["replay.max_staleness=1", "replay.stale=native", "replay.max_fallback_fraction=0.2"],
+        "old": [2, 5],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def steps(checkpoint, tmp_path_factory):
+    """{case: what rank 0 has}, after both ranks were found to have the same."""
+    out = tmp_path_factory.mktemp("steps")
+    (out / "cases.json").write_text(json.dumps(CASES))
+    process = torchrun(2, Path(__file__).with_name("step_worker.py"), checkpoint, out, out / "cases.json")
+    assert process.returncode == 0, process.stderr[-3000:]
+    first, second = (json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2))
+    for name in CASES:
+        if isinstance(first[name], dict):
+            assert first[name] == second[name], name
+    return {name: (first[name], second[name]) for name in CASES}
+
+
+def test_whole_routes_leave_nothing_to_the_router(steps):
+    metrics, _ = steps["whole"]
+    assert metrics["routing/coverage"] == 1 and metrics["routing/consumed"] == metrics["routing/expected"] > 0
+    fallbacks = ("applied_mismatch", "fallback_positions", "dropped_sequences", "stale_tokens")
+    assert [metrics[f"routing/{name}"] for name in fallbacks] == [0, 0, 0, 0]
+    layers = [metrics[f"routing/shadow_mismatch_layer/{layer:03d}"] for layer in range(LAYERS)]
+    assert sum(layers) / LAYERS == pytest.approx(metrics["routing/shadow_mismatch"]) and min(layers) > 0.9
+
+
+def test_r2_measures_natively_and_replays_its_own_routes(steps):
+    (r2, _), (off, _), (r3, _) = steps["r2"], steps["off"], steps["whole"]
+    for name in ("policy_kl/k1", "policy_kl/k3", "routing/native_mismatch", "routing/native_token_mismatch"):
+        assert r2[name] == off[name]
+    assert r2["policy_kl/k3"] == r3["policy_kl/k3_native"] != r3["policy_kl/k3"]
+    # one update: the recording pass and the update
+    assert r2["routing/consumed"] == r2["routing/expected"] == r3["routing/expected"] > 0
+    assert "routing/shadow_mismatch" not in r2 and "routing/native_mismatch_layer/003" in r2
+    assert "routing/consumed" not in off
+    # the first update's own choice is what was recorded
+    assert r2["optim/grad_norm"] == pytest.approx(off["optim/grad_norm"], rel=1e-6)
+    assert r3["optim/grad_norm"] != pytest.approx(off["optim/grad_norm"], rel=1e-2)
+
+
+def test_missing_routes_are_refused_by_default(steps):
+    for rank in steps["missing-refused"]:
+        assert "too many sequences have tokens without a recorded route (the first is s3, 9 of its 9 tokens)" in rank
+        assert "got 1 of 10 sequences, expected at most 0.00%" in rank
+
+
+def test_missing_routes_are_left_to_the_router_within_the_bound(steps):
+    metrics, _ = steps["missing-native"]
+    native = LAYERS * (TOKENS[3] + 2)
+    assert metrics["routing/fallback_positions"] == native
+    assert metrics["routing/coverage"] == 1 - native / (LAYERS * sum(TOKENS))
+    assert metrics["routing/applied_mismatch"] == 0 and metrics["routing/consumed"] == metrics["routing/expected"]
+    # only what is recorded is compared
+    assert metrics["routing/shadow_mismatch"] > 0.9
+
+
+def test_above_the_bound_every_rank_refuses_before_any_pass(steps):
+    native, total = LAYERS * sum(TOKENS[i] for i in (1, 3, 4)), LAYERS * sum(TOKENS)
+    for rank in steps["missing-native-too-many"]:
+        assert rank.startswith("ReplayError: too much of a step would be routed natively")
+        assert f"got {native} of {total} (token, layer) positions" in rank
+    for rank in steps["missing-dropped-too-many"]:
+        assert "too many sequences have tokens without a recorded route (the first is s3, 9 of its 9 tokens)" in rank
+        assert "got 3 of 10 sequences, expected at most 20.00%" in rank
+
+
+def test_sequences_without_routes_are_dropped_and_counted(steps):
+    metrics, _ = steps["missing-dropped"]
+    assert metrics["routing/dropped_sequences"] == 2 and metrics["routing/coverage"] == 1
+    assert metrics["routing/fallback_positions"] == 0
+    assert metrics["optim/grad_norm"] != steps["whole"][0]["optim/grad_norm"]
+
+
+def test_routes_of_older_weights(steps):
+    message = "routes are of weights that may not be trained on (request s2, tokens 0 to 6): got weight version 4"
+    # one rank has the sequence; the other learns that it need not begin
+    mine = [message in rank for rank in steps["stale-refused"]]
+    assert sorted(mine) == [False, True]
+    other = steps["stale-refused"][mine.index(False)]
+    assert f"another rank refused the routes of its sequences: got rank {mine.index(True)}, see its error" in other
+    prompts = sum(LENGTHS[i][0] for i in (2, 5))
+    replayed, native, whole = (steps[name][0] for name in ("stale-replayed", "stale-native", "whole"))
+    assert replayed["routing/stale_tokens"] == native["routing/stale_tokens"] == prompts
+    assert replayed["routing/coverage"] == 1 and replayed["optim/grad_norm"] == whole["optim/grad_norm"]
+    assert native["routing/fallback_positions"] == LAYERS * prompts
+    assert native["optim/grad_norm"] != whole["optim/grad_norm"]
