@@ -17,6 +17,10 @@ CASES = {
     "whole": {},
     "r2": {"overrides": ["replay.mode=r2"]},
     "off": {"overrides": ["replay.mode=off"]},
+    "recomputed": {"overrides": ["train.recompute=moe"]},
+    "r2-overlapped": {
+        "overrides": ["replay.mode=r2", "train.dtype=bfloat16", "train.overlap_expert_parallel_comm=true"]
+    },
     "missing-refused": {"missing": [3]},
     "missing-native": {"overrides": NATIVE, "missing": [3], "short": [5]},
     "missing-native-too-many": {"overrides": NATIVE, "missing": [1, 3, 4]},
@@ -70,6 +74,14 @@ def test_r2_measures_natively_and_replays_its_own_routes(steps):
     # the first update's own choice is what was recorded
     assert r2["optim/grad_norm"] == pytest.approx(off["optim/grad_norm"], rel=1e-6)
     assert r3["optim/grad_norm"] != pytest.approx(off["optim/grad_norm"], rel=1e-2)
+
+
+def test_the_ledger_expects_what_the_config_makes_run_again(steps):
+    (whole, _), (recomputed, _), (r2, _) = steps["whole"], steps["recomputed"], steps["r2-overlapped"]
+    # the old-logprob pass once, the update once or twice
+    assert recomputed["routing/consumed"] == recomputed["routing/expected"] == 1.5 * whole["routing/expected"]
+    assert recomputed["optim/grad_norm"] == whole["optim/grad_norm"]
+    assert r2["routing/consumed"] == r2["routing/expected"] == whole["routing/expected"]
 
 
 def test_missing_routes_are_refused_by_default(steps):
