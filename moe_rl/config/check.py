@@ -43,6 +43,7 @@ def problems(config: Config, world_size: int) -> list[str]:
     found += _objective_problems(config)
     found += _replay_problems(config)
     found += _rank_problems(config, facts, world_size)
+    found += _schedule_problems(config, facts)
     plan = make_plan(config, facts, world_size) if facts is not None else None
     found += _folder_problems(config.run.runs_dir, plan)
     return found
@@ -250,6 +251,49 @@ def _rank_problems(config: Config, facts: ModelFacts | None, world_size: int) ->
             "rollout: fewer sequences in an update than data-parallel ranks to train on them",
             got=f"{per_update} sequences and {shares} ranks",
             do="raise rollout.prompts_per_step or rollout.group_size, or lower train.updates_per_step",
+        )
+
+
+def _schedule_problems(config: Config, facts: ModelFacts | None) -> Iterator[str]:
+    train, parallel = config.train, config.parallel
+    if train.recompute in ("uniform", "block"):
+        held = facts.layers // (parallel.pipeline * parallel.virtual_pipeline) if facts is not None else None
+        if held and train.recompute_layers > held:
+            yield describe(
+                "train.recompute_layers: more than the adjacent layers that a stage holds",
+                got=train.recompute_layers,
+                expected=f"at most {held}",
+            )
+    elif train.recompute_layers > 1:
+        yield describe(
+            f"train.recompute_layers: without effect where train.recompute is {train.recompute}",
+            got=train.recompute_layers,
+            expected="train.recompute uniform or block",
+            do="remove it, or set train.recompute",
+        )
+    if not train.overlap_expert_parallel_comm:
+        return
+    where = "train.overlap_expert_parallel_comm is on"
+    if parallel.expert == 1:
+        yield describe("parallel.expert: there is nothing to overlap", where=where, got=1, expected="at least 2")
+    if train.dtype != "bfloat16":
+        yield describe(
+            "train.dtype: megatron overlaps in bfloat16 only", where=where, got=train.dtype, expected="bfloat16"
+        )
+    if train.recompute != "none":
+        yield describe(
+            "train.recompute: megatron cannot recompute layers that it runs in parts",
+            where=where,
+            got=train.recompute,
+            expected="none",
+        )
+    if parallel.pipeline > 1 and parallel.virtual_pipeline == 1:
+        yield describe(
+            "parallel.virtual_pipeline: in a pipeline megatron overlaps interleaved stages only",
+            where=where,
+            got=1,
+            expected="at least 2",
+            do="set it to 2, or turn one of parallel.pipeline and the overlap off",
         )
 
 

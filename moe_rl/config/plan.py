@@ -57,6 +57,7 @@ class Plan:
     parameters_per_rank: int
     parameter_bytes_per_rank: int
     main_grad_bytes_per_rank: int
+    distributed_optimizer: bool
     optimizer_bytes_per_rank: int
     reference_bytes_per_rank: int
     checkpoint_bytes: int
@@ -148,8 +149,13 @@ def make_plan(config: Config, facts: ModelFacts, world_size: int) -> Plan:
         parameters_per_rank=per_rank,
         parameter_bytes_per_rank=per_rank * parameter_bytes,
         main_grad_bytes_per_rank=per_rank * MAIN_GRAD_BYTES,
+        distributed_optimizer=train.distributed_optimizer,
         optimizer_bytes_per_rank=state_bytes
-        * (_ceil(dense_per_rank, data_parallel * parallel.context) + _ceil(expert_per_rank, expert_data_parallel)),
+        * (
+            _ceil(dense_per_rank, data_parallel * parallel.context) + _ceil(expert_per_rank, expert_data_parallel)
+            if train.distributed_optimizer
+            else per_rank
+        ),
         reference_bytes_per_rank=per_rank * parameter_bytes if config.objective.kl_coef > 0 else 0,
         checkpoint_bytes=count.total * (parameter_bytes + state_bytes),
         weight_sync_bytes=count.total * DTYPE_BYTES[rollout.dtype],
@@ -225,7 +231,11 @@ def render(plan: Plan) -> str:
         "memory per rank": [
             ("parameters", _size(plan.parameter_bytes_per_rank), ""),
             ("main gradients", _size(plan.main_grad_bytes_per_rank), "float32"),
-            ("optimizer state", _size(plan.optimizer_bytes_per_rank), "float32, sharded over its data-parallel group"),
+            (
+                "optimizer state",
+                _size(plan.optimizer_bytes_per_rank),
+                "float32, " + ("sharded over its data-parallel group" if plan.distributed_optimizer else "not sharded"),
+            ),
             (
                 "reference model",
                 _size(plan.reference_bytes_per_rank),

@@ -148,8 +148,17 @@ class TrainConfig(Section):
     """Optimizer updates from one rollout batch, each on its own share of the groups."""
     microbatch_tokens: Count
     """Tokens packed into one microbatch, before padding to a multiple of 8 rows for each rank of `parallel.context`."""
-    recompute: Literal["none", "full"] = "none"
-    """Activation recomputation."""
+    recompute: Literal["none", "uniform", "block", "moe"] = "none"
+    """Activations computed again in the backward pass instead of kept. uniform: of all layers; kept is what goes into
+    each run of `recompute_layers` layers. block: of the first `recompute_layers` layers of every run of adjacent layers
+    that a stage holds. moe: of every layer's router and experts, not of its attention."""
+    recompute_layers: Count = 1
+    """Layers of a run (uniform) or at its start (block): see `recompute`."""
+    overlap_expert_parallel_comm: bool = False
+    """Combined 1F1B: the forward of one microbatch and the backward of another in turns, layer by layer, so that tokens
+    of one travel between the ranks of `parallel.expert` while the other is computed. Holds the activations of both."""
+    distributed_optimizer: bool = True
+    """Share the optimizer state among data-parallel ranks. Off, each of them holds all of it."""
     optimizer: OptimizerConfig
 
 

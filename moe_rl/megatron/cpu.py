@@ -2,7 +2,8 @@
 
 Megatron-core asks `torch.cuda` four kinds of questions even when every tensor lives in host memory. They are answered:
 
-1. which device, which stream?          torch.cuda.{current_device, current_stream, Stream, Event, synchronize}
+1. which device, which stream?          torch.cuda.{current_device, current_stream, Stream, Event, synchronize},
+                                        Tensor.record_stream
 2. the CUDA random generator            is the CPU generator: the only one that draws numbers here
 3. make this tensor on "cuda"           `HostDevice`, a TorchFunctionMode, reads that as "cpu"
 4. is this a torch.cuda.FloatTensor?    `HostDevice` answers `Tensor.type()` in the words the optimizer looks for
@@ -93,6 +94,8 @@ def install() -> None:
     cuda.synchronize = lambda *a, **k: None
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *a, **k: torch.get_rng_state()
     cuda.manual_seed = torch.manual_seed
+    # Tells the GPU's caching allocator who still reads a tensor, which combined 1F1B does. It rejects our Stream.
+    torch.Tensor.record_stream = lambda tensor, stream: None
     HostDevice().__enter__()
 
     from megatron.core.tensor_parallel import mappings

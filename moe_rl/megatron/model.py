@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from moe_rl.config.hf import ModelFacts
 from moe_rl.config.schema import ParallelConfig, TrainConfig
 from moe_rl.megatron import hf_map
+from moe_rl.megatron.bypasses import refuse_bypasses
 from moe_rl.megatron.layers import PackedRotaryEmbedding
 from moe_rl.megatron.specs import block_spec
 
@@ -24,9 +25,6 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 def transformer_config(facts: ModelFacts, train: TrainConfig, parallel: ParallelConfig) -> TransformerConfig:
     """Megatron's config for a Qwen3-MoE model: every layer MoE, softmax over the top-k logits, no dropped tokens."""
     dtype, interleaved = DTYPES[train.dtype], parallel.virtual_pipeline > 1
-    recompute = {}
-    if train.recompute == "full":
-        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         num_layers=facts.layers,
         hidden_size=facts.hidden_size,
@@ -77,8 +75,34 @@ def transformer_config(facts: ModelFacts, train: TrainConfig, parallel: Parallel
         # scaled by nothing.
         calculate_per_token_loss=True,
         finalize_model_grads_func=_sum_gradients,
-        **recompute,
+        overlap_moe_expert_parallel_comm=train.overlap_expert_parallel_comm,
+        **_recomputation(train),
     )
+
+
+def _recomputation(train: TrainConfig) -> dict:
+    if train.recompute == "none":
+        return {}
+    if train.recompute == "moe":
+        return {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": train.recompute,
+        "recompute_num_layers": train.recompute_layers,
+    }
+
+
+def recomputed_layers(chunks: list[torch.nn.Module]) -> frozenset[int]:
+    """Global 0-based numbers of the MoE layers of `chunks` that a training pass runs a second time."""
+    numbers = []
+    for block in (unwrap(chunk).decoder for chunk in chunks):
+        config, layers = block.config, []
+        if config.recompute_granularity == "full":
+            layers = block.layers[: config.recompute_num_layers if config.recompute_method == "block" else None]
+        elif config.recompute_granularity == "selective" and "moe" in config.recompute_modules:
+            layers = block.layers
+        numbers += [layer.layer_number - 1 for layer in layers if layer.is_moe_layer]
+    return frozenset(numbers)
 
 
 def _sum_gradients(model, num_tokens, **kwargs):
@@ -88,8 +112,10 @@ def _sum_gradients(model, num_tokens, **kwargs):
 def build_model(facts: ModelFacts, config: TransformerConfig, checkpoint) -> list[torch.nn.Module]:
     """What this rank holds of the model, one GPTModel with replay for each run of layers, in the model's order.
 
-    Filled from a Hugging Face checkpoint folder, wrapped for bf16 when the config says so.
+    Filled from a Hugging Face checkpoint folder, wrapped for bf16 when the config says so. Raises ConfigError when the
+    config has settings under which replay is not exact.
     """
+    refuse_bypasses(config)
     runs = config.virtual_pipeline_model_parallel_size
     numbers = [None] if runs is None else range(runs)
     return [_build_chunk(facts, config, checkpoint, number) for number in numbers]
@@ -120,9 +146,9 @@ def _build_chunk(facts: ModelFacts, config: TransformerConfig, checkpoint, vp_st
 def wrap_for_training(
     chunks: list[torch.nn.Module], config: TransformerConfig, train: TrainConfig
 ) -> tuple[list[DistributedDataParallel], MegatronOptimizer]:
-    """Data parallelism with float32 main gradients, and the distributed optimizer over it."""
+    """Data parallelism with float32 main gradients, and over it the optimizer, distributed or whole on every rank."""
     ddp_config = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False
+        use_distributed_optimizer=train.distributed_optimizer, grad_reduce_in_fp32=True, overlap_grad_reduce=False
     )
     # Of later chunks all gradients are ready at once, so that buckets would only make more, smaller messages.
     chunks = [
@@ -139,7 +165,7 @@ def wrap_for_training(
             adam_eps=settings.eps,
             weight_decay=settings.weight_decay,
             clip_grad=settings.clip_grad,
-            use_distributed_optimizer=True,
+            use_distributed_optimizer=train.distributed_optimizer,
             bf16=config.bf16,
             fp16=False,
             params_dtype=config.params_dtype,

@@ -11,7 +11,7 @@ from moe_rl.config.hf import ModelFacts
 from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
 from moe_rl.megatron import hf_map, schedule
 from moe_rl.megatron.microbatch import Microbatch
-from moe_rl.megatron.model import build_model, transformer_config, unwrap, wrap_for_training
+from moe_rl.megatron.model import build_model, recomputed_layers, transformer_config, unwrap, wrap_for_training
 from moe_rl.megatron.schedule import LossFunction
 from moe_rl.replay.session import ReplaySession
 
@@ -49,6 +49,11 @@ class Policy:
         layers = (layer for chunk in self.chunks for layer in unwrap(chunk).decoder.layers)
         return tuple(layer.layer_number - 1 for layer in layers if layer.is_moe_layer)
 
+    @property
+    def recomputed_layers(self) -> frozenset[int]:
+        """Those of `layers` that an update runs a second time, in its backward pass."""
+        return recomputed_layers(self.chunks)
+
     def logprobs(
         self, microbatches: list[Microbatch], session: ReplaySession | None, temperature: float | None = None
     ) -> list[torch.Tensor]:
@@ -58,10 +63,11 @@ class Policy:
         """
         for chunk in self.chunks:
             chunk.eval()
-        results = schedule.logprobs(self.chunks, microbatches, session, temperature or self.temperature)
-        for chunk in self.chunks:
-            chunk.train()
-        return results
+        try:
+            return schedule.logprobs(self.chunks, microbatches, session, temperature or self.temperature)
+        finally:
+            for chunk in self.chunks:
+                chunk.train()
 
     def update(self, microbatches: list[Microbatch], session: ReplaySession | None, loss: LossFunction) -> UpdateResult:
         """One optimizer step on the gradient of the summed losses. A non-finite gradient changes nothing, anywhere.

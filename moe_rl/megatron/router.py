@@ -1,9 +1,10 @@
 """Routing replay inside megatron-core, plugged in through the module spec: no global list, no action switch, no order.
 
     ReplaySeqParams   PackedSeqParams that also carries the microbatch's handle into the replay session
-    ReplayLayer       binds the handle to its MoE layer where every schedule and every recomputation passes first
+    ReplayLayer       binds the handle to its MoE layer where every schedule and the recomputation of layers pass first
     ReplayRouter      TopKRouter that takes the recorded experts; their weights come from the live logits
-    ReplayMoELayer    shows the routing map to the session on its way to the dispatcher
+    ReplayMoELayer    shows the routing map to the session on its way to the dispatcher; keeps the handle for its own
+                      recomputation
 
 The weights are computed by megatron's own score function from dense scores gathered at the recorded experts, so the
 router's gradient lives however far the replayed set is from the live one.
@@ -14,12 +15,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from moe_rl.errors import ConfigError, ReplayError, describe
+from moe_rl.errors import ReplayError, describe
 from moe_rl.replay.session import MicrobatchHandle
 
 
@@ -66,31 +68,30 @@ class ReplayRouter(TopKRouter):
 
     def __init__(self, config, pg_collection=None, **kwargs):
         super().__init__(config=config, pg_collection=pg_collection, **kwargs)
-        bypasses = {
-            "moe_router_fusion": config.moe_router_fusion,
-            "moe_expert_capacity_factor": config.moe_expert_capacity_factor is not None,
-            "moe_router_load_balancing_type": self.routing_type in ("sinkhorn", "quantile_balancing"),
-            "moe_router_force_load_balancing": config.moe_router_force_load_balancing,
-            "moe_enable_routing_replay": config.moe_enable_routing_replay,
-            "cuda_graph_impl": config.cuda_graph_impl not in (None, "none"),
-        }
-        if any(bypasses.values()):
-            flags = ", ".join(f"{name}={getattr(config, name)}" for name, on in bypasses.items() if on)
-            raise ConfigError(
-                describe(
-                    "these settings bypass or alter replayed routes",
-                    where="megatron config",
-                    got=flags,
-                    expected="them off",
-                    do="turn them off to replay",
-                )
-            )
         self.handle: MicrobatchHandle | None = None
         self.router_replay = _RecordedTopK(self)
 
 
 class ReplayMoELayer(MoELayer):
-    """MoELayer that lets the session compare what is dispatched with what was recorded."""
+    """MoELayer that lets the session compare what is dispatched with what was recorded, also when it is recomputed."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        # The checkpoint is taken here, around the whole forward, instead of inside of it.
+        self.recomputed, self.moe_layer_recompute = self.moe_layer_recompute, False
+
+    def forward(self, hidden_states, intermediate_tensors=None, padding_mask=None):
+        if not (self.recomputed and self.training):
+            return super().forward(hidden_states, intermediate_tensors, padding_mask)
+        # The recomputation starts behind the attention, which binds the handle; by then the router may have seen the
+        # forward of later microbatches.
+        handle, forward = self.router.handle, super().forward
+
+        def run(hidden_states, padding_mask):
+            self.router.handle = handle
+            return forward(hidden_states, intermediate_tensors, padding_mask)
+
+        return tensor_parallel.checkpoint(run, False, hidden_states, padding_mask)
 
     def preprocess(self, hidden_states, probs, routing_map):
         handle = self.router.handle
@@ -102,8 +103,8 @@ class ReplayMoELayer(MoELayer):
 class ReplayLayer(TransformerLayer):
     """TransformerLayer that hands its microbatch's key to its router.
 
-    `_forward_attention` is the one method that runs first in the plain schedule, in full recomputation and in the
-    combined-1F1B schedule alike, and that always receives the packed sequence parameters.
+    `_forward_attention` is the one method that runs first in the plain schedule, in the recomputation of whole layers
+    and in the combined 1F1B schedule alike, and that always receives the packed sequence parameters.
     """
 
     def _forward_attention(self, *args, packed_seq_params=None, **kwargs):

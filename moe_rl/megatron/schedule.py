@@ -1,4 +1,5 @@
-"""Microbatches through the model by megatron's own schedule: none, 1F1B or interleaved 1F1B, as the layout asks.
+"""Microbatches through the model by megatron's own schedule, as the layout asks: one after the other, 1F1B, interleaved
+1F1B; and in training combined 1F1B, the forward of one microbatch and the backward of another in turns, layer by layer.
 
 A microbatch's key to its routes travels with it, so no order of the schedule is assumed.
 """
@@ -16,7 +17,7 @@ from moe_rl.errors import ReplayError, describe
 from moe_rl.megatron import world
 from moe_rl.megatron.logprobs import completion_logprobs
 from moe_rl.megatron.microbatch import Microbatch, pack
-from moe_rl.replay.session import ReplaySession
+from moe_rl.replay.session import ReplaySession, require_open
 
 # (microbatch number, logprobs [N] with gradient) -> the microbatch's share of the loss, divided by its denominator
 LossFunction = Callable[[int, torch.Tensor], torch.Tensor]
@@ -56,6 +57,7 @@ def forward_backward(
 
 
 def _run(chunks, microbatches, session, after_forward, *, forward_only, **options):
+    require_open(session)
     everything = microbatches + _fillers(chunks, len(microbatches))
     _, ranks = world.context_parallel()
     for number, microbatch in enumerate(everything):
@@ -70,10 +72,14 @@ def _run(chunks, microbatches, session, after_forward, *, forward_only, **option
                 )
             )
 
-    def forward_step(iterator, model):
+    def forward_step(iterator, model, return_schedule_plan=False):
         number, microbatch = next(iterator)
         recorded = session if number < len(microbatches) else None
-        output = model(
+        if session is not None:
+            session.begin_forward(number)
+        # Combined 1F1B asks for the parts of the forward, and runs them before it asks for those of the next one.
+        forward = model.build_schedule_plan if return_schedule_plan else model
+        output = forward(
             microbatch.tokens, microbatch.positions, None, packed_seq_params=microbatch.seq_params(recorded, number)
         )
         return output, partial(after_forward, number, microbatch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from datetime import timedelta
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch.distributed import distributed_c10d
 
 from moe_rl.config.schema import ParallelConfig
 
@@ -50,6 +52,10 @@ def lay_out(parallel: ParallelConfig, *, seed: int) -> None:
 def clear() -> None:
     """Take the parallel groups away, so that others can be laid out."""
     parallel_state.destroy_model_parallel()
+    # Megatron only forgets them. Each keeps a thread of gloo awake, some dozens for every layout.
+    for group in set(distributed_c10d._world.pg_map) - {dist.group.WORLD}:
+        dist.destroy_process_group(group)
+    gc.collect()
 
 
 def stop() -> None:

@@ -17,7 +17,8 @@ class Case:
     """One run on `ranks` processes. parallel, train: what differs from the defaults of these config sections.
 
     mode: r3 forces random routes; r2 replays what other router weights chose; native routes freely; observe as well,
-    with the recorded routes at hand for comparison. fault: one to plant on the last rank, see `rank.FAULTS`.
+    with the recorded routes at hand for comparison. fault: one to plant, see `proof.faults`. after_failure: an update
+    that was broken off in the middle of its schedule comes first.
     """
 
     ranks: int
@@ -25,6 +26,7 @@ class Case:
     train: dict[str, object] = field(default_factory=dict)
     mode: Mode = "r3"
     fault: str = "none"
+    after_failure: bool = False
 
     @property
     def name(self) -> str:
@@ -32,6 +34,7 @@ class Case:
         words = [self.layout_name]
         words += [self.mode] if self.mode != "r3" else []
         words += [f"fault={self.fault}"] if self.fault != "none" else []
+        words += ["after a failure"] if self.after_failure else []
         return " ".join(words)
 
     @property
@@ -48,7 +51,7 @@ class Case:
         words = [f"{short[key]}{size}" for key, size in self.parallel.items() if size > 1]
         if self.copies > 1:
             words.append(f"DP{self.copies}")
-        words += [f"{key}={str(value).lower()}" for key, value in self.train.items()]
+        words += [key if value is True else f"{key}={str(value).lower()}" for key, value in self.train.items()]
         return " ".join(words) or "one rank"
 
     @property
@@ -77,7 +80,10 @@ def _product(sizes) -> int:
 
 
 _INTERLEAVED = {"pipeline": 2, "virtual_pipeline": 2}
-_FULL = {"recompute": "full"}
+_FULL = {"recompute": "uniform"}
+_MOE = {"recompute": "moe"}
+_OVERLAP = {"overlap_expert_parallel_comm": True}
+_WHOLE = {"distributed_optimizer": False}
 
 # Every one is compared with the reference under forced random routes, and once more with replay off, as the control.
 LAYOUTS = [
@@ -98,12 +104,32 @@ LAYOUTS = [
     Case(2, {"pipeline": 2}),
     Case(2, {"pipeline": 2}, _FULL),
     Case(2, _INTERLEAVED, _FULL),
+    # of 4 layers runs of three and of one
+    Case(2, {"expert": 2}, {"recompute": "uniform", "recompute_layers": 3}),
+    # the first of a stage's two layers
+    Case(2, {"pipeline": 2}, {"recompute": "block"}),
+    Case(2, {"expert": 2}, {"recompute": "block", "recompute_layers": 3}),
+    # the experts are recomputed when the router has gone on to the forward of later microbatches
+    Case(2, {"pipeline": 2}, _MOE),
+    Case(2, {"tensor": 2, "expert": 2}, _MOE),
+    Case(2, {"expert": 2}, _OVERLAP),
+    # three microbatches of different lengths
+    Case(2, {"tensor": 2, "expert": 2}, _OVERLAP),
+    Case(2, {"context": 2, "expert": 2}, _OVERLAP),
+    Case(2, {}, _WHOLE),
+    Case(2, {"expert": 2}, _WHOLE),
     Case(4, {"tensor": 2, "expert": 2}, _FULL),
     Case(4, {"tensor": 2, "expert": 4}),
     Case(4, {"tensor": 2, "expert": 2, "expert_tensor": 2}),
     Case(4, {"expert": 2, "pipeline": 2}, _FULL),
     Case(4, {"tensor": 2, "expert": 2, "pipeline": 2}),
     Case(4, {"expert": 2, **_INTERLEAVED}),
+    Case(4, {"expert": 2, **_INTERLEAVED}, _MOE),
+    Case(4, {"expert": 2, **_INTERLEAVED}, _OVERLAP),
+    Case(4, {"tensor": 2, "expert": 2}, _OVERLAP),
+    # three microbatches, and a filler for the interleaved schedule
+    Case(4, {"tensor": 2, "expert": 2, **_INTERLEAVED}, _OVERLAP),
+    Case(4, {"expert": 2, "pipeline": 2}, _WHOLE),
     Case(4, {"pipeline": 4}),
     Case(4, {"context": 4, "expert": 4}),
     Case(4, {"tensor": 2, "context": 2, "expert": 2}),

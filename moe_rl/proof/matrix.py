@@ -110,7 +110,7 @@ class Proof:
             wanted = free if case.mode == "native" else self.reference(forced=True)
         dispatch = [rank["dispatch"] for rank in ranks if rank["dispatch"] is not None]
         gradients = merged(ranks, "grads")
-        updates = [rank["tallies"][1] for rank in ranks if rank["tallies"][1] is not None]
+        updates = [rank["tallies"][1] for rank in ranks if rank["tallies"]]
         # The r2 pass that records runs on other routers than the update: its log-probabilities prove nothing here.
         logprobs = float("nan") if case.mode == "r2" else largest(merged(ranks, "logprobs"), wanted[0])
         return Outcome(

@@ -3,8 +3,9 @@
 A session belongs to one run of megatron's schedule (one optimizer update, or one forward-only pass). The routers ask it
 for the routes of their (microbatch, layer); the MoE layers tell it what was dispatched. It counts both. Leaving the
 `with` block without an exception checks the ledger: every (microbatch, layer) taken exactly once forward, and once more
-per recomputation when activations are recomputed; and, for every sequence and layer, that the experts dispatched to sum
-up to the checksum of the routes that were read. Routes are looked up by key, so no order of the schedule is assumed.
+where its activations are recomputed; and, for every sequence and layer, that the experts dispatched to sum up to the
+checksum of the routes that were read. Routes are looked up by key, so no order of the schedule is assumed; that the key
+is of the tokens at hand is checked against the schedule, which says whose forward it begins.
 
 Legend: R rows of a microbatch that this rank's routers see, K top-k, E experts, S sequences of a microbatch with the
 padding as one more, layer: global decoder layer, 0-based.
@@ -75,11 +76,12 @@ class ReplaySession:
     """Context manager around one pass of the schedule.
 
     mode "replay" forces the recorded routes; "observe" lets the router choose and only compares; "record" lets it
-    choose and keeps the choice, for `recorded_routes` (R2). compare_native: also
-    compare the router's own choice with the record (in replay mode: the shadow comparison). recomputes: a training pass
-    that recomputes activations takes each route twice. any_stage: ORs bool flags [tokens] over the ranks that hold the
-    other layers of the same tokens; called once, at exit. name and rank go into error messages.
-    Raises ReplayError when nested, when asked for an unknown key, and at exit when the ledger is not exact.
+    choose and keeps the choice, for `recorded_routes` (R2). compare_native: also compare the router's own choice with
+    the record (in replay mode: the shadow comparison). recomputed_layers: those that the pass runs a second time, with
+    gradients, and whose routes it takes twice. any_stage: ORs bool flags [tokens] over the ranks that hold the other
+    layers of the same tokens; called once, at exit. name and rank go into error messages.
+    Raises ReplayError when nested, when asked for an unknown key, for the key of other tokens or while not open, and at
+    exit when the ledger is not exact.
     """
 
     microbatches: list[MicrobatchRoutes]
@@ -88,9 +90,10 @@ class ReplaySession:
     name: str
     rank: int
     compare_native: bool = False
-    recomputes: bool = False
+    recomputed_layers: frozenset[int] = frozenset()
     any_stage: Callable[[torch.Tensor], torch.Tensor] = lambda flags: flags
     tally: Tally = field(default_factory=Tally)
+    _forwarding: int | None = None
     _taken: Counter = field(default_factory=Counter)
     _dispatched: Counter = field(default_factory=Counter)
     _applied: list[tuple[int, int, torch.Tensor]] = field(default_factory=list)
@@ -122,8 +125,22 @@ class ReplaySession:
         """What travels with a microbatch through the model."""
         return MicrobatchHandle(self, microbatch)
 
+    def begin_forward(self, microbatch: int) -> None:
+        """The schedule is about to run the forward of this microbatch; until it says so again, of no other."""
+        self._forwarding = microbatch
+
     def routes(self, microbatch: int, layer: int) -> torch.Tensor:
         """Recorded routes [R, K] of one (microbatch, layer)."""
+        if _open_session is not self:
+            raise ReplayError(
+                describe(
+                    "routes were asked of a session that is not open",
+                    where=self._where(microbatch, layer),
+                    got="none open" if _open_session is None else _open_session.name,
+                    expected=self.name,
+                    do="look for a router that kept the key of an earlier pass",
+                )
+            )
         try:
             return self.microbatches[microbatch].routes[layer]
         except (IndexError, KeyError):
@@ -144,6 +161,7 @@ class ReplaySession:
     def take(self, microbatch: int, layer: int, tokens: int) -> torch.Tensor:
         """The routes int64 [R, K] to force, counted as taken. tokens: rows the router is about to route."""
         routes = self.routes(microbatch, layer)
+        self._check_whose(microbatch, layer)
         if routes.shape[0] != tokens:
             raise ReplayError(
                 describe(
@@ -158,6 +176,7 @@ class ReplaySession:
 
     def record(self, microbatch: int, layer: int, chosen: torch.Tensor) -> None:
         """Keep what the router chose [R, K], counted as taken."""
+        self._check_whose(microbatch, layer)
         self._taken[microbatch, layer, torch.is_grad_enabled()] += 1
         self._chosen[microbatch, layer] = chosen.detach().to(torch.int16)
 
@@ -179,6 +198,7 @@ class ReplaySession:
         """Compare the router's own choice [R, K] with the record, as sets. Stays on the device."""
         if not self.compare_native or (microbatch, layer) in self._native:
             return
+        self._check_whose(microbatch, layer)
         rows = self.microbatches[microbatch].recorded
         recorded = self.routes(microbatch, layer).index_select(0, rows).long()
         self._native[microbatch, layer] = (recorded.sort(-1)[0] != native.index_select(0, rows).sort(-1)[0]).any(-1)
@@ -192,6 +212,20 @@ class ReplaySession:
         self._applied.append((microbatch, layer, wrong))
         self._dispatched[microbatch, layer, torch.is_grad_enabled()] += 1
         self.tally.applied_checked += len(table.names)
+
+    def _check_whose(self, microbatch: int, layer: int) -> None:
+        # Backward passes run in between, and in these recomputation: of a microbatch whose key was checked here before.
+        recomputation = layer in self.recomputed_layers and torch.is_grad_enabled()
+        if microbatch != self._forwarding and not recomputation:
+            raise ReplayError(
+                describe(
+                    "a layer asked for the routes of another microbatch than runs through it",
+                    where=f"{self.name}, rank {self.rank}, layer {layer}",
+                    got=f"microbatch {microbatch}",
+                    expected=f"microbatch {self._forwarding}",
+                    do="look for a router that kept the key of another microbatch",
+                )
+            )
 
     def _close(self) -> None:
         if self.mode != "observe":
@@ -241,22 +275,22 @@ class ReplaySession:
         )
 
     def _check_ledger(self, verb: str, counts: Counter) -> None:
-        # A checkpointed forward runs without gradients first and with them when it is recomputed.
-        phases = (False, True) if self.recomputes else None
         problems = []
         for microbatch in range(len(self.microbatches)):
             for layer in self.layers:
-                if phases is None:
-                    got = {"forward": counts[microbatch, layer, False] + counts[microbatch, layer, True]}
+                without_grad, with_grad = counts[microbatch, layer, False], counts[microbatch, layer, True]
+                # A checkpointed forward runs without gradients first and with them when it is recomputed.
+                if layer in self.recomputed_layers:
+                    got = {"forward": without_grad, "recompute": with_grad}
                 else:
-                    got = {"forward": counts[microbatch, layer, False], "recompute": counts[microbatch, layer, True]}
+                    got = {"forward": without_grad + with_grad}
                 where = f"microbatch {microbatch} layer {layer}"
                 problems += [f"{where} {phase} {n} times" for phase, n in got.items() if n != 1]
         known = {(m, layer) for m in range(len(self.microbatches)) for layer in self.layers}
         problems += [
             f"microbatch {m} layer {layer} not of this pass" for m, layer, _ in counts if (m, layer) not in known
         ]
-        expected = len(known) * (2 if self.recomputes else 1)
+        expected = len(known) + sum(layer in self.recomputed_layers for _, layer in known)
         if problems:
             raise ReplayError(
                 describe(
@@ -271,6 +305,21 @@ class ReplaySession:
 
     def _where(self, microbatch: int, layer: int) -> str:
         return f"{self.name}, rank {self.rank}, microbatch {microbatch}, layer {layer}"
+
+
+def require_open(session: ReplaySession | None) -> None:
+    """Raise ReplayError unless `session` is the one that is open; None: unless none is. A pass of the model asks first:
+    outside of its session nothing would be checked, and inside another one it is the start of a nested pass."""
+    if _open_session is not session:
+        raise ReplayError(
+            describe(
+                "a pass of the model outside of its session",
+                where="natively routed" if session is None else f"{session.name}, rank {session.rank}",
+                got="none open" if _open_session is None else f"{_open_session.name} is open",
+                expected="none open" if session is None else "its session open",
+                do="run each pass inside its own `with session:`, and no other pass in there",
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True)

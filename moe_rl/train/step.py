@@ -306,7 +306,7 @@ class TrainStep:
             name=name,
             rank=dist.get_rank(),
             compare_native=compare_native,
-            recomputes=training and self.config.train.recompute == "full",
+            recomputed_layers=self.policy.recomputed_layers if training else frozenset(),
             any_stage=world.any_stage,
         )
 

@@ -133,6 +133,39 @@ def test_stages_that_do_not_fit(found, overrides, world_size, parts):
     assert all(part in message for part in parts), message
 
 
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "parts"),
+    [
+        (["recompute=uniform", "recompute_layers=4"], 2, ["train.recompute_layers", "got 4", "at most 3"]),
+        (["recompute=block", "recompute_layers=2", "parallel.pipeline=3"], 6, ["train.recompute_layers", "at most 1"]),
+        (["recompute_layers=2"], 2, ["train.recompute_layers", "train.recompute is none"]),
+        (["recompute=moe", "recompute_layers=2"], 2, ["train.recompute_layers", "train.recompute is moe"]),
+        (["overlap_expert_parallel_comm=true", "parallel.expert=1"], 2, ["parallel.expert", "at least 2"]),
+        (["overlap_expert_parallel_comm=true", "dtype=float32"], 2, ["train.dtype", "expected bfloat16"]),
+        (["overlap_expert_parallel_comm=true", "recompute=block"], 2, ["train.recompute", "got block"]),
+        (["overlap_expert_parallel_comm=true", "recompute=moe"], 2, ["train.recompute", "got moe"]),
+        (["overlap_expert_parallel_comm=true", "parallel.pipeline=3"], 6, ["parallel.virtual_pipeline", "at least 2"]),
+    ],
+)
+def test_schedules_that_do_not_fit(found, overrides, world_size, parts):
+    (message,) = found(*(o if o.startswith("parallel") else f"train.{o}" for o in overrides), world_size=world_size)
+    assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["recompute=uniform", "recompute_layers=2"],  # of 3 layers: runs of two and of one
+        ["recompute=block", "recompute_layers=3"],
+        ["recompute=moe"],
+        ["overlap_expert_parallel_comm=true"],
+        ["distributed_optimizer=false"],
+    ],
+)
+def test_schedules_that_fit(found, overrides):
+    assert found(*(f"train.{o}" for o in overrides)) == []
+
+
 def test_a_tied_embedding_cannot_lie_on_two_stages(found, write_model, tmp_path):
     write_model(tmp_path / "tied", tie_word_embeddings=True)
     assert found(f"model.path={tmp_path}/tied") == []

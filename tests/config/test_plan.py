@@ -62,6 +62,15 @@ def test_memory_of_a_rank(plan_of, dtype, parameter, state):
     assert plan_of(f"train.dtype={dtype}").reference_bytes_per_rank == 0
 
 
+def test_memory_of_a_rank_without_the_distributed_optimizer(plan_of):
+    """All of the state: two moments of each float32 parameter that the rank holds."""
+    shared, whole = (
+        plan_of("train.dtype=float32", f"train.distributed_optimizer={on}", world_size=4) for on in ("true", "false")
+    )
+    assert whole.optimizer_bytes_per_rank == 8 * whole.parameters_per_rank > 2 * shared.optimizer_bytes_per_rank
+    assert "not sharded" in render(whole) and "not sharded" not in render(shared)
+
+
 def test_memory_of_a_rank_that_shares_its_matrices(plan_of):
     """8 ranks: 4 data-parallel pairs; an expert is cut in two, and there are two of it. Norms and routers are whole."""
     shared = ("parallel.tensor=2", "parallel.expert=2", "parallel.expert_tensor=2", "train.dtype=float32")

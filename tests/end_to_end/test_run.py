@@ -131,7 +131,7 @@ def test_grpo_from_the_samplers_logprobs_with_a_reference_in_float32(tmp_path):
             "objective.old_logprobs=sampler",
             "objective.kl_coef=0.01",
             "train.dtype=float32",
-            "train.recompute=full",
+            "train.recompute=uniform",
             "objective.normalize_std=false",
             "parallel.expert=1",
             "parallel.pipeline=2",

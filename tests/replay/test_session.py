@@ -8,7 +8,7 @@ import torch
 
 from moe_rl.errors import ReplayError
 from moe_rl.replay.routes import SequenceRoutes, microbatch_routes
-from moe_rl.replay.session import ReplaySession
+from moe_rl.replay.session import ReplaySession, require_open
 from moe_rl.trace import TraceSpec
 
 LAYERS, TOKENS, TOP_K, EXPERTS = (0, 1, 2), 6, 2, 8
@@ -25,8 +25,7 @@ def table(seed, tokens=TOKENS, real=None):
     for key, rows in zip(keys, lengths, strict=True):
         routes = np.argsort(rng.random((rows, len(LAYERS), EXPERTS)), -1)[..., :TOP_K].astype(np.uint8)
         tokens_of = rng.integers(0, 99, rows)
-        nothing = np.zeros(rows, bool)
-        parts.append(SequenceRoutes(key, tokens_of, routes, native=nothing, recorded=~nothing))
+        parts.append(SequenceRoutes.complete(key, tokens_of, routes))
         fed.append(tokens_of)
     return microbatch_routes(
         parts,
@@ -53,6 +52,7 @@ def run(open_session, *, skip=(), twice=(), order=None):
     """What a schedule does: every layer of every microbatch, in any order."""
     keys = order or [(m, layer) for m in range(len(open_session.microbatches)) for layer in LAYERS]
     for key in [k for k in keys if k not in skip] + list(twice):
+        open_session.begin_forward(key[0])
         routes = open_session.take(*key, tokens=open_session.microbatches[key[0]].routes[key[1]].shape[0])
         open_session.check_dispatch(*key, chosen(routes))
 
@@ -68,10 +68,9 @@ def test_each_route_once_in_any_order():
 def test_the_routes_are_those_of_the_key():
     tables = [table(0), table(1)]
     with session(tables) as s:
-        assert all(
-            torch.equal(s.take(m, layer, TOKENS), tables[m].routes[layer].long()) for m in (0, 1) for layer in LAYERS
-        )
         for m in (0, 1):
+            s.begin_forward(m)
+            assert all(torch.equal(s.take(m, layer, TOKENS), tables[m].routes[layer]) for layer in LAYERS)
             for layer in LAYERS:
                 s.check_dispatch(m, layer, chosen(tables[m].routes[layer]))
 
@@ -93,20 +92,91 @@ def test_a_missed_or_repeated_route_is_named(plan, words):
     assert words in str(caught.value) and "rank 3" in str(caught.value) and "step 7" in str(caught.value)
 
 
-def test_recomputation_takes_each_route_a_second_time():
-    with session([table(0)], recomputes=True) as s:
+def test_recomputed_layers_take_each_route_a_second_time():
+    every, first = frozenset(LAYERS), frozenset({0})
+    with session([table(0)], recomputed_layers=every) as s:
         with torch.no_grad():
             run(s)
         run(s)
     assert s.tally.consumed == s.tally.expected == 6
-    with pytest.raises(ReplayError, match="layer 2 recompute 0 times"), session([table(0)], recomputes=True) as s:
+    with (
+        pytest.raises(ReplayError, match="layer 2 recompute 0 times"),
+        session([table(0)], recomputed_layers=every) as s,
+    ):
         with torch.no_grad():
             run(s)
         run(s, skip=[(0, 2)])
+    with session([table(0)], recomputed_layers=first) as s:
+        with torch.no_grad():
+            run(s, order=[(0, 0)])
+        run(s, order=[(0, 1), (0, 2), (0, 0)])
+    assert s.tally.consumed == s.tally.expected == 4
+    with pytest.raises(ReplayError, match="layer 1 forward 2 times"), session([table(0)], recomputed_layers=first) as s:
+        with torch.no_grad():
+            run(s)
+        run(s)
+
+
+def test_microbatches_that_swap_their_routes_are_refused():
+    """Of equal length, each taken and dispatched once: no count would tell."""
+    with (
+        pytest.raises(ReplayError, match=r"another microbatch.*layer 0\): got microbatch 1, expected microbatch 0"),
+        session([table(0), table(1)]) as s,
+    ):
+        for through, asked in [(0, 1), (1, 0)]:
+            s.begin_forward(through)
+            for layer in LAYERS:
+                s.check_dispatch(asked, layer, chosen(s.take(asked, layer, TOKENS)))
+    with (
+        pytest.raises(ReplayError, match="another microbatch"),
+        session([table(0), table(1)], mode="observe", compare_native=True) as s,
+    ):
+        s.begin_forward(0)
+        s.observe_native(1, 0, s.microbatches[0].routes[0])
+
+
+def test_recomputation_comes_between_the_forwards_of_other_microbatches():
+    with session([table(0), table(1)], recomputed_layers=frozenset(LAYERS)) as s:
+        for m in (0, 1):
+            s.begin_forward(m)
+            with torch.no_grad():
+                for layer in LAYERS:
+                    s.check_dispatch(m, layer, chosen(s.take(m, layer, TOKENS)))
+        for m in (0, 1):
+            for layer in LAYERS:
+                s.check_dispatch(m, layer, chosen(s.take(m, layer, TOKENS)))
+    assert s.tally.consumed == s.tally.expected == 12
+
+
+def test_a_closed_session_gives_no_routes():
+    with session([table(0)], name="step 6") as closed:
+        run(closed)
+    for name, open_one in [("none open", None), ("step 7", session([table(0)]))]:
+        with pytest.raises(ReplayError, match=rf"not open \(step 6.*got {name}, expected step 6"):
+            if open_one is None:
+                closed.take(0, 0, TOKENS)
+            else:
+                with open_one:
+                    closed.take(0, 0, TOKENS)
+
+
+def test_a_pass_outside_of_its_session_is_refused():
+    require_open(None)
+    ours = session([table(0)])
+    with pytest.raises(ReplayError, match=r"step 7, rank 3\): got none open, expected its session open"):
+        require_open(ours)
+    with ours:
+        require_open(ours)
+        with pytest.raises(ReplayError, match="natively routed.*got step 7 is open, expected none open"):
+            require_open(None)
+        with pytest.raises(ReplayError, match=r"step 8, rank 3\): got step 7 is open"):
+            require_open(session([table(0)], name="step 8"))
+        run(ours)
 
 
 def test_a_layer_that_was_routed_but_not_dispatched_is_named():
     with pytest.raises(ReplayError, match="not dispatched exactly once"), session([table(0)]) as s:
+        s.begin_forward(0)
         for layer in LAYERS:
             routes = s.take(0, layer, TOKENS)
             if layer != 1:
@@ -116,6 +186,7 @@ def test_a_layer_that_was_routed_but_not_dispatched_is_named():
 @pytest.mark.parametrize("fault", ["one expert", "two tokens swapped", "dropped", "another layer"])
 def test_other_experts_at_the_dispatcher_are_refused(fault):
     with pytest.raises(ReplayError, match="dispatched to other experts than recorded"), session([table(0)]) as s:
+        s.begin_forward(0)
         for layer in LAYERS:
             sent = chosen(s.take(0, layer, TOKENS))
             if layer == 1:
@@ -137,6 +208,7 @@ def test_rows_and_tokens_must_agree():
         pytest.raises(ReplayError, match=r"microbatch 0, layer 1.*6 rows, expected 5 tokens"),
         session([table(0)]) as s,
     ):
+        s.begin_forward(0)
         s.take(0, 1, 5)
 
 
@@ -151,6 +223,7 @@ def test_sessions_do_not_nest_and_nothing_leaks():
     with pytest.raises(ReplayError, match="already open"), session([table(0)]), session([table(1)]):
         pass
     with pytest.raises(RuntimeError, match="mid-step"), session([table(0)]) as s:
+        s.begin_forward(0)
         s.take(0, 0, TOKENS)
         raise RuntimeError("mid-step")  # the real error is told, not an incomplete ledger
     with session([table(0)]) as s:
@@ -164,6 +237,7 @@ def test_a_token_counts_once_when_its_layers_lie_on_several_stages():
     with session(recorded, compare_native=True, any_stage=lambda flags: flags | elsewhere) as s:
         run(s)
         for microbatch, routes in enumerate(recorded):
+            s.begin_forward(microbatch)
             for layer in LAYERS:
                 native = routes.routes[layer].long()
                 if (microbatch, layer) in ((0, 0), (0, 2)):
@@ -181,6 +255,7 @@ def test_a_layer_that_was_not_compared_is_named():
         session(tables, mode="observe", compare_native=True) as s,
     ):
         for microbatch, layer in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]:
+            s.begin_forward(microbatch)
             s.observe_native(microbatch, layer, tables[microbatch].routes[layer].long())
 
 
@@ -223,6 +298,7 @@ def test_a_recording_pass_gives_the_routes_that_the_next_one_must_take():
     observed, own = [table(0), table(1)], [table(5), table(6)]
     with session(observed, mode="record", compare_native=True) as first:
         for m in (0, 1):
+            first.begin_forward(m)
             for layer in LAYERS:
                 choice = own[m].routes[layer].long()
                 first.observe_native(m, layer, choice)
@@ -242,6 +318,7 @@ def test_a_recording_pass_that_missed_a_layer_is_refused():
         pytest.raises(ReplayError, match="microbatch 0 layer 2 forward 0 times"),
         session([table(0)], mode="record") as s,
     ):
+        s.begin_forward(0)
         for layer in LAYERS[:2]:
             s.record(0, layer, s.routes(0, layer))
 
@@ -253,12 +330,14 @@ def test_rows_without_a_route_are_left_to_the_router():
     sums = {layer: replace(right.fed, salts=salts).chosen(layer, right.routes[layer]) for layer in LAYERS}
     mixed = replace(right, native=native, checksums=sums)
     with session([mixed]) as s:
+        s.begin_forward(0)
         assert s.native_rows(0) is native
         for layer in LAYERS:
             routes = s.take(0, layer, TOKENS)
             routes[1] = (routes[1] + 1) % EXPERTS  # the router's own choice
             s.check_dispatch(0, layer, chosen(routes))
     with pytest.raises(ReplayError, match="dispatched to other"), session([mixed]) as s:
+        s.begin_forward(0)
         for layer in LAYERS:
             routes = s.take(0, layer, TOKENS)
             routes[2] = (routes[2] + 1) % EXPERTS  # a row that has a route

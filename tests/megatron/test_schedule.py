@@ -1,0 +1,208 @@
+"""What a pass that went wrong leaves behind, on one rank: nothing."""
+
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from moe_rl.config.hf import read_model
+from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
+from moe_rl.errors import ReplayError
+from moe_rl.replay.routes import SequenceRoutes, microbatch_routes
+from moe_rl.replay.session import ReplaySession
+from moe_rl.trace import TraceSpec
+from moe_rl.types import Sequence
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+POLICY = Path(__file__).parents[2] / "assets/tiny_moe/policy"
+LENGTHS = [(5, 4), (3, 6), (6, 3)]  # (prompt, completion): a microbatch each, all of 8 tokens
+
+
+class Run:
+    """A policy, its microbatches with random routes, and a loss."""
+
+    def __init__(self, recompute="none"):
+        from moe_rl.megatron.microbatch import pack
+        from moe_rl.megatron.policy import Policy
+
+        facts, rng = read_model(POLICY), np.random.default_rng(5)
+        train = TrainConfig(
+            dtype="float32", microbatch_tokens=8, recompute=recompute, optimizer=OptimizerConfig(lr=1e-3)
+        )
+        self.policy = Policy(facts, train, ParallelConfig(), POLICY, temperature=1.0)
+        self.microbatches, self.tables = [], []
+        for number, (prompt, completion) in enumerate(LENGTHS):
+            tokens = rng.integers(0, facts.vocab, prompt + completion).tolist()
+            sequence = Sequence(
+                key=f"s{number}",
+                prompt_token_ids=tuple(tokens[:prompt]),
+                token_ids=tuple(tokens[prompt:]),
+                rollout_logprobs=rng.normal(-6, 0.3, completion).astype(np.float32),
+                advantage=1.0 - number,
+                weight_version=0,
+                routes=None,
+            )
+            chosen = rng.random((8, facts.layers, facts.num_experts)).argsort(-1)[..., : facts.top_k].astype(np.uint8)
+            packed = pack([sequence], [0], torch.device("cpu"))
+            spec = TraceSpec.from_layers("test", facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
+            fed = packed.fed([sequence])
+            table = microbatch_routes(
+                [SequenceRoutes.complete(sequence.key, fed[0], chosen)],
+                spec,
+                layers=facts.moe_layers,
+                names=[sequence.key],
+                fed=fed,
+                padded_tokens=8,
+                rows=packed.rows,
+                expert_parallel=1,
+                device=torch.device("cpu"),
+            )
+            self.microbatches.append(packed)
+            self.tables.append(table)
+
+    def session(self, name, **options):
+        return ReplaySession(self.tables, self.policy.layers, mode="replay", name=name, rank=0, **options)
+
+    def training(self, name="update"):
+        return self.session(name, recomputed_layers=self.policy.recomputed_layers)
+
+    def loss(self, number, values):
+        return -(values * self.microbatches[number].advantages.item()).sum()
+
+    def update(self, loss=None):
+        with self.training() as session:
+            result = self.policy.update(self.microbatches, session, loss or self.loss)
+        return result, asdict(session.tally)
+
+    def weights(self):
+        exported = self.policy.export(torch.float32, dense=True, experts=True)
+        return {name: tensor.clone() for name, tensor in exported.items()}
+
+
+class Planted(Exception):
+    pass
+
+
+def assert_the_next_step_is_exact(run, recompute):
+    """As the first update of a policy to which nothing happened, bit for bit."""
+    clean = Run(recompute)
+    before = clean.weights()
+    assert run.update() == clean.update()
+    ours, theirs = run.weights(), clean.weights()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert not any(torch.equal(ours[name], before[name]) for name in before if "gate.weight" in name)
+
+
+@pytest.mark.parametrize("recompute", ["uniform", "moe"])
+def test_a_loss_that_raises_once(one_rank, recompute):
+    run = Run(recompute)
+
+    def raises(number, values):
+        if number == 1:  # the gradient of microbatch 0 is in the buffers by now
+            raise Planted
+        return run.loss(number, values)
+
+    with pytest.raises(Planted):
+        run.update(raises)
+    assert_the_next_step_is_exact(run, recompute)
+
+
+@pytest.mark.parametrize("recompute", ["uniform", "moe"])
+def test_a_recomputation_that_raises_once(one_rank, recompute, monkeypatch):
+    run, take = Run(recompute), ReplaySession.take
+
+    def raises(session, microbatch, layer, tokens):
+        if (microbatch, layer) == (1, 3) and torch.is_grad_enabled():
+            raise Planted
+        return take(session, microbatch, layer, tokens)
+
+    with monkeypatch.context() as patch, pytest.raises(Planted):
+        patch.setattr(ReplaySession, "take", raises)
+        run.update()
+    assert_the_next_step_is_exact(run, recompute)
+
+
+@pytest.mark.parametrize("recompute", ["uniform", "moe"])
+def test_a_forward_only_pass_that_raises(one_rank, recompute, monkeypatch):
+    from moe_rl.megatron import schedule
+
+    run, whole = Run(recompute), schedule.completion_logprobs
+
+    def raises(microbatch, logits, temperature):
+        if microbatch is run.microbatches[1]:
+            raise Planted
+        return whole(microbatch, logits, temperature)
+
+    with monkeypatch.context() as patch, pytest.raises(Planted), run.session("logprobs") as session:
+        patch.setattr(schedule, "completion_logprobs", raises)
+        run.policy.logprobs(run.microbatches, session)
+    assert_the_next_step_is_exact(run, recompute)
+
+
+@pytest.mark.parametrize(
+    ("start", "message"),
+    [
+        ("its own session", "already open .eval.: got update, expected none"),
+        ("no session", "outside of its session .natively routed.: got update is open"),
+        ("a session that is not open", "outside of its session .eval, rank 0.: got update is open"),
+        ("the update's session", "not taken exactly once .update.* microbatch 0 layer 0 forward 2 times"),
+    ],
+)
+def test_a_pass_that_is_started_inside_an_update_is_refused(one_rank, start, message):
+    run = Run()
+    session = run.training()
+
+    def loss(number, values):
+        if number == 2:
+            if start == "its own session":
+                with run.session("eval") as inner:
+                    run.policy.logprobs(run.microbatches, inner)
+            inner = {"no session": None, "the update's session": session}.get(start, run.session("eval"))
+            run.policy.logprobs(run.microbatches, inner)
+        return run.loss(number, values)
+
+    with pytest.raises(ReplayError, match=message), session:
+        run.policy.update(run.microbatches, session, loss)
+
+
+def test_a_pass_whose_session_was_never_opened_is_refused(one_rank):
+    run = Run()
+    with pytest.raises(ReplayError, match="outside of its session .update, rank 0.: got none open"):
+        run.policy.update(run.microbatches, run.training(), run.loss)
+
+
+@pytest.mark.parametrize("bound", ["by the microbatch", "by the last forward"])
+def test_recomputation_behind_later_forwards_keeps_its_own_routes(one_rank, bound):
+    """What 1F1B does on an early stage, by hand: two forwards, then both backwards, the experts alone recomputed."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from moe_rl.megatron.model import unwrap
+
+    run = Run("moe")
+    (chunk,) = run.policy.chunks
+    if bound == "by the last forward":  # megatron's own checkpoint asks the router again, whatever it is bound to
+        for layer in unwrap(chunk).decoder.layers:
+            layer.mlp.moe_layer_recompute, layer.mlp.forward = True, partial(MoELayer.forward, layer.mlp)
+
+    def forwards_and_backwards(session):
+        outputs = []
+        for number, microbatch in enumerate(run.microbatches[:2]):
+            session.begin_forward(number)
+            params = microbatch.seq_params(session, number)
+            outputs.append(chunk(microbatch.tokens, microbatch.positions, None, packed_seq_params=params))
+        for output in outputs:
+            output.square().mean().backward()
+
+    run.tables = run.tables[:2]
+    if bound == "by the last forward":
+        message = "not taken exactly once .update.* microbatch 0 layer 0 recompute 0 times.*expected each of 32 once"
+        with pytest.raises(ReplayError, match=message), run.training() as session:
+            forwards_and_backwards(session)
+        return
+    with run.training() as session:
+        forwards_and_backwards(session)
+    assert session.tally.consumed == session.tally.expected == 2 * 2 * 8
+    assert session.tally.applied_checked == 2 * 2 * 8 and session.tally.applied_mismatch == 0
