@@ -19,6 +19,9 @@ CASES = {
     "off": {"overrides": ["replay.mode=off"]},
     "missing-refused": {"missing": [3]},
     "missing-native": {"overrides": NATIVE, "missing": [3], "short": [5]},
+    "context": {"overrides": ["parallel.context=2"]},
+    "context-r2": {"overrides": ["parallel.context=2", "replay.mode=r2"]},
+    "context-missing-native": {"overrides": [*NATIVE, "parallel.context=2"], "missing": [3], "short": [5]},
     "missing-native-too-many": {"overrides": NATIVE, "missing": [1, 3, 4]},
     "missing-dropped": {"overrides": ["replay.missing=drop", "replay.max_fallback_fraction=0.2"], "missing": [3, 4]},
     "missing-dropped-too-many": {
@@ -86,6 +89,17 @@ def test_missing_routes_are_left_to_the_router_within_the_bound(steps):
     assert metrics["routing/applied_mismatch"] == 0 and metrics["routing/consumed"] == metrics["routing/expected"]
     # only what is recorded is compared
     assert metrics["routing/shadow_mismatch"] > 0.9
+
+
+def test_ranks_that_share_every_sequence_count_each_token_once(steps):
+    for name in ("context", "context-r2", "context-missing-native"):
+        alike = {"context": "whole", "context-r2": "r2"}.get(name, "missing-native")
+        (shared, _), (alone, _) = steps[name], steps[alike]
+        # both ranks have a part of every microbatch: more of them in all
+        counts = ("routing/consumed", "routing/expected")
+        assert shared[counts[0]] == shared[counts[1]] > alone[counts[0]]
+        rest = {key: value for key, value in alone.items() if key not in counts}
+        assert {key: shared[key] for key in rest} == pytest.approx(rest, rel=1e-5, abs=1e-7), name
 
 
 def test_above_the_bound_every_rank_refuses_before_any_pass(steps):
