@@ -92,6 +92,7 @@ def install() -> None:
     cuda.current_device = lambda: HOST
     cuda.synchronize = lambda *a, **k: None
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *a, **k: torch.get_rng_state()
+    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
     cuda.manual_seed = torch.manual_seed
     HostDevice().__enter__()
 
