@@ -26,7 +26,12 @@ def start(parallel: ParallelConfig, *, seed: int, timeout_seconds: float) -> Non
         torch.set_num_threads(1)  # one rank per core: more threads only take turns
         backend = "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    lay_out(parallel, seed=seed)
 
+
+def lay_out(parallel: ParallelConfig, *, seed: int) -> None:
+    """Make megatron's parallel groups of the ranks that joined, in place of those that were made before."""
+    parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
