@@ -15,16 +15,19 @@ import json
 import os
 import re
 import shutil
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
 import xxhash
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_rl.config.schema import ParallelConfig
 from moe_rl.errors import CheckpointError, describe
@@ -105,10 +108,11 @@ def load(path: Path, policy: Policy, *, parallel: ParallelConfig, seed: int) -> 
     and the `layout` that wrote it. All ranks call it.
 
     The layout may be another than the one that saved. Then the generators are seeded from seed, the run's, and the
-    step. Raises CheckpointError, on all ranks the same one, when a file is missing or damaged; nothing is changed then.
+    step. Raises CheckpointError, on all ranks, when a file is missing or damaged or of another model; the policy is not
+    changed then.
     """
     state = _verified(path)
-    loaded = dist_checkpointing.load(_sharded(policy, loading=True), str(path), strict=StrictHandling.RAISE_ALL)
+    loaded = _read_tensors(path, policy)
     for number, chunk in enumerate(policy.chunks):
         unwrap(chunk).load_state_dict(loaded[f"model{number}"], strict=True)
     for number, optimizer in enumerate(_optimizers(policy)):
@@ -172,6 +176,26 @@ def _read_state(path: Path) -> dict:
                 )
             )
     return state
+
+
+def _read_tensors(path: Path, policy: Policy) -> dict:
+    """What `_sharded` names, read from the files; nothing may be missing in them and nothing left over."""
+    try:
+        with warnings.catch_warnings():
+            # Of how megatron calls torch, from every rank: nothing that a user could mend.
+            warnings.simplefilter("ignore")
+            return dist_checkpointing.load(_sharded(policy, loading=True), str(path), strict=StrictHandling.RAISE_ALL)
+    except (CheckpointingException, CheckpointException) as error:
+        failures = error.failures if isinstance(error, CheckpointException) else {}
+        reason = next((failure for failure, _ in failures.values()), error)
+        raise CheckpointError(
+            describe(
+                "a checkpoint is not of this model",
+                where=str(path),
+                got=str(reason)[:300],
+                do="resume with the model.path that the run had",
+            )
+        ) from error
 
 
 def _sharded(policy: Policy, *, loading: bool) -> dict:

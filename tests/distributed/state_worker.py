@@ -11,6 +11,7 @@ import shutil
 import socket
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -165,10 +166,24 @@ def without_moments(new, saved):
 
 
 def refusals(new, saved):
-    """What this rank is told of checkpoints that lack a byte, a file or their state; none of them is loaded."""
+    """What this rank is told of checkpoints of another model, or with a flipped bit, or without a file or their state.
+
+    None of them is loaded.
+    """
     case, told = new(), {}
     before = case.weights()
     source = checkpoint.latest(case.out / saved)
+
+    def attempt(path, policy):
+        try:
+            checkpoint.load(path, policy, parallel=case.parallel, seed=SEED)
+            return "loaded"
+        except CheckpointError as error:
+            return str(error)
+
+    facts, *rest = case.build
+    smaller = replace(facts, layers=2, moe_layers=facts.moe_layers[:2])
+    told["model"] = attempt(source, Policy(smaller, *rest, temperature=1.0))
     for name in ("flipped", "gone", "state"):
         path = case.out / name
         if dist.get_rank() == 0:
@@ -181,11 +196,7 @@ def refusals(new, saved):
             else:
                 (file if name == "gone" else path / "state.json").unlink()
         dist.barrier()
-        try:
-            checkpoint.load(path, case.policy, parallel=case.parallel, seed=SEED)
-            told[name] = "loaded"
-        except CheckpointError as error:
-            told[name] = str(error)
+        told[name] = attempt(path, case.policy)
     return {"told": told, "weights": (before, case.weights())}
 
 

@@ -132,12 +132,13 @@ def test_a_layout_writes_the_checkpoint_it_read(whole, saved, again):
     assert (torch.bfloat16 in weights) == ("bfloat16" in saved)
 
 
-def test_a_damaged_checkpoint_is_refused_by_all_ranks_alike(seen):
+def test_a_wrong_checkpoint_is_refused_by_all_ranks_alike(seen):
     told = [rank["refusals"]["told"] for rank in seen]
     assert told[0] == told[1]
     assert "is damaged" in told[0]["flipped"] and "flipped/__1_0.distcp" in told[0]["flipped"]
     assert "no such file" in told[0]["gone"] and "gone/__1_0.distcp" in told[0]["gone"]
     assert "state.json is missing" in told[0]["state"]
+    assert "is not of this model" in told[0]["model"] and "two/step-000001" in told[0]["model"]
     assert all(equal(*rank["refusals"]["weights"]) for rank in seen)
 
 
