@@ -34,10 +34,12 @@ def join(*, timeout_seconds: float) -> None:
         torch.set_num_threads(1)  # one rank per core: more threads only take turns
         backend = "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    lay_out(parallel, seed=seed)
 
 
 def lay_out(parallel: ParallelConfig, *, seed: int) -> None:
-    """Make megatron's parallel groups, and the random states that ranks share or do not; `clear` takes them away."""
+    """Make megatron's parallel groups of the ranks that joined, in place of those that were made before."""
+    clear()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
@@ -50,7 +52,7 @@ def lay_out(parallel: ParallelConfig, *, seed: int) -> None:
 
 
 def clear() -> None:
-    """Take the parallel groups away, so that others can be laid out."""
+    """Take megatron's parallel groups away."""
     parallel_state.destroy_model_parallel()
     # Megatron only forgets them. Each keeps a thread of gloo awake, some dozens for every layout.
     for group in set(distributed_c10d._world.pg_map) - {dist.group.WORLD}:

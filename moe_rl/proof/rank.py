@@ -36,8 +36,7 @@ def main() -> None:
         world.lay_out(case.parallel_config, seed=1)
         torch.save(run(case, checkpoint), out / f"{number}-rank{dist.get_rank()}.pt")
         dist.barrier()
-        world.clear()
-    dist.destroy_process_group()
+    world.stop()
 
 
 def run(case: Case, checkpoint: Path) -> dict:

@@ -61,13 +61,13 @@ class Share:
 
 @dataclass(slots=True)
 class UpdateSums:
-    """Sums over a step's updates on this rank."""
+    """Sums over a step's updates on this rank: scalar tensors, once there is something to add."""
 
-    loss: float = 0.0
-    kl: float = 0.0
-    clip_events: float = 0.0
-    clip_units: float = 0.0
-    ratio: float = 0.0
+    loss: torch.Tensor | int = 0
+    kl: torch.Tensor | int = 0
+    clip_events: torch.Tensor | int = 0
+    clip_units: torch.Tensor | int = 0
+    ratio: torch.Tensor | int = 0
 
 
 class TrainStep:
@@ -336,11 +336,12 @@ class TrainStep:
             if self.reference is not None:
                 kl = reference_kl(logprobs, share.ref_logprobs[number], microbatch.sequence_ids, share.denominator)
                 total = total + objective.kl_coef * kl
-                sums.kl += float(kl.detach())
-            sums.loss += float(total.detach())
-            sums.clip_events += float(result.clip_events)
-            sums.clip_units += float(result.clip_units)
-            sums.ratio += float(result.ratio_sum)
+                sums.kl += kl.detach().double()
+            # Nothing is read here: the host would wait for the device after every microbatch.
+            sums.loss += total.detach().double()
+            sums.clip_events += result.clip_events
+            sums.clip_units += result.clip_units
+            sums.ratio += result.ratio_sum
             return total
 
         return loss
@@ -351,11 +352,7 @@ class TrainStep:
         sums = sums if world.speaks_for_its_sequences() else UpdateSums()
         loss, kl, events, units, ratio, consumed, expected, applied = world.all_reduce(
             [
-                sums.loss,
-                sums.kl,
-                sums.clip_events,
-                sums.clip_units,
-                sums.ratio,
+                *map(float, (sums.loss, sums.kl, sums.clip_events, sums.clip_units, sums.ratio)),
                 sum(t.consumed for t in tallies),
                 sum(t.expected for t in tallies),
                 sum(t.applied_mismatch for t in tallies),

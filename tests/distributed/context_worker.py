@@ -83,9 +83,9 @@ def main():
     seen["canary"] = Canary((3, 1, 4, 1, 5)).difference(policy, engine)
     seen["engine"] = vars(engine) if engine else {}
     seen["halves"] = take_step(halves, policy)
-    checkpoint.save(out / "checkpoints", 1, policy, {}, keep=1)
+    checkpoint.save(out / "checkpoints", 1, policy, {}, parallel=halves.parallel, keep=1)
     resumed = build(halves)
-    checkpoint.load(checkpoint.latest(out / "checkpoints"), resumed)
+    checkpoint.load(checkpoint.latest(out / "checkpoints"), resumed, parallel=halves.parallel, seed=1)
     seen["next"] = [take_step(halves, p) for p in (policy, resumed)]
     try:
         policy.logprobs([pack(sequences, [0], world.device())], None)
@@ -103,7 +103,6 @@ def main():
         seen["shifted"] = str(error)
     step.pack = pack
 
-    world.clear()
     world.lay_out(shares.parallel, seed=1)
     seen["shares"] = take_step(shares, build(shares))
     torch.save(seen, out / f"rank{rank}.pt")

@@ -71,9 +71,8 @@ def main():
         except MoeRLError as error:
             seen[name] = f"{type(error).__name__}: {error}"
         dist.barrier()
-        world.clear()
     (out / f"rank{dist.get_rank()}.json").write_text(json.dumps(seen))
-    dist.destroy_process_group()
+    world.stop()
 
 
 if __name__ == "__main__":
