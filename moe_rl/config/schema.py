@@ -34,7 +34,7 @@ class RunConfig(Section):
 
 class ModelConfig(Section):
     path: Path
-    """Folder of a Hugging Face checkpoint of a Qwen3-MoE model: config.json, safetensors, tokenizer.json."""
+    """Folder of a Hugging Face checkpoint of a Qwen3-MoE or GLM-4.5 model: config.json, safetensors, tokenizer.json."""
 
 
 class RewardConfig(Section):
@@ -135,6 +135,9 @@ class TrainConfig(Section):
     """Tokens packed into one microbatch, before it is padded to a multiple of 8."""
     recompute: Literal["none", "full"] = "none"
     """Activation recomputation."""
+    expert_bias_rate: Annotated[float, Field(ge=0.0)] = 0.0
+    """Only for models with an expert bias: added to it, with each update, for experts that got fewer tokens than the
+    mean, taken off for those that got more. Counted are the routes taken, recorded ones under replay. 0: it stays."""
     optimizer: OptimizerConfig
 
 

@@ -153,10 +153,10 @@ def _sharded(policy: Policy, *, loading: bool) -> dict:
     """Sharded tensors of the model and of the optimizer. The optimizer's param groups (lr, betas, step) stay out: they
     are not sharded, come from the config, and the one number among them that changes is in state.json."""
     model = {
-        f"model{number}": unwrap(chunk).sharded_state_dict(metadata=_CONTENT)
+        f"model{number}": unwrap(chunk).sharded_state_dict(metadata=dict(_CONTENT))  # megatron adds its groups to it
         for number, chunk in enumerate(policy.chunks)
     }
-    optimizer = policy.optimizer.sharded_state_dict(model, is_loading=loading, metadata=_CONTENT)
+    optimizer = policy.optimizer.sharded_state_dict(model, is_loading=loading, metadata=dict(_CONTENT))
     parts = [optimizer] if "param_state" in optimizer else [optimizer[key] for key in sorted(optimizer)]
     return {**model, "optimizer": {str(number): part["param_state"] for number, part in enumerate(parts)}}
 

@@ -54,6 +54,7 @@ class Microbatch:
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             lengths=self.lengths,
+            tokens=sum(self.lengths[: len(self.indices)]),
             replay=None if session is None else session.handle(number),
         )
 

@@ -71,6 +71,8 @@ class Policy:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        # Megatron moves them as soon as all gradients are there, before anyone has seen whether these are finite.
+        biases = [(bias, bias.clone()) for bias in self._expert_biases()]
         schedule.forward_backward(self.chunks, microbatches, session, loss, self.temperature)
         lr = learning_rate(self.settings, self.updates)
         for group in self.optimizer.param_groups:
@@ -83,12 +85,25 @@ class Policy:
         if applied:
             self.optimizer.step()
             self.updates += 1
+        else:
+            for bias, before in biases:
+                bias.copy_(before)
         return UpdateResult(grad_norm=grad_norm, lr=lr, applied=applied)
 
+    def _expert_biases(self) -> list[torch.Tensor]:
+        layers = (layer for chunk in self.chunks for layer in unwrap(chunk).decoder.layers if layer.is_moe_layer)
+        return [layer.mlp.router.expert_bias for layer in layers if layer.mlp.router.expert_bias is not None]
+
     def export(self, dtype: torch.dtype, *, dense: bool, experts: bool) -> dict[str, torch.Tensor]:
-        """Whole weights under Hugging Face names, in the sampler's precision, on the host; see `hf_map.export`."""
+        """Whole weights under Hugging Face names, in the sampler's precision, on the host; see `hf_map.export`.
+
+        Expert biases are float32 in the sampler of any precision.
+        """
         tensors = hf_map.export(map(unwrap, self.chunks), self.facts, dense=dense, experts=experts)
-        return {name: tensor.to("cpu", dtype).contiguous() for name, tensor in tensors}
+        return {
+            name: tensor.to("cpu", torch.float32 if name.endswith("e_score_correction_bias") else dtype).contiguous()
+            for name, tensor in tensors
+        }
 
 
 class ReferencePolicy:

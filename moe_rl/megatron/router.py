@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from moe_rl.errors import ConfigError, ReplayError, describe
+from moe_rl.megatron import world
 from moe_rl.replay.session import MicrobatchHandle
 
 
@@ -26,10 +28,12 @@ from moe_rl.replay.session import MicrobatchHandle
 class ReplaySeqParams(PackedSeqParams):
     """Packed sequences and the key to their routes.
 
-    lengths: of the packed sequences, the padding at the end as a sequence of its own. replay: None routes natively.
+    lengths: of the packed sequences, the padding at the end as a sequence of its own. tokens: how many come before the
+    padding. replay: None routes natively.
     """
 
     lengths: tuple[int, ...] = ()
+    tokens: int = 0
     replay: MicrobatchHandle | None = None
 
 
@@ -56,7 +60,12 @@ class _RecordedTopK:
 
 
 class ReplayRouter(TopKRouter):
-    """TopKRouter whose top-k comes from the replay session when its microbatch has one."""
+    """TopKRouter whose top-k comes from the replay session when its microbatch has one.
+
+    Expert-bias statistics (`local_tokens_per_expert`) count what is dispatched, hence what was recorded: the bias then
+    evens out the load of the sampler. They count real tokens only, once each in a training pass however often it is
+    recomputed, and none of a forward-only pass. Groups of experts limit the router's own choice, never a recorded one.
+    """
 
     def __init__(self, config, pg_collection=None, **kwargs):
         super().__init__(config=config, pg_collection=pg_collection, **kwargs)
@@ -80,7 +89,14 @@ class ReplayRouter(TopKRouter):
                 )
             )
         self.handle: MicrobatchHandle | None = None
+        self.seq_params: ReplaySeqParams | None = None
         self.router_replay = _RecordedTopK(self)
+
+    def _apply_expert_bias(self, routing_map, padding_mask=None):
+        if self.enable_expert_bias and torch.is_grad_enabled():
+            rows = world.own_rows(sum(self.seq_params.lengths))
+            real = torch.arange(rows.start, rows.stop, device=routing_map.device) < self.seq_params.tokens
+            super()._apply_expert_bias(routing_map & real[:, None])
 
 
 class ReplayMoELayer(MoELayer):
@@ -96,6 +112,7 @@ class ReplayMoELayer(MoELayer):
 class ReplayLayer(TransformerLayer):
     """TransformerLayer that hands its microbatch's key to its router.
 
+    A multi-token-prediction layer routes natively: the sampler records the decoder, and megatron numbers both from 1.
     `_forward_attention` is the one method that runs first in the plain schedule, in full recomputation and in the
     combined-1F1B schedule alike, and that always receives the packed sequence parameters.
     """
@@ -111,5 +128,6 @@ class ReplayLayer(TransformerLayer):
                         expected="ReplaySeqParams",
                     )
                 )
-            self.mlp.router.handle = packed_seq_params.replay
+            self.mlp.router.seq_params = packed_seq_params
+            self.mlp.router.handle = None if self.is_mtp_layer else packed_seq_params.replay
         return super()._forward_attention(*args, packed_seq_params=packed_seq_params, **kwargs)

@@ -1,0 +1,179 @@
+"""Every model family against `transformers` with the same routes, in every kind of layout, many in a process group."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moe_rl.config.hf import read_model
+from tests.distributed.conftest import torchrun
+from tests.distributed.families import reference as transformers
+from tests.distributed.families.data import LENGTHS, MODELS, recorded_load, write_checkpoint
+
+WORKER = Path(__file__).with_name("families") / "worker.py"
+RATE = 0.01
+# {ranks: {case: what it asks of the worker}}; the model comes first in a case's name
+CASES = {
+    1: {f"{name} replay": {"parallel": {}} for name in MODELS}
+    | {f"{name} native": {"parallel": {}, "mode": "native"} for name in MODELS}
+    | {"glm-groups bfloat16": {"parallel": {}, "dtype": "bfloat16"}},
+    2: {
+        f"{name} {layout}": settings
+        for name in ("qwen-mixed", "glm-groups")
+        for layout, settings in {
+            "EP2": {"parallel": {"expert": 2}},
+            "TP2-EP2-recompute": {"parallel": {"tensor": 2, "expert": 2}, "recompute": "full"},
+            "PP2-VPP2-recompute": {"parallel": {"pipeline": 2, "virtual_pipeline": 2}, "recompute": "full"},
+        }.items()
+    },
+}
+REPLAYED = [(ranks, case) for ranks, cases in CASES.items() for case in cases if "native" not in case]
+EXACT = [one for one in REPLAYED if "bfloat16" not in one[1]]
+BIASED = [one for one in EXACT if one[1].startswith("glm")]
+RESUMED = [(ranks, case) for ranks, case in BIASED if CASES[ranks][case].get("recompute") == "full"]
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory):
+    return {name: write_checkpoint(name, tmp_path_factory.mktemp(name)) for name in MODELS}
+
+
+@pytest.fixture(scope="session")
+def seen(checkpoints, tmp_path_factory):
+    """seen(ranks, case) -> [what each rank saw]; all cases of as many ranks run in one process group."""
+    results = {}
+
+    def case_of(name, settings):
+        model = name.split()[0]
+        biased = model.startswith("glm") and settings.get("mode") != "native"
+        return settings | {
+            "checkpoint": str(checkpoints[model]),
+            "expert_bias_rate": RATE if biased else 0.0,
+            "resume": biased and settings.get("recompute") == "full",
+        }
+
+    def run(ranks, case):
+        if ranks not in results:
+            out = tmp_path_factory.mktemp("ranks")
+            cases = {name: case_of(name, settings) for name, settings in CASES[ranks].items()}
+            (out / "cases.json").write_text(json.dumps(cases))
+            process = torchrun(ranks, out / "cases.json", out, script=WORKER)
+            assert process.returncode == 0, process.stderr[-6000:]
+            results[ranks] = [torch.load(out / f"rank{rank}.pt") for rank in range(ranks)]
+        return [rank[case] for rank in results[ranks]]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def reference(checkpoints):
+    cache = {}
+
+    def compute(case, forced):
+        key = case.split()[0], forced
+        if key not in cache:
+            cache[key] = transformers.compute(checkpoints[key[0]], forced)
+        return cache[key]
+
+    return compute
+
+
+def merged(ranks, key):
+    """What all ranks saw together. What more than one rank saw must be the same, bit for bit."""
+    out = {}
+    for rank in ranks:
+        assert all(torch.equal(value, out.get(name, value)) for name, value in rank[key].items())
+        out.update(rank[key])
+    return out
+
+
+def worst(got, expected):
+    assert got.keys() == expected.keys()
+    return max((got[name].float() - expected[name].float()).abs().max().item() for name in expected)
+
+
+@pytest.mark.parametrize("ranks, case", EXACT)
+def test_replay_equals_transformers_with_the_same_routes(seen, reference, ranks, case):
+    ours = seen(ranks, case)
+    logprobs, gradients = reference(case, forced=True)
+    assert worst(merged(ours, "logprobs"), logprobs) < 2e-6
+    assert worst(merged(ours, "grads"), gradients) < 1e-6
+    # the check can fail: freely routed, the same model is far away
+    free_logprobs, free_gradients = reference(case, forced=False)
+    assert worst(logprobs, free_logprobs) > 1e-2 and worst(gradients, free_gradients) > 1e-2
+    routers = [gradient for name, gradient in gradients.items() if name.endswith("mlp.gate.weight")]
+    assert routers and all(gradient.abs().max() > 1e-4 for gradient in routers), "no gradient reaches a router"
+
+
+@pytest.mark.parametrize("case", [case for case in CASES[1] if "native" in case])
+def test_native_routing_equals_transformers(seen, reference, case):
+    """Bias, groups, normalisation and scaling come in the same order, so that the shadow choice is the real one."""
+    (ours,) = seen(1, case)
+    logprobs, gradients = reference(case, forced=False)
+    assert worst(ours["logprobs"], logprobs) < 2e-6
+    assert worst(ours["grads"], gradients) < 1e-6
+    # with rate 0 the expert bias is what was loaded
+    biases = [name for name in ours["loaded"] if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 3 * case.startswith("glm")
+    assert all(torch.equal(ours["loaded"][name], ours["updated"][name]) for name in biases)
+
+
+@pytest.mark.parametrize("ranks, case", REPLAYED)
+def test_a_checkpoint_goes_in_and_out_bit_for_bit(seen, checkpoints, ranks, case):
+    original = load_file(checkpoints[case.split()[0]] / "model.safetensors")
+    loaded = merged(seen(ranks, case), "loaded")
+    assert loaded.keys() == original.keys()
+    for name, tensor in original.items():
+        if "bfloat16" in case and not name.endswith("e_score_correction_bias"):
+            tensor = tensor.bfloat16().float()
+        assert torch.equal(loaded[name], tensor), name
+
+
+@pytest.mark.parametrize("ranks, case", EXACT)
+def test_the_ledger_holds_layers_with_experts_only(seen, checkpoints, ranks, case):
+    facts = read_model(checkpoints[case.split()[0]])
+    ours, times = seen(ranks, case), 2 if CASES[ranks][case].get("recompute") == "full" else 1
+    assert {layer for rank in ours for layer in rank["layers"]} == set(facts.moe_layers)
+    forwarded = sum(prompt + completion - 1 for prompt, completion in LENGTHS)
+    assert sum(rank["tallies"][0]["native_positions"] for rank in ours) == len(facts.moe_layers) * forwarded
+    for rank in ours:
+        forward, update = rank["tallies"]
+        assert forward["consumed"] == forward["expected"] > 0 and forward["expected"] % len(rank["layers"]) == 0
+        assert update["consumed"] == update["expected"] == times * forward["expected"]
+        assert forward["applied_mismatch"] == update["applied_mismatch"] == 0
+        assert forward["native_mismatch"] > 0.9 * forward["native_positions"]
+
+
+@pytest.mark.parametrize("ranks, case", BIASED)
+def test_the_expert_bias_follows_the_recorded_load(seen, checkpoints, ranks, case):
+    """Each real token counts once: not again when recomputed or in the forward-only pass, padding and fillers never."""
+    facts, ours = read_model(checkpoints[case.split()[0]]), seen(ranks, case)
+    loaded, updated = merged(ours, "loaded"), merged(ours, "updated")
+    loads = recorded_load(facts)
+    assert worst(merged(ours, "loads"), loads) == 0
+    for layer, load in loads.items():
+        name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+        assert torch.equal(updated[name], loaded[name] + RATE * torch.sign(load.mean() - load))
+
+
+@pytest.mark.parametrize("ranks, case", RESUMED)
+def test_the_expert_bias_outlives_a_restart_and_a_skipped_step(seen, ranks, case):
+    for rank in seen(ranks, case):
+        assert all(torch.equal(rank["resumed"][name], tensor) for name, tensor in rank["updated"].items())
+        applied, after = rank["skipped"]
+        assert not applied and all(torch.equal(after[name], tensor) for name, tensor in rank["updated"].items())
+
+
+def test_bfloat16_keeps_the_expert_bias_in_float32(seen, reference, checkpoints):
+    (ours,) = seen(1, "glm-groups bfloat16")
+    original = load_file(checkpoints["glm-groups"] / "model.safetensors")
+    biases = {name: tensor for name, tensor in original.items() if name.endswith("e_score_correction_bias")}
+    assert all(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in biases.values())
+    assert all(torch.equal(ours["loaded"][name], tensor) for name, tensor in biases.items())
+    moved = {name: (ours["updated"][name] - tensor).abs().max() for name, tensor in biases.items()}
+    assert all(move == pytest.approx(RATE, rel=1e-3) for move in moved.values())
+    logprobs, _ = reference("glm-groups", forced=True)
+    difference = torch.cat([(ours["logprobs"][i] - logprobs[i]).abs() for i in logprobs])
+    assert 1e-4 < difference.mean() < 0.1
