@@ -135,6 +135,9 @@ class TrainConfig(Section):
     """Tokens packed into one microbatch, before it is padded to a multiple of 8."""
     recompute: Literal["none", "full"] = "none"
     """Activation recomputation."""
+    router_aux_loss: Annotated[float, Field(ge=0.0)] = 0.0
+    """Weight of the load-balancing loss of each layer's router, added to the objective. It is of the router's own
+    choice, also under replay, over each microbatch; these weigh as their tokens."""
     expert_bias_rate: Annotated[float, Field(ge=0.0)] = 0.0
     """Only for models with an expert bias: added to it, with each update, for experts that got fewer tokens than the
     mean, taken off for those that got more. Counted are the routes taken, recorded ones under replay. 0: it stays."""

@@ -41,6 +41,11 @@ class Microbatch:
     advantages: torch.Tensor
     indices: tuple[int, ...]
 
+    @property
+    def real_tokens(self) -> int:
+        """Tokens of the packed sequences, without the padding."""
+        return sum(self.lengths[: len(self.indices)])
+
     def seq_params(self, session: ReplaySession | None, number: int) -> ReplaySeqParams:
         """What megatron gets beside the tokens. session None routes natively, uncompared."""
         bounds = torch.tensor((0, *self.lengths), dtype=torch.int32, device=self.tokens.device).cumsum(
@@ -54,7 +59,7 @@ class Microbatch:
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             lengths=self.lengths,
-            tokens=sum(self.lengths[: len(self.indices)]),
+            tokens=self.real_tokens,
             replay=None if session is None else session.handle(number),
         )
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -62,9 +63,17 @@ class _RecordedTopK:
 class ReplayRouter(TopKRouter):
     """TopKRouter whose top-k comes from the replay session when its microbatch has one.
 
-    Expert-bias statistics (`local_tokens_per_expert`) count what is dispatched, hence what was recorded: the bias then
-    evens out the load of the sampler. They count real tokens only, once each in a training pass however often it is
-    recomputed, and none of a forward-only pass. Groups of experts limit the router's own choice, never a recorded one.
+    Groups of experts limit the router's own choice, never a recorded one. Of what a router keeps the balance by:
+
+    Expert-bias statistics (`local_tokens_per_expert`) count what is dispatched, hence what was recorded: the bias evens
+    out the load of the sampler.
+    The auxiliary loss compares the router's mean scores with its own live top-k over all experts, without bias and
+    groups, never with the recorded choice: a gradient can only move what the router itself prefers. Of a microbatch
+    with T tokens it is E / K * sum_e (tokens that choose e / T) * (mean score of e), 1 when balanced (Switch
+    Transformers, arXiv 2101.03961, equation 4, for K choices); an update's microbatches weigh as their tokens.
+
+    Either sees real tokens only, once each in a training pass, however often it is recomputed, and none of a
+    forward-only pass.
     """
 
     def __init__(self, config, pg_collection=None, **kwargs):
@@ -90,13 +99,33 @@ class ReplayRouter(TopKRouter):
             )
         self.handle: MicrobatchHandle | None = None
         self.seq_params: ReplaySeqParams | None = None
+        self.tokens_of_update = 0  # real ones, of all ranks; set before an update with an auxiliary loss
+        self.aux_loss = torch.zeros([], device=world.device())  # this rank's part of it, without its weight
         self.router_replay = _RecordedTopK(self)
 
-    def _apply_expert_bias(self, routing_map, padding_mask=None):
-        if self.enable_expert_bias and torch.is_grad_enabled():
+    def routing(self, logits, padding_mask=None):
+        if torch.is_grad_enabled() and (self.enable_expert_bias or self.is_aux_loss_enabled()):
             rows = world.own_rows(sum(self.seq_params.lengths))
-            real = torch.arange(rows.start, rows.stop, device=routing_map.device) < self.seq_params.tokens
-            super()._apply_expert_bias(routing_map & real[:, None])
+            padding_mask = torch.arange(rows.start, rows.stop, device=logits.device) >= self.seq_params.tokens
+        return super().routing(logits, padding_mask=padding_mask)
+
+    def _apply_expert_bias(self, routing_map, padding_mask=None):
+        # Megatron's own masking takes the mask [T] for one of experts.
+        if padding_mask is not None:
+            routing_map = routing_map & ~padding_mask[:, None]
+        super()._apply_expert_bias(routing_map)
+
+    def _apply_aux_loss(self, probs, *args, **kwargs):
+        if not self.seq_params.tokens:  # a mean over nothing
+            return probs
+        return super()._apply_aux_loss(probs, *args, **kwargs)
+
+    def attach_and_log_load_balancing_loss(self, activation, aux_loss_coeff, aux_loss, *args, **kwargs):
+        # Megatron would undo a division by the number of tokens, which the loss here does not go through, and count
+        # equal shares of them for ranks whose numbers of real tokens differ. aux_loss is this rank's part of a sum.
+        aux_loss = aux_loss * (self.seq_params.tokens / self.tokens_of_update)
+        self.aux_loss += aux_loss.detach() / aux_loss_coeff
+        return MoEAuxLossAutoScaler.apply(activation, aux_loss)
 
 
 class ReplayMoELayer(MoELayer):

@@ -13,24 +13,31 @@ from tests.distributed.families import reference as transformers
 from tests.distributed.families.data import LENGTHS, MODELS, recorded_load, write_checkpoint
 
 WORKER = Path(__file__).with_name("families") / "worker.py"
-RATE = 0.01
+RATE, AUX = 0.01, 0.5
+LAYOUTS = {
+    "EP2": {"parallel": {"expert": 2}},
+    "TP2-EP2-recompute": {"parallel": {"tensor": 2, "expert": 2}, "recompute": "full"},
+    "PP2-VPP2-recompute": {"parallel": {"pipeline": 2, "virtual_pipeline": 2}, "recompute": "full"},
+}
 # {ranks: {case: what it asks of the worker}}; the model comes first in a case's name
 CASES = {
     1: {f"{name} replay": {"parallel": {}} for name in MODELS}
     | {f"{name} native": {"parallel": {}, "mode": "native"} for name in MODELS}
     | {"glm-groups bfloat16": {"parallel": {}, "dtype": "bfloat16"}},
     2: {
-        f"{name} {layout}": settings
-        for name in ("qwen-mixed", "glm-groups")
-        for layout, settings in {
-            "EP2": {"parallel": {"expert": 2}},
-            "TP2-EP2-recompute": {"parallel": {"tensor": 2, "expert": 2}, "recompute": "full"},
-            "PP2-VPP2-recompute": {"parallel": {"pipeline": 2, "virtual_pipeline": 2}, "recompute": "full"},
-        }.items()
-    },
+        f"{name} {layout}-aux": settings | {"router_aux_loss": AUX}
+        for name, layout in (
+            ("qwen-mixed", "TP2-EP2-recompute"),
+            ("glm-groups", "EP2"),
+            ("glm-groups", "PP2-VPP2-recompute"),
+        )
+        for settings in [LAYOUTS[layout]]
+    }
+    | {f"{name} {layout}": settings for name in ("qwen-mixed", "glm-groups") for layout, settings in LAYOUTS.items()},
 }
 REPLAYED = [(ranks, case) for ranks, cases in CASES.items() for case in cases if "native" not in case]
-EXACT = [one for one in REPLAYED if "bfloat16" not in one[1]]
+EXACT = [one for one in REPLAYED if "bfloat16" not in one[1] and "aux" not in one[1]]
+BALANCED = [one for one in REPLAYED if "aux" in one[1]]
 BIASED = [one for one in EXACT if one[1].startswith("glm")]
 RESUMED = [(ranks, case) for ranks, case in BIASED if CASES[ranks][case].get("recompute") == "full"]
 
@@ -105,6 +112,21 @@ def test_replay_equals_transformers_with_the_same_routes(seen, reference, ranks,
     assert worst(logprobs, free_logprobs) > 1e-2 and worst(gradients, free_gradients) > 1e-2
     routers = [gradient for name, gradient in gradients.items() if name.endswith("mlp.gate.weight")]
     assert routers and all(gradient.abs().max() > 1e-4 for gradient in routers), "no gradient reaches a router"
+
+
+@pytest.mark.parametrize("ranks, case", BALANCED)
+def test_the_auxiliary_loss_is_of_the_live_choice(seen, reference, checkpoints, ranks, case):
+    """Added to the objective under replay: microbatches weigh as their real tokens, whoever shares them."""
+    ours = seen(ranks, case)
+    microbatches = {tuple(numbers) for rank in ours for numbers in rank["microbatches"]}
+    assert sorted(number for numbers in microbatches for number in numbers) == list(range(len(LENGTHS)))
+    folder = checkpoints[case.split()[0]]
+    _, gradients, imbalance = transformers.compute(folder, True, aux=AUX, microbatches=microbatches)
+    assert worst(merged(ours, "grads"), gradients) < 1e-6
+    assert [rank["aux_loss"] for rank in ours] == pytest.approx([imbalance] * ranks, rel=1e-6)
+    _, without = reference(case, forced=True)
+    routers = [name for name in gradients if name.endswith("mlp.gate.weight")]
+    assert all((gradients[name] - without[name]).abs().max() > 1e-3 for name in routers)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES[1] if "native" in case])

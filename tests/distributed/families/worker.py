@@ -3,8 +3,8 @@
     torchrun --nproc-per-node N worker.py CASES OUT
 
 CASES: JSON {name: {"checkpoint": path, "parallel": ParallelConfig, "mode": replay | native, "recompute": none | full,
-"dtype": of the trainer, "expert_bias_rate": number, "resume": whether to save and load a checkpoint}}. Rank r writes
-OUT/rank<r>.pt, {name: what it saw}.
+"dtype": of the trainer, "expert_bias_rate", "router_aux_loss": numbers, "resume": whether to save and load a
+checkpoint}}. Rank r writes OUT/rank<r>.pt, {name: what it saw}.
 """
 
 import json
@@ -80,6 +80,7 @@ def run(case, out):
         microbatch_tokens=40,
         recompute=recompute,
         expert_bias_rate=case.get("expert_bias_rate", 0.0),
+        router_aux_loss=case.get("router_aux_loss", 0.0),
         optimizer=OptimizerConfig(lr=1e-3, clip_grad=1e9),
     )
     policy = Policy(facts, train, parallel, folder, temperature=1.0)
@@ -117,12 +118,13 @@ def run(case, out):
         result, backward = within("update", update, recomputes=recompute == "full")
     seen = {
         "layers": policy.layers,
+        "microbatches": [m.indices for m in microbatches],
         "logprobs": {
             i: lp[m.sequence_ids == n].cpu()
             for m, lp in zip(microbatches, logprobs, strict=True)
             for n, i in enumerate(m.indices)
         },
-        "applied": result.applied,
+        "aux_loss": result.aux_loss,
         "grads": whole_gradients(policy),
         "loads": dict(zip(policy.layers, loads[0], strict=True)) if loads else {},
         "loaded": loaded,
