@@ -105,8 +105,8 @@ class ReplayRouter(TopKRouter):
 
     def routing(self, logits, padding_mask=None):
         if torch.is_grad_enabled() and (self.enable_expert_bias or self.is_aux_loss_enabled()):
-            rows = world.own_rows(sum(self.seq_params.lengths))
-            padding_mask = torch.arange(rows.start, rows.stop, device=logits.device) >= self.seq_params.tokens
+            rows = sum(self.seq_params.lengths)
+            padding_mask = torch.arange(rows, device=logits.device)[world.own_rows(rows)] >= self.seq_params.tokens
         return super().routing(logits, padding_mask=padding_mask)
 
     def _apply_expert_bias(self, routing_map, padding_mask=None):
