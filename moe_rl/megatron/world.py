@@ -34,7 +34,6 @@ def join(*, timeout_seconds: float) -> None:
         torch.set_num_threads(1)  # one rank per core: more threads only take turns
         backend = "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
-    lay_out(parallel, seed=seed)
 
 
 def lay_out(parallel: ParallelConfig, *, seed: int) -> None:

@@ -13,8 +13,16 @@ from moe_rl.types import Sequence
 LENGTHS = [(5, 4), (3, 9), (7, 1), (4, 6), (6, 3), (2, 8), (5, 5), (9, 2), (3, 3), (4, 7)]
 
 
+def quiet() -> None:
+    """No progress bars of `transformers` for models of a moment."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
 def make_checkpoint(path: Path) -> Path:
     """Write a Hugging Face checkpoint of a random Qwen3-MoE: 4 layers, 16 experts, 4 of them for each token."""
+    quiet()
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 

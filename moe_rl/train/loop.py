@@ -65,6 +65,8 @@ class Run:
             self.log = RunLog(folder.path, total_steps=config.run.steps, mode=config.replay.mode)
             stack.callback(self.log.close)
             self.log.note(f"run folder: {folder.path}")
+            if self.facts.mtp_layers:
+                self.log.note("the model's multi-token-prediction layers are left alone: not trained, not sent")
             self.log.note("starting the sampler and the verifiers ...")
             verifiers = stack.enter_context(
                 VerifierPool(

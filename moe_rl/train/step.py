@@ -123,7 +123,7 @@ class TrainStep:
                 native = _mismatch(everything, native_logprobs), session.tally
             if self.reference is not None:
                 self._hand_out(shares, self.reference.logprobs(everything), "ref_logprobs")
-        sums, grad_norms, skipped, lr = UpdateSums(), [], 0, 0.0
+        sums, grad_norms, aux_losses, skipped, lr = UpdateSums(), [], [], 0, 0.0
         with clock("train"):
             for number, share in enumerate(shares):
                 # Without an old-logprob pass the first update's forward is the one that ran on the sampler's weights.
@@ -137,6 +137,7 @@ class TrainStep:
                 if observe_here and world.is_last_stage():
                     mismatch = _mismatch(share.microbatches, [seen[i] for i in range(len(share.microbatches))])
                 grad_norms.append(result.grad_norm)
+                aux_losses.append(result.aux_loss)
                 skipped += not result.applied
                 lr = result.lr
         metrics = self._reduce(sums, tallies, len(shares), replay, by_layer=measure_native)
@@ -152,6 +153,8 @@ class TrainStep:
             "optim/updates": self.policy.updates,
             "optim/skipped": skipped,
         }
+        if self.config.train.router_aux_loss:
+            metrics["objective/aux_loss"] = sum(aux_losses) / len(aux_losses)
         if native is not None:
             n, positions = _global(native[0]).metrics(), _native_fractions([native[1]])
             metrics |= {

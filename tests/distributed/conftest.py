@@ -71,5 +71,5 @@ def proven(checkpoint, tmp_path_factory, request):
 
 @pytest.fixture(scope="session")
 def reference(proven):
-    """reference(forced) -> (logprobs {sequence: [N]}, gradients {name: tensor}) by transformers in one process."""
+    """reference(forced) -> what transformers computes in one process, see `proof.reference`."""
     return lambda forced: proven.proof.reference(forced=forced)

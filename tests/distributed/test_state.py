@@ -78,7 +78,7 @@ def test_the_sampler_and_the_reference_get_the_weights(checkpoint, folder, seen,
     sent, wrote = seen[0][layout, "sent"]
     assert equal(sent, load_file(checkpoint / "model.safetensors"))
     assert wrote == writers and not list((folder / "parts").iterdir())
-    logprobs, _ = reference(forced=False)
+    logprobs = reference(forced=False).logprobs
     assert largest(merged(of(seen, (layout, "reference")), "logprobs"), logprobs) < 2e-5
 
 

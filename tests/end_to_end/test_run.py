@@ -132,6 +132,7 @@ def test_grpo_from_the_samplers_logprobs_with_a_reference_in_float32(tmp_path):
             "objective.kl_coef=0.01",
             "train.dtype=float32",
             "train.recompute=uniform",
+            "train.router_aux_loss=0.01",
             "objective.normalize_std=false",
             "parallel.expert=1",
             "parallel.pipeline=2",
@@ -143,6 +144,8 @@ def test_grpo_from_the_samplers_logprobs_with_a_reference_in_float32(tmp_path):
     assert all(row["routing/applied_mismatch"] == 0 and row["routing/coverage"] == 1 for row in steps)
     # the reference routes natively, so the first KL is small but not 0; then the policy moves away
     assert 0 < steps[0]["objective/kl_ref"] < steps[1]["objective/kl_ref"]
+    # over the layers of both stages: about balanced
+    assert 0.95 < steps[0]["objective/aux_loss"] < 2
     # old logprobs are the sampler's: the ratio is not exactly 1 on average
     assert steps[0]["objective/ratio_mean"] != 1.0
     # recomputation takes each route twice a training pass: 2 updates x 8 layers, of either stage 4, x 2
