@@ -64,6 +64,7 @@ def main():
     from moe_rl.megatron import checkpoint
     from moe_rl.megatron.microbatch import pack
     from moe_rl.megatron.policy import Policy
+    from moe_rl.train import shares as shares_of
     from moe_rl.train import step
     from moe_rl.train.weights import Canary, send_weights
 
@@ -96,12 +97,12 @@ def main():
         *same, context = arguments
         return dataclasses.replace(pack(*same, context), rows=pack(*same, (1 - rank, 2)).rows)
 
-    step.pack = pack_shifted
+    shares_of.pack = pack_shifted
     try:
         take_step(halves, policy)
     except RouteValidationError as error:
         seen["shifted"] = str(error)
-    step.pack = pack
+    shares_of.pack = pack
 
     world.lay_out(shares.parallel, seed=1)
     seen["shares"] = take_step(shares, build(shares))

@@ -102,6 +102,8 @@ def test_without_replay_the_mismatch_is_larger(short_run, tmp_path):
         # bf16 partial sums of the two ranks round otherwise than whole ones
         pytest.param(["parallel.tensor=2"], 0.5, id="TP2-EP2"),
         pytest.param(["parallel.expert=1", "parallel.pipeline=2", "parallel.virtual_pipeline=2"], 1e-9, id="PP2-VPP2"),
+        # attention over gathered keys sums in another order
+        pytest.param(["parallel.context=2", "train.overlap_expert_parallel_comm=true"], 0.5, id="CP2-EP2-overlap"),
     ],
 )
 def test_ranks_that_share_sequences(short_run, tmp_path, layout, rel):

@@ -77,6 +77,11 @@ class Run:
             result = self.policy.update(self.microbatches, session, loss or self.loss)
         return result, asdict(session.tally)
 
+    def layers(self):
+        from moe_rl.megatron.model import unwrap
+
+        return [layer for chunk in self.policy.chunks for layer in unwrap(chunk).decoder.layers]
+
     def weights(self):
         exported = self.policy.export(torch.float32, dense=True, experts=True)
         return {name: tensor.clone() for name, tensor in exported.items()}
@@ -94,6 +99,18 @@ def assert_the_next_step_is_exact(run, recompute):
     ours, theirs = run.weights(), clean.weights()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert not any(torch.equal(ours[name], before[name]) for name in before if "gate.weight" in name)
+
+
+def test_a_model_that_was_built_twice(one_rank):
+    """Routers of a model that nobody runs take nothing and hold nothing up: there is no list that they could be in."""
+    orphan, run = Run(), Run()
+    before = orphan.weights()
+    result, tally = run.update()
+    assert tally["consumed"] == tally["expected"] == len(LENGTHS) * 8 and tally["applied_mismatch"] == 0
+    assert result.applied and all(torch.equal(tensor, before[name]) for name, tensor in orphan.weights().items())
+    routers = [layer.mlp.router for layer in orphan.layers()]
+    assert len(routers) == 8 and all(router.handle is None for router in routers)
+    assert orphan.update() == (result, tally)
 
 
 @pytest.mark.parametrize("recompute", ["uniform", "moe"])
