@@ -60,7 +60,7 @@ def main():
     facts, seen = read_model(path), {}
     common = ("train.dtype=float32", "train.microbatch_tokens=40", "train.updates_per_step=1")
     halves, shares = (load_config(CONFIG, [*common, f"parallel.context={ranks}"]) for ranks in (2, 1))
-    world.start(halves.parallel, seed=1, timeout_seconds=60)
+    world.start(halves.parallel, seed=1, timeout_seconds=120)
     from moe_rl.megatron import checkpoint
     from moe_rl.megatron.microbatch import pack
     from moe_rl.megatron.policy import Policy
