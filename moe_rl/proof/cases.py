@@ -132,6 +132,8 @@ LAYOUTS = [
     Case(4, {"expert": 2, "pipeline": 2}, _WHOLE),
     Case(4, {"pipeline": 4}),
     Case(4, {"context": 4, "expert": 4}),
+    Case(4, {"context": 2, "expert_tensor": 2}),
+    Case(4, {"context": 2, **_INTERLEAVED}, _FULL),
     Case(4, {"tensor": 2, "context": 2, "expert": 2}),
     Case(4, {"context": 2, "expert": 2, "pipeline": 2}, _FULL),
 ]

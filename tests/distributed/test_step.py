@@ -78,7 +78,7 @@ def test_r2_measures_natively_and_replays_its_own_routes(steps):
 def test_missing_routes_are_refused_by_default(steps):
     for rank in steps["missing-refused"]:
         assert "too many sequences have tokens without a recorded route (the first is s3, 9 of its 9 tokens)" in rank
-        assert "got 1 of 10 sequences, expected at most 0.00%" in rank
+        assert "got 1 of 13 sequences, expected at most 0.00%" in rank
 
 
 def test_missing_routes_are_left_to_the_router_within_the_bound(steps):
@@ -109,7 +109,7 @@ def test_above_the_bound_every_rank_refuses_before_any_pass(steps):
         assert f"got {native} of {total} (token, layer) positions" in rank
     for rank in steps["missing-dropped-too-many"]:
         assert "too many sequences have tokens without a recorded route (the first is s3, 9 of its 9 tokens)" in rank
-        assert "got 3 of 10 sequences, expected at most 20.00%" in rank
+        assert "got 3 of 13 sequences, expected at most 20.00%" in rank
 
 
 def test_sequences_without_routes_are_dropped_and_counted(steps):
