@@ -180,5 +180,6 @@ def _torchrun(ranks: int, *arguments, timeout: float) -> subprocess.CompletedPro
         capture_output=True,
         text=True,
         timeout=timeout,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # The ranks fork: asking the driver whether there is a GPU must not initialise it.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
     )

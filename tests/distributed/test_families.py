@@ -73,8 +73,8 @@ def seen(checkpoints, tmp_path_factory):
             (out / "cases.json").write_text(json.dumps(cases))
             process = torchrun(ranks, WORKER, out / "cases.json", out)
             assert process.returncode == 0, process.stderr[-6000:]
-            results[ranks] = [torch.load(out / f"rank{rank}.pt") for rank in range(ranks)]
-        return [rank[case] for rank in results[ranks]]
+            results[ranks] = out
+        return [torch.load(results[ranks] / f"{case}-rank{rank}.pt") for rank in range(ranks)]
 
     return run
 

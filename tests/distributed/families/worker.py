@@ -1,9 +1,9 @@
-"""One rank of the tests of model families: many cases in one process group.
+"""One rank of the tests of model families: many cases, one after the other.
 
     torchrun --nproc-per-node N worker.py CASES OUT
 
 CASES: JSON {name: {"checkpoint": path, "parallel", "train": as of a proof's case, "mode": replay | native, "resume":
-whether to save and load a checkpoint}}. Rank r writes OUT/rank<r>.pt, {name: what it saw}.
+whether to save and load a checkpoint}}. Rank r writes OUT/<name>-rank<r>.pt: what it saw.
 """
 
 import json
@@ -20,6 +20,7 @@ from moe_rl.config.schema import ParallelConfig
 from moe_rl.megatron import checkpoint, world
 from moe_rl.megatron.policy import Policy
 from moe_rl.proof import cases
+from moe_rl.proof.processes import in_turn
 from moe_rl.proof.share import Share, whole_gradients
 
 FINALIZE = "megatron.core.distributed.finalize_model_grads"
@@ -86,16 +87,13 @@ def run(case, out):
     return seen
 
 
-def main():
-    asked, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    world.join(timeout_seconds=60)
-    seen = {}
-    for name, case in asked.items():
-        world.lay_out(ParallelConfig.model_validate(case["parallel"]), seed=1)
-        seen[name] = run(case, out)
-    torch.save(seen, out / f"rank{dist.get_rank()}.pt")
+def one(name, case, out):
+    world.start(ParallelConfig.model_validate(case["parallel"]), seed=1, timeout_seconds=120)
+    torch.save(run(case, out), out / f"{name}-rank{dist.get_rank()}.pt")
+    dist.barrier()
     world.stop()
 
 
 if __name__ == "__main__":
-    main()
+    asked, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    in_turn(one, ((name, case, folder) for name, case in asked.items()))
