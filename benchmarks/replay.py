@@ -105,8 +105,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
             )  # fmt: skip
             scores = rng.random((options.tokens, len(facts.moe_layers), facts.num_experts))
             routes = np.argsort(scores, -1)[..., : facts.top_k].astype(np.uint8)
-            nothing = np.zeros(options.tokens, bool)
-            parts.append(SequenceRoutes(key, np.array(tokens[:-1]), routes, nothing, ~nothing))
+            parts.append(SequenceRoutes.complete(key, np.array(tokens[:-1]), routes))
         microbatch = pack(pair, [0, 1], world.device())
         microbatches.append(microbatch)
         tables.append(

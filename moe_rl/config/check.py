@@ -17,11 +17,12 @@ from moe_rl.config.hf import (
     ModelFacts,
     checkpoint_tensors,
     expected_tensors,
+    is_mtp_tensor,
     read_model,
     tensor_problems,
     tokenizer_vocabulary,
 )
-from moe_rl.config.plan import Plan, count_prompts, least_ranks, make_plan
+from moe_rl.config.plan import Plan, count_prompts, least_ranks, make_plan, stage_layers
 from moe_rl.config.schema import Config
 from moe_rl.errors import ConfigError, describe
 
@@ -52,7 +53,8 @@ def problems(config: Config, world_size: int) -> list[str]:
 def _model_problems(config: Config, facts: ModelFacts) -> Iterator[str]:
     path = config.model.path
     try:
-        yield from tensor_problems(expected_tensors(facts), checkpoint_tensors(path), str(path))
+        found = {name: entry for name, entry in checkpoint_tensors(path).items() if not is_mtp_tensor(facts, name)}
+        yield from tensor_problems(expected_tensors(facts), found, str(path))
     except ConfigError as error:
         yield from error.problems
     try:
@@ -75,13 +77,12 @@ def _model_problems(config: Config, facts: ModelFacts) -> Iterator[str]:
             got=list(facts.eos_token_ids),
             expected=f"at least one id below vocab_size = {facts.vocab}",
         )
-    dense = sorted(set(range(facts.layers)) - set(facts.moe_layers))
-    if dense:
+    if config.train.expert_bias_rate and not facts.expert_bias:
         yield describe(
-            "model.path: the trainer builds models whose layers all have experts",
+            "train.expert_bias_rate: the model's routers have no expert bias",
             where=str(path),
-            got=f"dense layers {dense[:5]}" + (f" and {len(dense) - 5} more" if len(dense) > 5 else ""),
-            expected="decoder_sparse_step 1 and no mlp_only_layers",
+            got=config.train.expert_bias_rate,
+            expected=0,
         )
     longest = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
     if longest > facts.max_position_embeddings:
@@ -238,6 +239,14 @@ def _rank_problems(config: Config, facts: ModelFacts | None, world_size: int) ->
             got=parallel.virtual_pipeline,
             expected=f"a divisor of {facts.layers // parallel.pipeline}",
         )
+    if facts is not None and facts.layers % runs == 0:
+        bare = [layers for layers in stage_layers(facts, parallel) if not set(layers) & set(facts.moe_layers)]
+        if bare:
+            yield describe(
+                "parallel.pipeline: a stage would hold dense layers only and have no routes to replay",
+                got=f"{parallel.pipeline} stages, one of them with the layers {bare[0]}",
+                do="lower parallel.pipeline, or raise parallel.virtual_pipeline to mix the layers",
+            )
     if facts is not None and facts.tie_word_embeddings and parallel.pipeline > 1:
         yield describe(
             "parallel.pipeline: the first and the last stage would share the tied embedding, which is not supported",
@@ -304,6 +313,10 @@ def _divided_sizes(facts: ModelFacts) -> Iterator[tuple[str, str, int]]:
     yield "expert_tensor", "experts' width (moe_intermediate_size)", facts.moe_intermediate_size
     yield "tensor", "key-value heads (num_key_value_heads)", facts.kv_heads
     yield "tensor", "vocabulary (vocab_size)", facts.vocab
+    if len(facts.moe_layers) < facts.layers:
+        yield "tensor", "dense layers' width (intermediate_size)", facts.intermediate_size
+    if facts.shared_intermediate_size:
+        yield "tensor", "shared experts' width together", facts.shared_intermediate_size
 
 
 def _folder_problems(runs_dir: Path, plan: Plan | None) -> Iterator[str]:

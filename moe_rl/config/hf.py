@@ -1,6 +1,6 @@
 """What a Hugging Face checkpoint folder says about its model, read without torch or transformers.
 
-Only Qwen3-MoE: attention with query and key norms, SwiGLU experts without biases, softmax top-k routing.
+Decoders with grouped-query attention and SwiGLU layers, dense or of experts; the families in FAMILIES and no others.
 Checkpoint files are input, not trusted: header sizes are bounded and file names may not leave the folder.
 """
 
@@ -10,48 +10,22 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_rl.config import glm4_moe, qwen3_moe
+from moe_rl.config.model_facts import Fields, ModelFacts
 from moe_rl.config.safetensors_header import Tensor, read_header
 from moe_rl.errors import ConfigError, describe
 
-ARCHITECTURE = "Qwen3MoeForCausalLM"
+FAMILIES = {family.ARCHITECTURE: family for family in (qwen3_moe, glm4_moe)}
 FLOAT_DTYPES = ("F32", "BF16", "F16")
 MAX_JSON_BYTES = 256 << 20
 SHOWN = 3
 """How many tensor names a message lists before it only counts."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """The numbers of a model. moe_layers: 0-based numbers of the layers with experts.
-
-    eos_token_ids: of config.json, then those only generation_config.json adds. fingerprint: hex sha256 of config.json
-    with sorted keys and without the keys that say who wrote it.
-    """
-
-    vocab: int
-    hidden_size: int
-    layers: int
-    moe_layers: tuple[int, ...]
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    moe_intermediate_size: int
-    num_experts: int
-    top_k: int
-    norm_topk_prob: bool
-    rope_theta: float
-    rms_norm_eps: float
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    eos_token_ids: tuple[int, ...]
-    dtype: str
-    fingerprint: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,92 +63,46 @@ def read_model(path: str | Path) -> ModelFacts:
     return facts
 
 
-class _Fields:
-    """Typed look-ups in config.json that collect what is wrong instead of stopping at the first."""
-
-    def __init__(self, raw: dict[str, Any], where: str):
-        self.raw, self.where, self.problems = raw, where, []
-
-    def wrong(self, key: str, got: Any, expected: str) -> None:
-        self.problems.append(describe(f"model.path: {key}", where=self.where, got=repr(got), expected=expected))
-
-    def count(self, *keys: str, default: int | None = None, least: int = 1, most: int = 2**31) -> int:
-        key = next((key for key in keys if self.raw.get(key) is not None), keys[0])
-        value = self.raw.get(key)
-        value = default if value is None else value
-        if type(value) is not int or not least <= value <= most:
-            self.wrong(key, value, f"a whole number from {least} to {most}")
-            return least
-        return value
-
-    def number(self, key: str, value: Any) -> float:
-        if type(value) not in (int, float) or not (math.isfinite(value) and value > 0):
-            self.wrong(key, value, "a number above 0")
-            return 1.0
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.raw.get(key, default)
-        if type(value) is not bool:
-            self.wrong(key, value, "true or false")
-            return default
-        return value
-
-    def only(self, key: str, supported: Any) -> None:
-        value = self.raw.get(key, supported)
-        if value != supported:
-            self.wrong(key, value, f"{supported!r}, nothing else is built")
-
-
 def _facts(folder: Path) -> ModelFacts:
     where = str(folder / "config.json")
     raw = _read_json(folder / "config.json")
     architectures = raw.get("architectures") or []
-    if ARCHITECTURE not in architectures:
+    architecture = next((name for name in architectures if name in FAMILIES), None)
+    if architecture is None:
         shown = ", ".join(str(name) for name in architectures) or raw.get("model_type", "no architecture")
         sparse = any(key in raw for key in ("num_experts", "num_local_experts", "n_routed_experts"))
         what = "unsupported architecture" if sparse else "a dense model has no experts to route to"
-        raise ConfigError(describe(f"model.path: {what}", where=where, got=shown, expected=ARCHITECTURE))
+        expected = " or ".join(FAMILIES)
+        raise ConfigError(describe(f"model.path: {what}", where=where, got=shown, expected=expected))
 
-    read = _Fields(raw, where)
+    read = Fields(raw, where)
     layers = read.count("num_hidden_layers", most=512)
     hidden, heads = read.count("hidden_size"), read.count("num_attention_heads")
-    kv_heads = read.count("num_key_value_heads")
-    experts = read.count("num_experts", "num_local_experts", least=2, most=2048)
-    top_k = read.count("num_experts_per_tok")
-    if top_k > experts:
-        read.wrong("num_experts_per_tok", top_k, f"at most num_experts = {experts}")
+    kv_heads, head_dim = read.count("num_key_value_heads"), read.count("head_dim", default=hidden // heads)
     if heads % kv_heads:
         read.wrong("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}")
-
-    step, mlp_only = read.count("decoder_sparse_step", default=1), raw.get("mlp_only_layers") or []
-    if not (isinstance(mlp_only, list) and all(type(n) is int and 0 <= n < layers for n in mlp_only)):
-        read.wrong("mlp_only_layers", mlp_only, f"layer numbers from 0 to {layers - 1}")
-        mlp_only = []
-    moe_layers = tuple(n for n in range(layers) if n not in mlp_only and (n + 1) % step == 0)
-    if not moe_layers:
-        read.wrong("mlp_only_layers", mlp_only, "a layer with experts: a dense model has no routes to replay")
-
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
     if rope_type != "default":
         read.wrong("rope_parameters", rope, "rope_type 'default', nothing else is built")
         rope = {}
-    for key, supported in (("hidden_act", "silu"), ("attention_bias", False), ("use_sliding_window", False)):
-        read.only(key, supported)
+    read.only("hidden_act", "silu")
+    top_k = read.count("num_experts_per_tok")
+    own = FAMILIES[architecture].facts(read, layers=layers, top_k=top_k, rope=rope)
+    if top_k > own["num_experts"]:
+        read.wrong("num_experts_per_tok", top_k, f"at most num_experts = {own['num_experts']}")
+    if own["rotary_fraction"] > 1 or int(head_dim * own["rotary_fraction"]) % 2:
+        read.wrong("partial_rotary_factor", own["rotary_fraction"], f"an even share of head_dim = {head_dim}")
     facts = ModelFacts(
         vocab=read.count("vocab_size"),
         hidden_size=hidden,
         layers=layers,
-        moe_layers=moe_layers,
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=read.count("head_dim", default=hidden // heads),
+        head_dim=head_dim,
         intermediate_size=read.count("intermediate_size"),
         moe_intermediate_size=read.count("moe_intermediate_size"),
-        num_experts=experts,
         top_k=top_k,
-        norm_topk_prob=read.flag("norm_topk_prob", False),
         rope_theta=read.number("rope_theta", rope.get("rope_theta", raw.get("rope_theta", 10000.0))),
         rms_norm_eps=read.number("rms_norm_eps", raw.get("rms_norm_eps")),
         max_position_embeddings=read.count("max_position_embeddings"),
@@ -182,6 +110,7 @@ def _facts(folder: Path) -> ModelFacts:
         eos_token_ids=_eos(raw, folder),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
         fingerprint=_fingerprint(raw),
+        **own,
     )
     if read.problems:
         raise ConfigError(read.problems)
@@ -202,46 +131,87 @@ def _fingerprint(raw: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _layer_tensors(facts: ModelFacts, layer: int) -> Iterable[tuple[str, tuple[int, ...]]]:
+def _layer_tensors(facts: ModelFacts, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, head_dim = facts.hidden_size, facts.head_dim
+    rows = {"q": facts.heads * head_dim, "k": facts.kv_heads * head_dim, "v": facts.kv_heads * head_dim}
     yield "input_layernorm.weight", (hidden,)
-    yield "self_attn.q_proj.weight", (facts.heads * head_dim, hidden)
-    yield "self_attn.k_proj.weight", (facts.kv_heads * head_dim, hidden)
-    yield "self_attn.v_proj.weight", (facts.kv_heads * head_dim, hidden)
+    for projection, count in rows.items():
+        yield f"self_attn.{projection}_proj.weight", (count, hidden)
+        if facts.attention_bias:
+            yield f"self_attn.{projection}_proj.bias", (count,)
     yield "self_attn.o_proj.weight", (hidden, facts.heads * head_dim)
-    yield "self_attn.q_norm.weight", (head_dim,)
-    yield "self_attn.k_norm.weight", (head_dim,)
+    if facts.qk_norm:
+        yield "self_attn.q_norm.weight", (head_dim,)
+        yield "self_attn.k_norm.weight", (head_dim,)
     yield "post_attention_layernorm.weight", (hidden,)
     if layer not in facts.moe_layers:
-        yield "mlp.gate_proj.weight", (facts.intermediate_size, hidden)
-        yield "mlp.up_proj.weight", (facts.intermediate_size, hidden)
-        yield "mlp.down_proj.weight", (hidden, facts.intermediate_size)
+        yield from _swiglu("mlp", hidden, facts.intermediate_size)
         return
     yield "mlp.gate.weight", (facts.num_experts, hidden)
+    if facts.expert_bias:
+        yield "mlp.gate.e_score_correction_bias", (facts.num_experts,)
     for expert in range(facts.num_experts):
-        yield f"mlp.experts.{expert}.gate_proj.weight", (facts.moe_intermediate_size, hidden)
-        yield f"mlp.experts.{expert}.up_proj.weight", (facts.moe_intermediate_size, hidden)
-        yield f"mlp.experts.{expert}.down_proj.weight", (hidden, facts.moe_intermediate_size)
+        yield from _swiglu(f"mlp.experts.{expert}", hidden, facts.moe_intermediate_size)
+    if facts.shared_intermediate_size:
+        yield from _swiglu("mlp.shared_experts", hidden, facts.shared_intermediate_size)
+
+
+def _swiglu(name: str, hidden: int, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{name}.gate_proj.weight", (width, hidden)
+    yield f"{name}.up_proj.weight", (width, hidden)
+    yield f"{name}.down_proj.weight", (hidden, width)
+
+
+def _stage_tensors(facts: ModelFacts, layers: Iterable[int], *, first: bool, last: bool) -> dict[str, tuple[int, ...]]:
+    """Those of some layers, and of the model's ends."""
+    tensors: dict[str, tuple[int, ...]] = {}
+    if first:
+        tensors["model.embed_tokens.weight"] = (facts.vocab, facts.hidden_size)
+    for layer in layers:
+        tensors.update({f"model.layers.{layer}.{name}": shape for name, shape in _layer_tensors(facts, layer)})
+    if last:
+        tensors["model.norm.weight"] = (facts.hidden_size,)
+        if not facts.tie_word_embeddings:
+            tensors["lm_head.weight"] = (facts.vocab, facts.hidden_size)
+    return tensors
 
 
 def expected_tensors(facts: ModelFacts) -> dict[str, tuple[int, ...]]:
-    """Names, as published Qwen3-MoE checkpoints have them, and shapes of every tensor of the model."""
-    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (facts.vocab, facts.hidden_size)}
-    for layer in range(facts.layers):
-        tensors.update({f"model.layers.{layer}.{name}": shape for name, shape in _layer_tensors(facts, layer)})
-    tensors["model.norm.weight"] = (facts.hidden_size,)
-    if not facts.tie_word_embeddings:
-        tensors["lm_head.weight"] = (facts.vocab, facts.hidden_size)
-    return tensors
+    """Names, as the family's published checkpoints have them, and shapes of every tensor of the decoder."""
+    return _stage_tensors(facts, range(facts.layers), first=True, last=True)
+
+
+def is_mtp_tensor(facts: ModelFacts, name: str) -> bool:
+    """Whether `name` is of a multi-token-prediction layer: published checkpoints number them on behind the decoder."""
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    return match is not None and facts.layers <= int(match[1]) < facts.layers + facts.mtp_layers
 
 
 def parameter_count(facts: ModelFacts) -> ParameterCount:
     """Number of parameters in the tensors of `expected_tensors`."""
-    expert = len(facts.moe_layers) * facts.num_experts * 3 * facts.hidden_size * facts.moe_intermediate_size
-    sizes = {name: math.prod(shape) for name, shape in expected_tensors(facts).items()}
-    dense = sum(sizes.values()) - expert
-    whole = sum(size for name, size in sizes.items() if name.endswith(("norm.weight", "mlp.gate.weight")))
-    return ParameterCount(dense, dense - whole, expert)
+    return _count(expected_tensors(facts))
+
+
+def stage_parameter_counts(facts: ModelFacts, stages: Sequence[Sequence[int]]) -> list[ParameterCount]:
+    """Those of each pipeline stage, given its layers; the first has the embedding too, the last the output matrix."""
+    last = len(stages) - 1
+    return [
+        _count(_stage_tensors(facts, layers, first=stage == 0, last=stage == last))
+        for stage, layers in enumerate(stages)
+    ]
+
+
+def _count(tensors: Mapping[str, tuple[int, ...]]) -> ParameterCount:
+    dense = cut = expert = 0
+    for name, shape in tensors.items():
+        size = math.prod(shape)
+        if ".mlp.experts." in name:
+            expert += size
+            continue
+        dense += size
+        if not name.endswith(("norm.weight", "mlp.gate.weight", "e_score_correction_bias")):
+            cut += size
+    return ParameterCount(dense, cut, expert)
 
 
 def checkpoint_tensors(path: str | Path) -> dict[str, Tensor]:

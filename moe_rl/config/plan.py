@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_rl.config.hf import ModelFacts, ParameterCount, parameter_count
+from moe_rl.config.hf import ModelFacts, parameter_count, stage_parameter_counts
 from moe_rl.config.schema import Config, ParallelConfig
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
@@ -107,10 +107,7 @@ def make_plan(config: Config, facts: ModelFacts, world_size: int) -> Plan:
     sequences_per_microbatch = max(1, train.microbatch_tokens // max_sequence_tokens)
 
     count = parameter_count(facts)
-    dense_per_rank = _dense_per_rank(facts, count, parallel)
-    expert_per_rank = _ceil(
-        count.expert * experts_per_rank, facts.num_experts * parallel.expert_tensor * parallel.pipeline
-    )
+    dense_per_rank, expert_per_rank = _fullest_rank(facts, parallel, experts_per_rank)
     parameter_bytes = DTYPE_BYTES[train.dtype]
     # A float32 parameter is its own master copy.
     state_bytes = ADAM_MOMENTS_BYTES + (4 if parameter_bytes < 4 else 0)
@@ -171,14 +168,25 @@ def make_plan(config: Config, facts: ModelFacts, world_size: int) -> Plan:
     )
 
 
-def _dense_per_rank(facts: ModelFacts, count: ParameterCount, parallel: ParallelConfig) -> int:
-    """Parameters outside the experts on a rank of the last stage, the fullest one."""
-    vocabulary = facts.vocab * facts.hidden_size  # one matrix at each end of the model, or the same one
-    ends = vocabulary * (1 if facts.tie_word_embeddings else 2)
-    end_here = ends if parallel.pipeline == 1 else vocabulary
-    whole = count.dense - count.cut - facts.hidden_size  # the last norm is on the last stage alone
-    cut = _ceil(count.cut - ends, parallel.pipeline) + end_here
-    return _ceil(whole, parallel.pipeline) + facts.hidden_size + _ceil(cut, parallel.tensor)
+def stage_layers(facts: ModelFacts, parallel: ParallelConfig) -> list[list[int]]:
+    """0-based layers of each pipeline stage, which holds every `pipeline`-th run of them."""
+    run = _ceil(facts.layers, parallel.pipeline * parallel.virtual_pipeline)
+    stages: list[list[int]] = [[] for _ in range(parallel.pipeline)]
+    for layer in range(facts.layers):
+        stages[layer // run % parallel.pipeline].append(layer)
+    return stages
+
+
+def _fullest_rank(facts: ModelFacts, parallel: ParallelConfig, experts_per_rank: int) -> tuple[int, int]:
+    """Parameters outside the experts, and in them, on a rank of the stage that has the most."""
+    ranks = [
+        (
+            count.dense - count.cut + _ceil(count.cut, parallel.tensor),
+            _ceil(count.expert * experts_per_rank, facts.num_experts * parallel.expert_tensor),
+        )
+        for count in stage_parameter_counts(facts, stage_layers(facts, parallel))
+    ]
+    return max(ranks, key=sum)
 
 
 def count_prompts(path: Path) -> int | None:

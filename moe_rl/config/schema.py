@@ -34,7 +34,7 @@ class RunConfig(Section):
 
 class ModelConfig(Section):
     path: Path
-    """Folder of a Hugging Face checkpoint of a Qwen3-MoE model: config.json, safetensors, tokenizer.json."""
+    """Folder of a Hugging Face checkpoint of a Qwen3-MoE or GLM-4.5 model: config.json, safetensors, tokenizer.json."""
 
 
 class RewardConfig(Section):
@@ -159,6 +159,12 @@ class TrainConfig(Section):
     of one travel between the ranks of `parallel.expert` while the other is computed. Holds the activations of both."""
     distributed_optimizer: bool = True
     """Share the optimizer state among data-parallel ranks. Off, each of them holds all of it."""
+    router_aux_loss: Annotated[float, Field(ge=0.0)] = 0.0
+    """Weight of the load-balancing loss of each layer's router, added to the objective. It is of the router's own
+    choice, also under replay, over each microbatch; these weigh as their tokens."""
+    expert_bias_rate: Annotated[float, Field(ge=0.0)] = 0.0
+    """Only for models with an expert bias: added to it, with each update, for experts that got fewer tokens than the
+    mean, taken off for those that got more. Counted are the routes taken, recorded ones under replay. 0: it stays."""
     optimizer: OptimizerConfig
 
 

@@ -1,8 +1,12 @@
 """Checkpoints: megatron's torch_dist format for weights and optimizer, ours for everything else, published whole.
 
 A checkpoint is the folder `checkpoints/step-000012`: megatron's files, `rng-rank<r>.safetensors` for each rank, and
-`state.json`, which holds the run's own state and the digest of every other file. It is written under a hidden name and
-renamed when every byte is on disk, so a folder with that name is complete; it is read only after its digests agree.
+`state.json`, which holds the run's own state, the layout that wrote it and the digest of every other file. It is
+written under a hidden name and renamed when every byte is on disk, so a folder with that name is complete; it is read
+only after its digests agree.
+
+Megatron's files hold whole tensors, named after their place in the model, so that any layout can read them. Only the
+random generators belong to the ranks: another layout begins theirs anew.
 """
 
 from __future__ import annotations
@@ -11,15 +15,23 @@ import json
 import os
 import re
 import shutil
+import warnings
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 import xxhash
-from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.api import CheckpointException
 
+from moe_rl.config.schema import ParallelConfig
 from moe_rl.errors import CheckpointError, describe
+from moe_rl.megatron import rng, world
 from moe_rl.megatron.model import unwrap
 from moe_rl.megatron.policy import Policy
 
@@ -32,10 +44,11 @@ _CONTENT = {
 }
 
 
-def save(folder: Path, step: int, policy: Policy, state: dict, *, keep: int) -> Path:
+def save(folder: Path, step: int, policy: Policy, state: dict, *, parallel: ParallelConfig, keep: int) -> Path:
     """Write the checkpoint after `step` steps. All ranks call it; returns the published folder.
 
-    state: JSON values to give back on load. keep: older checkpoints beyond so many are removed afterwards.
+    state: JSON values to give back on load. parallel: the layout of the ranks. keep: older checkpoints beyond so many
+    are removed afterwards.
     """
     rank = dist.get_rank()
     final, hidden = folder / f"step-{step:06d}", folder / f".step-{step:06d}.tmp"
@@ -45,8 +58,8 @@ def save(folder: Path, step: int, policy: Policy, state: dict, *, keep: int) -> 
         shutil.rmtree(hidden, ignore_errors=True)
         hidden.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(_sharded(policy, loading=False), str(hidden), content_metadata=_CONTENT)
-    save_file(_rng_state(), hidden / f"rng-rank{rank}.safetensors")
+    dist_checkpointing.save(_sharded(policy, loading=False), str(hidden), content_metadata=dict(_CONTENT))
+    save_file(rng.state(), hidden / f"rng-rank{rank}.safetensors")
     dist.barrier()
     if rank == 0:
         files = sorted(p for p in hidden.rglob("*") if p.is_file())
@@ -55,7 +68,7 @@ def save(folder: Path, step: int, policy: Policy, state: dict, *, keep: int) -> 
             "step": step,
             "updates": policy.updates,
             "optimizer_step": _optimizer_step(policy),
-            "world_size": dist.get_world_size(),
+            "layout": layout(parallel),
             "files": {str(p.relative_to(hidden)): _digest(p) for p in files},
         }
         (hidden / "state.json").write_text(json.dumps(whole, indent=1))
@@ -85,12 +98,62 @@ def latest(folder: Path) -> Path:
     return complete[-1][1]
 
 
-def read_state(path: Path) -> dict:
-    """The `state` given to `save`, with step and updates, once every file's digest was checked. Needs no other rank."""
+def layout(parallel: ParallelConfig) -> dict[str, int]:
+    """What a checkpoint says of the ranks that wrote it: their number, and how they are laid out."""
+    return {"ranks": dist.get_world_size(), **parallel.model_dump()}
+
+
+def load(path: Path, policy: Policy, *, parallel: ParallelConfig, seed: int) -> dict:
+    """Put weights, optimizer and random generators back; returns the `state` given to `save`, with `step`, `updates`
+    and the `layout` that wrote it. All ranks call it.
+
+    The layout may be another than the one that saved. Then the generators are seeded from seed, the run's, and the
+    step. Raises CheckpointError, on all ranks, when a file is missing or damaged or of another model; the policy is not
+    changed then.
+    """
+    state = _verified(path)
+    loaded = _read_tensors(path, policy)
+    for number, chunk in enumerate(policy.chunks):
+        unwrap(chunk).load_state_dict(loaded[f"model{number}"], strict=True)
+    for number, optimizer in enumerate(_optimizers(policy)):
+        _set_state(optimizer, loaded["optimizer"][str(number)], state["optimizer_step"])
+    policy.updates = state["updates"]
+    if state["layout"] == layout(parallel):
+        rng.set_state(load_file(path / f"rng-rank{dist.get_rank()}.safetensors"))
+    else:
+        rng.seed(seed, state["step"])
+    return state
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """What rank 0 tells the others of a checkpoint: what is wrong with it, or its state."""
+
+    error: str = ""
+    state: dict = field(default_factory=dict)
+
+
+def _verified(path: Path) -> dict:
+    """The content of state.json but for the digests, once rank 0 has found every file to agree with them."""
+    verdict = None
+    if dist.get_rank() == 0:
+        try:
+            verdict = _Verdict(state=_read_state(path))
+        except CheckpointError as error:
+            verdict = _Verdict(error=str(error))
+    verdict = world.broadcast(verdict, _Verdict)
+    if verdict.error:
+        raise CheckpointError(verdict.error)
+    return verdict.state
+
+
+def _read_state(path: Path) -> dict:
     try:
         state = json.loads((path / "state.json").read_text())
-        files = state["files"]
-    except (OSError, ValueError, KeyError) as error:
+        files = state.pop("files")
+        if missing := {"step", "updates", "optimizer_step", "layout"} - state.keys():
+            raise KeyError(*missing)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(
             describe(
                 "a checkpoint's state.json is missing or damaged",
@@ -115,68 +178,69 @@ def read_state(path: Path) -> dict:
     return state
 
 
-def load(path: Path, policy: Policy) -> None:
-    """Put weights, optimizer and random state back. All ranks call it, after `read_state` accepted the files.
-
-    Raises CheckpointError when the layout differs from the one that saved.
-    """
-    state = json.loads((path / "state.json").read_text())
-    if state["world_size"] != dist.get_world_size():
+def _read_tensors(path: Path, policy: Policy) -> dict:
+    """What `_sharded` names, read from the files; nothing may be missing in them and nothing left over."""
+    try:
+        with warnings.catch_warnings():
+            # Of how megatron calls torch, from every rank: nothing that a user could mend.
+            warnings.simplefilter("ignore")
+            return dist_checkpointing.load(_sharded(policy, loading=True), str(path), strict=StrictHandling.RAISE_ALL)
+    except (CheckpointingException, CheckpointException) as error:
+        failures = error.failures if isinstance(error, CheckpointException) else {}
+        reason = next((failure for failure, _ in failures.values()), error)
         raise CheckpointError(
             describe(
-                "the checkpoint is of another number of ranks",
+                "a checkpoint is not of this model",
                 where=str(path),
-                got=dist.get_world_size(),
-                expected=state["world_size"],
-                do="resume with as many ranks as the run had",
+                got=str(reason)[:300],
+                do="resume with the model.path that the run had",
             )
-        )
-    loaded = dist_checkpointing.load(_sharded(policy, loading=True), str(path))
-    for number, chunk in enumerate(policy.chunks):
-        unwrap(chunk).load_state_dict(loaded[f"model{number}"], strict=True)
-    for number, optimizer in enumerate(_optimizers(policy)):
-        current = optimizer.state_dict()
-        for group in current["optimizer"]["param_groups"]:
-            group["step"] = state["optimizer_step"]
-        optimizer.load_state_dict(
-            {
-                **current,
-                "param_state": loaded["optimizer"][str(number)],
-                "param_state_sharding_type": _CONTENT["distrib_optim_sharding_type"],
-            }
-        )
-    policy.updates = state["updates"]
-    _set_rng_state(load_file(path / f"rng-rank{dist.get_rank()}.safetensors"))
+        ) from error
 
 
 def _sharded(policy: Policy, *, loading: bool) -> dict:
-    """Sharded tensors of the model and of the optimizer. The optimizer's param groups (lr, betas, step) stay out: they
-    are not sharded, come from the config, and the one number among them that changes is in state.json."""
+    """Sharded tensors of the model and of its optimizers, and nothing else: a tensor has the name of its parameter,
+    whatever chunk or optimizer holds it, while all that is not a tensor (lr, betas, step) would be named after these.
+    It comes from the config; the one number among it that changes is in state.json.
+    """
+    # Megatron puts its process groups into the metadata that it is given.
     model = {
-        f"model{number}": unwrap(chunk).sharded_state_dict(metadata=_CONTENT)
+        f"model{number}": unwrap(chunk).sharded_state_dict(metadata=dict(_CONTENT))
         for number, chunk in enumerate(policy.chunks)
     }
-    optimizer = policy.optimizer.sharded_state_dict(model, is_loading=loading, metadata=_CONTENT)
-    parts = [optimizer] if "param_state" in optimizer else [optimizer[key] for key in sorted(optimizer)]
-    return {**model, "optimizer": {str(number): part["param_state"] for number, part in enumerate(parts)}}
+    optimizers = {}
+    for number, optimizer in enumerate(_optimizers(policy)):
+        # Adam has no moments before its first step, but a checkpoint always has.
+        optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+        whole = optimizer.sharded_state_dict(model, is_loading=loading, metadata=dict(_CONTENT))
+        optimizers[str(number)], _ = extract_sharded_base(whole)
+    return {**model, "optimizer": optimizers}
 
 
-def _optimizers(policy: Policy):
+def _set_state(optimizer: MegatronOptimizer, loaded: dict, step: int) -> None:
+    """Give an optimizer its part of what was loaded as `_sharded`."""
+    state = optimizer.state_dict()
+    of_torch = state.get("optimizer", state)
+    for group in of_torch["param_groups"]:
+        group["step"] = step
+    if isinstance(optimizer, DistributedOptimizer):
+        sharding = _CONTENT["distrib_optim_sharding_type"]
+        state |= {"param_state": loaded["param_state"], "param_state_sharding_type": sharding}
+    else:
+        of_torch["state"] = loaded.get("optimizer", loaded)["state"]
+        if "fp32_from_fp16_params" in state:
+            state["fp32_from_fp16_params"] = loaded["fp32_from_fp16_params"]
+    optimizer.load_state_dict(state)
+
+
+def _optimizers(policy: Policy) -> list[MegatronOptimizer]:
+    """One for all parameters, or one for the dense ones and one for the experts, as the layout asks."""
     return getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
 
 
 def _optimizer_step(policy: Policy) -> int:
-    return int(_optimizers(policy)[0].optimizer.param_groups[0].get("step", 0))
-
-
-def _rng_state() -> dict[str, torch.Tensor]:
-    tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
-    return {"host": torch.get_rng_state(), **{f"tracker.{name}": s.cpu().clone() for name, s in tracker.items()}}
-
-
-def _set_rng_state(saved: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(saved.pop("host"))
-    tensor_parallel.get_cuda_rng_tracker().set_states({k.removeprefix("tracker."): v for k, v in saved.items()})
+    # TransformerEngine's Adam does not count in a group without parameters.
+    return max(int(group.get("step", 0)) for group in policy.optimizer.param_groups)
 
 
 def _complete(folder: Path) -> list[tuple[int, Path]]:

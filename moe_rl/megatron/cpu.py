@@ -93,6 +93,7 @@ def install() -> None:
     cuda.current_device = lambda: HOST
     cuda.synchronize = lambda *a, **k: None
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *a, **k: torch.get_rng_state()
+    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
     cuda.manual_seed = torch.manual_seed
     # Tells the GPU's caching allocator who still reads a tensor, which combined 1F1B does. It rejects our Stream.
     torch.Tensor.record_stream = lambda tensor, stream: None

@@ -1,4 +1,4 @@
-"""Names and layouts: Hugging Face Qwen3-MoE <-> megatron GPTModel, both ways, for the part that one rank holds.
+"""Names and layouts: Hugging Face MoE models <-> megatron GPTModel, both ways, for the part that one rank holds.
 
 A rank holds the experts e with e // (num_experts / EP) equal to its expert rank. Of a matrix it holds a run of rows or
 of columns: tensor-parallel ranks share the dense ones, expert-tensor-parallel ranks those of the experts.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -35,9 +36,17 @@ _LAYER = {
     "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight", None),
     "self_attention.linear_proj.weight": ("self_attn.o_proj.weight", 1),
     "mlp.router.weight": ("mlp.gate.weight", None),
+    "mlp.router.expert_bias": ("mlp.gate.e_score_correction_bias", None),
+    "mlp.linear_fc2.weight": ("mlp.down_proj.weight", 1),
+    "mlp.linear_fc1.layer_norm_weight": ("post_attention_layernorm.weight", None),  # TransformerEngine's, dense layers
+    "mlp.shared_experts.linear_fc2.weight": ("mlp.shared_experts.down_proj.weight", 1),
 }
-_QKV = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
+_QKV = {
+    f"self_attention.linear_qkv.{kind}": tuple(f"self_attn.{one}_proj.{kind}" for one in "qkv")
+    for kind in ("weight", "bias")
+}
 _GATE_UP = ("gate_proj.weight", "up_proj.weight")
+_GATE_UP_OF = {"mlp.linear_fc1.weight": "mlp.", "mlp.shared_experts.linear_fc1.weight": "mlp.shared_experts."}
 # Experts one module each (SequentialMLP), and in one module (TransformerEngine's grouped linear).
 _EXPERT = (
     re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.linear_fc(?P<fc>[12])\.weight"),
@@ -47,12 +56,12 @@ _EXPERT = (
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One megatron parameter and the Hugging Face tensors it is made of.
+    """One megatron parameter, or expert bias, and the Hugging Face tensors it is made of.
 
     layout: copy, qkv or gate_up. axis: along which the ranks of its tensor-parallel group share it; None: they do not.
     """
 
-    parameter: torch.nn.Parameter
+    parameter: torch.Tensor
     names: tuple[str, ...]
     layout: str
     axis: int | None
@@ -67,10 +76,11 @@ class Entry:
 
 
 def entries(model: torch.nn.Module, facts: ModelFacts) -> Iterator[Entry]:
-    """Every parameter of an (unwrapped) GPTModel with its Hugging Face names."""
+    """Every parameter of an (unwrapped) GPTModel, and its routers' expert biases, with their Hugging Face names."""
     experts_here = facts.num_experts // parallel_state.get_expert_model_parallel_world_size()
     first_expert = experts_here * parallel_state.get_expert_model_parallel_rank()
-    for name, parameter in model.named_parameters():
+    biases = (item for item in model.named_buffers() if item[0].endswith(".router.expert_bias"))
+    for name, parameter in chain(model.named_parameters(), biases):
         if name in _TOP:
             hf_name, axis = _TOP[name]
             yield Entry(parameter, (hf_name,), "copy", axis, False)
@@ -86,8 +96,11 @@ def entries(model: torch.nn.Module, facts: ModelFacts) -> Iterator[Entry]:
                 yield Entry(parameter, tuple(prefix + n for n in _GATE_UP), "gate_up", 0, True)
             else:
                 yield Entry(parameter, (prefix + "down_proj.weight",), "copy", 1, True)
-        elif rest == "self_attention.linear_qkv.weight":
-            yield Entry(parameter, tuple(prefix + n for n in _QKV), "qkv", 0, False)
+        elif rest in _QKV:
+            yield Entry(parameter, tuple(prefix + n for n in _QKV[rest]), "qkv", 0, False)
+        elif rest in _GATE_UP_OF:
+            prefix += _GATE_UP_OF[rest]
+            yield Entry(parameter, tuple(prefix + n for n in _GATE_UP), "gate_up", 0, False)
         elif rest in _LAYER:
             hf_name, axis = _LAYER[rest]
             yield Entry(parameter, (prefix + hf_name,), "copy", axis, False)
@@ -102,8 +115,8 @@ def join(
     if axis is None:
         return tensors[0]
     if layout == "qkv":
-        groups, hidden = facts.kv_heads, tensors[0].shape[1]
-        tensors = [torch.cat([t.view(groups, -1, hidden) for t in tensors], 1).reshape(-1, hidden)]
+        hidden = tensors[0].shape[1:]  # none of a bias
+        tensors = [torch.cat([t.view(facts.kv_heads, -1, *hidden) for t in tensors], 1).reshape(-1, *hidden)]
     return torch.cat([t.chunk(parts, axis)[part] for t in tensors], 0)
 
 
@@ -114,10 +127,10 @@ def split(shards: list[torch.Tensor], layout: str, axis: int | None, facts: Mode
     tensor = shards[0] if axis is None else torch.cat(shards, axis)
     if layout == "copy":
         return [tensor]
-    groups, head, hidden = facts.kv_heads, facts.head_dim, tensor.shape[1]
+    groups, head, hidden = facts.kv_heads, facts.head_dim, tensor.shape[1:]
     queries = facts.heads // groups * head
-    pieces = tensor.view(groups, queries + 2 * head, hidden).split([queries, head, head], 1)
-    return [piece.reshape(-1, hidden) for piece in pieces]
+    pieces = tensor.view(groups, queries + 2 * head, *hidden).split([queries, head, head], 1)
+    return [piece.reshape(-1, *hidden) for piece in pieces]
 
 
 @torch.no_grad()
@@ -158,18 +171,20 @@ def export(
     *,
     dense: bool,
     experts: bool,
-    get: Callable[[torch.nn.Parameter], torch.Tensor] = lambda p: p.data,
+    get: Callable[[torch.nn.Parameter], torch.Tensor] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Whole tensors under Hugging Face names, each on the first of the ranks that share it and on no other.
 
     chunks: the (unwrapped) GPTModels that this rank holds.
     dense, experts: which of the two to give, so that replicas do not repeat each other; the same on all ranks that
     share tensors. These gather them together, so all must exhaust the iterator, also those that get nothing.
-    get: what to export of a parameter, its data by default.
+    get: what to export of a parameter instead of its data; expert biases, which have nothing else, are then left out.
     """
     for entry in (entry for model in chunks for entry in entries(model, facts)):
+        if get is not None and not isinstance(entry.parameter, torch.nn.Parameter):
+            continue
         if experts if entry.is_expert else dense:
-            shards = [get(entry.parameter)]
+            shards = [entry.parameter.data if get is None else get(entry.parameter)]
             if entry.axis is not None and entry.group.size() > 1:
                 shards = _gather(shards[0], entry.group)
             if entry.group.rank() == 0:

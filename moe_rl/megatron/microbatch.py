@@ -26,7 +26,8 @@ class Microbatch:
 
     predicts int64 [n]: rows whose logits predict completion tokens. targets int64 [n]: these tokens. predicted int64
     [n]: which of the N they are. sequence_ids int64 [N] in 0..B-1. rollout_logprobs float32 [N]. advantages float32
-    [B]. indices: which sequences of the batch.
+    [B]. indices: which sequences of the batch. real_tokens: rows of the sequences, without any padding, on all
+    context-parallel ranks. padding: bool [T].
     """
 
     tokens: torch.Tensor
@@ -40,6 +41,8 @@ class Microbatch:
     rollout_logprobs: torch.Tensor
     advantages: torch.Tensor
     indices: tuple[int, ...]
+    real_tokens: int
+    padding: torch.Tensor
 
     def seq_params(self, session: ReplaySession | None, number: int) -> ReplaySeqParams:
         """What megatron gets beside the tokens. session None routes natively, uncompared."""
@@ -59,6 +62,8 @@ class Microbatch:
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             lengths=self.lengths,
+            tokens=self.real_tokens,
+            padding=self.padding,
             replay=None if session is None else session.handle(number),
         )
 
@@ -117,4 +122,6 @@ def pack(
         rollout_logprobs=on_device(logprobs.astype(np.float32)),
         advantages=torch.tensor([s.advantage for s in chosen], dtype=torch.float32, device=device),
         indices=tuple(indices),
+        real_tokens=sum(s.forwarded for s in chosen),
+        padding=on_device(~is_real[own]),
     )

@@ -17,13 +17,14 @@ from moe_rl.config.schema import ParallelConfig, TrainConfig
 from moe_rl.megatron import hf_map
 from moe_rl.megatron.bypasses import refuse_bypasses
 from moe_rl.megatron.layers import PackedRotaryEmbedding
+from moe_rl.megatron.router import ReplayRouter
 from moe_rl.megatron.specs import block_spec
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def transformer_config(facts: ModelFacts, train: TrainConfig, parallel: ParallelConfig) -> TransformerConfig:
-    """Megatron's config for a Qwen3-MoE model: every layer MoE, softmax over the top-k logits, no dropped tokens."""
+    """Megatron's config for a model: its layers, its routers' style, no dropped tokens."""
     dtype, interleaved = DTYPES[train.dtype], parallel.virtual_pipeline > 1
     return TransformerConfig(
         num_layers=facts.layers,
@@ -31,21 +32,30 @@ def transformer_config(facts: ModelFacts, train: TrainConfig, parallel: Parallel
         num_attention_heads=facts.heads,
         num_query_groups=facts.kv_heads,
         kv_channels=facts.head_dim,
-        ffn_hidden_size=facts.moe_intermediate_size,
+        ffn_hidden_size=facts.intermediate_size,
+        moe_layer_freq=[int(layer in facts.moe_layers) for layer in range(facts.layers)],
         num_moe_experts=facts.num_experts,
         moe_router_topk=facts.top_k,
         moe_ffn_hidden_size=facts.moe_intermediate_size,
-        # norm_topk_prob: softmax over the chosen logits equals softmax over all, renormalised over the chosen.
+        moe_shared_expert_intermediate_size=facts.shared_intermediate_size or None,
+        moe_router_score_function=facts.score_function,
+        # norm_topk_prob: softmax over the chosen logits equals softmax over all, renormalised over the chosen. Sigmoid
+        # scores are renormalised in either case.
         moe_router_pre_softmax=not facts.norm_topk_prob,
-        moe_router_score_function="softmax",
+        moe_router_topk_scaling_factor=facts.routed_scaling,
+        moe_router_num_groups=facts.groups if facts.groups > 1 else None,
+        moe_router_group_topk=facts.top_groups if facts.groups > 1 else None,
+        moe_router_enable_expert_bias=facts.expert_bias,
+        moe_router_bias_update_rate=train.expert_bias_rate,
         moe_router_dtype="fp32",
-        moe_router_load_balancing_type="none",
-        moe_aux_loss_coeff=0.0,
+        moe_router_load_balancing_type="aux_loss" if train.router_aux_loss else "none",
+        moe_aux_loss_coeff=train.router_aux_loss,
         moe_token_dispatcher_type="alltoall",
         moe_grouped_gemm=HAVE_TE,
         normalization="RMSNorm",
         layernorm_epsilon=facts.rms_norm_eps,
-        qk_layernorm=True,
+        qk_layernorm=facts.qk_norm,
+        add_qkv_bias=facts.attention_bias,
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=F.silu,
@@ -135,12 +145,20 @@ def _build_chunk(facts: ModelFacts, config: TransformerConfig, checkpoint, vp_st
         vp_stage=vp_stage,
     )
     model.rotary_pos_emb = PackedRotaryEmbedding(
-        facts.head_dim, rotary_percent=1.0, rotary_base=facts.rope_theta, use_cpu_initialization=True
+        facts.head_dim,
+        rotary_percent=facts.rotary_fraction,
+        rotary_base=facts.rope_theta,
+        use_cpu_initialization=True,
     )
-    hf_map.load(model, facts, checkpoint)
     if torch.cuda.is_available():
         model.cuda()
-    return Float16Module(config, model) if config.bf16 else model
+    wrapped = Float16Module(config, model) if config.bf16 else model
+    for module in model.modules():
+        if isinstance(module, ReplayRouter) and module.expert_bias is not None:
+            # Float16Module rounds it to bfloat16; megatron makes it float32 again, but only once it runs.
+            module.expert_bias = module.expert_bias.float()
+    hf_map.load(model, facts, checkpoint)
+    return wrapped
 
 
 def wrap_for_training(

@@ -9,20 +9,25 @@ import torch
 
 from moe_rl.config.hf import ModelFacts
 from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
-from moe_rl.megatron import hf_map, schedule
+from moe_rl.megatron import hf_map, schedule, world
 from moe_rl.megatron.microbatch import Microbatch
 from moe_rl.megatron.model import build_model, recomputed_layers, transformer_config, unwrap, wrap_for_training
+from moe_rl.megatron.router import ReplayRouter
 from moe_rl.megatron.schedule import LossFunction
 from moe_rl.replay.session import ReplaySession
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """grad_norm: global, before clipping. applied: False when a non-finite norm made all ranks skip the step."""
+    """grad_norm: global, before clipping. applied: False when a non-finite norm made all ranks skip the step.
+
+    aux_loss: load-balancing loss without its weight, mean of the MoE layers, 1 when balanced; None without one.
+    """
 
     grad_norm: float
     lr: float
     applied: bool
+    aux_loss: float | None
 
 
 def learning_rate(settings: OptimizerConfig, update: int) -> float:
@@ -39,6 +44,7 @@ class Policy:
         self.facts = facts
         self.temperature = temperature
         self.settings = train.optimizer
+        self.balances = train.router_aux_loss > 0
         config = transformer_config(facts, train, parallel)
         self.chunks, self.optimizer = wrap_for_training(build_model(facts, config, checkpoint), config, train)
         self.updates = 0
@@ -77,6 +83,9 @@ class Policy:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        # Megatron moves them as soon as all gradients are there, before anyone has seen whether these are finite.
+        biases = [(r.expert_bias, r.expert_bias.clone()) for r in self._routers() if r.expert_bias is not None]
+        self._start_aux_loss(microbatches)
         schedule.forward_backward(self.chunks, microbatches, session, loss, self.temperature)
         lr = learning_rate(self.settings, self.updates)
         for group in self.optimizer.param_groups:
@@ -89,12 +98,40 @@ class Policy:
         if applied:
             self.optimizer.step()
             self.updates += 1
-        return UpdateResult(grad_norm=grad_norm, lr=lr, applied=applied)
+        else:
+            for bias, before in biases:
+                bias.copy_(before)
+        return UpdateResult(grad_norm=grad_norm, lr=lr, applied=applied, aux_loss=self._finish_aux_loss())
+
+    def _start_aux_loss(self, microbatches: list[Microbatch]) -> None:
+        if not self.balances:
+            return
+        mine = sum(m.real_tokens for m in microbatches) if world.speaks_for_its_sequences() else 0
+        (total,) = world.all_reduce([mine])
+        for router in self._routers():
+            router.tokens_of_update = total
+            router.aux_loss.zero_()
+
+    def _finish_aux_loss(self) -> float | None:
+        if not self.balances:
+            return None
+        (total,) = world.all_reduce([sum(float(router.aux_loss) for router in self._routers())])
+        return total / len(self.facts.moe_layers)
+
+    def _routers(self) -> list[ReplayRouter]:
+        layers = (layer for chunk in self.chunks for layer in unwrap(chunk).decoder.layers)
+        return [layer.mlp.router for layer in layers if layer.is_moe_layer]
 
     def export(self, dtype: torch.dtype, *, dense: bool, experts: bool) -> dict[str, torch.Tensor]:
-        """Whole weights under Hugging Face names, in the sampler's precision, on the host; see `hf_map.export`."""
+        """Whole weights under Hugging Face names, in the sampler's precision, on the host; see `hf_map.export`.
+
+        Expert biases are float32 in the sampler of any precision.
+        """
         tensors = hf_map.export(map(unwrap, self.chunks), self.facts, dense=dense, experts=experts)
-        return {name: tensor.to("cpu", dtype).contiguous() for name, tensor in tensors}
+        return {
+            name: tensor.to("cpu", torch.float32 if name.endswith("e_score_correction_bias") else dtype).contiguous()
+            for name, tensor in tensors
+        }
 
 
 class ReferencePolicy:

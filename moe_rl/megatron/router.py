@@ -18,10 +18,12 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from moe_rl.errors import ReplayError, describe
+from moe_rl.megatron import world
 from moe_rl.replay.session import MicrobatchHandle
 
 
@@ -30,10 +32,13 @@ class ReplaySeqParams(PackedSeqParams):
     """Packed sequences and the key to their routes.
 
     lengths: of the packed sequences, the padding at the end as a sequence of its own, on all context-parallel ranks
-    together. replay: None routes natively.
+    together. tokens: how many of these rows are no padding. padding: bool [T], of the rows of this context-parallel
+    rank. replay: None routes natively.
     """
 
     lengths: tuple[int, ...] = ()
+    tokens: int = 0
+    padding: torch.Tensor | None = None
     replay: MicrobatchHandle | None = None
 
 
@@ -64,12 +69,52 @@ class _RecordedTopK:
 
 
 class ReplayRouter(TopKRouter):
-    """TopKRouter whose top-k comes from the replay session when its microbatch has one."""
+    """TopKRouter whose top-k comes from the replay session when its microbatch has one.
+
+    Groups of experts limit the router's own choice, never a recorded one. Of what a router keeps the balance by:
+
+    Expert-bias statistics (`local_tokens_per_expert`) count what is dispatched, hence what was recorded: the bias evens
+    out the load of the sampler.
+    The auxiliary loss compares the router's mean scores with its own live top-k over all experts, without bias and
+    groups, never with the recorded choice: a gradient can only move what the router itself prefers. Of a microbatch
+    with T tokens it is E / K * sum_e (tokens that choose e / T) * (mean score of e), 1 when balanced (Switch
+    Transformers, arXiv 2101.03961, equation 4, for K choices); an update's microbatches weigh as their tokens.
+
+    Either sees real tokens only, once each in a training pass, however often it is recomputed, and none of a
+    forward-only pass.
+    """
 
     def __init__(self, config, pg_collection=None, **kwargs):
         super().__init__(config=config, pg_collection=pg_collection, **kwargs)
         self.handle: MicrobatchHandle | None = None
+        self.seq_params: ReplaySeqParams | None = None
+        self.tokens_of_update = 0  # real ones, of all ranks; set before an update with an auxiliary loss
+        self.aux_loss = torch.zeros([], device=world.device())  # this rank's part of it, without its weight
         self.router_replay = _RecordedTopK(self)
+
+    def routing(self, logits, padding_mask=None):
+        if torch.is_grad_enabled() and (self.enable_expert_bias or self.is_aux_loss_enabled()):
+            padding = self.seq_params.padding
+            padding_mask = padding[world.own_rows(len(padding))]
+        return super().routing(logits, padding_mask=padding_mask)
+
+    def _apply_expert_bias(self, routing_map, padding_mask=None):
+        # Megatron's own masking takes the mask [T] for one of experts.
+        if padding_mask is not None:
+            routing_map = routing_map & ~padding_mask[:, None]
+        super()._apply_expert_bias(routing_map)
+
+    def _apply_aux_loss(self, probs, *args, **kwargs):
+        if not self.seq_params.tokens:  # a mean over nothing
+            return probs
+        return super()._apply_aux_loss(probs, *args, **kwargs)
+
+    def attach_and_log_load_balancing_loss(self, activation, aux_loss_coeff, aux_loss, *args, **kwargs):
+        # Megatron would undo a division by the number of tokens, which the loss here does not go through, and count
+        # equal shares of them for ranks whose numbers of real tokens differ. aux_loss is this rank's part of a sum.
+        aux_loss = aux_loss * (self.seq_params.tokens / self.tokens_of_update)
+        self.aux_loss += aux_loss.detach() / aux_loss_coeff
+        return MoEAuxLossAutoScaler.apply(activation, aux_loss)
 
 
 class ReplayMoELayer(MoELayer):
@@ -83,12 +128,12 @@ class ReplayMoELayer(MoELayer):
     def forward(self, hidden_states, intermediate_tensors=None, padding_mask=None):
         if not (self.recomputed and self.training):
             return super().forward(hidden_states, intermediate_tensors, padding_mask)
-        # The recomputation starts behind the attention, which binds the handle; by then the router may have seen the
-        # forward of later microbatches.
-        handle, forward = self.router.handle, super().forward
+        # The recomputation starts behind the attention, which binds the microbatch; by then the router may have seen
+        # the forward of later ones.
+        bound, forward = (self.router.seq_params, self.router.handle), super().forward
 
         def run(hidden_states, padding_mask):
-            self.router.handle = handle
+            self.router.seq_params, self.router.handle = bound
             return forward(hidden_states, intermediate_tensors, padding_mask)
 
         return tensor_parallel.checkpoint(run, False, hidden_states, padding_mask)
@@ -103,6 +148,7 @@ class ReplayMoELayer(MoELayer):
 class ReplayLayer(TransformerLayer):
     """TransformerLayer that hands its microbatch's key to its router.
 
+    A multi-token-prediction layer routes natively: the sampler records the decoder, and megatron numbers both from 1.
     `_forward_attention` is the one method that runs first in the plain schedule, in the recomputation of whole layers
     and in the combined 1F1B schedule alike, and that always receives the packed sequence parameters.
     """
@@ -118,5 +164,6 @@ class ReplayLayer(TransformerLayer):
                         expected="ReplaySeqParams",
                     )
                 )
-            self.mlp.router.handle = packed_seq_params.replay
+            self.mlp.router.seq_params = packed_seq_params
+            self.mlp.router.handle = None if self.is_mtp_layer else packed_seq_params.replay
         return super()._forward_attention(*args, packed_seq_params=packed_seq_params, **kwargs)

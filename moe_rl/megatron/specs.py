@@ -8,43 +8,67 @@ import functools
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_mlp_module_spec_for_backend
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
 from moe_rl.megatron.layers import PackedAttention, RMSNorm
 from moe_rl.megatron.router import ReplayLayer, ReplayMoELayer, ReplayRouter
 
 
 def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Spec of this pipeline stage's layers, all MoE, with replay plugged in. vp_stage: which run of them; None: all."""
+    """Spec of this pipeline stage's layers, with replay plugged in. vp_stage: which run of them; None: all.
+
+    config.moe_layer_freq: one flag a layer, 0 for a dense one.
+    """
     if HAVE_TE:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     else:
         spec = _torch_block_spec(config, vp_stage)
-    for layer in spec.layer_specs:
-        layer.module = ReplayLayer
-        layer.submodules.mlp = _with_replay(layer.submodules.mlp)
-    return spec
+    return dataclasses.replace(spec, layer_specs=[_with_replay(layer) for layer in spec.layer_specs])
 
 
-def _with_replay(mlp: functools.partial) -> functools.partial:
-    if not (isinstance(mlp, functools.partial) and mlp.func is MoELayer):
-        raise TypeError(f"expected the spec of an MoE layer, got {mlp!r}")
+def _with_replay(layer: ModuleSpec) -> ModuleSpec:
+    """The spec of a layer whose MLP, if it has experts, takes routes. A new one: megatron's layers may share theirs."""
+    mlp = layer.submodules.mlp
+    if not isinstance(mlp, functools.partial):
+        raise TypeError(f"expected the builder of an MLP, got {mlp!r}")
+    if mlp.func is MoELayer:
+        mlp = _replayed(mlp)
+    return dataclasses.replace(layer, module=ReplayLayer, submodules=dataclasses.replace(layer.submodules, mlp=mlp))
+
+
+def _replayed(mlp: functools.partial) -> functools.partial:
     submodules: MoESubmodules = mlp.keywords["submodules"]
     return functools.partial(ReplayMoELayer, submodules=dataclasses.replace(submodules, router=ReplayRouter))
 
 
 def _torch_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    here = config.moe_layer_freq[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
+    return TransformerBlockSubmodules(
+        layer_specs=[_torch_layer_spec(config, has_experts=bool(flag)) for flag in here], layer_norm=RMSNorm
+    )
+
+
+def _torch_layer_spec(config: TransformerConfig, *, has_experts: bool) -> ModuleSpec:
     provider = LocalSpecProvider()
-    layer = ModuleSpec(
-        module=ReplayLayer,
+    # The names under which TransformerEngine, which fuses a norm into the projection behind it, saves it.
+    saved_as = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if not has_experts:
+        saved_as["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    return ModuleSpec(
+        module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=ModuleSpec(
@@ -54,22 +78,14 @@ def _torch_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transf
                     linear_qkv=provider.column_parallel_linear(),
                     core_attention=PackedAttention,
                     linear_proj=provider.row_parallel_linear(),
-                    q_layernorm=RMSNorm,
-                    k_layernorm=RMSNorm,
+                    q_layernorm=RMSNorm if config.qk_layernorm else IdentityOp,
+                    k_layernorm=RMSNorm if config.qk_layernorm else IdentityOp,
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=get_moe_module_spec_for_backend(provider, num_experts=config.num_moe_experts),
+            mlp=get_mlp_module_spec_for_backend(provider, num_experts=config.num_moe_experts if has_experts else None),
             mlp_bda=get_bias_dropout_add,
-            # The name under which TransformerEngine, which fuses this norm into the projection, saves it.
-            sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
+            sharded_state_dict_keys_map=saved_as,
         ),
-    )
-    return TransformerBlockSubmodules(
-        layer_specs=[
-            dataclasses.replace(layer, submodules=dataclasses.replace(layer.submodules))
-            for _ in range(get_num_layers_to_build(config, vp_stage=vp_stage))
-        ],
-        layer_norm=RMSNorm,
     )

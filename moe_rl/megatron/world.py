@@ -35,7 +35,8 @@ def join(*, timeout_seconds: float) -> None:
 
 
 def lay_out(parallel: ParallelConfig, *, seed: int) -> None:
-    """Make megatron's parallel groups, and the random states that ranks share or do not; `clear` takes them away."""
+    """Make megatron's parallel groups of the ranks that joined, in place of those that were made before."""
+    parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
@@ -47,14 +48,9 @@ def lay_out(parallel: ParallelConfig, *, seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def clear() -> None:
-    """Take the parallel groups away, so that others can be laid out."""
-    parallel_state.destroy_model_parallel()
-
-
 def stop() -> None:
     """Leave the groups in order."""
-    clear()
+    parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
 

@@ -9,12 +9,21 @@ import numpy as np
 from moe_rl.config.hf import ModelFacts
 from moe_rl.types import Sequence
 
-# (prompt, completion) tokens: uneven, with a completion of a single token and sequences shorter than a microbatch's cut
-LENGTHS = [(5, 4), (3, 9), (7, 1), (4, 6), (6, 3), (2, 8), (5, 5), (9, 2), (3, 3), (4, 7)]
+# (prompt, completion) tokens: uneven, completions of a single token, and sequences of fewer tokens than context
+# parallelism cuts them into
+LENGTHS = [(5, 4), (3, 9), (7, 1), (4, 6), (6, 3), (2, 8), (5, 5), (9, 2), (3, 3), (4, 7), (1, 1), (1, 2), (2, 1)]
+
+
+def quiet() -> None:
+    """No progress bars of `transformers` for models of a moment."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 def make_checkpoint(path: Path) -> Path:
     """Write a Hugging Face checkpoint of a random Qwen3-MoE: 4 layers, 16 experts, 4 of them for each token."""
+    quiet()
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -59,7 +68,7 @@ def batch(facts: ModelFacts) -> tuple[list[Sequence], list[np.ndarray]]:
                 prompt_token_ids=tuple(tokens[:prompt]),
                 token_ids=tuple(tokens[prompt:]),
                 rollout_logprobs=rng.normal(-6, 0.3, completion).astype(np.float32),
-                advantage=float(rng.normal()),
+                advantage=float(0.3 * rng.normal()),  # gradients below 1, where float32 rounds to less than 1e-7
                 weight_version=0,
                 routes=None,
             )

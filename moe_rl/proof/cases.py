@@ -17,8 +17,8 @@ class Case:
     """One run on `ranks` processes. parallel, train: what differs from the defaults of these config sections.
 
     mode: r3 forces random routes; r2 replays what other router weights chose; native routes freely; observe as well,
-    with the recorded routes at hand for comparison. fault: one to plant, see `rank.FAULTS` and `rank.UPDATE_FAULTS`; or
-    "broken off", an update that ends in the middle of the schedule and is then done again.
+    with the recorded routes at hand for comparison. fault: one to plant, see `proof.faults`. after_failure: an update
+    that was broken off in the middle of its schedule comes first.
     """
 
     ranks: int
@@ -26,6 +26,7 @@ class Case:
     train: dict[str, object] = field(default_factory=dict)
     mode: Mode = "r3"
     fault: str = "none"
+    after_failure: bool = False
 
     @property
     def name(self) -> str:
@@ -33,6 +34,7 @@ class Case:
         words = [self.layout_name]
         words += [self.mode] if self.mode != "r3" else []
         words += [f"fault={self.fault}"] if self.fault != "none" else []
+        words += ["after a failure"] if self.after_failure else []
         return " ".join(words)
 
     @property
@@ -49,7 +51,7 @@ class Case:
         words = [f"{short[key]}{size}" for key, size in self.parallel.items() if size > 1]
         if self.copies > 1:
             words.append(f"DP{self.copies}")
-        words += [f"{key}={str(value).lower()}" for key, value in self.train.items()]
+        words += [key if value is True else f"{key}={str(value).lower()}" for key, value in self.train.items()]
         return " ".join(words) or "one rank"
 
     @property
@@ -78,60 +80,67 @@ def _product(sizes) -> int:
 
 
 _INTERLEAVED = {"pipeline": 2, "virtual_pipeline": 2}
-_UNIFORM, _BLOCK, _MOE = ({"recompute": kind} for kind in ("uniform", "block", "moe"))
+_FULL = {"recompute": "uniform"}
+_MOE = {"recompute": "moe"}
 _OVERLAP = {"overlap_expert_parallel_comm": True}
-_WHOLE_OPTIMIZER = {"distributed_optimizer": False}
+_WHOLE = {"distributed_optimizer": False}
 
 # Every one is compared with the reference under forced random routes, and once more with replay off, as the control.
 LAYOUTS = [
     Case(1),
-    Case(1, train=_UNIFORM),
+    Case(1, train=_FULL),
     Case(2),
     Case(2, {"expert": 2}),
-    Case(2, {"expert": 2}, _UNIFORM),
+    Case(2, {"expert": 2}, _FULL),
     # the experts are whole on both ranks of a tensor-parallel group, each of which sends them other tokens
     Case(2, {"tensor": 2}),
     Case(2, {"tensor": 2, "expert": 2}),
-    Case(2, {"tensor": 2, "expert": 2}, _UNIFORM),
+    Case(2, {"tensor": 2, "expert": 2}, _FULL),
     Case(2, {"tensor": 2, "expert_tensor": 2}),
     # the ranks that share an expert's matrices come with microbatches of different lengths
     Case(2, {"expert_tensor": 2}),
     Case(2, {"context": 2}),
-    Case(2, {"context": 2, "expert": 2}, _UNIFORM),
+    Case(2, {"context": 2, "expert": 2}, _FULL),
     Case(2, {"pipeline": 2}),
-    Case(2, {"pipeline": 2}, _UNIFORM),
-    Case(2, _INTERLEAVED, _UNIFORM),
-    # of four layers runs of three and of one
-    Case(2, {"expert": 2}, {**_UNIFORM, "recompute_layers": 3}),
-    # one of a stage's two layers
-    Case(2, {"pipeline": 2}, _BLOCK),
+    Case(2, {"pipeline": 2}, _FULL),
+    Case(2, _INTERLEAVED, _FULL),
+    # of 4 layers runs of three and of one
+    Case(2, {"expert": 2}, {"recompute": "uniform", "recompute_layers": 3}),
+    # the first of a stage's two layers
+    Case(2, {"pipeline": 2}, {"recompute": "block"}),
+    Case(2, {"expert": 2}, {"recompute": "block", "recompute_layers": 3}),
     # the experts are recomputed when the router has gone on to the forward of later microbatches
     Case(2, {"pipeline": 2}, _MOE),
+    Case(2, {"tensor": 2, "expert": 2}, _MOE),
     Case(2, {"expert": 2}, _OVERLAP),
+    # three microbatches of different lengths
     Case(2, {"tensor": 2, "expert": 2}, _OVERLAP),
     Case(2, {"context": 2, "expert": 2}, _OVERLAP),
-    Case(2, {"expert": 2}, _WHOLE_OPTIMIZER),
-    Case(4, {"tensor": 2, "expert": 2}, _UNIFORM),
+    Case(2, {}, _WHOLE),
+    Case(2, {"expert": 2}, _WHOLE),
+    Case(4, {"tensor": 2, "expert": 2}, _FULL),
     Case(4, {"tensor": 2, "expert": 4}),
     Case(4, {"tensor": 2, "expert": 2, "expert_tensor": 2}),
-    Case(4, {"expert": 2, "pipeline": 2}, _UNIFORM),
+    Case(4, {"expert": 2, "pipeline": 2}, _FULL),
     Case(4, {"tensor": 2, "expert": 2, "pipeline": 2}),
     Case(4, {"expert": 2, **_INTERLEAVED}),
+    Case(4, {"expert": 2, **_INTERLEAVED}, _MOE),
+    Case(4, {"expert": 2, **_INTERLEAVED}, _OVERLAP),
+    Case(4, {"tensor": 2, "expert": 2}, _OVERLAP),
+    # three microbatches, and a filler for the interleaved schedule
+    Case(4, {"tensor": 2, "expert": 2, **_INTERLEAVED}, _OVERLAP),
+    Case(4, {"expert": 2, "pipeline": 2}, _WHOLE),
     Case(4, {"pipeline": 4}),
     Case(4, {"context": 4, "expert": 4}),
+    Case(4, {"context": 2, "expert_tensor": 2}),
+    Case(4, {"context": 2, **_INTERLEAVED}, _FULL),
     Case(4, {"tensor": 2, "context": 2, "expert": 2}),
-    Case(4, {"context": 2, "expert": 2, "pipeline": 2}, _UNIFORM),
-    Case(4, {"expert": 2, **_INTERLEAVED}, _MOE),
-    Case(4, {"tensor": 2, "expert": 2}, _OVERLAP),
-    Case(4, {"expert": 2, **_INTERLEAVED}, _OVERLAP),
-    # an odd number of microbatches, hence a filler
-    Case(4, {"tensor": 2, "expert": 2, **_INTERLEAVED}, _OVERLAP),
-    Case(4, {"expert": 2, "pipeline": 2}, _WHOLE_OPTIMIZER),
+    Case(4, {"context": 2, "expert": 2, "pipeline": 2}, _FULL),
 ]
 # R2 needs nothing of a layout that R3 does not: some of each kind.
 RECORDED = [
     Case(1, mode="r2"),
-    Case(2, {"tensor": 2, "expert": 2}, _UNIFORM, mode="r2"),
+    Case(2, {"tensor": 2, "expert": 2}, _FULL, mode="r2"),
     Case(2, {"context": 2}, mode="r2"),
     Case(2, _INTERLEAVED, mode="r2"),
 ]

@@ -16,7 +16,7 @@ import torch
 from moe_rl.errors import ReplayError, describe
 from moe_rl.proof.batch import batch
 from moe_rl.proof.cases import Case
-from moe_rl.proof.reference import reference
+from moe_rl.proof.reference import Reference, reference
 
 Tensors = dict[object, torch.Tensor]
 TOLERANCE = 1e-6
@@ -65,7 +65,7 @@ class Proof:
 
     def __init__(self, checkpoint: Path, folder: Path):
         self.checkpoint, self.folder = checkpoint, folder
-        self._references: dict[bool, tuple[Tensors, Tensors]] = {}
+        self._references: dict[bool, Reference] = {}
 
     def run(self, cases: list[Case], *, timeout: float = 600) -> list[list[dict]]:
         """What each rank saw of each case. Cases of equal size share one process group; order is kept.
@@ -92,8 +92,8 @@ class Proof:
                 seen[n] = [torch.load(file, weights_only=True) for file in files]
         return [seen[n] for n in range(len(cases))]
 
-    def reference(self, *, forced: bool) -> tuple[Tensors, Tensors]:
-        """Log-probabilities and gradients under the batch's routes, or under the model's own."""
+    def reference(self, *, forced: bool) -> Reference:
+        """Under the batch's routes, or under the model's own."""
         if forced not in self._references:
             from moe_rl.config.hf import read_model
 
@@ -110,14 +110,14 @@ class Proof:
             wanted = free if case.mode == "native" else self.reference(forced=True)
         dispatch = [rank["dispatch"] for rank in ranks if rank["dispatch"] is not None]
         gradients = merged(ranks, "grads")
-        updates = [rank["tallies"][1] for rank in ranks if rank["tallies"][1] is not None]
+        updates = [rank["tallies"][1] for rank in ranks if rank["tallies"]]
         # The r2 pass that records runs on other routers than the update: its log-probabilities prove nothing here.
-        logprobs = float("nan") if case.mode == "r2" else largest(merged(ranks, "logprobs"), wanted[0])
+        logprobs = float("nan") if case.mode == "r2" else largest(merged(ranks, "logprobs"), wanted.logprobs)
         return Outcome(
             case=case,
-            gradients=largest(gradients, wanted[1]),
+            gradients=largest(gradients, wanted.gradients),
             logprobs=logprobs,
-            free_gradients=largest(gradients, free[1]),
+            free_gradients=largest(gradients, free.gradients),
             maps=sum(d["maps"] for d in dispatch),
             maps_with_grad=sum(d["with_grad"] for d in dispatch),
             wrong_maps=sum(d["wrong_maps"] for d in dispatch),
@@ -180,5 +180,6 @@ def _torchrun(ranks: int, *arguments, timeout: float) -> subprocess.CompletedPro
         capture_output=True,
         text=True,
         timeout=timeout,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # The ranks fork: asking the driver whether there is a GPU must not initialise it.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
     )

@@ -1,55 +1,102 @@
-"""The independent reference: `transformers`, one process, one sequence at a time, float32."""
+"""The independent reference: `transformers` in one process and float32, its own code but for the choice of experts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
-from moe_rl.config.hf import read_model
-from moe_rl.proof.batch import batch
+from moe_rl.config.hf import ModelFacts, read_model
+from moe_rl.proof.batch import batch, quiet
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reference:
+    """logprobs: {sequence: [N]} of the completions. gradients: {Hugging Face name: tensor}. imbalance: load-balancing
+    loss, mean of the layers, without its weight."""
+
+    logprobs: dict[int, torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+    imbalance: float
 
 
 def reference(
-    checkpoint: Path, routes: list[np.ndarray] | None
-) -> tuple[dict[int, torch.Tensor], dict[str, torch.Tensor]]:
-    """Log-probabilities {sequence: [N]} of the completions and gradients {Hugging Face name: tensor} of the loss
+    checkpoint: Path, routes: list[np.ndarray] | None, *, aux: float = 0.0, microbatches: Iterable[Seq[int]] = ()
+) -> Reference:
+    """Gradients of the loss
 
-        - sum over sequences and completion tokens of advantage * logprob / number of sequences
+        - sum over sequences and completion tokens of advantage * logprob / number of sequences  +  aux * imbalance
 
     routes: one array [T, L, K] for each sequence, the experts that every token takes; None: the model's own choice.
+    microbatches: the sequences that share one, over each of which the imbalance is taken.
     """
-    from transformers import Qwen3MoeForCausalLM
+    quiet()
+    from transformers import AutoModelForCausalLM
 
-    model = Qwen3MoeForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="sdpa")
-    sequences, _ = batch(read_model(checkpoint))
-    current: list[torch.Tensor] = []
+    facts = read_model(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="sdpa")
+    sequences, _ = batch(facts)
+    current, topk = {}, torch.topk
 
-    def gate(self, hidden):
-        logits = F.linear(hidden.reshape(-1, self.hidden_dim), self.weight)
-        probs = torch.softmax(logits.float(), -1)
-        chosen = probs.topk(self.top_k, -1)[1] if routes is None else current[0][:, self.number]
-        weights = probs.gather(1, chosen)
-        return logits, weights / weights.sum(-1, keepdim=True), chosen
+    def choose(scores, k, *args, **kwargs):
+        """Stands for torch.topk within a router; the one among experts is told from those among groups by its width."""
+        if routes is None or scores.shape[-1] != facts.num_experts:
+            return topk(scores, k, *args, **kwargs)
+        chosen = current["routes"][:, current["column"]]
+        return scores.gather(1, chosen), chosen
 
-    for number, layer in enumerate(model.model.layers):
-        layer.mlp.gate.number = number
-        layer.mlp.gate.forward = gate.__get__(layer.mlp.gate)
-    logprobs = {}
+    def forced_gate(gate, column):
+        forward = gate.forward
+
+        def run(hidden):
+            current["column"], torch.topk = column, choose
+            try:
+                output = forward(hidden)
+            finally:
+                torch.topk = topk
+            logits[current["number"], column] = output[0]
+            return output
+
+        return run
+
+    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    assert len(gates) == len(facts.moe_layers)
+    for column, gate in enumerate(gates):
+        gate.forward = forced_gate(gate, column)
+    logprobs, logits, loss = {}, {}, 0.0
     for number, sequence in enumerate(sequences):
         tokens = torch.tensor([sequence.prompt_token_ids + sequence.token_ids])
-        current[:] = [] if routes is None else [torch.from_numpy(routes[number].astype("int64"))]
+        current["number"] = number
+        if routes is not None:
+            current["routes"] = torch.from_numpy(routes[number].astype(np.int64))
         predicted = model(tokens[:, :-1]).logits[0].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
         predicted = predicted[len(sequence.prompt_token_ids) - 1 :]
-        (-(predicted * sequence.advantage).sum() / len(sequences)).backward()
+        loss = loss - (predicted * sequence.advantage).sum() / len(sequences)
         logprobs[number] = predicted.detach()
-    return logprobs, dict(_by_expert(model))
+    everything = sum(sequence.forwarded for sequence in sequences)
+    imbalance = 0.0
+    for numbers in microbatches:
+        for column in range(len(gates)):
+            together = torch.cat([logits[number, column] for number in numbers])
+            imbalance = imbalance + len(together) / everything * _imbalance(facts, together)
+    (loss + aux * imbalance).backward()
+    return Reference(logprobs, dict(_published(model)), float(imbalance) / len(gates))
 
 
-def _by_expert(model):
-    """Gradients under the names of published checkpoints: `transformers` keeps the experts of a layer in one tensor."""
+def _imbalance(facts: ModelFacts, logits: torch.Tensor) -> torch.Tensor:
+    """Of one microbatch in one layer: E / K * sum over experts of the fraction of tokens times the mean score."""
+    scores = logits.softmax(-1) if facts.score_function == "softmax" else logits.sigmoid()
+    scores = scores / scores.sum(-1, keepdim=True)
+    chosen = logits.topk(facts.top_k, -1).indices.flatten().bincount(minlength=facts.num_experts)
+    return (chosen / len(logits) * scores.mean(0)).sum() * facts.num_experts / facts.top_k
+
+
+def _published(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Gradients under the names of published checkpoints, in which every expert has tensors of its own."""
     for name, parameter in model.named_parameters():
         prefix = name.rsplit(".", 1)[0]
         if name.endswith("experts.gate_up_proj"):
@@ -58,7 +105,6 @@ def _by_expert(model):
                 yield f"{prefix}.{expert}.gate_proj.weight", gate
                 yield f"{prefix}.{expert}.up_proj.weight", up
         elif name.endswith("experts.down_proj"):
-            for expert, one in enumerate(parameter.grad):
-                yield f"{prefix}.{expert}.down_proj.weight", one
+            yield from ((f"{prefix}.{expert}.down_proj.weight", one) for expert, one in enumerate(parameter.grad))
         else:
             yield name, parameter.grad

@@ -46,6 +46,12 @@ class SequenceRoutes:
     recorded: np.ndarray
     stale: int = 0
 
+    @classmethod
+    def complete(cls, key: str, token_ids: np.ndarray, routes: np.ndarray) -> SequenceRoutes:
+        """Of a sequence all of whose rows are recorded and to be replayed."""
+        nothing = np.zeros(len(routes), bool)
+        return cls(key, token_ids, routes, native=nothing, recorded=~nothing)
+
 
 def missing_rows(sequence: Sequence) -> int:
     """How many forwarded tokens of a sequence have no recorded route, as far as its reference says."""

@@ -166,6 +166,10 @@ _METRICS = (
     Metric("objective/kl_ref", "nats/token", "neutral",
            "k3 estimate of the KL to the frozen initial policy. Only with objective.kl_coef > 0.",
            "Runs away: kl_coef is too small for the learning rate.", "when measured"),
+    Metric("objective/aux_loss", "loss", "neutral",
+           "Load-balancing loss of the routers' own choice, before its weight, mean over the MoE layers: 1 when "
+           "balanced. Only with train.router_aux_loss > 0.",
+           "Rises: the routers drift to few experts. Raise train.router_aux_loss.", "when measured"),
     Metric("optim/grad_norm", "norm", "neutral",
            "Global gradient norm before clipping, mean over the updates of the step.",
            "Spikes: look at policy/extreme_fraction of the same step. 0: no group has a signal."),

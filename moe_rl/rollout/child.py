@@ -17,7 +17,8 @@ import numpy as np
 
 from moe_rl.errors import EngineError, MoeRLError, WeightSyncError, describe
 from moe_rl.rollout import patches, wire
-from moe_rl.rollout.recording import Recording, RecordingRequest, from_start
+from moe_rl.rollout.recording import Recording, RecordingRequest, as_stored
+from moe_rl.rollout.versions import one_version
 from moe_rl.types import GenerateRequest
 
 _PR_SET_PDEATHSIG = 1
@@ -137,12 +138,7 @@ class Sampler:
         self._check(requests)
         self._forget_prefixes()
         version = int(self._llm.llm_engine.get_weight_version())
-        asks = [
-            RecordingRequest(request.key, shard, request.record_from, request.parent)
-            if request.record and self._source is not None
-            else None
-            for request in requests
-        ]
+        asks = [RecordingRequest.of(request, shard) if self._source is not None else None for request in requests]
         records = any(ask is not None for ask in asks)
         if records:
             self._source.open(shard)
@@ -160,7 +156,7 @@ class Sampler:
                 token_ids=output.token_ids,
                 logprobs=np.asarray(output.logprobs, "<f4").tobytes(),
                 finish_reason=output.finish_reason,
-                weight_version=version if output.aborted else _one_version(output, request.key),
+                weight_version=output.weight_version(request.key, version),
                 routes=refs.get(request.key),
             )
             for request, output in zip(requests, outputs, strict=True)
@@ -189,10 +185,9 @@ class Sampler:
             if output.aborted:
                 aborted.append(ask.key)
             else:
-                self._source.finished(ask, request.prompt_token_ids, output.token_ids, output.last)
+                self._source.finished(ask, request.prompt_token_ids, output.token_ids, output.result)
             sequences[ask.key] = [*request.prompt_token_ids, *output.token_ids[:-1]]
-        refs = self._source.publish(shard, sequences, aborted)
-        refs |= {r.key: from_start(refs[r.key], r.record_from) for r in requests if r.record_from and r.key in refs}
+        refs = as_stored(self._source.publish(shard, sequences, aborted), asks)
         stats = ", ".join(f"{count} {name}" for name, count in sorted(self._source.stats().items()))
         rows = sum(map(len, sequences.values()))
         print(f"shard {shard}: {len(sequences)} sequences, {rows} rows; since the start: {stats}")
@@ -280,6 +275,10 @@ class _Output:
             self.logprobs += [at[token].logprob for at, token in pairs]
         self.finish_reason = self.last.finish_reason or ""
 
+    def weight_version(self, key: str, now: int) -> int:
+        """Of the weights that sampled every token. now: the engine's; of an aborted request vLLM tells none."""
+        return now if self.aborted else one_version(self.last.weight_versions, tokens=len(self.token_ids), key=key)
+
 
 def _capture_arguments(capture: str, recording: Recording | None, worker: str) -> dict[str, object]:
     """Arguments of vLLM.LLM that turn recording on."""
@@ -336,16 +335,6 @@ def _sampling(request: GenerateRequest, ask: RecordingRequest | None, grows: boo
         output_kind=RequestOutputKind.DELTA if grows else RequestOutputKind.FINAL_ONLY,
         extra_args=ask.extra_args() if ask is not None else None,
     )
-
-
-def _one_version(output: _Output, key: str) -> int:
-    """The version of the weights that sampled every token, from the spans that vLLM reports."""
-    spans = [(span.version, span.start, span.end) for span in output.last.weight_versions or ()]
-    if len(spans) != 1 or spans[0][1:] != (0, len(output.token_ids)):
-        raise EngineError(
-            describe("A completion was not sampled by one version", where=f"request {key}", got=spans or "no version")
-        )
-    return int(spans[0][0])
 
 
 def _message(error: Exception) -> str:

@@ -29,7 +29,6 @@ from moe_rl.rollout.extras import Extras
 from moe_rl.rollout.recording import Recording, RecordingRequest, parse
 from moe_rl.rollout.sinks import Sinks
 from moe_rl.rollout.slots import BlockTable, Rows, SlotTable
-from moe_rl.trace import TraceSpec
 from moe_rl.types import RoutePart
 
 # Steps whose copies may be under way before the next one waits: more would only hold more memory.
@@ -97,13 +96,7 @@ class Recorder:
             device=worker.device,
         )
         stage, stages, every_layer = _pipeline(self._capture.layers)
-        self.spec = TraceSpec.from_layers(
-            self.recording.model_fingerprint,
-            model_config.get_num_experts(),
-            model_config.get_num_experts_per_tok(),
-            every_layer,
-            model_config.get_total_num_hidden_layers(),
-        )
+        self.spec = self.recording.spec(model_config, every_layer)
         self._sinks = Sinks(
             Path(self.recording.trace_root),
             self.spec,

@@ -13,13 +13,14 @@ moe_rl_start    without a parent: rows before this position are not stored, for 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from moe_rl.errors import TraceError, describe
-from moe_rl.trace.record import check_key, check_name
-from moe_rl.types import RoutePart, RouteRef
+from moe_rl.trace.record import TraceSpec, check_key, check_name
+from moe_rl.types import GenerateRequest, RoutePart, RouteRef
 
 PREFIX = "moe_rl_"
 _NAMES = frozenset(PREFIX + name for name in ("key", "sink", "samples", "parent", "start"))
@@ -43,6 +44,16 @@ class Recording(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not 0.0 <= self.router_logits_fraction <= 1.0:
             raise ValueError(f"router_logits_fraction is {self.router_logits_fraction}, it must lie in [0, 1]")
 
+    def spec(self, model_config, moe_layers: Sequence[int]) -> TraceSpec:
+        """The spec of the trace. model_config: vLLM's ModelConfig. moe_layers: global numbers, of the whole model."""
+        return TraceSpec.from_layers(
+            self.model_fingerprint,
+            model_config.get_num_experts(),
+            model_config.get_num_experts_per_tok(),
+            moe_layers,
+            model_config.get_total_num_hidden_layers(),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class RecordingRequest:
@@ -52,6 +63,14 @@ class RecordingRequest:
     sink: str
     start: int = 0
     parent: RouteRef | None = None
+
+    @classmethod
+    def of(cls, request: GenerateRequest, sink: str) -> RecordingRequest | None:
+        """What a request to sample asks for; None: nothing."""
+        if not request.record:
+            return None
+        start = request.record_from if request.parent is None else 0
+        return cls(request.key, sink, start, request.parent)
 
     def extra_args(self, samples: int = 1) -> dict[str, object]:
         """The flat form that travels with a request; `parse` gives this back."""
@@ -64,6 +83,12 @@ class RecordingRequest:
         elif self.start:
             args["moe_rl_start"] = self.start
         return args
+
+
+def as_stored(refs: Mapping[str, RouteRef], asks: Iterable[RecordingRequest | None]) -> dict[str, RouteRef]:
+    """The references to whole sequences among `refs`, each from the first row on that its request had stored."""
+    starts = {ask.key: ask.start for ask in asks if ask is not None}
+    return {key: from_start(ref, starts[key]) for key, ref in refs.items()}
 
 
 def from_start(ref: RouteRef, start: int) -> RouteRef:

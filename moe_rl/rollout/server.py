@@ -26,7 +26,8 @@ import msgspec
 import numpy as np
 
 from moe_rl.errors import EngineError, describe
-from moe_rl.rollout.recording import RecordingRequest
+from moe_rl.rollout.recording import RecordingRequest, as_stored
+from moe_rl.rollout.versions import one_version
 from moe_rl.types import Completion, GenerateRequest, RouteRef
 
 # A server closes a connection that was idle for 5 s; one that is used again at that very moment fails.
@@ -203,6 +204,7 @@ class VllmServer:
         self, client: httpx.AsyncClient, requests: Sequence[GenerateRequest], samples: Sequence[_Sample], shard: str
     ) -> dict[str, RouteRef]:
         """Publish the routes of what was sampled; of an aborted request, when it had got as far as a token."""
+        asks = [RecordingRequest.of(request, shard) for request in requests]
         sequences, aborted = {}, []
         for request, sample in zip(requests, samples, strict=True):
             if request.record and sample.token_ids:
@@ -210,7 +212,8 @@ class VllmServer:
                 if sample.finish_reason == "abort":
                     aborted.append(request.key)
         message = Publish(shard, sequences, aborted)
-        return await self._call(client, "POST", "/moe_rl/publish", message, dict[str, RouteRef])
+        refs = await self._call(client, "POST", "/moe_rl/publish", message, dict[str, RouteRef])
+        return as_stored(refs, asks)
 
     def _client(self) -> httpx.AsyncClient:
         # trust_env: a proxy of the environment would be given the token.
@@ -303,22 +306,14 @@ class _Sample:
         self.versions = choice.weight_versions or []
 
     def weight_version(self, key: str, now: int) -> int:
-        """The version of the weights that sampled every token. now: the server's; an aborted request tells none."""
-        if self.finish_reason == "abort":
-            return now
-        spans = [(span.version, span.start, span.end) for span in self.versions]
-        if len(spans) != 1 or spans[0][1:] != (0, len(self.token_ids)):
-            raise EngineError(
-                describe(
-                    "A completion was not sampled by one version", where=f"request {key}", got=spans or "no version"
-                )
-            )
-        return int(spans[0][0])
+        """Of the weights that sampled every token. now: the server's; of an aborted request vLLM tells none."""
+        aborted = self.finish_reason == "abort"
+        return now if aborted else one_version(self.versions, tokens=len(self.token_ids), key=key)
 
 
 def _body(request: GenerateRequest, shard: str, *, stream: bool) -> bytes:
     """JSON of one request to /inference/v1/generate."""
-    ask = RecordingRequest(request.key, shard, parent=request.parent) if request.record else None
+    ask = RecordingRequest.of(request, shard)
     return msgspec.json.encode(
         {
             "token_ids": request.prompt_token_ids,

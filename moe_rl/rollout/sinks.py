@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,8 @@ import numpy as np
 from moe_rl.errors import EngineError, MoeRLError, TraceError, describe
 from moe_rl.rollout.slots import Rows
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
-from moe_rl.types import Provenance, RoutePart, RouteRef, Span
+from moe_rl.trace.spans import cut_spans, spans_of_rows
+from moe_rl.types import RoutePart, RouteRef
 
 if TYPE_CHECKING:
     from moe_rl.rollout.recorder import Recorded
@@ -76,12 +76,12 @@ class Sinks:
         else:
             parent = self._relative(sink, request, rows) if not ask.start else None
         start = parent.rows if parent is not None else ask.start
-        spans = _spans(rows, cached=request.cached, prompt=len(request.prompt))
+        spans = spans_of_rows(rows.weight_versions, cached=request.cached, prompt=len(request.prompt))
         ref = sink.writer.add(
             ask.key,
             rows.routes[start:],
             rows.token_ids[start:],
-            _behind(spans, start),
+            cut_spans(spans, start, len(rows)),
             parent=parent,
             aux=aux,
         )
@@ -203,25 +203,3 @@ class Sinks:
                     do="give the whole dialogue so far as the prompt",
                 )
             )
-
-
-def _spans(rows: Rows, *, cached: int, prompt: int) -> tuple[Span, ...]:
-    """How the rows came to be, run by run. cached: rows another request had computed. prompt: rows of the prompt."""
-    kinds = np.full(len(rows), Provenance.DECODE)
-    kinds[:prompt] = Provenance.PREFILL
-    kinds[:cached] = Provenance.CACHED
-    versions = rows.weight_versions
-    changes = np.flatnonzero((kinds[1:] != kinds[:-1]) | (versions[1:] != versions[:-1])) + 1
-    bounds = [0, *changes.tolist(), len(rows)]
-    return tuple(Span(b - a, int(versions[a]), Provenance(int(kinds[a]))) for a, b in pairwise(bounds) if b > a)
-
-
-def _behind(spans: tuple[Span, ...], start: int) -> tuple[Span, ...]:
-    """The spans of the rows from `start` on."""
-    left = []
-    for span in spans:
-        skipped = min(start, span.rows)
-        start -= skipped
-        if span.rows > skipped:
-            left.append(Span(span.rows - skipped, span.weight_version, span.provenance))
-    return tuple(left)

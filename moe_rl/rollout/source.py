@@ -11,12 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_rl.errors import EngineError, describe
+from moe_rl.errors import EngineError, MoeRLError, describe
 from moe_rl.rollout.recorder import Recorded
 from moe_rl.rollout.recording import Recording, RecordingRequest
 from moe_rl.rollout.sinks import Sinks
 from moe_rl.rollout.slots import Rows
-from moe_rl.trace import TraceSpec
 from moe_rl.types import RoutePart, RouteRef
 
 
@@ -35,7 +34,7 @@ class WorkerSource:
     def open(self, sink: str) -> None:
         self._llm.collective_rpc("moe_rl_open", args=(sink,))
 
-    def finished(self, ask: RecordingRequest, prompt: Sequence[int], token_ids: Sequence[int], completion) -> None:
+    def finished(self, ask: RecordingRequest, prompt: Sequence[int], token_ids: Sequence[int], result) -> None:
         """The workers have seen it themselves."""
 
     def publish(self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str]) -> dict[str, RouteRef]:
@@ -54,32 +53,43 @@ class WorkerSource:
 
 
 class NativeSource:
-    """vLLM's `enable_return_routed_experts`. It does not say which rows came from its prefix cache."""
+    """vLLM's `enable_return_routed_experts`."""
 
     def __init__(self, llm, recording: Recording):
         self._llm = llm
-        config = llm.llm_engine.vllm_config.model_config
         (layers,) = llm.collective_rpc("moe_rl_layers")
         self._layers = np.asarray(layers)
-        spec = TraceSpec.from_layers(
-            recording.model_fingerprint,
-            config.get_num_experts(),
-            config.get_num_experts_per_tok(),
-            tuple(layers),
-            config.get_total_num_hidden_layers(),
-        )
+        spec = recording.spec(llm.llm_engine.vllm_config.model_config, layers)
         self._sinks = Sinks(Path(recording.trace_root), spec, layers=tuple(layers), suffix="")
         self._dtype = spec.dtype
         self._version = 0
-        self._forwarded = 0
+        self._stats = dict.fromkeys(("requests", "recorded", "forwarded", "refused"), 0)
 
     def open(self, sink: str) -> None:
         self._sinks.open(sink)
 
-    def finished(self, ask: RecordingRequest, prompt: Sequence[int], token_ids: Sequence[int], completion) -> None:
-        """Take the array [tokens - 1, decoder layers, K] that came with vLLM's last output of a completion."""
-        routes = completion.routed_experts
-        token_ids = np.asarray([*prompt, *token_ids][:-1], np.int32)
+    def finished(self, ask: RecordingRequest, prompt: Sequence[int], token_ids: Sequence[int], result) -> None:
+        """Take the array [tokens - 1, decoder layers, K] that came with vLLM's last output for a request."""
+        self._stats["requests"] += 1
+        try:
+            rows = self._rows(ask, np.asarray([*prompt, *token_ids][:-1], np.int32), result.outputs[0].routed_experts)
+            cached = result.num_cached_tokens
+            recorded = Recorded(
+                self._stats["requests"],
+                ask,
+                np.asarray(prompt, np.int32),
+                cached=cached,
+                greedy=False,
+                forwarded=len(rows),
+            )
+            self._sinks.add(recorded, rows, {})
+        except MoeRLError:
+            self._stats["refused"] += 1
+            raise
+        self._stats["recorded"] += 1
+        self._stats["forwarded"] += len(rows) - cached
+
+    def _rows(self, ask: RecordingRequest, token_ids: np.ndarray, routes: np.ndarray | None) -> Rows:
         if routes is None or len(routes) != len(token_ids):
             raise EngineError(
                 describe(
@@ -98,12 +108,8 @@ class NativeSource:
                     expected="uint8 or uint16, whose ids cannot be negative",
                 )
             )
-        self._forwarded += len(token_ids)
         chosen = routes[:, self._layers].astype(self._dtype, casting="safe")
-        rows = Rows(chosen, token_ids, np.full(len(token_ids), self._version, np.int64))
-        self._sinks.add(
-            Recorded(0, ask, np.asarray(prompt, np.int32), cached=0, greedy=False, forwarded=len(rows)), rows, {}
-        )
+        return Rows(chosen, token_ids, np.full(len(token_ids), self._version, np.int64))
 
     def publish(self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str]) -> dict[str, RouteRef]:
         parts = self._sinks.publish(sink, sequences, aborted)
@@ -116,7 +122,8 @@ class NativeSource:
         self._version = version
 
     def stats(self) -> dict[str, int]:
-        return {"forwarded": self._forwarded}
+        """Those counts of a Recorder that vLLM's outputs tell, over the requests that asked to be recorded."""
+        return dict(self._stats)
 
 
 def join_parts(

@@ -11,13 +11,14 @@ fit exactly; nothing is cut or filled up. Legend for shapes: T tokens, L MoE lay
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from moe_rl.errors import RouteValidationError, TraceError, describe
 from moe_rl.trace.envelopes import decode_nemo, decode_sglang, decode_vllm, decoder_layers, take_routes
 from moe_rl.trace.record import RouteRecord, TraceSpec, as_token_ids, check_key
-from moe_rl.trace.spans import check_spans
+from moe_rl.trace.spans import check_spans, cut_spans, spans_of_rows
 from moe_rl.types import Provenance, Span
 
 
@@ -36,21 +37,17 @@ def from_vllm(
     came from the prefix cache is not known: rows of the prompt count as prefill.
     """
     where = f"request {key}"
-    array = decode_vllm(_field(choice, "routed_experts", str, where))
-    return _sampled(
-        array,
-        spec,
-        key=key,
-        prompt=prompt_token_ids,
-        sampled=_field(choice, "token_ids", list, where),
-        start=start,
-        versions=_versions(choice.get("weight_versions"), weight_version, where),
+    reply = _Reply(
+        decode_vllm(_field(choice, "routed_experts", str, where)),
+        _field(choice, "token_ids", list, where),
+        versions=choice.get("weight_versions"),
         aborted=choice.get("finish_reason") == "abort",
     )
+    return _sampled(reply, spec, key, prompt_token_ids, start, weight_version)
 
 
 def from_sglang(
-    reply: Mapping,
+    answer: Mapping,
     spec: TraceSpec,
     *,
     key: str,
@@ -64,23 +61,20 @@ def from_sglang(
     start: the request's `routed_experts_start_len`. weight_version: of all rows; None: what the reply says.
     """
     where = f"request {key}"
-    meta = _field(reply, "meta_info", Mapping, where)
-    sampled = _field(reply, "output_ids", list, where)
+    meta = _field(answer, "meta_info", Mapping, where)
+    sampled = _field(answer, "output_ids", list, where)
     spans = meta.get("weight_versions")
     if spans is None and "weight_version" in meta:
         spans = [{"version": meta["weight_version"], "start": 0, "end": len(sampled)}]
     finish = meta.get("finish_reason")
-    return _sampled(
+    reply = _Reply(
         decode_sglang(_field(meta, "routed_experts", str, where), layers=decoder_layers(spec), top_k=spec.top_k),
-        spec,
-        key=key,
-        prompt=prompt_token_ids,
-        sampled=sampled,
-        start=start,
-        versions=_versions(spans, weight_version, where),
+        sampled,
+        versions=spans,
         aborted=isinstance(finish, Mapping) and finish.get("type") == "abort",
         cached=meta.get("cached_tokens", 0),
     )
+    return _sampled(reply, spec, key, prompt_token_ids, start, weight_version)
 
 
 def from_nemo(message: Mapping, spec: TraceSpec, *, key: str, weight_version: int, start: int = 0) -> RouteRecord:
@@ -104,16 +98,7 @@ def from_nemo(message: Mapping, spec: TraceSpec, *, key: str, weight_version: in
                 expected=f"{expected}: {len(prompt)} prompt and {len(sampled)} sampled tokens from position {start}",
             )
         )
-    return _sampled(
-        array[:-1],
-        spec,
-        key=key,
-        prompt=prompt,
-        sampled=sampled,
-        start=start,
-        versions=_versions(None, weight_version, where),
-        aborted=False,
-    )
+    return _sampled(_Reply(array[:-1], sampled), spec, key, prompt, start, weight_version)
 
 
 def from_array(
@@ -130,21 +115,24 @@ def from_array(
     return _record(key, routes, ids, check_spans(spans, rows=len(ids), where=where), False, spec, 0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """What a sampler says of one request. array [T, layers, K]; sampled: token ids; versions: as it wrote them."""
+
+    array: np.ndarray
+    sampled: Sequence[int]
+    versions: object = None
+    aborted: bool = False
+    cached: int = 0
+
+
 def _sampled(
-    array: np.ndarray,
-    spec: TraceSpec,
-    *,
-    key: str,
-    prompt: Sequence[int],
-    sampled: Sequence[int],
-    start: int,
-    versions: int | list[tuple[int, int]],
-    aborted: bool,
-    cached: int = 0,
+    reply: _Reply, spec: TraceSpec, key: str, prompt: Sequence[int], start: int, weight_version: int | None
 ) -> RouteRecord:
-    """versions: of all rows, or pairs (sampled tokens, version) in order."""
+    """weight_version: of all rows; None: what the reply says."""
     where = f"request {check_key(key)}"
-    rows = len(prompt) + len(sampled) - 1
+    versions = _versions(reply.versions, where) if weight_version is None else weight_version
+    cached, rows = reply.cached, len(prompt) + len(reply.sampled) - 1
     if not (isinstance(start, int) and 0 <= start <= max(0, min(rows, len(prompt)))):
         raise TraceError(
             describe("first row is not in the prompt", where=where, got=start, expected=f"0 to {len(prompt)}")
@@ -153,25 +141,12 @@ def _sampled(
         raise TraceError(
             describe("cached tokens are impossible", where=where, got=cached, expected=f"0 to {len(prompt)}")
         )
-    ids = as_token_ids([*prompt, *sampled][: rows if rows > 0 else 0], where=where)[start:]
-    routes = take_routes(array, spec, rows=len(ids), where=where)
-    of_rows = np.empty((max(0, rows), 2), np.int64)
-    of_rows[:, 0] = _version_of_rows(versions, rows, len(prompt), where)
-    of_rows[:, 1] = Provenance.DECODE
-    of_rows[: len(prompt), 1] = Provenance.PREFILL
-    of_rows[:cached, 1] = Provenance.CACHED
-    return _record(key, routes, ids, _spans(of_rows[start:]), aborted, spec, start)
-
-
-def _spans(of_rows: np.ndarray) -> tuple[Span, ...]:
-    """Of weight version and provenance [T, 2] of every row."""
-    edges = np.flatnonzero((of_rows[1:] != of_rows[:-1]).any(axis=1)) + 1
-    starts = [0, *edges.tolist()] if len(of_rows) else []
-    ends = [*edges.tolist(), len(of_rows)]
-    return tuple(
-        Span(end - at, int(of_rows[at, 0]), Provenance(int(of_rows[at, 1])))
-        for at, end in zip(starts, ends, strict=False)
-    )
+    ids = as_token_ids([*prompt, *reply.sampled][: rows if rows > 0 else 0], where=where)[start:]
+    routes = take_routes(reply.array, spec, rows=len(ids), where=where)
+    of_rows = np.empty(max(0, rows), np.int64)
+    of_rows[:] = _version_of_rows(versions, rows, len(prompt), where)
+    spans = cut_spans(spans_of_rows(of_rows, cached=cached, prompt=len(prompt)), start, rows)
+    return _record(key, routes, ids, spans, reply.aborted, spec, start)
 
 
 def _record(key, routes, ids, spans, aborted, spec, start) -> RouteRecord:
@@ -179,10 +154,8 @@ def _record(key, routes, ids, spans, aborted, spec, start) -> RouteRecord:
     return RouteRecord(key, routes, ids, spans, aborted, spec, start, spec.moe_layers)
 
 
-def _versions(spans: object, given: int | None, where: str) -> int | list[tuple[int, int]]:
-    """As _sampled takes them. spans: as a reply has them; given: instead of those."""
-    if given is not None:
-        return given
+def _versions(spans: object, where: str) -> list[tuple[int, int]]:
+    """Pairs (sampled tokens, version) in order. spans: as a reply has them."""
     wrong = TraceError(
         describe(
             "weight versions of the reply cannot be used",

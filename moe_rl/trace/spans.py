@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import numpy as np
 
 from moe_rl.errors import RouteValidationError, describe
 from moe_rl.types import Provenance, Span
@@ -45,6 +48,21 @@ def check_spans(spans: Sequence[Span], *, rows: int, where: str) -> tuple[Span, 
             )
         )
     return merge_spans(checked)
+
+
+def spans_of_rows(weight_versions: np.ndarray, *, cached: int, prompt: int) -> tuple[Span, ...]:
+    """The spans of the first rows of a sequence, from the weight version [T] of each.
+
+    cached: rows that another request had computed. prompt: rows of the prompt; those behind it were decoded.
+    """
+    kinds = np.full(len(weight_versions), Provenance.DECODE)
+    kinds[:prompt] = Provenance.PREFILL
+    kinds[:cached] = Provenance.CACHED
+    changes = np.flatnonzero((kinds[1:] != kinds[:-1]) | (weight_versions[1:] != weight_versions[:-1])) + 1
+    bounds = [0, *changes.tolist(), len(kinds)]
+    return tuple(
+        Span(end - at, int(weight_versions[at]), Provenance(int(kinds[at]))) for at, end in pairwise(bounds) if end > at
+    )
 
 
 def merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:

@@ -88,6 +88,11 @@ class ShardWriter:
     def name(self) -> str:
         return self._header.name
 
+    @property
+    def closed(self) -> bool:
+        """Published or abandoned."""
+        return self._fd is None
+
     def add(
         self,
         key: str,
@@ -287,11 +292,6 @@ class ShardWriter:
             reading.find([(part, where)])
             frame = reading.tip(part).frame
         return Parent(part.shard, frame.digest, ref.rows, frame.depth + 1), frame.rows
-
-    @property
-    def closed(self) -> bool:
-        """Published or abandoned."""
-        return self._fd is None
 
     def _open_fd(self) -> int:
         if self._fd is None:

@@ -65,23 +65,19 @@ def _parser() -> argparse.ArgumentParser:
         "--world-size", type=int, metavar="N", help="ranks to plan for without torchrun (default: the fewest that do)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result (plan or summary) there")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="replace single values of the config")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="a.b=c",
+        help="replace single values of the config (--resume: of parallel.* only)",
+    )
     return parser
 
 
 def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, int]:
     folder = None
     if options.resume:
-        if options.overrides:
-            raise ConfigError(
-                describe(
-                    "--resume continues a run as it was",
-                    got=" ".join(options.overrides),
-                    expected="no overrides",
-                    do="start a new run to change the config",
-                )
-            )
-        folder, config = run_folder.reopen(options.resume)
+        folder, config = run_folder.reopen(options.resume, options.overrides)
     else:
         config = load_config(options.config, options.overrides)
     if "WORLD_SIZE" in os.environ:

@@ -65,6 +65,8 @@ class Run:
             self.log = RunLog(folder.path, total_steps=config.run.steps, mode=config.replay.mode)
             stack.callback(self.log.close)
             self.log.note(f"run folder: {folder.path}")
+            if self.facts.mtp_layers:
+                self.log.note("the model's multi-token-prediction layers are left alone: not trained, not sent")
             self.log.note("starting the sampler and the verifiers ...")
             verifiers = stack.enter_context(
                 VerifierPool(
@@ -156,16 +158,20 @@ class Run:
         clock, cursor = Clock(), self.rollouts.source.cursor if self.is_main else 0
         with self.peers.phase("checkpoint", step), clock("checkpoint"):
             checkpoint.save(
-                self.folder.checkpoints, step, self.policy, {"cursor": cursor}, keep=self.config.checkpoint.keep
+                self.folder.checkpoints,
+                step,
+                self.policy,
+                {"cursor": cursor},
+                parallel=self.config.parallel,
+                keep=self.config.checkpoint.keep,
             )
         return {"time/checkpoint": clock.seconds["checkpoint"]}
 
     def _restore(self) -> int:
         """Put every part of the run back to the newest checkpoint; returns the steps it had done."""
-        path = checkpoint.latest(self.folder.checkpoints)
-        state = checkpoint.read_state(path)
+        config, path = self.config, checkpoint.latest(self.folder.checkpoints)
+        state = checkpoint.load(path, self.policy, parallel=config.parallel, seed=config.run.seed)
         done = state["step"]
-        checkpoint.load(path, self.policy)
         if self.is_main:
             self.rollouts.source.seek(state["cursor"])
             dropped = self.rollouts.ledger.rewind(done)
@@ -174,6 +180,9 @@ class Run:
             self._remove_shards(lambda name: name > shard_name(done) or not name.startswith("step"))
             self.store.collect_garbage()
             self.log.note(f"resumed from {path} after step {done}; {dropped} steps are done again")
+            if (before := state["layout"]) != (now := checkpoint.layout(config.parallel)):
+                changed = [f"{name} {before.get(name)} -> {n}" for name, n in now.items() if before.get(name) != n]
+                self.log.note(f"another layout: {', '.join(changed)}; random generators derived from run.seed anew")
         if done:
             self._sync(version=done)
         return done
@@ -205,11 +214,10 @@ class Run:
 
 
 def _open_folder(config: Config, folder: RunFolder | None) -> RunFolder:
-    """Rank 0 makes the run folder, or clears what an earlier process left in it; every rank learns its path."""
+    """Rank 0 makes the run folder, or takes over one that an earlier process left; every rank learns its path."""
     path = ""
     if dist.get_rank() == 0:
-        folder = folder or run_folder.create(config)
-        run_folder.clear_transient(folder)
+        folder = run_folder.take_over(folder, config) if folder else run_folder.create(config)
         path = str(folder.path)
     return RunFolder(Path(world.broadcast(path, str)))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,8 +62,21 @@ def create(config: Config) -> RunFolder:
     raise ConfigError(describe("run.runs_dir: no free name for a run folder", where=str(config.run.runs_dir), got=name))
 
 
-def reopen(path: Path) -> tuple[RunFolder, Config]:
-    """The folder of an earlier run and the config it ran with. Raises ConfigError when it is none."""
+def reopen(path: Path, overrides: Sequence[str] = ()) -> tuple[RunFolder, Config]:
+    """The folder of an earlier run and the config to go on with: the one it ran with, and `parallel.*=` overrides.
+
+    Raises ConfigError when it is no run folder, and for any other override: it would be another run.
+    """
+    others = [text for text in overrides if not text.startswith("parallel.")]
+    if others:
+        raise ConfigError(
+            describe(
+                "--resume continues a run as it was",
+                got=" ".join(others),
+                expected="overrides of parallel.* at most: the ranks may be others, and laid out otherwise",
+                do="start a new run to change the config",
+            )
+        )
     folder = RunFolder(path)
     if not folder.config.is_file():
         raise ConfigError(
@@ -73,10 +87,15 @@ def reopen(path: Path) -> tuple[RunFolder, Config]:
                 do="give the run_dir that the run printed",
             )
         )
-    return folder, load_config(folder.config)
+    return folder, load_config(folder.config, overrides)
 
 
-def clear_transient(folder: RunFolder) -> None:
-    """Remove what an earlier process of this run left behind and nobody may take for new."""
+def take_over(folder: RunFolder, config: Config) -> RunFolder:
+    """Go on in the folder of an earlier process: it says what runs from now on, and holds nothing of what ran then that
+    could be taken for new."""
     for path in (folder.ranks, folder.sync):
         shutil.rmtree(path, ignore_errors=True)
+    unfinished = folder.config.with_suffix(".tmp")
+    unfinished.write_text(dump_config(config))
+    unfinished.replace(folder.config)
+    return folder

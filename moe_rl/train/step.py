@@ -9,23 +9,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from moe_rl.config.schema import Config
-from moe_rl.errors import MoeRLError, ReplayError, describe
 from moe_rl.megatron import world
-from moe_rl.megatron.microbatch import Microbatch, pack
+from moe_rl.megatron.microbatch import Microbatch
 from moe_rl.megatron.policy import Policy, ReferencePolicy
 from moe_rl.objectives.mismatch import MismatchSums
-from moe_rl.objectives.policy import global_denominator, policy_loss, reference_kl
-from moe_rl.planning.packing import pack as assign
-from moe_rl.planning.packing import split_groups
-from moe_rl.replay.routes import RowPolicy, microbatch_routes, missing_rows, read_routes
-from moe_rl.replay.session import MicrobatchRoutes, ReplaySession, Tally
+from moe_rl.objectives.policy import policy_loss, reference_kl
+from moe_rl.replay.session import ReplaySession, Tally
 from moe_rl.trace import TraceSpec, TraceStore
+from moe_rl.train.shares import Share, Shares
 from moe_rl.types import Sequence
 
 
@@ -44,30 +41,15 @@ class Clock:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
-@dataclass(slots=True, eq=False)
-class Share:
-    """What this rank does of one optimizer update: its microbatches, their routes, what other passes said of them.
-
-    stale: rows, of its sequences, that older weights routed.
-    """
-
-    microbatches: list[Microbatch]
-    tables: list[MicrobatchRoutes]
-    stale: int
-    denominator: int
-    old_logprobs: list[torch.Tensor]
-    ref_logprobs: list[torch.Tensor] = field(default_factory=list)
-
-
 @dataclass(slots=True)
 class UpdateSums:
-    """Sums over a step's updates on this rank."""
+    """Sums over a step's updates on this rank: scalar tensors, once there is something to add."""
 
-    loss: float = 0.0
-    kl: float = 0.0
-    clip_events: float = 0.0
-    clip_units: float = 0.0
-    ratio: float = 0.0
+    loss: torch.Tensor | int = 0
+    kl: torch.Tensor | int = 0
+    clip_events: torch.Tensor | int = 0
+    clip_units: torch.Tensor | int = 0
+    ratio: torch.Tensor | int = 0
 
 
 class TrainStep:
@@ -76,13 +58,8 @@ class TrainStep:
     def __init__(
         self, config: Config, policy: Policy, reference: ReferencePolicy | None, store: TraceStore, spec: TraceSpec
     ):
-        self.config, self.policy, self.reference, self.store, self.spec = config, policy, reference, store, spec
-        replay = config.replay
-        self.rows = RowPolicy(
-            missing="native" if replay.missing == "native" else "refuse",
-            stale=replay.stale,
-            max_staleness=replay.max_staleness,
-        )
+        self.config, self.policy, self.reference, self.spec = config, policy, reference, spec
+        self.shares = Shares(config, policy.layers, store, spec)
 
     def run(
         self,
@@ -101,9 +78,7 @@ class TrainStep:
         replay = self.config.replay.mode
         first_mode = {"r3": "replay", "r2": "record", "off": "observe"}[replay]
         with clock("routes"):
-            sequences, group_ids, dropped = self._complete(sequences, group_ids)
-            shares = self._agreed_shares(sequences, group_ids, weight_version)
-            fallback = self._fallback(shares, sequences) | {"routing/dropped_sequences": dropped}
+            shares, fallback = self.shares.of(sequences, group_ids, weight_version)
         everything = [m for share in shares for m in share.microbatches]
         tables = [t for share in shares for t in share.tables]
         tallies: list[Tally] = []
@@ -123,7 +98,7 @@ class TrainStep:
                 native = _mismatch(everything, native_logprobs), session.tally
             if self.reference is not None:
                 self._hand_out(shares, self.reference.logprobs(everything), "ref_logprobs")
-        sums, grad_norms, skipped, lr = UpdateSums(), [], 0, 0.0
+        sums, grad_norms, aux_losses, skipped, lr = UpdateSums(), [], [], 0, 0.0
         with clock("train"):
             for number, share in enumerate(shares):
                 # Without an old-logprob pass the first update's forward is the one that ran on the sampler's weights.
@@ -137,6 +112,7 @@ class TrainStep:
                 if observe_here and world.is_last_stage():
                     mismatch = _mismatch(share.microbatches, [seen[i] for i in range(len(share.microbatches))])
                 grad_norms.append(result.grad_norm)
+                aux_losses.append(result.aux_loss)
                 skipped += not result.applied
                 lr = result.lr
         metrics = self._reduce(sums, tallies, len(shares), replay, by_layer=measure_native)
@@ -152,6 +128,8 @@ class TrainStep:
             "optim/updates": self.policy.updates,
             "optim/skipped": skipped,
         }
+        if self.config.train.router_aux_loss:
+            metrics["objective/aux_loss"] = sum(aux_losses) / len(aux_losses)
         if native is not None:
             n, positions = _global(native[0]).metrics(), _native_fractions([native[1]])
             metrics |= {
@@ -162,141 +140,6 @@ class TrainStep:
                 "routing/native_token_mismatch": positions[1],
             }
         return metrics
-
-    def _complete(self, sequences: list[Sequence], group_ids: list[int]) -> tuple[list[Sequence], list[int], int]:
-        """The sequences to train on, their groups, and how many were dropped because routes are missing.
-
-        Every rank decides alike, from the references alone.
-        """
-        if self.config.replay.missing == "native":
-            return sequences, group_ids, 0
-        kept = [i for i, sequence in enumerate(sequences) if not missing_rows(sequence)]
-        dropped, limit = len(sequences) - len(kept), self.config.replay.max_fallback_fraction
-        if dropped > limit * len(sequences) or (dropped and not kept):
-            first = next(sequence for sequence in sequences if missing_rows(sequence))
-            raise ReplayError(
-                describe(
-                    "too many sequences have tokens without a recorded route",
-                    where=f"the first is {first.key}, {missing_rows(first)} of its {first.forwarded} tokens",
-                    got=f"{dropped} of {len(sequences)} sequences",
-                    expected=f"at most {limit:.2%} (replay.max_fallback_fraction)",
-                    do="look at engine.log for what kept the sampler from recording; replay.missing can allow some",
-                )
-            )
-        return [sequences[i] for i in kept], [group_ids[i] for i in kept], dropped
-
-    def _fallback(self, shares: list[Share], sequences: list[Sequence]) -> dict[str, float]:
-        """How much of the step has routes to replay, on all ranks. Raises ReplayError on all when it is too little."""
-        layers, tables = len(self.policy.layers), [table for share in shares for table in share.tables]
-        speaks = world.speaks_for_its_sequences()
-        covered, native, stale = world.all_reduce(
-            [
-                layers * sum(table.replayed_tokens for table in tables),
-                layers * sum(table.native_tokens for table in tables),
-                sum(share.stale for share in shares) if speaks else 0,
-            ]
-        )
-        positions = sum(s.forwarded for s in sequences) * len(self.spec.moe_layers)
-        if covered + native != positions:
-            raise ReplayError(
-                describe(
-                    "the ranks together do not have every token in every layer exactly once",
-                    got=f"{covered + native:.0f} (token, layer) positions",
-                    expected=positions,
-                )
-            )
-        limit = self.config.replay.max_fallback_fraction
-        if native > limit * positions:
-            raise ReplayError(
-                describe(
-                    "too much of a step would be routed natively",
-                    got=f"{native:.0f} of {positions} (token, layer) positions, {native / positions:.2%}",
-                    expected=f"at most {limit:.2%} (replay.max_fallback_fraction)",
-                    do="look at engine.log for what kept the sampler from recording, or at replay.stale",
-                )
-            )
-        return {
-            "routing/coverage": covered / positions,
-            "routing/fallback_positions": native,
-            "routing/stale_tokens": stale,
-        }
-
-    def _agreed_shares(self, sequences: list[Sequence], group_ids: list[int], weight_version: int) -> list[Share]:
-        """`_shares`, once every rank has its own: where one refuses its routes, all raise before any pass."""
-        shares, refused = [], None
-        try:
-            shares = self._shares(sequences, group_ids, weight_version)
-        except MoeRLError as error:
-            refused = error
-        (who,) = world.all_reduce([dist.get_rank() + 1 if refused else 0], dist.ReduceOp.MAX)
-        if refused:
-            raise refused
-        if who:
-            raise ReplayError(
-                describe("another rank refused the routes of its sequences", got=f"rank {who - 1:.0f}, see its error")
-            )
-        return shares
-
-    def _shares(self, sequences: list[Sequence], group_ids: list[int], weight_version: int) -> list[Share]:
-        """This rank's part of every update."""
-        shares = []
-        rank, ranks = world.data_parallel()
-        for chosen in split_groups(group_ids, self.config.train.updates_per_step):
-            if not chosen:
-                continue
-            ours = [sequences[i] for i in chosen]
-            plan = assign(
-                [s.forwarded for s in ours],
-                ranks=ranks,
-                microbatch_tokens=self.config.train.microbatch_tokens,
-            )[rank]
-            microbatches = [pack(ours, indices, world.device(), world.context_parallel()) for indices in plan]
-            tables, stale = [], 0
-            for microbatch in microbatches:
-                table, older = self._routes([ours[i] for i in microbatch.indices], microbatch, weight_version)
-                tables.append(table)
-                stale += older
-            shares.append(
-                Share(
-                    microbatches,
-                    tables,
-                    stale,
-                    global_denominator(len(s.token_ids) for s in ours),
-                    old_logprobs=[m.rollout_logprobs for m in microbatches],
-                )
-            )
-        return shares
-
-    def _routes(
-        self, packed: list[Sequence], microbatch: Microbatch, weight_version: int
-    ) -> tuple[MicrobatchRoutes, int]:
-        """Routes of the packed sequences, each validated against the tokens that lie in the microbatch; and how many
-        rows of the sequences older weights routed."""
-        fed = microbatch.fed(packed)
-        parts = [
-            read_routes(
-                self.store,
-                sequence,
-                self.spec,
-                layers=self.policy.layers,
-                fed=tokens,
-                weight_version=weight_version,
-                policy=self.rows,
-            )
-            for sequence, tokens in zip(packed, fed, strict=True)
-        ]
-        table = microbatch_routes(
-            parts,
-            self.spec,
-            layers=self.policy.layers,
-            names=[sequence.key for sequence in packed],
-            fed=fed,
-            padded_tokens=sum(microbatch.lengths),
-            rows=microbatch.rows[world.own_rows(microbatch.tokens.shape[1])],
-            expert_parallel=self.config.parallel.expert,
-            device=world.device(),
-        )
-        return table, sum(part.stale for part in parts)
 
     def _session(self, tables, mode, name, *, compare_native=False, training=False) -> ReplaySession:
         return ReplaySession(
@@ -336,11 +179,12 @@ class TrainStep:
             if self.reference is not None:
                 kl = reference_kl(logprobs, share.ref_logprobs[number], microbatch.sequence_ids, share.denominator)
                 total = total + objective.kl_coef * kl
-                sums.kl += float(kl.detach())
-            sums.loss += float(total.detach())
-            sums.clip_events += float(result.clip_events)
-            sums.clip_units += float(result.clip_units)
-            sums.ratio += float(result.ratio_sum)
+                sums.kl += kl.detach().double()
+            # Nothing is read here: the host would wait for the device after every microbatch.
+            sums.loss += total.detach().double()
+            sums.clip_events += result.clip_events
+            sums.clip_units += result.clip_units
+            sums.ratio += result.ratio_sum
             return total
 
         return loss
@@ -351,11 +195,7 @@ class TrainStep:
         sums = sums if world.speaks_for_its_sequences() else UpdateSums()
         loss, kl, events, units, ratio, consumed, expected, applied = world.all_reduce(
             [
-                sums.loss,
-                sums.kl,
-                sums.clip_events,
-                sums.clip_units,
-                sums.ratio,
+                *map(float, (sums.loss, sums.kl, sums.clip_events, sums.clip_units, sums.ratio)),
                 sum(t.consumed for t in tallies),
                 sum(t.expected for t in tallies),
                 sum(t.applied_mismatch for t in tallies),

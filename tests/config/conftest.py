@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,22 @@ HF_CONFIG = {
     "torch_dtype": "float32",
 }
 
+_QWEN_ONLY = ("mlp_only_layers", "decoder_sparse_step", "num_experts")
+GLM_CONFIG = {key: value for key, value in HF_CONFIG.items() if key not in _QWEN_ONLY} | {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "num_nextn_predict_layers": 0,
+}
+
 CONFIG = """\
 run:
   name: tiny
@@ -65,10 +82,10 @@ parallel:
 """
 
 
-def _write_model(folder: Path, **changes) -> Path:
-    """A Qwen3-MoE checkpoint of zeros; changes: keys of config.json (None removes one)."""
+def _write_model(folder: Path, config=HF_CONFIG, **changes) -> Path:
+    """A checkpoint of zeros, Qwen3-MoE by default; changes: keys of config.json (None removes one)."""
     folder.mkdir(parents=True, exist_ok=True)
-    raw = {key: value for key, value in (HF_CONFIG | changes).items() if value is not None}
+    raw = {key: value for key, value in (config | changes).items() if value is not None}
     (folder / "config.json").write_text(json.dumps(raw))
     vocab = {f"t{number}": number for number in range(20)}
     added = [{"id": 20, "content": "<eos>"}]
@@ -87,6 +104,12 @@ def hf_config() -> dict:
 @pytest.fixture
 def write_model():
     return _write_model
+
+
+@pytest.fixture
+def write_glm():
+    """Writes a GLM-4.5 checkpoint instead."""
+    return partial(_write_model, config=GLM_CONFIG)
 
 
 @pytest.fixture

@@ -7,7 +7,9 @@ from collections import namedtuple
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from moe_rl.config.check import problems
 from moe_rl.config.dotted_path import dotted_path_problem
@@ -192,8 +194,29 @@ def test_an_empty_prompt_file(found, tmp_path):
 
 def test_a_model_with_a_dense_layer(found, tmp_path, write_model):
     write_model(tmp_path / "model", mlp_only_layers=[1])
+    assert found() == []
+    # the stages are of one layer each
+    (message,) = found("parallel.pipeline=3", "parallel.expert=1", world_size=3)
+    assert "parallel.pipeline" in message and "dense layers only" in message and "[1]" in message
+
+
+def test_an_expert_bias_rate_needs_an_expert_bias(found, tmp_path, write_glm):
+    (message,) = found("train.expert_bias_rate=1e-3")
+    assert "train.expert_bias_rate" in message and "no expert bias" in message
+    write_glm(tmp_path / "model")
+    assert found("train.expert_bias_rate=1e-3") == []
+
+
+def test_multi_token_prediction_layers_may_lie_in_the_checkpoint(found, tmp_path, write_glm):
+    model = write_glm(tmp_path / "model", num_nextn_predict_layers=1)
+    assert found() == []
+    tensors = load_file(model / "model.safetensors")
+    behind = {"model.layers.3.eh_proj.weight": np.zeros((8, 16), np.float32)}
+    save_file(tensors | behind, model / "model.safetensors")
+    assert found() == []
+    save_file(tensors | {"model.layers.4.eh_proj.weight": behind.popitem()[1]}, model / "model.safetensors")
     (message,) = found()
-    assert "dense layers [1]" in message and "mlp_only_layers" in message
+    assert "does not ask for" in message and "model.layers.4.eh_proj.weight" in message
 
 
 def test_a_dense_model(found, model, hf_config):

@@ -9,6 +9,7 @@ from safetensors.numpy import load_file, save_file
 from moe_rl.config.hf import (
     checkpoint_tensors,
     expected_tensors,
+    is_mtp_tensor,
     parameter_count,
     read_model,
     tensor_problems,
@@ -84,6 +85,7 @@ def test_fingerprint_sees_the_model_not_its_writer(tmp_path, hf_config, write_mo
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope_parameters", "yarn"]),
         ({"attention_bias": True}, ["attention_bias", "got True"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "silu"]),
+        ({"num_experts_per_tok": 1}, ["norm_topk_prob", "got True", "no router learns"]),
         ({"rms_norm_eps": "1e-6"}, ["rms_norm_eps", "'1e-6'"]),
         ({"eos_token_id": "x"}, ["eos_token_id", "token ids"]),
     ],
@@ -132,6 +134,68 @@ def test_expected_tensors_are_those_of_transformers(tmp_path, write_model):
     assert parameter_count(facts).total == sum(parameter.numel() for parameter in reference.parameters())
     experts = sum(math.prod(shape) for name, shape in saved.items() if ".experts." in name)
     assert parameter_count(facts).expert == experts > 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"use_qk_norm": False, "attention_bias": False, "n_shared_experts": 1, "first_k_dense_replace": 0},
+        {"first_k_dense_replace": 2, "num_nextn_predict_layers": 1},
+    ],
+)
+def test_expected_tensors_of_the_second_family(tmp_path, write_glm, changes):
+    transformers = pytest.importorskip("transformers")
+    model = write_glm(tmp_path / "ours", **changes)
+    reference = transformers.Glm4MoeForCausalLM(transformers.Glm4MoeConfig.from_pretrained(model))
+    reference.save_pretrained(tmp_path / "theirs")
+    saved = {name: shape for name, (_, shape, _) in checkpoint_tensors(tmp_path / "theirs").items()}
+    facts = read_model(model)
+    assert saved == expected_tensors(facts)
+    count = parameter_count(facts)
+    assert count.total == sum(math.prod(shape) for shape in saved.values())
+    assert count.expert == sum(math.prod(shape) for name, shape in saved.items() if ".mlp.experts." in name)
+
+
+def test_facts_of_the_second_family(tmp_path, write_glm):
+    facts = read_model(write_glm(tmp_path, n_group=2, topk_group=1, num_nextn_predict_layers=1))
+    assert (facts.moe_layers, facts.num_experts, facts.shared_intermediate_size) == ((1, 2), 4, 12)
+    assert (facts.score_function, facts.expert_bias, facts.norm_topk_prob, facts.routed_scaling) == (
+        "sigmoid", True, True, 2.5,
+    )  # fmt: skip
+    assert (facts.groups, facts.top_groups, facts.rotary_fraction, facts.mtp_layers) == (2, 1, 0.5, 1)
+    assert is_mtp_tensor(facts, "model.layers.3.eh_proj.weight")
+    assert not any(is_mtp_tensor(facts, f"model.layers.{n}.eh_proj.weight") for n in (2, 4, 33))
+    # choosing from all groups is choosing from all experts
+    everything = read_model(write_glm(tmp_path, n_group=2, topk_group=2))
+    assert (everything.groups, everything.top_groups) == (1, 1)
+    new = {"rope_theta": None, "partial_rotary_factor": None}
+    rope = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 1.0}
+    assert read_model(write_glm(tmp_path, rope_parameters=rope, **new)).rotary_fraction == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"first_k_dense_replace": 3}, ["first_k_dense_replace", "below num_hidden_layers = 3"]),
+        ({"norm_topk_prob": False}, ["norm_topk_prob", "got False"]),
+        ({"num_experts_per_tok": 1}, ["num_experts_per_tok", "at least 2"]),
+        ({"n_group": 3}, ["n_group", "divisor of n_routed_experts = 4"]),
+        ({"topk_group": 2}, ["topk_group", "at most n_group = 1"]),
+        ({"n_group": 4, "topk_group": 1}, ["topk_group", "num_experts_per_tok = 2 experts together"]),
+        ({"n_group": 4, "topk_group": 2}, ["topk_group", "half of num_experts_per_tok = 2"]),
+        ({"routed_scaling_factor": 0}, ["routed_scaling_factor", "above 0"]),
+        ({"partial_rotary_factor": 0.3}, ["partial_rotary_factor", "even share of head_dim = 4"]),
+        ({"n_shared_experts": 0}, ["n_shared_experts", "got 0"]),
+        ({"num_nextn_predict_layers": -1}, ["num_nextn_predict_layers", "got -1"]),
+    ],
+)
+def test_what_the_second_family_may_not_have(tmp_path, write_glm, changes, parts):
+    model = write_glm(tmp_path)
+    raw = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(raw | changes))
+    message = refused(read_model, model)
+    assert all(part in message for part in parts), message
 
 
 def test_tied_embeddings_have_no_head(tmp_path, write_model):

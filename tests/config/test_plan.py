@@ -5,7 +5,7 @@ import pytest
 
 from moe_rl.config.hf import expected_tensors, parameter_count, read_model
 from moe_rl.config.load import load_config
-from moe_rl.config.plan import least_ranks, make_plan, render
+from moe_rl.config.plan import least_ranks, make_plan, render, stage_layers
 from moe_rl.config.schema import ParallelConfig
 
 
@@ -97,12 +97,26 @@ def test_memory_of_a_rank_that_shares_its_sequences(plan_of):
 
 
 def test_memory_of_a_stage(plan_of):
-    """3 stages of a layer each; the last one has the output matrix of 24 x 8 and the last norm of 8 besides."""
+    """3 stages of a layer each. The fullest is the last: a layer with experts, the output matrix and the last norm."""
     plan = plan_of("parallel.pipeline=3", "parallel.expert=1", "train.dtype=float32", world_size=6)
     assert (plan.data_parallel, plan.expert_data_parallel) == (2, 2)
-    layers = plan.dense_parameters - 2 * 24 * 8 - 8
-    assert plan.parameters_per_rank == -(-layers // 3) + 24 * 8 + 8 + plan.expert_parameters // 3
+    attention, norms, router, experts = (16 + 8 + 8) * 8 + 8 * 16, 2 * 8 + 2 * 4, 4 * 8, 4 * 3 * 8 * 6
+    assert plan.parameters_per_rank == attention + norms + router + experts + 24 * 8 + 8
     assert "pipeline stages" in render(plan)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "stages"),
+    [
+        ({"pipeline": 1}, [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        ({"pipeline": 2}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ({"pipeline": 2, "virtual_pipeline": 2}, [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        ({"pipeline": 4, "virtual_pipeline": 2}, [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    ],
+)
+def test_layers_of_the_stages(model, sizes, stages):
+    facts = dataclasses.replace(read_model(model), layers=8)
+    assert stage_layers(facts, ParallelConfig(**sizes)) == stages
 
 
 @pytest.mark.parametrize(

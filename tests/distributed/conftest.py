@@ -65,11 +65,11 @@ def _key(case: Case) -> str:
 @pytest.fixture(scope="session")
 def proven(checkpoint, tmp_path_factory, request):
     proof = Proof(checkpoint, tmp_path_factory.mktemp("proof"))
-    values = (v for item in request.session.items if hasattr(item, "callspec") for v in item.callspec.params.values())
-    return Proven(proof, [value for value in values if isinstance(value, Case)])
+    items = (item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec"))
+    return Proven(proof, [case for case in items if isinstance(case, Case)])
 
 
 @pytest.fixture(scope="session")
 def reference(proven):
-    """reference(forced) -> (logprobs {sequence: [N]}, gradients {name: tensor}) by transformers in one process."""
+    """reference(forced) -> what transformers computes in one process, see `proof.reference`."""
     return lambda forced: proven.proof.reference(forced=forced)

@@ -1,20 +1,43 @@
-"""One rank of the tests of what outlives a step: weights to the sampler, the reference, a checkpoint.
+"""One of two ranks of the tests of what outlives a step: weights to the sampler, the reference, a checkpoint.
 
-    torchrun --nproc-per-node N state_worker.py CHECKPOINT OUT PARALLEL
+    torchrun --nproc-per-node 2 state_worker.py CHECKPOINT OUT
 
-Rank r writes OUT/rank<r>.pt; the parts of the weights lie in OUT/parts.
+Both ranks go through the layouts of two, and rank 0 is a world of its own before and after. Checkpoints lie in folders
+of OUT named after their case; rank r writes what it saw to OUT/rank<r>.pt.
 """
 
+import os
+import shutil
+import socket
 import sys
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 from moe_rl.config.hf import read_model
 from moe_rl.config.schema import ParallelConfig
-from moe_rl.megatron import world
-from tests.distributed.policy_worker import own_share, train_config
+from moe_rl.errors import CheckpointError
+from moe_rl.megatron import checkpoint, rng, world
+from moe_rl.megatron.policy import Policy, ReferencePolicy
+from moe_rl.proof import cases
+from moe_rl.proof.share import Share
+from moe_rl.train.weights import send_weights
+
+ONE = ParallelConfig()
+SAVER = "TP2-EP2"
+LAYOUTS = {
+    SAVER: ParallelConfig(tensor=2, expert=2),
+    "EP2": ParallelConfig(expert=2),
+    "TP2-ETP2": ParallelConfig(tensor=2, expert_tensor=2),
+    "PP2-VPP2": ParallelConfig(pipeline=2, virtual_pipeline=2),
+}
+# Resumed once more, from a checkpoint of their own.
+AGAIN = ("TP2-ETP2", "PP2-VPP2")
+SEED, STEP, UPDATES = 1, 1, 2
 
 
 class Engine:
@@ -24,56 +47,182 @@ class Engine:
         from moe_rl.sync.weights import read_parts
 
         self.weights = {name: tensor.clone() for name, tensor in read_parts(files)}
-        self.writers = [file.name for file in files]
+        self.writers = len(files)
+
+
+class Case:
+    """A policy in one layout, new from the model's folder, and the same data as in every other layout."""
+
+    def __init__(self, source, out, parallel, dtype="float32"):
+        self.out, self.parallel = out, parallel
+        case = cases.Case(dist.get_world_size(), parallel.model_dump(), {"dtype": dtype})
+        self.build = (read_model(source), case.train_config, parallel, source)
+        self.policy = Policy(*self.build, temperature=1.0)
+        self.share = Share(self.build[0], case, self.policy)
+
+    def update(self):
+        """The gradient norm of one more update."""
+        return self.policy.update(self.share.microbatches, None, self.share.loss).grad_norm
+
+    def weights(self):
+        exported = self.policy.export(torch.float32, dense=True, experts=True)
+        return {name: tensor.clone() for name, tensor in exported.items()}
+
+    def next_two(self):
+        """What the random streams give, the norms of two updates and the weights after them."""
+        return {"drawn": draw(), "norms": [self.update() for _ in range(2)], "final": self.weights()}
+
+    def save(self, name):
+        checkpoint.save(self.out / name, STEP, self.policy, {"cursor": 5}, parallel=self.parallel, keep=1)
+
+    def load(self, name):
+        path = checkpoint.latest(self.out / name)
+        return checkpoint.load(path, self.policy, parallel=self.parallel, seed=SEED)
+
+    def send(self):
+        """The weights as a sampler gets them, and how many ranks wrote them."""
+        engine = Engine() if dist.get_rank() == 0 else None
+        send_weights(self.policy, engine, self.out / "parts", 0, "float32")
+        return (engine.weights, engine.writers) if engine else ({}, 0)
+
+    def reference(self):
+        logprobs = ReferencePolicy(*self.build, temperature=1.0).logprobs(self.share.microbatches)
+        return {"logprobs": self.share.by_sequence(logprobs)}
+
+
+def draw():
+    """Numbers of every random stream of this rank."""
+    tracker = rng.tensor_parallel.get_cuda_rng_tracker()
+    drawn = [torch.rand(4)]
+    for name in sorted(tracker.get_states()):
+        with tracker.fork(name):
+            drawn.append(torch.rand(4, device=world.device()).cpu())
+    return torch.stack(drawn)
+
+
+def seeded():
+    """The same, of streams that were begun anew after the checkpoint's step."""
+    rng.seed(SEED, STEP)
+    return draw()
+
+
+@contextmanager
+def alone():
+    """This process as the only rank of a world, beside the one that torchrun made."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    single = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    with patch.dict(os.environ, single):
+        world.start(ONE, seed=SEED, timeout_seconds=120)
+        yield
+        world.stop()
+
+
+def begin(new, name):
+    """Train, save as `name`, and go on."""
+    case = new()
+    for _ in range(UPDATES):
+        case.update()
+    draw()
+    case.save(name)
+    return {"weights": case.weights(), **case.next_two()}
+
+
+def resume(new, saved, name=""):
+    """Load the checkpoint `saved`, save it again if there is a name to save it as, and go on."""
+    case = new()
+    state = case.load(saved)
+    seen = {"state": state, "updates": case.policy.updates, "weights": case.weights()}
+    if name:
+        case.save(name)
+    return {**seen, **case.next_two()}
+
+
+def copy(new, saved, name):
+    """Load the checkpoint `saved` and save it again as `name`."""
+    case = new()
+    case.load(saved)
+    case.save(name)
+
+
+def without_moments(new, saved):
+    """The norms of the next updates when Adam's moments are lost."""
+    case = new()
+    case.load(saved)
+    for optimizer in checkpoint._optimizers(case.policy):
+        for moments in optimizer.optimizer.state.values():
+            moments["exp_avg"].zero_()
+            moments["exp_avg_sq"].zero_()
+    return [case.update() for _ in range(2)]
+
+
+def refusals(new, saved):
+    """What this rank is told of checkpoints of another model, or with a flipped bit, or without a file or their state.
+
+    None of them is loaded.
+    """
+    case, told = new(), {}
+    before = case.weights()
+    source = checkpoint.latest(case.out / saved)
+
+    def attempt(path, policy):
+        try:
+            checkpoint.load(path, policy, parallel=case.parallel, seed=SEED)
+            return "loaded"
+        except CheckpointError as error:
+            return str(error)
+
+    facts, *rest = case.build
+    smaller = replace(facts, layers=2, moe_layers=facts.moe_layers[:2])
+    told["model"] = attempt(source, Policy(smaller, *rest, temperature=1.0))
+    for name in ("flipped", "gone", "state"):
+        path = case.out / name
+        if dist.get_rank() == 0:
+            shutil.copytree(source, path)
+            file = path / "__1_0.distcp"
+            if name == "flipped":
+                content = bytearray(file.read_bytes())
+                content[len(content) // 2] ^= 1
+                file.write_bytes(content)
+            else:
+                (file if name == "gone" else path / "state.json").unlink()
+        dist.barrier()
+        told[name] = attempt(path, case.policy)
+    return {"told": told, "weights": (before, case.weights())}
 
 
 def main():
-    path, out, parallel = sys.argv[1:]
-    path, out, parallel = Path(path), Path(out), ParallelConfig.model_validate_json(parallel)
-    world.start(parallel, seed=1, timeout_seconds=60)
-    from moe_rl.megatron import checkpoint
-    from moe_rl.megatron.policy import Policy, ReferencePolicy
-    from moe_rl.train.weights import send_weights
+    source, out = map(Path, sys.argv[1:])
+    seen, first = {}, os.environ["RANK"] == "0"
+    if first:
+        with alone():
+            seen["one begins"] = begin(lambda: Case(source, out, ONE), "one")
+    world.start(LAYOUTS[SAVER], seed=SEED, timeout_seconds=120)
+    seen["begins"] = begin(lambda: Case(source, out, LAYOUTS[SAVER]), "two")
+    seen["bfloat16 begins"] = begin(lambda: Case(source, out, LAYOUTS[SAVER], "bfloat16"), "two-bfloat16")
+    seen["refusals"] = refusals(lambda: Case(source, out, LAYOUTS[SAVER]), "two")
+    for name, parallel in LAYOUTS.items():
+        world.lay_out(parallel, seed=SEED)
 
-    facts, train = read_model(path), train_config()
+        def new(dtype="float32", parallel=parallel):
+            return Case(source, out, parallel, dtype)
 
-    def loss(number, values):
-        m = microbatches[number]
-        return -(values * m.advantages[m.sequence_ids]).sum() / count
-
-    build = (facts, train, parallel, path)
-    policy = Policy(*build, temperature=1.0)
-    count, microbatches, _ = own_share(facts, parallel, policy.layers)
-    engine = Engine() if dist.get_rank() == 0 else None
-    sent = send_weights(policy, engine, out / "parts", 0, "float32")
-
-    policy.update(microbatches, None, loss)
-    checkpoint.save(out / "checkpoints", 1, policy, {}, keep=1)
-    straight = [policy.update(microbatches, None, loss).grad_norm for _ in range(2)]
-
-    resumed = Policy(*build, temperature=1.0)
-    folder = checkpoint.latest(out / "checkpoints")
-    checkpoint.read_state(folder)
-    checkpoint.load(folder, resumed)
-    again = [resumed.update(microbatches, None, loss).grad_norm for _ in range(2)]
-
-    reference = ReferencePolicy(*build, temperature=1.0).logprobs(microbatches)
-    torch.save(
-        {
-            "sent": sent,
-            "weights": engine.weights if engine else {},
-            "writers": engine.writers if engine else [],
-            "norms": (straight, again),
-            "final": [dict(p.export(torch.float32, dense=True, experts=True)) for p in (policy, resumed)],
-            "logprobs": {
-                i: lp[m.sequence_ids == n]
-                for m, lp in zip(microbatches, reference, strict=True)
-                for n, i in enumerate(m.indices)
-            },
-        },
-        out / f"rank{dist.get_rank()}.pt",
-    )
+        seen[name, "sent"], seen[name, "reference"] = new().send(), new().reference()
+        seen[name] = resume(new, "two", f"{name} from two")
+        if name != SAVER:
+            copy(lambda: new("bfloat16"), "two-bfloat16", f"{name} from two-bfloat16")
+        if name in AGAIN:
+            seen[name, "again"] = resume(new, f"{name} from two")
+        if name == "EP2":
+            seen[name, "from one"] = resume(new, "one", "EP2 from one")
+            seen[name, "without moments"] = without_moments(new, "two")
+        seen[name, "seeded"] = seeded()
     world.stop()
+    if first:
+        with alone():
+            seen["one"] = resume(lambda: Case(source, out, ONE), "two")
+            seen["one", "seeded"] = seeded()
+    torch.save(seen, out / f"rank{int(not first)}.pt")
 
 
 if __name__ == "__main__":

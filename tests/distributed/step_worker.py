@@ -3,8 +3,8 @@
     torchrun --nproc-per-node N step_worker.py CHECKPOINT OUT CASES
 
 CASES: JSON, {name: {"overrides": [config overrides], "missing": [sequences without routes], "short": [sequences whose
-first two tokens have none], "old": [sequences whose prompt older weights routed]}}. Rank r writes OUT/rank<r>.json:
-{name: metrics, or the error}.
+first two tokens have none], "old": [sequences whose prompt older weights routed]}}. Rank r writes
+OUT/<name>-rank<r>.json: metrics, or the error.
 """
 
 import json
@@ -19,8 +19,11 @@ from moe_rl.config.hf import read_model
 from moe_rl.config.load import load_config
 from moe_rl.errors import MoeRLError
 from moe_rl.megatron import world
+from moe_rl.megatron.policy import Policy
 from moe_rl.proof.batch import batch
+from moe_rl.proof.processes import in_turn
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
+from moe_rl.train.step import Clock, TrainStep
 from moe_rl.types import Provenance, Span
 
 ROOT = Path(__file__).parents[2]
@@ -44,37 +47,30 @@ def stored(sequences, routes, spec, folder, plan):
     return ready
 
 
-def main():
-    checkpoint, out, cases = map(Path, sys.argv[1:])
+def one(name, plan, checkpoint, out):
     facts = read_model(checkpoint)
     spec = TraceSpec.from_layers(facts.fingerprint, facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
-    world.join(timeout_seconds=120)
-    from moe_rl.megatron.policy import Policy
-    from moe_rl.train.step import Clock, TrainStep
-
+    overrides = [f"model.path={checkpoint}", "train.microbatch_tokens=40", "train.dtype=float32"]
+    config = load_config(ROOT / "configs/tiny_moe_cpu.yaml", [*overrides, *plan.get("overrides", [])])
+    world.start(config.parallel, seed=1, timeout_seconds=120)
+    folder, rank = out / name / "trace", dist.get_rank()
     sequences, routes = batch(facts)
-    seen = {}
-    for name, plan in json.loads(cases.read_text()).items():
-        overrides = [f"model.path={checkpoint}", "train.microbatch_tokens=40", "train.dtype=float32"]
-        config = load_config(ROOT / "configs/tiny_moe_cpu.yaml", [*overrides, *plan.get("overrides", [])])
-        folder = out / name / "trace"
-        if dist.get_rank() == 0:
-            stored(sequences, routes, spec, folder, plan)
-        dist.barrier()
-        ready = stored(sequences, routes, spec, out / name / f"own{dist.get_rank()}", plan)
-        world.lay_out(config.parallel, seed=1)
-        policy = Policy(facts, config.train, config.parallel, checkpoint, temperature=1.0)
-        step = TrainStep(config, policy, None, TraceStore(folder), spec)
-        groups = [number // 2 for number in range(len(ready))]
-        try:
-            seen[name] = step.run(ready, groups, step=1, weight_version=VERSION, measure_native=True, clock=Clock())
-        except MoeRLError as error:
-            seen[name] = f"{type(error).__name__}: {error}"
-        dist.barrier()
-        world.clear()
-    (out / f"rank{dist.get_rank()}.json").write_text(json.dumps(seen))
-    dist.destroy_process_group()
+    if rank == 0:
+        stored(sequences, routes, spec, folder, plan)
+    dist.barrier()
+    ready = stored(sequences, routes, spec, out / name / f"own{rank}", plan)
+    policy = Policy(facts, config.train, config.parallel, checkpoint, temperature=1.0)
+    step = TrainStep(config, policy, None, TraceStore(folder), spec)
+    groups = [number // 2 for number in range(len(ready))]
+    try:
+        seen = step.run(ready, groups, step=1, weight_version=VERSION, measure_native=True, clock=Clock())
+    except MoeRLError as error:
+        seen = f"{type(error).__name__}: {error}"
+    (out / f"{name}-rank{rank}.json").write_text(json.dumps(seen))
+    dist.barrier()
+    world.stop()
 
 
 if __name__ == "__main__":
-    main()
+    model, results, cases = map(Path, sys.argv[1:])
+    in_turn(one, ((name, plan, model, results) for name, plan in json.loads(cases.read_text()).items()))

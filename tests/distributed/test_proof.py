@@ -12,7 +12,11 @@ from moe_rl.proof.matrix import merged
 # The first case of a world size waits for all of them.
 pytestmark = pytest.mark.timeout(600)
 
+EP2, CP2, PP2 = {"expert": 2}, {"context": 2}, {"pipeline": 2}
 TP2_EP2, VPP2 = {"tensor": 2, "expert": 2}, {"pipeline": 2, "virtual_pipeline": 2}
+OVERLAP = {"overlap_expert_parallel_comm": True}
+AFTER_FAILURE = [Case(2, EP2, OVERLAP, after_failure=True), Case(2, CP2, after_failure=True)]
+BFLOAT16 = [{}, OVERLAP, {"recompute": "moe"}, {"distributed_optimizer": False}]
 LAYERS = 4
 
 
@@ -52,7 +56,7 @@ def test_the_trainers_own_routes_are_replayed_in_the_update(proven, case):
 
 
 def test_a_gradient_reaches_every_router_through_routes_it_would_not_take(reference):
-    _, gradients = reference(forced=True)
+    gradients = reference(forced=True).gradients
     routers = [g for key, g in gradients.items() if key.endswith("mlp.gate.weight")]
     assert len(routers) == LAYERS and all(g.abs().max() > 1e-4 for g in routers)
 
@@ -87,16 +91,61 @@ def test_the_ledger_counts_each_route_once_a_pass(proven, case):
     assert sum(rank["tallies"][0]["native_positions"] for rank in ranks) == LAYERS * forwarded()
     for rank in ranks:
         forward, update = rank["tallies"]
-        # once forward, and once more in the layers that are recomputed
-        times = 1 + len(rank["recomputed_layers"]) / len(rank["layers"])
-        assert forward["consumed"] == forward["expected"] == rank["microbatches"] * len(rank["layers"]) > 0
-        assert update["consumed"] == update["expected"] == times * forward["expected"]
+        taken, again = (rank["microbatches"] * len(rank[key]) for key in ("layers", "recomputed_layers"))
+        # fillers of the interleaved schedule are not counted
+        assert forward["consumed"] == forward["expected"] == taken > 0
+        assert update["consumed"] == update["expected"] == taken + again
         assert forward["applied_mismatch"] == update["applied_mismatch"] == 0
-        assert update["applied_checked"] == times * forward["applied_checked"] > 0
+        assert update["applied_checked"] * taken == forward["applied_checked"] * (taken + again) > 0
         # random routes are not what the router would choose, and the comparison sees it
         assert forward["native_mismatch"] > 0.9 * forward["native_positions"]
         assert sum(forward["native_by_layer"].values()) == forward["native_mismatch"]
         assert forward["native_token_mismatch"] == forward["native_tokens"]
+
+
+@pytest.mark.parametrize(
+    "case, layers",
+    [
+        (Case(2, EP2, {"recompute": "uniform", "recompute_layers": 3}), [[0, 1, 2, 3]] * 2),
+        (Case(2, PP2, {"recompute": "block"}), [[0], [2]]),
+        (Case(2, EP2, {"recompute": "block", "recompute_layers": 3}), [[0, 1, 2]] * 2),
+        (Case(2, PP2, {"recompute": "moe"}), [[0, 1], [2, 3]]),
+        (Case(2, EP2, OVERLAP), [[], []]),
+    ],
+    ids=lambda value: name(value) if isinstance(value, Case) else "",
+)
+def test_which_layers_are_recomputed(proven, case, layers):
+    assert [rank["recomputed_layers"] for rank in proven.ranks(case)] == layers
+
+
+@pytest.mark.parametrize("case", [case for case in LAYOUTS if case.train == OVERLAP], ids=name)
+def test_the_update_of_an_overlapping_case_goes_layer_by_layer(proven, case):
+    for rank in proven.ranks(case):
+        runs = case.parallel.get("virtual_pipeline", 1)
+        fillers = rank["microbatches"] % case.parallel["pipeline"] if runs > 1 else 0
+        assert rank["schedule_plans"] == runs * (rank["microbatches"] + fillers)
+
+
+def test_no_other_case_goes_layer_by_layer(proven):
+    assert all(rank["schedule_plans"] == 0 for c in LAYOUTS if c.train != OVERLAP for rank in proven.ranks(c))
+
+
+@pytest.mark.parametrize("case", AFTER_FAILURE, ids=name)
+def test_an_update_that_broke_off_leaves_the_next_one_exact(proven, case):
+    outcome, without = proven.outcome(case), proven.ranks(replace(case, after_failure=False))
+    assert outcome.gradients < 1e-6 and (outcome.wrong_maps, outcome.wrong_received) == (0, 0)
+    for broken, clean in zip(proven.ranks(case), without, strict=True):
+        assert all(torch.equal(broken["grads"][n], clean["grads"][n]) for n in clean["grads"])
+        assert broken["tallies"] == clean["tallies"]
+
+
+@pytest.mark.parametrize("settings", BFLOAT16[1:], ids=lambda settings: "-".join(settings))
+def test_in_bfloat16_schedule_recomputation_and_optimizer_change_no_bit(proven, settings):
+    cases = [Case(2, EP2, {"dtype": "bfloat16", **s}) for s in (settings, BFLOAT16[0])]
+    for rank, plain in zip(*map(proven.ranks, cases), strict=True):
+        for key in ("logprobs", "grads", "weights"):
+            assert all(torch.equal(rank[key][n], plain[key][n]) for n in plain[key])
+        assert rank["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +158,7 @@ def test_the_ledger_counts_each_route_once_a_pass(proven, case):
             (2, TP2_EP2, "orphan", "routes were not taken exactly once"),
             (2, VPP2, "swapped", "tokens were dispatched to other experts than recorded"),
             (2, VPP2, "orphan", "routes were not taken exactly once"),
+            (2, CP2, "swapped", "tokens were dispatched to other experts than recorded"),
         ]
     ],
     ids=lambda value: name(value) if isinstance(value, Case) else "",
@@ -119,9 +169,28 @@ def test_a_planted_fault_is_refused_and_named(proven, case, message):
     assert last.startswith(f"{message} (logprobs, rank 1): got ")
 
 
+@pytest.mark.parametrize(
+    "case, message",
+    [
+        (
+            Case(2, EP2, OVERLAP, fault="previous key"),
+            "another microbatch than runs through it (update, rank {}, layer 3): got microbatch 0, expected",
+        ),
+        (
+            Case(2, TP2_EP2, OVERLAP, fault="key bound in forward"),
+            "a session that is not open (logprobs, rank {}, microbatch 2, layer 3): got update",
+        ),
+    ],
+    ids=lambda value: name(value) if isinstance(value, Case) else "",
+)
+def test_a_key_that_is_not_the_microbatchs_own_is_refused_in_the_schedule(proven, case, message):
+    for number, rank in enumerate(proven.ranks(case)):
+        assert message.format(number) in rank["error"]
+
+
 @pytest.mark.parametrize("case", [Case(2, TP2_EP2, {"dtype": "bfloat16"})], ids=name)
 def test_bfloat16_trains_near_the_reference(proven, reference, case):
-    logprobs, _ = reference(forced=True)
+    logprobs = reference(forced=True).logprobs
     seen = merged(proven.ranks(case), "logprobs")
     difference = torch.cat([(seen[i] - logprobs[i]).abs() for i in logprobs])
     assert 1e-4 < difference.mean() < 0.1

@@ -1,48 +1,152 @@
-"""What outlives a step, when ranks share tensors: the weights that the sampler gets, the reference, a checkpoint."""
+"""What outlives a step, when ranks share tensors: the weights that the sampler gets, the reference, a checkpoint.
 
+Checkpoints of one layout are loaded by others. What makes a checkpoint is compared whole: a layout that loads one and
+saves it again must write the same names and bits, main weights and Adam's moments included.
+"""
+
+import functools
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from moe_rl.config.schema import ParallelConfig
+from moe_rl.proof.matrix import largest, merged
 from tests.distributed.conftest import torchrun
-from tests.distributed.test_policy import merged, worst
+from tests.distributed.state_worker import AGAIN, LAYOUTS, SAVER, STEP, UPDATES
+
+# The first test waits for all layouts, which on a busy machine takes long.
+pytestmark = pytest.mark.timeout(300)
 
 SCRIPT = Path(__file__).with_name("state_worker.py")
+OTHERS = [name for name in LAYOUTS if name != SAVER]
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint, tmp_path_factory):
+    out = tmp_path_factory.mktemp("state")
+    process = torchrun(2, SCRIPT, checkpoint, out)
+    assert process.returncode == 0, process.stderr[-3000:]
+    return out
+
+
+@pytest.fixture(scope="module")
+def seen(folder):
+    return [torch.load(folder / f"rank{r}.pt") for r in range(2)]
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    """whole(name) -> every tensor of a checkpoint, put together from all ranks' files."""
+
+    @functools.cache
+    def read(name):
+        reader = dcp.FileSystemReader(folder / name / f"step-{STEP:06d}")
+        entries = reader.read_metadata().state_dict_metadata.items()
+        tensors = {
+            key: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for key, entry in entries
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+        return tensors
+
+    return read
+
+
+def of(seen, key):
+    return [rank[key] for rank in seen if key in rank]
+
+
+def equal(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+    assert not different
+    return True
 
 
 @pytest.mark.parametrize(
-    "parallel, writers",
+    "layout, writers",
     [
-        # rank 0 writes everything but the experts of rank 1
-        pytest.param(ParallelConfig(tensor=2, expert=2), 2, id="TP2-EP2"),
-        # rank 0 collects every matrix
-        pytest.param(ParallelConfig(tensor=2, expert_tensor=2), 1, id="TP2-ETP2"),
-        # each stage writes its layers
-        pytest.param(ParallelConfig(pipeline=2, virtual_pipeline=2), 2, id="PP2-VPP2"),
+        ("EP2", 2),  # rank 0 writes everything but the experts of rank 1
+        ("TP2-EP2", 2),
+        ("TP2-ETP2", 1),  # rank 0 collects every matrix
+        ("PP2-VPP2", 2),  # each stage writes its layers
     ],
 )
-def test_weights_reference_and_checkpoint(checkpoint, reference, tmp_path, parallel, writers):
-    process = torchrun(2, checkpoint, tmp_path, parallel.model_dump_json(), script=SCRIPT)
-    assert process.returncode == 0, process.stderr[-3000:]
-    seen = [torch.load(tmp_path / f"rank{r}.pt") for r in range(2)]
+def test_the_sampler_and_the_reference_get_the_weights(checkpoint, folder, seen, reference, layout, writers):
+    """The checkpoint that the ranks cut up, whole and bit for bit."""
+    sent, wrote = seen[0][layout, "sent"]
+    assert equal(sent, load_file(checkpoint / "model.safetensors"))
+    assert wrote == writers and not list((folder / "parts").iterdir())
+    logprobs = reference(forced=False).logprobs
+    assert largest(merged(of(seen, (layout, "reference")), "logprobs"), logprobs) < 2e-5
 
-    # the sampler gets the checkpoint that the ranks cut up, whole and bit for bit
-    original = load_file(checkpoint / "model.safetensors")
-    sent = seen[0]["weights"]
-    assert sent.keys() == original.keys()
-    assert all(torch.equal(sent[name], original[name]) for name in original)
-    assert len(seen[0]["writers"]) == writers and not list((tmp_path / "parts").iterdir())
 
-    logprobs, _ = reference(forced=False)
-    assert worst(merged(seen, "logprobs"), logprobs) < 2e-5
+def test_the_same_layout_goes_on_bit_for_bit(seen):
+    """Updates, weights, and what every random stream gives."""
+    pairs = [("begins", SAVER)] + [(name, (name, "again")) for name in AGAIN]
+    for straight, resumed in ((of(seen, a), of(seen, b)) for a, b in pairs):
+        for before, after in zip(straight, resumed, strict=True):
+            assert before["norms"] == after["norms"] and before["norms"][0] != before["norms"][1]
+            assert equal(before["final"], after["final"])
+    for before, after in zip(of(seen, "begins"), of(seen, SAVER), strict=True):
+        assert torch.equal(before["drawn"], after["drawn"])
+        # not what another layout begins with
+        assert not any(torch.equal(before["drawn"], rank[name, "seeded"]) for rank in seen for name in LAYOUTS)
 
-    for rank in seen:
-        straight, again = rank["norms"]
-        assert straight == again and straight[0] != straight[1]
-        through, resumed = rank["final"]
-        assert through.keys() == resumed.keys()
-        assert all(torch.equal(through[name], resumed[name]) for name in through)
-    assert sum(len(rank["final"][0]) for rank in seen) >= len(original)
+
+CROSSINGS = [("begins", name) for name in OTHERS] + [("begins", "one"), ("one begins", ("EP2", "from one"))]
+
+
+@pytest.mark.parametrize("saved, loaded", CROSSINGS, ids=str)
+def test_another_layout_goes_on(seen, saved, loaded):
+    writers, readers = of(seen, saved), of(seen, loaded)
+    assert equal(merged(writers, "weights"), merged(readers, "weights"))
+    for reader in readers:
+        assert reader["updates"] == UPDATES and reader["state"]["cursor"] == 5
+        assert reader["norms"] == pytest.approx(writers[0]["norms"], rel=1e-5)
+    # the streams of these ranks were never saved: they are those of the seed and the step
+    begun = of(seen, ("one", "seeded") if loaded == "one" else (loaded if isinstance(loaded, str) else "EP2", "seeded"))
+    assert all(torch.equal(reader["drawn"], drawn) for reader, drawn in zip(readers, begun, strict=True))
+
+
+def test_lost_moments_would_be_noticed(seen):
+    straight, without = seen[0]["begins"]["norms"], seen[0]["EP2", "without moments"]
+    assert without[0] == pytest.approx(straight[0], rel=1e-5)
+    assert without[1] != pytest.approx(straight[1], rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    "saved, again",
+    [("two", f"{name} from two") for name in OTHERS]
+    + [("two-bfloat16", f"{name} from two-bfloat16") for name in OTHERS]
+    + [("one", "EP2 from one")],
+)
+def test_a_layout_writes_the_checkpoint_it_read(whole, saved, again):
+    before, after = whole(saved), whole(again)
+    assert equal(before, after)
+    kinds = {name.removeprefix("optimizer.state.").partition(".")[0] for name in before if name.startswith("optimizer")}
+    assert {"exp_avg", "exp_avg_sq"} < kinds and len(kinds) == 3
+    assert all(tensor.dtype is torch.float32 for name, tensor in before.items() if name.startswith("optimizer"))
+    weights = {tensor.dtype for name, tensor in before.items() if not name.startswith("optimizer")}
+    assert (torch.bfloat16 in weights) == ("bfloat16" in saved)
+
+
+def test_a_wrong_checkpoint_is_refused_by_all_ranks_alike(seen):
+    told = [rank["refusals"]["told"] for rank in seen]
+    assert told[0] == told[1]
+    assert "is damaged" in told[0]["flipped"] and "flipped/__1_0.distcp" in told[0]["flipped"]
+    assert "no such file" in told[0]["gone"] and "gone/__1_0.distcp" in told[0]["gone"]
+    assert "state.json is missing" in told[0]["state"]
+    assert "is not of this model" in told[0]["model"] and "two/step-000001" in told[0]["model"]
+    assert all(equal(*rank["refusals"]["weights"]) for rank in seen)
+
+
+def test_state_says_who_wrote_it(seen):
+    for name in LAYOUTS:
+        assert seen[0][name]["state"]["layout"] == {"ranks": 2, **LAYOUTS[SAVER].model_dump()}
+        assert "files" not in seen[0][name]["state"]
+    assert seen[0]["EP2", "from one"]["state"]["layout"]["ranks"] == 1

@@ -23,6 +23,9 @@ CASES = {
     },
     "missing-refused": {"missing": [3]},
     "missing-native": {"overrides": NATIVE, "missing": [3], "short": [5]},
+    "context": {"overrides": ["parallel.context=2"]},
+    "context-r2": {"overrides": ["parallel.context=2", "replay.mode=r2"]},
+    "context-missing-native": {"overrides": [*NATIVE, "parallel.context=2"], "missing": [3], "short": [5]},
     "missing-native-too-many": {"overrides": NATIVE, "missing": [1, 3, 4]},
     "missing-dropped": {"overrides": ["replay.missing=drop", "replay.max_fallback_fraction=0.2"], "missing": [3, 4]},
     "missing-dropped-too-many": {
@@ -46,11 +49,9 @@ def steps(checkpoint, tmp_path_factory):
     (out / "cases.json").write_text(json.dumps(CASES))
     process = torchrun(2, Path(__file__).with_name("step_worker.py"), checkpoint, out, out / "cases.json")
     assert process.returncode == 0, process.stderr[-3000:]
-    first, second = (json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2))
-    for name in CASES:
-        if isinstance(first[name], dict):
-            assert first[name] == second[name], name
-    return {name: (first[name], second[name]) for name in CASES}
+    seen = {name: [json.loads((out / f"{name}-rank{rank}.json").read_text()) for rank in range(2)] for name in CASES}
+    assert all(first == second for first, second in seen.values() if isinstance(first, dict))
+    return seen
 
 
 def test_whole_routes_leave_nothing_to_the_router(steps):
@@ -87,7 +88,7 @@ def test_the_ledger_expects_what_the_config_makes_run_again(steps):
 def test_missing_routes_are_refused_by_default(steps):
     for rank in steps["missing-refused"]:
         assert "too many sequences have tokens without a recorded route (the first is s3, 9 of its 9 tokens)" in rank
-        assert "got 1 of 10 sequences, expected at most 0.00%" in rank
+        assert "got 1 of 13 sequences, expected at most 0.00%" in rank
 
 
 def test_missing_routes_are_left_to_the_router_within_the_bound(steps):
@@ -100,6 +101,17 @@ def test_missing_routes_are_left_to_the_router_within_the_bound(steps):
     assert metrics["routing/shadow_mismatch"] > 0.9
 
 
+def test_ranks_that_share_every_sequence_count_each_token_once(steps):
+    for name in ("context", "context-r2", "context-missing-native"):
+        alike = {"context": "whole", "context-r2": "r2"}.get(name, "missing-native")
+        (shared, _), (alone, _) = steps[name], steps[alike]
+        # both ranks have a part of every microbatch: more of them in all
+        counts = ("routing/consumed", "routing/expected")
+        assert shared[counts[0]] == shared[counts[1]] > alone[counts[0]]
+        rest = {key: value for key, value in alone.items() if key not in counts}
+        assert {key: shared[key] for key in rest} == pytest.approx(rest, rel=1e-5, abs=1e-7), name
+
+
 def test_above_the_bound_every_rank_refuses_before_any_pass(steps):
     native, total = LAYERS * sum(TOKENS[i] for i in (1, 3, 4)), LAYERS * sum(TOKENS)
     for rank in steps["missing-native-too-many"]:
@@ -107,7 +119,7 @@ def test_above_the_bound_every_rank_refuses_before_any_pass(steps):
         assert f"got {native} of {total} (token, layer) positions" in rank
     for rank in steps["missing-dropped-too-many"]:
         assert "too many sequences have tokens without a recorded route (the first is s3, 9 of its 9 tokens)" in rank
-        assert "got 3 of 10 sequences, expected at most 20.00%" in rank
+        assert "got 3 of 13 sequences, expected at most 20.00%" in rank
 
 
 def test_sequences_without_routes_are_dropped_and_counted(steps):

@@ -27,7 +27,7 @@ SHORT = [
 class Launch:
     """A training run in a session of its own, so that what it leaves behind can be found."""
 
-    def __init__(self, runs_dir, *arguments):
+    def __init__(self, runs_dir, *arguments, ranks=2):
         self.runs_dir = Path(runs_dir)
         self.output = self.runs_dir / f"output-{len(list(self.runs_dir.glob('output-*')))}"
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "TORCHELASTIC"))}
@@ -40,7 +40,7 @@ class Launch:
                     "torch.distributed.run",
                     "--standalone",
                     "--nproc-per-node",
-                    "2",
+                    str(ranks),
                     "tools/train_moe_rl.py",
                     *map(str, arguments),
                 ],

@@ -102,6 +102,8 @@ def test_without_replay_the_mismatch_is_larger(short_run, tmp_path):
         # bf16 partial sums of the two ranks round otherwise than whole ones
         pytest.param(["parallel.tensor=2"], 0.5, id="TP2-EP2"),
         pytest.param(["parallel.expert=1", "parallel.pipeline=2", "parallel.virtual_pipeline=2"], 1e-9, id="PP2-VPP2"),
+        # attention over gathered keys sums in another order
+        pytest.param(["parallel.context=2", "train.overlap_expert_parallel_comm=true"], 0.5, id="CP2-EP2-overlap"),
     ],
 )
 def test_ranks_that_share_sequences(short_run, tmp_path, layout, rel):
@@ -132,6 +134,7 @@ def test_grpo_from_the_samplers_logprobs_with_a_reference_in_float32(tmp_path):
             "objective.kl_coef=0.01",
             "train.dtype=float32",
             "train.recompute=uniform",
+            "train.router_aux_loss=0.01",
             "objective.normalize_std=false",
             "parallel.expert=1",
             "parallel.pipeline=2",
@@ -143,6 +146,8 @@ def test_grpo_from_the_samplers_logprobs_with_a_reference_in_float32(tmp_path):
     assert all(row["routing/applied_mismatch"] == 0 and row["routing/coverage"] == 1 for row in steps)
     # the reference routes natively, so the first KL is small but not 0; then the policy moves away
     assert 0 < steps[0]["objective/kl_ref"] < steps[1]["objective/kl_ref"]
+    # over the layers of both stages: about balanced
+    assert 0.95 < steps[0]["objective/aux_loss"] < 2
     # old logprobs are the sampler's: the ratio is not exactly 1 on average
     assert steps[0]["objective/ratio_mean"] != 1.0
     # recomputation takes each route twice a training pass: 2 updates x 8 layers, of either stage 4, x 2

@@ -1,39 +1,86 @@
 """What a pass that went wrong leaves behind, on one rank: nothing."""
 
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from moe_rl.config.hf import read_model
+from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
 from moe_rl.errors import ReplayError
-from moe_rl.proof.cases import Case
+from moe_rl.replay.routes import SequenceRoutes, microbatch_routes
 from moe_rl.replay.session import ReplaySession
+from moe_rl.trace import TraceSpec
+from moe_rl.types import Sequence
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 POLICY = Path(__file__).parents[2] / "assets/tiny_moe/policy"
+LENGTHS = [(5, 4), (3, 6), (6, 3)]  # (prompt, completion): a microbatch each, all of 8 tokens
 
 
 class Run:
-    """The shipped policy, and the proof's sequences in three microbatches, with random routes and a loss."""
+    """A policy, its microbatches with random routes, and a loss."""
 
     def __init__(self, recompute="none"):
+        from moe_rl.megatron.microbatch import pack
         from moe_rl.megatron.policy import Policy
-        from moe_rl.proof.rank import Share
 
-        facts, case = read_model(POLICY), Case(1, train={"recompute": recompute})
-        self.policy = Policy(facts, case.train_config, case.parallel_config, POLICY, temperature=1.0)
-        self.share = Share(facts, case, self.policy.layers)
-        self.microbatches, self.loss = self.share.microbatches, self.share.loss
+        facts, rng = read_model(POLICY), np.random.default_rng(5)
+        train = TrainConfig(
+            dtype="float32", microbatch_tokens=8, recompute=recompute, optimizer=OptimizerConfig(lr=1e-3)
+        )
+        self.policy = Policy(facts, train, ParallelConfig(), POLICY, temperature=1.0)
+        self.microbatches, self.tables = [], []
+        for number, (prompt, completion) in enumerate(LENGTHS):
+            tokens = rng.integers(0, facts.vocab, prompt + completion).tolist()
+            sequence = Sequence(
+                key=f"s{number}",
+                prompt_token_ids=tuple(tokens[:prompt]),
+                token_ids=tuple(tokens[prompt:]),
+                rollout_logprobs=rng.normal(-6, 0.3, completion).astype(np.float32),
+                advantage=1.0 - number,
+                weight_version=0,
+                routes=None,
+            )
+            chosen = rng.random((8, facts.layers, facts.num_experts)).argsort(-1)[..., : facts.top_k].astype(np.uint8)
+            packed = pack([sequence], [0], torch.device("cpu"))
+            spec = TraceSpec.from_layers("test", facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
+            fed = packed.fed([sequence])
+            table = microbatch_routes(
+                [SequenceRoutes.complete(sequence.key, fed[0], chosen)],
+                spec,
+                layers=facts.moe_layers,
+                names=[sequence.key],
+                fed=fed,
+                padded_tokens=8,
+                rows=packed.rows,
+                expert_parallel=1,
+                device=torch.device("cpu"),
+            )
+            self.microbatches.append(packed)
+            self.tables.append(table)
 
-    def session(self, name, *, training=False, tables=None):
-        return self.share.session(tables or self.share.tables, "replay", name, policy=self.policy, training=training)
+    def session(self, name, **options):
+        return ReplaySession(self.tables, self.policy.layers, mode="replay", name=name, rank=0, **options)
+
+    def training(self, name="update"):
+        return self.session(name, recomputed_layers=self.policy.recomputed_layers)
+
+    def loss(self, number, values):
+        return -(values * self.microbatches[number].advantages.item()).sum()
 
     def update(self, loss=None):
-        with self.session("update", training=True) as session:
+        with self.training() as session:
             result = self.policy.update(self.microbatches, session, loss or self.loss)
-        return result, session.tally
+        return result, asdict(session.tally)
+
+    def layers(self):
+        from moe_rl.megatron.model import unwrap
+
+        return [layer for chunk in self.policy.chunks for layer in unwrap(chunk).decoder.layers]
 
     def weights(self):
         exported = self.policy.export(torch.float32, dense=True, experts=True)
@@ -52,6 +99,18 @@ def assert_the_next_step_is_exact(run, recompute):
     ours, theirs = run.weights(), clean.weights()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert not any(torch.equal(ours[name], before[name]) for name in before if "gate.weight" in name)
+
+
+def test_a_model_that_was_built_twice(one_rank):
+    """Routers of a model that nobody runs take nothing and hold nothing up: there is no list that they could be in."""
+    orphan, run = Run(), Run()
+    before = orphan.weights()
+    result, tally = run.update()
+    assert tally["consumed"] == tally["expected"] == len(LENGTHS) * 8 and tally["applied_mismatch"] == 0
+    assert result.applied and all(torch.equal(tensor, before[name]) for name, tensor in orphan.weights().items())
+    routers = [layer.mlp.router for layer in orphan.layers()]
+    assert len(routers) == 8 and all(router.handle is None for router in routers)
+    assert orphan.update() == (result, tally)
 
 
 @pytest.mark.parametrize("recompute", ["uniform", "moe"])
@@ -111,7 +170,7 @@ def test_a_forward_only_pass_that_raises(one_rank, recompute, monkeypatch):
 )
 def test_a_pass_that_is_started_inside_an_update_is_refused(one_rank, start, message):
     run = Run()
-    session = run.session("update", training=True)
+    session = run.training()
 
     def loss(number, values):
         if number == 2:
@@ -129,7 +188,7 @@ def test_a_pass_that_is_started_inside_an_update_is_refused(one_rank, start, mes
 def test_a_pass_whose_session_was_never_opened_is_refused(one_rank):
     run = Run()
     with pytest.raises(ReplayError, match="outside of its session .update, rank 0.: got none open"):
-        run.policy.update(run.microbatches, run.session("update", training=True), run.loss)
+        run.policy.update(run.microbatches, run.training(), run.loss)
 
 
 @pytest.mark.parametrize("bound", ["by the microbatch", "by the last forward"])
@@ -140,8 +199,6 @@ def test_recomputation_behind_later_forwards_keeps_its_own_routes(one_rank, boun
     from moe_rl.megatron.model import unwrap
 
     run = Run("moe")
-    assert run.microbatches[0].lengths != run.microbatches[1].lengths
-    assert run.microbatches[0].tokens.shape == run.microbatches[1].tokens.shape, "shapes alone would tell"
     (chunk,) = run.policy.chunks
     if bound == "by the last forward":  # megatron's own checkpoint asks the router again, whatever it is bound to
         for layer in unwrap(chunk).decoder.layers:
@@ -156,16 +213,13 @@ def test_recomputation_behind_later_forwards_keeps_its_own_routes(one_rank, boun
         for output in outputs:
             output.square().mean().backward()
 
-    def session():
-        return run.session("update", training=True, tables=run.share.tables[:2])
-
+    run.tables = run.tables[:2]
     if bound == "by the last forward":
         message = "not taken exactly once .update.* microbatch 0 layer 0 recompute 0 times.*expected each of 32 once"
-        with pytest.raises(ReplayError, match=message), session() as open_session:
-            forwards_and_backwards(open_session)
+        with pytest.raises(ReplayError, match=message), run.training() as session:
+            forwards_and_backwards(session)
         return
-    with session() as open_session:
-        forwards_and_backwards(open_session)
-    tally = open_session.tally
-    assert tally.consumed == tally.expected == 2 * 2 * 8
-    assert tally.applied_checked > 0 and tally.applied_mismatch == 0
+    with run.training() as session:
+        forwards_and_backwards(session)
+    assert session.tally.consumed == session.tally.expected == 2 * 2 * 8
+    assert session.tally.applied_checked == 2 * 2 * 8 and session.tally.applied_mismatch == 0

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_rl.errors import ReplayError, RouteValidationError, TraceError
@@ -101,7 +101,7 @@ def test_routes_of_other_weights_or_models_are_refused(stored):
 def part(rng, key, tokens, layers=3):
     ids = rng.integers(0, 99, tokens)
     routes = np.argsort(rng.random((tokens, layers, 16)), -1)[..., :4].astype(np.uint8)
-    return SequenceRoutes(key, ids, routes, native=np.zeros(tokens, bool), recorded=np.ones(tokens, bool))
+    return SequenceRoutes.complete(key, ids, routes)
 
 
 def lay(parts, *, padding=0, rows=None, spec=SPEC, fed=None):
@@ -162,6 +162,7 @@ def test_rows_in_any_order_take_their_routes_along():
         assert torch.equal(laid.fed.applied(layer, here), laid.checksums[layer])
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_a_checksum_is_that_of_the_map_and_of_no_other(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))

@@ -25,8 +25,7 @@ def table(seed, tokens=TOKENS, real=None):
     for key, rows in zip(keys, lengths, strict=True):
         routes = np.argsort(rng.random((rows, len(LAYERS), EXPERTS)), -1)[..., :TOP_K].astype(np.uint8)
         tokens_of = rng.integers(0, 99, rows)
-        nothing = np.zeros(rows, bool)
-        parts.append(SequenceRoutes(key, tokens_of, routes, native=nothing, recorded=~nothing))
+        parts.append(SequenceRoutes.complete(key, tokens_of, routes))
         fed.append(tokens_of)
     return microbatch_routes(
         parts,
@@ -71,7 +70,7 @@ def test_the_routes_are_those_of_the_key():
     with session(tables) as s:
         for m in (0, 1):
             s.begin_forward(m)
-            assert all(torch.equal(s.take(m, layer, TOKENS), tables[m].routes[layer].long()) for layer in LAYERS)
+            assert all(torch.equal(s.take(m, layer, TOKENS), tables[m].routes[layer]) for layer in LAYERS)
             for layer in LAYERS:
                 s.check_dispatch(m, layer, chosen(tables[m].routes[layer]))
 
@@ -331,8 +330,8 @@ def test_rows_without_a_route_are_left_to_the_router():
     sums = {layer: replace(right.fed, salts=salts).chosen(layer, right.routes[layer]) for layer in LAYERS}
     mixed = replace(right, native=native, checksums=sums)
     with session([mixed]) as s:
-        assert s.native_rows(0) is native
         s.begin_forward(0)
+        assert s.native_rows(0) is native
         for layer in LAYERS:
             routes = s.take(0, layer, TOKENS)
             routes[1] = (routes[1] + 1) % EXPERTS  # the router's own choice

@@ -213,6 +213,23 @@ def test_what_a_request_asks_for(server, router, requests_of):
     assert info.own_rows == three.routes.rows - one.routes.rows
 
 
+def test_rows_from_a_position_on(server, router, requests_of):
+    """As long as the prompt's rows are not stored, the reference says so; behind a parent its rows are there."""
+    (request,) = requests_of(1, 1, max_tokens=6)
+    late = replace(request, record_from=len(request.prompt_token_ids))
+    (one,) = server.client().generate([late], shard="late-rows")
+    assert (one.routes.start, one.routes.rows) == (late.record_from, 5)
+    record = server.store.read(one.routes)
+    assert record.token_ids.tolist() == list(one.token_ids[:-1])
+    sets, _, _ = router(one.prompt_token_ids + one.token_ids)
+    np.testing.assert_array_equal(np.sort(record.routes, -1), sets[late.record_from : -1])
+
+    (whole,) = server.client().generate([request], shard="whole-rows")
+    turn = replace(late, prompt_token_ids=whole.prompt_token_ids + whole.token_ids, parent=whole.routes)
+    (two,) = server.client().generate([turn], shard="turn-rows")
+    assert two.routes.start == 0 and len(server.store.read(two.routes).token_ids) == two.routes.rows
+
+
 def test_enough_aborts_the_rest_and_keeps_their_rows(server, router, requests_of):
     requests = [replace(one, max_tokens=150 if at % 2 else 10) for at, one in enumerate(requests_of(4, 2))]
     completions = server.client().generate(requests, shard="enough", enough=4)

@@ -13,6 +13,7 @@ from moe_rl.rollout.engine import VllmEngine
 from moe_rl.rollout.recording import Recording, RecordingRequest
 from moe_rl.rollout.source import NativeSource
 from moe_rl.trace import TraceStore
+from moe_rl.types import Provenance, Span
 
 LAYERS, EXPERTS, TOP_K = (1, 3), 16, 4
 
@@ -29,25 +30,33 @@ def source(tmp_path) -> NativeSource:
     return NativeSource(llm, Recording(str(tmp_path / "trace"), "fake"))
 
 
-def completion(tokens: int, **changes):
-    """An output of vLLM with routes [tokens - 1, 5, K]: zeros where a layer has no experts."""
+def captured(tokens: int) -> np.ndarray:
+    """Routes [tokens - 1, 5, K] as vLLM returns them: zeros where a layer has no experts."""
     rng = np.random.default_rng(tokens)
     routes = np.zeros((tokens - 1, 5, TOP_K), np.uint8)
     routes[:, LAYERS] = np.argsort(rng.random((tokens - 1, 2, EXPERTS)), -1)[..., :TOP_K]
-    return SimpleNamespace(routed_experts=routes, **changes)
+    return routes
+
+
+def result(routes, *, cached=0):
+    """An output of vLLM with these routes, of whose prompt `cached` rows were in the prefix cache."""
+    return SimpleNamespace(outputs=[SimpleNamespace(routed_experts=routes)], num_cached_tokens=cached)
 
 
 def test_arrays_of_finished_requests_become_records(source, tmp_path):
     source.set_weight_version(3)
     source.open("shard")
     prompt, tokens = (5, 6, 7, 8, 9), (10, 11, 12)
-    one = completion(8)
-    source.finished(RecordingRequest("a", "shard"), prompt, tokens, one)
+    routes = captured(8)
+    source.finished(RecordingRequest("a", "shard"), prompt, tokens, result(routes, cached=4))
     refs = source.publish("shard", {"a": [*prompt, *tokens[:-1]]}, [])
     record = TraceStore(tmp_path / "trace").read(refs["a"])
-    np.testing.assert_array_equal(record.routes, np.sort(one.routed_experts[:, LAYERS], -1))
+    np.testing.assert_array_equal(record.routes, np.sort(routes[:, LAYERS], -1))
     assert record.token_ids.tolist() == [5, 6, 7, 8, 9, 10, 11]
-    assert record.spec.layer_map == "dmdmd" and {span.weight_version for span in record.spans} == {3}
+    assert record.spec.layer_map == "dmdmd"
+    how = [Provenance.CACHED, Provenance.PREFILL, Provenance.DECODE]
+    assert record.spans == tuple(Span(rows, 3, one) for rows, one in zip((4, 1, 2), how, strict=True))
+    assert source.stats() == {"requests": 1, "recorded": 1, "forwarded": 3, "refused": 0}
 
 
 @pytest.mark.parametrize(
@@ -61,10 +70,10 @@ def test_arrays_of_finished_requests_become_records(source, tmp_path):
     ],
 )
 def test_what_cannot_be_trained_on_is_refused(source, change, error, message):
-    one = completion(8)
-    one.routed_experts = change(one.routed_experts)
+    wrong = result(change(captured(8)))
     with pytest.raises(error, match=message):
-        source.finished(RecordingRequest("a", "shard"), (5, 6, 7, 8, 9), (10, 11, 12), one)
+        source.finished(RecordingRequest("a", "shard"), (5, 6, 7, 8, 9), (10, 11, 12), wrong)
+    assert source.stats() == {"requests": 1, "recorded": 0, "forwarded": 0, "refused": 1}
 
 
 @pytest.mark.slow

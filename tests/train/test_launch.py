@@ -96,6 +96,19 @@ def test_plan_prints_numbers_and_problems_without_torch(tmp_path):
     assert "train.microbatch_tokens" in broken.stdout and "parallel.expert" in broken.stdout
 
 
+def test_a_run_is_resumed_with_other_ranks_and_nothing_else(tmp_path):
+    (tmp_path / "config.yaml").write_text((ROOT / CONFIG).read_text())
+    file = tmp_path / "plan.json"
+    planned = launch("--resume", tmp_path, "--plan", "--json", file, "parallel.expert=4", ranks=4)
+    assert planned.returncode == 0, planned.stdout + planned.stderr
+    assert json.loads(file.read_text())["plan"]["experts_per_rank"] == 8
+    refused = launch("--resume", tmp_path, "parallel.expert=4", "run.steps=9", "parallelism=2", ranks=4)
+    assert refused.returncode == 2
+    assert "got run.steps=9 parallelism=2, expected overrides of parallel.*" in refused.stderr
+    unfit = launch("--resume", tmp_path, "parallel.expert=3", ranks=3)
+    assert unfit.returncode == 2 and "parallel.expert" in unfit.stderr
+
+
 def test_an_unpatched_vllm_is_refused(monkeypatch, capsys):
     from moe_rl.rollout import patches
     from moe_rl.train import launch as launch_module

@@ -1,0 +1,197 @@
+"""What each rank does of a training step: its microbatches, and their routes, read and agreed on before any pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from moe_rl.config.schema import Config
+from moe_rl.errors import MoeRLError, ReplayError, describe
+from moe_rl.megatron import world
+from moe_rl.megatron.microbatch import Microbatch, pack
+from moe_rl.objectives.policy import global_denominator
+from moe_rl.planning.packing import pack as assign
+from moe_rl.planning.packing import split_groups
+from moe_rl.replay.routes import RowPolicy, microbatch_routes, missing_rows, read_routes
+from moe_rl.replay.session import MicrobatchRoutes
+from moe_rl.trace import TraceSpec, TraceStore
+from moe_rl.types import Sequence
+
+
+@dataclass(slots=True, eq=False)
+class Share:
+    """What this rank does of one optimizer update: its microbatches, their routes, what other passes said of them.
+
+    stale: rows, of its sequences, that older weights routed.
+    """
+
+    microbatches: list[Microbatch]
+    tables: list[MicrobatchRoutes]
+    stale: int
+    denominator: int
+    old_logprobs: list[torch.Tensor]
+    ref_logprobs: list[torch.Tensor] = field(default_factory=list)
+
+
+class Shares:
+    """Cuts rollout batches into the shares of the ranks. All ranks call it together.
+
+    layers: global numbers of the MoE layers this rank holds; of no other are routes read.
+    """
+
+    def __init__(self, config: Config, layers: tuple[int, ...], store: TraceStore, spec: TraceSpec):
+        self.config, self.layers, self.store, self.spec = config, layers, store, spec
+        replay = config.replay
+        self.rows = RowPolicy(
+            missing="native" if replay.missing == "native" else "refuse",
+            stale=replay.stale,
+            max_staleness=replay.max_staleness,
+        )
+
+    def of(
+        self, sequences: list[Sequence], group_ids: list[int], weight_version: int
+    ) -> tuple[list[Share], dict[str, float]]:
+        """This rank's share of every update, and the step's metrics of what is not replayed, equal on every rank.
+
+        Raises on all ranks when routes are missing, damaged, wrong or too old on any, beyond what the config allows.
+        """
+        sequences, group_ids, dropped = self._complete(sequences, group_ids)
+        shares = self._agreed(sequences, group_ids, weight_version)
+        return shares, self._fallback(shares, sequences) | {"routing/dropped_sequences": dropped}
+
+    def _complete(self, sequences: list[Sequence], group_ids: list[int]) -> tuple[list[Sequence], list[int], int]:
+        """The sequences to train on, their groups, and how many were dropped because routes are missing.
+
+        Every rank decides alike, from the references alone.
+        """
+        if self.config.replay.missing == "native":
+            return sequences, group_ids, 0
+        kept = [i for i, sequence in enumerate(sequences) if not missing_rows(sequence)]
+        dropped, limit = len(sequences) - len(kept), self.config.replay.max_fallback_fraction
+        if dropped > limit * len(sequences) or (dropped and not kept):
+            first = next(sequence for sequence in sequences if missing_rows(sequence))
+            raise ReplayError(
+                describe(
+                    "too many sequences have tokens without a recorded route",
+                    where=f"the first is {first.key}, {missing_rows(first)} of its {first.forwarded} tokens",
+                    got=f"{dropped} of {len(sequences)} sequences",
+                    expected=f"at most {limit:.2%} (replay.max_fallback_fraction)",
+                    do="look at engine.log for what kept the sampler from recording; replay.missing can allow some",
+                )
+            )
+        return [sequences[i] for i in kept], [group_ids[i] for i in kept], dropped
+
+    def _agreed(self, sequences: list[Sequence], group_ids: list[int], weight_version: int) -> list[Share]:
+        """`_read`, once every rank has its own: where one refuses its routes, all raise before any pass."""
+        shares, refused = [], None
+        try:
+            shares = self._read(sequences, group_ids, weight_version)
+        except MoeRLError as error:
+            refused = error
+        (who,) = world.all_reduce([dist.get_rank() + 1 if refused else 0], dist.ReduceOp.MAX)
+        if refused:
+            raise refused
+        if who:
+            raise ReplayError(
+                describe("another rank refused the routes of its sequences", got=f"rank {who - 1:.0f}, see its error")
+            )
+        return shares
+
+    def _read(self, sequences: list[Sequence], group_ids: list[int], weight_version: int) -> list[Share]:
+        """This rank's part of every update."""
+        shares = []
+        rank, ranks = world.data_parallel()
+        for chosen in split_groups(group_ids, self.config.train.updates_per_step):
+            if not chosen:
+                continue
+            ours = [sequences[i] for i in chosen]
+            plan = assign(
+                [s.forwarded for s in ours],
+                ranks=ranks,
+                microbatch_tokens=self.config.train.microbatch_tokens,
+            )[rank]
+            microbatches = [pack(ours, indices, world.device(), world.context_parallel()) for indices in plan]
+            tables, stale = [], 0
+            for microbatch in microbatches:
+                table, older = self._routes([ours[i] for i in microbatch.indices], microbatch, weight_version)
+                tables.append(table)
+                stale += older
+            shares.append(
+                Share(
+                    microbatches,
+                    tables,
+                    stale,
+                    global_denominator(len(s.token_ids) for s in ours),
+                    old_logprobs=[m.rollout_logprobs for m in microbatches],
+                )
+            )
+        return shares
+
+    def _routes(
+        self, packed: list[Sequence], microbatch: Microbatch, weight_version: int
+    ) -> tuple[MicrobatchRoutes, int]:
+        """Routes of the packed sequences, each validated against the tokens that lie in the microbatch; and how many
+        rows of the sequences older weights routed."""
+        fed = microbatch.fed(packed)
+        parts = [
+            read_routes(
+                self.store,
+                sequence,
+                self.spec,
+                layers=self.layers,
+                fed=tokens,
+                weight_version=weight_version,
+                policy=self.rows,
+            )
+            for sequence, tokens in zip(packed, fed, strict=True)
+        ]
+        table = microbatch_routes(
+            parts,
+            self.spec,
+            layers=self.layers,
+            names=[sequence.key for sequence in packed],
+            fed=fed,
+            padded_tokens=sum(microbatch.lengths),
+            rows=microbatch.rows[world.own_rows(microbatch.tokens.shape[1])],
+            expert_parallel=self.config.parallel.expert,
+            device=world.device(),
+        )
+        return table, sum(part.stale for part in parts)
+
+    def _fallback(self, shares: list[Share], sequences: list[Sequence]) -> dict[str, float]:
+        """How much of the step has routes to replay, on all ranks. Raises ReplayError on all when it is too little."""
+        layers, tables = len(self.layers), [table for share in shares for table in share.tables]
+        speaks = world.speaks_for_its_sequences()
+        covered, native, stale = world.all_reduce(
+            [
+                layers * sum(table.replayed_tokens for table in tables),
+                layers * sum(table.native_tokens for table in tables),
+                sum(share.stale for share in shares) if speaks else 0,
+            ]
+        )
+        positions = sum(s.forwarded for s in sequences) * len(self.spec.moe_layers)
+        if covered + native != positions:
+            raise ReplayError(
+                describe(
+                    "the ranks together do not have every token in every layer exactly once",
+                    got=f"{covered + native:.0f} (token, layer) positions",
+                    expected=positions,
+                )
+            )
+        limit = self.config.replay.max_fallback_fraction
+        if native > limit * positions:
+            raise ReplayError(
+                describe(
+                    "too much of a step would be routed natively",
+                    got=f"{native:.0f} of {positions} (token, layer) positions, {native / positions:.2%}",
+                    expected=f"at most {limit:.2%} (replay.max_fallback_fraction)",
+                    do="look at engine.log for what kept the sampler from recording, or at replay.stale",
+                )
+            )
+        return {
+            "routing/coverage": covered / positions,
+            "routing/fallback_positions": native,
+            "routing/stale_tokens": stale,
+        }

@@ -1,0 +1,114 @@
+"""Two ranks of the context-parallelism tests: they take steps on halves of every sequence, then on shares of the batch.
+
+    torchrun --nproc-per-node 2 context_worker.py CHECKPOINT OUT
+
+Rank r writes OUT/rank<r>.pt; the parts of the weights lie in OUT/parts.
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from moe_rl.config.hf import read_model
+from moe_rl.config.load import load_config
+from moe_rl.errors import ReplayError, RouteValidationError
+from moe_rl.megatron import world
+from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
+from moe_rl.types import Provenance, Sequence, Span
+
+CONFIG = Path(__file__).parents[2] / "configs/tiny_moe_cpu.yaml"
+# Of prompt and completion. 1 and 2 tokens are fed of some, where there are 4 chunks; no length is as any other.
+LENGTHS = [(1, 1), (5, 4), (1, 2), (3, 9), (2, 2), (11, 13)]
+
+
+def batch(facts, folder):
+    """Random sequences, and a store with random routes for them."""
+    rng = np.random.default_rng(5)
+    spec = TraceSpec.from_layers(facts.fingerprint, facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
+    sequences = []
+    with ShardWriter(folder, "step1", spec) as writer:
+        for number, (prompt, completion) in enumerate(LENGTHS):
+            tokens = tuple(rng.integers(0, facts.vocab, prompt + completion).tolist())
+            scores = rng.random((len(tokens) - 1, len(facts.moe_layers), facts.num_experts))
+            routes = np.argsort(scores, -1)[..., : facts.top_k].astype(np.uint8)
+            spans = [Span(len(tokens) - 1, 0, Provenance.DECODE)]
+            ref = writer.add(f"s{number}", routes, np.array(tokens[:-1], np.int32), spans)
+            logprobs, advantage = rng.normal(-5, 0.3, completion).astype(np.float32), float(rng.normal())
+            sequences.append(Sequence(f"s{number}", tokens[:prompt], tokens[prompt:], logprobs, advantage, 0, ref))
+    return sequences, TraceStore(folder), spec
+
+
+class Engine:
+    """Takes the weights where a sampler would."""
+
+    def update_weights(self, files, version, digest):
+        from moe_rl.sync.weights import read_parts
+
+        self.weights = {name: tensor.clone() for name, tensor in read_parts(files)}
+        self.writers = [file.name for file in files]
+
+    def score(self, tokens):
+        return np.zeros(len(tokens) - 1, np.float32)
+
+
+def main():
+    path, out = map(Path, sys.argv[1:])
+    facts, seen = read_model(path), {}
+    common = ("train.dtype=float32", "train.microbatch_tokens=40", "train.updates_per_step=1")
+    halves, shares = (load_config(CONFIG, [*common, f"parallel.context={ranks}"]) for ranks in (2, 1))
+    world.start(halves.parallel, seed=1, timeout_seconds=120)
+    from moe_rl.megatron import checkpoint
+    from moe_rl.megatron.microbatch import pack
+    from moe_rl.megatron.policy import Policy
+    from moe_rl.train import shares as shares_of
+    from moe_rl.train import step
+    from moe_rl.train.weights import Canary, send_weights
+
+    rank = dist.get_rank()
+    sequences, store, spec = batch(facts, out / f"trace{rank}")
+
+    def build(config):
+        return Policy(facts, config.train, config.parallel, path, temperature=1.0)
+
+    def take_step(config, policy):
+        clock, groups = step.Clock(), list(range(len(sequences)))
+        whole = step.TrainStep(config, policy, None, store, spec)
+        return whole.run(sequences, groups, step=1, weight_version=0, measure_native=True, clock=clock)
+
+    policy, engine = build(halves), Engine() if rank == 0 else None
+    send_weights(policy, engine, out / "parts", 0, "float32")
+    seen["canary"] = Canary((3, 1, 4, 1, 5)).difference(policy, engine)
+    seen["engine"] = vars(engine) if engine else {}
+    seen["halves"] = take_step(halves, policy)
+    checkpoint.save(out / "checkpoints", 1, policy, {}, parallel=halves.parallel, keep=1)
+    resumed = build(halves)
+    checkpoint.load(checkpoint.latest(out / "checkpoints"), resumed, parallel=halves.parallel, seed=1)
+    seen["next"] = [take_step(halves, p) for p in (policy, resumed)]
+    try:
+        policy.logprobs([pack(sequences, [0], world.device())], None)
+    except ReplayError as error:
+        seen["uncut"] = str(error)
+
+    def pack_shifted(*arguments):  # with the numbers of the other rank's rows: as many, and wrong
+        *same, context = arguments
+        return dataclasses.replace(pack(*same, context), rows=pack(*same, (1 - rank, 2)).rows)
+
+    shares_of.pack = pack_shifted
+    try:
+        take_step(halves, policy)
+    except RouteValidationError as error:
+        seen["shifted"] = str(error)
+    shares_of.pack = pack
+
+    world.lay_out(shares.parallel, seed=1)
+    seen["shares"] = take_step(shares, build(shares))
+    torch.save(seen, out / f"rank{rank}.pt")
+    world.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Tiny random checkpoints of every model family."""
+
+import numpy as np
+import torch
+
+from moe_rl.proof.batch import batch, quiet
+
+SHAPE = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts_per_tok": 4,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "eos_token_id": 1,
+}
+GLM = {"n_routed_experts": 16, "first_k_dense_replace": 1, "n_shared_experts": 2, "routed_scaling_factor": 1.5}
+MODELS = {
+    # a dense layer between layers with experts; weights renormalised over the chosen experts, and not
+    "qwen-mixed": ("Qwen3Moe", {"num_experts": 16, "mlp_only_layers": [2], "norm_topk_prob": True}),
+    "qwen-every-second": ("Qwen3Moe", {"num_experts": 16, "decoder_sparse_step": 2, "norm_topk_prob": False}),
+    # 2 of 4 groups, everything optional on
+    "glm-groups": ("Glm4Moe", GLM | {"n_group": 4, "topk_group": 2, "use_qk_norm": True, "attention_bias": True}),
+    # like the smaller published one: no groups, no query and key norms
+    "glm-plain": ("Glm4Moe", GLM | {"attention_bias": True}),
+}
+
+
+def write_checkpoint(name, folder):
+    """A random model of MODELS, routers and logits sharper and every bias larger than at initialisation."""
+    quiet()
+    import transformers
+
+    family, settings = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SHAPE, **settings)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(0, 0.05)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.1)
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def recorded_load(facts):
+    """{layer: tokens of the batch that each expert gets, float32 [E]} by the recorded routes."""
+    _, routes = batch(facts)
+    table = torch.from_numpy(np.concatenate(routes).astype(np.int64))  # [T, L, K]
+    loads = (layer.flatten().bincount(minlength=facts.num_experts).float() for layer in table.unbind(1))
+    return dict(zip(facts.moe_layers, loads, strict=True))

@@ -1,0 +1,99 @@
+"""One rank of the tests of model families: many cases, one after the other.
+
+    torchrun --nproc-per-node N worker.py CASES OUT
+
+CASES: JSON {name: {"checkpoint": path, "parallel", "train": as of a proof's case, "mode": replay | native, "resume":
+whether to save and load a checkpoint}}. Rank r writes OUT/<name>-rank<r>.pt: what it saw.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from moe_rl.config.hf import read_model
+from moe_rl.config.schema import ParallelConfig
+from moe_rl.megatron import checkpoint, world
+from moe_rl.megatron.policy import Policy
+from moe_rl.proof import cases
+from moe_rl.proof.processes import in_turn
+from moe_rl.proof.share import Share, whole_gradients
+
+FINALIZE = "megatron.core.distributed.finalize_model_grads"
+
+
+def exported(policy):
+    return {name: t.clone() for name, t in policy.export(torch.float32, dense=True, experts=True).items()}
+
+
+def run(case, out):
+    folder, mode = Path(case["checkpoint"]), case.get("mode", "replay")
+    facts = read_model(folder)
+    shared = cases.Case(dist.get_world_size(), case["parallel"], case.get("train", {}))
+    policy = Policy(facts, shared.train_config, shared.parallel_config, folder, temperature=1.0)
+    loaded = exported(policy)
+    share = Share(facts, shared, policy)
+
+    def within(name, call, **options):
+        if mode == "native":
+            return call(None), None
+        with share.session(share.tables, mode, name, **options) as session:
+            result = call(session)
+        return result, asdict(session.tally)
+
+    def loss(number, values):
+        return scale * share.loss(number, values)
+
+    def update(session):
+        return policy.update(share.microbatches, session, loss)
+
+    scale, loads = 1.0, []
+
+    def look(load, *args, **kwargs):
+        """Stands for megatron's function that moves the biases, by the load [L, E] that it sums over ranks in place."""
+        moved = move(load, *args, **kwargs)
+        loads.append(load.clone())
+        return moved
+
+    move = sys.modules[FINALIZE].get_updated_expert_bias
+    logprobs, forward = within("logprobs", lambda s: policy.logprobs(share.microbatches, s), compare_native=True)
+    with mock.patch.object(sys.modules[FINALIZE], "get_updated_expert_bias", look):
+        result, backward = within("update", update, recomputed_layers=policy.recomputed_layers)
+    seen = {
+        "layers": policy.layers,
+        "microbatches": [m.indices for m in share.microbatches],
+        "recomputed_layers": sorted(policy.recomputed_layers),
+        "logprobs": share.by_sequence(logprobs),
+        "aux_loss": result.aux_loss,
+        "grads": whole_gradients(policy, facts),
+        "loads": dict(zip(policy.layers, loads[0], strict=True)) if loads else {},
+        "loaded": loaded,
+        "updated": exported(policy),
+        "tallies": [forward, backward],
+    }
+    if case.get("resume"):
+        parallel = shared.parallel_config
+        checkpoint.save(out / "checkpoints", 1, policy, {}, parallel=parallel, keep=1)
+        resumed = Policy(facts, shared.train_config, parallel, folder, temperature=1.0)
+        checkpoint.load(checkpoint.latest(out / "checkpoints"), resumed, parallel=parallel, seed=1)
+        seen["resumed"] = exported(resumed)
+        scale = float("nan")
+        skipped, _ = within("skipped", update, recomputed_layers=policy.recomputed_layers)
+        seen["skipped"] = skipped.applied, exported(policy)
+    return seen
+
+
+def one(name, case, out):
+    world.start(ParallelConfig.model_validate(case["parallel"]), seed=1, timeout_seconds=120)
+    torch.save(run(case, out), out / f"{name}-rank{dist.get_rank()}.pt")
+    dist.barrier()
+    world.stop()
+
+
+if __name__ == "__main__":
+    asked, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    in_turn(one, ((name, case, folder) for name, case in asked.items()))

@@ -1,0 +1,58 @@
+"""Context parallelism on two ranks: steps on halves of every sequence are those on shares of the batch."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed.conftest import torchrun
+
+pytestmark = pytest.mark.timeout(300)
+SCRIPT = Path(__file__).with_name("context_worker.py")
+
+
+@pytest.fixture(scope="module")
+def seen(checkpoint, tmp_path_factory):
+    out = tmp_path_factory.mktemp("context")
+    process = torchrun(2, SCRIPT, checkpoint, out)
+    assert process.returncode == 0, process.stderr[-3000:]
+    return [torch.load(out / f"rank{rank}.pt") for rank in range(2)]
+
+
+def test_a_step_on_halves_of_sequences_is_the_step_on_shares_of_the_batch(seen):
+    for rank in seen:
+        halves, shares = dict(rank["halves"]), dict(rank["shares"])
+        # 4 layers: of 2 microbatches on both ranks, of 1 on each; in the old-logprob pass and in the update
+        assert halves.pop("routing/consumed") == halves.pop("routing/expected") == 2 * 4 * (2 + 2)
+        assert shares.pop("routing/consumed") == shares.pop("routing/expected") == 2 * 4 * (1 + 1)
+        assert halves == pytest.approx(shares, rel=1e-5, abs=1e-7)
+        assert halves["routing/coverage"] == 1 and halves["routing/applied_mismatch"] == 0
+        # what the numbers above are of: random routes are not what the routers choose, and it shows
+        assert halves["routing/native_mismatch"] > 0.9 and halves["optim/grad_norm"] > 0.1
+        assert halves["policy_kl/k1"] != pytest.approx(halves["policy_kl/k1_native"], rel=0.1)
+
+
+def test_the_sampler_gets_every_weight_once(seen, checkpoint):
+    original, sent = load_file(checkpoint / "model.safetensors"), seen[0]["engine"]["weights"]
+    assert sent.keys() == original.keys() and all(torch.equal(sent[name], original[name]) for name in original)
+    # rank 0 writes everything but the experts of rank 1, which holds the same dense weights
+    assert len(seen[0]["engine"]["writers"]) == 2
+    # and scores the canary whole, whose tokens lie on both ranks
+    assert seen[0]["canary"] > 1 and seen[1]["canary"] == 0
+
+
+def test_a_resumed_run_goes_on_as_the_run_did(seen):
+    for rank in seen:
+        straight, resumed = rank["next"]
+        assert straight == resumed and straight["optim/grad_norm"] != rank["halves"]["optim/grad_norm"]
+
+
+def test_a_rank_that_takes_the_routes_of_another_ranks_rows_is_refused(seen):
+    for rank in seen:
+        assert "routes were recorded from other tokens (request s1" in rank["shifted"]
+
+
+def test_a_microbatch_that_was_not_cut_is_refused(seen):
+    for rank in seen:
+        assert "not cut for the context-parallel ranks" in rank["uncut"] and "world.context_parallel()" in rank["uncut"]

@@ -1,0 +1,195 @@
+"""Every model family against `transformers` with the same routes, in every kind of layout, many in a process group."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moe_rl.config.hf import read_model
+from moe_rl.proof.batch import LENGTHS, batch
+from moe_rl.proof.matrix import largest, merged
+from moe_rl.proof.reference import reference as transformers
+from tests.distributed.conftest import torchrun
+from tests.distributed.families.data import MODELS, recorded_load, write_checkpoint
+
+WORKER = Path(__file__).with_name("families") / "worker.py"
+RATE, AUX = 0.01, 0.5
+LAYOUTS = {
+    "EP2": {"parallel": {"expert": 2}, "train": {}},
+    "CP2-EP2-moe": {"parallel": {"context": 2, "expert": 2}, "train": {"recompute": "moe"}},
+    "TP2-EP2-uniform": {"parallel": {"tensor": 2, "expert": 2}, "train": {"recompute": "uniform"}},
+    "PP2-VPP2-uniform": {
+        "parallel": {"pipeline": 2, "virtual_pipeline": 2},
+        "train": {"recompute": "uniform"},
+    },
+}
+# {ranks: {case: what it asks of the worker}}; the model comes first in a case's name
+CASES = {
+    1: {f"{name} replay": {"parallel": {}} for name in MODELS}
+    | {f"{name} native": {"parallel": {}, "mode": "native"} for name in MODELS}
+    | {"glm-groups bfloat16": {"parallel": {}, "train": {"dtype": "bfloat16"}}},
+    2: {
+        f"{name} {layout}-aux": settings | {"train": settings["train"] | {"router_aux_loss": AUX}}
+        for name, layout in (
+            ("qwen-mixed", "TP2-EP2-uniform"),
+            ("glm-groups", "EP2"),
+            ("glm-groups", "CP2-EP2-moe"),
+            ("glm-groups", "PP2-VPP2-uniform"),
+        )
+        for settings in [LAYOUTS[layout]]
+    }
+    | {f"{name} {layout}": settings for name in ("qwen-mixed", "glm-groups") for layout, settings in LAYOUTS.items()},
+}
+REPLAYED = [(ranks, case) for ranks, cases in CASES.items() for case in cases if "native" not in case]
+EXACT = [one for one in REPLAYED if "bfloat16" not in one[1] and "aux" not in one[1]]
+BALANCED = [one for one in REPLAYED if "aux" in one[1]]
+BIASED = [one for one in EXACT if one[1].startswith("glm")]
+RESUMED = [(ranks, case) for ranks, case in BIASED if "uniform" in case]
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory):
+    return {name: write_checkpoint(name, tmp_path_factory.mktemp(name)) for name in MODELS}
+
+
+@pytest.fixture(scope="session")
+def seen(checkpoints, tmp_path_factory):
+    """seen(ranks, case) -> [what each rank saw]; all cases of as many ranks run in one process group."""
+    results = {}
+
+    def case_of(name, settings):
+        model = name.split()[0]
+        biased = model.startswith("glm") and settings.get("mode") != "native"
+        train = settings.get("train", {}) | ({"expert_bias_rate": RATE} if biased else {})
+        resume = biased and "uniform" in name
+        return settings | {"checkpoint": str(checkpoints[model]), "train": train, "resume": resume}
+
+    def run(ranks, case):
+        if ranks not in results:
+            out = tmp_path_factory.mktemp("ranks")
+            cases = {name: case_of(name, settings) for name, settings in CASES[ranks].items()}
+            (out / "cases.json").write_text(json.dumps(cases))
+            process = torchrun(ranks, WORKER, out / "cases.json", out)
+            assert process.returncode == 0, process.stderr[-6000:]
+            results[ranks] = out
+        return [torch.load(results[ranks] / f"{case}-rank{rank}.pt") for rank in range(ranks)]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def reference(checkpoints):
+    cache = {}
+
+    def compute(case, forced):
+        key = case.split()[0], forced
+        if key not in cache:
+            _, routes = batch(read_model(checkpoints[key[0]]))
+            cache[key] = transformers(checkpoints[key[0]], routes if forced else None)
+        return cache[key]
+
+    return compute
+
+
+@pytest.mark.parametrize("ranks, case", EXACT)
+def test_replay_equals_transformers_with_the_same_routes(seen, reference, ranks, case):
+    ours = seen(ranks, case)
+    forced, free = reference(case, forced=True), reference(case, forced=False)
+    logprobs, gradients = forced.logprobs, forced.gradients
+    assert largest(merged(ours, "logprobs"), logprobs) < 2e-6
+    assert largest(merged(ours, "grads"), gradients) < 1e-6
+    # the check can fail: freely routed, the same model is far away
+    assert largest(logprobs, free.logprobs) > 1e-2 and largest(gradients, free.gradients) > 1e-2
+    routers = [gradient for name, gradient in gradients.items() if name.endswith("mlp.gate.weight")]
+    assert routers and all(gradient.abs().max() > 1e-4 for gradient in routers), "no gradient reaches a router"
+
+
+@pytest.mark.parametrize("ranks, case", BALANCED)
+def test_the_auxiliary_loss_is_of_the_live_choice(seen, reference, checkpoints, ranks, case):
+    """Added to the objective under replay: microbatches weigh as their real tokens, whoever shares them."""
+    ours = seen(ranks, case)
+    microbatches = {tuple(numbers) for rank in ours for numbers in rank["microbatches"]}
+    assert sorted(number for numbers in microbatches for number in numbers) == list(range(len(LENGTHS)))
+    folder = checkpoints[case.split()[0]]
+    balanced = transformers(folder, batch(read_model(folder))[1], aux=AUX, microbatches=microbatches)
+    gradients = balanced.gradients
+    assert largest(merged(ours, "grads"), gradients) < 1e-6
+    assert [rank["aux_loss"] for rank in ours] == pytest.approx([balanced.imbalance] * ranks, rel=1e-6)
+    without = reference(case, forced=True).gradients
+    routers = [name for name in gradients if name.endswith("mlp.gate.weight")]
+    assert all((gradients[name] - without[name]).abs().max() > 1e-3 for name in routers)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES[1] if "native" in case])
+def test_native_routing_equals_transformers(seen, reference, case):
+    """Bias, groups, normalisation and scaling come in the same order, so that the shadow choice is the real one."""
+    (ours,) = seen(1, case)
+    free = reference(case, forced=False)
+    assert largest(ours["logprobs"], free.logprobs) < 2e-6
+    assert largest(ours["grads"], free.gradients) < 1e-6
+    # with rate 0 the expert bias is what was loaded
+    biases = [name for name in ours["loaded"] if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 3 * case.startswith("glm")
+    assert all(torch.equal(ours["loaded"][name], ours["updated"][name]) for name in biases)
+
+
+@pytest.mark.parametrize("ranks, case", REPLAYED)
+def test_a_checkpoint_goes_in_and_out_bit_for_bit(seen, checkpoints, ranks, case):
+    original = load_file(checkpoints[case.split()[0]] / "model.safetensors")
+    loaded = merged(seen(ranks, case), "loaded")
+    assert loaded.keys() == original.keys()
+    for name, tensor in original.items():
+        if "bfloat16" in case and not name.endswith("e_score_correction_bias"):
+            tensor = tensor.bfloat16().float()
+        assert torch.equal(loaded[name], tensor), name
+
+
+@pytest.mark.parametrize("ranks, case", EXACT)
+def test_the_ledger_holds_layers_with_experts_only(seen, checkpoints, ranks, case):
+    facts = read_model(checkpoints[case.split()[0]])
+    ours = seen(ranks, case)
+    assert {layer for rank in ours for layer in rank["layers"]} == set(facts.moe_layers)
+    forwarded = sum(prompt + completion - 1 for prompt, completion in LENGTHS)
+    assert sum(rank["tallies"][0]["native_positions"] for rank in ours) == len(facts.moe_layers) * forwarded
+    for rank in ours:
+        forward, update = rank["tallies"]
+        assert forward["consumed"] == forward["expected"] > 0 and forward["expected"] % len(rank["layers"]) == 0
+        again = len(rank["microbatches"]) * len(rank["recomputed_layers"])
+        assert update["consumed"] == update["expected"] == forward["expected"] + again
+        assert forward["applied_mismatch"] == update["applied_mismatch"] == 0
+        assert forward["native_mismatch"] > 0.9 * forward["native_positions"]
+
+
+@pytest.mark.parametrize("ranks, case", BIASED)
+def test_the_expert_bias_follows_the_recorded_load(seen, checkpoints, ranks, case):
+    """Each real token counts once: not again when recomputed or in the forward-only pass, padding and fillers never."""
+    facts, ours = read_model(checkpoints[case.split()[0]]), seen(ranks, case)
+    loaded, updated = merged(ours, "loaded"), merged(ours, "updated")
+    loads = recorded_load(facts)
+    assert largest(merged(ours, "loads"), loads) == 0
+    for layer, load in loads.items():
+        name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+        assert torch.equal(updated[name], loaded[name] + RATE * torch.sign(load.mean() - load))
+
+
+@pytest.mark.parametrize("ranks, case", RESUMED)
+def test_the_expert_bias_outlives_a_restart_and_a_skipped_step(seen, ranks, case):
+    for rank in seen(ranks, case):
+        assert all(torch.equal(rank["resumed"][name], tensor) for name, tensor in rank["updated"].items())
+        applied, after = rank["skipped"]
+        assert not applied and all(torch.equal(after[name], tensor) for name, tensor in rank["updated"].items())
+
+
+def test_bfloat16_keeps_the_expert_bias_in_float32(seen, reference, checkpoints):
+    (ours,) = seen(1, "glm-groups bfloat16")
+    original = load_file(checkpoints["glm-groups"] / "model.safetensors")
+    biases = {name: tensor for name, tensor in original.items() if name.endswith("e_score_correction_bias")}
+    assert all(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in biases.values())
+    assert all(torch.equal(ours["loaded"][name], tensor) for name, tensor in biases.items())
+    moved = {name: (ours["updated"][name] - tensor).abs().max() for name, tensor in biases.items()}
+    assert all(move == pytest.approx(RATE, rel=1e-3) for move in moved.values())
+    logprobs = reference("glm-groups", forced=True).logprobs
+    difference = torch.cat([(ours["logprobs"][i] - logprobs[i]).abs() for i in logprobs])
+    assert 1e-4 < difference.mean() < 0.1

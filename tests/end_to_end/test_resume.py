@@ -1,0 +1,41 @@
+"""A run goes on with other ranks than it had."""
+
+import json
+import shutil
+
+import pytest
+import yaml
+
+from tests.end_to_end.conftest import Launch, lines
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def test_a_run_goes_on_with_another_layout(short_run, tmp_path):
+    """After step 2 of 4 one rank takes over from two, with the same weights: it samples what those would have."""
+    folder = tmp_path / short_run.folder.name
+    shutil.copytree(short_run.folder, folder)
+    shutil.rmtree(folder / "checkpoints" / "step-000004")
+    run = Launch(tmp_path, "--resume", folder, "parallel.expert=1", ranks=1)
+    assert run.wait() == 0, run.text()[-4000:]
+    assert "after step 2; 2 steps are done again" in run.text()
+    assert "another layout: ranks 2 -> 1, expert 2 -> 1; random generators derived from run.seed anew" in run.text()
+    assert yaml.safe_load((folder / "config.yaml").read_text())["parallel"]["expert"] == 1
+
+    ours, theirs = lines(folder), lines(short_run.folder)
+    done = next(at for at, row in enumerate(ours) if row["kind"] == "train" and row["step"] == 3)
+    assert ours[:done] == theirs[:done] and len(ours) == len(theirs)
+    third, as_before = ours[done], theirs[done]
+    sampled = [name for name in third if name.startswith(("rollout/", "reward/", "trace/"))]
+    assert len(sampled) > 5 and all(third[name] == as_before[name] for name in sampled)
+    # what the trainer makes of it before its first update is the same too, but for the order of sums
+    for name in ("policy_kl/k3", "policy_kl/k3_native", "routing/shadow_mismatch", "routing/native_mismatch"):
+        assert third[name] == pytest.approx(as_before[name], rel=1e-9), name
+    assert third["optim/updates"] == as_before["optim/updates"]
+    assert third["optim/grad_norm"] == pytest.approx(as_before["optim/grad_norm"], rel=0.2)
+    steps = [row for row in ours if row["kind"] == "train"]
+    assert all(row["routing/applied_mismatch"] == 0 and row["routing/coverage"] == 1 for row in steps)
+    # the sampler holds the new weights too
+    assert 0 < steps[-1]["policy_kl/k3"] < 1e-3
+    state = json.loads((folder / "checkpoints/step-000004/state.json").read_text())
+    assert (state["layout"]["ranks"], state["layout"]["expert"]) == (1, 1)

@@ -1,0 +1,76 @@
+"""A multi-token-prediction layer beside the decoder: its router is numbered like the decoder's first, and is not it."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from moe_rl.config.schema import ParallelConfig
+from moe_rl.replay.session import ReplaySession
+from tests.megatron.models import TRAIN, facts, table
+
+T = 12
+
+
+@pytest.fixture
+def model(one_rank):
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from moe_rl.megatron.layers import PackedRotaryEmbedding
+    from moe_rl.megatron.model import transformer_config
+    from moe_rl.megatron.specs import block_spec
+
+    style = facts()
+    config = transformer_config(style, TRAIN, ParallelConfig())
+    config = dataclasses.replace(config, mtp_num_layers=1, perform_initialization=True, init_method_std=0.3)
+    spec = block_spec(config, None)
+    torch.manual_seed(0)
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=style.vocab,
+        max_sequence_length=64,
+        position_embedding_type="rope",
+        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=HAVE_TE),
+    )
+    model.rotary_pos_emb = PackedRotaryEmbedding(8, rotary_percent=1.0, use_cpu_initialization=True)
+    return model
+
+
+def test_its_router_chooses_while_the_decoder_replays(model):
+    from moe_rl.megatron.router import ReplayRouter, ReplaySeqParams
+
+    decoder = [layer.mlp.router for layer in model.decoder.layers]
+    (behind,) = [m for m in model.modules() if isinstance(m, ReplayRouter) and m not in decoder]
+    # the trap: megatron gives the numbers of the decoder again
+    assert behind.layer_number == decoder[0].layer_number == 1 and behind.is_mtp_layer
+
+    maps, choices = {}, {}
+
+    def look(router, inputs, output):
+        maps[router] = output[1]
+        choices[router] = torch.zeros_like(output[1]).scatter(1, router.gating(inputs[0])[:, 0].topk(4, -1)[1], True)
+
+    for router in (*decoder, behind):
+        router.register_forward_hook(look)
+    routes = {layer: torch.rand(T, 12).argsort(-1)[:, :4] for layer in (0, 1)}
+    tokens, positions = torch.randint(0, 96, (1, T)), torch.arange(T)[None]
+    bounds = torch.tensor([0, T], dtype=torch.int32)
+    session = ReplaySession([table(routes, 12)], (0, 1), mode="replay", name="test", rank=0)
+    with session:
+        session.begin_forward(0)
+        params = ReplaySeqParams(
+            qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=T, max_seqlen_kv=T,
+            lengths=(T,), tokens=T, replay=session.handle(0),
+        )  # fmt: skip
+        loss = model(tokens, positions, None, labels=tokens, loss_mask=torch.ones(1, T), packed_seq_params=params)
+        loss.sum().backward()
+    assert session.tally.consumed == session.tally.expected == 2
+
+    for layer, router in enumerate(decoder):
+        recorded = torch.zeros_like(maps[router]).scatter(1, routes[layer], True)
+        assert torch.equal(maps[router], recorded) and not torch.equal(maps[router], choices[router])
+    assert torch.equal(maps[behind], choices[behind])
+    assert behind.weight.grad.abs().max() > 0

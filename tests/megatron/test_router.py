@@ -1,0 +1,160 @@
+"""What the router makes of recorded experts, in every style: weights and gradients against plain torch in float64.
+
+Legend: T tokens, E experts, K experts a token.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moe_rl.config.schema import ParallelConfig
+from moe_rl.replay.session import MicrobatchHandle
+from tests.megatron.models import TRAIN, facts
+
+T, E, K = 10, 12, 4
+SIGMOID = {"score_function": "sigmoid"}
+GROUPS = {"groups": 4, "top_groups": 2}
+STYLES = {
+    "softmax over the chosen": {},
+    "softmax over all": {"norm_topk_prob": False},
+    "softmax over all, groups, scaling": {"norm_topk_prob": False, "routed_scaling": 16.0} | GROUPS,
+    "sigmoid": SIGMOID,
+    "sigmoid, bias": SIGMOID | {"expert_bias": True},
+    "sigmoid, bias, groups, scaling": SIGMOID | {"expert_bias": True, "routed_scaling": 2.5} | GROUPS,
+}
+
+
+GROUPED = [name for name, changes in STYLES.items() if "groups" in changes]
+BIASED = [name for name, changes in STYLES.items() if "expert_bias" in changes]
+
+
+@pytest.fixture(params=STYLES)
+def style(request):
+    return facts(num_experts=E, top_k=K, **STYLES[request.param])
+
+
+@pytest.fixture
+def router(one_rank, style):
+    from megatron.core.transformer.moe.moe_layer import get_default_pg_collection
+
+    from moe_rl.megatron.model import transformer_config
+    from moe_rl.megatron.router import ReplayRouter, ReplaySeqParams
+
+    torch.manual_seed(3)
+    router = ReplayRouter(transformer_config(style, TRAIN, ParallelConfig()), get_default_pg_collection())
+    router.set_layer_number(1)
+    router.seq_params = ReplaySeqParams(lengths=(T,), tokens=T, padding=torch.zeros(T, dtype=torch.bool))
+    with torch.no_grad():
+        router.weight.normal_(0, 0.5)
+        if style.expert_bias:
+            router.expert_bias.normal_(0, 0.3)
+    return router
+
+
+def weights(style, logits, routes):
+    """[T, E] float64: the model's definition, given which experts were chosen."""
+    logits = logits.double()
+    if style.score_function == "softmax":
+        scores = logits.softmax(-1).gather(1, routes)
+    else:
+        scores = logits.sigmoid().gather(1, routes)
+    if style.norm_topk_prob:
+        scores = scores / scores.sum(-1, keepdim=True)
+    return torch.zeros_like(logits).scatter(1, routes, scores * style.routed_scaling)
+
+
+def route(router, hidden, session):
+    """(weights [T, E], map [T, E], gradient of a random function of the weights w.r.t. the router's weight)."""
+    router.handle = None if session is None else MicrobatchHandle(session, 0)
+    router.weight.grad = None
+    probs, routing_map = router(hidden)
+    (probs * random_like(probs)).sum().backward()
+    return probs.detach(), routing_map, router.weight.grad
+
+
+def random_like(probs):
+    return torch.randn(probs.shape, generator=torch.Generator().manual_seed(5))
+
+
+def replaying(routes):
+    """What a router asks of a session that has these routes."""
+    return SimpleNamespace(
+        mode="replay", compare_native=False, take=lambda *key: routes, native_rows=lambda microbatch: None
+    )
+
+
+def unlikely(router, hidden):
+    """[T, K]: the experts with the lowest logits, so that none is one that the router would choose."""
+    return router.gating(hidden)[:, 0].detach().topk(K, -1, largest=False)[1]
+
+
+def test_weights_and_gradients_of_experts_far_from_the_live_ones(router, style):
+    hidden = torch.randn(T, 1, style.hidden_size)
+    routes = unlikely(router, hidden)
+    live = route(router, hidden, None)[1]
+    assert (torch.zeros_like(live).scatter(1, routes, True) & live).float().mean() < 0.1
+
+    probs, routing_map, gradient = route(router, hidden, replaying(routes))
+    assert torch.equal(routing_map, torch.zeros_like(routing_map).scatter(1, routes, True))
+    weight = router.weight.detach().double().requires_grad_()
+    expected = weights(style, hidden[:, 0].double() @ weight.T, routes)
+    torch.testing.assert_close(probs.double(), expected.detach(), rtol=1e-5, atol=1e-7)
+    (expected * random_like(probs)).sum().backward()
+    torch.testing.assert_close(gradient.double(), weight.grad, rtol=1e-4, atol=1e-6)
+    # it reaches the rows of experts that the router would have left alone
+    chosen = routes.flatten().unique()
+    assert (gradient[chosen].abs().amax(-1) > 1e-5).all()
+
+
+@pytest.mark.parametrize("style", GROUPED, indirect=True)
+def test_recorded_experts_may_come_from_any_groups(router, style):
+    hidden = torch.randn(T, 1, style.hidden_size)
+    size = E // style.groups
+    routes = torch.stack([torch.arange(style.groups) * size + token % size for token in range(T)])  # one of each group
+    live = route(router, hidden, None)[1].view(T, style.groups, size).any(-1).sum(-1)
+    assert (live <= style.top_groups).all()
+    probs, routing_map, _ = route(router, hidden, replaying(routes))
+    assert (routing_map.view(T, style.groups, size).any(-1).sum(-1) == style.groups).all()
+    expected = weights(style, router.gating(hidden)[:, 0].detach(), routes)
+    torch.testing.assert_close(probs.double(), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_the_live_choice_replayed_is_native_routing_bit_for_bit(router, style):
+    class Observer:
+        mode = "observe"
+
+        def observe_native(self, microbatch, layer, native):
+            self.choice = native
+
+    hidden = torch.randn(T, 1, style.hidden_size)
+    observer = Observer()
+    observed = route(router, hidden, observer)
+    native = route(router, hidden, None)
+    replayed = route(router, hidden, replaying(observer.choice))
+    for other in (observed, replayed):
+        assert all(torch.equal(a, b) for a, b in zip(native, other, strict=True))
+
+
+@pytest.mark.parametrize("style", BIASED, indirect=True)
+def test_the_bias_chooses_and_weighs_nothing(router, style):
+    hidden = torch.randn(T, 1, style.hidden_size)
+    routes = unlikely(router, hidden)
+    native, replayed = route(router, hidden, None), route(router, hidden, replaying(routes))
+    with torch.no_grad():
+        router.expert_bias.normal_(0, 3.0)
+    assert not torch.equal(route(router, hidden, None)[1], native[1])
+    assert all(torch.equal(a, b) for a, b in zip(route(router, hidden, replaying(routes)), replayed, strict=True))
+
+
+@pytest.mark.parametrize("style", BIASED, indirect=True)
+def test_the_load_leaves_padding_and_passes_without_gradient_out(router, style):
+    hidden = torch.randn(T, 1, style.hidden_size)
+    routes = unlikely(router, hidden)
+    router.seq_params.padding = torch.arange(T) >= 7
+    route(router, hidden, replaying(routes))
+    counted = routes[:7].flatten().bincount(minlength=E)
+    assert torch.equal(router.local_tokens_per_expert, counted.float())
+    with torch.no_grad():
+        router(hidden)
+    assert torch.equal(router.local_tokens_per_expert, counted.float())
