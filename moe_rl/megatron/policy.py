@@ -103,6 +103,19 @@ class Policy:
                 bias.copy_(before)
         return UpdateResult(grad_norm=grad_norm, lr=lr, applied=applied, aux_loss=self._finish_aux_loss())
 
+    def release(self) -> None:
+        """Let go of the model, so that it and its process groups can be freed.
+
+        Two references would keep both for good, in circles through autograd's nodes where Python cannot see them: the
+        hooks by which megatron learns of gradients, and the weights of the last dispatched tokens.
+        """
+        for chunk in self.chunks:
+            chunk.grad_accs.clear()
+            for layer in unwrap(chunk).decoder.layers:
+                if layer.is_moe_layer:
+                    layer.mlp.token_dispatcher.probs = None
+        self.chunks = []
+
     def _start_aux_loss(self, microbatches: list[Microbatch]) -> None:
         if not self.balances:
             return

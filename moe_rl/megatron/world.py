@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from datetime import timedelta
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch.distributed import distributed_c10d
 
 from moe_rl.config.schema import ParallelConfig
 
@@ -36,7 +38,7 @@ def join(*, timeout_seconds: float) -> None:
 
 def lay_out(parallel: ParallelConfig, *, seed: int) -> None:
     """Make megatron's parallel groups of the ranks that joined, in place of those that were made before."""
-    parallel_state.destroy_model_parallel()
+    clear()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
@@ -48,9 +50,17 @@ def lay_out(parallel: ParallelConfig, *, seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
+def clear() -> None:
+    """Take megatron's parallel groups away. Megatron only forgets them, and of gloo's each keeps a thread awake."""
+    parallel_state.destroy_model_parallel()
+    for group in set(distributed_c10d._world.pg_map) - {dist.group.WORLD}:
+        dist.destroy_process_group(group)
+    gc.collect()
+
+
 def stop() -> None:
     """Leave the groups in order."""
-    parallel_state.destroy_model_parallel()
+    clear()
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""One rank of the proof: run cases one after the other, write what was seen.
+"""One rank of the proof: run cases one after the other in one process group, write what was seen.
 
     torchrun --nproc-per-node N -m moe_rl.proof.rank CHECKPOINT OUT CASES
 
@@ -18,27 +18,24 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from moe_rl.config.hf import read_model
+from moe_rl.config.hf import ModelFacts, read_model
 from moe_rl.megatron import hf_map, model, world
 from moe_rl.megatron.model import unwrap
 from moe_rl.megatron.policy import Policy
 from moe_rl.megatron.witness import DispatchWitness
 from moe_rl.proof import faults
 from moe_rl.proof.cases import Case
-from moe_rl.proof.processes import in_turn
 from moe_rl.proof.share import Share, whole_gradients
 
 
 def main() -> None:
     checkpoint, out, cases = map(Path, sys.argv[1:])
-    given = [(number, Case(**fields)) for number, fields in enumerate(json.loads(cases.read_text()))]
-    in_turn(_one, ((case, checkpoint, out, number) for number, case in given))
-
-
-def _one(case: Case, checkpoint: Path, out: Path, number: int) -> None:
-    world.start(case.parallel_config, seed=1, timeout_seconds=120)
-    torch.save(run(case, checkpoint), out / f"{number}-rank{dist.get_rank()}.pt")
-    dist.barrier()
+    world.join(timeout_seconds=120)
+    for number, fields in enumerate(json.loads(cases.read_text())):
+        case = Case(**fields)
+        world.lay_out(case.parallel_config, seed=1)
+        torch.save(run(case, checkpoint), out / f"{number}-rank{dist.get_rank()}.pt")
+        dist.barrier()
     world.stop()
 
 
@@ -47,6 +44,13 @@ def run(case: Case, checkpoint: Path) -> dict:
     facts = read_model(checkpoint)
     with _computing_as_asked(case):
         policy = Policy(facts, case.train_config, case.parallel_config, checkpoint, temperature=1.0)
+    try:
+        return _seen(case, facts, policy)
+    finally:
+        policy.release()
+
+
+def _seen(case: Case, facts: ModelFacts, policy: Policy) -> dict:
     share = Share(facts, case, policy)
     if case.fault != "none":
         return {"error": faults.error_of(case.fault, share)}

@@ -37,20 +37,21 @@ class RowPolicy:
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceRoutes:
     """routes [T, L, K] of one sequence. native bool [T]: rows for which the router chooses, whose routes are made up.
-    recorded bool [T]: rows with a recorded route. stale: how many of them older weights routed."""
+    recorded bool [T]: rows whose recorded route was read. stale bool [T]: those of them that older weights routed.
+    """
 
     key: str
     token_ids: np.ndarray
     routes: np.ndarray
     native: np.ndarray
     recorded: np.ndarray
-    stale: int = 0
+    stale: np.ndarray
 
     @classmethod
     def complete(cls, key: str, token_ids: np.ndarray, routes: np.ndarray) -> SequenceRoutes:
         """Of a sequence all of whose rows are recorded and to be replayed."""
         nothing = np.zeros(len(routes), bool)
-        return cls(key, token_ids, routes, native=nothing, recorded=~nothing)
+        return cls(key, token_ids, routes, native=nothing, recorded=~nothing, stale=nothing)
 
 
 def missing_rows(sequence: Sequence) -> int:
@@ -67,17 +68,19 @@ def read_routes(
     *,
     layers: Seq[int],
     fed: np.ndarray,
+    here: np.ndarray,
     weight_version: int,
     policy: RowPolicy = RowPolicy(),  # noqa: B008 - frozen
 ) -> SequenceRoutes:
     """Routes of one sequence in `layers`, proven to belong to the tokens that will be fed.
 
-    layers [L]: global numbers, increasing; nothing is read of the others. fed [T]: those tokens, taken from the packed
-    microbatch itself rather than from the sequence. weight_version: of the trainer.
+    layers [L]: global numbers, increasing. fed [T]: those tokens, taken from the packed microbatch itself rather than
+    from the sequence. here bool [T]: the rows that this rank's routers see. Of other layers and, but for short gaps, of
+    other rows nothing is read. weight_version: of the trainer.
     Raises TraceError (missing, damaged) or RouteValidationError (wrong), both naming the sequence.
     """
     fed = np.asarray(fed)
-    ref, start = sequence.routes, 0
+    ref = sequence.routes
     if missing_rows(sequence) and policy.missing == "refuse":
         raise TraceError(
             describe(
@@ -89,26 +92,37 @@ def read_routes(
             )
         )
     routes = padding_routes(len(fed), len(layers), spec, expert_parallel=1)
-    recorded = np.zeros(len(fed), bool)
-    stale = np.zeros(len(fed), bool)
+    missing, recorded, stale = np.ones(len(fed), bool), np.zeros(len(fed), bool), np.zeros(len(fed), bool)
     if ref is not None:
-        start, end = ref.start, ref.start + ref.rows
-        record = store.read(ref, layers=layers)
-        validate(
-            record,
-            token_ids=fed[start:end],
-            spec=spec,
-            weight_version=weight_version,
-            max_staleness=0 if policy.stale == "refuse" else policy.max_staleness,
-            ref=ref,
-            layers=layers,
-        )
-        routes[start:end] = record.routes
-        recorded[start:end] = True
-        versions = np.repeat([s.weight_version for s in record.spans], [s.rows for s in record.spans])
-        stale[start:end] = versions != weight_version
-    native = ~recorded | (stale if policy.stale == "native" else False)
-    return SequenceRoutes(sequence.key, fed, routes, native, recorded, int(stale.sum()))
+        missing[ref.start : ref.start + ref.rows] = False
+        for first, last in _runs(here[ref.start :], ref.rows):
+            record = store.read(ref, layers=layers, rows=(first, last))
+            rows = slice(ref.start + first, ref.start + last)
+            validate(
+                record,
+                token_ids=fed[rows],
+                spec=spec,
+                weight_version=weight_version,
+                max_staleness=0 if policy.stale == "refuse" else policy.max_staleness,
+                ref=ref,
+                layers=layers,
+            )
+            routes[rows], recorded[rows] = record.routes, True
+            versions = np.repeat([s.weight_version for s in record.spans], [s.rows for s in record.spans])
+            stale[rows] = versions != weight_version
+    native = missing | (stale if policy.stale == "native" else False)
+    return SequenceRoutes(sequence.key, fed, routes, native, recorded, stale)
+
+
+def _runs(here: np.ndarray, rows: int, gap: int = 64) -> list[tuple[int, int]]:
+    """[first, last) of the runs of wanted rows among the `rows` of a record. Runs at most `gap` apart are read as one:
+    a read costs more than some rows. A record of more rows than there are is read whole, for the validator to refuse.
+    """
+    if len(here) < rows:
+        return [(0, rows)]
+    wanted = np.flatnonzero(here[:rows])
+    runs = np.split(wanted, np.flatnonzero(np.diff(wanted) > gap) + 1)
+    return [(int(run[0]), int(run[-1]) + 1) for run in runs if len(run)]
 
 
 def microbatch_routes(
@@ -170,6 +184,7 @@ def microbatch_routes(
         native=on_device(native) if native.any() else None,
         replayed_tokens=int(real.sum()) - int(native.sum()),
         native_tokens=int(native.sum()),
+        stale_tokens=int(np.concatenate([part.stale for part in parts])[rows].sum()),
     )
 
 
@@ -187,7 +202,7 @@ def padding_routes(tokens: int, layers: int, spec: TraceSpec, *, expert_parallel
 def _padding(rows: int, layers: int, spec: TraceSpec, expert_parallel: int) -> SequenceRoutes:
     nothing = np.zeros(rows, bool)
     routes = padding_routes(rows, layers, spec, expert_parallel=expert_parallel)
-    return SequenceRoutes(PADDING, np.zeros(rows, np.int64), routes, native=nothing, recorded=nothing)
+    return SequenceRoutes(PADDING, np.zeros(rows, np.int64), routes, nothing, nothing, nothing)
 
 
 def _mask(count: int, rows: slice | np.ndarray) -> np.ndarray:

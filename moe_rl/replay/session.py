@@ -36,7 +36,7 @@ class MicrobatchRoutes:
     padding rows have made-up ones. checksums: {layer: int64 [S]} of the replayed rows, from the routes as read.
     recorded: int64 [N], the rows whose recorded routes a router's own choice is compared with. native: bool [R], the
     rows that have no route to replay, where the router chooses; None: there are none. replayed_tokens, native_tokens:
-    rows of either kind without the padding.
+    rows of either kind without the padding. stale_tokens: rows whose recorded routes older weights chose.
     """
 
     names: tuple[str, ...]
@@ -47,6 +47,7 @@ class MicrobatchRoutes:
     native: torch.Tensor | None
     replayed_tokens: int
     native_tokens: int
+    stale_tokens: int
 
 
 @dataclass(slots=True)

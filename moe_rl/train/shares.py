@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -22,14 +23,10 @@ from moe_rl.types import Sequence
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """What this rank does of one optimizer update: its microbatches, their routes, what other passes said of them.
-
-    stale: rows, of its sequences, that older weights routed.
-    """
+    """What this rank does of one optimizer update: its microbatches, their routes, what other passes said of them."""
 
     microbatches: list[Microbatch]
     tables: list[MicrobatchRoutes]
-    stale: int
     denominator: int
     old_logprobs: list[torch.Tensor]
     ref_logprobs: list[torch.Tensor] = field(default_factory=list)
@@ -113,28 +110,22 @@ class Shares:
                 microbatch_tokens=self.config.train.microbatch_tokens,
             )[rank]
             microbatches = [pack(ours, indices, world.device(), world.context_parallel()) for indices in plan]
-            tables, stale = [], 0
-            for microbatch in microbatches:
-                table, older = self._routes([ours[i] for i in microbatch.indices], microbatch, weight_version)
-                tables.append(table)
-                stale += older
             shares.append(
                 Share(
                     microbatches,
-                    tables,
-                    stale,
+                    [self._routes([ours[i] for i in m.indices], m, weight_version) for m in microbatches],
                     global_denominator(len(s.token_ids) for s in ours),
                     old_logprobs=[m.rollout_logprobs for m in microbatches],
                 )
             )
         return shares
 
-    def _routes(
-        self, packed: list[Sequence], microbatch: Microbatch, weight_version: int
-    ) -> tuple[MicrobatchRoutes, int]:
-        """Routes of the packed sequences, each validated against the tokens that lie in the microbatch; and how many
-        rows of the sequences older weights routed."""
+    def _routes(self, packed: list[Sequence], microbatch: Microbatch, weight_version: int) -> MicrobatchRoutes:
+        """Routes of the packed sequences, each validated against the tokens that lie in the microbatch."""
         fed = microbatch.fed(packed)
+        rows = microbatch.rows[world.own_rows(microbatch.tokens.shape[1])]
+        here = np.zeros(sum(microbatch.lengths), bool)
+        here[rows] = True
         parts = [
             read_routes(
                 self.store,
@@ -142,33 +133,32 @@ class Shares:
                 self.spec,
                 layers=self.layers,
                 fed=tokens,
+                here=here[start : start + len(tokens)],
                 weight_version=weight_version,
                 policy=self.rows,
             )
-            for sequence, tokens in zip(packed, fed, strict=True)
+            for sequence, tokens, start in zip(packed, fed, np.cumsum([0, *map(len, fed)]), strict=False)
         ]
-        table = microbatch_routes(
+        return microbatch_routes(
             parts,
             self.spec,
             layers=self.layers,
             names=[sequence.key for sequence in packed],
             fed=fed,
             padded_tokens=sum(microbatch.lengths),
-            rows=microbatch.rows[world.own_rows(microbatch.tokens.shape[1])],
+            rows=rows,
             expert_parallel=self.config.parallel.expert,
             device=world.device(),
         )
-        return table, sum(part.stale for part in parts)
 
     def _fallback(self, shares: list[Share], sequences: list[Sequence]) -> dict[str, float]:
         """How much of the step has routes to replay, on all ranks. Raises ReplayError on all when it is too little."""
         layers, tables = len(self.layers), [table for share in shares for table in share.tables]
-        speaks = world.speaks_for_its_sequences()
         covered, native, stale = world.all_reduce(
             [
                 layers * sum(table.replayed_tokens for table in tables),
                 layers * sum(table.native_tokens for table in tables),
-                sum(share.stale for share in shares) if speaks else 0,
+                layers * sum(table.stale_tokens for table in tables),
             ]
         )
         positions = sum(s.forwarded for s in sequences) * len(self.spec.moe_layers)
@@ -193,5 +183,5 @@ class Shares:
         return {
             "routing/coverage": covered / positions,
             "routing/fallback_positions": native,
-            "routing/stale_tokens": stale,
+            "routing/stale_tokens": stale / len(self.spec.moe_layers),
         }

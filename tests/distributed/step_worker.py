@@ -21,7 +21,6 @@ from moe_rl.errors import MoeRLError
 from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy
 from moe_rl.proof.batch import batch
-from moe_rl.proof.processes import in_turn
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
 from moe_rl.train.step import Clock, TrainStep
 from moe_rl.types import Provenance, Span
@@ -52,7 +51,7 @@ def one(name, plan, checkpoint, out):
     spec = TraceSpec.from_layers(facts.fingerprint, facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
     overrides = [f"model.path={checkpoint}", "train.microbatch_tokens=40", "train.dtype=float32"]
     config = load_config(ROOT / "configs/tiny_moe_cpu.yaml", [*overrides, *plan.get("overrides", [])])
-    world.start(config.parallel, seed=1, timeout_seconds=120)
+    world.lay_out(config.parallel, seed=1)
     folder, rank = out / name / "trace", dist.get_rank()
     sequences, routes = batch(facts)
     if rank == 0:
@@ -67,10 +66,13 @@ def one(name, plan, checkpoint, out):
     except MoeRLError as error:
         seen = f"{type(error).__name__}: {error}"
     (out / f"{name}-rank{rank}.json").write_text(json.dumps(seen))
+    policy.release()
     dist.barrier()
-    world.stop()
 
 
 if __name__ == "__main__":
     model, results, cases = map(Path, sys.argv[1:])
-    in_turn(one, ((name, plan, model, results) for name, plan in json.loads(cases.read_text()).items()))
+    world.join(timeout_seconds=120)
+    for name, plan in json.loads(cases.read_text()).items():
+        one(name, plan, model, results)
+    world.stop()

@@ -50,13 +50,18 @@ def fed(sequence):
     return np.array((sequence.prompt_token_ids + sequence.token_ids)[:-1])
 
 
+def whole(sequence):
+    """All rows are this rank's."""
+    return {"fed": fed(sequence), "here": np.ones(sequence.forwarded, bool)}
+
+
 def test_the_right_routes_are_read(stored):
     store, sequences, tables = stored
     for sequence, table in zip(sequences, tables, strict=True):
-        read = partial(read_routes, store, sequence, SPEC, fed=fed(sequence), weight_version=3)
-        whole = read(layers=SPEC.moe_layers)
-        assert np.array_equal(whole.routes, table)
-        assert whole.recorded.all() and not whole.native.any() and whole.stale == 0
+        read = partial(read_routes, store, sequence, SPEC, **whole(sequence), weight_version=3)
+        there = read(layers=SPEC.moe_layers)
+        assert np.array_equal(there.routes, table)
+        assert there.recorded.all() and not there.native.any() and not there.stale.any()
         # a pipeline stage gets its own layers and pays for no others
         assert np.array_equal(read(layers=(1,)).routes, table[:, 1:2])
         assert np.array_equal(read(layers=(0, 2)).routes, table[:, [0, 2]])
@@ -82,20 +87,47 @@ def test_routes_of_other_tokens_are_refused(stored, change, error):
     store, (first, second), _ = stored
     wrong = dataclasses.replace(first, **change(first, second))
     with pytest.raises(error) as caught:
-        read_routes(store, wrong, SPEC, layers=SPEC.moe_layers, fed=fed(wrong), weight_version=3)
+        read_routes(store, wrong, SPEC, layers=SPEC.moe_layers, **whole(wrong), weight_version=3)
     assert "s0" in str(caught.value) or "s1" in str(caught.value)
 
 
 def test_routes_of_other_weights_or_models_are_refused(stored):
     store, (first, _), _ = stored
     with pytest.raises(RouteValidationError, match="s0"):
-        read_routes(store, first, SPEC, layers=SPEC.moe_layers, fed=fed(first), weight_version=4)
+        read_routes(store, first, SPEC, layers=SPEC.moe_layers, **whole(first), weight_version=4)
     with pytest.raises(RouteValidationError, match="s0"):
         other = dataclasses.replace(SPEC, model_fingerprint="other")
-        read_routes(store, first, other, layers=SPEC.moe_layers, fed=fed(first), weight_version=3)
+        read_routes(store, first, other, layers=SPEC.moe_layers, **whole(first), weight_version=3)
     with pytest.raises(RouteValidationError, match="s0"):
         other = dataclasses.replace(SPEC, layer_map="dmmm")
-        read_routes(store, first, other, layers=(1, 2), fed=fed(first), weight_version=3)
+        read_routes(store, first, other, layers=(1, 2), **whole(first), weight_version=3)
+
+
+def test_only_the_rows_of_this_rank_are_read(tmp_path):
+    """Of a context-parallel rank: the first and the last quarter, and of these no other rank's routes."""
+    rng = np.random.default_rng(4)
+    tokens = rng.integers(0, 99, 801).tolist()
+    with ShardWriter(tmp_path, "step1", SPEC) as writer:
+        ref = writer.add("s", routes_of(rng, 800), np.array(tokens[:-1], np.int32), [Span(800, 3, Provenance.DECODE)])
+    sequence = Sequence("s", tuple(tokens[:5]), tuple(tokens[5:]), np.zeros(796, np.float32), 1.0, 3, ref)
+    store, asked = TraceStore(tmp_path), []
+    whole = store.read(ref).routes
+
+    class Asking:
+        def read(self, ref, *, layers, rows):
+            asked.append(rows)
+            return store.read(ref, layers=layers, rows=rows)
+
+    read = partial(read_routes, Asking(), sequence, SPEC, layers=SPEC.moe_layers, fed=fed(sequence), weight_version=3)
+    here = np.zeros(800, bool)
+    here[:200] = here[600:] = True
+    there = read(here=here)
+    assert asked == [(0, 200), (600, 800)]
+    assert np.array_equal(there.routes[here], whole[here]) and np.array_equal(there.recorded, here)
+    assert not there.native.any()
+    here[210:590] = True  # short gaps are read along
+    assert read(here=here).recorded.all() and asked[2:] == [(0, 800)]
+    assert read(here=np.zeros(800, bool)).recorded.sum() == 0 and len(asked) == 3
 
 
 def part(rng, key, tokens, layers=3):
@@ -203,7 +235,7 @@ def test_missing_rows_are_refused_or_left_to_the_router(stored, tmp_path):
     some = dataclasses.replace(first, routes=dataclasses.replace(ref, start=2))
     none = dataclasses.replace(first, routes=None)
     assert [missing_rows(s) for s in (first, some, none)] == [0, 3, 8]
-    read = partial(read_routes, spec=SPEC, layers=SPEC.moe_layers, fed=fed(first), weight_version=3)
+    read = partial(read_routes, spec=SPEC, layers=SPEC.moe_layers, **whole(first), weight_version=3)
     for where, sequence, got in (
         (TraceStore(tmp_path / "later"), some, "routes of tokens 2 to 6"),
         (store, none, "no routes"),
@@ -238,10 +270,10 @@ def test_rows_of_older_weights_are_marked_and_treated_as_asked(tmp_path, stored,
         ref = writer.add("s0", routes_of(rng, 8), fed(first).astype(np.int32), spans)
     read = partial(
         read_routes, TraceStore(tmp_path / "mixed"), dataclasses.replace(first, routes=ref), SPEC,
-        layers=SPEC.moe_layers, fed=fed(first),
+        layers=SPEC.moe_layers, **whole(first),
     )  # fmt: skip
     there = read(weight_version=6, policy=policy)
-    assert there.stale == 3 and there.recorded.all() and there.native.tolist() == native
+    assert there.stale.sum() == 3 and there.recorded.all() and there.native.tolist() == native
     with pytest.raises(RouteValidationError, match="tokens 0 to 2.*weight version 4.*5 to 7"):
         read(weight_version=7, policy=policy)
     with pytest.raises(RouteValidationError, match="tokens 0 to 2.*weight version 4.*6 to 6"):

@@ -16,7 +16,7 @@ def test_sums_wait_for_the_end_of_the_update(monkeypatch):
     step.reference = True
     microbatch = SimpleNamespace(advantages=torch.tensor([1.0, -1.0]), sequence_ids=torch.tensor([0, 0, 1]))
     logprobs, old, ref = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -2.0, -0.4]), torch.full((3,), -1.0)
-    share = Share([microbatch] * 2, [], stale=0, denominator=4, old_logprobs=[old] * 2, ref_logprobs=[ref] * 2)
+    share = Share([microbatch] * 2, [], 4, old_logprobs=[old] * 2, ref_logprobs=[ref] * 2)
     sums = UpdateSums()
     loss = step._loss(share, sums, {})
 

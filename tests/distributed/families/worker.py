@@ -1,4 +1,4 @@
-"""One rank of the tests of model families: many cases, one after the other.
+"""One rank of the tests of model families: many cases in one process group.
 
     torchrun --nproc-per-node N worker.py CASES OUT
 
@@ -20,7 +20,6 @@ from moe_rl.config.schema import ParallelConfig
 from moe_rl.megatron import checkpoint, world
 from moe_rl.megatron.policy import Policy
 from moe_rl.proof import cases
-from moe_rl.proof.processes import in_turn
 from moe_rl.proof.share import Share, whole_gradients
 
 FINALIZE = "megatron.core.distributed.finalize_model_grads"
@@ -84,16 +83,20 @@ def run(case, out):
         scale = float("nan")
         skipped, _ = within("skipped", update, recomputed_layers=policy.recomputed_layers)
         seen["skipped"] = skipped.applied, exported(policy)
+        resumed.release()
+    policy.release()
     return seen
 
 
-def one(name, case, out):
-    world.start(ParallelConfig.model_validate(case["parallel"]), seed=1, timeout_seconds=120)
-    torch.save(run(case, out), out / f"{name}-rank{dist.get_rank()}.pt")
-    dist.barrier()
+def main():
+    asked, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    world.join(timeout_seconds=120)
+    for name, case in asked.items():
+        world.lay_out(ParallelConfig.model_validate(case["parallel"]), seed=1)
+        torch.save(run(case, out), out / f"{name}-rank{dist.get_rank()}.pt")
+        dist.barrier()
     world.stop()
 
 
 if __name__ == "__main__":
-    asked, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    in_turn(one, ((name, case, folder) for name, case in asked.items()))
+    main()
