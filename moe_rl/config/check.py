@@ -23,7 +23,7 @@ from moe_rl.config.hf import (
     tokenizer_vocabulary,
 )
 from moe_rl.config.plan import Plan, count_prompts, least_ranks, make_plan, stage_layers
-from moe_rl.config.schema import Config
+from moe_rl.config.schema import LOSS_PARAMETERS, Config
 from moe_rl.errors import ConfigError, describe
 
 
@@ -156,20 +156,45 @@ def _batch_problems(config: Config) -> Iterator[str]:
 
 def _objective_problems(config: Config) -> Iterator[str]:
     objective, updates = config.objective, config.train.updates_per_step
-    if objective.clip_low >= 1:
+    if objective.clip_low is not None and objective.clip_low >= 1:
         yield describe(
             "objective.clip_low: the lower clip bound 1 - clip_low is not above 0",
             got=objective.clip_low,
             expected="below 1",
         )
-    unset = sorted({"clip_low", "clip_high"} - objective.model_fields_set)
-    if objective.name == "grpo" and unset:
+    taken = LOSS_PARAMETERS[objective.name]
+    unset = [key for key in taken if getattr(objective, key) is None]
+    if unset:
         yield describe(
-            f"{' and '.join(f'objective.{key}' for key in unset)}: the default fits GSPO's sequence ratios, "
-            "and GRPO clips token ratios",
-            where="objective.name is grpo",
+            f"{' and '.join(f'objective.{key}' for key in unset)}: no value fits every loss",
+            where=f"objective.name is {objective.name}",
             got="no value",
-            do="set it; 0.2 is usual",
+            do=f"set it; published or usual: {', '.join(f'{key} {taken[key]}' for key in unset)}",
+        )
+    parameters = {key for of_loss in LOSS_PARAMETERS.values() for key in of_loss}
+    for key in sorted(parameters - set(taken)):
+        if getattr(objective, key) is not None:
+            yield describe(
+                f"objective.{key}: the loss does not take it",
+                where=f"objective.name is {objective.name}",
+                got=getattr(objective, key),
+                expected=f"only {', '.join(f'objective.{key}' for key in taken)}",
+                do="remove it, or set it to null",
+            )
+    if objective.name in ("dr_grpo", "minirl") and objective.normalize_std:
+        yield describe(
+            "objective.normalize_std: the method's advantages are rewards minus their group's mean, undivided",
+            where=f"objective.name is {objective.name}",
+            got="true",
+            expected="false",
+        )
+    old_logprobs = {"dppo_tv": "sampler", "minirl": "trainer", "decoupled": "trainer"}.get(objective.name)
+    if old_logprobs not in (None, objective.old_logprobs):
+        yield describe(
+            "objective.old_logprobs: not the policy that the method's ratio is taken to",
+            where=f"objective.name is {objective.name}",
+            got=objective.old_logprobs,
+            expected=old_logprobs,
         )
     betas = config.train.optimizer.betas
     if max(betas) >= 1:

@@ -6,9 +6,9 @@ Derived numbers do not live here: see `plan.py`. Each field is documented by the
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
@@ -168,18 +168,84 @@ class TrainConfig(Section):
     optimizer: OptimizerConfig
 
 
+# What each policy loss is given of the section `objective`, with the values that were published or are usual.
+LOSS_PARAMETERS: dict[str, dict[str, float]] = {
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "gspo_token": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "grpo": {"clip_low": 0.2, "clip_high": 0.2},
+    "dr_grpo": {"clip_low": 0.2, "clip_high": 0.2},
+    "dapo": {"clip_low": 0.2, "clip_high": 0.28},
+    "cispo": {"weight_cap": 5.0},
+    "sapo": {"tau_positive": 1.0, "tau_negative": 1.05},
+    "gmpo": {"clip_low": 0.33, "clip_high": 0.49},
+    "dppo_tv": {"delta_low": 0.2, "delta_high": 0.2, "weight_cap": 20.0},
+    "minirl": {"clip_low": 0.2, "clip_high": 0.27, "weight_cap": 5.0},
+    "decoupled": {"clip_low": 0.2, "clip_high": 0.2, "weight_cap": 5.0},
+}
+
+
 class ObjectiveConfig(Section):
-    name: Literal["gspo", "grpo"] = "gspo"
-    """gspo: one ratio per sequence. grpo: one ratio per token, mean over a sequence, mean over sequences."""
-    clip_low: Positive = 3e-4
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
-    clip_high: Positive = 4e-4
+    """A loss takes some of the parameters that have no value by default. They must be set, but for gspo and gspo_token,
+    which have the published range then; those it does not take must not be."""
+
+    name: Literal[
+        "gspo",
+        "gspo_token",
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "cispo",
+        "sapo",
+        "gmpo",
+        "dppo_tv",
+        "minirl",
+        "decoupled",
+    ] = "gspo"
+    """The policy loss; formulas and denominators stand in moe_rl/objectives.
+    gspo: one ratio per sequence, clipped; mean over sequences. gspo_token: the same, counted by token.
+    grpo: one clipped ratio per token; mean over a sequence, then over sequences. dr_grpo: the same summed over tokens,
+    divided by sequences x rollout.max_completion_tokens. dapo: the same as mean over all tokens.
+    cispo: log-likelihood weighted by the truncated ratio; mean over all tokens.
+    sapo: one ratio per token, faded out softly; mean as in grpo.
+    gmpo: one ratio per sequence, of ratios clipped by token; mean over sequences.
+    dppo_tv: as cispo, without tokens whose probability moved too far; needs old_logprobs: sampler.
+    minirl: as cispo with the ratio to the sampler, without tokens whose ratio to the trainer's old policy is outside
+    the clip range; sum over a sequence, mean over sequences; needs old_logprobs: trainer.
+    decoupled: as dapo, times the truncated ratio of the trainer's old policy to the sampler; needs
+    old_logprobs: trainer."""
+    clip_low: Positive | None = None
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]. Not for cispo, sapo, dppo_tv."""
+    clip_high: Positive | None = None
+    weight_cap: Annotated[float, Field(ge=1.0)] | None = None
+    """The weight is truncated here. Only for cispo, dppo_tv, minirl, decoupled."""
+    tau_positive: Positive | None = None
+    """How fast sapo fades a token out where the advantage is positive."""
+    tau_negative: Positive | None = None
+    """The same where it is negative."""
+    delta_low: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Only for dppo_tv: probability that a token may lose before its gradient is taken away."""
+    delta_high: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """The same for what it may gain."""
     normalize_std: bool = True
-    """Divide a group's centred rewards by their standard deviation."""
+    """Divide a group's centred rewards by their standard deviation. dr_grpo and minirl do not."""
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
     """Denominator of the ratio: recomputed by the trainer before a step's first update, or as the sampler gave it."""
     kl_coef: Annotated[float, Field(ge=0.0)] = 0.0
-    """Weight of the k3 KL to the frozen initial policy, which routes natively. 0: no reference model is built."""
+    """Weight of the k3 KL to the frozen initial policy, which routes natively: mean over a sequence, then over
+    sequences, beside every loss. 0: no reference model is built."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gspo_range(cls, data: Any) -> Any:
+        """The only defaults that depend on another key, filled in here so that the resolved config has them."""
+        if isinstance(data, dict) and (name := data.get("name", "gspo")) in ("gspo", "gspo_token"):
+            return data | {key: value for key, value in LOSS_PARAMETERS[name].items() if data.get(key) is None}
+        return data
+
+    @property
+    def parameters(self) -> dict[str, float]:
+        """What the chosen loss is given, by name."""
+        return {key: getattr(self, key) for key in LOSS_PARAMETERS[self.name]}
 
 
 class CheckpointConfig(Section):

@@ -12,7 +12,7 @@ from moe_rl.config.schema import Config
 from moe_rl.errors import MoeRLError, ReplayError, describe
 from moe_rl.megatron import world
 from moe_rl.megatron.microbatch import Microbatch, pack
-from moe_rl.objectives.policy import global_denominator
+from moe_rl.objectives.policy import global_denominator, nonempty
 from moe_rl.planning.packing import pack as assign
 from moe_rl.planning.packing import split_groups
 from moe_rl.replay.routes import RowPolicy, microbatch_routes, missing_rows, read_routes
@@ -23,11 +23,15 @@ from moe_rl.types import Sequence
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """What this rank does of one optimizer update: its microbatches, their routes, what other passes said of them."""
+    """What this rank does of one optimizer update: its microbatches, their routes, what other passes said of them.
+
+    denominator, sequences: of the whole update on all ranks, what the policy loss and the KL penalty are divided by.
+    """
 
     microbatches: list[Microbatch]
     tables: list[MicrobatchRoutes]
     denominator: int
+    sequences: int
     old_logprobs: list[torch.Tensor]
     ref_logprobs: list[torch.Tensor] = field(default_factory=list)
 
@@ -110,11 +114,14 @@ class Shares:
                 microbatch_tokens=self.config.train.microbatch_tokens,
             )[rank]
             microbatches = [pack(ours, indices, world.device(), world.context_parallel()) for indices in plan]
+            lengths = [len(s.token_ids) for s in ours]
+            longest = self.config.rollout.max_completion_tokens
             shares.append(
                 Share(
                     microbatches,
                     [self._routes([ours[i] for i in m.indices], m, weight_version) for m in microbatches],
-                    global_denominator(len(s.token_ids) for s in ours),
+                    global_denominator(self.config.objective.name, lengths, longest),
+                    nonempty(lengths),
                     old_logprobs=[m.rollout_logprobs for m in microbatches],
                 )
             )

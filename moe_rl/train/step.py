@@ -171,13 +171,13 @@ class TrainStep:
                 share.old_logprobs[number],
                 microbatch.advantages,
                 microbatch.sequence_ids,
-                clip_low=objective.clip_low,
-                clip_high=objective.clip_high,
+                rollout_logprobs=microbatch.rollout_logprobs,
                 denominator=share.denominator,
+                **objective.parameters,
             )
             total = result.loss
             if self.reference is not None:
-                kl = reference_kl(logprobs, share.ref_logprobs[number], microbatch.sequence_ids, share.denominator)
+                kl = reference_kl(logprobs, share.ref_logprobs[number], microbatch.sequence_ids, share.sequences)
                 total = total + objective.kl_coef * kl
                 sums.kl += kl.detach().double()
             # Nothing is read here: the host would wait for the device after every microbatch.

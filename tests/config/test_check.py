@@ -13,7 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 from moe_rl.config.check import problems
 from moe_rl.config.dotted_path import dotted_path_problem
-from moe_rl.config.load import load_config
+from moe_rl.config.load import dump_config, load_config
+from moe_rl.config.schema import LOSS_PARAMETERS
 from moe_rl.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,8 +81,64 @@ def test_each_problem_is_one_message(found, overrides, parts):
     assert all(part.lower() in message.lower() for part in parts), message
 
 
-def test_grpo_with_its_own_clip_is_fine(found):
-    assert found("objective.name=grpo", "objective.clip_low=0.2", "objective.clip_high=0.28") == []
+def settings(name):
+    """Overrides that choose a loss with its published parameters, and what else its method asks for."""
+    others = {
+        "dr_grpo": ["normalize_std=false"],
+        "minirl": ["normalize_std=false"],
+        "dppo_tv": ["old_logprobs=sampler"],
+    }
+    parameters = [f"{key}={value}" for key, value in LOSS_PARAMETERS[name].items()]
+    return [f"objective.{item}" for item in [f"name={name}", *parameters, *others.get(name, [])]]
+
+
+@pytest.mark.parametrize("name", LOSS_PARAMETERS)
+def test_every_loss_with_its_own_parameters_is_fine(found, name):
+    assert found(*settings(name)) == []
+
+
+@pytest.mark.parametrize("name", LOSS_PARAMETERS)
+def test_a_parameter_that_the_loss_does_not_take_is_refused(found, name):
+    """Also where it has the value of another loss; null is how a config that sets it is overridden."""
+    for key in {key for keys in LOSS_PARAMETERS.values() for key in keys} - set(LOSS_PARAMETERS[name]):
+        (message,) = found(*settings(name), f"objective.{key}=1.0" if key == "weight_cap" else f"objective.{key}=0.5")
+        assert f"objective.{key}" in message and f"objective.name is {name}" in message and "null" in message
+        assert found(*settings(name), f"objective.{key}=0.5", f"objective.{key}=null") == []
+
+
+@pytest.mark.parametrize("name", [name for name in LOSS_PARAMETERS if not name.startswith("gspo")])
+def test_a_parameter_that_the_loss_needs_is_asked_for_with_its_published_value(found, name):
+    needed = [item for item in settings(name) if item.split("=")[0].partition(".")[2] not in LOSS_PARAMETERS[name]]
+    (message,) = found(*needed)
+    for key, value in LOSS_PARAMETERS[name].items():
+        assert f"objective.{key}" in message and f"{key} {value}" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "part"),
+    [
+        ("dr_grpo", "objective.normalize_std=true", "objective.normalize_std"),
+        ("minirl", "objective.normalize_std=true", "objective.normalize_std"),
+        ("dppo_tv", "objective.old_logprobs=trainer", "expected sampler"),
+        ("minirl", "objective.old_logprobs=sampler", "expected trainer"),
+        ("decoupled", "objective.old_logprobs=sampler", "expected trainer"),
+    ],
+)
+def test_what_a_method_asks_of_the_other_keys(found, name, override, part):
+    (message,) = found(*settings(name), override)
+    assert part in message and f"objective.name is {name}" in message
+
+
+def test_gspos_range_stands_in_the_resolved_config(config_file, tmp_path):
+    """A resumed run checks the resolved config: it must say what was used, and set nothing that was not."""
+    for name in ("gspo", "sapo"):
+        (tmp_path / name).write_text(dump_config(load_config(config_file, settings(name))))
+        assert problems(load_config(tmp_path / name), 2) == []
+    config = load_config(config_file, ["objective.clip_high=0.5", "objective.clip_low=null"])
+    assert config.objective.parameters == {"clip_low": 3e-4, "clip_high": 0.5}
+    assert "clip_low: 0.0003" in dump_config(config)
+    with pytest.raises(ConfigError, match="kl_coef"):
+        load_config(config_file, ["objective.kl_coef=null"])
 
 
 @pytest.mark.parametrize(
@@ -309,7 +366,8 @@ def test_looking_up_a_dotted_path_runs_nothing(tmp_path, monkeypatch):
 
 SCRIPT = """
 import sys, time
-from moe_rl.config.load import load_config
+from moe_rl.config.load import dump_config, load_config
+from moe_rl.config.schema import LOSS_PARAMETERS
 from moe_rl.config.plan import make_plan, render
 from moe_rl.config.check import problems
 from moe_rl.config.hf import read_model

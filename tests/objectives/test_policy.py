@@ -1,17 +1,24 @@
 """Each loss against its formula written out in plain Python floats, values and gradients."""
 
+import inspect
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import get_args
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_rl.config.schema import LOSS_PARAMETERS, ObjectiveConfig
 from moe_rl.errors import ConfigError
-from moe_rl.objectives.policy import POLICY_LOSSES, global_denominator, grpo, gspo, policy_loss, reference_kl
+from moe_rl.objectives.policy import POLICY_LOSSES, global_denominator, gspo, nonempty, policy_loss, reference_kl
 
 F64 = torch.float64
+MAX_TOKENS = 7  # longest completion allowed, for dr_grpo
+SEQUENCE_MEANS = {"gspo", "gspo_token", "grpo", "sapo", "gmpo"}
+TOKEN_MEANS = {"dapo", "cispo", "dppo_tv", "decoupled"}
+CLIPPED = ("gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "gmpo", "decoupled")  # an unclipped ratio is not bounded
 
 
 @dataclass
@@ -24,22 +31,28 @@ class Batch:
     ids: list[int]
     low: float
     high: float
+    rollout: list[float] | None = None
+    others: dict[str, float] = field(default_factory=lambda: {
+        "weight_cap": 2.0, "tau_positive": 1.0, "tau_negative": 1.05, "delta_low": 0.15, "delta_high": 0.2})
 
     @property
     def lengths(self):
         return [self.ids.count(i) for i in range(len(self.advantages))]
 
-    @property
-    def denominator(self):
-        return max(1, global_denominator(self.lengths))
+    def denominator(self, name):
+        return max(1, global_denominator(name, self.lengths, MAX_TOKENS))
+
+    def parameters(self, name):
+        every = {"clip_low": self.low, "clip_high": self.high, **self.others}
+        return {key: every[key] for key in LOSS_PARAMETERS[name]}
 
     def run(self, name, dtype=F64, denominator=None):
         """The loss and its gradient in the current logprobs."""
         logprobs = torch.tensor(self.l, dtype=dtype, requires_grad=True)
         result = policy_loss(
             name, logprobs, torch.tensor(self.old, dtype=dtype), torch.tensor(self.advantages, dtype=dtype),
-            torch.tensor(self.ids, dtype=torch.int64), clip_low=self.low, clip_high=self.high,
-            denominator=denominator or self.denominator,
+            torch.tensor(self.ids, dtype=torch.int64), denominator=denominator or self.denominator(name),
+            rollout_logprobs=torch.tensor(self.rollout or self.old, dtype=dtype), **self.parameters(name),
         )
         result.loss.backward()
         return result, logprobs.grad.tolist()
@@ -49,7 +62,7 @@ class Batch:
         positions = [t for t, i in enumerate(self.ids) if i in sequences]
         return Batch([self.l[t] for t in positions], [self.old[t] for t in positions],
                      [self.advantages[i] for i in sequences], [sequences.index(self.ids[t]) for t in positions],
-                     self.low, self.high), positions
+                     self.low, self.high, self.rollout and [self.rollout[t] for t in positions], self.others), positions
 
 
 @st.composite
@@ -58,39 +71,110 @@ def batches(draw):
     ids = [i for i, n in enumerate(lengths) for _ in range(n)]
     if draw(st.booleans()):
         ids = draw(st.permutations(ids))
-    # Log-ratios near the clip bounds of both losses, far outside them on both sides, and in between.
+    # Log-ratios near the clip bounds of the losses, far outside them on both sides, and in between.
     delta = st.sampled_from([0.0, 1e-4, 2.5e-4, -2.5e-4, 1e-3, -1e-3, 0.1, -0.1, 0.3, -0.3, 3.0, -8.0, 20.0])
     old = draw(st.lists(st.floats(-8, 0), min_size=len(ids), max_size=len(ids)))
     deltas = draw(st.lists(st.one_of(delta, st.floats(-1, 1)), min_size=len(ids), max_size=len(ids)))
+    rollout = draw(st.lists(st.sampled_from([0.0, 1e-3, 0.2, -0.4, -2.0]), min_size=len(ids), max_size=len(ids)))
     advantage = st.sampled_from([0.0, 1.3, -0.7, 2.0, -2.0])
     advantages = draw(st.lists(advantage, min_size=len(lengths), max_size=len(lengths)))
     low, high = draw(st.sampled_from([(3e-4, 4e-4), (0.2, 0.28), (1.5, 5.0)]))
-    return Batch([o + d for o, d in zip(old, deltas, strict=True)], old, advantages, ids, low, high)
+    others = {
+        "weight_cap": draw(st.sampled_from([1.05, 2.0, 20.0])),
+        "tau_positive": draw(st.sampled_from([1.0, 0.3])), "tau_negative": draw(st.sampled_from([1.05, 4.0])),
+        "delta_low": draw(st.sampled_from([1e-3, 0.15])), "delta_high": draw(st.sampled_from([1e-3, 0.2])),
+    }
+    return Batch([o + d for o, d in zip(old, deltas, strict=True)], old, advantages, ids, low, high,
+                 [o + d for o, d in zip(old, rollout, strict=True)], others)
+
+
+def scalar_denominator(name, lengths):
+    if name in SEQUENCE_MEANS:
+        return max(1, len([n for n in lengths if n > 0]))
+    if name in TOKEN_MEANS:
+        return max(1, sum(lengths))
+    return max(1, {"minirl": len(lengths), "dr_grpo": len(lengths) * MAX_TOKENS}[name])
+
+
+def clip(ratio, batch):
+    return min(max(ratio, 1 - batch.low), 1 + batch.high)
+
+
+def scalar_sequence(name, batch, advantage, tokens):
+    """Of one sequence, before the denominator: what it adds to the loss, the gradient of each token, the ratios counted
+    and how many of them are clip events."""
+    n, o = len(tokens), batch.others
+    deltas = [batch.l[t] - batch.old[t] for t in tokens]
+    if name in ("gspo", "gspo_token"):
+        ratio = math.exp(math.fsum(deltas) / n)
+        clipped = clip(ratio, batch) * advantage < ratio * advantage
+        value = -min(ratio * advantage, clip(ratio, batch) * advantage)
+        units = 1 if name == "gspo" else n
+        return value, [0.0 if clipped else -ratio * advantage / n] * n, [ratio] * units, clipped * units
+    if name == "gmpo":
+        # The product that the paper writes, token by token: min(r, hi) for A > 0, max(r, lo) for A < 0.
+        product, events = 0.0, []
+        for d in deltas:
+            ratio = math.exp(d)
+            events.append(advantage > 0 and ratio > 1 + batch.high or advantage < 0 and ratio < 1 - batch.low)
+            bounded = 1 + batch.high if advantage > 0 else 1 - batch.low
+            product += math.log(bounded) if events[-1] else d
+        value = -advantage * math.exp(product / n)
+        return value, [0.0 if e else value / n for e in events], [math.exp(d) for d in deltas], sum(events)
+    value, gradient, ratios, events = 0.0, [], [], 0
+    for t, d in zip(tokens, deltas, strict=True):
+        ratio = math.exp(d)
+        outside = advantage > 0 and ratio > 1 + batch.high or advantage < 0 and ratio < 1 - batch.low
+        if name in ("grpo", "dr_grpo", "dapo", "decoupled"):
+            weight = {"grpo": 1 / n}.get(name, 1.0)
+            if name == "decoupled":
+                weight = min(math.exp(batch.old[t] - batch.rollout[t]), o["weight_cap"])
+            event = outside
+            term = -weight * min(ratio * advantage, clip(ratio, batch) * advantage)
+            slope = 0.0 if outside else -weight * ratio * advantage
+        elif name == "sapo":
+            tau = o["tau_positive"] if advantage > 0 else o["tau_negative"]
+            level = 1 / (1 + math.exp(-min(tau * (ratio - 1), 700)))
+            rest = 1 / (1 + math.exp(min(tau * (ratio - 1), 700)))  # 1 - level, without its cancellation
+            gate = 4 * level * rest
+            event = advantage != 0 and gate < 0.5
+            term, slope = -4 / tau * level * advantage / n, -gate * ratio * advantage / n
+        else:
+            if name == "cispo":
+                event = advantage != 0 and ratio > o["weight_cap"]
+                weight = min(ratio, o["weight_cap"])
+            elif name == "dppo_tv":
+                moved = math.exp(batch.l[t]) - math.exp(batch.old[t])
+                event = advantage > 0 and moved > o["delta_high"] or advantage < 0 and moved < -o["delta_low"]
+                weight = 0.0 if event else min(ratio, o["weight_cap"])
+            else:
+                assert name == "minirl"
+                event = outside
+                weight = 0.0 if event else min(math.exp(batch.l[t] - batch.rollout[t]), o["weight_cap"])
+            term, slope = -weight * advantage * batch.l[t], -weight * advantage
+        value += term
+        gradient.append(slope)
+        ratios.append(ratio)
+        events += event
+    return value, gradient, ratios, events
 
 
 def scalar_reference(name, batch):
-    """loss, gradient, clip events, clip units, ratios; the two formulas as they are printed, in Python floats."""
+    """loss, gradient, clip events, ratios; the formulas as they are printed, in Python floats."""
     total, events, ratios = 0.0, 0, []
     gradient = [0.0] * len(batch.l)
+    denominator = scalar_denominator(name, batch.lengths)
     for i, advantage in enumerate(batch.advantages):
         tokens = [t for t, owner in enumerate(batch.ids) if owner == i]
-        n = len(tokens)
-        if n == 0:
+        if not tokens:
             continue
-        deltas = [batch.l[t] - batch.old[t] for t in tokens]
-        groups = [(tokens, math.exp(math.fsum(deltas) / n))] if name == "gspo" else [
-            ([t], math.exp(d)) for t, d in zip(tokens, deltas, strict=True)
-        ]
-        for members, ratio in groups:
-            bounded = min(max(ratio, 1 - batch.low), 1 + batch.high)
-            clipped = bounded * advantage < ratio * advantage
-            total -= min(ratio * advantage, bounded * advantage) / len(groups)
-            events += clipped
-            ratios.append(ratio)
-            if not clipped:
-                for t in members:
-                    gradient[t] = -ratio * advantage / n / batch.denominator
-    return total / batch.denominator, gradient, events, len(ratios), ratios
+        value, slopes, counted, clipped = scalar_sequence(name, batch, advantage, tokens)
+        total += value / denominator
+        for t, slope in zip(tokens, slopes, strict=True):
+            gradient[t] = slope / denominator
+        ratios += counted
+        events += clipped
+    return total, gradient, events, ratios
 
 
 def close(got, expected, tolerance=1e-12):
@@ -99,14 +183,14 @@ def close(got, expected, tolerance=1e-12):
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(batches())
 def test_values_gradients_and_counts_equal_the_scalar_reference(name, batch):
     result, gradient = batch.run(name)
-    loss, expected_gradient, events, units, ratios = scalar_reference(name, batch)
+    loss, expected_gradient, events, ratios = scalar_reference(name, batch)
     assert close([result.loss.item()], [loss])
     assert close(gradient, expected_gradient)
-    assert (result.clip_events.item(), result.clip_units.item()) == (events, units)
+    assert (result.clip_events.item(), result.clip_units.item()) == (events, len(ratios))
     assert close([result.ratio_sum.item()], [math.fsum(ratios)])
     assert close([result.ratio_min.item()], [min(ratios)]) if ratios else result.ratio_min.item() == math.inf
     assert close([result.ratio_max.item()], [max(ratios)]) if ratios else result.ratio_max.item() == -math.inf
@@ -115,37 +199,72 @@ def test_values_gradients_and_counts_equal_the_scalar_reference(name, batch):
 FIXED = Batch(
     l=[-1.0, -0.5, -2.0, -0.3, -0.9, -1.1, -0.2], old=[-1.1, -0.4, -2.5, -0.3001, -0.2, -1.0, -0.9],
     advantages=[1.5, 0.0, -0.5, -2.0, 0.7, 1.0], ids=[0, 0, 2, 3, 4, 4, 5], low=0.2, high=0.28,
+    rollout=[-1.2, -0.3, -2.4, -0.4, -0.2, -2.1, -0.95],
 )
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", [*(n for n in CLIPPED if n != "gspo_token"), "sapo"])  # no ratio that is a constant
 def test_gradients_equal_finite_differences(name):
     ids, advantages = torch.tensor(FIXED.ids), torch.tensor(FIXED.advantages, dtype=F64)
-    old = torch.tensor(FIXED.old, dtype=F64)
+    old, rollout = torch.tensor(FIXED.old, dtype=F64), torch.tensor(FIXED.rollout, dtype=F64)
 
     def loss(logprobs):
-        return policy_loss(name, logprobs, old, advantages, ids, clip_low=0.2, clip_high=0.28, denominator=5).loss
+        return policy_loss(name, logprobs, old, advantages, ids, rollout_logprobs=rollout, denominator=5,
+                           **FIXED.parameters(name)).loss
 
     assert torch.autograd.gradcheck(loss, torch.tensor(FIXED.l, dtype=F64, requires_grad=True), atol=1e-8)
-    result, _ = FIXED.run(name)
-    assert 0 < result.clip_events.item() < result.clip_units.item()  # both branches were differentiated
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_the_fixed_batch_has_both_branches(name):
+    batch = Batch(**{**vars(FIXED), "others": FIXED.others | {"tau_positive": 5.0}})  # a gate narrow enough to fade
+    result, _ = batch.run(name)
+    assert 0 < result.clip_events.item() < result.clip_units.item()
 
 
 def test_by_hand():
     # s = exp((0.2 + 0.0) / 2) = e^0.1 > 1.05: clipped for A > 0, not for A < 0. Sequence 1 is empty.
     for advantage, expected, events in ((2.0, -1.05 * 2.0, 1), (-2.0, math.exp(0.1) * 2.0, 0)):
         batch = Batch([-0.8, -1.0], [-1.0, -1.0], [advantage, 9.0], [0, 0], 0.05, 0.05)
-        result, _ = batch.run("gspo")
-        assert math.isclose(result.loss.item(), expected, rel_tol=1e-14)
-        assert result.clip_events.item() == events and result.clip_units.item() == 1
+        for name, tokens in (("gspo", 1), ("gspo_token", 2)):
+            result, _ = batch.run(name)
+            assert math.isclose(result.loss.item(), expected, rel_tol=1e-14)
+            assert result.clip_events.item() == events * tokens and result.clip_units.item() == tokens
     # per token: ratios e^0.2 and 1; only the first is clipped
     result, gradient = Batch([-0.8, -1.0], [-1.0, -1.0], [2.0], [0, 0], 0.05, 0.05).run("grpo")
     assert math.isclose(result.loss.item(), -(1.05 * 2 + 2) / 2, rel_tol=1e-14)
     assert gradient == [0.0, -1.0] and result.clip_events.item() == 1 and result.clip_units.item() == 2
 
 
+# Lengths 1, 0, 3. Ratios: 2; 1, 1/4, 1. Advantages 3 and -1. Trainer's old policy / sampler: 1, 1/2, 1, 16.
+HAND = Batch(
+    [math.log(p) for p in (0.5, 0.5, 0.125, 0.5)], [math.log(p) for p in (0.25, 0.5, 0.5, 0.5)], [3.0, 5.0, -1.0],
+    [0, 2, 2, 2], 0.5, 0.5, [math.log(p) for p in (0.25, 1.0, 0.5, 0.03125)],
+    {"weight_cap": 1.75, "tau_positive": 1.0, "tau_negative": 2.0, "delta_low": 0.3, "delta_high": 0.3},
+)
+BY_HAND = {  # gradients times the denominator, and the denominator
+    "dr_grpo": ([0, 1, 0, 1], 3 * MAX_TOKENS),  # 2 > 1.5 and 1/4 < 0.5 are clipped
+    "dapo": ([0, 1, 0, 1], 4),
+    "cispo": ([-1.75 * 3, 1, 0.25, 1], 4),  # 2 is truncated to 1.75
+    "dppo_tv": ([-1.75 * 3, 1, 0, 1], 4),  # 0.5 - 0.25 is within 0.3, 0.125 - 0.5 is not
+    "minirl": ([0, 0.5, 0, 1.75], 3),  # 2 and 1/4 are masked; to the sampler 0.5 / 1.0 and 0.5 / 0.03125 truncated
+    "decoupled": ([0, 0.5, 0, 1.75], 4),  # clipped alike; times 1/2 and 16 truncated
+    # the third root of 1 x 1/2 x 1, where 1/4 is held at 1/2, over 3 tokens; 2 is held at 1.5
+    "gmpo": ([0, 0.5 ** (1 / 3) / 3, 0, 0.5 ** (1 / 3) / 3], 2),
+    # 4 sigmoid'(tau (r - 1)) r A: sigmoid' is 1/4 at ratio 1, 1 / (2 + 2 cosh x) at x = tau (r - 1)
+    "sapo": ([-4 / (2 + 2 * math.cosh(1)) * 2 * 3, 1 / 3, 4 / (2 + 2 * math.cosh(1.5)) / 4 / 3, 1 / 3], 2),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_gradients_by_hand(name):
+    gradient, denominator = BY_HAND[name]
+    assert HAND.denominator(name) == denominator
+    assert close(HAND.run(name)[1], [g / denominator for g in gradient], 1e-14)
+
+
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(batches(), st.data())
 def test_any_cut_into_microbatches_sums_to_the_same(name, batch, data):
     whole, gradient = batch.run(name)
@@ -153,7 +272,7 @@ def test_any_cut_into_microbatches_sums_to_the_same(name, batch, data):
     loss, events, units, pieces = 0.0, 0, 0, [0.0] * len(batch.l)
     for microbatch in range(4):  # some of them without a sequence
         part, positions = batch.cut([i for i, m in enumerate(cut) if m == microbatch])
-        result, part_gradient = part.run(name, denominator=batch.denominator)
+        result, part_gradient = part.run(name, denominator=batch.denominator(name))
         loss += result.loss.item()
         events += result.clip_events.item()
         units += result.clip_units.item()
@@ -165,50 +284,53 @@ def test_any_cut_into_microbatches_sums_to_the_same(name, batch, data):
 
 @settings(max_examples=60, deadline=None)
 @given(batches())
-def test_gspo_equals_its_token_form(batch):
-    """GSPO-token (arXiv 2507.18071, section 4.3): s_{i,t} = sg[s_i] exp(l_t - sg[l_t]), averaged over the tokens."""
-    result, gradient = batch.run("gspo")
-    logprobs = torch.tensor(batch.l, dtype=F64, requires_grad=True)
-    old = torch.tensor(batch.old, dtype=F64)
-    loss = logprobs.sum() * 0
-    for i, advantage in enumerate(batch.advantages):
-        tokens = [t for t, owner in enumerate(batch.ids) if owner == i]
-        if tokens:
-            s = (logprobs[tokens].detach() - old[tokens]).mean().exp()
-            s_t = s * (logprobs[tokens] - logprobs[tokens].detach()).exp()
-            terms = torch.minimum(s_t * advantage, s_t.clamp(1 - batch.low, 1 + batch.high) * advantage)
-            loss = loss - terms.mean() / batch.denominator
-    loss.backward()
-    assert close([result.loss.item()], [loss.item()]) and close(gradient, logprobs.grad.tolist())
+def test_gspo_token_is_gspo_with_one_advantage_per_sequence(batch):
+    (one, gradient), (other, token_gradient) = batch.run("gspo"), batch.run("gspo_token")
+    assert close([one.loss.item()], [other.loss.item()]) and close(gradient, token_gradient)
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(batches())
 def test_on_policy_gradient_is_the_plain_policy_gradient(name, batch):
-    batch.old = list(batch.l)
+    batch.old, batch.rollout = list(batch.l), list(batch.l)
     result, gradient = batch.run(name)
-    plain = [-batch.advantages[i] / batch.lengths[i] / batch.denominator for i in batch.ids]
+    lengths = batch.lengths if name in SEQUENCE_MEANS else [1] * len(batch.advantages)
+    plain = [-batch.advantages[i] / lengths[i] / batch.denominator(name) for i in batch.ids]
     assert close(gradient, plain)
     assert result.clip_events.item() == 0 and result.ratio_sum.item() == result.clip_units.item()
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", CLIPPED)
 @pytest.mark.parametrize("advantage", [1.0, 0.0])
 def test_an_overflowing_ratio_that_does_not_count_leaves_no_nan(name, advantage):
-    result, gradient = Batch([0.0, -1.0], [-2000.0, -1.0], [advantage, 1.0], [0, 1], 0.2, 0.2).run(name)
+    batch = Batch([0.0, -1.0], [-2000.0, -1.0], [advantage, 1.0], [0, 1], 0.2, 0.2, [-2000.0, -1.0])
+    result, gradient = batch.run(name, denominator=2)
     assert result.ratio_max.item() == math.inf  # the witness: exp did overflow
     assert math.isclose(result.loss.item(), -(1.2 * advantage + 1.0) / 2, rel_tol=1e-14)
     assert gradient == [0.0, -0.5]
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_an_overflow_or_nan_that_counts_is_shown(name):
+@pytest.mark.parametrize("name", [name for name in POLICY_LOSSES if name not in CLIPPED])
+@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
+def test_an_overflowing_ratio_is_bounded_by_the_losses_that_truncate_or_fade(name, advantage):
+    result, gradient = Batch([-0.5], [-2000.0], [advantage], [0], 0.2, 0.2).run(name)
+    assert result.ratio_max.item() == math.inf  # the witness: exp did overflow
+    kept = advantage if name == "cispo" or (name in ("dppo_tv", "minirl") and advantage < 0) else 0.0
+    assert gradient == [-2.0 * kept] and math.isfinite(result.loss.item())  # 2 is weight_cap
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_an_overflow_that_counts_is_shown(name):
     result, _ = Batch([0.0], [-2000.0], [-1.0], [0], 0.2, 0.2).run(name)
     assert result.loss.item() == math.inf
-    for advantage in (-1.0, 0.0, 1.0):
-        result, _ = Batch([math.nan], [-1.0], [advantage], [0], 0.2, 0.2).run(name)
-        assert math.isnan(result.loss.item())
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+def test_a_nan_is_shown(name, advantage):
+    result, _ = Batch([math.nan], [-1.0], [advantage], [0], 0.2, 0.2).run(name)
+    assert math.isnan(result.loss.item())
 
 
 def test_float32_logprobs_resolve_the_gspo_clip_range_over_a_long_sequence():
@@ -227,28 +349,43 @@ def test_float32_gradients_do_not_depend_on_the_cut(name):
     whole, gradient = FIXED.run(name, dtype=torch.float32)
     for sequences in ([0, 1, 2], [3], [4, 5]):
         part, positions = FIXED.cut(sequences)
-        _, part_gradient = part.run(name, dtype=torch.float32, denominator=FIXED.denominator)
+        _, part_gradient = part.run(name, dtype=torch.float32, denominator=FIXED.denominator(name))
         assert close(part_gradient, [gradient[t] for t in positions], 1e-6)
     assert close([whole.loss.item()], [scalar_reference(name, FIXED)[0]], 1e-6)
 
 
-def test_no_gradient_reaches_old_logprobs_or_advantages():
-    logprobs, old = (torch.tensor([-1.0, -2.0], requires_grad=True) for _ in range(2))
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_no_gradient_reaches_anything_but_the_logprobs(name):
+    logprobs, old, rollout = (torch.tensor([-1.0, -2.0], requires_grad=True) for _ in range(3))
     advantages = torch.tensor([1.0], requires_grad=True)
-    for loss in POLICY_LOSSES.values():
-        loss(logprobs, old, advantages, torch.zeros(2, dtype=torch.int64),
-             clip_low=0.1, clip_high=0.1, denominator=1).loss.backward()
+    policy_loss(name, logprobs, old, advantages, torch.zeros(2, dtype=torch.int64), rollout_logprobs=rollout,
+                denominator=1, **LOSS_PARAMETERS[name]).loss.backward()
     reference_kl(logprobs, old, torch.zeros(2, dtype=torch.int64), 1).backward()
-    assert old.grad is None and advantages.grad is None and logprobs.grad.abs().sum() > 0
+    assert old.grad is None and rollout.grad is None and advantages.grad is None and logprobs.grad.abs().sum() > 0
 
 
-def test_denominator_counts_non_empty_sequences():
-    assert global_denominator([3, 0, 1, 0]) == 2
-    assert global_denominator([]) == 0
+def test_denominators():
+    lengths = [3, 0, 1, 0]
+    got = {name: global_denominator(name, iter(lengths), 10) for name in POLICY_LOSSES}
+    assert got == {
+        "gspo": 2, "gspo_token": 2, "grpo": 2, "sapo": 2, "gmpo": 2,
+        "dapo": 4, "cispo": 4, "dppo_tv": 4, "decoupled": 4, "minirl": 4, "dr_grpo": 40,
+    }
+    assert global_denominator("minirl", [3, 0, 1], 10) == 3  # sequences, where those and the tokens differ
+    assert {global_denominator(name, [], 10) for name in POLICY_LOSSES} == {0}
+    assert nonempty(lengths) == 2
+
+
+def test_config_and_losses_agree_on_names_and_parameters():
+    assert list(POLICY_LOSSES) == list(LOSS_PARAMETERS)
+    assert list(POLICY_LOSSES) == list(get_args(ObjectiveConfig.model_fields["name"].annotation))
+    for name, function in POLICY_LOSSES.items():
+        keywords = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        assert [k for k in keywords if k not in ("rollout_logprobs", "denominator")] == list(LOSS_PARAMETERS[name])
 
 
 VALID = {"logprobs": torch.zeros(2), "old_logprobs": torch.zeros(2), "advantages": torch.zeros(1),
-         "sequence_ids": torch.zeros(2, dtype=torch.int64), "clip_low": 0.1, "clip_high": 0.1, "denominator": 1}
+         "sequence_ids": torch.zeros(2, dtype=torch.int64), "rollout_logprobs": torch.zeros(2), "denominator": 1}
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -262,19 +399,33 @@ VALID = {"logprobs": torch.zeros(2), "old_logprobs": torch.zeros(2), "advantages
     ({"sequence_ids": torch.zeros(3, dtype=torch.int64)}, ValueError, r"\(3,\)"),
     ({"old_logprobs": torch.zeros(1)}, ValueError, r"\(1,\)"),
     ({"denominator": 0}, ValueError, "denominator"),
-    ({"clip_low": -0.1}, ValueError, "clip_low"),
-    ({"clip_high": math.nan}, ValueError, "clip_high"),
 ])
 def test_bad_input_is_refused(name, change, error, message):
-    policy_loss(name, **VALID)
+    policy_loss(name, **VALID, **LOSS_PARAMETERS[name])
     with pytest.raises(error, match=message):
-        policy_loss(name, **(VALID | change))
+        policy_loss(name, **(VALID | LOSS_PARAMETERS[name] | change))
+
+
+@pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in LOSS_PARAMETERS.items() for key in keys])
+def test_bad_parameters_are_refused(name, key):
+    for value in (0.0, -0.1, math.nan):
+        with pytest.raises(ValueError, match=key):
+            policy_loss(name, **(VALID | LOSS_PARAMETERS[name] | {key: value}))
+    with pytest.raises(TypeError, match="epsilon"):
+        policy_loss(name, **VALID, **LOSS_PARAMETERS[name], epsilon=0.1)
+
+
+@pytest.mark.parametrize("name", ["minirl", "decoupled"])
+@pytest.mark.parametrize(("rollout", "error"), [(torch.zeros(2).bfloat16(), TypeError), (torch.zeros(1), ValueError)])
+def test_the_samplers_logprobs_are_checked_where_they_are_used(name, rollout, error):
+    with pytest.raises(error):
+        policy_loss(name, **(VALID | LOSS_PARAMETERS[name] | {"rollout_logprobs": rollout}))
 
 
 def test_unknown_loss_is_refused_by_name():
-    with pytest.raises(ConfigError, match="'ppo'.*gspo or grpo"):
+    with pytest.raises(ConfigError, match="'ppo'.*gspo or gspo_token or grpo"):
         policy_loss("ppo", **VALID)
-    assert (POLICY_LOSSES["gspo"], POLICY_LOSSES["grpo"]) == (gspo, grpo)
+    assert all(function.__name__ == name for name, function in POLICY_LOSSES.items())
 
 
 @settings(max_examples=100, deadline=None)
@@ -282,11 +433,12 @@ def test_unknown_loss_is_refused_by_name():
 def test_reference_kl_equals_the_scalar_reference(batch):
     logprobs = torch.tensor(batch.l, dtype=F64, requires_grad=True)
     ids = torch.tensor(batch.ids, dtype=torch.int64)
-    got = reference_kl(logprobs, torch.tensor(batch.old, dtype=F64), ids, batch.denominator)
+    denominator = max(1, nonempty(batch.lengths))
+    got = reference_kl(logprobs, torch.tensor(batch.old, dtype=F64), ids, denominator)
     got.backward()
     value, gradient = 0.0, []
     for current, reference, i in zip(batch.l, batch.old, batch.ids, strict=True):
-        d, weight = reference - current, 1 / batch.lengths[i] / batch.denominator
+        d, weight = reference - current, 1 / batch.lengths[i] / denominator
         value += (math.expm1(d) - d) * weight
         gradient.append(-math.expm1(d) * weight)
     assert close([got.item()], [value]) and close(logprobs.grad.tolist(), gradient)
