@@ -154,14 +154,21 @@ _METRICS = (
            "Differs between steps of equal shape: the plan changed.", modes=REPLAYED),
     # The update.
     Metric("objective/loss", "loss", "neutral",
-           "The objective as minimised. Near 0 by construction for centred advantages: it does not measure progress.",
+           "The objective as minimised. It does not measure progress: with centred advantages and a mean over sequences "
+           "it is near 0 by construction, and under cispo, dppo_tv and minirl it has the log-likelihood in it, of which "
+           "only the gradient means something.",
            "Non-finite: the update is skipped on all ranks."),
     Metric("objective/clip_fraction", "fraction", "neutral",
-           "Fraction of the ratios (gspo: sequences, grpo: tokens) where clipping took the gradient away.",
+           "Fraction of the tokens (gspo: of the sequences) whose gradient the loss took away: by clipping the ratio "
+           "(gspo, gspo_token, grpo, dr_grpo, dapo, gmpo, decoupled) or by masking (dppo_tv, minirl). Where the loss "
+           "does not do that: whose weight it truncated (cispo) or whose gate is below 1/2 (sapo). Advantage 0 counts "
+           "as untouched.",
            "Near 1: the policy moves too far in a step. 0 with one update per step and old_logprobs=trainer is "
            "expected."),
     Metric("objective/ratio_mean", "ratio", "neutral",
-           "Mean importance ratio, new policy / old policy.",
+           "Mean over the same tokens or sequences of the ratio that is clipped, masked or faded, before that: new "
+           "policy / old policy (objective.old_logprobs). gspo: of the sequence; gspo_token: of the token's sequence; "
+           "otherwise of the token alone, without the weight to the sampler that minirl and decoupled have beside it.",
            "Far from 1: the old logprobs do not belong to these tokens or weights."),
     Metric("objective/kl_ref", "nats/token", "neutral",
            "k3 estimate of the KL to the frozen initial policy. Only with objective.kl_coef > 0.",
