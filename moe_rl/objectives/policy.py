@@ -57,8 +57,9 @@ def global_denominator(name: str, lengths: Iterable[int], max_tokens: int) -> in
     gspo, gspo_token, grpo, sapo, gmpo: sequences with at least one token; an empty one has no mean over its tokens.
     dapo, cispo, dppo_tv, decoupled: tokens. minirl: sequences, empty ones too: a sum over no token is 0.
     dr_grpo: sequences, empty ones too, x max_tokens, the longest completion allowed; no other loss looks at it.
-    0 means that there is nothing to learn from: skip the update.
+    0 means that there is nothing to learn from: skip the update. Raises ConfigError for an unknown name.
     """
+    _check_name(name)
     lengths = list(lengths)
     if name in _TOKEN_MEANS:
         return sum(lengths)
@@ -85,9 +86,7 @@ def policy_loss(name: str, logprobs: Tensor, old_logprobs: Tensor, advantages: T
     Raises ConfigError for an unknown name, TypeError for a wrong dtype or parameter, ValueError for a wrong shape or
     number. Values of sequence_ids are not checked here, since that would make the host wait for the device.
     """
-    if name not in POLICY_LOSSES:
-        raise ConfigError(describe("unknown policy loss", where="objective.name", got=repr(name),
-                                   expected=" or ".join(POLICY_LOSSES), do="set objective.name to one of these"))
+    _check_name(name)
     if name in _USE_ROLLOUT_LOGPROBS:
         parameters["rollout_logprobs"] = rollout_logprobs
     return POLICY_LOSSES[name](logprobs, old_logprobs, advantages, sequence_ids, denominator=denominator, **parameters)
@@ -107,3 +106,9 @@ def reference_kl(logprobs: Tensor, ref_logprobs: Tensor, sequence_ids: Tensor, d
     check_tokens(logprobs, ref_logprobs, sequence_ids, denominator)
     tokens = k3(ref_logprobs.detach().double() - logprobs.double())
     return ((tokens / own_length(sequence_ids)).sum() / denominator).to(logprobs.dtype)
+
+
+def _check_name(name: str) -> None:
+    if name not in POLICY_LOSSES:
+        raise ConfigError(describe("unknown policy loss", where="objective.name", got=repr(name),
+                                   expected=" or ".join(POLICY_LOSSES), do="set objective.name to one of these"))

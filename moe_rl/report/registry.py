@@ -154,9 +154,9 @@ _METRICS = (
            "Differs between steps of equal shape: the plan changed.", modes=REPLAYED),
     # The update.
     Metric("objective/loss", "loss", "neutral",
-           "The objective as minimised. It does not measure progress: with centred advantages and a mean over sequences "
-           "it is near 0 by construction, and under cispo, dppo_tv and minirl it has the log-likelihood in it, of which "
-           "only the gradient means something.",
+           "The objective as minimised. It does not measure progress: with centred advantages and a mean over "
+           "sequences it is near 0 by construction, and under cispo, dppo_tv and minirl it has the log-likelihood in "
+           "it, whose gradient alone counts.",
            "Non-finite: the update is skipped on all ranks."),
     Metric("objective/clip_fraction", "fraction", "neutral",
            "Fraction of the tokens (gspo: of the sequences) whose gradient the loss took away: by clipping the ratio "

@@ -425,6 +425,8 @@ def test_the_samplers_logprobs_are_checked_where_they_are_used(name, rollout, er
 def test_unknown_loss_is_refused_by_name():
     with pytest.raises(ConfigError, match="'ppo'.*gspo or gspo_token or grpo"):
         policy_loss("ppo", **VALID)
+    with pytest.raises(ConfigError, match="'ppo'"):
+        global_denominator("ppo", [1], 10)
     assert all(function.__name__ == name for name, function in POLICY_LOSSES.items())
 
 
