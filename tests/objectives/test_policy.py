@@ -240,13 +240,13 @@ def test_by_hand():
 HAND = Batch(
     [math.log(p) for p in (0.5, 0.5, 0.125, 0.5)], [math.log(p) for p in (0.25, 0.5, 0.5, 0.5)], [3.0, 5.0, -1.0],
     [0, 2, 2, 2], 0.5, 0.5, [math.log(p) for p in (0.25, 1.0, 0.5, 0.03125)],
-    {"weight_cap": 1.75, "tau_positive": 1.0, "tau_negative": 2.0, "delta_low": 0.3, "delta_high": 0.3},
+    {"weight_cap": 1.75, "tau_positive": 1.0, "tau_negative": 2.0, "delta_low": 0.3, "delta_high": 0.5},
 )
 BY_HAND = {  # gradients times the denominator, and the denominator
     "dr_grpo": ([0, 1, 0, 1], 3 * MAX_TOKENS),  # 2 > 1.5 and 1/4 < 0.5 are clipped
     "dapo": ([0, 1, 0, 1], 4),
     "cispo": ([-1.75 * 3, 1, 0.25, 1], 4),  # 2 is truncated to 1.75
-    "dppo_tv": ([-1.75 * 3, 1, 0, 1], 4),  # 0.5 - 0.25 is within 0.3, 0.125 - 0.5 is not
+    "dppo_tv": ([-1.75 * 3, 1, 0, 1], 4),  # 0.5 - 0.25 is within 0.5, 0.125 - 0.5 is not within 0.3
     "minirl": ([0, 0.5, 0, 1.75], 3),  # 2 and 1/4 are masked; to the sampler 0.5 / 1.0 and 0.5 / 0.03125 truncated
     "decoupled": ([0, 0.5, 0, 1.75], 4),  # clipped alike; times 1/2 and 16 truncated
     # the third root of 1 x 1/2 x 1, where 1/4 is held at 1/2, over 3 tokens; 2 is held at 1.5
@@ -365,13 +365,12 @@ def test_no_gradient_reaches_anything_but_the_logprobs(name):
 
 
 def test_denominators():
-    lengths = [3, 0, 1, 0]
+    lengths = [3, 0, 2, 0]
     got = {name: global_denominator(name, iter(lengths), 10) for name in POLICY_LOSSES}
     assert got == {
         "gspo": 2, "gspo_token": 2, "grpo": 2, "sapo": 2, "gmpo": 2,
-        "dapo": 4, "cispo": 4, "dppo_tv": 4, "decoupled": 4, "minirl": 4, "dr_grpo": 40,
+        "dapo": 5, "cispo": 5, "dppo_tv": 5, "decoupled": 5, "minirl": 4, "dr_grpo": 40,
     }
-    assert global_denominator("minirl", [3, 0, 1], 10) == 3  # sequences, where those and the tokens differ
     assert {global_denominator(name, [], 10) for name in POLICY_LOSSES} == {0}
     assert nonempty(lengths) == 2
 
