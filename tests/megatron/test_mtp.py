@@ -60,7 +60,7 @@ def test_its_router_chooses_while_the_decoder_replays(model):
     bounds = torch.tensor([0, T], dtype=torch.int32)
     session = ReplaySession([table(routes, 12)], (0, 1), mode="replay", name="test", rank=0)
     with session:
-        session.begin_forward(0)
+        session.begin_forward(0, session.microbatches[0].fed.tokens)
         params = ReplaySeqParams(
             qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=T, max_seqlen_kv=T,
             lengths=(T,), tokens=T, replay=session.handle(0),
