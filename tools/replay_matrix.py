@@ -1,6 +1,7 @@
 """Prove that replay is exact in each layout and schedule, on this machine's real parts.
 
-    python tools/replay_matrix.py [--ranks 1 2 4] [--json FILE] [--write docs/replay.md]
+    python tools/replay_matrix.py [--ranks N] [--json FILE] [--write docs/replay.md]
+    python tools/replay_matrix.py --ranks 4 parallel.tensor=2 parallel.expert=4 train.recompute=moe
 
 A small random model takes forced random routes on 1, 2 and 4 ranks. Its gradients are held against an independent
 single-process `transformers` model that takes the same routes; every routing map and every count of rows that arrive at
@@ -18,23 +19,32 @@ from pathlib import Path
 
 from moe_rl.errors import MoeRLError
 from moe_rl.proof.batch import make_checkpoint
-from moe_rl.proof.cases import LAYOUTS, RECORDED
+from moe_rl.proof.cases import LAYOUTS, RECORDED, parse
 from moe_rl.proof.matrix import Proof, prove
 from moe_rl.proof.table import as_dict, markdown, write_into
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], epilog="\n".join(__doc__.splitlines()[4:]), allow_abbrev=False
+        description=__doc__.splitlines()[0], epilog="\n".join(__doc__.splitlines()[5:]), allow_abbrev=False
     )
-    parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help="only cases of these world sizes")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="a.b=c", help="prove this one layout instead, of parallel.* and train.*"
+    )
+    parser.add_argument(
+        "--ranks", type=int, action="append", metavar="N", help="only cases of this world size; may be repeated"
+    )
     parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table between the markers of this page")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here")
     arguments = parser.parse_args(argv)
+    if arguments.overrides and len(arguments.ranks or ()) != 1:
+        parser.error("a layout of your own needs --ranks N")
     cases = [case for case in LAYOUTS + RECORDED if not arguments.ranks or case.ranks in arguments.ranks]
-    if not cases:
+    if not cases and not arguments.overrides:
         parser.error(f"no case has {arguments.ranks} ranks: choose from {sorted({c.ranks for c in LAYOUTS})}")
     try:
+        if arguments.overrides:
+            cases = [parse(arguments.overrides, arguments.ranks[0])]
         with tempfile.TemporaryDirectory() as folder:
             work = Path(folder) / "work"
             work.mkdir()

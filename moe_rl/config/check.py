@@ -23,7 +23,7 @@ from moe_rl.config.hf import (
     tokenizer_vocabulary,
 )
 from moe_rl.config.plan import Plan, count_prompts, least_ranks, make_plan, stage_layers
-from moe_rl.config.schema import LOSS_PARAMETERS, Config
+from moe_rl.config.schema import LOSS_PARAMETERS, Config, ParallelConfig, TrainConfig
 from moe_rl.errors import ConfigError, describe
 
 
@@ -43,8 +43,8 @@ def problems(config: Config, world_size: int) -> list[str]:
     found += _batch_problems(config)
     found += _objective_problems(config)
     found += _replay_problems(config)
-    found += _rank_problems(config, facts, world_size)
-    found += _schedule_problems(config, facts)
+    found += layout_problems(config.parallel, config.train, facts, world_size)
+    found += _share_problems(config, world_size)
     plan = make_plan(config, facts, world_size) if facts is not None else None
     found += _folder_problems(config.run.runs_dir, plan)
     return found
@@ -232,8 +232,15 @@ def _replay_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _rank_problems(config: Config, facts: ModelFacts | None, world_size: int) -> Iterator[str]:
-    parallel = config.parallel
+def layout_problems(
+    parallel: ParallelConfig, train: TrainConfig, facts: ModelFacts | None, world_size: int
+) -> Iterator[str]:
+    """Every reason why the model cannot be laid out and scheduled so on `world_size` ranks. facts None: not known."""
+    yield from _rank_problems(parallel, facts, world_size)
+    yield from _schedule_problems(parallel, train, facts)
+
+
+def _rank_problems(parallel: ParallelConfig, facts: ModelFacts | None, world_size: int) -> Iterator[str]:
     least = least_ranks(parallel)
     if world_size % least:
         sizes = ", ".join(f"parallel.{dimension} = {size}" for dimension, size in parallel if size > 1)
@@ -278,6 +285,10 @@ def _rank_problems(config: Config, facts: ModelFacts | None, world_size: int) ->
             got=parallel.pipeline,
             expected="1 for a model with tie_word_embeddings",
         )
+
+
+def _share_problems(config: Config, world_size: int) -> Iterator[str]:
+    parallel = config.parallel
     per_update = config.rollout.prompts_per_step // config.train.updates_per_step * config.rollout.group_size
     shares = world_size // (parallel.tensor * parallel.context * parallel.pipeline)
     if 0 < per_update < shares:
@@ -288,8 +299,7 @@ def _rank_problems(config: Config, facts: ModelFacts | None, world_size: int) ->
         )
 
 
-def _schedule_problems(config: Config, facts: ModelFacts | None) -> Iterator[str]:
-    train, parallel = config.train, config.parallel
+def _schedule_problems(parallel: ParallelConfig, train: TrainConfig, facts: ModelFacts | None) -> Iterator[str]:
     if train.recompute in ("uniform", "block"):
         held = facts.layers // (parallel.pipeline * parallel.virtual_pipeline) if facts is not None else None
         if held and train.recompute_layers > held:

@@ -192,10 +192,18 @@ def _read_tensors(path: Path, policy: Policy) -> dict:
             describe(
                 "a checkpoint is not of this model",
                 where=str(path),
-                got=str(reason)[:300],
+                got=_shortened(str(reason)),
                 do="resume with the model.path that the run had",
             )
         ) from error
+
+
+def _shortened(reason: str) -> str:
+    """Megatron lists tensors in an order of its own on every rank: the first three by name, and how many there are."""
+    names = sorted(set(re.findall(r"'([^']+)'", reason)))
+    if len(names) < 4:
+        return reason[:300]
+    return f"{reason.split("'")[0].rstrip(' {[(:')}: {', '.join(names[:3])} and {len(names) - 3} more"
 
 
 def _sharded(policy: Policy, *, loading: bool) -> dict:

@@ -76,7 +76,7 @@ def _run(chunks, microbatches, session, after_forward, *, forward_only, **option
         number, microbatch = next(iterator)
         recorded = session if number < len(microbatches) else None
         if session is not None:
-            session.begin_forward(number)
+            session.begin_forward(number, microbatch.tokens[0, world.own_rows(microbatch.tokens.shape[1])])
         # Combined 1F1B asks for the parts of the forward, and runs them before it asks for those of the next one.
         forward = model.build_schedule_plan if return_schedule_plan else model
         output = forward(

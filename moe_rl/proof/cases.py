@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pydantic import ValidationError
+
+from moe_rl.config import strict_yaml
 from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
+from moe_rl.errors import ConfigError, describe
 
 Mode = Literal["r3", "r2", "native", "observe"]
 
@@ -70,6 +75,34 @@ class Case:
         return TrainConfig(
             microbatch_tokens=MICROBATCH_TOKENS, optimizer=OptimizerConfig(lr=1e-3, clip_grad=1e9), **settings
         )
+
+
+def parse(overrides: Seq[str], ranks: int) -> Case:
+    """The r3 case of `parallel.a=b` and `train.a=b` overrides. Raises ConfigError naming what is wrong with one."""
+    given: dict[str, dict[str, object]] = {"parallel": {}, "train": {}}
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        section, _, name = key.partition(".")
+        if not equals or section not in given or not name:
+            raise ConfigError(
+                describe("not an override of a proof", got=text, expected="parallel.NAME=VALUE or train.NAME=VALUE")
+            )
+        given[section][name], _ = strict_yaml.parse(value, text)
+    try:
+        parallel = ParallelConfig(**given["parallel"])
+        train = Case(ranks, train=given["train"]).train_config
+    except ValidationError as error:
+        raise ConfigError(
+            [
+                describe(f"{'.'.join(map(str, one['loc']))}: {one['msg']}", where=" ".join(overrides), got=one["input"])
+                for one in error.errors()
+            ]
+        ) from None
+    return Case(
+        ranks,
+        {name: getattr(parallel, name) for name in given["parallel"]},
+        {name: getattr(train, name) for name in given["train"]},
+    )
 
 
 def _product(sizes) -> int:

@@ -13,7 +13,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from moe_rl.errors import ReplayError, describe
+from moe_rl.config.check import layout_problems
+from moe_rl.config.hf import read_model
+from moe_rl.errors import ConfigError, ReplayError, describe
 from moe_rl.proof.batch import batch
 from moe_rl.proof.cases import Case
 from moe_rl.proof.reference import Reference, reference
@@ -95,8 +97,6 @@ class Proof:
     def reference(self, *, forced: bool) -> Reference:
         """Under the batch's routes, or under the model's own."""
         if forced not in self._references:
-            from moe_rl.config.hf import read_model
-
             _, routes = batch(read_model(self.checkpoint))
             self._references[forced] = reference(self.checkpoint, routes if forced else None)
         return self._references[forced]
@@ -128,8 +128,6 @@ class Proof:
 
     def _recorded(self, ranks: list[dict]) -> list[np.ndarray]:
         """The routes that an r2 case recorded, put together from all ranks."""
-        from moe_rl.config.hf import read_model
-
         facts = read_model(self.checkpoint)
         _, routes = batch(facts)
         recorded = [np.full_like(table, 255) for table in routes]
@@ -142,7 +140,17 @@ class Proof:
 
 
 def prove(proof: Proof, cases: list[Case]) -> list[Proved]:
-    """Run r3 cases with their controls, and r2 cases; one row for each of `cases`."""
+    """Run r3 cases with their controls, and r2 cases; one row for each of `cases`.
+
+    Raises ConfigError when one of them is no layout of the proof's model.
+    """
+    facts, problems = read_model(proof.checkpoint), []
+    for case in cases:
+        # The dtype in which megatron would run the schedule; the proof computes in float32 in any.
+        train = case.train_config.model_copy(update={"dtype": "bfloat16"})
+        problems += layout_problems(case.parallel_config, train, facts, case.ranks)
+    if problems:
+        raise ConfigError(problems)
     controls = [dataclasses.replace(case, mode="observe") for case in cases if case.mode == "r3"]
     seen = proof.run(cases + controls)
     outcomes = [proof.judge(case, ranks) for case, ranks in zip(cases + controls, seen, strict=True)]

@@ -48,9 +48,10 @@ def expected(routes: torch.Tensor, salts: torch.Tensor, *, layers: Seq[int], exp
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowSalts:
-    """salts int64 [R] of the rows as they are fed; owner int64 [R]: which of the `owners` sequences each belongs to.
-    experts: in each layer."""
+    """tokens int64 [R]: ids in the rows as they are fed. salts int64 [R]: of these rows. owner int64 [R]: which of the
+    `owners` sequences each row belongs to. experts: in each layer."""
 
+    tokens: torch.Tensor
     salts: torch.Tensor
     owner: torch.Tensor
     owners: int

@@ -173,6 +173,7 @@ def microbatch_routes(
     return MicrobatchRoutes(
         names=tuple(names),
         fed=RowSalts(
+            on_device(np.concatenate(fed).astype(np.int64)[rows]),
             on_device(salts[rows]),
             on_device(np.repeat(np.arange(len(lengths)), lengths)[rows]),
             len(lengths),

@@ -95,6 +95,7 @@ class ReplaySession:
     any_stage: Callable[[torch.Tensor], torch.Tensor] = lambda flags: flags
     tally: Tally = field(default_factory=Tally)
     _forwarding: int | None = None
+    _strangers: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     _taken: Counter = field(default_factory=Counter)
     _dispatched: Counter = field(default_factory=Counter)
     _applied: list[tuple[int, int, torch.Tensor]] = field(default_factory=list)
@@ -126,9 +127,25 @@ class ReplaySession:
         """What travels with a microbatch through the model."""
         return MicrobatchHandle(self, microbatch)
 
-    def begin_forward(self, microbatch: int) -> None:
-        """The schedule is about to run the forward of this microbatch; until it says so again, of no other."""
+    def begin_forward(self, microbatch: int, tokens: torch.Tensor) -> None:
+        """The schedule is about to run the forward of this microbatch; until it says so again, of no other.
+
+        tokens int64 [R]: ids in the rows that this rank's routers will see, compared with those that the routes were
+        read for. Stays on the device. A number beyond the microbatches is that of a filler, which has no routes.
+        """
         self._forwarding = microbatch
+        if microbatch < len(self.microbatches):
+            expected = self.microbatches[microbatch].fed.tokens
+            if tokens.shape != expected.shape:
+                raise ReplayError(
+                    describe(
+                        "routes and tokens differ in number",
+                        where=f"{self.name}, rank {self.rank}, microbatch {microbatch}",
+                        got=f"{len(expected)} rows",
+                        expected=f"{len(tokens)} tokens",
+                    )
+                )
+            self._strangers.append((microbatch, (tokens != expected).any()))
 
     def routes(self, microbatch: int, layer: int) -> torch.Tensor:
         """Recorded routes [R, K] of one (microbatch, layer)."""
@@ -229,6 +246,18 @@ class ReplaySession:
             )
 
     def _close(self) -> None:
+        strangers = torch.stack([flag for _, flag in self._strangers]).tolist() if self._strangers else []
+        wrong = [number for (number, _), flag in zip(self._strangers, strangers, strict=True) if flag]
+        if wrong:
+            raise ReplayError(
+                describe(
+                    "a microbatch ran with the routes of other tokens",
+                    where=f"{self.name}, rank {self.rank}",
+                    got=f"other tokens in microbatch {', '.join(map(str, wrong))}",
+                    expected="those that the routes were read for",
+                    do="pass microbatches and routes in the same order",
+                )
+            )
         if self.mode != "observe":
             self._check_ledger("taken", self._taken)
         if self.mode == "replay":

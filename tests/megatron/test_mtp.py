@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import pytest
 import torch
 
 from moe_rl.config.schema import ParallelConfig
@@ -12,8 +11,10 @@ from tests.megatron.models import TRAIN, facts, table
 T = 12
 
 
-@pytest.fixture
-def model(one_rank):
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def build(**recompute):
     from megatron.core.extensions.transformer_engine import HAVE_TE
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -24,7 +25,8 @@ def model(one_rank):
 
     style = facts()
     config = transformer_config(style, TRAIN, ParallelConfig())
-    config = dataclasses.replace(config, mtp_num_layers=1, perform_initialization=True, init_method_std=0.3)
+    settings = {"mtp_num_layers": 1, "perform_initialization": True, "init_method_std": 0.3}
+    config = dataclasses.replace(config, **settings, **recompute)
     spec = block_spec(config, None)
     torch.manual_seed(0)
     model = GPTModel(
@@ -39,9 +41,45 @@ def model(one_rank):
     return model
 
 
-def test_its_router_chooses_while_the_decoder_replays(model):
-    from moe_rl.megatron.router import ReplayRouter, ReplaySeqParams
+def run(model, routes, *, again=False):
+    """A training pass on random tokens; the session that was open."""
+    from moe_rl.megatron.router import ReplaySeqParams
 
+    torch.manual_seed(1)
+    tokens, positions = torch.randint(0, 96, (1, T)), torch.arange(T)[None]
+    bounds = torch.tensor([0, T], dtype=torch.int32)
+    layers = frozenset(routes) if again else frozenset()
+    session = ReplaySession(
+        [table(routes, 12)], tuple(routes), mode="replay", name="test", rank=0, recomputed_layers=layers
+    )
+    with session:
+        session.begin_forward(0, session.microbatches[0].fed.tokens)
+        params = ReplaySeqParams(
+            qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=T, max_seqlen_kv=T,
+            lengths=(T,), tokens=T, replay=session.handle(0),
+        )  # fmt: skip
+        loss = model(tokens, positions, None, labels=tokens, loss_mask=torch.ones(1, T), packed_seq_params=params)
+        loss.sum().backward()
+    return session
+
+
+def test_recomputation_over_packed_sequences_changes_no_gradient(one_rank):
+    """Earlier megatrons died of it: it needs no refusal any more."""
+    routes = {layer: torch.rand(T, 12).argsort(-1)[:, :4] for layer in (0, 1)}
+    plain, recomputed = build(), build(**FULL)
+    recomputed.load_state_dict(plain.state_dict())
+    assert run(plain, routes).tally.consumed == 2
+    assert run(recomputed, routes, again=True).tally.consumed == 4
+    ours = {name: p.grad for name, p in recomputed.named_parameters() if p.grad is not None}
+    theirs = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    assert ours.keys() == theirs.keys() and any("mtp" in name for name in ours)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_its_router_chooses_while_the_decoder_replays(one_rank):
+    from moe_rl.megatron.router import ReplayRouter
+
+    model = build()
     decoder = [layer.mlp.router for layer in model.decoder.layers]
     (behind,) = [m for m in model.modules() if isinstance(m, ReplayRouter) and m not in decoder]
     # the trap: megatron gives the numbers of the decoder again
@@ -56,17 +94,7 @@ def test_its_router_chooses_while_the_decoder_replays(model):
     for router in (*decoder, behind):
         router.register_forward_hook(look)
     routes = {layer: torch.rand(T, 12).argsort(-1)[:, :4] for layer in (0, 1)}
-    tokens, positions = torch.randint(0, 96, (1, T)), torch.arange(T)[None]
-    bounds = torch.tensor([0, T], dtype=torch.int32)
-    session = ReplaySession([table(routes, 12)], (0, 1), mode="replay", name="test", rank=0)
-    with session:
-        session.begin_forward(0)
-        params = ReplaySeqParams(
-            qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=T, max_seqlen_kv=T,
-            lengths=(T,), tokens=T, replay=session.handle(0),
-        )  # fmt: skip
-        loss = model(tokens, positions, None, labels=tokens, loss_mask=torch.ones(1, T), packed_seq_params=params)
-        loss.sum().backward()
+    session = run(model, routes)
     assert session.tally.consumed == session.tally.expected == 2
 
     for layer, router in enumerate(decoder):

@@ -48,11 +48,15 @@ def session(tables, **options):
     return ReplaySession(tables, LAYERS, **{"mode": "replay", "name": "step 7", "rank": 3, **options})
 
 
+def begin(open_session, microbatch):
+    open_session.begin_forward(microbatch, open_session.microbatches[microbatch].fed.tokens)
+
+
 def run(open_session, *, skip=(), twice=(), order=None):
     """What a schedule does: every layer of every microbatch, in any order."""
     keys = order or [(m, layer) for m in range(len(open_session.microbatches)) for layer in LAYERS]
     for key in [k for k in keys if k not in skip] + list(twice):
-        open_session.begin_forward(key[0])
+        begin(open_session, key[0])
         routes = open_session.take(*key, tokens=open_session.microbatches[key[0]].routes[key[1]].shape[0])
         open_session.check_dispatch(*key, chosen(routes))
 
@@ -69,7 +73,7 @@ def test_the_routes_are_those_of_the_key():
     tables = [table(0), table(1)]
     with session(tables) as s:
         for m in (0, 1):
-            s.begin_forward(m)
+            begin(s, m)
             assert all(torch.equal(s.take(m, layer, TOKENS), tables[m].routes[layer]) for layer in LAYERS)
             for layer in LAYERS:
                 s.check_dispatch(m, layer, chosen(tables[m].routes[layer]))
@@ -124,21 +128,34 @@ def test_microbatches_that_swap_their_routes_are_refused():
         session([table(0), table(1)]) as s,
     ):
         for through, asked in [(0, 1), (1, 0)]:
-            s.begin_forward(through)
+            begin(s, through)
             for layer in LAYERS:
                 s.check_dispatch(asked, layer, chosen(s.take(asked, layer, TOKENS)))
     with (
         pytest.raises(ReplayError, match="another microbatch"),
         session([table(0), table(1)], mode="observe", compare_native=True) as s,
     ):
-        s.begin_forward(0)
+        begin(s, 0)
         s.observe_native(1, 0, s.microbatches[0].routes[0])
+
+
+def test_microbatches_and_routes_in_another_order_are_refused():
+    """Each key is the microbatch's own, taken once and dispatched as recorded; the tokens tell."""
+    right = [table(0), table(1)]
+    message = "ran with the routes of other tokens .*got other tokens in microbatch 0, 1, expected"
+    with pytest.raises(ReplayError, match=message), session([right[1], right[0]]) as s:
+        for m in (0, 1):
+            s.begin_forward(m, right[m].fed.tokens)
+            for layer in LAYERS:
+                s.check_dispatch(m, layer, chosen(s.take(m, layer, TOKENS)))
+    with pytest.raises(ReplayError, match="microbatch 0.: got 6 rows, expected 4 tokens"), session(right) as s:
+        s.begin_forward(0, torch.zeros(4, dtype=torch.int64))
 
 
 def test_recomputation_comes_between_the_forwards_of_other_microbatches():
     with session([table(0), table(1)], recomputed_layers=frozenset(LAYERS)) as s:
         for m in (0, 1):
-            s.begin_forward(m)
+            begin(s, m)
             with torch.no_grad():
                 for layer in LAYERS:
                     s.check_dispatch(m, layer, chosen(s.take(m, layer, TOKENS)))
@@ -176,7 +193,7 @@ def test_a_pass_outside_of_its_session_is_refused():
 
 def test_a_layer_that_was_routed_but_not_dispatched_is_named():
     with pytest.raises(ReplayError, match="not dispatched exactly once"), session([table(0)]) as s:
-        s.begin_forward(0)
+        begin(s, 0)
         for layer in LAYERS:
             routes = s.take(0, layer, TOKENS)
             if layer != 1:
@@ -186,7 +203,7 @@ def test_a_layer_that_was_routed_but_not_dispatched_is_named():
 @pytest.mark.parametrize("fault", ["one expert", "two tokens swapped", "dropped", "another layer"])
 def test_other_experts_at_the_dispatcher_are_refused(fault):
     with pytest.raises(ReplayError, match="dispatched to other experts than recorded"), session([table(0)]) as s:
-        s.begin_forward(0)
+        begin(s, 0)
         for layer in LAYERS:
             sent = chosen(s.take(0, layer, TOKENS))
             if layer == 1:
@@ -208,7 +225,7 @@ def test_rows_and_tokens_must_agree():
         pytest.raises(ReplayError, match=r"microbatch 0, layer 1.*6 rows, expected 5 tokens"),
         session([table(0)]) as s,
     ):
-        s.begin_forward(0)
+        begin(s, 0)
         s.take(0, 1, 5)
 
 
@@ -223,7 +240,7 @@ def test_sessions_do_not_nest_and_nothing_leaks():
     with pytest.raises(ReplayError, match="already open"), session([table(0)]), session([table(1)]):
         pass
     with pytest.raises(RuntimeError, match="mid-step"), session([table(0)]) as s:
-        s.begin_forward(0)
+        begin(s, 0)
         s.take(0, 0, TOKENS)
         raise RuntimeError("mid-step")  # the real error is told, not an incomplete ledger
     with session([table(0)]) as s:
@@ -237,7 +254,7 @@ def test_a_token_counts_once_when_its_layers_lie_on_several_stages():
     with session(recorded, compare_native=True, any_stage=lambda flags: flags | elsewhere) as s:
         run(s)
         for microbatch, routes in enumerate(recorded):
-            s.begin_forward(microbatch)
+            begin(s, microbatch)
             for layer in LAYERS:
                 native = routes.routes[layer].long()
                 if (microbatch, layer) in ((0, 0), (0, 2)):
@@ -255,7 +272,7 @@ def test_a_layer_that_was_not_compared_is_named():
         session(tables, mode="observe", compare_native=True) as s,
     ):
         for microbatch, layer in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]:
-            s.begin_forward(microbatch)
+            begin(s, microbatch)
             s.observe_native(microbatch, layer, tables[microbatch].routes[layer].long())
 
 
@@ -298,7 +315,7 @@ def test_a_recording_pass_gives_the_routes_that_the_next_one_must_take():
     observed, own = [table(0), table(1)], [table(5), table(6)]
     with session(observed, mode="record", compare_native=True) as first:
         for m in (0, 1):
-            first.begin_forward(m)
+            begin(first, m)
             for layer in LAYERS:
                 choice = own[m].routes[layer].long()
                 first.observe_native(m, layer, choice)
@@ -318,7 +335,7 @@ def test_a_recording_pass_that_missed_a_layer_is_refused():
         pytest.raises(ReplayError, match="microbatch 0 layer 2 forward 0 times"),
         session([table(0)], mode="record") as s,
     ):
-        s.begin_forward(0)
+        begin(s, 0)
         for layer in LAYERS[:2]:
             s.record(0, layer, s.routes(0, layer))
 
@@ -330,14 +347,14 @@ def test_rows_without_a_route_are_left_to_the_router():
     sums = {layer: replace(right.fed, salts=salts).chosen(layer, right.routes[layer]) for layer in LAYERS}
     mixed = replace(right, native=native, checksums=sums)
     with session([mixed]) as s:
-        s.begin_forward(0)
+        begin(s, 0)
         assert s.native_rows(0) is native
         for layer in LAYERS:
             routes = s.take(0, layer, TOKENS)
             routes[1] = (routes[1] + 1) % EXPERTS  # the router's own choice
             s.check_dispatch(0, layer, chosen(routes))
     with pytest.raises(ReplayError, match="dispatched to other"), session([mixed]) as s:
-        s.begin_forward(0)
+        begin(s, 0)
         for layer in LAYERS:
             routes = s.take(0, layer, TOKENS)
             routes[2] = (routes[2] + 1) % EXPERTS  # a row that has a route

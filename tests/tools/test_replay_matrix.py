@@ -1,0 +1,53 @@
+"""The command line of the proof: what cannot be proven is told before anything runs; the docs list what is proven."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_rl.errors import ConfigError
+from moe_rl.proof.cases import LAYOUTS, RECORDED, Case, parse
+from moe_rl.proof.table import BEGIN, END
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, "tools/replay_matrix.py", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+
+
+def test_a_layout_of_ones_own():
+    case = parse(["parallel.tensor=2", "parallel.expert=4", "train.recompute=moe", "train.router_aux_loss=1e-2"], 4)
+    assert case == Case(4, {"tensor": 2, "expert": 4}, {"recompute": "moe", "router_aux_loss": 0.01})
+    assert case.layout_name == "TP2 EP4 DP2 recompute=moe router_aux_loss=0.01"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["parallel.tensr=2"], "tensr: .*not permitted"),
+        (["train.recompute=full"], "recompute: .*'uniform'.*got full"),
+        (["tensor=2"], "not an override of a proof: got tensor=2"),
+        (["parallel.tensor"], "not an override of a proof"),
+    ],
+)
+def test_overrides_that_say_nothing_are_named(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(overrides, 2)
+
+
+def test_a_layout_that_cannot_be_is_refused_before_it_runs():
+    done = run("--ranks", "2", "parallel.tensor=4", "parallel.expert=2", "train.overlap_expert_parallel_comm=true")
+    assert done.returncode == 2 and done.stdout == ""
+    assert "a multiple of 4 ranks" in done.stderr and "key-value heads" in done.stderr
+
+
+def test_the_docs_have_a_row_for_every_case():
+    page = (ROOT / "docs/replay.md").read_text()
+    rows = [line.split(" | ") for line in page.split(BEGIN)[1].split(END)[0].strip().splitlines()[2:]]
+    shown = [(int(row[0].strip("| ")), row[1], row[2]) for row in rows]
+    assert shown == [(case.ranks, case.layout_name, case.mode.upper()) for case in LAYOUTS + RECORDED]
+    assert all("not exact" not in row[3] and float(row[3]) < 1e-6 < 1e-2 < float(row[4]) for row in rows)
