@@ -139,6 +139,8 @@ def _blocks(segments: Iterable[Segment], rows: tuple[int, int]) -> Iterable[tupl
         size, own = segment.found.shard.header.token_block, segment.found.frame.own_rows
         first = max(rows[0] - segment.first, 0)
         last = min(rows[1] - segment.first, segment.rows)
+        if first >= last:  # also when a block that it takes some rows of holds the first
+            continue
         for start in range(first - first % size, last, size):
             begin, end = max(first, start), min(last, start + size)
             taken = slice(begin - start, end - start)

@@ -56,6 +56,24 @@ def test_every_prefix_of_turns_over_shards(tmp_path, spec, random_routes, decode
         store.read(replace(ref, rows=14))
 
 
+def test_any_rows_of_a_record_that_continues_a_shorter_block(tmp_path, spec, random_routes, decoded):
+    """A block of the parent has more rows than the record takes of it: rows behind these are none of the parent's."""
+    prompt, own = random_routes(spec, 6), random_routes(spec, 3, 1)
+    with ShardWriter(tmp_path, "s", spec, token_block=4) as writer:
+        first = writer.add("p", prompt, range(6), decoded(6))
+        ref = writer.add("c", own, range(10, 13), decoded(3, 1), parent=replace(first, rows=5))
+    store = TraceStore(tmp_path)
+    expected, tokens = np.concatenate([prompt[:5], own]), [*range(5), *range(10, 13)]
+    for begin in range(9):
+        for end in range(begin, 9):
+            part = store.read(ref, rows=(begin, end))
+            np.testing.assert_array_equal(part.routes, expected[begin:end])
+            assert part.token_ids.tolist() == tokens[begin:end]
+            out = np.empty((end - begin, 3, 4), np.uint16)
+            store.read_batch([(ref, (begin, end))], out)
+            np.testing.assert_array_equal(out, expected[begin:end])
+
+
 def test_the_shard_of_a_parent_is_gone_or_another(tmp_path, spec, write_shard, random_routes, decoded):
     old = write_shard(tmp_path, "old", spec)
     with ShardWriter(tmp_path, "new", spec) as writer:
