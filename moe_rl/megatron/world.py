@@ -60,7 +60,7 @@ def clear() -> None:
 
 def stop() -> None:
     """Leave the groups in order."""
-    clear()
+    parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
 

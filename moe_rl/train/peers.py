@@ -33,6 +33,7 @@ class Peers:
         self._done = threading.Event()
         self._said, self._writing = threading.Lock(), threading.Lock()
         self._seen: dict[int, tuple[int, float]] = {}
+        self._failed_since: dict[int, float] = {}
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
 
     def __enter__(self) -> Peers:
@@ -90,7 +91,8 @@ class Peers:
                 self._end(lost)
 
     def _lost(self) -> str | None:
-        """A sentence about the first peer that is gone; "" when one failed and said so; None when all is well."""
+        """A sentence about the first peer that is gone; "" when it failed and has had time to say so; None when all is
+        well."""
         for rank in range(self.ranks):
             if rank == self.rank:
                 continue
@@ -100,9 +102,13 @@ class Peers:
                     continue
                 who = f"rank {rank} (pid {state['pid']} on {state['host']})"
                 where = f"{who}, in phase {state['phase']} of step {state['step']}"
-                if state["phase"] == "failed":
-                    return ""
                 local = state["host"] == socket.gethostname()
+                if state["phase"] == "failed":
+                    # It is about to say why. Were this rank to end first, torchrun would end that one unheard.
+                    since = self._failed_since.setdefault(rank, time.monotonic())
+                    if (local and not _running(state["pid"])) or time.monotonic() - since > self.timeout:
+                        return ""
+                    continue
                 if local and not _running(state["pid"]):
                     return f"{where}, died"
                 beats, since = self._seen.get(rank, (-1, 0.0))

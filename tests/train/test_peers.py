@@ -19,23 +19,28 @@ from pathlib import Path
 from moe_rl.errors import EngineError
 from moe_rl.train.peers import Peers
 folder, rank, how = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-with Peers(folder, rank, 2, timeout_seconds=2) as peers:
-    with peers.phase("train", 7):
-        print("ready", flush=True)
-        if how == "fail":
-            time.sleep(1)
-            raise EngineError("planted")
-        if how == "broken collective":
-            while True:
-                try:
-                    time.sleep(0.05)
-                    if not (folder / "rank1.json").exists():
-                        continue
-                    import json, os
-                    os.kill(json.loads((folder / "rank1.json").read_text())["pid"], 0)
-                except ProcessLookupError:
-                    raise RuntimeError("Connection closed by peer") from None
-        time.sleep(1 if how == "finish" else 60)
+try:
+    with Peers(folder, rank, 2, timeout_seconds=2) as peers:
+        with peers.phase("train", 7):
+            print("ready", flush=True)
+            if how.startswith("fail"):
+                time.sleep(1)
+                raise EngineError("planted")
+            if how == "broken collective":
+                while True:
+                    try:
+                        time.sleep(0.05)
+                        if not (folder / "rank1.json").exists():
+                            continue
+                        import json, os
+                        os.kill(json.loads((folder / "rank1.json").read_text())["pid"], 0)
+                    except ProcessLookupError:
+                        raise RuntimeError("Connection closed by peer") from None
+            time.sleep(1 if how == "finish" else 60)
+except EngineError:
+    if how == "fail slowly":
+        time.sleep(1.5)  # engine and groups are closed before anyone prints the error
+    raise
 """
 
 
@@ -91,6 +96,17 @@ def test_a_stopped_rank_is_named_and_ended(ranks):
 def test_a_rank_that_explained_itself_is_not_explained_again(ranks):
     survivor, failed = ranks("sleep", "fail")
     assert end(failed, 10)[0] == 1
+    code, errors = end(survivor, 10)
+    assert (code, errors) == (EXIT_CODE, "")
+
+
+def test_a_rank_that_fails_is_heard_before_the_others_end(ranks):
+    """torchrun ends all ranks when the first has ended: that one must be the one with something to say."""
+    survivor, failed = ranks("sleep", "fail slowly")
+    while failed.poll() is None:
+        assert survivor.poll() is None
+        time.sleep(0.05)
+    assert failed.returncode == 1 and "planted" in failed.stderr.read()
     code, errors = end(survivor, 10)
     assert (code, errors) == (EXIT_CODE, "")
 
