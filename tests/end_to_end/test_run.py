@@ -101,7 +101,6 @@ def test_without_replay_the_mismatch_is_larger(short_run, tmp_path):
     [
         # bf16 partial sums of the two ranks round otherwise than whole ones
         pytest.param(["parallel.tensor=2"], 0.5, id="TP2-EP2"),
-        pytest.param(["parallel.expert=1", "parallel.pipeline=2", "parallel.virtual_pipeline=2"], 1e-9, id="PP2-VPP2"),
         # attention over gathered keys sums in another order
         pytest.param(["parallel.context=2", "train.overlap_expert_parallel_comm=true"], 0.5, id="CP2-EP2-overlap"),
     ],
@@ -124,7 +123,7 @@ def test_ranks_that_share_sequences(short_run, tmp_path, layout, rel):
 
 
 def test_grpo_from_the_samplers_logprobs_with_a_reference_in_float32(tmp_path):
-    """The other side of every switch, in one run, and its layers on two pipeline stages."""
+    """The other side of every switch, in one run, and its layers in turns on two pipeline stages."""
     run = Launch(
         tmp_path,
         *config(
@@ -138,6 +137,7 @@ def test_grpo_from_the_samplers_logprobs_with_a_reference_in_float32(tmp_path):
             "objective.normalize_std=false",
             "parallel.expert=1",
             "parallel.pipeline=2",
+            "parallel.virtual_pipeline=2",
             "run.steps=2",
         ),
     )
