@@ -9,7 +9,6 @@ a busy machine disturbs less.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 from models import SHAPES, make_model
+from output import tell
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_NO_USAGE_STATS": "1"}
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -36,10 +36,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         result = measure(options, Path(folder))
-    for name, value in result.items():
-        print(f"{name:42} {value:.4g}" if isinstance(value, float) else f"{name:42} {value}")
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    tell(result, options.json)
     return 0
 
 

@@ -11,7 +11,6 @@ One rank, a random Qwen3-MoE, full sequences with recorded routes. Prints, of on
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -21,10 +20,11 @@ from pathlib import Path
 
 import numpy as np
 from models import SHAPES, make_model
+from output import tell
 
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0"}
 
-TIMED = ("routes", "native_rows", "take", "observe_native", "check_dispatch", "__exit__")
+TIMED = ("begin_forward", "routes", "native_rows", "take", "observe_native", "check_dispatch", "__exit__")
 
 
 def main() -> int:
@@ -37,10 +37,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         result = measure(options, Path(folder))
-    for name, value in result.items():
-        print(f"{name:42} {value:.4g}" if isinstance(value, float) else f"{name:42} {value}")
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    tell(result, options.json)
     return 0
 
 

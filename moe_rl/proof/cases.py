@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Literal
@@ -63,7 +64,7 @@ class Case:
     def copies(self) -> int:
         """Data-parallel replicas."""
         sharing = ("tensor", "context", "pipeline")
-        return self.ranks // _product(self.parallel.get(key, 1) for key in sharing)
+        return self.ranks // math.prod(self.parallel.get(key, 1) for key in sharing)
 
     @property
     def parallel_config(self) -> ParallelConfig:
@@ -103,13 +104,6 @@ def parse(overrides: Seq[str], ranks: int) -> Case:
         {name: getattr(parallel, name) for name in given["parallel"]},
         {name: getattr(train, name) for name in given["train"]},
     )
-
-
-def _product(sizes) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total
 
 
 _INTERLEAVED = {"pipeline": 2, "virtual_pipeline": 2}

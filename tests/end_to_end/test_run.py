@@ -106,11 +106,11 @@ def test_without_replay_the_mismatch_is_larger(short_run, tmp_path):
     ],
 )
 def test_ranks_that_share_sequences(short_run, tmp_path, layout, rel):
-    """The ranks share matrices and tokens, or layers: the same batch and weights, and every sum counts each once."""
+    """The ranks share matrices and tokens: the same batch and weights, and every sum counts each once."""
     run = Launch(tmp_path, *config(f"run.runs_dir={tmp_path}", *layout, "objective.kl_coef=0.01", "run.steps=2"))
     assert run.wait() == 0, run.text()[-4000:]
     ours, theirs = ([row for row in lines(r.folder) if row["kind"] == "train"] for r in (run, short_run))
-    # each of the two ranks routes its part of the tokens or of the layers, and counts how many had routes
+    # each of the two ranks routes its part of the tokens, and counts how many had routes
     assert all(row["routing/applied_mismatch"] == 0 and row["routing/coverage"] == 1 for row in ours)
     assert all(row["routing/consumed"] == row["routing/expected"] > 0 for row in ours)
     # before the first update both runs hold the same weights and tokens

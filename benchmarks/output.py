@@ -1,0 +1,14 @@
+"""How a benchmark tells its result: lines for people, and a file when one is asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+def tell(result: dict[str, object], file: Path | None) -> None:
+    """Print one line for each number, four digits of a float; write all of it as JSON to `file`."""
+    for name, value in result.items():
+        print(f"{name:42} {value:.4g}" if isinstance(value, float) else f"{name:42} {value}")
+    if file:
+        file.write_text(json.dumps(result, indent=2) + "\n")
