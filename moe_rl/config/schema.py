@@ -194,7 +194,7 @@ class CorrectionConfig(Section):
     """truncate: the ratio, at most `high`. mask: the ratio where it is within the bounds, else 0. reject: 1 where it is
     within them, else 0. veto: 0 for the whole sequence when the ratio of any of its tokens is below `low`."""
     low: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """Lower bound of the ratio: mask and reject may have it, veto needs it. A ratio of 1 is always within the bounds."""
+    """Lower bound of the ratio: mask and reject may have it, veto needs it. 1 is always within the bounds."""
     high: Annotated[float, Field(ge=1.0)] | None = None
     """Upper bound of the ratio: truncate and mask need it, reject may have it."""
 

@@ -14,8 +14,15 @@ from moe_rl.train.step import TrainStep, UpdateSums
 def test_sums_wait_for_the_end_of_the_update(monkeypatch):
     """No microbatch makes the host wait for the device: nothing is read until all of them are through."""
     step = object.__new__(TrainStep)
-    step.config = SimpleNamespace(objective=ObjectiveConfig(clip_low=0.1, clip_high=0.1, kl_coef=0.5))
-    step.reference = True
+    corrections = (
+        CorrectionConfig(level="token", rule="veto", low=0.5),
+        CorrectionConfig(level="sequence", rule="truncate", high=2.0),
+        CorrectionConfig(level="geometric", rule="reject", high=2.0),
+    )
+    objective = ObjectiveConfig(
+        clip_low=0.1, clip_high=0.1, kl_coef=0.5, corrections=corrections, off_policy_delta=0.5
+    )
+    step.config, step.reference = SimpleNamespace(objective=objective), True
     logprobs, old, ref = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -2.0, -0.4]), torch.full((3,), -1.0)
     microbatch = SimpleNamespace(
         advantages=torch.tensor([1.0, -1.0]), sequence_ids=torch.tensor([0, 0, 1]), rollout_logprobs=old
@@ -38,6 +45,7 @@ def test_sums_wait_for_the_end_of_the_update(monkeypatch):
     assert float(sums.clip_units) == 4 and float(sums.clip_events) == 2
     assert float(sums.ratio) == pytest.approx(2 * (torch.tensor([0.25, -0.1]).exp().sum().item()))
     assert float(sums.loss) == pytest.approx(2 * one.item()) and float(sums.kl) > 0
+    assert sums.corrections.tolist() == [6, 6, 6, 0, 0, 4, 0]  # trainer and sampler agree: every weight is 1
 
 
 @pytest.mark.parametrize("name", LOSS_PARAMETERS)
