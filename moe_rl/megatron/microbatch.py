@@ -26,9 +26,9 @@ class Microbatch:
     and on through the padding.
 
     predicts int64 [n]: rows whose logits predict completion tokens. targets int64 [n]: these tokens. predicted int64
-    [n]: which of the N they are. support: of these n tokens, what each was drawn from; None: from the whole vocabulary.
+    [n]: which of the N they are. support: what each of these n tokens was drawn from; None: the whole vocabulary.
     sequence_ids int64 [N] in 0..B-1. rollout_logprobs float32 [N]. advantages float32 [B]. indices: which sequences of
-    the batch. real_tokens: rows of the sequences, without any padding, on all context-parallel ranks. padding: bool [T].
+    the batch. real_tokens: rows of the sequences, without any padding, on all context-parallel ranks. padding bool [T].
     """
 
     tokens: torch.Tensor

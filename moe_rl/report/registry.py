@@ -93,6 +93,12 @@ _METRICS = (
     Metric("policy/logratio_abs_max", "nats", "lower",
            "Largest |trainer - sampler logprob| of any sampled token.",
            "Several nats on one token: one position differs entirely. Look for a wrong route or a shifted token."),
+    Metric("policy/entropy", "nats/token", "neutral",
+           "Mean entropy of the trainer's distribution of each completion token, before the step's first update, at "
+           "the sampling temperature and over the tokens that rollout.keep_sampling_mask leaves. With "
+           "objective.old_logprobs: sampler it is of the first update's share of the step.",
+           "Falls to 0 while rewards still rise: exploration is over. Rises without end: objective.entropy_coef is too "
+           "large."),
     Metric("policy_kl/k1_native", "nats/token", "neutral",
            "policy_kl/k1 with the trainer routing natively, on the same tokens, weights and sampler logprobs.",
            "See policy_kl/k1.", "when measured"),

@@ -134,8 +134,8 @@ def test_routes_of_older_weights(steps):
     # one rank has the sequence; the other learns that it need not begin
     mine = [message in rank for rank in steps["stale-refused"]]
     assert sorted(mine) == [False, True]
-    other = steps["stale-refused"][mine.index(False)]
-    assert f"another rank refused the routes of its sequences: got rank {mine.index(True)}, see its error" in other
+    other, who = steps["stale-refused"][mine.index(False)], mine.index(True)
+    assert f"another rank refused what was recorded of its sequences: got rank {who}, see its error" in other
     prompts = sum(LENGTHS[i][0] for i in (2, 5))
     replayed, native, whole = (steps[name][0] for name in ("stale-replayed", "stale-native", "whole"))
     assert replayed["routing/stale_tokens"] == native["routing/stale_tokens"] == prompts
