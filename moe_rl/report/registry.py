@@ -230,10 +230,11 @@ _METRICS = (
            "Prompt and completion tokens / time/train.",
            "Falling: packing got worse or experts are unbalanced."),
     Metric("trace/bytes_per_token", "bytes/token", "lower",
-           "Stored size of the routes of one forwarded token, all layers.",
-           "Above layers x top_k x bytes per id: the codec costs more than it saves."),
+           "Stored size of what was recorded for one forwarded token: its routes in all layers and, where asked for, "
+           "its sampling support and router logits.",
+           "Of routes alone above layers x top_k x bytes per id: the codec costs more than it saves."),
     Metric("trace/bytes", "bytes", "lower",
-           "Stored size of this step's routes.",
+           "Stored size of what this step recorded.",
            "Grows without longer completions: shards are padded."),
     # Does the sampler hold the trainer's weights?
     Metric("sync/canary_abs_diff", "nats", "lower",
