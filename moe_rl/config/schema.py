@@ -83,7 +83,10 @@ class RolloutConfig(Section):
     """Record which tokens top_k, top_p and min_p left each sampled one to be drawn from, and have the trainer
     renormalise its distributions over the same ones in every pass (DeepSeek-V3.2, arXiv 2512.02556)."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Precision of the sampler."""
+    """Precision that the sampler computes in."""
+    weights: Literal["exact", "fp8_e4m3"] = "exact"
+    """exact: the trainer's, in `dtype`. fp8_e4m3: of attention, experts and dense layers the matrices are rounded to
+    what block-scaled float8 holds before the sampler gets them, also the first time; it still computes in `dtype`."""
     max_concurrent: Count = 256
     """Sequences the engine decodes at once."""
     kv_cache_mib: Count = 512
