@@ -46,6 +46,10 @@ class RouteValidationError(TraceError, ValueError):
     """Routes that may not be trained on. The message names request, token and layer."""
 
 
+class SupportError(TraceError, ValueError):
+    """A recorded sampling support that may not be trained on. The message names request and token."""
+
+
 class ReplayError(MoeRLError):
     """Replay was not exact: a route was missed, repeated, or another one was dispatched."""
 

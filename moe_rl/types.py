@@ -104,6 +104,18 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingSupport:
+    """The ids that the tokens of one completion could have been, under top-k, top-p and min-p.
+
+    counts [T] integers. ids [sum of counts] integers, those of each token ascending, one token after the other. A count
+    of 0: the whole vocabulary.
+    """
+
+    counts: np.ndarray
+    ids: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """What the verifiers said. status "scored" or "failed"; a failed one has no reward and is no wrong answer.
 

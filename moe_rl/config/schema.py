@@ -72,6 +72,16 @@ class RolloutConfig(Section):
     """Completions are truncated here."""
     temperature: Positive = 1.0
     """Sampling temperature; the trainer's logits are divided by it too."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Tokens are drawn from the `top_k` most likely ones. 0: from all. This and the next two need
+    keep_sampling_mask. Evaluation samples with them too, but for its greedy half."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Tokens are drawn from the fewest that together have this probability. 1: from all."""
+    min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Tokens are drawn from those at least this many times as likely as the likeliest. 0: from all."""
+    keep_sampling_mask: bool = False
+    """Record which tokens top_k, top_p and min_p left each sampled one to be drawn from, and have the trainer
+    renormalise its distributions over the same ones in every pass (DeepSeek-V3.2, arXiv 2512.02556)."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision that the sampler computes in."""
     weights: Literal["exact", "fp8_e4m3"] = "exact"
@@ -262,6 +272,9 @@ class ObjectiveConfig(Section):
     kl_unbiased: bool = False
     """Multiply each token's estimate by the ratio of new to old policy, through which the gradient flows too
     (DeepSeek-V3.2). k1 and k3 then have the gradient of KL(policy || reference) on average."""
+    entropy_coef: Annotated[float, Field(ge=0.0)] = 0.0
+    """Weight of the policy's entropy, mean over the completion tokens of an update, which is taken off the loss: raises
+    it. In nats, at the sampling temperature, over the tokens that keep_sampling_mask leaves. 0: not computed there."""
 
     @model_validator(mode="after")
     def _gspo_range(self) -> Self:

@@ -67,18 +67,38 @@ class Policy:
 
         session: replays or observes; None routes natively, uncompared. temperature: None is that of sampling.
         """
+        return [values[0] for values in self._scores(microbatches, session, temperature or self.temperature)]
+
+    def logprobs_and_entropies(
+        self, microbatches: list[Microbatch], session: ReplaySession | None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """`logprobs`, and the entropy [N] float32 in nats of the distribution that each completion token is drawn from.
+
+        Both are over the tokens' supports where the microbatches have them.
+        """
+        scores = self._scores(microbatches, session, self.temperature, entropy=True)
+        return [values[0] for values in scores], [values[1] for values in scores]
+
+    def _scores(self, microbatches, session, temperature, *, entropy=False) -> list[torch.Tensor]:
         for chunk in self.chunks:
             chunk.eval()
         try:
-            return schedule.logprobs(self.chunks, microbatches, session, temperature or self.temperature)
+            return schedule.logprobs(self.chunks, microbatches, session, temperature, entropy=entropy)
         finally:
             for chunk in self.chunks:
                 chunk.train()
 
-    def update(self, microbatches: list[Microbatch], session: ReplaySession | None, loss: LossFunction) -> UpdateResult:
+    def update(
+        self,
+        microbatches: list[Microbatch],
+        session: ReplaySession | None,
+        loss: LossFunction,
+        *,
+        entropy: bool = False,
+    ) -> UpdateResult:
         """One optimizer step on the gradient of the summed losses. A non-finite gradient changes nothing, anywhere.
 
-        loss: called on the last pipeline stage only.
+        loss: called on the last pipeline stage only. entropy: give it the entropies too.
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -86,7 +106,7 @@ class Policy:
         # Megatron moves them as soon as all gradients are there, before anyone has seen whether these are finite.
         biases = [(r.expert_bias, r.expert_bias.clone()) for r in self._routers() if r.expert_bias is not None]
         self._start_aux_loss(microbatches)
-        schedule.forward_backward(self.chunks, microbatches, session, loss, self.temperature)
+        schedule.forward_backward(self.chunks, microbatches, session, loss, self.temperature, entropy=entropy)
         lr = learning_rate(self.settings, self.updates)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -159,4 +179,4 @@ class ReferencePolicy:
 
     def logprobs(self, microbatches: list[Microbatch]) -> list[torch.Tensor]:
         """As Policy.logprobs, natively routed."""
-        return schedule.logprobs(self.chunks, microbatches, None, self.temperature)
+        return [values[0] for values in schedule.logprobs(self.chunks, microbatches, None, self.temperature)]

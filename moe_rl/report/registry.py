@@ -130,6 +130,12 @@ _METRICS = (
            "(sum of w)^2 / (tokens x sum of w^2), w the tokens' untruncated trainer / sampler ratios: the share of the "
            "tokens that an importance-weighted mean has the worth of.",
            "Below 0.9: few tokens rule the mean."),
+    Metric("policy/entropy", "nats/token", "neutral",
+           "Mean entropy of the trainer's distribution of each completion token, before the step's first update, at "
+           "the sampling temperature and over the tokens that rollout.keep_sampling_mask leaves. With "
+           "objective.old_logprobs: sampler it is of the first update's share of the step.",
+           "Falls to 0 while rewards still rise: exploration is over. Rises without end: objective.entropy_coef is too "
+           "large."),
     Metric("policy_kl/k1_native", "nats/token", "neutral",
            "policy_kl/k1 with the trainer routing natively, on the same tokens, weights and sampler logprobs.",
            "See policy_kl/k1.", "when measured"),
@@ -300,10 +306,11 @@ _METRICS = (
            "Prompt and completion tokens / time/train.",
            "Falling: packing got worse or experts are unbalanced."),
     Metric("trace/bytes_per_token", "bytes/token", "lower",
-           "Stored size of the routes of one forwarded token, all layers.",
-           "Above layers x top_k x bytes per id: the codec costs more than it saves."),
+           "Stored size of what was recorded for one forwarded token: its routes in all layers and, where asked for, "
+           "its sampling support and router logits.",
+           "Of routes alone above layers x top_k x bytes per id: the codec costs more than it saves."),
     Metric("trace/bytes", "bytes", "lower",
-           "Stored size of this step's routes.",
+           "Stored size of what this step recorded.",
            "Grows without longer completions: shards are padded."),
     # Does the sampler hold the trainer's weights?
     Metric("sync/canary_abs_diff", "nats", "lower",

@@ -242,5 +242,6 @@ def _engine_settings(config: Config, facts: ModelFacts, folder: RunFolder) -> En
         seed=config.run.seed,
         silence_seconds=config.run.peer_timeout_seconds,
         capture=rollout.capture,
+        support=rollout.keep_sampling_mask,
         router_logits_fraction=rollout.router_logits_fraction,
     )

@@ -136,7 +136,13 @@ class Rollouts:
             temperature=temperature,
             max_tokens=self.config.rollout.max_completion_tokens,
             stop_token_ids=self.stop_tokens,
+            **self._removed(temperature),
         )
+
+    def _removed(self, temperature: float) -> dict[str, float]:
+        """What is taken out of the distributions: nothing where the likeliest token is taken anyway."""
+        rollout = self.config.rollout
+        return {"top_k": rollout.top_k, "top_p": rollout.top_p, "min_p": rollout.min_p} if temperature else {}
 
     def _judge(self, prompts: Seq[Prompt], completions: Seq[Completion]) -> list[Verdict]:
         return self.verifiers.score(

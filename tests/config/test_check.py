@@ -129,6 +129,31 @@ def test_what_a_method_asks_of_the_other_keys(found, name, override, part):
     assert part in message and f"objective.name is {name}" in message
 
 
+KEPT = "rollout.keep_sampling_mask=true"
+
+
+@pytest.mark.parametrize("removing", ["top_k=5", "top_p=0.9", "min_p=0.05"])
+def test_tokens_are_removed_only_where_the_trainer_knows_which(found, removing):
+    assert found(f"rollout.{removing}", KEPT) == found(f"rollout.{removing}", KEPT, "rollout.capture=worker") == []
+    (message,) = found(f"rollout.{removing}")
+    assert f"(rollout.{removing.replace('=', ' ')}): got false, expected true" in message
+    assert "rollout.keep_sampling_mask" in message and "every ratio of the two wrong" in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        ([KEPT], ["rollout.keep_sampling_mask: nothing is removed", "got true", "rollout.top_p below 1"]),
+        ([KEPT, "rollout.min_p=0.1", "rollout.capture=native"], ["records routes only", "rollout.capture patch"]),
+        ([KEPT, "rollout.top_k=1"], ["rollout.top_k: leaves one token", "got 1, expected at least 2"]),
+        ([KEPT, "rollout.top_k=24"], ["rollout.top_k: removes no token", "below vocab_size = 24"]),
+    ],
+)
+def test_a_sampling_mask_that_cannot_be_kept_or_used(found, overrides, parts):
+    (message,) = found(*overrides)
+    assert all(part in message for part in parts)
+
+
 def test_gspos_range_stands_in_the_resolved_config(config_file, tmp_path):
     """A resumed run checks the resolved config: it must say what was used, and set nothing that was not."""
     for name in ("gspo", "sapo"):

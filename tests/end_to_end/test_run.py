@@ -136,6 +136,10 @@ def test_grpo_from_the_samplers_logprobs_with_a_reference_in_float32(short_run, 
             "train.recompute=uniform",
             "train.router_aux_loss=0.01",
             "objective.normalize_std=false",
+            "objective.entropy_coef=0.001",
+            "rollout.top_p=0.9",
+            "rollout.min_p=0.01",
+            "rollout.keep_sampling_mask=true",
             "parallel.expert=1",
             "parallel.pipeline=2",
             "parallel.virtual_pipeline=2",
@@ -149,6 +153,9 @@ def test_grpo_from_the_samplers_logprobs_with_a_reference_in_float32(short_run, 
     assert steps[0]["objective/kl_ref"] > 0
     # over the layers of both stages: about balanced
     assert 0.95 < steps[0]["objective/aux_loss"] < 2
+    # sampler and trainer mean the same distributions, though a tenth of each was removed and the rest scaled up
+    assert all(row["policy_kl/k3"] < 1e-3 and row["policy/extreme_fraction"] < 1e-2 for row in steps)
+    assert all(0.05 < row["policy/entropy"] < 1 for row in steps)
     # old logprobs are the sampler's: the ratio is not exactly 1 on average
     assert steps[0]["objective/ratio_mean"] != 1.0
     # rounded weights sampled from the first step on

@@ -148,10 +148,10 @@ def test_a_forward_only_pass_that_raises(one_rank, recompute, monkeypatch):
 
     run, whole = Run(recompute), schedule.completion_logprobs
 
-    def raises(microbatch, logits, temperature):
+    def raises(microbatch, *arguments, **options):
         if microbatch is run.microbatches[1]:
             raise Planted
-        return whole(microbatch, logits, temperature)
+        return whole(microbatch, *arguments, **options)
 
     with monkeypatch.context() as patch, pytest.raises(Planted), run.session("logprobs") as session:
         patch.setattr(schedule, "completion_logprobs", raises)

@@ -66,6 +66,7 @@ def metrics(step: int, replay: bool = True, native: bool = False, total: int = 4
         "rollout/weight_version": step - 1,
         "group/zero_variance": 6,
         "group/zero_variance_fraction": 6 / 32,
+        "policy/entropy": rng.uniform(0.5, 2.0),
         "policy_kl/k1": rng.gauss(0, 4e-4),
         "policy_kl/k3": replay_k3 if replay else native_k3,
         "policy/extreme_fraction": abs(rng.gauss(0, 2e-5 if replay else 4e-4)),
