@@ -26,6 +26,7 @@ class Share:
     """What this rank does of one optimizer update: its microbatches, their routes, what other passes said of them.
 
     denominator, sequences: of the whole update on all ranks, what the policy loss and the KL penalty are divided by.
+    keys: of all sequences of the update on all ranks; the microbatches' indices are into them.
     """
 
     microbatches: list[Microbatch]
@@ -34,6 +35,7 @@ class Share:
     sequences: int
     old_logprobs: list[torch.Tensor]
     ref_logprobs: list[torch.Tensor] = field(default_factory=list)
+    keys: tuple[str, ...] = ()
 
 
 class Shares:
@@ -123,6 +125,7 @@ class Shares:
                     global_denominator(self.config.objective.name, lengths, longest),
                     nonempty(lengths),
                     old_logprobs=[m.rollout_logprobs for m in microbatches],
+                    keys=tuple(s.key for s in ours),
                 )
             )
         return shares
