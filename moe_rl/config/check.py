@@ -23,7 +23,7 @@ from moe_rl.config.hf import (
     tokenizer_vocabulary,
 )
 from moe_rl.config.plan import Plan, count_prompts, least_ranks, make_plan, stage_layers
-from moe_rl.config.schema import LOSS_PARAMETERS, Config, ParallelConfig, TrainConfig
+from moe_rl.config.schema import LOSS_PARAMETERS, Config, ObjectiveConfig, ParallelConfig, TrainConfig
 from moe_rl.errors import ConfigError, describe
 
 
@@ -145,6 +145,13 @@ def _batch_problems(config: Config) -> Iterator[str]:
             got=train.updates_per_step,
             expected=f"a divisor of rollout.prompts_per_step = {rollout.prompts_per_step}",
         )
+    overlong = config.task.overlong
+    if overlong is not None and overlong.cache_tokens >= rollout.max_completion_tokens:
+        yield describe(
+            "task.overlong.cache_tokens: even a completion without a token would be overlong",
+            got=overlong.cache_tokens,
+            expected=f"below rollout.max_completion_tokens = {rollout.max_completion_tokens}",
+        )
     longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
     if train.microbatch_tokens < longest:
         yield describe(
@@ -181,13 +188,14 @@ def _objective_problems(config: Config) -> Iterator[str]:
                 expected=f"only {', '.join(f'objective.{key}' for key in taken)}",
                 do="remove it, or set it to null",
             )
-    if objective.name in ("dr_grpo", "minirl") and objective.normalize_std:
+    if objective.name in ("dr_grpo", "minirl") and objective.advantage != "group_mean":
         yield describe(
-            "objective.normalize_std: the method's advantages are rewards minus their group's mean, undivided",
+            "objective.advantage: the method's advantages are rewards minus their group's mean, undivided",
             where=f"objective.name is {objective.name}",
-            got="true",
-            expected="false",
+            got=objective.advantage,
+            expected="group_mean",
         )
+    yield from _kl_in_reward_problems(objective)
     old_logprobs = {"dppo_tv": "sampler", "minirl": "trainer", "decoupled": "trainer"}.get(objective.name)
     if old_logprobs not in (None, objective.old_logprobs):
         yield describe(
@@ -204,6 +212,26 @@ def _objective_problems(config: Config) -> Iterator[str]:
             "train.optimizer.warmup_steps: the run ends before the warm-up does",
             got=config.train.optimizer.warmup_steps,
             expected=f"at most run.steps * train.updates_per_step = {config.run.steps * updates}",
+        )
+
+
+def _kl_in_reward_problems(objective: ObjectiveConfig) -> Iterator[str]:
+    if objective.kl_in != "reward":
+        return
+    if objective.old_logprobs != "trainer":
+        yield describe(
+            "objective.old_logprobs: a KL in the reward is of the trainer's policy before the step's first update",
+            where="objective.kl_in is reward",
+            got=objective.old_logprobs,
+            expected="trainer",
+        )
+    if not objective.kl_coef:
+        yield describe(
+            "objective.kl_coef: there is no KL to take off the reward",
+            where="objective.kl_in is reward",
+            got=objective.kl_coef,
+            expected="above 0",
+            do="set it, or remove objective.kl_in",
         )
 
 

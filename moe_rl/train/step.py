@@ -22,6 +22,8 @@ from moe_rl.objectives.mismatch import MismatchSums
 from moe_rl.objectives.policy import policy_loss, reference_kl
 from moe_rl.replay.session import ReplaySession, Tally
 from moe_rl.trace import TraceSpec, TraceStore
+from moe_rl.train.credit import give_credit
+from moe_rl.train.guards import Guards
 from moe_rl.train.shares import Share, Shares
 from moe_rl.types import Sequence
 
@@ -60,6 +62,7 @@ class TrainStep:
     ):
         self.config, self.policy, self.reference, self.spec = config, policy, reference, spec
         self.shares = Shares(config, policy.layers, store, spec)
+        self.guards = Guards(config.guards)
 
     def run(
         self,
@@ -98,6 +101,7 @@ class TrainStep:
                 native = _mismatch(everything, native_logprobs), session.tally
             if self.reference is not None:
                 self._hand_out(shares, self.reference.logprobs(everything), "ref_logprobs")
+        credit = give_credit(self.config.objective, sequences, group_ids, shares)
         sums, grad_norms, aux_losses, skipped, lr = UpdateSums(), [], [], 0, 0.0
         with clock("train"):
             for number, share in enumerate(shares):
@@ -115,9 +119,11 @@ class TrainStep:
                 aux_losses.append(result.aux_loss)
                 skipped += not result.applied
                 lr = result.lr
+                self.guards.after_update(result, step=step, update=number)
         metrics = self._reduce(sums, tallies, len(shares), replay, by_layer=measure_native)
         if replay != "off":
             metrics |= fallback
+        metrics |= credit
         metrics |= {
             "policy_kl/k1": (m := _global(mismatch).metrics())["k1"],
             "policy_kl/k3": m["k3"],
@@ -176,7 +182,7 @@ class TrainStep:
                 **objective.parameters,
             )
             total = result.loss
-            if self.reference is not None:
+            if self.reference is not None and objective.kl_in == "loss":
                 kl = reference_kl(logprobs, share.ref_logprobs[number], microbatch.sequence_ids, share.sequences)
                 total = total + objective.kl_coef * kl
                 sums.kl += kl.detach().double()
@@ -206,7 +212,7 @@ class TrainStep:
             "objective/clip_fraction": events / max(units, 1),
             "objective/ratio_mean": ratio / max(units, 1),
         }
-        if self.reference is not None:
+        if self.reference is not None and self.config.objective.kl_in == "loss":
             metrics["objective/kl_ref"] = kl / updates
         if replay != "off":
             metrics |= {

@@ -40,13 +40,13 @@ def test_overrides_take_yaml_values_in_order(config_file):
     config = load_config(
         config_file,
         ["replay.mode=off", "run.steps=3", "run.steps=7", "train.optimizer.betas=[0.5, 0.75]",
-         "task.rewards.exact.weight=2e-1", "objective.normalize_std=false"],
+         "task.rewards.exact.weight=2e-1", "objective.advantage=group_mean"],
     )  # fmt: skip
     assert config.replay.mode == "off"
     assert config.run.steps == 7
     assert config.train.optimizer.betas == (0.5, 0.75)
     assert config.task.rewards["exact"].weight == 0.2
-    assert config.objective.normalize_std is False
+    assert config.objective.advantage == "group_mean"
 
 
 def test_every_problem_is_reported_at_once(config_file):

@@ -134,7 +134,7 @@ def test_grpo_from_the_samplers_logprobs_with_a_reference_in_float32(tmp_path):
             "train.dtype=float32",
             "train.recompute=uniform",
             "train.router_aux_loss=0.01",
-            "objective.normalize_std=false",
+            "objective.advantage=batch_std",
             "parallel.expert=1",
             "parallel.pipeline=2",
             "parallel.virtual_pipeline=2",
