@@ -3,8 +3,8 @@
     torchrun --nproc-per-node N step_worker.py CHECKPOINT OUT CASES
 
 CASES: JSON, {name: {"overrides": [config overrides], "missing": [sequences without routes], "short": [sequences whose
-first two tokens have none], "old": [sequences whose prompt older weights routed]}}. Rank r writes
-OUT/<name>-rank<r>.json: metrics, or the error.
+first two tokens have none], "old": [sequences whose prompt older weights routed], "first": only so many sequences,
+"reward": the same for all}}. Rank r writes OUT/<name>-rank<r>.json: metrics, or the error.
 """
 
 import json
@@ -19,7 +19,7 @@ from moe_rl.config.hf import read_model
 from moe_rl.config.load import load_config
 from moe_rl.errors import MoeRLError
 from moe_rl.megatron import world
-from moe_rl.megatron.policy import Policy
+from moe_rl.megatron.policy import Policy, ReferencePolicy
 from moe_rl.proof.batch import batch
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
 from moe_rl.train.step import Clock, TrainStep
@@ -53,13 +53,17 @@ def one(name, plan, checkpoint, out):
     config = load_config(ROOT / "configs/tiny_moe_cpu.yaml", [*overrides, *plan.get("overrides", [])])
     world.lay_out(config.parallel, seed=1)
     folder, rank = out / name / "trace", dist.get_rank()
-    sequences, routes = batch(facts)
+    sequences, routes = (part[: plan.get("first")] for part in batch(facts))
+    if "reward" in plan:
+        sequences = [replace(sequence, reward=plan["reward"]) for sequence in sequences]
     if rank == 0:
         stored(sequences, routes, spec, folder, plan)
     dist.barrier()
     ready = stored(sequences, routes, spec, out / name / f"own{rank}", plan)
-    policy = Policy(facts, config.train, config.parallel, checkpoint, temperature=1.0)
-    step = TrainStep(config, policy, None, TraceStore(folder), spec)
+    build = (facts, config.train, config.parallel, checkpoint)
+    policy = Policy(*build, temperature=1.0)
+    reference = ReferencePolicy(*build, temperature=1.0) if config.objective.kl_coef else None
+    step = TrainStep(config, policy, reference, TraceStore(folder), spec)
     groups = [number // 2 for number in range(len(ready))]
     try:
         seen = step.run(ready, groups, step=1, weight_version=VERSION, measure_native=True, clock=Clock())
