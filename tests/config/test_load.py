@@ -75,6 +75,7 @@ def test_unknown_key_names_line_and_suggestion(config_file):
         ("objektive.name=grpo", "objective"),
         ("task.rewards.exact.wieght=1", "task.rewards.exact.weight"),
         ("eval.every=3", "eval.every_steps"),
+        ("task.overlong.cache_tokns=1", "task.overlong.cache_tokens"),
         ("run.seed.x=1", None),
         ("zzzz=1", "the keys here are run, model"),
     ],

@@ -123,7 +123,8 @@ def test_a_kl_in_the_reward_counts_every_sequence_once(steps):
     own: far from 0."""
     (cut, _), (shared, _), (in_loss, _) = steps["kl-reward"], steps["context-kl-reward"], steps["kl-loss"]
     for name in ("objective/kl_ref", "reward/kl_penalty", "optim/grad_norm", "objective/loss"):
-        assert shared[name] == pytest.approx(cut[name], rel=1e-5, abs=1e-7), name
+        # k1 is of either sign: rounding of single tokens is compared with what is left of their sum
+        assert shared[name] == pytest.approx(cut[name], rel=1e-5, abs=2e-6), name
     assert abs(cut["objective/kl_ref"]) > 1e-2
     # 13 sequences, half of whose KL is taken off; the mean over tokens is another number than the sum
     assert cut["reward/kl_penalty"] != pytest.approx(-0.5 * cut["objective/kl_ref"], rel=0.1)
