@@ -55,14 +55,14 @@ class _RecordedTopK:
         session, microbatch = handle.session, handle.microbatch
         if session.mode != "replay":
             values, indices = default_compute_topk(scores, topk, num_groups, group_topk)
-            session.observe_native(microbatch, layer, indices)
+            session.observe_native(microbatch, layer, indices, scores)
             if session.mode == "record":
                 session.record(microbatch, layer, indices)
             return values, indices
         indices, without_route = session.take(microbatch, layer, scores.shape[0]), session.native_rows(microbatch)
         if session.compare_native or without_route is not None:
             _, native = default_compute_topk(scores.detach(), topk, num_groups, group_topk)
-            session.observe_native(microbatch, layer, native)
+            session.observe_native(microbatch, layer, native, scores)
             if without_route is not None:
                 indices = torch.where(without_route[:, None], native, indices)
         return scores.gather(1, indices), indices

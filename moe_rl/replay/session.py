@@ -58,7 +58,8 @@ class Tally:
     applied_mismatch: (sequence, layer) pairs with a row dispatched to other experts than recorded, of applied_checked.
     native_mismatch: (token, layer) positions where the router's own top-k set differs from the recorded one, of
     native_positions; native_by_layer: the same for each layer. native_token_mismatch: tokens with at least one such
-    layer, on any pipeline stage, of native_tokens. The native counts leave padding out.
+    layer, on any pipeline stage, of native_tokens. native_shared: experts that the two sets have in common, and
+    native_margin: margins (see `Compared`), over the positions. The native counts leave padding out.
     """
 
     consumed: int = 0
@@ -69,7 +70,24 @@ class Tally:
     native_positions: int = 0
     native_token_mismatch: int = 0
     native_tokens: int = 0
+    native_shared: int = 0
+    native_margin: float = 0.0
     native_by_layer: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Compared:
+    """A router's own choice of K experts against the record, for L layers and the N rows that have a record.
+
+    differs: bool [L, N], whether the sets are not the same. shared: int64 [L, N], experts in both, 0 to K.
+    margin: float32 [L, N], the K-th best score less the least score of a recorded expert, in what the router ranks by:
+    nats for the logits of a softmax router, else scores with the expert bias. 0 where the sets agree, above 0 where
+    they do not, by so much as the router prefers its own; a router limited to groups of experts may go below 0.
+    """
+
+    differs: torch.Tensor
+    shared: torch.Tensor
+    margin: torch.Tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +99,7 @@ class ReplaySession:
     the record (in replay mode: the shadow comparison). recomputed_layers: those that the pass runs a second time, with
     gradients, and whose routes it takes twice. any_stage: ORs bool flags [tokens] over the ranks that hold the other
     layers of the same tokens; called once, at exit. name and rank go into error messages.
+    compared: under compare_native, after the exit: of each microbatch, with the layers in the order of `layers`.
     Raises ReplayError when nested, when asked for an unknown key, for the key of other tokens or while not open, and at
     exit when the ledger is not exact.
     """
@@ -94,13 +113,14 @@ class ReplaySession:
     recomputed_layers: frozenset[int] = frozenset()
     any_stage: Callable[[torch.Tensor], torch.Tensor] = lambda flags: flags
     tally: Tally = field(default_factory=Tally)
+    compared: list[Compared] = field(default_factory=list)
     _forwarding: int | None = None
     _strangers: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     _taken: Counter = field(default_factory=Counter)
     _dispatched: Counter = field(default_factory=Counter)
     _applied: list[tuple[int, int, torch.Tensor]] = field(default_factory=list)
     _chosen: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    _native: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    _native: dict[tuple[int, int], tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
     def __enter__(self) -> ReplaySession:
         global _open_session
@@ -212,14 +232,17 @@ class ReplaySession:
             for number, microbatch in enumerate(self.microbatches)
         ]
 
-    def observe_native(self, microbatch: int, layer: int, native: torch.Tensor) -> None:
-        """Compare the router's own choice [R, K] with the record, as sets. Stays on the device."""
+    def observe_native(self, microbatch: int, layer: int, native: torch.Tensor, scores: torch.Tensor) -> None:
+        """Compare the router's own choice [R, K], by its scores [R, E], with the record. Stays on the device."""
         if not self.compare_native or (microbatch, layer) in self._native:
             return
         self._check_whose(microbatch, layer)
         rows = self.microbatches[microbatch].recorded
         recorded = self.routes(microbatch, layer).index_select(0, rows).long()
-        self._native[microbatch, layer] = (recorded.sort(-1)[0] != native.index_select(0, rows).sort(-1)[0]).any(-1)
+        native, scores = native.index_select(0, rows), scores.detach().index_select(0, rows)
+        shared = (recorded[:, :, None] == native[:, None, :]).sum((1, 2))
+        margin = scores.gather(1, native).amin(1) - scores.gather(1, recorded).amin(1)
+        self._native[microbatch, layer] = shared < recorded.shape[1], shared, margin.float()
 
     def check_dispatch(self, microbatch: int, layer: int, routing_map: torch.Tensor) -> None:
         """Compare the map [R, E] bool that goes to the dispatcher with the record. Stays on the device."""
@@ -275,13 +298,19 @@ class ReplaySession:
                         expected="every layer of every microbatch compared",
                     )
                 )
-            wrong = torch.cat([torch.stack([self._native[m, layer] for layer in self.layers]) for m in numbers], 1)
+            self.compared = [
+                Compared(*map(torch.stack, zip(*(self._native[m, layer] for layer in self.layers), strict=True)))
+                for m in numbers
+            ]
+            wrong = torch.cat([compared.differs for compared in self.compared], 1)
             by_layer = wrong.sum(1).tolist()
             self.tally.native_by_layer = dict(zip(self.layers, by_layer, strict=True))
             self.tally.native_mismatch = sum(by_layer)
             self.tally.native_positions = wrong.numel()
             self.tally.native_token_mismatch = int(self.any_stage(wrong.any(0)).sum())
             self.tally.native_tokens = wrong.shape[1]
+            self.tally.native_shared = sum(int(compared.shared.sum()) for compared in self.compared)
+            self.tally.native_margin = sum(float(compared.margin.double().sum()) for compared in self.compared)
 
     def _check_applied(self) -> None:
         """The one place that waits for the device: all comparisons of the pass at once."""

@@ -124,7 +124,7 @@ def test_the_live_choice_replayed_is_native_routing_bit_for_bit(router, style):
     class Observer:
         mode = "observe"
 
-        def observe_native(self, microbatch, layer, native):
+        def observe_native(self, microbatch, layer, native, scores):
             self.choice = native
 
     hidden = torch.randn(T, 1, style.hidden_size)

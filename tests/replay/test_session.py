@@ -1,6 +1,7 @@
 """The ledger: each route once, the right one, or an error that names it."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from moe_rl.trace import TraceSpec
 
 LAYERS, TOKENS, TOP_K, EXPERTS = (0, 1, 2), 6, 2, 8
 SPEC = TraceSpec("model", EXPERTS, TOP_K, "mmm")
+FLAT = torch.zeros(TOKENS, EXPERTS)  # scores, where they do not matter
 
 
 def table(seed, tokens=TOKENS, real=None):
@@ -136,7 +138,7 @@ def test_microbatches_that_swap_their_routes_are_refused():
         session([table(0), table(1)], mode="observe", compare_native=True) as s,
     ):
         begin(s, 0)
-        s.observe_native(1, 0, s.microbatches[0].routes[0])
+        s.observe_native(1, 0, s.microbatches[0].routes[0], FLAT)
 
 
 def test_microbatches_and_routes_in_another_order_are_refused():
@@ -259,7 +261,7 @@ def test_a_token_counts_once_when_its_layers_lie_on_several_stages():
                 native = routes.routes[layer].long()
                 if (microbatch, layer) in ((0, 0), (0, 2)):
                     native[1] = (native[1] + 1) % EXPERTS
-                s.observe_native(microbatch, layer, native)
+                s.observe_native(microbatch, layer, native, FLAT)
     tally = s.tally
     assert (tally.native_mismatch, tally.native_positions) == (2, 12)
     assert (tally.native_token_mismatch, tally.native_tokens) == (2, 4)
@@ -273,7 +275,7 @@ def test_a_layer_that_was_not_compared_is_named():
     ):
         for microbatch, layer in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]:
             begin(s, microbatch)
-            s.observe_native(microbatch, layer, tables[microbatch].routes[layer].long())
+            s.observe_native(microbatch, layer, tables[microbatch].routes[layer].long(), FLAT)
 
 
 FAULTS = {
@@ -318,7 +320,7 @@ def test_a_recording_pass_gives_the_routes_that_the_next_one_must_take():
             begin(first, m)
             for layer in LAYERS:
                 choice = own[m].routes[layer].long()
-                first.observe_native(m, layer, choice)
+                first.observe_native(m, layer, choice, FLAT)
                 first.record(m, layer, choice)
     assert first.tally.consumed == first.tally.expected == 6 and first.tally.native_mismatch > 0
     recorded = first.recorded_routes()
@@ -370,7 +372,33 @@ def test_native_comparison_is_by_set_and_leaves_padding_out():
             if layer == 1:
                 native[1] = (native[1] + 1) % EXPERTS
                 native[5] = (native[5] + 1) % EXPERTS  # padding
-            s.observe_native(0, layer, native)
+            s.observe_native(0, layer, native, FLAT)
     tally = s.tally
     assert (tally.native_mismatch, tally.native_positions) == (1, 12)
     assert (tally.native_token_mismatch, tally.native_tokens) == (1, 4)
+
+
+def test_the_comparison_counts_shared_experts_and_how_far_the_record_is_from_the_choice():
+    tables, generator = [table(0, real=4), table(1)], torch.Generator().manual_seed(0)
+    scores = {key: torch.randn(TOKENS, EXPERTS, generator=generator) for key in product(range(2), LAYERS)}
+    scores[0, 1][2].scatter_(0, tables[0].routes[1][2].long(), torch.arange(9.0, 9.0 + TOP_K))  # one that agrees
+    with session(tables, mode="observe", compare_native=True) as s:
+        for (microbatch, layer), of_rows in scores.items():
+            begin(s, microbatch)
+            s.observe_native(microbatch, layer, of_rows.topk(TOP_K).indices, of_rows)
+    shared_sum, margin_sum = 0, 0.0
+    for microbatch, rows in ((0, 4), (1, TOKENS)):
+        compared = s.compared[microbatch]
+        assert compared.differs.shape == compared.shared.shape == compared.margin.shape == (len(LAYERS), rows)
+        for index, layer in enumerate(LAYERS):
+            for row in range(rows):
+                ranked = sorted(scores[microbatch, layer][row].tolist(), reverse=True)
+                best = {scores[microbatch, layer][row].tolist().index(score) for score in ranked[:TOP_K]}
+                recorded = set(tables[microbatch].routes[layer][row].tolist())
+                margin = ranked[TOP_K - 1] - min(scores[microbatch, layer][row, e].item() for e in recorded)
+                assert compared.shared[index, row] == len(best & recorded)
+                assert compared.differs[index, row] == (best != recorded) == (margin > 0)
+                assert compared.margin[index, row].item() == pytest.approx(margin)
+                shared_sum, margin_sum = shared_sum + len(best & recorded), margin_sum + margin
+    assert s.tally.native_shared == shared_sum and s.tally.native_margin == pytest.approx(margin_sum)
+    assert not s.compared[0].differs[1, 2] and 0 < s.tally.native_mismatch < s.tally.native_positions
