@@ -22,8 +22,9 @@ from moe_rl.config.hf import (
     tensor_problems,
     tokenizer_vocabulary,
 )
+from moe_rl.config.objective import correction_problems, kl_problems
 from moe_rl.config.plan import Plan, count_prompts, least_ranks, make_plan, stage_layers
-from moe_rl.config.schema import LOSS_PARAMETERS, Config, ObjectiveConfig, ParallelConfig, TrainConfig
+from moe_rl.config.schema import LOSS_PARAMETERS, Config, ParallelConfig, TrainConfig
 from moe_rl.errors import ConfigError, describe
 
 
@@ -42,6 +43,8 @@ def problems(config: Config, world_size: int) -> list[str]:
     found += _task_problems(config)
     found += _batch_problems(config)
     found += _objective_problems(config)
+    found += correction_problems(config.objective)
+    found += kl_problems(config.objective)
     found += _replay_problems(config)
     found += layout_problems(config.parallel, config.train, facts, world_size)
     found += _share_problems(config, world_size)
@@ -195,7 +198,6 @@ def _objective_problems(config: Config) -> Iterator[str]:
             got=objective.advantage,
             expected="group_mean",
         )
-    yield from _kl_in_reward_problems(objective)
     old_logprobs = {"dppo_tv": "sampler", "minirl": "trainer", "decoupled": "trainer"}.get(objective.name)
     if old_logprobs not in (None, objective.old_logprobs):
         yield describe(
@@ -212,26 +214,6 @@ def _objective_problems(config: Config) -> Iterator[str]:
             "train.optimizer.warmup_steps: the run ends before the warm-up does",
             got=config.train.optimizer.warmup_steps,
             expected=f"at most run.steps * train.updates_per_step = {config.run.steps * updates}",
-        )
-
-
-def _kl_in_reward_problems(objective: ObjectiveConfig) -> Iterator[str]:
-    if objective.kl_in != "reward":
-        return
-    if objective.old_logprobs != "trainer":
-        yield describe(
-            "objective.old_logprobs: a KL in the reward is of the trainer's policy before the step's first update",
-            where="objective.kl_in is reward",
-            got=objective.old_logprobs,
-            expected="trainer",
-        )
-    if not objective.kl_coef:
-        yield describe(
-            "objective.kl_coef: there is no KL to take off the reward",
-            where="objective.kl_in is reward",
-            got=objective.kl_coef,
-            expected="above 0",
-            do="set it, or remove objective.kl_in",
         )
 
 

@@ -66,11 +66,6 @@ def test_a_good_config_has_no_problems(found):
         (["task.rewards.exact.function=moe_rl.nothing.f"], ["task.rewards.exact.function", "moe_rl.nothing"]),
         (["task.rewards.exact.weight=0"], ["task.rewards", "every weight is 0"]),
         (["task.overlong.cache_tokens=6"], ["task.overlong.cache_tokens", "below rollout.max_completion_tokens = 6"]),
-        (["objective.kl_in=reward"], ["objective.kl_coef", "objective.kl_in is reward", "above 0"]),
-        (
-            ["objective.kl_in=reward", "objective.kl_coef=0.1", "objective.old_logprobs=sampler"],
-            ["objective.old_logprobs", "objective.kl_in is reward", "expected trainer"],
-        ),
         (["objective.clip_low=1.0"], ["objective.clip_low", "below 1"]),
         (["objective.name=grpo"], ["objective.clip_low", "objective.clip_high", "0.2"]),
         (["objective.name=grpo", "objective.clip_low=0.2"], ["objective.clip_high"]),
