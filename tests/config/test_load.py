@@ -68,6 +68,14 @@ def test_unknown_key_names_line_and_suggestion(config_file):
     assert "rollout.group_size: required, but missing" in missing and "Completions sampled from each prompt" in missing
 
 
+def test_a_section_that_may_be_absent_knows_its_keys(config_file):
+    unknown, missing = sorted(problems(config_file, "task.overlong.cache_tokns=1"), key=lambda text: "missing" in text)
+    assert "Did you mean task.overlong.cache_tokens?" in unknown
+    assert "task.overlong.cache_tokens: required, but missing" in missing and "Tokens before rollout.max_" in missing
+    assert load_config(config_file, ["task.overlong.cache_tokens=2"]).task.overlong.penalty == 1.0
+    assert load_config(config_file).task.overlong is None
+
+
 @pytest.mark.parametrize(
     ("override", "suggestion"),
     [
@@ -75,7 +83,6 @@ def test_unknown_key_names_line_and_suggestion(config_file):
         ("objektive.name=grpo", "objective"),
         ("task.rewards.exact.wieght=1", "task.rewards.exact.weight"),
         ("eval.every=3", "eval.every_steps"),
-        ("task.overlong.cache_tokns=1", "task.overlong.cache_tokens"),
         ("run.seed.x=1", None),
         ("zzzz=1", "the keys here are run, model"),
     ],

@@ -5,7 +5,7 @@ import random
 import statistics
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_rl.errors import ConfigError, RewardError
@@ -46,6 +46,7 @@ def of(name, batch):
 
 
 @NAMES
+@settings(deadline=None)  # the standard library's exact fractions take their time
 @given(BATCH)
 def test_equals_the_definition(name, batch):
     for got, expected in zip(of(name, batch), reference(name, batch), strict=True):
@@ -54,6 +55,7 @@ def test_equals_the_definition(name, batch):
 
 
 @NAMES
+@settings(deadline=None)
 @given(BATCH, st.randoms())
 def test_order_of_the_batch_does_not_matter(name, batch, rng):
     plain, order = of(name, batch), list(range(len(batch)))
