@@ -70,6 +70,14 @@ class RewardError(MoeRLError):
     """Too many verifications failed (raised, hung or died) to go on."""
 
 
+class NonFiniteError(MoeRLError):
+    """Update after update was skipped because a loss or gradient was not finite."""
+
+
+class CollapseError(MoeRLError):
+    """The run is lost: what it measures says that no further step can mend it. Tools exit 4."""
+
+
 class CheckpointError(MoeRLError):
     """A checkpoint is missing, incomplete, damaged or from another run."""
 

@@ -149,6 +149,13 @@ def _batch_problems(config: Config) -> Iterator[str]:
             got=train.updates_per_step,
             expected=f"a divisor of rollout.prompts_per_step = {rollout.prompts_per_step}",
         )
+    overlong = config.task.overlong
+    if overlong is not None and overlong.cache_tokens >= rollout.max_completion_tokens:
+        yield describe(
+            "task.overlong.cache_tokens: even a completion without a token would be overlong",
+            got=overlong.cache_tokens,
+            expected=f"below rollout.max_completion_tokens = {rollout.max_completion_tokens}",
+        )
     longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
     if train.microbatch_tokens < longest:
         yield describe(
@@ -226,12 +233,12 @@ def _objective_problems(config: Config) -> Iterator[str]:
                 expected=f"only {', '.join(f'objective.{key}' for key in taken)}",
                 do="remove it, or set it to null",
             )
-    if objective.name in ("dr_grpo", "minirl") and objective.normalize_std:
+    if objective.name in ("dr_grpo", "minirl") and objective.advantage != "group_mean":
         yield describe(
-            "objective.normalize_std: the method's advantages are rewards minus their group's mean, undivided",
+            "objective.advantage: the method's advantages are rewards minus their group's mean, undivided",
             where=f"objective.name is {objective.name}",
-            got="true",
-            expected="false",
+            got=objective.advantage,
+            expected="group_mean",
         )
     old_logprobs = {"dppo_tv": "sampler", "minirl": "trainer", "decoupled": "trainer"}.get(objective.name)
     if old_logprobs not in (None, objective.old_logprobs):

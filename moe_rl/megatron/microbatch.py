@@ -27,8 +27,9 @@ class Microbatch:
 
     predicts int64 [n]: rows whose logits predict completion tokens. targets int64 [n]: these tokens. predicted int64
     [n]: which of the N they are. support: what each of these n tokens was drawn from; None: the whole vocabulary.
-    sequence_ids int64 [N] in 0..B-1. rollout_logprobs float32 [N]. advantages float32 [B]. indices: which sequences of
-    the batch. real_tokens: rows of the sequences, without any padding, on all context-parallel ranks. padding bool [T].
+    sequence_ids int64 [N] in 0..B-1. rollout_logprobs float32 [N]. advantages float32 [B]: nan until they are given.
+    indices: which sequences of the batch. real_tokens: rows of the sequences, without any padding, on all
+    context-parallel ranks. padding bool [T].
     """
 
     tokens: torch.Tensor
@@ -68,6 +69,10 @@ class Microbatch:
             padding=self.padding,
             replay=None if session is None else session.handle(number),
         )
+
+    def give_advantages(self, values: Seq[float]) -> None:
+        """Set the advantages of the packed sequences. values: one for each sequence of the batch packed from."""
+        self.advantages.copy_(torch.tensor([values[i] for i in self.indices], dtype=torch.float32))
 
     def fed(self, sequences: Seq[Sequence]) -> list[np.ndarray]:
         """Tokens int64 [T_i] of each packed sequence: those in this rank's rows as they lie there, the others as they
@@ -128,7 +133,7 @@ def pack(
         support=None if supports is None else _support(supports, predicted, device),
         sequence_ids=on_device(sequence_ids),
         rollout_logprobs=on_device(logprobs.astype(np.float32)),
-        advantages=torch.tensor([s.advantage for s in chosen], dtype=torch.float32, device=device),
+        advantages=torch.full((len(chosen),), torch.nan, device=device),
         indices=tuple(indices),
         real_tokens=sum(s.forwarded for s in chosen),
         padding=on_device(~is_real[own]),

@@ -4,7 +4,7 @@ Every rank trains. Rank 0 also owns the sampler (a vLLM engine in a child proces
 log. One step: sample a batch with routes, judge it, learn from it under the recorded routes, give the sampler the new
 weights.
 
-    prompts -> rollout (tokens, logprobs, routes) -> rewards -> advantages -> packing
+    prompts -> rollout (tokens, logprobs, routes) -> rewards -> packing -> old and reference logprobs -> advantages
             -> replay around the forward and backward pass -> loss -> optimizer -> sync -> the next prompts
 """
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from moe_rl.config.hf import ModelFacts, read_model
 from moe_rl.config.schema import Config
+from moe_rl.errors import CollapseError
 from moe_rl.megatron import checkpoint, world
 from moe_rl.megatron.policy import Policy, ReferencePolicy
 from moe_rl.report.html import write_report
@@ -29,7 +30,7 @@ from moe_rl.rollout.engine import EngineSettings, VllmEngine
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train import run_folder
 from moe_rl.train.peers import Peers
-from moe_rl.train.rollouts import RolloutBatch, Rollouts, shard_name
+from moe_rl.train.rollouts import RolloutBatch, Rollouts, shard_step
 from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.step import Clock, TrainStep
 from moe_rl.train.weights import Canary, send_weights
@@ -89,7 +90,7 @@ class Run:
 
     def steps(self, resumed: bool) -> None:
         """From the first step, or the last checkpoint, to the end of the run and its report."""
-        config, done, saved = self.config, 0, {}
+        config, done, saved, collapse = self.config, 0, {}, None
         if resumed:
             done = self._restore()
         if not done and config.rollout.weights != "exact":
@@ -119,15 +120,23 @@ class Run:
             metrics |= saved
             if self.is_main:
                 self.log.step(step, metrics)
+            collapse = self.train_step.guards.after_step(step, metrics)
             # The checkpoint comes last: what it stands for has been logged when it appears.
-            last = step == config.run.steps
+            last = step == config.run.steps or collapse is not None
             if last or step % config.eval.every_steps == 0:
                 self._evaluate(step)
             saved = {}
             if last or step % config.checkpoint.every_steps == 0:
                 saved = self._save(step)
-        if self.is_main:
-            self._report()
+            done = step
+            if collapse is not None:
+                break
+        with self.peers.phase("report", done):
+            if self.is_main:
+                self._report(done, collapse)
+            dist.barrier()  # a rank that ended with an error now would take the one that writes with it
+        if collapse is not None:
+            raise collapse
 
     def _rollout(self, step: int, clock: Clock) -> RolloutBatch:
         """Rank 0 samples and judges; every rank gets the tokens. Routes stay in the trace store."""
@@ -138,7 +147,7 @@ class Run:
         with self.peers.phase("receive rollout", step):
             batch = world.broadcast(batch, RolloutBatch)
         if self.is_main:
-            self._remove_shards(lambda name: name <= shard_name(max(0, step - self.config.replay.keep_shards)))
+            self._remove_shards(lambda of: of is None or of <= step - self.config.replay.keep_shards)
         return batch
 
     def _sync(self, version: int) -> dict[str, float]:
@@ -166,7 +175,7 @@ class Run:
                 self.folder.checkpoints,
                 step,
                 self.policy,
-                {"cursor": cursor},
+                {"cursor": cursor, "guards": self.train_step.guards.state()},
                 parallel=self.config.parallel,
                 keep=self.config.checkpoint.keep,
             )
@@ -177,12 +186,13 @@ class Run:
         config, path = self.config, checkpoint.latest(self.folder.checkpoints)
         state = checkpoint.load(path, self.policy, parallel=config.parallel, seed=config.run.seed)
         done = state["step"]
+        self.train_step.guards.restore(state["guards"])
         if self.is_main:
             self.rollouts.source.seek(state["cursor"])
             dropped = self.rollouts.ledger.rewind(done)
             self.rollouts.ledger.verify(self.rollouts.source, steps=done)
             self.log.rewind(done + 1)
-            self._remove_shards(lambda name: name > shard_name(done) or not name.startswith("step"))
+            self._remove_shards(lambda of: of is None or of > done)
             self.store.collect_garbage()
             self.log.note(f"resumed from {path} after step {done}; {dropped} steps are done again")
             if (before := state["layout"]) != (now := checkpoint.layout(config.parallel)):
@@ -192,13 +202,15 @@ class Run:
             self._sync(version=done)
         return done
 
-    def _remove_shards(self, unwanted: Callable[[str], bool]) -> None:
-        for name in filter(unwanted, self.store.shards()):
-            self.store.remove(name)
+    def _remove_shards(self, unwanted: Callable[[int | None], bool]) -> None:
+        """unwanted: of the step whose rollout a shard holds, None where it is of no step."""
+        for name in self.store.shards():
+            if unwanted(shard_step(name)):
+                self.store.remove(name)
 
-    def _report(self) -> None:
-        self.rollouts.ledger.verify(self.rollouts.source, steps=self.config.run.steps)
-        summarize(self.folder.path, self._facts())
+    def _report(self, done: int, collapse: CollapseError | None) -> None:
+        self.rollouts.ledger.verify(self.rollouts.source, steps=done)
+        summarize(self.folder.path, self._facts() | {"collapse": collapse and str(collapse)})
         report = write_report(self.folder.path)
         self.log.note(f"report: {report}")
 

@@ -28,6 +28,7 @@ class Share:
 
     denominator, sequences, tokens: of the whole update on all ranks, what the policy loss, the KL penalty and the
     entropy bonus are divided by.
+    keys: of all sequences of the update on all ranks; the microbatches' indices are into them.
     """
 
     microbatches: list[Microbatch]
@@ -37,6 +38,7 @@ class Share:
     tokens: int
     old_logprobs: list[torch.Tensor]
     ref_logprobs: list[torch.Tensor] = field(default_factory=list)
+    keys: tuple[str, ...] = ()
 
 
 class Shares:
@@ -137,6 +139,7 @@ class Shares:
                     nonempty(lengths),
                     sum(lengths),
                     old_logprobs=[m.rollout_logprobs for m in microbatches],
+                    keys=tuple(s.key for s in ours),
                 )
             )
         return shares

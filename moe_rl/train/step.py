@@ -24,6 +24,8 @@ from moe_rl.objectives.mismatch import MismatchSums
 from moe_rl.objectives.policy import policy_loss, reference_kl
 from moe_rl.replay.session import ReplaySession, Tally
 from moe_rl.trace import TraceSpec, TraceStore
+from moe_rl.train.credit import give_credit
+from moe_rl.train.guards import Guards
 from moe_rl.train.shares import Share, Shares
 from moe_rl.types import Sequence
 
@@ -82,6 +84,7 @@ class TrainStep:
     ):
         self.config, self.policy, self.reference, self.spec = config, policy, reference, spec
         self.shares = Shares(config, policy.layers, store, spec, vocabulary=policy.facts.vocab)
+        self.guards = Guards(config.guards)
 
     def run(
         self,
@@ -121,6 +124,7 @@ class TrainStep:
                 native = _mismatch(everything, native_logprobs), session.tally
             if self.reference is not None:
                 self._hand_out(shares, self.reference.logprobs(everything), "ref_logprobs")
+        credit = give_credit(self.config.objective, sequences, group_ids, shares)
         sums, grad_norms, aux_losses, skipped, lr = UpdateSums(), [], [], 0, 0.0
         with clock("train"):
             for number, share in enumerate(shares):
@@ -145,9 +149,11 @@ class TrainStep:
                 aux_losses.append(result.aux_loss)
                 skipped += not result.applied
                 lr = result.lr
+                self.guards.after_update(result, step=step, update=number)
         metrics = self._reduce(sums, tallies, len(shares), replay, by_layer=measure_native)
         if replay != "off":
             metrics |= fallback
+        metrics |= credit
         measured = _global(mismatch).metrics()
         metrics |= {key: measured[name] for key, name in _MISMATCH_METRICS.items()}
         metrics |= {
@@ -205,7 +211,7 @@ class TrainStep:
                 **objective.parameters,
             )
             total = result.loss
-            if self.reference is not None:
+            if self.reference is not None and objective.kl_in == "loss":
                 kl = reference_kl(
                     logprobs,
                     share.ref_logprobs[number],
@@ -265,7 +271,7 @@ class TrainStep:
             mine = torch.as_tensor(sums.corrections, dtype=torch.float64).expand(corrections.SUMS).tolist()
             corrected = corrections.metrics(world.all_reduce(mine))
             metrics |= {f"correction/{name}": value for name, value in corrected.items()}
-        if self.reference is not None:
+        if self.reference is not None and self.config.objective.kl_in == "loss":
             metrics["objective/kl_ref"] = kl / updates
         if replay != "off":
             metrics |= {

@@ -65,6 +65,7 @@ def test_a_good_config_has_no_problems(found):
         (["task.pass_reward=exakt"], ["task.pass_reward", "got exakt", "did you mean exact?"]),
         (["task.rewards.exact.function=moe_rl.nothing.f"], ["task.rewards.exact.function", "moe_rl.nothing"]),
         (["task.rewards.exact.weight=0"], ["task.rewards", "every weight is 0"]),
+        (["task.overlong.cache_tokens=6"], ["task.overlong.cache_tokens", "below rollout.max_completion_tokens = 6"]),
         (["objective.clip_low=1.0"], ["objective.clip_low", "below 1"]),
         (["objective.name=grpo"], ["objective.clip_low", "objective.clip_high", "0.2"]),
         (["objective.name=grpo", "objective.clip_low=0.2"], ["objective.clip_high"]),
@@ -84,8 +85,8 @@ def test_each_problem_is_one_message(found, overrides, parts):
 def settings(name):
     """Overrides that choose a loss with its published parameters, and what else its method asks for."""
     others = {
-        "dr_grpo": ["normalize_std=false"],
-        "minirl": ["normalize_std=false"],
+        "dr_grpo": ["advantage=group_mean"],
+        "minirl": ["advantage=group_mean"],
         "dppo_tv": ["old_logprobs=sampler"],
     }
     parameters = [f"{key}={value}" for key, value in LOSS_PARAMETERS[name].items()]
@@ -117,8 +118,8 @@ def test_a_parameter_that_the_loss_needs_is_asked_for_with_its_published_value(f
 @pytest.mark.parametrize(
     ("name", "override", "part"),
     [
-        ("dr_grpo", "objective.normalize_std=true", "objective.normalize_std"),
-        ("minirl", "objective.normalize_std=true", "objective.normalize_std"),
+        ("dr_grpo", "objective.advantage=group_std", "objective.advantage"),
+        ("minirl", "objective.advantage=leave_one_out", "objective.advantage"),
         ("dppo_tv", "objective.old_logprobs=trainer", "expected sampler"),
         ("minirl", "objective.old_logprobs=sampler", "expected trainer"),
         ("decoupled", "objective.old_logprobs=sampler", "expected trainer"),

@@ -5,8 +5,9 @@ tokens that were not drawn from the whole vocabulary.
 
 CASES: JSON, {name: {"overrides": [config overrides], "missing": [sequences without routes], "short": [sequences whose
 first two tokens have none], "old": [sequences whose prompt older weights routed], "unsupported": [sequences whose last
-token is not in its own support], "uncounted": [sequences whose last token has no support]}}. Rank r writes
-OUT/<name>-rank<r>.json: metrics, or the error; and what `shared_vocabulary` gives to OUT/vocabulary-rank<r>.pt.
+token is not in its own support], "uncounted": [sequences whose last token has no support], "first": only so many
+sequences, "reward": the same for all}}. Rank r writes OUT/<name>-rank<r>.json: metrics, or the error; and what
+`shared_vocabulary` gives to OUT/vocabulary-rank<r>.pt.
 """
 
 import json
@@ -118,7 +119,9 @@ def one(name, plan, checkpoint, out):
     config = load_config(ROOT / "configs/tiny_moe_cpu.yaml", [*overrides, *plan.get("overrides", [])])
     world.lay_out(config.parallel, seed=1)
     folder, rank = out / name / "trace", dist.get_rank()
-    sequences, routes = batch(facts)
+    sequences, routes = (part[: plan.get("first")] for part in batch(facts))
+    if "reward" in plan:
+        sequences = [replace(sequence, reward=plan["reward"]) for sequence in sequences]
     if rank == 0:
         stored(sequences, routes, spec, folder, plan, facts.vocab)
     dist.barrier()

@@ -23,6 +23,9 @@ ENTROPY_COEF = 2.0
 # Natively routed, so that `transformers` computes the same, and the reference, of the same weights, too.
 MASKED = [*MASK, "replay.mode=off", "train.updates_per_step=1", "objective.kl_coef=0.1"]
 MASKED += [f"objective.entropy_coef={ENTROPY_COEF}"]
+# In groups of two the std would take away all of a KL but the sign.
+NO_KL = ["objective.advantage=reinforce_pp"]
+KL_IN_REWARD = [*NO_KL, "objective.kl_in=reward", "objective.kl_coef=0.5", "objective.kl_estimator=k1"]
 CASES = {
     "whole": {},
     "r2": {"overrides": ["replay.mode=r2"]},
@@ -43,6 +46,12 @@ CASES = {
         "missing": [3, 4],
         "short": [5],
     },
+    "kl-reward": {"overrides": KL_IN_REWARD},
+    "context-kl-reward": {"overrides": [*KL_IN_REWARD, "parallel.context=2"]},
+    "kl-loss": {"overrides": [*NO_KL, "objective.kl_coef=0.5"]},
+    "no-kl": {"overrides": NO_KL},
+    "no-difference": {"reward": 0.3},
+    "one-sequence": {"first": 1},
     "stale-refused": {"old": [2]},
     "stale-replayed": {"overrides": STALE, "old": [2, 5]},
     "stale-native": {
@@ -133,6 +142,33 @@ def test_ranks_that_share_every_sequence_count_each_token_once(steps):
         assert shared[counts[0]] == shared[counts[1]] > alone[counts[0]]
         rest = {key: value for key, value in alone.items() if key not in counts}
         assert {key: shared[key] for key in rest} == pytest.approx(rest, rel=1e-5, abs=1e-7), name
+
+
+def test_a_kl_in_the_reward_counts_every_sequence_once(steps):
+    """However the sequences, or their tokens, are shared out. The estimates are of random routes against the model's
+    own: far from 0."""
+    (cut, _), (shared, _), (in_loss, _) = steps["kl-reward"], steps["context-kl-reward"], steps["kl-loss"]
+    for name in ("objective/kl_ref", "reward/kl_penalty", "optim/grad_norm", "objective/loss"):
+        # k1 is of either sign: rounding of single tokens is compared with what is left of their sum
+        assert shared[name] == pytest.approx(cut[name], rel=1e-5, abs=2e-6), name
+    assert abs(cut["objective/kl_ref"]) > 1e-2
+    # 13 sequences, half of whose KL is taken off; the mean over tokens is another number than the sum
+    assert cut["reward/kl_penalty"] != pytest.approx(-0.5 * cut["objective/kl_ref"], rel=0.1)
+    norms = [metrics["optim/grad_norm"] for metrics in (cut, in_loss, steps["no-kl"][0])]
+    assert all(a == b or a != pytest.approx(b, rel=1e-3) for a in norms for b in norms) and len(set(norms)) == 3
+    assert "reward/kl_penalty" not in in_loss and in_loss["objective/kl_ref"] > 0
+
+
+def test_a_step_with_nothing_to_learn_is_a_step(steps):
+    """No reward differs; or there are fewer sequences than ranks, and nobody to compare with."""
+    for name in ("no-difference", "one-sequence"):
+        metrics, _ = steps[name]
+        assert metrics["objective/zero_advantage_fraction"] == 1 and metrics["optim/grad_norm"] == 0
+        assert metrics["optim/skipped"] == 0
+        assert metrics["optim/updates"] == {"no-difference": 2, "one-sequence": 1}[name]
+        # what is measured is measured all the same
+        assert metrics["policy_kl/k3"] > 0 and metrics["routing/consumed"] == metrics["routing/expected"] > 0
+    assert steps["whole"][0]["objective/zero_advantage_fraction"] == 1 / 13  # the last has no other in its group
 
 
 def test_above_the_bound_every_rank_refuses_before_any_pass(steps):

@@ -14,9 +14,9 @@ from moe_rl.megatron.policy import learning_rate
 from moe_rl.types import SamplingSupport, Sequence
 
 
-def sequence(key, prompt, completion, advantage):
+def sequence(key, prompt, completion, reward):
     return Sequence(
-        key, tuple(prompt), tuple(completion), np.arange(len(completion), dtype=np.float32), advantage, 0, None
+        key, tuple(prompt), tuple(completion), np.arange(len(completion), dtype=np.float32), reward, 0, None
     )
 
 
@@ -35,7 +35,9 @@ def test_rows_targets_and_padding():
     assert packed.targets.tolist() == [7, 8, 4, 5] and packed.predicted.tolist() == [0, 1, 2, 3]
     assert packed.sequence_ids.tolist() == [0, 0, 1, 1]
     assert packed.rollout_logprobs.tolist() == [0, 1, 0, 1]
-    assert packed.advantages.tolist() == [-1, 0.5]
+    assert packed.advantages.isnan().tolist() == [True, True]
+    packed.give_advantages([0.5, 9.0, -1])
+    assert packed.advantages.tolist() == [-1, 0.5] and packed.advantages.dtype == torch.float32
     params = packed.seq_params(None, 0)
     assert params.cu_seqlens_q.tolist() == [0, 2, 6, 8] and params.cu_seqlens_q.dtype == torch.int32
     assert params.max_seqlen_q == 4 and params.replay is None

@@ -41,12 +41,13 @@ class Run:
                 prompt_token_ids=tuple(tokens[:prompt]),
                 token_ids=tuple(tokens[prompt:]),
                 rollout_logprobs=rng.normal(-6, 0.3, completion).astype(np.float32),
-                advantage=1.0 - number,
+                reward=1.0 - number,
                 weight_version=0,
                 routes=None,
             )
             chosen = rng.random((8, facts.layers, facts.num_experts)).argsort(-1)[..., : facts.top_k].astype(np.uint8)
             packed = pack([sequence], [0], torch.device("cpu"))
+            packed.give_advantages([sequence.reward])
             spec = TraceSpec.from_layers("test", facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
             fed = packed.fed([sequence])
             table = microbatch_routes(

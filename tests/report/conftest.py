@@ -85,6 +85,7 @@ def metrics(step: int, replay: bool = True, native: bool = False, total: int = 4
         "objective/loss": rng.gauss(0, 1e-3),
         "objective/clip_fraction": 0.12 + 0.05 * rng.random(),
         "objective/ratio_mean": 1.0001,
+        "objective/zero_advantage_fraction": 6 / 32,
         "optim/grad_norm": 0.4 + 0.2 * rng.random() + (0.9 if step == 17 else 0),
         "optim/lr": 1e-4 * min(1, step / 2),
         "optim/updates": 2 * step,
