@@ -91,13 +91,18 @@ class Extras:
             logits = self._buffer[[row for *_, row in wanted]].cpu().numpy()
             for (request, position, _), one in zip(wanted, logits, strict=True):
                 # Of a token that is computed again after a preemption the first pass counts, as for its routes.
-                self._logits.setdefault(id(request), {}).setdefault(position, one)
+                self._logits.setdefault(request.number, {}).setdefault(position, one)
+
+    def drop(self, request: Recorded) -> None:
+        """Forget a request that nothing is stored of."""
+        self._sampled.pop(request.number, None)
+        self._logits.pop(request.number, None)
 
     def of_request(self, request: Recorded, rows: int) -> dict[str, np.ndarray]:
         """The arrays of a finished request; what is kept of it here is dropped. rows: its forwarded tokens."""
         aux: dict[str, np.ndarray] = {}
-        sampled = self._sampled.pop(id(request), {})
-        logits = self._logits.pop(id(request), {})
+        sampled = self._sampled.pop(request.number, {})
+        logits = self._logits.pop(request.number, {})
         # The token at position p was drawn from the row of position p - 1; the last one drawn has no row itself.
         drawn = range(len(request.prompt), rows + 1) if self._samples and not request.greedy else range(0)
         if unseen := [p for p in drawn if p not in sampled]:
@@ -161,7 +166,7 @@ class Extras:
         for row, request in wanted:
             value = float(mass[row]) if mass is not None else 0.0
             one = (supports.get(row, _NOTHING), value)
-            self._sampled.setdefault(id(request), {}).setdefault(request.forwarded, one)
+            self._sampled.setdefault(request.number, {}).setdefault(request.forwarded, one)
 
 
 _NOTHING = np.zeros(0, np.int32)

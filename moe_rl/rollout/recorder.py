@@ -271,14 +271,16 @@ class Recorder:
         table, forwarded = request.table, request.forwarded
 
         def take() -> None:
-            if request.ask is None:
-                return
             try:
-                rows = self._rows(request, table, forwarded)
-                aux = self._extras.of_request(request, len(rows)) if self._extras is not None else {}
-                self._sinks.add(request, rows, aux)
+                if request.ask is not None:
+                    rows = self._rows(request, table, forwarded)
+                    aux = self._extras.of_request(request, len(rows)) if self._extras is not None else {}
+                    self._sinks.add(request, rows, aux)
             except MoeRLError as error:
                 self._sinks.refuse(request.ask.sink, request.ask.key, error)
+            finally:
+                if self._extras is not None:
+                    self._extras.drop(request)
 
         self._submit(take)
 

@@ -1,5 +1,6 @@
 """The sampler's hook driven by hand: whose support is kept, and what is said of a token whose draw was not seen."""
 
+from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,7 @@ from moe_rl.errors import EngineError
 from moe_rl.rollout.extras import Extras
 
 NEG = -torch.inf
+_NUMBERS = count()
 
 
 class Hooked:
@@ -32,7 +34,8 @@ class Hooked:
 
 def request(key, *, forwarded=2, greedy=False, ask=True):
     ask = SimpleNamespace(key=key) if ask else None
-    return SimpleNamespace(ask=ask, prompt=np.zeros(2, np.int32), greedy=greedy, forwarded=forwarded)
+    prompt = np.zeros(2, np.int32)
+    return SimpleNamespace(number=next(_NUMBERS), ask=ask, prompt=prompt, greedy=greedy, forwarded=forwarded)
 
 
 def test_each_request_keeps_the_support_of_its_own_tokens():
@@ -56,3 +59,11 @@ def test_a_token_whose_draw_was_not_seen_is_not_said_to_be_drawn_from_everything
     sampler.draw([one], [[NEG, -0.7, NEG, -0.7]])
     with pytest.raises(EngineError, match=r"request a\): got nothing for 1 of 2 tokens, the first at position 3"):
         sampler.extras.of_request(one, 3)
+
+
+def test_what_was_drawn_for_a_request_that_is_given_up_is_nobody_elses():
+    sampler, one = Hooked(), request("a")
+    sampler.draw([one], [[NEG, -0.7, NEG, -0.7]])
+    sampler.extras.drop(one)
+    with pytest.raises(EngineError, match="got nothing for 1 of 1 tokens"):
+        sampler.extras.of_request(one, 2)
