@@ -76,16 +76,23 @@ def save(folder: Path, step: int, policy: Policy, state: dict, *, parallel: Para
             _fsync(path)
         hidden.rename(final)
         _fsync(folder)
-        for _, old in _complete(folder)[:-keep]:
+        for _, old in complete(folder)[:-keep]:
             shutil.rmtree(old)
     dist.barrier()
     return final
 
 
+def complete(folder: Path) -> list[tuple[int, Path]]:
+    """(steps done, folder) of every complete checkpoint, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted((int(m[1]), p) for p in folder.iterdir() if (m := _NAME.fullmatch(p.name)))
+
+
 def latest(folder: Path) -> Path:
     """The newest complete checkpoint. Raises CheckpointError when there is none."""
-    complete = _complete(folder)
-    if not complete:
+    found = complete(folder)
+    if not found:
         raise CheckpointError(
             describe(
                 "the run has no checkpoint to resume from",
@@ -95,7 +102,7 @@ def latest(folder: Path) -> Path:
                 do="start the run anew",
             )
         )
-    return complete[-1][1]
+    return found[-1][1]
 
 
 def layout(parallel: ParallelConfig) -> dict[str, int]:
@@ -249,12 +256,6 @@ def _optimizers(policy: Policy) -> list[MegatronOptimizer]:
 def _optimizer_step(policy: Policy) -> int:
     # TransformerEngine's Adam does not count in a group without parameters.
     return max(int(group.get("step", 0)) for group in policy.optimizer.param_groups)
-
-
-def _complete(folder: Path) -> list[tuple[int, Path]]:
-    if not folder.is_dir():
-        return []
-    return sorted((int(m[1]), p) for p in folder.iterdir() if (m := _NAME.fullmatch(p.name)))
 
 
 def _digest(path: Path) -> str:

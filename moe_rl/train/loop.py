@@ -10,7 +10,6 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
@@ -28,8 +27,9 @@ from moe_rl.rewards.pool import VerifierPool
 from moe_rl.rollout.engine import EngineSettings, VllmEngine
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train import run_folder
+from moe_rl.train.kept import KeptRollouts, RolloutBatch, kept_steps
 from moe_rl.train.peers import Peers
-from moe_rl.train.rollouts import RolloutBatch, Rollouts, shard_name
+from moe_rl.train.rollouts import Rollouts
 from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.step import Clock, TrainStep
 from moe_rl.train.weights import Canary, send_weights
@@ -60,6 +60,7 @@ class Run:
         self.is_main = dist.get_rank() == 0
         self.facts = read_model(config.model.path)
         self.store = TraceStore(folder.trace)
+        self.kept = KeptRollouts(folder.rollouts, self.store)
         self.log = self.rollouts = None
         if self.is_main:
             self.log = RunLog(folder.path, total_steps=config.run.steps, mode=config.replay.mode)
@@ -136,7 +137,9 @@ class Run:
         with self.peers.phase("receive rollout", step):
             batch = world.broadcast(batch, RolloutBatch)
         if self.is_main:
-            self._remove_shards(lambda name: name <= shard_name(max(0, step - self.config.replay.keep_shards)))
+            self.kept.save(step, batch)
+            checkpoints = [done for done, _ in checkpoint.complete(self.folder.checkpoints)]
+            self.kept.retain(kept_steps(step, self.config.replay.keep_shards, checkpoints))
         return batch
 
     def _sync(self, version: int) -> dict[str, float]:
@@ -177,7 +180,7 @@ class Run:
             dropped = self.rollouts.ledger.rewind(done)
             self.rollouts.ledger.verify(self.rollouts.source, steps=done)
             self.log.rewind(done + 1)
-            self._remove_shards(lambda name: name > shard_name(done) or not name.startswith("step"))
+            self.kept.retain(range(done + 1))
             self.store.collect_garbage()
             self.log.note(f"resumed from {path} after step {done}; {dropped} steps are done again")
             if (before := state["layout"]) != (now := checkpoint.layout(config.parallel)):
@@ -186,10 +189,6 @@ class Run:
         if done:
             self._sync(version=done)
         return done
-
-    def _remove_shards(self, unwanted: Callable[[str], bool]) -> None:
-        for name in filter(unwanted, self.store.shards()):
-            self.store.remove(name)
 
     def _report(self) -> None:
         self.rollouts.ledger.verify(self.rollouts.source, steps=self.config.run.steps)

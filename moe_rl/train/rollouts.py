@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,20 +18,9 @@ from moe_rl.objectives.advantages import group_advantages
 from moe_rl.rewards.pool import RewardItem, VerifierPool, check_failed_fraction
 from moe_rl.rollout.engine import VllmEngine
 from moe_rl.trace import TraceStore
+from moe_rl.train.kept import RolloutBatch, shard_name
 from moe_rl.train.step import Clock
 from moe_rl.types import Completion, GenerateRequest, Prompt, Sequence, Verdict
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutBatch:
-    """What one step learns from. Sequences whose verification failed are not in it.
-
-    group_ids: number of the prompt of each sequence. metrics: what sampling and verification showed.
-    """
-
-    sequences: list[Sequence]
-    group_ids: list[int]
-    metrics: dict[str, float]
 
 
 class Rollouts:
@@ -172,9 +161,6 @@ class Rollouts:
         }
 
 
-def shard_name(step: int) -> str:
-    """Trace shard of one step's rollout."""
-    return f"step{step:06d}"
 
 
 def _mean(values: Seq[float | None]) -> float:
