@@ -76,7 +76,7 @@ class Run:
                     workers=config.task.verifier_workers,
                 )
             )
-            engine = stack.enter_context(VllmEngine.start(_engine_settings(config, self.facts, folder)))
+            engine = stack.enter_context(VllmEngine.start(engine_settings(config, self.facts, folder)))
             self.rollouts = Rollouts(config, self.facts, engine, verifiers, folder.path, self.store)
         build = (self.facts, config.train, config.parallel, config.model.path)
         self.policy = Policy(*build, temperature=config.rollout.temperature)
@@ -138,8 +138,7 @@ class Run:
             batch = world.broadcast(batch, RolloutBatch)
         if self.is_main:
             self.kept.save(step, batch)
-            checkpoints = [done for done, _ in checkpoint.complete(self.folder.checkpoints)]
-            self.kept.retain(kept_steps(step, self.config.replay.keep_shards, checkpoints))
+            self._retain_rollouts(step)
         return batch
 
     def _sync(self, version: int) -> dict[str, float]:
@@ -168,7 +167,13 @@ class Run:
                 parallel=self.config.parallel,
                 keep=self.config.checkpoint.keep,
             )
+            if self.is_main:
+                self._retain_rollouts(step)
         return {"time/checkpoint": clock.seconds["checkpoint"]}
+
+    def _retain_rollouts(self, step: int) -> None:
+        checkpoints = [done for done, _ in checkpoint.complete(self.folder.checkpoints)]
+        self.kept.retain(kept_steps(step, self.config.replay.keep_shards, checkpoints))
 
     def _restore(self) -> int:
         """Put every part of the run back to the newest checkpoint; returns the steps it had done."""
@@ -221,7 +226,8 @@ def _open_folder(config: Config, folder: RunFolder | None) -> RunFolder:
     return RunFolder(Path(world.broadcast(path, str)))
 
 
-def _engine_settings(config: Config, facts: ModelFacts, folder: RunFolder) -> EngineSettings:
+def engine_settings(config: Config, facts: ModelFacts, folder: RunFolder) -> EngineSettings:
+    """What the run's engine is started with; trace and log go into the folder."""
     rollout = config.rollout
     return EngineSettings(
         model_path=config.model.path,

@@ -116,16 +116,7 @@ class Rollouts:
         return sum((p.token_ids for p in self.heldout[:limit]), ())[:limit]
 
     def _request(self, key: str, prompt: Prompt, temperature: float) -> GenerateRequest:
-        # A request's randomness follows from the run's seed and its own key, not from when or with whom it is decoded.
-        seed = xxhash.xxh3_64_intdigest(f"{self.config.run.seed}/{key}".encode()) >> 1
-        return GenerateRequest(
-            key=key,
-            prompt_token_ids=prompt.token_ids,
-            seed=seed,
-            temperature=temperature,
-            max_tokens=self.config.rollout.max_completion_tokens,
-            stop_token_ids=self.stop_tokens,
-        )
+        return generate_request(self.config, key, prompt.token_ids, self.stop_tokens, temperature)
 
     def _judge(self, prompts: Seq[Prompt], completions: Seq[Completion]) -> list[Verdict]:
         return self.verifiers.score(
@@ -161,6 +152,21 @@ class Rollouts:
         }
 
 
+
+
+def generate_request(
+    config: Config, key: str, prompt_token_ids: tuple[int, ...], stop_tokens: tuple[int, ...], temperature: float
+) -> GenerateRequest:
+    """A request as the run makes it: its randomness follows from the run's seed and its own key, not from when or with
+    whom it is decoded."""
+    return GenerateRequest(
+        key=key,
+        prompt_token_ids=prompt_token_ids,
+        seed=xxhash.xxh3_64_intdigest(f"{config.run.seed}/{key}".encode()) >> 1,
+        temperature=temperature,
+        max_tokens=config.rollout.max_completion_tokens,
+        stop_token_ids=stop_tokens,
+    )
 
 
 def _mean(values: Seq[float | None]) -> float:
