@@ -73,7 +73,10 @@ class RolloutConfig(Section):
     temperature: Positive = 1.0
     """Sampling temperature; the trainer's logits are divided by it too."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Precision of the sampler."""
+    """Precision that the sampler computes in."""
+    weights: Literal["exact", "fp8_e4m3"] = "exact"
+    """exact: the trainer's, in `dtype`. fp8_e4m3: of attention, experts and dense layers the matrices are rounded to
+    what block-scaled float8 holds before the sampler gets them, also the first time; it still computes in `dtype`."""
     max_concurrent: Count = 256
     """Sequences the engine decodes at once."""
     kv_cache_mib: Count = 512

@@ -93,7 +93,9 @@ class Run:
         config, done, saved = self.config, 0, {}
         if resumed:
             done = self._restore()
-        else:
+        if not done and config.rollout.weights != "exact":
+            self._sync(version=0)  # the sampler started with the checkpoint's
+        if not resumed:
             self._evaluate(0)
         for step in range(done + 1, config.run.steps + 1):
             clock = Clock()
@@ -144,7 +146,10 @@ class Run:
     def _sync(self, version: int) -> dict[str, float]:
         """Give the sampler the trainer's weights as `version`, and let both score the canary with them."""
         engine = self.rollouts.engine if self.is_main else None
-        sent = send_weights(self.policy, engine, self.folder.sync, version, self.config.rollout.dtype)
+        rollout = self.config.rollout
+        sent = send_weights(
+            self.policy, engine, self.folder.sync, version, dtype=rollout.dtype, weights=rollout.weights
+        )
         return {"sync/bytes": sent, "sync/canary_abs_diff": self.canary.difference(self.policy, engine)}
 
     def _evaluate(self, step: int) -> None:

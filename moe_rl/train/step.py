@@ -25,6 +25,25 @@ from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train.shares import Share, Shares
 from moe_rl.types import Sequence
 
+# A run's metrics, and what `MismatchSums.metrics` calls them.
+_MISMATCH_METRICS = {
+    "policy_kl/k1": "k1",
+    "policy_kl/k3": "k3",
+    "policy/extreme_fraction": "extreme_fraction_2",
+    "policy/extreme_fraction_5": "extreme_fraction_5",
+    "policy/logratio_abs_p50": "abs_p50",
+    "policy/logratio_abs_p99": "abs_p99",
+    "policy/logratio_abs_max": "abs_max",
+    "policy/perplexity_train": "perplexity_train",
+    "policy/perplexity_rollout": "perplexity_rollout",
+    "policy/log_perplexity_diff": "log_perplexity_diff",
+    "policy/log_perplexity_abs_diff": "log_perplexity_abs_diff",
+    "policy/chi2_token": "chi2_token",
+    "policy/chi2_sequence_product": "chi2_sequence_product",
+    "policy/chi2_sequence_geometric": "chi2_sequence_geometric",
+    "policy/effective_sample_fraction": "effective_sample_fraction",
+}
+
 
 class Clock:
     """Seconds spent in named phases; a name used again adds up."""
@@ -118,11 +137,9 @@ class TrainStep:
         metrics = self._reduce(sums, tallies, len(shares), replay, by_layer=measure_native)
         if replay != "off":
             metrics |= fallback
+        measured = _global(mismatch).metrics()
+        metrics |= {key: measured[name] for key, name in _MISMATCH_METRICS.items()}
         metrics |= {
-            "policy_kl/k1": (m := _global(mismatch).metrics())["k1"],
-            "policy_kl/k3": m["k3"],
-            "policy/extreme_fraction": m["extreme_fraction"],
-            "policy/logratio_abs_max": m["abs_max"],
             "optim/grad_norm": sum(grad_norms) / len(grad_norms),
             "optim/lr": lr,
             "optim/updates": self.policy.updates,
@@ -131,13 +148,12 @@ class TrainStep:
         if self.config.train.router_aux_loss:
             metrics["objective/aux_loss"] = sum(aux_losses) / len(aux_losses)
         if native is not None:
-            n, positions = _global(native[0]).metrics(), _native_fractions([native[1]])
+            n = _global(native[0]).metrics()
             metrics |= {
                 "policy_kl/k1_native": n["k1"],
                 "policy_kl/k3_native": n["k3"],
-                "policy/extreme_fraction_native": n["extreme_fraction"],
-                "routing/native_mismatch": positions[0],
-                "routing/native_token_mismatch": positions[1],
+                "policy/extreme_fraction_native": n["extreme_fraction_2"],
+                **self._compared([native[1]], "native"),
             }
         return metrics
 
@@ -214,15 +230,26 @@ class TrainStep:
                 "routing/consumed": consumed,
                 "routing/expected": expected,
             }
-        compared = _native_fractions(tallies)
-        if replay == "r3":
-            metrics["routing/shadow_mismatch"] = compared[0]
-        else:
-            metrics |= {"routing/native_mismatch": compared[0], "routing/native_token_mismatch": compared[1]}
+        name = "shadow" if replay == "r3" else "native"
+        metrics |= self._compared(tallies, name)
         if by_layer:
-            name = "shadow" if replay == "r3" else "native"
             layers = self._by_layer(tallies)
             metrics |= {f"routing/{name}_mismatch_layer/{layer:03d}": fraction for layer, fraction in layers.items()}
+        return metrics
+
+    def _compared(self, tallies: list[Tally], name: str) -> dict[str, float]:
+        """The routers' own choice against the record, over all (token, layer) positions."""
+        counts = ("native_mismatch", "native_shared", "native_margin", "native_positions")
+        counts += ("native_token_mismatch", "native_tokens")
+        sums = world.all_reduce([sum(getattr(tally, count) for tally in tallies) for count in counts])
+        wrong, shared, margin, positions, wrong_tokens, tokens = sums
+        metrics = {
+            f"routing/{name}_mismatch": wrong / max(positions, 1),
+            f"routing/{name}_overlap": shared / max(positions * self.spec.top_k, 1),
+            f"routing/{name}_margin": margin / max(positions, 1),
+        }
+        if name == "native":
+            metrics["routing/native_token_mismatch"] = wrong_tokens / max(tokens, 1)
         return metrics
 
     def _by_layer(self, tallies: list[Tally]) -> dict[int, float]:
@@ -238,7 +265,10 @@ class TrainStep:
 def _mismatch(microbatches: list[Microbatch], logprobs: list[torch.Tensor]) -> MismatchSums:
     total = MismatchSums.empty(world.device())
     for microbatch, values in zip(microbatches, logprobs, strict=True):
-        total = total.merge(MismatchSums.of(values, microbatch.rollout_logprobs))
+        sequences = len(microbatch.indices)
+        total = total.merge(
+            MismatchSums.of(values, microbatch.rollout_logprobs, microbatch.sequence_ids, sequences)
+        )
     return total
 
 
@@ -248,14 +278,3 @@ def _global(sums: MismatchSums) -> MismatchSums:
     rows = [torch.empty_like(sums.to_tensor()) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, sums.to_tensor())
     return MismatchSums.from_tensor(torch.stack(rows))
-
-
-def _native_fractions(tallies: list[Tally]) -> tuple[float, float]:
-    """Fractions of (token, layer) positions, and of tokens, where the router's own choice is not the recorded one."""
-    wrong, positions, wrong_tokens, tokens = world.all_reduce(
-        [
-            sum(getattr(t, name) for t in tallies)
-            for name in ("native_mismatch", "native_positions", "native_token_mismatch", "native_tokens")
-        ]
-    )
-    return wrong / max(positions, 1), wrong_tokens / max(tokens, 1)

@@ -13,20 +13,26 @@ from moe_rl.megatron.microbatch import pack
 from moe_rl.megatron.model import DTYPES
 from moe_rl.megatron.policy import Policy
 from moe_rl.rollout.engine import VllmEngine
+from moe_rl.sync.precision import fp8_rounded, is_rounded
 from moe_rl.sync.weights import expected_digest, write_part
 from moe_rl.types import Sequence
 
 
-def send_weights(policy: Policy, engine: VllmEngine | None, folder: Path, version: int, dtype: str) -> int:
+def send_weights(
+    policy: Policy, engine: VllmEngine | None, folder: Path, version: int, *, dtype: str, weights: str
+) -> int:
     """Every rank writes its share, rank 0 has the engine load and confirm all of it. Returns the bytes written.
 
     engine: on rank 0 only. One rank of one replica writes each tensor; the parts are deleted once they are loaded.
+    dtype, weights: as in the config's `rollout`.
     Raises WeightSyncError on rank 0 when the engine read anything else than what was written.
     """
     parts = folder / f"v{version}"
     parts.mkdir(parents=True, exist_ok=True)
     dense, experts = world.holds_first_replica()
     tensors = policy.export(DTYPES[dtype], dense=dense, experts=experts)
+    if weights == "fp8_e4m3":
+        tensors = {name: fp8_rounded(tensor) if is_rounded(name) else tensor for name, tensor in tensors.items()}
     if tensors:
         write_part(parts / f"rank{dist.get_rank():05d}.safetensors", tensors)
     dist.barrier()

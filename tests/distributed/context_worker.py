@@ -80,7 +80,7 @@ def main():
         return whole.run(sequences, groups, step=1, weight_version=0, measure_native=True, clock=clock)
 
     policy, engine = build(halves), Engine() if rank == 0 else None
-    send_weights(policy, engine, out / "parts", 0, "float32")
+    send_weights(policy, engine, out / "parts", 0, dtype="float32", weights="exact")
     seen["canary"] = Canary((3, 1, 4, 1, 5)).difference(policy, engine)
     seen["engine"] = vars(engine) if engine else {}
     seen["halves"] = take_step(halves, policy)

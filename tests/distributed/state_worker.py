@@ -82,7 +82,7 @@ class Case:
     def send(self):
         """The weights as a sampler gets them, and how many ranks wrote them."""
         engine = Engine() if dist.get_rank() == 0 else None
-        send_weights(self.policy, engine, self.out / "parts", 0, "float32")
+        send_weights(self.policy, engine, self.out / "parts", 0, dtype="float32", weights="exact")
         return (engine.weights, engine.writers) if engine else ({}, 0)
 
     def reference(self):

@@ -69,7 +69,18 @@ def metrics(step: int, replay: bool = True, native: bool = False, total: int = 4
         "policy_kl/k1": rng.gauss(0, 4e-4),
         "policy_kl/k3": replay_k3 if replay else native_k3,
         "policy/extreme_fraction": abs(rng.gauss(0, 2e-5 if replay else 4e-4)),
+        "policy/extreme_fraction_5": 0.0,
+        "policy/logratio_abs_p50": 0.004,
+        "policy/logratio_abs_p99": 0.09,
         "policy/logratio_abs_max": 0.4 + rng.random(),
+        "policy/perplexity_train": 1.4,
+        "policy/perplexity_rollout": 1.39,
+        "policy/log_perplexity_diff": rng.gauss(0, 4e-4),
+        "policy/log_perplexity_abs_diff": 0.003,
+        "policy/chi2_token": 0.002,
+        "policy/chi2_sequence_product": 0.02,
+        "policy/chi2_sequence_geometric": 0.001,
+        "policy/effective_sample_fraction": 0.998,
         "objective/loss": rng.gauss(0, 1e-3),
         "objective/clip_fraction": 0.12 + 0.05 * rng.random(),
         "objective/ratio_mean": 1.0001,
@@ -94,6 +105,8 @@ def metrics(step: int, replay: bool = True, native: bool = False, total: int = 4
     if replay:
         row |= {
             "routing/shadow_mismatch": 0.021 + 0.002 * rng.random(),
+            "routing/shadow_overlap": 0.993,
+            "routing/shadow_margin": 4e-4,
             "routing/applied_mismatch": 0,
             "routing/coverage": 1.0,
             "routing/fallback_positions": 0,
@@ -108,6 +121,8 @@ def metrics(step: int, replay: bool = True, native: bool = False, total: int = 4
             "policy_kl/k3_native": native_k3,
             "policy/extreme_fraction_native": abs(rng.gauss(0, 4e-4)),
             "routing/native_mismatch": 0.062 + 0.006 * rng.random(),
+            "routing/native_overlap": 0.98,
+            "routing/native_margin": 2e-3,
             "routing/native_token_mismatch": 0.31 + 0.02 * rng.random(),
         }
     if step % 10 == 0:
