@@ -19,7 +19,7 @@ from moe_rl.report.lines import write_atomic
 from moe_rl.train import run_folder
 from moe_rl.train.run_folder import RunFolder
 
-DTYPES = ("bfloat16", "float32")
+PRECISIONS = ("bfloat16", "float32", "fp8")
 OVERRIDES = ("train.dtype", "train.microbatch_tokens", "parallel.", "rollout.kv_cache_mib", "rollout.max_concurrent")
 
 _EPILOG = """
@@ -74,11 +74,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sampler-dtype",
         nargs="+",
-        choices=DTYPES,
+        choices=PRECISIONS,
         default=[],
         metavar="DTYPE",
-        help=f"sample the same prompts now in each of these precisions ({', '.join(DTYPES)}), one engine after the "
-        "other; each adds lines to the table (--config: default rollout.dtype, the first one is the headline)",
+        help=f"sample the same prompts now in each of these precisions ({', '.join(PRECISIONS)}), one engine after the "
+        "other, fp8: float8 weights; each adds lines to the table (--config: default the config's, the first leads)",
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder of routing_kl.json and .html (default: the run's; a new one)"
@@ -137,8 +137,9 @@ def _compare(config: Config, run: RunFolder | None, options: argparse.Namespace)
         out = options.out or (run.path if run else None)
         if out is None:
             out = Path(world.broadcast(str(run_folder.create(config).path) if main_rank else None, str))
-        dtypes = tuple(options.sampler_dtype) or (() if run else (config.rollout.dtype,))
-        result, detail = compare(Asked(config, run, dtypes, out))
+        own = config.rollout.dtype if config.rollout.weights == "exact" else "fp8"
+        precisions = tuple(options.sampler_dtype) or (() if run else (own,))
+        result, detail = compare(Asked(config, run, precisions, out))
         if main_rank:
             print(text(result))
             _write(out, result, page(result, detail, config), options.json)

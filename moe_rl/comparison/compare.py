@@ -29,11 +29,11 @@ POLICY = ("k1", "k3", "F(2)", "F(5)", "abs")
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What to compare. run: the folder of a run, None: sample now. sampler_dtypes: precisions to sample in now."""
+    """What to compare. run: the folder of a run, None: sample now. precisions: of samplers that sample now."""
 
     config: Config
     run: RunFolder | None
-    sampler_dtypes: tuple[str, ...]
+    precisions: tuple[str, ...]
     out: Path
 
 
@@ -63,9 +63,11 @@ def compare(asked: Asked) -> tuple[dict[str, Any], Detail]:
     found = [] if asked.run is None else [sources.stored(config, asked.run, step)]
     prompts = [(s.key, s.prompt_token_ids) for s in found[0].sequences] if found else None
     prompts = prompts or sources.prompts_of_config(config)
-    for dtype in asked.sampler_dtypes:
+    for precision in asked.precisions:
         found.append(
-            sources.sample(config, facts, policy, prompts, version=weights[0].version, dtype=dtype, out=asked.out)
+            sources.sample(
+                config, facts, policy, prompts, version=weights[0].version, precision=precision, out=asked.out
+            )
         )
     first = _Group(config, policy, spec, found[0], weights[0].version)
     rows = first.rows(0)
@@ -144,7 +146,7 @@ class _Group:
         pairs = (("k1", tokens), ("k3", tokens), ("F(2)", tokens), ("set_mismatch", sums["positions"]))
         return {
             "source": self.source.name,
-            "sampler_dtype": self.source.sampler_dtype,
+            "sampler": self.source.sampler,
             "trainer_dtype": self.trainer_dtype,
             "staleness_updates": staleness,
             "routing": route,
@@ -320,7 +322,7 @@ def _setup(asked: Asked, facts, group: _Group, step: int, budget: int | None, sp
         "top_k": spec.top_k,
         "router": facts.score_function,
         "margin_unit": "nats" if facts.score_function == "softmax" and facts.norm_topk_prob else "router score",
-        "sampler_dtype": group.source.sampler_dtype,
+        "sampler": group.source.sampler,
         "trainer_dtype": config.train.dtype,
         "temperature": config.rollout.temperature,
         "microbatch_tokens": config.train.microbatch_tokens,

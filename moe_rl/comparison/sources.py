@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from moe_rl.config.hf import ModelFacts
-from moe_rl.config.schema import Config
+from moe_rl.config.schema import Config, RolloutConfig
 from moe_rl.data.prompts import PromptSource, load_prompts
 from moe_rl.errors import DataError, describe
 from moe_rl.megatron import checkpoint, world
@@ -29,10 +29,11 @@ from moe_rl.types import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Sequences with routes, of one sampler. left_out: sequences without all their routes, which are not compared."""
+    """Sequences with routes, of one sampler. sampler: its precision, in words. left_out: sequences without all their
+    routes, which are not compared."""
 
     name: str
-    sampler_dtype: str
+    sampler: str
     sequences: list[Sequence]
     left_out: int
     store: TraceStore
@@ -72,7 +73,18 @@ def stored(config: Config, folder: RunFolder, step: int) -> Source:
     store = TraceStore(folder.trace)
     batch = KeptRollouts(folder.rollouts, store).load(step) if dist.get_rank() == 0 else None
     batch = world.broadcast(batch, RolloutBatch)
-    return _complete(f"rollouts of step {step}", config.rollout.dtype, batch.sequences, store)
+    return _complete(f"rollouts of step {step}", precision_of(config.rollout), batch.sequences, store)
+
+
+def precision_of(rollout: RolloutConfig) -> str:
+    """In words, what a sampler holds and computes in."""
+    return rollout.dtype if rollout.weights == "exact" else f"fp8 weights, {rollout.dtype}"
+
+
+def in_precision(rollout: RolloutConfig, precision: str) -> RolloutConfig:
+    """The same with a sampler in "bfloat16", "float32" or "fp8": float8 weights, computing in what the config says."""
+    update = {"weights": "fp8_e4m3"} if precision == "fp8" else {"weights": "exact", "dtype": precision}
+    return rollout.model_copy(update=update)
 
 
 def prompts_of_config(config: Config) -> list[tuple[str, tuple[int, ...]]]:
@@ -91,16 +103,17 @@ def sample(
     prompts: list[tuple[str, tuple[int, ...]]],
     *,
     version: int,
-    dtype: str,
+    precision: str,
     out: Path,
 ) -> Source:
     """Start an engine in this precision with the policy's weights, sample the prompts, stop it. All ranks call it.
 
-    version 0: the engine reads the initial model itself. Traces and log go to `routing_kl-sampler-<dtype>` in `out`, in
-    place of what an earlier comparison left there. Raises EngineError on rank 0.
+    precision: see `in_precision`. Traces and log go to `routing_kl-sampler-<precision>` in `out`, in place of what an
+    earlier comparison left there. Raises EngineError on rank 0.
     """
-    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"dtype": dtype})})
-    folder = RunFolder(out / f"routing_kl-sampler-{dtype}")
+    rollout = in_precision(config.rollout, precision)
+    config = config.model_copy(update={"rollout": rollout})
+    folder = RunFolder(out / f"routing_kl-sampler-{precision}")
     sequences, engine = None, None
     try:
         if dist.get_rank() == 0:
@@ -108,8 +121,8 @@ def sample(
             folder.trace.mkdir(parents=True)
             engine = VllmEngine.start(engine_settings(config, facts, folder))
         world.broadcast("ready" if engine else None, str)
-        if version:
-            send_weights(policy, engine, folder.sync, version, dtype)
+        if version or rollout.weights != "exact":  # otherwise the engine has read the initial model itself
+            send_weights(policy, engine, folder.sync, version, dtype=rollout.dtype, weights=rollout.weights)
         if engine is not None:
             requests = [
                 generate_request(config, key, tokens, facts.eos_token_ids, config.rollout.temperature)
@@ -132,7 +145,7 @@ def sample(
         if engine is not None:
             engine.close()
     sequences = world.broadcast(sequences, list[Sequence])
-    return _complete("sampled now", dtype, sequences, TraceStore(folder.trace))
+    return _complete("sampled now", precision_of(rollout), sequences, TraceStore(folder.trace))
 
 
 def weights_digest(policy: Policy, dtype: str) -> str:
@@ -143,7 +156,7 @@ def weights_digest(policy: Policy, dtype: str) -> str:
     return total_digest({name: digest for part in everything for name, digest in part.items()})
 
 
-def _complete(name: str, dtype: str, sequences: list[Sequence], store: TraceStore) -> Source:
+def _complete(name: str, sampler: str, sequences: list[Sequence], store: TraceStore) -> Source:
     whole = [s for s in sequences if s.token_ids and s.routes is not None and not missing_rows(s)]
     if len(whole) < 2:
         raise DataError(
@@ -155,4 +168,4 @@ def _complete(name: str, dtype: str, sequences: list[Sequence], store: TraceStor
                 do="sample with recording on",
             )
         )
-    return Source(name, dtype, whole, len(sequences) - len(whole), store)
+    return Source(name, sampler, whole, len(sequences) - len(whole), store)
