@@ -17,6 +17,7 @@ from moe_rl.config.schema import Config, ParallelConfig
 from moe_rl.errors import ConfigError, MoeRLError, ReplayError, describe
 from moe_rl.report.lines import write_atomic
 from moe_rl.train import run_folder
+from moe_rl.train.launch import installation_problems
 from moe_rl.train.run_folder import RunFolder
 
 PRECISIONS = ("bfloat16", "float32", "fp8")
@@ -41,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config, run = _configure(options)
         found = problems(config, int(os.environ.get("WORLD_SIZE", "1")))
+        if options.config or options.sampler_dtype:
+            found += installation_problems(config.rollout.capture)
         if found:
             raise ConfigError([*found, f"{len(found)} problem{'s' if len(found) > 1 else ''}; nothing was started"])
     except MoeRLError as error:
@@ -114,8 +117,9 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None]:
             )
         config = load_config(run.config, options.overrides)
     if "WORLD_SIZE" not in os.environ and not any(text.startswith("parallel.") for text in options.overrides):
-        # A layout is for many ranks; without torchrun there is one, which has all of the model.
-        config = config.model_copy(update={"parallel": ParallelConfig()})
+        # A layout is for many ranks; without torchrun there is one, which has all of the model and nothing to overlap.
+        alone = config.train.model_copy(update={"overlap_expert_parallel_comm": False})
+        config = config.model_copy(update={"parallel": ParallelConfig(), "train": alone})
     if len(set(options.sampler_dtype)) != len(options.sampler_dtype):
         raise ConfigError(describe("--sampler-dtype: named twice", got=" ".join(options.sampler_dtype)))
     if options.out and not options.out.is_dir():

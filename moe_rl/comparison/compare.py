@@ -119,7 +119,7 @@ class _Group:
         self.layout = self.batch.layout
         self.bootstrap = Bootstrap(self.layout.sequences, seed=config.run.seed)
         # Recording is native routing that also keeps what was chosen: what R2 replays.
-        native, session = self.batch.run("record", "native")
+        native, session = self.batch.run("record", "native", router_kl=True)
         self.recorded = session.recorded_routes()
         self.passes = {"native": native} | self._replays()
 
@@ -130,13 +130,13 @@ class _Group:
 
     def rescored(self, name: str, staleness: int) -> list[dict[str, Any]]:
         """The lines under the weights that the policy has now, with the routes of those that sampled."""
-        native, _ = self.batch.run("observe", f"native {name}")
+        native, _ = self.batch.run("observe", f"native {name}", router_kl=True)
         passes = {"native": native} | self._replays(name)
         return [self._row(route, one, native, staleness) for route, one in passes.items()]
 
     def _replays(self, name: str = "") -> dict[str, Pass]:
-        own, _ = self.batch.run("replay", f"R2 {name}".strip(), tables=self.recorded)
-        sampled, _ = self.batch.run("replay", f"R3 {name}".strip())
+        own, _ = self.batch.run("replay", f"R2 {name}".strip(), tables=self.recorded, router_kl=True)
+        sampled, _ = self.batch.run("replay", f"R3 {name}".strip(), router_kl=True)
         return {"R2": own, "R3": sampled}
 
     def _row(self, route: str, one: Pass, native: Pass, staleness: int) -> dict[str, Any]:

@@ -8,7 +8,6 @@ Legend: B sequences, N completion tokens, R forwarded tokens (rows), L MoE layer
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,8 +64,8 @@ class Pass:
 
     logprobs float32 [N], of the trainer. choices: the routers' own against the record, in all rows and layers.
     router_kl float64 [L, R]: KL(sampler || trainer) of the router's distribution, nan in rows whose logits the sampler
-    did not store; None when it stored none. applied_mismatch, applied_checked: (sequence, layer) pairs, summed over
-    ranks; consumed, expected: routes taken. All four 0 where nothing is replayed.
+    did not store; None when it stored none, or when it was not asked for. applied_mismatch, applied_checked:
+    (sequence, layer) pairs, summed over ranks; consumed, expected: routes taken. All four 0 where nothing is replayed.
     """
 
     logprobs: np.ndarray
@@ -112,8 +111,9 @@ class Batch:
         self.layout = Layout.of(sequences)
         self._first_token = np.cumsum([0, *(len(s.token_ids) for s in sequences)])
         self._first_row = np.cumsum([0, *(s.forwarded for s in sequences)])
-        stored = [s.routes is not None and LOGITS in store.info(s.routes).aux for s in sequences]
-        self.has_router_logits = any(stored)
+        self._logits = self._sampler_logits()
+        (known,) = world.all_reduce([sum(len(places) for places, _, _ in self._logits)])
+        self.has_router_logits = known > 0
 
     def run(
         self,
@@ -121,10 +121,12 @@ class Batch:
         name: str,
         *,
         tables: list[MicrobatchRoutes] | None = None,
-        against: list[MicrobatchRoutes] | None = None,
+        router_kl: bool = False,
     ) -> tuple[Pass, ReplaySession]:
-        """One pass under `tables`, by default the recorded routes. The routers' own choice is always compared with the
-        record, or with `against`. Raises ReplayError when the ledger is not exact or a route was not applied."""
+        """One pass under `tables`, by default the recorded routes. The routers' own choice is compared with the record
+        whatever they are. router_kl: also compare their logits, where the sampler stored its own. Raises ReplayError
+        when the ledger is not exact or a route was not applied."""
+        router_kl = router_kl and self.has_router_logits
         session = ReplaySession(
             self.tables if tables is None else tables,
             self.policy.layers,
@@ -133,8 +135,8 @@ class Batch:
             rank=dist.get_rank(),
             compare_native=True,
             any_stage=world.any_stage,
-            compare_with=self.tables if against is None else against,
-            keep_router_logits=self.has_router_logits,
+            compare_with=self.tables,
+            keep_router_logits=router_kl,
         )
         with session:
             logprobs = self.policy.logprobs(self.microbatches, session)
@@ -144,7 +146,7 @@ class Batch:
             Pass(
                 self._gather_logprobs(logprobs),
                 self._gather_choices(session.compared),
-                self._gather_router_kl(session) if self.has_router_logits else None,
+                self._gather_router_kl(session) if router_kl else None,
                 *map(int, counts),
             ),
             session,
@@ -183,34 +185,38 @@ class Batch:
 
     def _gather_router_kl(self, session: ReplaySession) -> np.ndarray:
         shape = (len(self.spec.moe_layers), self._first_row[-1])
-        values, seen = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
-        score_function = self.policy.facts.score_function
-        columns = self._columns().cpu().tolist()
-        for number, places in enumerate(self._row_places()):
-            places = places.cpu().numpy()
-            where = {place: row for row, place in enumerate(places) if place >= 0}
-            for place, logits in self._sampler_logits(self.microbatches[number].indices):
-                if place not in where:
-                    continue
-                for layer, column in zip(self.policy.layers, columns, strict=True):
-                    ours = session.router_logits[number, layer][where[place]].float().cpu().numpy()
-                    values[column, place] = float(soft_kl(logits[column], ours, score_function))
-                    seen[column, place] = 1
+        values = torch.zeros(shape, dtype=torch.float64, device=world.device())
+        seen = torch.zeros_like(values)
+        for number, (places, rows, logits) in enumerate(self._logits):
+            for column, layer in zip(self._columns().tolist(), self.policy.layers, strict=True):
+                ours = session.router_logits[number, layer][torch.from_numpy(rows).to(world.device())]
+                kl = soft_kl(logits[:, column], ours.float().cpu().numpy(), self.policy.facts.score_function)
+                values[column, places] = torch.from_numpy(kl).to(values.device)
+                seen[column, places] = 1
         for tensor in (values, seen):
-            on_device = tensor.to(world.device())
-            dist.all_reduce(on_device)
-            tensor.copy_(on_device.cpu())
-        return np.where(seen.numpy() > 0, values.numpy(), np.nan)
+            dist.all_reduce(tensor)
+        return np.where(seen.cpu().numpy() > 0, values.cpu().numpy(), np.nan)
 
-    def _sampler_logits(self, indices: tuple[int, ...]) -> Iterator[tuple[int, np.ndarray]]:
-        """(row in the order of the sequences, logits [L, E]) of what the sampler stored of these sequences."""
-        for i in indices:
-            ref = self.sequences[i].routes
-            if LOGITS in self.store.info(ref).aux:
-                rows, logits = self.store.aux(ref, f"{LOGITS}_rows"), self.store.aux(ref, LOGITS)
-                for row, one in zip(rows.tolist(), logits, strict=True):
-                    if row < self.sequences[i].forwarded:
-                        yield int(self._first_row[i]) + row, one
+    def _sampler_logits(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Of each microbatch, of the M rows of this rank whose router logits the sampler stored: their places int [M]
+        among the R, their rows int [M] at this rank's routers, the logits float32 [M, L, E]."""
+        found = []
+        for microbatch, here in zip(self.microbatches, self._row_places(), strict=True):
+            row_of = {place: row for row, place in enumerate(here.tolist()) if place >= 0}
+            places, logits = [], []
+            for i in microbatch.indices:
+                ref = self.sequences[i].routes
+                if LOGITS not in self.store.info(ref).aux:
+                    continue
+                rows = self.store.aux(ref, f"{LOGITS}_rows").astype(np.int64) + self._first_row[i]
+                mine = [at for at, place in enumerate(rows) if place < self._first_row[i + 1] and place in row_of]
+                places.append(rows[mine])
+                logits.append(self.store.aux(ref, LOGITS)[mine])
+            empty = np.empty((0, len(self.spec.moe_layers), self.spec.num_experts), np.float32)
+            places = np.concatenate([np.empty(0, np.int64), *places])
+            rows = np.array([row_of[place] for place in places], np.int64)
+            found.append((places, rows, np.concatenate([empty, *logits])))
+        return found
 
     def _columns(self) -> torch.Tensor:
         """int64: which of the model's MoE layers are this rank's."""
