@@ -291,16 +291,14 @@ def _self_test(group: _Group, spec: TraceSpec, version: int) -> dict[str, Any]:
     if dist.get_rank() == 0:
         places += faults.in_the_trace(batch.store, spec, batch.sequences, version)
     for fault in (faults.SHIFTED, faults.PERMUTED, faults.SWAPPED):
-        refusal = faults.in_the_tables(fault, batch)
-        places.append(refusal)
-        if refusal.message is None:
-            problems.append(f"{fault}: exchanged in the trainer and not refused")
+        places.append(faults.in_the_tables(fault, batch))
         one, _ = batch.run("replay", fault, tables=faults.wrong_tables(fault, batch.tables))
         seen = group.worse(one)
         forced.append({"fault": fault, **seen})
         for name in ("k3", "set_mismatch"):
             if not seen[name]["worse_by"]["low"] > 0:
                 problems.append(f"{fault}: forced past every check it did not make {name} worse: {seen[name]}")
+    problems += [f"{one.fault}: {one.where}, and not refused" for one in places if one.visible and one.message is None]
     order = (faults.SHIFTED, faults.PERMUTED, faults.SWAPPED)
     places.sort(key=lambda refusal: order.index(refusal.fault))
     return {"refusals": [asdict(refusal) for refusal in places], "forced": forced, "problems": problems}

@@ -31,11 +31,12 @@ SHIFTED, PERMUTED, SWAPPED = "routes shifted by one token", "layers permuted", "
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What became of one fault in one place. where: in words. message: of the check that refused it; None when no
-    check there can see it."""
+    """What became of one fault in one place. where: in words. visible: whether a check there can see it, and must.
+    message: of the check that refused it; None when none did."""
 
     fault: str
     where: str
+    visible: bool
     message: str | None
 
 
@@ -61,36 +62,39 @@ def in_the_tables(fault: str, batch: Batch) -> Refusal:
             batch.policy.logprobs(batch.microbatches, session)
     except MoeRLError as error:
         message = str(error)
-    return Refusal(fault, "exchanged in the trainer, after they were read", _first_of_all_ranks(message))
+    return Refusal(fault, "exchanged in the trainer, after they were read", True, _first_of_all_ranks(message))
 
 
 def in_the_trace(store: TraceStore, spec: TraceSpec, sequences: list[Sequence], version: int) -> Iterator[Refusal]:
     """Record wrong routes of two sequences in a store of their own, and read them as the trainer does. Rank 0 only."""
     first = sequences[0]
-    tokens = first.prompt_token_ids + first.token_ids
-    second = next((s for s in sequences if s.prompt_token_ids + s.token_ids != tokens), None)
-    for fault, where, write in _WAYS:
+    fed = _fed(first)
+    # Where the other one begins with the same tokens its routes are right for them.
+    other = next((s for s in sequences if not np.array_equal(_fed(s)[: len(fed)], fed)), None)
+    for fault, where, visible, write in _WAYS:
+        if other is None and write is _of_the_other:
+            continue
+        message = None
         with tempfile.TemporaryDirectory() as folder:
             with ShardWriter(Path(folder), "planted", spec) as writer:
-                one = write(writer, store.read(first.routes), second and store.read(second.routes))
-            message = None
-            if one is not None:
-                wrong = replace(first, routes=one)
-                fed = np.array(tokens[: first.forwarded], np.int64)
-                everything = np.ones(len(fed), bool)
-                try:
-                    read_routes(
-                        TraceStore(folder),
-                        wrong,
-                        spec,
-                        layers=spec.moe_layers,
-                        fed=fed,
-                        here=everything,
-                        weight_version=version,
-                    )
-                except MoeRLError as error:
-                    message = str(error)
-        yield Refusal(fault, where, message)
+                ref = write(writer, store.read(first.routes), other and store.read(other.routes))
+            try:
+                read_routes(
+                    TraceStore(folder),
+                    replace(first, routes=ref),
+                    spec,
+                    layers=spec.moe_layers,
+                    fed=fed,
+                    here=np.ones(len(fed), bool),
+                    weight_version=version,
+                )
+            except MoeRLError as error:
+                message = str(error)
+        yield Refusal(fault, where, visible, message)
+
+
+def _fed(sequence: Sequence) -> np.ndarray:
+    return np.array((sequence.prompt_token_ids + sequence.token_ids)[: sequence.forwarded], np.int64)
 
 
 def _rows_late(writer: ShardWriter, record: RouteRecord, other: RouteRecord | None):
@@ -105,18 +109,16 @@ def _layers_moved(writer: ShardWriter, record: RouteRecord, other: RouteRecord |
     return writer.add(record.key, np.roll(record.routes, 1, 1), record.token_ids, record.spans)
 
 
-def _of_the_other(writer: ShardWriter, record: RouteRecord, other: RouteRecord | None):
-    if other is None:
-        return None
+def _of_the_other(writer: ShardWriter, record: RouteRecord, other: RouteRecord):
     rows = np.resize(np.arange(len(other.routes)), len(record.routes))
     return writer.add(record.key, other.routes[rows], other.token_ids[rows], record.spans)
 
 
-_WAYS: tuple[tuple[str, str, Callable], ...] = (
-    (SHIFTED, "recorded with their tokens, one row late", _rows_late),
-    (SHIFTED, "recorded one row late under the right tokens", _routes_late),
-    (PERMUTED, "recorded under the next layer's number", _layers_moved),
-    (SWAPPED, "recorded under another request's key", _of_the_other),
+_WAYS: tuple[tuple[str, str, bool, Callable], ...] = (
+    (SHIFTED, "recorded with their tokens, one row late", True, _rows_late),
+    (SHIFTED, "recorded one row late under the right tokens", False, _routes_late),
+    (PERMUTED, "recorded under the next layer's number", False, _layers_moved),
+    (SWAPPED, "recorded under another request's key", True, _of_the_other),
 )
 
 

@@ -12,7 +12,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
 from moe_rl.comparison.compare import Detail
-from moe_rl.comparison.quantities import busiest, extreme_fractions
+from moe_rl.comparison.quantities import busiest, extreme_fractions, policy_sums
 from moe_rl.report.figures import BLUE, GREEN, INK, ORANGE, STYLE, Panel, figure_of, line, panel_of
 from moe_rl.report.format import percent, scientific
 
@@ -30,6 +30,7 @@ def panels(result: dict[str, Any], detail: Detail, decode: Callable[[list[int]],
             _layers(result),
             _histogram(detail),
             _extremes(detail),
+            _pairs(detail),
             _map(detail, decode, result),
         ]
 
@@ -148,6 +149,33 @@ def _extremes(detail: Detail) -> Panel:
         f"F(2): {scientific(values[0][0])} native, {scientific(values[1][0])} under replay; F(5): "
         f"{scientific(values[0][1])} and {scientific(values[1][1])}. One token of {len(before):,} is "
         f"{scientific(1 / len(before))}; below that a line ends."
+    )
+    return panel_of(name, title, direction, reading, figure)
+
+
+def _pairs(detail: Detail) -> Panel:
+    name, title = "pairs", "Every sequence, native against replay"
+    direction = "k3 of a sequence, nats/token, both axes log; below the line replay is nearer to the sampler"
+    layout = detail.layout
+    tokens = np.bincount(layout.tokens, minlength=layout.sequences)
+    before, after = (
+        policy_sums(one.logprobs, layout.rollout_logprobs, layout.tokens, layout.sequences)["k3"] / tokens
+        for one in (detail.before, detail.after)
+    )
+    both = np.concatenate([before, after])
+    least, most = np.percentile(both[both > 0], 2) if (both > 0).any() else 1e-12, max(both.max(), 1e-11)
+    figure, axes = figure_of(xlabel="native routing")
+    shown = np.maximum(before, least), np.maximum(after, least)
+    axes.plot([least, most], [least, most], color=INK, alpha=0.4, linewidth=1)
+    axes.plot(*shown, "o", color=BLUE, markersize=3, alpha=0.35, markeredgewidth=0)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_ylabel(REPLAY)
+    lower, higher = int((after < before).sum()), int((after > before).sum())
+    equal = layout.sequences - lower - higher
+    reading = (
+        f"Replay is nearer on {lower:,} sequences, farther on {higher:,}, equal on {equal:,}. "
+        f"Values below {scientific(float(least))} are drawn there. A mean over tokens is ruled by the upper right."
     )
     return panel_of(name, title, direction, reading, figure)
 

@@ -79,7 +79,7 @@ def page(result: Result, detail: Detail, config: Config) -> str:
         f"{setup['sequences']:,} sequences, {setup['completion_tokens']:,} completion tokens",
         f"sampler {setup['sampler']}",
         f"trainer {setup['trainer_dtype']}",
-        f"weights after step {result['weights']['version']}",
+        f"weights after step {result['weights']['version']}" if result["weights"]["version"] else "initial weights",
         f"seed {setup['seed']}",
     ]
     header = (
@@ -154,7 +154,7 @@ def _tiles(result: Result) -> str:
         tile(
             "Set mismatch, native to shadow",
             moved(percent(mismatch["before"]["value"], 2), percent(mismatch["after"]["value"], 2)),
-            f"of positions; difference {_interval(mismatch['before_less_after'])}",
+            f"of positions; native less shadow {_span(mismatch['before_less_after'], lambda v: percent(v, 2))}",
         ),
         tile(
             "Applied mismatch",

@@ -77,13 +77,18 @@ def test_what_the_store_can_see_and_what_not(tmp_path):
     sequences = []
     with ShardWriter(tmp_path, "honest", SPEC) as writer:
         for i in range(3):
-            tokens = tuple(range(20, 26)) if i < 2 else tuple(range(30, 36))
+            tokens = (*range(20, 25), 25 + i) if i < 2 else tuple(range(30, 36))
             ref = writer.add(f"s{i}", routes(5, i), tokens[:5], [Span(5, 7, Provenance.DECODE)])
             sequences.append(Sequence(f"s{i}", tokens[:2], tokens[2:], np.zeros(4, np.float32), 0.0, 7, ref))
     found = list(in_the_trace(TraceStore(tmp_path), SPEC, sequences, 7))
     assert [refusal.fault for refusal in found] == [SHIFTED, SHIFTED, PERMUTED, SWAPPED]
     late, alone, permuted, swapped = (refusal.message for refusal in found)
     assert "routes were recorded from other tokens (request s0, token 0" in late
-    # the second sequence has the same tokens as the first: the third one is exchanged with it
+    # the second sequence was fed the same tokens as the first, and has right routes for it: the third one is taken
     assert "routes were recorded from other tokens (request s0" in swapped
     assert alone is None and permuted is None
+    assert [refusal.visible for refusal in found] == [True, False, False, True]
+    # of sequences that were all fed the same tokens nothing can be swapped
+    assert [one.fault for one in in_the_trace(TraceStore(tmp_path), SPEC, sequences[:2], 7)] == [
+        SHIFTED, SHIFTED, PERMUTED
+    ]  # fmt: skip

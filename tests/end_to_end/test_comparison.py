@@ -86,7 +86,7 @@ def test_every_planted_fault_is_found(compared):
 def test_the_page_needs_nothing_and_says_everything(compared):
     out, _, result, _ = compared
     page = (out / "routing_kl.html").read_text()
-    assert page.count("<svg") == 5 and "http" not in page.replace("http://www.w3.org", "")
+    assert page.count("<svg") == 6 and "http" not in page.replace("http://www.w3.org", "")
     assert result["weights"]["digest"] in page and "unavailable" in page and "nan" not in page.lower().split("<svg")[0]
 
 
