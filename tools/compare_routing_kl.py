@@ -2,7 +2,7 @@
 
     python tools/compare_routing_kl.py --run RUN_DIR [--sampler-dtype bfloat16 float32]
     python tools/compare_routing_kl.py --config FILE [a.b=c ...]
-    torchrun --nproc-per-node N tools/compare_routing_kl.py ... parallel.expert=N
+    torchrun --nproc-per-node N -- tools/compare_routing_kl.py ... parallel.expert=N
 """
 
 import sys

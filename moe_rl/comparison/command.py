@@ -27,7 +27,8 @@ _EPILOG = """
 Same weights, same tokens, same packing: one native and one replayed forward pass of the trainer, both against the
 same stored logprobs of the sampler; a second native pass and one packed otherwise for the noise floor; R2; planted
 faults. --run takes the newest step whose rollouts are kept together with the weights that sampled them, and scores
-them with every later checkpoint as well. Works with plain python (one rank) and under torchrun.
+them with every later checkpoint as well. Works with plain python (one rank) and under torchrun, which would take
+--run for its own without two dashes before it: torchrun --nproc-per-node N -- tools/compare_routing_kl.py --run RUN
 
 Exit status: 0 when every replayed route was applied (mismatch 0), the 95% interval of the policy KL k3 under replay
 lies below the one of native routing, and the self-test passes: every planted fault is refused where it must be, and
@@ -37,7 +38,7 @@ makes the numbers worse where it is forced past the checks. 3 when not. 2 for ba
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, check, compare, write. Returns the exit status."""
-    options = _parser().parse_args(arguments)
+    options = _parse(arguments)
     rank = int(os.environ.get("RANK", "0"))
     try:
         config, run = _configure(options)
@@ -63,6 +64,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    # An option of several values takes the overrides behind it too.
+    options.overrides += [value for value in options.sampler_dtype if "=" in value]
+    options.sampler_dtype = [value for value in options.sampler_dtype if "=" not in value]
+    for value in options.sampler_dtype:
+        if value not in PRECISIONS:
+            parser.error(f"argument --sampler-dtype: got {value}, expected one of {', '.join(PRECISIONS)}")
+    return options
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="compare_routing_kl.py",
@@ -77,7 +90,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sampler-dtype",
         nargs="+",
-        choices=PRECISIONS,
         default=[],
         metavar="DTYPE",
         help=f"sample the same prompts now in each of these precisions ({', '.join(PRECISIONS)}), one engine after the "

@@ -31,6 +31,7 @@ def run(tmp_path, monkeypatch):
         (["--run", "{run}", "parallel.expert=2"], "a multiple of 2 ranks"),
         (["--run", "{run}", "--out", "{run}/no"], "--out: no such folder"),
         (["--run", "{run}", "--sampler-dtype", "fp8", "fp8"], "--sampler-dtype: named twice"),
+        (["--run", "{run}", "--sampler-dtype", "fp8", "run.seed=2"], "--run compares a run as it was: got run.seed=2"),
         (["--config", "nowhere.yaml"], "there is no config file"),
         (["--config", str(CONFIG), "rollout.dtpye=float32"], "Did you mean rollout.dtype"),
     ],
@@ -41,6 +42,13 @@ def test_bad_input_is_told_before_anything_starts(run, capsys, monkeypatch, argu
     said = capsys.readouterr()
     assert message in said.err and said.out == ""
     assert not list(run.glob("routing_kl*"))
+
+
+def test_a_precision_that_is_none(run, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--run", str(run), "--sampler-dtype", "fp4"])
+    assert ended.value.code == 2
+    assert "--sampler-dtype: got fp4, expected one of bfloat16, float32, fp8" in capsys.readouterr().err
 
 
 def test_a_model_that_is_gone_is_told(run, capsys, tmp_path):
