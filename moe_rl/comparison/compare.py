@@ -117,7 +117,8 @@ class _Group:
         self.source, self.trainer_dtype = source, config.train.dtype
         self.batch = Batch(config, policy, source.store, spec, source.sequences, version)
         self.layout = self.batch.layout
-        self.bootstrap = Bootstrap(self.layout.sequences, seed=config.run.seed)
+        self.seed = config.run.seed
+        self.bootstrap = Bootstrap(self.layout.sequences, seed=self.seed)
         # Recording is native routing that also keeps what was chosen: what R2 replays.
         native, session = self.batch.run("record", "native", router_kl=True)
         self.recorded = session.recorded_routes()
@@ -188,7 +189,22 @@ class _Group:
             found["policy"] = _three(
                 self.policy(self.passes["native"]), self.policy(self.passes["R3"]), _estimates(differences)
             )
+            found["k3_by_prompt"] = self._by_prompt(before["k3"], after["k3"], tokens)
         return found
+
+    def _by_prompt(self, before: np.ndarray, after: np.ndarray, tokens: np.ndarray) -> dict[str, Any] | None:
+        """The intervals when whole prompts are drawn, whose completions are alike; None for a single prompt."""
+        layout = self.layout
+        if layout.prompts.max() == 0:
+            return None
+        bootstrap = Bootstrap(layout.sequences, seed=self.seed, clusters=layout.prompts)
+        return _estimates(
+            {
+                "before": bootstrap.mean(before, tokens),
+                "after": bootstrap.mean(after, tokens),
+                "before_less_after": bootstrap.difference(before, after, tokens),
+            }
+        )
 
     def noise(self, again: Pass) -> dict[str, Any]:
         """Another native pass against the first: what differs without any replay."""

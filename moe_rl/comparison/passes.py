@@ -33,7 +33,7 @@ class Layout:
     """Which sequence each value of a pass belongs to.
 
     tokens int [N], rows int [R]: number of the sequence. prompt bool [R]: rows of prompt tokens. rollout_logprobs
-    float32 [N], of the sampler.
+    float32 [N], of the sampler. prompts int [B]: number of the prompt of each sequence.
     """
 
     sequences: int
@@ -41,9 +41,12 @@ class Layout:
     rows: np.ndarray
     prompt: np.ndarray
     rollout_logprobs: np.ndarray
+    prompts: np.ndarray
 
     @classmethod
     def of(cls, sequences: list[Sequence]) -> Layout:
+        numbers: dict[tuple[int, ...], int] = {}
+        prompts = [numbers.setdefault(s.prompt_token_ids, len(numbers)) for s in sequences]
         prompt = [np.arange(s.forwarded) < len(s.prompt_token_ids) for s in sequences]
         return cls(
             len(sequences),
@@ -51,6 +54,7 @@ class Layout:
             np.repeat(np.arange(len(sequences)), [s.forwarded for s in sequences]),
             np.concatenate(prompt),
             np.concatenate([s.rollout_logprobs for s in sequences]),
+            np.array(prompts),
         )
 
     def part(self, name: str) -> np.ndarray:

@@ -40,16 +40,21 @@ class Estimate:
 class Bootstrap:
     """S seeded resamples of B sequences, the same ones for everything that is compared.
 
-    Raises ValueError for fewer than two sequences: nothing can be said then of how they vary.
+    clusters: of each sequence int [B], 0 to C - 1: those of a cluster are drawn together. None: each by itself.
+    Raises ValueError for fewer than two to draw from: nothing can be said then of how they vary.
     """
 
-    def __init__(self, sequences: int, *, seed: int, resamples: int = RESAMPLES):
-        if sequences < 2:
-            raise ValueError(describe("no interval over so few sequences", got=sequences, expected="at least 2"))
+    def __init__(
+        self, sequences: int, *, seed: int, resamples: int = RESAMPLES, clusters: np.ndarray | None = None
+    ):
+        clusters = np.arange(sequences) if clusters is None else np.asarray(clusters)
+        drawn = len(np.unique(clusters))
+        if drawn < 2:
+            raise ValueError(describe("no interval over so few sequences", got=drawn, expected="at least 2"))
         rng = np.random.default_rng(seed)
-        chance = np.full(sequences, 1 / sequences)
         # How often each sequence is drawn, [S, B]. Counts of more than 65,535 do not happen.
-        self._times = rng.multinomial(sequences, chance, size=resamples).astype(np.uint16)
+        times = rng.multinomial(drawn, np.full(drawn, 1 / drawn), size=resamples).astype(np.uint16)
+        self._times = times[:, clusters]
 
     def mean(self, sums: np.ndarray, counts: np.ndarray) -> Estimate:
         """sum(sums) / sum(counts), both [B]; nan when there is nothing to count."""

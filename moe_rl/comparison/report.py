@@ -59,8 +59,8 @@ _MEANINGS = (
     (
         "Intervals",
         "95%, percentile bootstrap over sequences, seeded; before and after are resampled together. Sequences of a "
-        "prompt are drawn as if they were independent. They say how much the sample of sequences could change the "
-        "mean, not what another model or another machine would give. Where no token is extreme the interval of F(tau) "
+        "prompt are drawn as if they were independent; for k3 the interval over prompts stands beside. They say how "
+        "much the sample of sequences could change the mean, not what another model or another machine would give. Where no token is extreme the interval of F(tau) "
         "is 0 to 0: of N tokens, up to 3 / N cannot be excluded.",
     ),
     (
@@ -124,6 +124,8 @@ def text(result: Result) -> str:
     difference = result["quantities"]["completion"]["policy"]["k3"]["before_less_after"]
     lines.append("")
     lines.append(f"k3, native less R3, paired: {_interval(difference)}")
+    if (prompts := result["quantities"]["completion"]["k3_by_prompt"]) is not None:
+        lines.append(f"the same, prompts resampled: {_interval(prompts['before_less_after'])}")
     for name, noise in result["noise"].items():
         lines.append(f"noise floor, native {name}: {_noise_line(noise)}")
     for one in result["self_test"]["forced"]:
@@ -194,6 +196,10 @@ def _quantities(result: Result) -> str:
         cells = [_cell(values[when], form) for when in ("before", "after", "before_less_after") if when in values]
         cells += ["<td class=n>-</td>"] * (3 - len(cells))
         rows.append(f'<tr><td>{name} <span class="under">{escape(meaning)}</span></td>{"".join(cells)}</tr>')
+    if (prompts := result["quantities"]["completion"]["k3_by_prompt"]) is not None:
+        cells = "".join(_cell(prompts[when], scientific) for when in ("before", "after", "before_less_after"))
+        meaning = "intervals over prompts instead of sequences: completions of a prompt are alike"
+        rows.append(f'<tr><td>k3 again <span class="under">{meaning}</span></td>{cells}</tr>')
     shadow = head.replace("replay (R3)", "shadow in replay").replace("native less replay", "native less shadow")
     for part, title in (("all", "all rows"), ("prompt", "prompt rows"), ("completion", "completion rows")):
         found = result["quantities"][part]

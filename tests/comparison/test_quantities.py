@@ -162,6 +162,19 @@ def test_an_interval_covers_the_mean_as_often_as_it_says():
     assert 0.88 <= covered / 200 <= 0.99
 
 
+def test_completions_that_are_alike_say_no_more_than_one_of_them():
+    """Ten equal sequences of each of 20 prompts: drawn by prompt the interval is that of 20 sequences, not of 200."""
+    sums = np.random.default_rng(6).exponential(1, 20)
+    clusters = np.repeat(np.arange(20), 10)
+    alone = Bootstrap(20, seed=3).mean(sums, np.ones(20))
+    together = Bootstrap(200, seed=3, clusters=clusters).mean(np.repeat(sums, 10), np.ones(200))
+    assert (together.value, together.low, together.high) == pytest.approx((alone.value, alone.low, alone.high))
+    naive = Bootstrap(200, seed=3).mean(np.repeat(sums, 10), np.ones(200))
+    assert naive.high - naive.low < 0.5 * (together.high - together.low)
+    with pytest.raises(ValueError, match="so few"):
+        Bootstrap(5, seed=0, clusters=np.zeros(5, int))
+
+
 def test_below_is_of_whole_intervals():
     assert Estimate(1, 0.5, 1.5).below(Estimate(3, 1.6, 4))
     assert not Estimate(1, 0.5, 1.6).below(Estimate(3, 1.6, 4))
