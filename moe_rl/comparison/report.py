@@ -60,8 +60,8 @@ _MEANINGS = (
         "Intervals",
         "95%, percentile bootstrap over sequences, seeded; before and after are resampled together. Sequences of a "
         "prompt are drawn as if they were independent; for k3 the interval over prompts stands beside. They say how "
-        "much the sample of sequences could change the mean, not what another model or another machine would give. Where no token is extreme the interval of F(tau) "
-        "is 0 to 0: of N tokens, up to 3 / N cannot be excluded.",
+        "much the sample of sequences could change the mean, not what another model or another machine would give. "
+        "Where no token is extreme the interval of F(tau) is 0 to 0: of N tokens, up to 3 / N cannot be excluded.",
     ),
     (
         "R2",
