@@ -67,7 +67,14 @@ def test_every_setting_has_its_three_lines(compared):
         assert applied is None or applied["consumed"] == applied["expected"] > 0
         assert row["router_kl"] is None  # its logits were not recorded, and nothing stands in for them
     assert result["noise"]["repeated"]["bitwise_equal"]
+    assert result["noise"]["repacked"]["abs_logprob_change_max"] < 0.1
     assert status == result["verdict"]["exit_code"] and "unavailable" in said
+
+
+def test_rollouts_were_kept_with_their_routes(short_run):
+    kept = sorted(path.stem for path in (short_run.folder / "rollouts").iterdir())
+    assert kept == [f"step{step:06d}" for step in range(1, 5)]
+    assert kept == sorted(path.stem for path in (short_run.folder / "trace").glob("*.safetensors"))
 
 
 def test_every_planted_fault_is_found(compared):
