@@ -22,6 +22,7 @@ from moe_rl.config.hf import (
     tensor_problems,
     tokenizer_vocabulary,
 )
+from moe_rl.config.objective import correction_problems, kl_problems
 from moe_rl.config.plan import Plan, count_prompts, least_ranks, make_plan, stage_layers
 from moe_rl.config.schema import LOSS_PARAMETERS, Config, ParallelConfig, TrainConfig
 from moe_rl.errors import ConfigError, describe
@@ -42,6 +43,8 @@ def problems(config: Config, world_size: int) -> list[str]:
     found += _task_problems(config)
     found += _batch_problems(config)
     found += _objective_problems(config)
+    found += correction_problems(config.objective)
+    found += kl_problems(config.objective)
     found += _replay_problems(config)
     found += layout_problems(config.parallel, config.train, facts, world_size)
     found += _share_problems(config, world_size)

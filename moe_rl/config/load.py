@@ -102,9 +102,11 @@ def _shown(value: Any, limit: int = 80) -> str:
 
 
 def _section(annotation: Any) -> Any:
-    """The section class that a field holds: itself, or the values of a mapping. None for a plain value."""
+    """The section class that a field holds: itself, the values of a mapping or a list. None for a plain value."""
     if isinstance(annotation, type):
         return annotation if issubclass(annotation, BaseModel) else None
+    if get_origin(annotation) is tuple:
+        return annotation if _section(get_args(annotation)[0]) is not None else None
     return annotation if get_origin(annotation) is dict else None
 
 
@@ -116,7 +118,10 @@ def _holder(loc: Sequence[str | int]) -> Any:
     """The section class that should hold the last key of `loc`, or None."""
     section: Any = Config
     for part in loc[:-1]:
-        inner = get_args(section)[1] if get_origin(section) is dict else _names(section).get(str(part))
+        if get_origin(section) in (dict, tuple):
+            inner = get_args(section)[1 if get_origin(section) is dict else 0]
+        else:
+            inner = _names(section).get(str(part))
         section = _section(inner)
         if section is None:
             return None

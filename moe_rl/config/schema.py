@@ -6,7 +6,7 @@ Derived numbers do not live here: see `plan.py`. Each field is documented by the
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -188,6 +188,21 @@ LOSS_PARAMETERS: dict[str, dict[str, float]] = {
 }
 
 
+class CorrectionConfig(Section):
+    """A weight for what separates the sampler from the trainer before the step; formulas in objectives/corrections."""
+
+    level: Literal["token", "sequence", "geometric"]
+    """The ratio, trainer's old policy / sampler, that it looks at: of the token; of its sequence, as the product of the
+    tokens' ratios; or as their geometric mean."""
+    rule: Literal["truncate", "mask", "reject", "veto"]
+    """truncate: the ratio, at most `high`. mask: the ratio where it is within the bounds, else 0. reject: 1 where it is
+    within them, else 0. veto: 0 for the whole sequence when the ratio of any of its tokens is below `low`."""
+    low: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Lower bound of the ratio: mask and reject may have it, veto needs it. 1 is always within the bounds."""
+    high: Annotated[float, Field(ge=1.0)] | None = None
+    """Upper bound of the ratio: truncate and mask need it, reject may have it."""
+
+
 class ObjectiveConfig(Section):
     """A loss takes some of the parameters that have no value by default. They must be set, but for gspo and gspo_token,
     which have the published range then; those it does not take must not be."""
@@ -234,17 +249,34 @@ class ObjectiveConfig(Section):
     """Divide a group's centred rewards by their standard deviation. dr_grpo and minirl do not."""
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
     """Denominator of the ratio: recomputed by the trainer before a step's first update, or as the sampler gave it."""
+    corrections: tuple[CorrectionConfig, ...] = ()
+    """Weights of tokens and sequences against the mismatch of sampler and trainer; they multiply. Tokens of weight 0
+    stay in the denominator."""
+    off_policy_delta: Positive | None = None
+    """Nats per token: a sequence with a negative advantage is masked when the policy as it is now finds its tokens less
+    likely than the sampler did by more than this, on average (DeepSeek-V3.2). null: none is."""
     kl_coef: Annotated[float, Field(ge=0.0)] = 0.0
-    """Weight of the k3 KL to the frozen initial policy, which routes natively: mean over a sequence, then over
+    """Weight of the KL to the frozen initial policy, which routes natively: mean over a sequence, then over
     sequences, beside every loss. 0: no reference model is built."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """How a token estimates it; value and gradient of each stand in moe_rl/objectives/kl.py."""
+    kl_unbiased: bool = False
+    """Multiply each token's estimate by the ratio of new to old policy, through which the gradient flows too
+    (DeepSeek-V3.2). k1 and k3 then have the gradient of KL(policy || reference) on average."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _gspo_range(cls, data: Any) -> Any:
+    @model_validator(mode="after")
+    def _gspo_range(self) -> Self:
         """The only defaults that depend on another key, filled in here so that the resolved config has them."""
-        if isinstance(data, dict) and (name := data.get("name", "gspo")) in ("gspo", "gspo_token"):
-            return data | {key: value for key, value in LOSS_PARAMETERS[name].items() if data.get(key) is None}
-        return data
+        if self.name in ("gspo", "gspo_token"):
+            for key, value in LOSS_PARAMETERS[self.name].items():
+                if getattr(self, key) is None:
+                    object.__setattr__(self, key, value)  # frozen for everybody else
+        return self
+
+    @property
+    def corrected(self) -> bool:
+        """Whether tokens have weights."""
+        return bool(self.corrections) or self.off_policy_delta is not None
 
     @property
     def parameters(self) -> dict[str, float]:

@@ -19,7 +19,7 @@ class PolicyLoss:
 
     loss: sum over this microbatch / denominator; dtype of the logprobs; carries the gradient, also when T is 0.
     clip_events: units whose gradient the loss took away, or made smaller; each loss says which. A ratio outside the
-        range on the side that the advantage's sign leaves alone, or with advantage 0, is no event.
+        range on the side that the advantage's sign leaves alone, or with advantage or weight 0, is no event.
     clip_units: what clip_events is counted out of: non-empty sequences (gspo), tokens (every other loss).
     ratio_sum, ratio_min, ratio_max: of the same units' ratios, float64; 0, inf, -inf when there is none.
     Merge microbatches and ranks by sum, except ratio_min and ratio_max.
@@ -40,14 +40,40 @@ def own_length(sequence_ids: Tensor) -> Tensor:
     return (torch.searchsorted(ordered, sequence_ids, right=True) - first).double()
 
 
+def sum_by_sequence(values: Tensor, advantages: Tensor, sequence_ids: Tensor) -> Tensor:
+    """[B] float64: sum of each sequence's values [T]; 0 for an empty one. advantages: [B], for its length."""
+    nothing = torch.zeros(advantages.shape, dtype=torch.float64, device=values.device)
+    return nothing.index_add(0, sequence_ids, values)
+
+
+def mean_by_sequence(values: Tensor, advantages: Tensor, sequence_ids: Tensor) -> Tensor:
+    """[B] float64: the same for the mean."""
+    return sum_by_sequence(values / own_length(sequence_ids), advantages, sequence_ids)
+
+
+def token_advantages(advantages: Tensor, sequence_ids: Tensor, weights: Tensor | None) -> Tensor:
+    """[T] float64, without gradient: of each token's sequence, times the token's weight.
+
+    A loss may take a weight in the advantage's place because each of its terms is proportional to |A| and looks beside
+    that at A's sign alone. A token of weight 0 is then one of advantage 0: no overflow of its ratio can reach the loss.
+    """
+    of_token = advantages.detach().double()[sequence_ids]
+    return of_token if weights is None else of_token * weights
+
+
+def sequence_advantages(advantages: Tensor, sequence_ids: Tensor, weights: Tensor | None) -> Tensor:
+    """[B] float64: the same for losses with one term per sequence. weights: constant in a sequence."""
+    advantages = advantages.detach().double()
+    return advantages if weights is None else advantages * torch.ones_like(advantages).scatter(0, sequence_ids, weights)
+
+
 def clipped_surrogate(
     log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """min(r A, clip(r) A), with r (detached) and where the clipped branch was chosen; elementwise, float64.
 
-    Ties between the two branches count as not clipped and keep their gradient.
+    advantages: float64, without gradient. Ties between the two branches count as not clipped and keep their gradient.
     """
-    advantages = advantages.detach().double()
     ratio = log_ratio.detach().exp()
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     clipped = bounded * advantages < ratio * advantages
@@ -95,9 +121,10 @@ def check_tokens(logprobs: Tensor, other: Tensor, sequence_ids: Tensor, denomina
 
 def check_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_ids: Tensor, denominator: int,
-    **parameters: float,
+    weights: Tensor | None, **parameters: float,
 ) -> None:
-    """`check_tokens`, and the same for the advantages. parameters: the loss's own, by name; all must be positive."""
+    """`check_tokens`, and the same for advantages and weights. parameters: the loss's own, by name; all must be
+    positive."""
     check_tokens(logprobs, old_logprobs, sequence_ids, denominator)
     if advantages.dtype != logprobs.dtype:
         raise TypeError(describe("advantages have the wrong dtype", got=advantages.dtype, expected=logprobs.dtype,
@@ -105,6 +132,11 @@ def check_loss(
     if advantages.ndim != 1:
         raise ValueError(describe("advantages must be one per sequence", got=tuple(advantages.shape), expected="[B]",
                                   do="pass them per sequence, not per token"))
+    if weights is not None and (weights.dtype != torch.float64 or weights.shape != logprobs.shape):
+        raise ValueError(describe("the weights do not belong to these tokens",
+                                  got=f"{tuple(weights.shape)} {weights.dtype}",
+                                  expected=f"{tuple(logprobs.shape)} torch.float64",
+                                  do="pass what corrections.token_weights returned for the same microbatch"))
     for name, value in parameters.items():
         if not value > 0:
             raise ValueError(describe(f"{name} must be positive", got=value, expected="above 0",

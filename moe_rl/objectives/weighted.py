@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_rl.objectives.parts import PolicyLoss, check_loss, check_tokens, with_counts
+from moe_rl.objectives.parts import PolicyLoss, check_loss, check_tokens, token_advantages, with_counts
 
 
 def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_ids: Tensor, *,
-          weight_cap: float, denominator: int) -> PolicyLoss:
+          weight_cap: float, denominator: int, weights: Tensor | None = None) -> PolicyLoss:
     """Clipped IS-weight Policy Optimization (MiniMax-M1, arXiv 2506.13585, equations 4 and 5), bounded above only.
 
     loss = -(1 / denominator) sum_i sum_t sg[min(r_t, weight_cap)] A_i l_t,   r_t = exp(l_t - l_old_t)
@@ -22,14 +22,16 @@ def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_i
     off, as the paper does in its runs. denominator: tokens. A token is a clip event where its weight is the cap and
     A_i is not 0: its gradient is smaller, not gone.
     """
-    check_loss(logprobs, old_logprobs, advantages, sequence_ids, denominator, weight_cap=weight_cap)
+    check_loss(logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, weight_cap=weight_cap)
+    of_token = token_advantages(advantages, sequence_ids, weights)
     ratio = (logprobs.detach().double() - old_logprobs.detach().double()).exp()
-    capped = (ratio > weight_cap) & (advantages[sequence_ids] != 0)
-    return _weighted(logprobs, advantages, sequence_ids, ratio.clamp(max=weight_cap), ratio, capped, denominator)
+    capped = (ratio > weight_cap) & (of_token != 0)
+    return _weighted(logprobs, of_token, ratio.clamp(max=weight_cap), ratio, capped, denominator)
 
 
 def dppo_tv(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_ids: Tensor, *,
-            delta_low: float, delta_high: float, weight_cap: float, denominator: int) -> PolicyLoss:
+            delta_low: float, delta_high: float, weight_cap: float, denominator: int,
+            weights: Tensor | None = None) -> PolicyLoss:
     """Divergence Proximal Policy Optimization, binary total variation (arXiv 2602.04879).
 
     loss = -(1 / denominator) sum_i sum_t M_t sg[min(r_t, weight_cap)] A_i l_t,   r_t = exp(l_t - l_old_t)
@@ -39,18 +41,19 @@ def dppo_tv(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence
     is the one that sampled: pass the sampler's logprobs as old_logprobs. denominator: tokens, masked ones among them,
     as in TRL. A token is a clip event where M_t is 0. Published weight_cap: 20.
     """
-    check_loss(logprobs, old_logprobs, advantages, sequence_ids, denominator,
+    check_loss(logprobs, old_logprobs, advantages, sequence_ids, denominator, weights,
                delta_low=delta_low, delta_high=delta_high, weight_cap=weight_cap)
-    current, old, of_token = logprobs.detach().double(), old_logprobs.detach().double(), advantages[sequence_ids]
+    of_token = token_advantages(advantages, sequence_ids, weights)
+    current, old = logprobs.detach().double(), old_logprobs.detach().double()
     ratio, moved = (current - old).exp(), current.exp() - old.exp()
     masked = ((of_token > 0) & (moved > delta_high)) | ((of_token < 0) & (moved < -delta_low))
-    weights = torch.where(masked, 0.0, ratio.clamp(max=weight_cap))
-    return _weighted(logprobs, advantages, sequence_ids, weights, ratio, masked, denominator)
+    scale = torch.where(masked, 0.0, ratio.clamp(max=weight_cap))
+    return _weighted(logprobs, of_token, scale, ratio, masked, denominator)
 
 
 def minirl(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_ids: Tensor, *,
            rollout_logprobs: Tensor, clip_low: float, clip_high: float, weight_cap: float,
-           denominator: int) -> PolicyLoss:
+           denominator: int, weights: Tensor | None = None) -> PolicyLoss:
     """MiniRL (arXiv 2512.01374, equation 7): masked by staleness, weighted by staleness and sampler mismatch together.
 
     loss = -(1 / denominator) sum_i sum_t M_t sg[min(exp(l_t - l_rollout_t), weight_cap)] A_i l_t
@@ -61,19 +64,19 @@ def minirl(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_
     length. A token is a clip event where M_t is 0; the ratio counted is r_t. The method's advantages are R - mean.
     Published: clip_low 0.2, clip_high 0.27, weight_cap 5.
     """
-    check_loss(logprobs, old_logprobs, advantages, sequence_ids, denominator,
+    check_loss(logprobs, old_logprobs, advantages, sequence_ids, denominator, weights,
                clip_low=clip_low, clip_high=clip_high, weight_cap=weight_cap)
     check_tokens(logprobs, rollout_logprobs, sequence_ids, denominator)
-    current, of_token = logprobs.detach().double(), advantages[sequence_ids]
+    of_token = token_advantages(advantages, sequence_ids, weights)
+    current = logprobs.detach().double()
     ratio = (current - old_logprobs.detach().double()).exp()
     masked = ((of_token > 0) & (ratio > 1 + clip_high)) | ((of_token < 0) & (ratio < 1 - clip_low))
-    weights = (current - rollout_logprobs.detach().double()).exp().clamp(max=weight_cap)
-    weights = torch.where(masked, 0.0, weights)
-    return _weighted(logprobs, advantages, sequence_ids, weights, ratio, masked, denominator)
+    scale = torch.where(masked, 0.0, (current - rollout_logprobs.detach().double()).exp().clamp(max=weight_cap))
+    return _weighted(logprobs, of_token, scale, ratio, masked, denominator)
 
 
-def _weighted(logprobs: Tensor, advantages: Tensor, sequence_ids: Tensor, weights: Tensor, ratio: Tensor,
-              clipped: Tensor, denominator: int) -> PolicyLoss:
-    scale = weights * advantages.detach().double()[sequence_ids]
-    loss = -(scale * logprobs.double()).sum() / denominator
+def _weighted(logprobs: Tensor, of_token: Tensor, scale: Tensor, ratio: Tensor, clipped: Tensor,
+              denominator: int) -> PolicyLoss:
+    """of_token [T]: see `token_advantages`. scale [T] float64: of each token's A l, before the denominator."""
+    loss = -(scale * of_token * logprobs.double()).sum() / denominator
     return with_counts(loss.to(logprobs.dtype), ratio, clipped, torch.ones_like(clipped))

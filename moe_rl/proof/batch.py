@@ -21,8 +21,8 @@ def quiet() -> None:
     logging.disable_progress_bar()
 
 
-def make_checkpoint(path: Path) -> Path:
-    """Write a Hugging Face checkpoint of a random Qwen3-MoE: 4 layers, 16 experts, 4 of them for each token."""
+def make_checkpoint(path: Path, *, layers: int = 4) -> Path:
+    """Write a Hugging Face checkpoint of a random Qwen3-MoE: 16 experts, 4 of them for each token."""
     quiet()
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -31,7 +31,7 @@ def make_checkpoint(path: Path) -> Path:
         vocab_size=160,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,

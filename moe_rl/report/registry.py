@@ -215,8 +215,8 @@ _METRICS = (
     Metric("objective/clip_fraction", "fraction", "neutral",
            "Fraction of the tokens (gspo: of the sequences) whose gradient the loss took away: by clipping the ratio "
            "(gspo, gspo_token, grpo, dr_grpo, dapo, gmpo, decoupled) or by masking (dppo_tv, minirl). Where the loss "
-           "does not do that: whose weight it truncated (cispo) or whose gate is below 1/2 (sapo). Advantage 0 counts "
-           "as untouched.",
+           "does not do that: whose weight it truncated (cispo) or whose gate is below 1/2 (sapo). Advantage 0, "
+           "or weight 0 by a correction, counts as untouched.",
            "Near 1: the policy moves too far in a step. 0 with one update per step and old_logprobs=trainer is "
            "expected."),
     Metric("objective/ratio_mean", "ratio", "neutral",
@@ -224,8 +224,30 @@ _METRICS = (
            "policy / old policy (objective.old_logprobs). gspo: of the sequence; gspo_token: of the token's sequence; "
            "otherwise of the token alone, without the weight to the sampler that minirl and decoupled have beside it.",
            "Far from 1: the old logprobs do not belong to these tokens or weights."),
+    Metric("correction/weight_mean", "ratio", "neutral",
+           "Mean weight of a token by objective.corrections and objective.off_policy_delta, zeros among them; of the "
+           "step's updates. Like the others of this room only where one of them is set.",
+           "Far from 1: the loss is scaled by the mismatch. Look at policy_kl/k3.", "when measured"),
+    Metric("correction/zero_token_fraction", "fraction", "lower",
+           "Fraction of the tokens whose weight is 0: rejected, masked or vetoed, alone or with their sequence. They "
+           "stay in the denominator.",
+           "Above a few percent: the bounds are narrower than the mismatch, and most of what was sampled is lost.",
+           "when measured"),
+    Metric("correction/truncated_token_fraction", "fraction", "lower",
+           "Fraction of the tokens whose ratio, of themselves or of their sequence, a truncate rule lowered, rejected "
+           "by another one or not.",
+           "Near 1: the sampler is far away, or the bound on the product of a long sequence's ratios is meant for "
+           "single tokens.", "when measured"),
+    Metric("correction/zero_sequence_fraction", "fraction", "lower",
+           "Fraction of the sequences none of whose tokens has a weight above 0.",
+           "High at level sequence and low at level geometric: length, not mismatch, decides.", "when measured"),
+    Metric("correction/ess_token_fraction", "fraction", "higher",
+           "Effective sample size (sum w)^2 / sum w^2 of the tokens' final weights, zeros among them, as a fraction of "
+           "the tokens: 1 when all weigh the same.",
+           "Low: a few tokens rule the gradient. Truncate earlier, or level geometric.", "when measured"),
     Metric("objective/kl_ref", "nats/token", "neutral",
-           "k3 estimate of the KL to the frozen initial policy. Only with objective.kl_coef > 0.",
+           "Estimate of KL(policy || frozen initial policy) by objective.kl_estimator, times the ratio of new to old "
+           "policy with objective.kl_unbiased. Only with objective.kl_coef > 0.",
            "Runs away: kl_coef is too small for the learning rate.", "when measured"),
     Metric("objective/aux_loss", "loss", "neutral",
            "Load-balancing loss of the routers' own choice, before its weight, mean over the MoE layers: 1 when "
@@ -376,6 +398,7 @@ _ROOMS = {
     "policy": "Sampler against trainer: single tokens",
     "routing": "Sampler against trainer: the routes",
     "objective": "Objective",
+    "correction": "Sampler-trainer corrections",
     "optim": "Optimizer",
     "time": "Time",
     "throughput": "Throughput",

@@ -18,6 +18,7 @@ from moe_rl.config.schema import Config
 from moe_rl.megatron import world
 from moe_rl.megatron.microbatch import Microbatch
 from moe_rl.megatron.policy import Policy, ReferencePolicy
+from moe_rl.objectives import corrections
 from moe_rl.objectives.mismatch import MismatchSums
 from moe_rl.objectives.policy import policy_loss, reference_kl
 from moe_rl.replay.session import ReplaySession, Tally
@@ -69,6 +70,7 @@ class UpdateSums:
     clip_events: torch.Tensor | int = 0
     clip_units: torch.Tensor | int = 0
     ratio: torch.Tensor | int = 0
+    corrections: torch.Tensor | int = 0
 
 
 class TrainStep:
@@ -189,11 +191,19 @@ class TrainStep:
                 microbatch.sequence_ids,
                 rollout_logprobs=microbatch.rollout_logprobs,
                 denominator=share.denominator,
+                weights=self._weights(share, number, logprobs, sums),
                 **objective.parameters,
             )
             total = result.loss
             if self.reference is not None:
-                kl = reference_kl(logprobs, share.ref_logprobs[number], microbatch.sequence_ids, share.sequences)
+                kl = reference_kl(
+                    logprobs,
+                    share.ref_logprobs[number],
+                    microbatch.sequence_ids,
+                    share.sequences,
+                    estimator=objective.kl_estimator,
+                    old_logprobs=share.old_logprobs[number] if objective.kl_unbiased else None,
+                )
                 total = total + objective.kl_coef * kl
                 sums.kl += kl.detach().double()
             # Nothing is read here: the host would wait for the device after every microbatch.
@@ -204,6 +214,23 @@ class TrainStep:
             return total
 
         return loss
+
+    def _weights(self, share: Share, number: int, logprobs: torch.Tensor, sums: UpdateSums) -> torch.Tensor | None:
+        """[N] of a microbatch's tokens by the config's corrections; None without any."""
+        objective, microbatch = self.config.objective, share.microbatches[number]
+        if not objective.corrected:
+            return None
+        weights = corrections.token_weights(
+            objective.corrections,
+            objective.off_policy_delta,
+            logprobs=logprobs,
+            old_logprobs=share.old_logprobs[number],
+            rollout_logprobs=microbatch.rollout_logprobs,
+            advantages=microbatch.advantages,
+            sequence_ids=microbatch.sequence_ids,
+        )
+        sums.corrections += weights.sums
+        return weights.values
 
     def _reduce(
         self, sums: UpdateSums, tallies: list[Tally], updates: int, replay: str, *, by_layer: bool
@@ -222,6 +249,10 @@ class TrainStep:
             "objective/clip_fraction": events / max(units, 1),
             "objective/ratio_mean": ratio / max(units, 1),
         }
+        if self.config.objective.corrected:
+            mine = torch.as_tensor(sums.corrections, dtype=torch.float64).expand(corrections.SUMS).tolist()
+            corrected = corrections.metrics(world.all_reduce(mine))
+            metrics |= {f"correction/{name}": value for name, value in corrected.items()}
         if self.reference is not None:
             metrics["objective/kl_ref"] = kl / updates
         if replay != "off":

@@ -34,6 +34,7 @@ class Batch:
     rollout: list[float] | None = None
     others: dict[str, float] = field(default_factory=lambda: {
         "weight_cap": 2.0, "tau_positive": 1.0, "tau_negative": 1.05, "delta_low": 0.15, "delta_high": 0.2})
+    weights: list[float] | None = None
 
     @property
     def lengths(self):
@@ -52,7 +53,8 @@ class Batch:
         result = policy_loss(
             name, logprobs, torch.tensor(self.old, dtype=dtype), torch.tensor(self.advantages, dtype=dtype),
             torch.tensor(self.ids, dtype=torch.int64), denominator=denominator or self.denominator(name),
-            rollout_logprobs=torch.tensor(self.rollout or self.old, dtype=dtype), **self.parameters(name),
+            rollout_logprobs=torch.tensor(self.rollout or self.old, dtype=dtype),
+            weights=None if self.weights is None else torch.tensor(self.weights, dtype=F64), **self.parameters(name),
         )
         result.loss.backward()
         return result, logprobs.grad.tolist()
@@ -62,7 +64,8 @@ class Batch:
         positions = [t for t, i in enumerate(self.ids) if i in sequences]
         return Batch([self.l[t] for t in positions], [self.old[t] for t in positions],
                      [self.advantages[i] for i in sequences], [sequences.index(self.ids[t]) for t in positions],
-                     self.low, self.high, self.rollout and [self.rollout[t] for t in positions], self.others), positions
+                     self.low, self.high, self.rollout and [self.rollout[t] for t in positions],
+                     self.others, self.weights and [self.weights[t] for t in positions]), positions
 
 
 @st.composite
@@ -88,6 +91,20 @@ def batches(draw):
                  [o + d for o, d in zip(old, rollout, strict=True)], others)
 
 
+@st.composite
+def weighted_batches(draw, name):
+    """Some with a weight for each token; one for each sequence where the loss has one term for it."""
+    batch, weight = draw(batches()), st.sampled_from([0.0, 0.0, 0.25, 1.0, 3.0])
+    if draw(st.booleans()):
+        return batch
+    if name in ("gspo", "gmpo"):
+        of_sequence = [draw(weight) for _ in batch.advantages]
+        batch.weights = [of_sequence[i] for i in batch.ids]
+    else:
+        batch.weights = [draw(weight) for _ in batch.ids]
+    return batch
+
+
 def scalar_denominator(name, lengths):
     if name in SEQUENCE_MEANS:
         return max(1, len([n for n in lengths if n > 0]))
@@ -104,13 +121,16 @@ def scalar_sequence(name, batch, advantage, tokens):
     """Of one sequence, before the denominator: what it adds to the loss, the gradient of each token, the ratios counted
     and how many of them are clip events."""
     n, o = len(tokens), batch.others
+    weights = [1.0 if batch.weights is None else batch.weights[t] for t in tokens]  # of gspo, gmpo: all the same
     deltas = [batch.l[t] - batch.old[t] for t in tokens]
     if name in ("gspo", "gspo_token"):
         ratio = math.exp(math.fsum(deltas) / n)
         clipped = clip(ratio, batch) * advantage < ratio * advantage
         value = -min(ratio * advantage, clip(ratio, batch) * advantage)
-        units = 1 if name == "gspo" else n
-        return value, [0.0 if clipped else -ratio * advantage / n] * n, [ratio] * units, clipped * units
+        counted = weights[:1] if name == "gspo" else weights
+        slopes = [0.0 if clipped else -w * ratio * advantage / n for w in weights]
+        return math.fsum(w * value / n for w in weights), slopes, [ratio] * len(counted), sum(
+            clipped and w > 0 for w in counted)
     if name == "gmpo":
         # The product that the paper writes, token by token: min(r, hi) for A > 0, max(r, lo) for A < 0.
         product, events = 0.0, []
@@ -119,10 +139,11 @@ def scalar_sequence(name, batch, advantage, tokens):
             events.append(advantage > 0 and ratio > 1 + batch.high or advantage < 0 and ratio < 1 - batch.low)
             bounded = 1 + batch.high if advantage > 0 else 1 - batch.low
             product += math.log(bounded) if events[-1] else d
-        value = -advantage * math.exp(product / n)
-        return value, [0.0 if e else value / n for e in events], [math.exp(d) for d in deltas], sum(events)
+        value = -weights[0] * advantage * math.exp(product / n)
+        return value, [0.0 if e else value / n for e in events], [math.exp(d) for d in deltas], sum(
+            e and weights[0] > 0 for e in events)
     value, gradient, ratios, events = 0.0, [], [], 0
-    for t, d in zip(tokens, deltas, strict=True):
+    for t, d, correction in zip(tokens, deltas, weights, strict=True):
         ratio = math.exp(d)
         outside = advantage > 0 and ratio > 1 + batch.high or advantage < 0 and ratio < 1 - batch.low
         if name in ("grpo", "dr_grpo", "dapo", "decoupled"):
@@ -152,10 +173,10 @@ def scalar_sequence(name, batch, advantage, tokens):
                 event = outside
                 weight = 0.0 if event else min(math.exp(batch.l[t] - batch.rollout[t]), o["weight_cap"])
             term, slope = -weight * advantage * batch.l[t], -weight * advantage
-        value += term
-        gradient.append(slope)
+        value += correction * term
+        gradient.append(correction * slope)
         ratios.append(ratio)
-        events += event
+        events += event and correction > 0
     return value, gradient, ratios, events
 
 
@@ -184,8 +205,9 @@ def close(got, expected, tolerance=1e-12):
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 @settings(max_examples=80, deadline=None)
-@given(batches())
-def test_values_gradients_and_counts_equal_the_scalar_reference(name, batch):
+@given(st.data())
+def test_values_gradients_and_counts_equal_the_scalar_reference(name, data):
+    batch = data.draw(weighted_batches(name))
     result, gradient = batch.run(name)
     loss, expected_gradient, events, ratios = scalar_reference(name, batch)
     assert close([result.loss.item()], [loss])
@@ -265,8 +287,9 @@ def test_gradients_by_hand(name):
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 @settings(max_examples=50, deadline=None)
-@given(batches(), st.data())
-def test_any_cut_into_microbatches_sums_to_the_same(name, batch, data):
+@given(st.data())
+def test_any_cut_into_microbatches_sums_to_the_same(name, data):
+    batch = data.draw(weighted_batches(name))
     whole, gradient = batch.run(name)
     cut = data.draw(st.lists(st.integers(0, 3), min_size=len(batch.advantages), max_size=len(batch.advantages)))
     loss, events, units, pieces = 0.0, 0, 0, [0.0] * len(batch.l)
@@ -320,6 +343,17 @@ def test_an_overflowing_ratio_is_bounded_by_the_losses_that_truncate_or_fade(nam
     assert gradient == [-2.0 * kept] and math.isfinite(result.loss.item())  # 2 is weight_cap
 
 
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_an_overflow_of_a_token_that_has_weight_0_leaves_no_nan(name, advantage):
+    """The other sequence's gradient is what it is without the first: its denominator stays."""
+    batch = Batch([0.0, -1.0], [-2000.0, -1.0], [advantage, 1.0], [0, 1], 0.2, 0.2, [-2000.0, -1.0],
+                  weights=[0.0, 1.0])
+    result, gradient = batch.run(name, denominator=2)
+    assert result.ratio_max.item() == math.inf and math.isfinite(result.loss.item())
+    assert gradient == [0.0, -0.5] and result.clip_events.item() == 0 and result.clip_units.item() == 2
+
+
 @pytest.mark.parametrize("name", CLIPPED)
 def test_an_overflow_that_counts_is_shown(name):
     result, _ = Batch([0.0], [-2000.0], [-1.0], [0], 0.2, 0.2).run(name)
@@ -329,7 +363,10 @@ def test_an_overflow_that_counts_is_shown(name):
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
 def test_a_nan_is_shown(name, advantage):
-    result, _ = Batch([math.nan], [-1.0], [advantage], [0], 0.2, 0.2).run(name)
+    for weights in (None, [0.0]):
+        result, _ = Batch([math.nan], [-1.0], [advantage], [0], 0.2, 0.2, weights=weights).run(name)
+        assert math.isnan(result.loss.item())
+    result, _ = Batch([-1.0], [-1.0], [advantage], [0], 0.2, 0.2, weights=[math.nan]).run(name)
     assert math.isnan(result.loss.item())
 
 
@@ -360,7 +397,8 @@ def test_no_gradient_reaches_anything_but_the_logprobs(name):
     advantages = torch.tensor([1.0], requires_grad=True)
     policy_loss(name, logprobs, old, advantages, torch.zeros(2, dtype=torch.int64), rollout_logprobs=rollout,
                 denominator=1, **LOSS_PARAMETERS[name]).loss.backward()
-    reference_kl(logprobs, old, torch.zeros(2, dtype=torch.int64), 1).backward()
+    ids = torch.zeros(2, dtype=torch.int64)
+    reference_kl(logprobs, old, ids, 1, estimator="k3", old_logprobs=rollout).backward()
     assert old.grad is None and rollout.grad is None and advantages.grad is None and logprobs.grad.abs().sum() > 0
 
 
@@ -380,7 +418,8 @@ def test_config_and_losses_agree_on_names_and_parameters():
     assert list(POLICY_LOSSES) == list(get_args(ObjectiveConfig.model_fields["name"].annotation))
     for name, function in POLICY_LOSSES.items():
         keywords = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
-        assert [k for k in keywords if k not in ("rollout_logprobs", "denominator")] == list(LOSS_PARAMETERS[name])
+        of_every_loss = ("rollout_logprobs", "denominator", "weights")
+        assert [k for k in keywords if k not in of_every_loss] == list(LOSS_PARAMETERS[name])
 
 
 VALID = {"logprobs": torch.zeros(2), "old_logprobs": torch.zeros(2), "advantages": torch.zeros(1),
@@ -398,6 +437,8 @@ VALID = {"logprobs": torch.zeros(2), "old_logprobs": torch.zeros(2), "advantages
     ({"sequence_ids": torch.zeros(3, dtype=torch.int64)}, ValueError, r"\(3,\)"),
     ({"old_logprobs": torch.zeros(1)}, ValueError, r"\(1,\)"),
     ({"denominator": 0}, ValueError, "denominator"),
+    ({"weights": torch.ones(2)}, ValueError, "weights.*float32"),
+    ({"weights": torch.ones(1, dtype=F64)}, ValueError, r"weights.*\(1,\)"),
 ])
 def test_bad_input_is_refused(name, change, error, message):
     policy_loss(name, **VALID, **LOSS_PARAMETERS[name])
@@ -427,42 +468,3 @@ def test_unknown_loss_is_refused_by_name():
     with pytest.raises(ConfigError, match="'ppo'"):
         global_denominator("ppo", [1], 10)
     assert all(function.__name__ == name for name, function in POLICY_LOSSES.items())
-
-
-@settings(max_examples=100, deadline=None)
-@given(batches())
-def test_reference_kl_equals_the_scalar_reference(batch):
-    logprobs = torch.tensor(batch.l, dtype=F64, requires_grad=True)
-    ids = torch.tensor(batch.ids, dtype=torch.int64)
-    denominator = max(1, nonempty(batch.lengths))
-    got = reference_kl(logprobs, torch.tensor(batch.old, dtype=F64), ids, denominator)
-    got.backward()
-    value, gradient = 0.0, []
-    for current, reference, i in zip(batch.l, batch.old, batch.ids, strict=True):
-        d, weight = reference - current, 1 / batch.lengths[i] / denominator
-        value += (math.expm1(d) - d) * weight
-        gradient.append(-math.expm1(d) * weight)
-    assert close([got.item()], [value]) and close(logprobs.grad.tolist(), gradient)
-    assert got.item() >= 0
-
-
-def test_reference_kl_directions_of_value_and_gradient():
-    """Expectations over a categorical policy, taken exactly, by giving every outcome its probability."""
-    theta = torch.tensor([1.5, -1.2, 0.8, -2.0], dtype=F64, requires_grad=True)
-    reference = torch.tensor([-0.5, 0.4, 0.2, 1.1], dtype=F64).log_softmax(0)
-    policy = theta.log_softmax(0)
-    drawn = policy.detach().exp()
-    value, slope = 0.0, torch.zeros(4, dtype=F64)
-    for outcome in range(4):
-        token = policy.detach()[outcome : outcome + 1].requires_grad_()
-        kl = reference_kl(token, reference[outcome : outcome + 1], torch.zeros(1, dtype=torch.int64), 1)
-        value += drawn[outcome] * kl.detach()
-        slope[outcome] = drawn[outcome] * torch.autograd.grad(kl, token)[0][0]
-    gradient, = torch.autograd.grad(policy, theta, slope, retain_graph=True)
-    policy_to_reference = (policy.exp() * (policy - reference)).sum()
-    reference_to_policy = (reference.exp() * (reference - policy)).sum()
-    assert math.isclose(value.item(), policy_to_reference.item(), rel_tol=1e-12)
-    assert abs(value.item() - reference_to_policy.item()) > 0.05
-    same, = torch.autograd.grad(reference_to_policy, theta, retain_graph=True)
-    other, = torch.autograd.grad(policy_to_reference, theta)
-    assert torch.allclose(gradient, same, atol=1e-12) and not torch.allclose(gradient, other, atol=1e-2)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_rl.config.schema import LOSS_PARAMETERS, ObjectiveConfig
+from moe_rl.config.schema import LOSS_PARAMETERS, CorrectionConfig, ObjectiveConfig
 from moe_rl.objectives.policy import POLICY_LOSSES, reference_kl
 from moe_rl.train.shares import Share
 from moe_rl.train.step import TrainStep, UpdateSums
@@ -14,8 +14,15 @@ from moe_rl.train.step import TrainStep, UpdateSums
 def test_sums_wait_for_the_end_of_the_update(monkeypatch):
     """No microbatch makes the host wait for the device: nothing is read until all of them are through."""
     step = object.__new__(TrainStep)
-    step.config = SimpleNamespace(objective=ObjectiveConfig(clip_low=0.1, clip_high=0.1, kl_coef=0.5))
-    step.reference = True
+    corrections = (
+        CorrectionConfig(level="token", rule="veto", low=0.5),
+        CorrectionConfig(level="sequence", rule="truncate", high=2.0),
+        CorrectionConfig(level="geometric", rule="reject", high=2.0),
+    )
+    objective = ObjectiveConfig(
+        clip_low=0.1, clip_high=0.1, kl_coef=0.5, corrections=corrections, off_policy_delta=0.5
+    )
+    step.config, step.reference = SimpleNamespace(objective=objective), True
     logprobs, old, ref = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -2.0, -0.4]), torch.full((3,), -1.0)
     microbatch = SimpleNamespace(
         advantages=torch.tensor([1.0, -1.0]), sequence_ids=torch.tensor([0, 0, 1]), rollout_logprobs=old
@@ -38,19 +45,33 @@ def test_sums_wait_for_the_end_of_the_update(monkeypatch):
     assert float(sums.clip_units) == 4 and float(sums.clip_events) == 2
     assert float(sums.ratio) == pytest.approx(2 * (torch.tensor([0.25, -0.1]).exp().sum().item()))
     assert float(sums.loss) == pytest.approx(2 * one.item()) and float(sums.kl) > 0
+    assert sums.corrections.tolist() == [6, 6, 6, 0, 0, 4, 0]  # trainer and sampler agree: every weight is 1
 
 
 @pytest.mark.parametrize("name", LOSS_PARAMETERS)
-def test_every_loss_is_given_its_parameters_and_its_denominator(name):
+def test_every_loss_is_given_its_parameters_its_denominator_and_its_weights(name):
     """The KL penalty has a denominator of its own: its value does not depend on the loss beside it."""
     step = object.__new__(TrainStep)
-    step.config = SimpleNamespace(objective=ObjectiveConfig(name=name, kl_coef=0.5, **LOSS_PARAMETERS[name]))
-    step.reference = True
-    logprobs, old = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.0, -2.1, -0.4])
-    microbatch = SimpleNamespace(
-        advantages=torch.tensor([1.0, -1.0]), sequence_ids=torch.tensor([0, 0, 1]), rollout_logprobs=old - 0.3
+    corrections = (CorrectionConfig(level="geometric", rule="reject", low=0.5),)
+    objective = ObjectiveConfig(
+        name=name,
+        kl_coef=0.5,
+        kl_estimator="k1",
+        kl_unbiased=True,
+        corrections=corrections,
+        off_policy_delta=0.25,
+        **LOSS_PARAMETERS[name],
     )
-    share = Share([microbatch], [], 7, 2, old_logprobs=[old], ref_logprobs=[torch.full((3,), -1.0)])
+    step.config, step.reference = SimpleNamespace(objective=objective), True
+    logprobs, old = torch.tensor([-1.0, -2.0, -0.5, -1.0]), torch.tensor([-1.0, -2.1, -0.4, -1.1])
+    # to the sampler: one more likely than half as much, one less, and one that has gone down since
+    rollout = old + torch.tensor([0.3, 0.5, 0.9, 0.2])
+    microbatch = SimpleNamespace(
+        advantages=torch.tensor([1.0, -1.0, -1.0]),
+        sequence_ids=torch.tensor([0, 0, 1, 2]),
+        rollout_logprobs=rollout - torch.tensor([0.0, 0.0, 0.0, 0.4]),
+    )
+    share = Share([microbatch], [], 7, 3, old_logprobs=[old], ref_logprobs=[torch.full((4,), -1.0)])
     sums = UpdateSums()
     total = step._loss(share, sums, {})(0, logprobs)
     ids = microbatch.sequence_ids
@@ -60,9 +81,14 @@ def test_every_loss_is_given_its_parameters_and_its_denominator(name):
         microbatch.advantages,
         ids,
         denominator=7,
+        weights=torch.tensor([1.0, 1.0, 0.0, 1.0], dtype=torch.float64),
         **LOSS_PARAMETERS[name],
-        **({"rollout_logprobs": old - 0.3} if name in ("minirl", "decoupled") else {}),
+        **({"rollout_logprobs": microbatch.rollout_logprobs} if name in ("minirl", "decoupled") else {}),
     )
-    kl = reference_kl(logprobs, share.ref_logprobs[0], ids, 2)
-    assert float(sums.kl) == pytest.approx(float(kl), rel=1e-6) and float(kl) > 0
+    kl = reference_kl(logprobs, share.ref_logprobs[0], ids, 3, estimator="k1", old_logprobs=old)
+    assert float(sums.kl) == pytest.approx(float(kl), rel=1e-6) and float(kl) != 0
     assert float(total) == pytest.approx(float(alone.loss + 0.5 * kl), rel=1e-6)
+    assert sums.corrections.tolist() == [4, 3, 3, 1, 0, 3, 1]
+    # the mask looks at the policy as it is now
+    step._loss(share, sums, {})(0, logprobs - torch.tensor([0.0, 0.0, 0.0, 1.0]))
+    assert sums.corrections.tolist() == [8, 5, 5, 3, 0, 6, 3]

@@ -1,0 +1,203 @@
+"""Does replay keep a run stable? `python benchmarks/stability_study.py --work DIR [--json FILE] [--write docs]`.
+
+The main job, whole, again and again: GRPO and GSPO, without replay, with R2 and with R3, with 1, 2 and 4 updates on
+each rollout batch, each with several seeds, as configs/stability_study.yaml says: a sampler of lower precision than the
+trainer. DIR keeps the result of each run; a study that was interrupted goes on from there. --write puts the table and
+the plots into docs/stability_study.md and beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+from moe_rl.report.figures import BLUE, GREEN, ORANGE
+from moe_rl.report.lines import read_run
+
+ROOT = Path(__file__).parents[1]
+CONFIG = ROOT / "configs/stability_study.yaml"
+OBJECTIVES = {
+    "grpo": ("objective.name=grpo", "objective.clip_low=0.2", "objective.clip_high=0.2"),
+    "gspo": ("objective.name=gspo",),
+}
+MODES = {"off": "none", "r2": "R2", "r3": "R3"}
+COLORS = {"off": ORANGE, "r2": GREEN, "r3": BLUE}
+UPDATES = (1, 2, 4)
+SERIES = {
+    "kl": "policy_kl/k3",
+    "f2": "policy/extreme_fraction",
+    "reward": "reward/mean",
+    "clip": "objective/clip_fraction",
+    "mismatch": "routing/native_mismatch",
+}
+MARKERS = "<!-- study: begin -->", "<!-- study: end -->"
+
+# Said before the runs were made: a run is lost when the policy gets much worse at what it is trained for, or when
+# sampler and trainer come to disagree about one token in ten.
+LOST_PASS_RATE = 0.5
+LOST_F2 = 0.1
+
+
+class Cell(NamedTuple):
+    objective: str
+    mode: str
+    updates: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.objective}-{self.mode}-{self.updates}-seed{self.seed}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work", type=Path, required=True, metavar="DIR", help="keeps the result of each run")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, each wants a core")
+    parser.add_argument("--write", type=Path, metavar="DOCS", help="folder of stability_study.md")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    cells = [Cell(*c) for c in itertools.product(OBJECTIVES, MODES, UPDATES, range(1, options.seeds + 1))]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        runs = dict(zip(cells, pool.map(lambda cell: result_of(cell, options.work), cells), strict=True))
+    table = markdown(runs)
+    print(table)
+    if options.json:
+        options.json.write_text(json.dumps([cell._asdict() | run for cell, run in runs.items()], indent=1) + "\n")
+    if options.write:
+        write(runs, table, options.write)
+    return 0
+
+
+def result_of(cell: Cell, work: Path) -> dict[str, object]:
+    """What a run of the main job showed; made now unless DIR has it."""
+    kept = work / f"{cell.name}.json"
+    if not kept.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            run_once(cell, Path(folder), work / f"{cell.name}.log")
+            (run_dir,) = (path for path in Path(folder).iterdir() if path.is_dir())
+            unfinished = kept.with_suffix(".tmp")
+            unfinished.write_text(json.dumps(measure(run_dir)) + "\n")
+            unfinished.replace(kept)
+        print(f"done: {cell.name}", file=sys.stderr, flush=True)
+    return json.loads(kept.read_text())
+
+
+def run_once(cell: Cell, folder: Path, log: Path) -> None:
+    overrides = [
+        *OBJECTIVES[cell.objective],
+        f"replay.mode={cell.mode}",
+        f"train.updates_per_step={cell.updates}",
+        f"run.seed={cell.seed}",
+        f"run.runs_dir={folder}",
+    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    command += ["tools/train_moe_rl.py", "--config", str(CONFIG), *overrides]
+    with log.open("w") as out:
+        status = subprocess.run(
+            command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        ).returncode
+    if status:
+        raise SystemExit(f"{cell.name} ended with status {status}, see {log}")
+
+
+def measure(run_dir: Path) -> dict[str, object]:
+    """The numbers of one run. A run that was stopped as collapsed counts with what it logged until then."""
+    run = read_run(run_dir)
+    series = {name: run.series(key)[1] for name, key in SERIES.items()}
+    rates = run.series("eval/pass_rate", "eval")[1]
+    applied = run.series("routing/applied_mismatch")[1]
+    return {
+        "first": rates[0],
+        "last": rates[-1],
+        "kl_mean": statistics.fmean(series["kl"]),
+        "kl_max": max(series["kl"]),
+        "f2_mean": statistics.fmean(series["f2"]),
+        "f2_max": max(series["f2"]),
+        "applied_mismatch": sum(applied) if applied else None,
+        "skipped": sum(run.series("optim/skipped")[1]),
+        "lost": rates[-1] < LOST_PASS_RATE * rates[0] or max(series["f2"]) > LOST_F2,
+        "series": series,
+    }
+
+
+def markdown(runs: dict[Cell, dict]) -> str:
+    """One row for each (objective, updates, mode): the mean of the seeds, and the least and the greatest."""
+    titles = ("objective", "updates", "replay", "policy KL k3", "F(2)", "held-out pass rate, end", "runs lost")
+    lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
+    for objective, updates, mode in itertools.product(OBJECTIVES, UPDATES, MODES):
+        of_row = [run for cell, run in runs.items() if cell[:3] == (objective, mode, updates)]
+        kl, f2, last = (spread([run[name] for run in of_row]) for name in ("kl_mean", "f2_mean", "last"))
+        lost = sum(run["lost"] for run in of_row)
+        lines.append(
+            f"| {objective} | {updates} | {MODES[mode]} | {kl('.1e')} | {f2('.1e')} | {last('.1%')} "
+            f"| {lost} of {len(of_row)} |"
+        )
+    return "\n".join(lines)
+
+
+def spread(values: list[float]):
+    """A function from a number format to the mean of `values` with their range."""
+    return lambda form: f"{statistics.fmean(values):{form}} [{min(values):{form}}, {max(values):{form}}]"
+
+
+def write(runs: dict[Cell, dict], table: str, docs: Path) -> None:
+    page, (begin, end) = docs / "stability_study.md", MARKERS
+    text = page.read_text(encoding="utf-8")
+    head, _, rest = text.partition(begin)
+    _, found, tail = rest.partition(end)
+    if not found:
+        raise SystemExit(f"{page} lacks the markers {begin} and {end}")
+    page.write_text(f"{head}{begin}\n\n{table}\n\n{end}{tail}", encoding="utf-8")
+    for name, label, scale in (
+        ("kl", "policy KL k3, nats/token", "log"),
+        ("f2", "F(2)", "symlog"),
+        ("reward", "mean reward", "linear"),
+    ):
+        draw(runs, name, label, scale, docs / f"stability_{name}.svg")
+
+
+def draw(runs: dict[Cell, dict], name: str, label: str, scale: str, file: Path) -> None:
+    """Small multiples: a row for each objective, a column for each number of updates; a thin line for each seed, a
+    thick one for their mean."""
+    style = {"svg.hashsalt": name, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(9.6, 4.8), layout="constrained")
+        grid = figure.subplots(len(OBJECTIVES), len(UPDATES), sharex=True, sharey=True)
+        for (row, objective), (column, updates) in itertools.product(enumerate(OBJECTIVES), enumerate(UPDATES)):
+            axes = grid[row][column]
+            axes.set_title(f"{objective}, {updates} update{'s' if updates > 1 else ''} per batch", fontsize=9)
+            for mode in MODES:
+                lines = [r["series"][name] for cell, r in runs.items() if cell[:3] == (objective, mode, updates)]
+                for line in lines:
+                    axes.plot(range(1, len(line) + 1), line, color=COLORS[mode], alpha=0.3, linewidth=0.8)
+                mean = [statistics.fmean(column) for column in zip(*lines, strict=False)]
+                axes.plot(range(1, len(mean) + 1), mean, color=COLORS[mode], linewidth=2, label=MODES[mode])
+            axes.set_yscale(scale, **({"linthresh": 1e-3} if scale == "symlog" else {}))
+            axes.grid(alpha=0.2)
+            if row == len(OBJECTIVES) - 1:
+                axes.set_xlabel("step")
+            if column == 0:
+                axes.set_ylabel(label)
+        handles, labels = grid[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper center", ncols=len(MODES), frameon=False, title="replay")
+        with file.open("w", encoding="utf-8") as out:
+            FigureCanvasSVG(figure).print_svg(out, metadata={"Date": None, "Creator": None})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

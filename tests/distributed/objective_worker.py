@@ -1,0 +1,183 @@
+"""One rank of the proof that a gradient does not depend on how the batch was cut.
+
+    torchrun --nproc-per-node N objective_worker.py CHECKPOINT OUT PLAN
+
+PLAN: JSON, {"layouts": {name: {"overrides": [config overrides], "order": seed or null}}, "cases": {name: [overrides of
+the objective]}, "controls": [cases to run also with a mean of each microbatch's own]}. The first layout of the first
+run in OUT, on one rank, is what all others are held against: it writes OUT/reference.pt. Rank r writes
+OUT/ranks<N>-rank<r>.json: {layout: {case: see `compared`}}.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from moe_rl.config.hf import read_model
+from moe_rl.config.load import load_config
+from moe_rl.megatron import world
+from moe_rl.megatron.policy import Policy
+from moe_rl.objectives.policy import global_denominator
+from moe_rl.proof.share import whole_gradients
+from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
+from moe_rl.train.step import TrainStep, UpdateSums
+from moe_rl.types import Provenance, Sequence, Span
+
+ROOT = Path(__file__).parents[2]
+VERSION = 5
+# (prompt, completion) tokens: one completion of most of the tokens, some of a single one, and an empty one
+LENGTHS = [(5, 4), (3, 30), (7, 1), (4, 6), (6, 0), (2, 18), (5, 5), (9, 2), (3, 1), (4, 7), (1, 1), (1, 2), (2, 12)]
+WITHOUT_ADVANTAGE = (2, 6)
+# The learning rate is below what a weight can resolve: every case starts from the same ones.
+COMMON = [
+    "train.dtype=float32",
+    "train.updates_per_step=1",
+    "train.optimizer.lr=1e-30",
+    "train.optimizer.warmup_steps=0",
+    "train.optimizer.clip_grad=1e9",
+    "rollout.max_completion_tokens=32",
+]
+
+
+def batch(facts):
+    """Random sequences, and for each random routes [T, L, K]. The sampler's logprobs are filled in later."""
+    rng = np.random.default_rng(3)
+    sequences, routes = [], []
+    for number, (prompt, completion) in enumerate(LENGTHS):
+        tokens = rng.integers(0, facts.vocab, prompt + completion).tolist()
+        advantage = 0.0 if number in WITHOUT_ADVANTAGE else float(rng.choice([-1, 1]) * rng.uniform(0.2, 1.5))
+        sequences.append(Sequence(f"s{number}", tuple(tokens[:prompt]), tuple(tokens[prompt:]),
+                                  np.zeros(completion, np.float32), advantage, VERSION, None))  # fmt: skip
+        scores = rng.random((prompt + completion - 1, len(facts.moe_layers), facts.num_experts))
+        routes.append(np.argsort(scores, -1)[..., : facts.top_k].astype(np.uint8))
+    return sequences, routes
+
+
+def stored(sequences, routes, spec, folder):
+    """The sequences, with references to their routes in a store."""
+    ready = []
+    with ShardWriter(folder, "step", spec) as writer:
+        for sequence, table in zip(sequences, routes, strict=True):
+            tokens = np.array(sequence.prompt_token_ids + sequence.token_ids, np.int32)[:-1]
+            spans = [Span(len(tokens), VERSION, Provenance.PREFILL)] if len(tokens) else []
+            ready.append(replace(sequence, routes=writer.add(sequence.key, table, tokens, spans)))
+    return ready
+
+
+class Scores:
+    """Logprobs of every sequence's completion: the trainer's before the update, the sampler's, the reference's.
+
+    They are those of the first layout with noise, and so the same in all of them: apart by less than a clip range for
+    some tokens and by more for others.
+    """
+
+    def __init__(self, base):
+        rng = np.random.default_rng(7)
+
+        def near(values, sizes):
+            # of each sequence a shift of all its tokens, and one of each token; sizes in turn
+            noise = [rng.normal(0, 0.02) + rng.normal(0, sizes[n % len(sizes)], len(v)) for n, v in enumerate(values)]
+            return [(v + n).astype(np.float32) for v, n in zip(values, noise, strict=True)]
+
+        self.old = near(base, [0.02, 0.2])
+        self.rollout = near(self.old, [0.01, 0.1, 0.4])
+        self.reference = near(base, [0.3])
+
+
+def microbatch_means(step, share, sums):
+    """The loss as if each microbatch were averaged by itself, then the microbatches of all ranks: what is wrong."""
+    ranks = world.data_parallel()[1]
+    losses = []
+    for microbatch in share.microbatches:
+        lengths = torch.bincount(microbatch.sequence_ids, minlength=len(microbatch.indices)).tolist()
+        own = global_denominator(step.config.objective.name, lengths, step.config.rollout.max_completion_tokens)
+        wrong = replace(share, denominator=max(1, own) * len(share.microbatches) * ranks)
+        losses.append(step._loss(wrong, sums, {}))
+    return lambda number, logprobs: losses[number](number, logprobs)
+
+
+def gradients(step, policy, ready, scores, order, *, wrong=False):
+    """Of one update with this objective, under Hugging Face names; and what the step says of it."""
+    (share,), _ = step.shares.of(ready, list(range(len(ready))), VERSION)
+
+    def handed_out(values):
+        of = [[values[order[i]] for i in microbatch.indices] for microbatch in share.microbatches]
+        return [torch.from_numpy(np.concatenate([np.empty(0, np.float32), *v])) for v in of]
+
+    share.old_logprobs, share.ref_logprobs = handed_out(scores.old), handed_out(scores.reference)
+    sums = UpdateSums()
+    loss = microbatch_means(step, share, sums) if wrong else step._loss(share, sums, {})
+    with step._session(share.tables, "replay", "update", training=True) as session:
+        policy.update(share.microbatches, session, loss)
+    told = step._reduce(sums, [session.tally], 1, "r3", by_layer=False)
+    told = {key: value for key, value in told.items() if key.startswith(("objective/", "correction/"))}
+    return whole_gradients(policy, policy.facts), told, len(share.microbatches)
+
+
+def compared(found, reference):
+    """Largest difference of this rank's part of the gradient from the reference's, of which the largest entry."""
+    difference = max((found[name] - reference[name]).abs().max().item() for name in found)
+    return {"difference": difference, "largest": max(value.abs().max().item() for value in reference.values())}
+
+
+def base_logprobs(step, policy, ready):
+    (share,), _ = step.shares.of(ready, list(range(len(ready))), VERSION)
+    with step._session(share.tables, "replay", "base") as session:
+        values = policy.logprobs(share.microbatches, session)
+    of = {}
+    for microbatch, found in zip(share.microbatches, values, strict=True):
+        of |= {i: found[microbatch.sequence_ids == n].numpy() for n, i in enumerate(microbatch.indices)}
+    return [of[i] for i in range(len(ready))]
+
+
+def main(checkpoint, out, plan):
+    facts = read_model(checkpoint)
+    spec = TraceSpec.from_layers(facts.fingerprint, facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
+    rank, file = dist.get_rank(), out / "reference.pt"
+    sequences, routes = batch(facts)
+    folder = out / f"trace-ranks{dist.get_world_size()}-rank{rank}"
+    ready, store = stored(sequences, routes, spec, folder), TraceStore(folder)
+    reference = torch.load(file, weights_only=True) if file.exists() else None
+    seen = {}
+    for layout, shape in plan["layouts"].items():
+        overrides = [f"model.path={checkpoint}", *COMMON, *shape["overrides"]]
+        config = load_config(ROOT / "configs/tiny_moe_cpu.yaml", overrides)
+        world.lay_out(config.parallel, seed=1)
+        policy = Policy(facts, config.train, config.parallel, checkpoint, temperature=1.0)
+        order = list(range(len(ready)))
+        if shape["order"] is not None:
+            order = np.random.default_rng(shape["order"]).permutation(len(ready)).tolist()
+        if reference is None:
+            base = base_logprobs(TrainStep(config, policy, None, store, spec), policy, ready)
+            reference = {"base": [torch.from_numpy(values) for values in base], "gradients": {}}
+        scores = Scores([values.numpy() for values in reference["base"]])
+        shuffled = [replace(ready[i], rollout_logprobs=scores.rollout[i]) for i in order]
+        seen[layout] = {}
+        cases = [(name, False) for name in plan["cases"]] + [(name, True) for name in plan["controls"]]
+        for name, wrong in cases:
+            objective = load_config(ROOT / "configs/tiny_moe_cpu.yaml", [*overrides, *plan["cases"][name]])
+            held = object() if objective.objective.kl_coef else None  # its logprobs are given
+            step = TrainStep(objective, policy, held, store, spec)
+            found, told, count = gradients(step, policy, shuffled, scores, order, wrong=wrong)
+            if not wrong:
+                reference["gradients"].setdefault(name, found)
+            seen[layout][f"{name} by microbatch" if wrong else name] = {
+                **compared(found, reference["gradients"][name]),
+                "names": sorted(found), "metrics": told, "microbatches": count,
+            }  # fmt: skip
+        policy.release()
+        dist.barrier()
+    if not file.exists():
+        torch.save(reference, file)
+    (out / f"ranks{dist.get_world_size()}-rank{rank}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    paths = [Path(argument) for argument in sys.argv[1:]]
+    world.join(timeout_seconds=120)
+    main(paths[0], paths[1], json.loads(paths[2].read_text()))
+    world.stop()
