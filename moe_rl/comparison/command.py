@@ -159,7 +159,8 @@ def _compare(config: Config, run: RunFolder | None, options: argparse.Namespace)
         if main_rank:
             print(text(result))
             _write(out, result, page(result, detail, config), options.json)
-        return result["verdict"]["exit_code"]
+        # torchrun ends all ranks as soon as one has a status other than 0: only the one that writes may have it.
+        return result["verdict"]["exit_code"] if main_rank else 0
     finally:
         world.stop()
 

@@ -100,7 +100,8 @@ def test_the_page_needs_nothing_and_says_everything(compared):
 def test_ranks_and_their_layout_change_nothing(short_run, compared, tmp_path):
     """Two ranks, other shares and a sliced store: the same weights, values and choices up to the order of sums."""
     _, _, alone, _ = compared
-    _, shared, _ = compare(tmp_path / "two", "--run", short_run.folder, "parallel.expert=2", ranks=2)
+    _, shared, said = compare(tmp_path / "two", "--run", short_run.folder, "parallel.expert=2", ranks=2)
+    assert str(tmp_path / "two/routing_kl.html") in said  # no rank ended rank 0 before it had written
     assert shared["weights"]["digest"] == alone["weights"]["digest"] and shared["setup"]["ranks"] == 2
     for ours, theirs in zip(shared["rows"], alone["rows"], strict=True):
         assert ours["policy"]["k3"]["value"] == pytest.approx(theirs["policy"]["k3"]["value"], rel=1e-3)
