@@ -46,6 +46,10 @@ class RouteValidationError(TraceError, ValueError):
     """Routes that may not be trained on. The message names request, token and layer."""
 
 
+class SupportError(TraceError, ValueError):
+    """A recorded sampling support that may not be trained on. The message names request and token."""
+
+
 class ReplayError(MoeRLError):
     """Replay was not exact: a route was missed, repeated, or another one was dispatched."""
 
@@ -64,6 +68,14 @@ class PatchError(MoeRLError):
 
 class RewardError(MoeRLError):
     """Too many verifications failed (raised, hung or died) to go on."""
+
+
+class NonFiniteError(MoeRLError):
+    """Update after update was skipped because a loss or gradient was not finite."""
+
+
+class CollapseError(MoeRLError):
+    """The run is lost: what it measures says that no further step can mend it. Tools exit 4."""
 
 
 class CheckpointError(MoeRLError):

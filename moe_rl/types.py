@@ -104,6 +104,18 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingSupport:
+    """The ids that the tokens of one completion could have been, under top-k, top-p and min-p.
+
+    counts [T] integers. ids [sum of counts] integers, those of each token ascending, one token after the other. A count
+    of 0: the whole vocabulary.
+    """
+
+    counts: np.ndarray
+    ids: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """What the verifiers said. status "scored" or "failed"; a failed one has no reward and is no wrong answer.
 
@@ -122,16 +134,17 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """One completion ready to train on: tokens, sampler logprobs, its advantage, the reference to its routes.
+    """One completion ready to train on: tokens, sampler logprobs, its reward, the reference to its routes.
 
-    prompt_token_ids, token_ids: as in Completion. rollout_logprobs [T] float32.
+    prompt_token_ids, token_ids: as in Completion. rollout_logprobs [T] float32. reward: what the verifiers gave, with
+    what the config adds for its length; what a KL takes off it comes later.
     """
 
     key: str
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     rollout_logprobs: np.ndarray
-    advantage: float
+    reward: float
     weight_version: int
     routes: RouteRef | None
 

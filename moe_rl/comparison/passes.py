@@ -107,7 +107,7 @@ class Batch:
                 ),
             }
         )
-        (share,), self.coverage = Shares(scoring, policy.layers, store, spec).of(
+        (share,), self.coverage = Shares(scoring, policy.layers, store, spec, vocabulary=policy.facts.vocab).of(
             sequences, list(range(len(sequences))), weight_version
         )
         self.policy, self.store, self.spec, self.sequences = policy, store, spec, sequences

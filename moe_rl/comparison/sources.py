@@ -135,7 +135,7 @@ def sample(
                     prompt_token_ids=c.prompt_token_ids,
                     token_ids=c.token_ids,
                     rollout_logprobs=c.logprobs,
-                    advantage=0.0,
+                    reward=0.0,
                     weight_version=c.weight_version,
                     routes=c.routes,
                 )

@@ -42,6 +42,7 @@ def problems(config: Config, world_size: int) -> list[str]:
         found += error.problems
     found += _task_problems(config)
     found += _batch_problems(config)
+    found += _sampling_problems(config, facts)
     found += _objective_problems(config)
     found += correction_problems(config.objective)
     found += kl_problems(config.objective)
@@ -148,12 +149,60 @@ def _batch_problems(config: Config) -> Iterator[str]:
             got=train.updates_per_step,
             expected=f"a divisor of rollout.prompts_per_step = {rollout.prompts_per_step}",
         )
+    overlong = config.task.overlong
+    if overlong is not None and overlong.cache_tokens >= rollout.max_completion_tokens:
+        yield describe(
+            "task.overlong.cache_tokens: even a completion without a token would be overlong",
+            got=overlong.cache_tokens,
+            expected=f"below rollout.max_completion_tokens = {rollout.max_completion_tokens}",
+        )
     longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
     if train.microbatch_tokens < longest:
         yield describe(
             "train.microbatch_tokens: the longest possible sequence does not fit",
             got=train.microbatch_tokens,
             expected=f"at least rollout.max_prompt_tokens + rollout.max_completion_tokens = {longest}",
+        )
+
+
+def _sampling_problems(config: Config, facts: ModelFacts | None) -> Iterator[str]:
+    rollout = config.rollout
+    removing = {"top_k": rollout.top_k > 0, "top_p": rollout.top_p < 1, "min_p": rollout.min_p > 0}
+    asked = ", ".join(f"rollout.{name} {getattr(rollout, name)}" for name, removes in removing.items() if removes)
+    if asked and not rollout.keep_sampling_mask:
+        yield describe(
+            "rollout.keep_sampling_mask: the sampler's log-probabilities would be of the tokens that were left to draw "
+            "from, the trainer's of all, and every ratio of the two wrong",
+            where=asked,
+            got="false",
+            expected="true",
+            do="set it, or draw from all tokens",
+        )
+    if rollout.keep_sampling_mask and not asked:
+        yield describe(
+            "rollout.keep_sampling_mask: nothing is removed, so there is no mask to keep",
+            got="true",
+            expected="rollout.top_k above 0, rollout.top_p below 1 or rollout.min_p above 0 with it",
+            do="set one of them, or turn it off",
+        )
+    if rollout.keep_sampling_mask and rollout.capture == "native":
+        yield describe(
+            "rollout.keep_sampling_mask: vLLM's own capture records routes only",
+            where="rollout.capture is native",
+            got="true",
+            expected="rollout.capture patch or worker",
+        )
+    if rollout.top_k == 1:
+        yield describe(
+            "rollout.top_k: leaves one token, whose log-probability is 0 whatever the policy: nothing can be learned",
+            got=1,
+            expected="at least 2, or 0 for all",
+        )
+    if facts is not None and rollout.top_k >= facts.vocab:
+        yield describe(
+            "rollout.top_k: removes no token",
+            got=rollout.top_k,
+            expected=f"below vocab_size = {facts.vocab}, or 0 for all",
         )
 
 
@@ -184,12 +233,12 @@ def _objective_problems(config: Config) -> Iterator[str]:
                 expected=f"only {', '.join(f'objective.{key}' for key in taken)}",
                 do="remove it, or set it to null",
             )
-    if objective.name in ("dr_grpo", "minirl") and objective.normalize_std:
+    if objective.name in ("dr_grpo", "minirl") and objective.advantage != "group_mean":
         yield describe(
-            "objective.normalize_std: the method's advantages are rewards minus their group's mean, undivided",
+            "objective.advantage: the method's advantages are rewards minus their group's mean, undivided",
             where=f"objective.name is {objective.name}",
-            got="true",
-            expected="false",
+            got=objective.advantage,
+            expected="group_mean",
         )
     old_logprobs = {"dppo_tv": "sampler", "minirl": "trainer", "decoupled": "trainer"}.get(objective.name)
     if old_logprobs not in (None, objective.old_logprobs):

@@ -10,6 +10,7 @@ import difflib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import UnionType
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -103,6 +104,8 @@ def _shown(value: Any, limit: int = 80) -> str:
 
 def _section(annotation: Any) -> Any:
     """The section class that a field holds: itself, the values of a mapping or a list. None for a plain value."""
+    if isinstance(annotation, UnionType):  # a section that may be absent
+        return next(filter(None, map(_section, get_args(annotation))), None)
     if isinstance(annotation, type):
         return annotation if issubclass(annotation, BaseModel) else None
     if get_origin(annotation) is tuple:

@@ -43,16 +43,23 @@ def correction_problems(objective: ObjectiveConfig) -> Iterator[str]:
 
 
 def kl_problems(objective: ObjectiveConfig) -> Iterator[str]:
-    """Every reason why the KL of the loss would not hold the policy, one message each."""
+    """Every reason why the KL of the loss, or of the reward, would not hold the policy, one message each."""
     estimator, unbiased = objective.kl_estimator, objective.kl_unbiased
     if objective.kl_coef == 0:
-        for key, value, default in (("kl_estimator", estimator, "k3"), ("kl_unbiased", unbiased, False)):
+        keys = (
+            ("kl_estimator", estimator, "k3"),
+            ("kl_unbiased", unbiased, False),
+            ("kl_in", objective.kl_in, "loss"),
+        )
+        for key, value, default in keys:
             if value != default:
                 yield describe(
                     f"objective.{key}: without effect where objective.kl_coef is 0",
                     got=str(value).lower(),
                     do="remove it, or set objective.kl_coef",
                 )
+    elif objective.kl_in == "reward":
+        yield from _kl_in_reward_problems(objective)
     elif estimator == "k1" and not unbiased:
         yield describe(
             "objective.kl_estimator: the gradient of k1 in a loss is 0 on average, so that nothing holds the policy",
@@ -65,6 +72,24 @@ def kl_problems(objective: ObjectiveConfig) -> Iterator[str]:
             where="objective.kl_estimator is k2",
             got="true",
             expected="false, or k1 or k3",
+        )
+
+
+def _kl_in_reward_problems(objective: ObjectiveConfig) -> Iterator[str]:
+    where = "objective.kl_in is reward"
+    if objective.old_logprobs != "trainer":
+        yield describe(
+            "objective.old_logprobs: a KL in the reward is of the trainer's policy before the step's first update",
+            where=where,
+            got=objective.old_logprobs,
+            expected="trainer",
+        )
+    if objective.kl_unbiased:
+        yield describe(
+            "objective.kl_unbiased: is about a gradient, and none flows through a reward",
+            where=where,
+            got="true",
+            expected="false",
         )
 
 

@@ -24,8 +24,8 @@ class Plan:
     data_parallel: parts of the ranks, each with sequences of its own; times context_parallel, replicas of the dense
     parameters. expert_data_parallel: replicas of one expert. max_sequence_tokens: longest prompt and longest completion
     together. routes_*: raw ids, one row a forwarded token. kv_tokens: tokens the sampler's KV cache holds.
-    prompts_per_epoch: lines of task.train, None when it cannot be read. reference_bytes_per_rank: parameters of the
-    frozen initial policy, 0 without one.
+    prompts_per_epoch: lines of task.train, None when it cannot be read. epochs: at one sampling round a step.
+    reference_bytes_per_rank: parameters of the frozen initial policy, 0 without one.
     """
 
     world_size: int
@@ -73,6 +73,7 @@ class Plan:
 
     steps: int
     prompts_per_epoch: int | None
+    sampling_rounds: int
     epochs: float | None
 
     @property
@@ -157,13 +158,17 @@ def make_plan(config: Config, facts: ModelFacts, world_size: int) -> Plan:
         checkpoint_bytes=count.total * (parameter_bytes + state_bytes),
         weight_sync_bytes=count.total * DTYPE_BYTES[rollout.dtype],
         routes_bytes_per_token=routes_bytes,
-        max_routes_bytes_per_step=sequences_per_step * (max_sequence_tokens - 1) * routes_bytes,
+        max_routes_bytes_per_step=rollout.dynamic_sampling_rounds
+        * sequences_per_step
+        * (max_sequence_tokens - 1)
+        * routes_bytes,
         kv_bytes_per_token=kv_bytes,
         kv_tokens=kv_tokens,
         max_concurrent_sequences=concurrent,
         kv_fits_max_concurrent=concurrent * max_sequence_tokens <= kv_tokens,
         steps=config.run.steps,
         prompts_per_epoch=prompts,
+        sampling_rounds=rollout.dynamic_sampling_rounds,
         epochs=config.run.steps * rollout.prompts_per_step / prompts if prompts else None,
     )
 
@@ -229,7 +234,7 @@ def render(plan: Plan) -> str:
             ("steps", f"{plan.steps:,}", ""),
             ("optimizer updates", f"{plan.updates:,}", ""),
             ("prompts per epoch", "unknown" if plan.prompts_per_epoch is None else f"{plan.prompts_per_epoch:,}", ""),
-            ("epochs", epochs, ""),
+            ("epochs", epochs, f"to {plan.sampling_rounds} times that" if plan.sampling_rounds > 1 else ""),
         ],
         "the model": [
             ("parameters", _millions(plan.parameters), f"{_millions(plan.expert_parameters)} in experts"),

@@ -44,6 +44,13 @@ class RewardConfig(Section):
     """Its share in the reward, a weighted sum."""
 
 
+class OverlongConfig(Section):
+    cache_tokens: Count
+    """Tokens before rollout.max_completion_tokens over which the punishment grows from 0 to `penalty`."""
+    penalty: Positive = 1.0
+    """Taken off the reward of a completion that is truncated."""
+
+
 class TaskConfig(Section):
     train: Path
     """JSONL of prompts to learn from: id, prompt, answer, level."""
@@ -59,6 +66,8 @@ class TaskConfig(Section):
     """Verifier processes."""
     max_failed_fraction: Fraction = 0.1
     """The run ends when more of a step's verifications fail than this."""
+    overlong: OverlongConfig | None = None
+    """DAPO's soft punishment of completions that come near the limit, added to the reward. null: none."""
 
 
 class RolloutConfig(Section):
@@ -66,12 +75,26 @@ class RolloutConfig(Section):
     """Prompts sampled from in one step."""
     group_size: Annotated[int, Field(ge=2)]
     """Completions sampled from each prompt."""
+    dynamic_sampling_rounds: Count = 1
+    """DAPO's dynamic sampling: as long as fewer than prompts_per_step groups have rewards that differ, as many further
+    prompts are sampled from, in so many rounds at most. Trained on are the first prompts_per_step such groups. 1: off,
+    all groups are trained on."""
     max_prompt_tokens: Count
     """Longer prompts are refused when the prompts are read."""
     max_completion_tokens: Count
     """Completions are truncated here."""
     temperature: Positive = 1.0
     """Sampling temperature; the trainer's logits are divided by it too."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Tokens are drawn from the `top_k` most likely ones. 0: from all. This and the next two need
+    keep_sampling_mask. Evaluation samples with them too, but for its greedy half."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Tokens are drawn from the fewest that together have this probability. 1: from all."""
+    min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Tokens are drawn from those at least this many times as likely as the likeliest. 0: from all."""
+    keep_sampling_mask: bool = False
+    """Record which tokens top_k, top_p and min_p left each sampled one to be drawn from, and have the trainer
+    renormalise its distributions over the same ones in every pass (DeepSeek-V3.2, arXiv 2512.02556)."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision that the sampler computes in."""
     weights: Literal["exact", "fp8_e4m3"] = "exact"
@@ -245,8 +268,11 @@ class ObjectiveConfig(Section):
     """Only for dppo_tv: probability that a token may lose before its gradient is taken away."""
     delta_high: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """The same for what it may gain."""
-    normalize_std: bool = True
-    """Divide a group's centred rewards by their standard deviation. dr_grpo and minirl do not."""
+    advantage: Literal["group_std", "group_mean", "leave_one_out", "batch_std", "reinforce_pp"] = "group_std"
+    """What a reward is compared with; formulas and special cases stand in moe_rl/objectives/advantages.py.
+    group_std: its group's mean, divided by the group's standard deviation. group_mean: the same undivided; dr_grpo and
+    minirl need it. leave_one_out: the mean of the others of its group. batch_std: its group's mean, divided by the
+    standard deviation of the batch. reinforce_pp: mean and standard deviation over all tokens of the batch."""
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
     """Denominator of the ratio: recomputed by the trainer before a step's first update, or as the sampler gave it."""
     corrections: tuple[CorrectionConfig, ...] = ()
@@ -263,6 +289,12 @@ class ObjectiveConfig(Section):
     kl_unbiased: bool = False
     """Multiply each token's estimate by the ratio of new to old policy, through which the gradient flows too
     (DeepSeek-V3.2). k1 and k3 then have the gradient of KL(policy || reference) on average."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """loss: the KL is a term of the loss. reward: kl_coef times the sum of the KL over a completion's tokens, of the
+    policy before the step's first update, is taken off its reward before rewards are compared."""
+    entropy_coef: Annotated[float, Field(ge=0.0)] = 0.0
+    """Weight of the policy's entropy, mean over the completion tokens of an update, which is taken off the loss: raises
+    it. In nats, at the sampling temperature, over the tokens that keep_sampling_mask leaves. 0: not computed there."""
 
     @model_validator(mode="after")
     def _gspo_range(self) -> Self:
@@ -282,6 +314,18 @@ class ObjectiveConfig(Section):
     def parameters(self) -> dict[str, float]:
         """What the chosen loss is given, by name."""
         return {key: getattr(self, key) for key in LOSS_PARAMETERS[self.name]}
+
+
+class GuardsConfig(Section):
+    max_skipped_updates: Count = 3
+    """The run ends with so many updates in a row that were skipped because a loss or gradient was not finite."""
+    collapse_steps: Annotated[int, Field(ge=0)] = 3
+    """The run ends with so many steps in a row that say that it is lost: all completions truncated and no reward at
+    all, or one of the limits below exceeded. 0: never."""
+    max_policy_kl: Positive = 0.5
+    """Limit of policy_kl/k3, in nats per token. Healthy runs are below 0.01."""
+    max_extreme_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
+    """Limit of policy/extreme_fraction. Healthy runs are below 0.001, runs that are about to collapse at 0.1."""
 
 
 class CheckpointConfig(Section):
@@ -307,5 +351,6 @@ class Config(Section):
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig
     objective: ObjectiveConfig = ObjectiveConfig()
+    guards: GuardsConfig = GuardsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()

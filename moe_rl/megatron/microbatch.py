@@ -14,8 +14,9 @@ import torch
 
 from moe_rl.megatron.layout import padded_lengths, rows_of
 from moe_rl.megatron.router import ReplaySeqParams
+from moe_rl.objectives.support import Support
 from moe_rl.replay.session import ReplaySession
-from moe_rl.types import Sequence
+from moe_rl.types import SamplingSupport, Sequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,9 +26,10 @@ class Microbatch:
     and on through the padding.
 
     predicts int64 [n]: rows whose logits predict completion tokens. targets int64 [n]: these tokens. predicted int64
-    [n]: which of the N they are. sequence_ids int64 [N] in 0..B-1. rollout_logprobs float32 [N]. advantages float32
-    [B]. indices: which sequences of the batch. real_tokens: rows of the sequences, without any padding, on all
-    context-parallel ranks. padding: bool [T].
+    [n]: which of the N they are. support: what each of these n tokens was drawn from; None: the whole vocabulary.
+    sequence_ids int64 [N] in 0..B-1. rollout_logprobs float32 [N]. advantages float32 [B]: nan until they are given.
+    indices: which sequences of the batch. real_tokens: rows of the sequences, without any padding, on all
+    context-parallel ranks. padding bool [T].
     """
 
     tokens: torch.Tensor
@@ -37,6 +39,7 @@ class Microbatch:
     predicts: torch.Tensor
     targets: torch.Tensor
     predicted: torch.Tensor
+    support: Support | None
     sequence_ids: torch.Tensor
     rollout_logprobs: torch.Tensor
     advantages: torch.Tensor
@@ -67,6 +70,10 @@ class Microbatch:
             replay=None if session is None else session.handle(number),
         )
 
+    def give_advantages(self, values: Seq[float]) -> None:
+        """Set the advantages of the packed sequences. values: one for each sequence of the batch packed from."""
+        self.advantages.copy_(torch.tensor([values[i] for i in self.indices], dtype=torch.float32))
+
     def fed(self, sequences: Seq[Sequence]) -> list[np.ndarray]:
         """Tokens int64 [T_i] of each packed sequence: those in this rank's rows as they lie there, the others as they
         should in the rows of other ranks. sequences: the packed ones, in that order."""
@@ -77,11 +84,16 @@ class Microbatch:
 
 
 def pack(
-    sequences: Seq[Sequence], indices: Seq[int], device: torch.device, context: tuple[int, int] = (0, 1)
+    sequences: Seq[Sequence],
+    indices: Seq[int],
+    device: torch.device,
+    context: tuple[int, int] = (0, 1),
+    supports: Seq[SamplingSupport] | None = None,
 ) -> Microbatch:
     """Pack sequences[i] for i in indices. Of each, all but the last token is fed: nothing is predicted after it.
 
-    context: which part of every sequence is this rank's, and of how many; see `world.context_parallel`.
+    context: which part of every sequence is this rank's, and of how many; see `world.context_parallel`. supports: of
+    each packed sequence, in the order of `indices`; None: every token was drawn from the whole vocabulary.
     """
     chosen = [sequences[i] for i in indices]
     lengths = padded_lengths([s.forwarded for s in chosen], context[1])
@@ -118,10 +130,20 @@ def pack(
         predicts=on_device(predicts[predicted]),
         targets=on_device(targets[predicted]),
         predicted=on_device(predicted),
+        support=None if supports is None else _support(supports, predicted, device),
         sequence_ids=on_device(sequence_ids),
         rollout_logprobs=on_device(logprobs.astype(np.float32)),
-        advantages=torch.tensor([s.advantage for s in chosen], dtype=torch.float32, device=device),
+        advantages=torch.full((len(chosen),), torch.nan, device=device),
         indices=tuple(indices),
         real_tokens=sum(s.forwarded for s in chosen),
         padding=on_device(~is_real[own]),
     )
+
+
+def _support(supports: Seq[SamplingSupport], predicted: np.ndarray, device: torch.device) -> Support:
+    """That of the completion tokens `predicted` [n], ascending, of all N of the packed sequences."""
+    counts = np.concatenate([np.empty(0, np.int64), *(support.counts for support in supports)])
+    ids = np.concatenate([np.empty(0, np.int64), *(support.ids for support in supports)])
+    here = np.zeros(len(counts), bool)
+    here[predicted] = True
+    return Support.of(counts[here], ids[np.repeat(here, counts)], device)

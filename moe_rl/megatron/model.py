@@ -115,8 +115,13 @@ def recomputed_layers(chunks: list[torch.nn.Module]) -> frozenset[int]:
     return frozenset(numbers)
 
 
-def _sum_gradients(model, num_tokens, **kwargs):
-    finalize_model_grads(model, None, **kwargs)
+def _sum_gradients(chunks, num_tokens, **kwargs):
+    """Leaves word on each chunk whether what this rank adds is finite: afterwards, what one has, all have."""
+    for chunk in chunks:
+        buffers = chunk.buffers + chunk.expert_parallel_buffers
+        largest = torch.stack([torch.linalg.vector_norm(buffer.grad_data, torch.inf) for buffer in buffers])
+        chunk.own_gradients_finite = largest.isfinite().all()
+    finalize_model_grads(chunks, None, **kwargs)
 
 
 def build_model(facts: ModelFacts, config: TransformerConfig, checkpoint) -> list[torch.nn.Module]:

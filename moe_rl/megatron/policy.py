@@ -6,10 +6,11 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from moe_rl.config.hf import ModelFacts
 from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
-from moe_rl.megatron import hf_map, schedule, world
+from moe_rl.megatron import hf_map, rng, schedule, world
 from moe_rl.megatron.microbatch import Microbatch
 from moe_rl.megatron.model import build_model, recomputed_layers, transformer_config, unwrap, wrap_for_training
 from moe_rl.megatron.router import ReplayRouter
@@ -19,15 +20,20 @@ from moe_rl.replay.session import ReplaySession
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """grad_norm: global, before clipping. applied: False when a non-finite norm made all ranks skip the step.
+    """grad_norm: global, before clipping. lr: of this update, also if it was skipped. nonfinite: what was not finite,
+    and on which ranks, where that made all ranks skip the update; "" otherwise.
 
     aux_loss: load-balancing loss without its weight, mean of the MoE layers, 1 when balanced; None without one.
     """
 
     grad_norm: float
     lr: float
-    applied: bool
+    nonfinite: str
     aux_loss: float | None
+
+    @property
+    def applied(self) -> bool:
+        return not self.nonfinite
 
 
 def learning_rate(settings: OptimizerConfig, update: int) -> float:
@@ -67,41 +73,90 @@ class Policy:
 
         session: replays or observes; None routes natively, uncompared. temperature: None is that of sampling.
         """
+        return [values[0] for values in self._scores(microbatches, session, temperature or self.temperature)]
+
+    def logprobs_and_entropies(
+        self, microbatches: list[Microbatch], session: ReplaySession | None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """`logprobs`, and the entropy [N] float32 in nats of the distribution that each completion token is drawn from.
+
+        Both are over the tokens' supports where the microbatches have them.
+        """
+        scores = self._scores(microbatches, session, self.temperature, entropy=True)
+        return [values[0] for values in scores], [values[1] for values in scores]
+
+    def _scores(self, microbatches, session, temperature, *, entropy=False) -> list[torch.Tensor]:
         for chunk in self.chunks:
             chunk.eval()
         try:
-            return schedule.logprobs(self.chunks, microbatches, session, temperature or self.temperature)
+            return schedule.logprobs(self.chunks, microbatches, session, temperature, entropy=entropy)
         finally:
             for chunk in self.chunks:
                 chunk.train()
 
-    def update(self, microbatches: list[Microbatch], session: ReplaySession | None, loss: LossFunction) -> UpdateResult:
-        """One optimizer step on the gradient of the summed losses. A non-finite gradient changes nothing, anywhere.
+    def update(
+        self,
+        microbatches: list[Microbatch],
+        session: ReplaySession | None,
+        loss: LossFunction,
+        *,
+        entropy: bool = False,
+    ) -> UpdateResult:
+        """One optimizer step on the gradient of the summed losses. A loss or gradient that is not finite on any rank
+        changes nothing on any: parameters, optimizer, `updates`, expert biases and random generators stay as they are.
 
-        loss: called on the last pipeline stage only.
+        loss: called on the last pipeline stage only. entropy: give it the entropies too.
         """
+        generators, finite_losses = rng.state(), []
+
+        def watched(number: int, *scores: torch.Tensor) -> torch.Tensor:
+            value = loss(number, *scores)
+            finite_losses.append(value.detach().isfinite())
+            return value
+
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         # Megatron moves them as soon as all gradients are there, before anyone has seen whether these are finite.
         biases = [(r.expert_bias, r.expert_bias.clone()) for r in self._routers() if r.expert_bias is not None]
         self._start_aux_loss(microbatches)
-        schedule.forward_backward(self.chunks, microbatches, session, loss, self.temperature)
+        schedule.forward_backward(self.chunks, microbatches, session, watched, self.temperature, entropy=entropy)
         lr = learning_rate(self.settings, self.updates)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        # The norm is reduced over all ranks, so all of them see the same value and decide alike. Megatron's step would
-        # scale by a non-finite norm and write it into every weight.
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
-        applied = math.isfinite(grad_norm)
-        if applied:
-            self.optimizer.step()
-            self.updates += 1
-        else:
+        # Megatron's step would scale by a non-finite norm and write it into every weight.
+        nonfinite = self._nonfinite(finite_losses, grad_norm)
+        if nonfinite:
             for bias, before in biases:
                 bias.copy_(before)
-        return UpdateResult(grad_norm=grad_norm, lr=lr, applied=applied, aux_loss=self._finish_aux_loss())
+            rng.set_state(generators)
+        else:
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            self.updates += 1
+        return UpdateResult(grad_norm=grad_norm, lr=lr, nonfinite=nonfinite, aux_loss=self._finish_aux_loss())
+
+    def _nonfinite(self, finite_losses: list[torch.Tensor], grad_norm: float) -> str:
+        """What is not finite, and on which ranks, in the same words on all of them; "" when everything is.
+
+        Of gradients a rank is named whose own part, before ranks sum theirs, is not finite.
+        """
+        ranks, parts = dist.get_world_size(), {
+            "loss": finite_losses,
+            "gradient": [chunk.own_gradients_finite for chunk in self.chunks],
+        }
+        mine = [0] * (len(parts) * ranks)
+        for row, flags in enumerate(parts.values()):
+            mine[row * ranks + dist.get_rank()] = int(bool(flags) and not torch.stack(flags).all())
+        wrong, found = world.all_reduce(mine), []
+        for row, what in enumerate(parts):
+            where = [str(rank) for rank in range(ranks) if wrong[row * ranks + rank]]
+            if where:
+                found.append(f"{what} on rank{'s' if len(where) > 1 else ''} {', '.join(where)}")
+        if not math.isfinite(grad_norm):  # all ranks have the same one: if it is alone, the sum over ranks overflowed
+            found.append(f"gradient norm {grad_norm}")
+        return ", ".join(found)
 
     def release(self) -> None:
         """Let go of the model, so that it and its process groups can be freed.
@@ -159,4 +214,4 @@ class ReferencePolicy:
 
     def logprobs(self, microbatches: list[Microbatch]) -> list[torch.Tensor]:
         """As Policy.logprobs, natively routed."""
-        return schedule.logprobs(self.chunks, microbatches, None, self.temperature)
+        return [values[0] for values in schedule.logprobs(self.chunks, microbatches, None, self.temperature)]

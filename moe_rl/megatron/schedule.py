@@ -19,24 +19,33 @@ from moe_rl.megatron.logprobs import completion_logprobs
 from moe_rl.megatron.microbatch import Microbatch, pack
 from moe_rl.replay.session import ReplaySession, require_open
 
-# (microbatch number, logprobs [N] with gradient) -> the microbatch's share of the loss, divided by its denominator
-LossFunction = Callable[[int, torch.Tensor], torch.Tensor]
+# (microbatch number, logprobs [N] with gradient) -> the microbatch's share of the loss, divided by its denominator.
+# Where entropies are asked for, these [N] are a third argument, with gradient too.
+LossFunction = Callable[..., torch.Tensor]
 
 
 @torch.no_grad()
 def logprobs(
-    chunks: list[torch.nn.Module], microbatches: list[Microbatch], session: ReplaySession | None, temperature: float
+    chunks: list[torch.nn.Module],
+    microbatches: list[Microbatch],
+    session: ReplaySession | None,
+    temperature: float,
+    *,
+    entropy: bool = False,
 ) -> list[torch.Tensor]:
-    """Log-probabilities [N] float32 of each microbatch's completion tokens, on every rank that has it, no gradient."""
+    """[1, N] float32: log-probabilities of each microbatch's completion tokens, on every rank that has it, no gradient.
+
+    entropy: [2, N], and the second row is the entropy of each token's distribution, in nats.
+    """
     sizes = [len(microbatch.sequence_ids) for microbatch in microbatches]
-    results = [torch.empty(size, device=world.device()) for size in sizes]
+    results = [torch.empty(1 + entropy, size, device=world.device()) for size in sizes]
 
     def collect(number, microbatch, logits, non_loss_data=True):
         if number < len(microbatches):
-            results[number] = completion_logprobs(microbatch, logits, temperature)
+            results[number] = completion_logprobs(microbatch, logits, temperature, entropy=entropy)
 
     _run(chunks, microbatches, session, collect, forward_only=True, collect_non_loss_data=True)
-    return list(world.share_from_last_stage(torch.cat(results)).split(sizes))
+    return list(world.share_from_last_stage(torch.cat(results, 1)).split(sizes, 1))
 
 
 def forward_backward(
@@ -45,12 +54,17 @@ def forward_backward(
     session: ReplaySession | None,
     loss: LossFunction,
     temperature: float,
+    *,
+    entropy: bool = False,
 ) -> None:
-    """Add the gradient of the summed losses to the chunks' main gradients. loss: called on the last stage only."""
+    """Add the gradient of the summed losses to the chunks' main gradients. loss: called on the last stage only.
+
+    entropy: give it the entropies too.
+    """
 
     def loss_of(number, microbatch, logits):
-        values = completion_logprobs(microbatch, logits, temperature)
-        value = loss(number, values) if number < len(microbatches) else values.sum()  # a filler has no values: 0
+        values = completion_logprobs(microbatch, logits, temperature, entropy=entropy)
+        value = loss(number, *values) if number < len(microbatches) else values.sum()  # a filler has no values: 0
         return value, torch.zeros([], dtype=torch.int), {}
 
     _run(chunks, microbatches, session, loss_of, forward_only=False)

@@ -1,84 +1,145 @@
-"""Group-relative advantages: a completion is judged against the other completions of its own prompt.
+"""Advantages: what a completion is worth beside others, by one of five estimators. Constant over its tokens.
 
-Plain Python floats (float64), exactly rounded sums: the result does not depend on the order of the members.
+    name            A_i                                 compared with            source
+    group_std       (R_i - mean_g) / std_g              its group                GRPO, arXiv 2402.03300, section 4.1.2
+    group_mean      R_i - mean_g                        its group                Dr. GRPO, arXiv 2503.20783
+    leave_one_out   R_i - mean of the others of g       its group                RLOO, arXiv 2402.14740
+    batch_std       (R_i - mean_g) / std_B              its group, scaled alike  Lite PPO, arXiv 2508.08221
+    reinforce_pp    (R_i - mean_T) / std_T              every token of the batch REINFORCE++, arXiv 2501.03262
+
+R rewards, g the group (prompt) of i, B all scored completions of the batch, T all their tokens. Every std is the
+unbiased one (n - 1). Plain Python floats (float64) and exactly rounded sums: the order of the batch does not matter.
+
+Nothing to compare with. A failed verification has reward None: it enters no statistic and its advantage is None. No
+denominator has an epsilon. Where there is no spread the advantage is exactly 0.0: for the four that compare within
+groups, in a group with fewer than two scored members or whose rewards are all equal; for reinforce_pp, in a batch whose
+tokens all have the same reward. A group in which everything failed has no advantages at all, and moves none elsewhere.
+
+Where peers differ. Most add 1e-6 (verl, slime, NeMo-RL) or 1e-4 (TRL, Megatron-LM) to the std, which turns rounding in
+a group of equal rewards into advantages; Megatron-LM's std is biased: advantages larger by sqrt(n / (n - 1)). In a
+group of one member verl and SkyRL give the raw reward, NeMo-RL and slime 0. verl counts a failed verification as reward
+0, TRL leaves it out. NeMo-RL's default divides the leave-one-out difference by the others' std, which is none of these.
+REINFORCE++ adds a KL for each token and sums what follows it; here the whole sequence carries one number
+(`objective.kl_in: reward` takes the KL of all its tokens off it), as with discount 1 and a KL that comes at the end.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
-from moe_rl.errors import RewardError, describe
+from moe_rl.errors import ConfigError, RewardError, describe
 
 # Rewards are weighted sums of parts, so equal outcomes may differ in the last bits. A spread below this (times the
 # largest |reward|, at least 1) is rounding; dividing by it would turn rounding into advantages of size 1.
 ROUNDING = 1e-12
 
+Rewards = Sequence[float | None]
 
-@dataclass(frozen=True, slots=True)
-class GroupAdvantages:
-    """Advantages of one batch, and how many groups carry no signal.
 
-    advantages: one per reward, in the order given; None exactly where the reward was None. Such a completion must not
-        be trained on (an advantage of 0 would still put it into the loss's denominator).
-    groups: distinct group ids. zero_variance_groups: at least two scored members, all with the same reward.
-    too_small_groups: fewer than two scored members, hence nothing to compare with. failed: rewards that were None.
+def has_spread(rewards: Rewards) -> bool:
+    """Whether two of the scored rewards differ by more than rounding: only then do they teach which was better."""
+    scored = _scored(rewards)
+    if len(scored) < 2:
+        return False
+    low, high = min(scored), max(scored)
+    return high - low > ROUNDING * max(1.0, abs(low), abs(high))
+
+
+def group_std(rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[int]) -> list[float | None]:
+    """(R - mean) / std of the group, unbiased. What GRPO's authors wrote, as verl, TRL and slime compute it."""
+    return _within_groups(rewards, group_ids, scale=_unbiased_std)
+
+
+def group_mean(rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[int]) -> list[float | None]:
+    """R - mean of the group, in units of the reward: a group of hard or easy prompts weighs no more than others."""
+    return _within_groups(rewards, group_ids, scale=lambda scored: 1.0)
+
+
+def leave_one_out(rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[int]) -> list[float | None]:
+    """R - mean of the other members, which is n / (n - 1) (R - mean): no reward is in its own baseline."""
+    return _within_groups(rewards, group_ids, scale=lambda scored: (len(scored) - 1) / len(scored))
+
+
+def batch_std(rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[int]) -> list[float | None]:
+    """(R - mean of the group) / std of the rewards of the whole batch, unbiased, not centred by group: as TRL's
+    scale_rewards="batch". One scale for all groups, so that nearly equal rewards are not blown up."""
+    std = _unbiased_std(_scored(rewards)) if has_spread(rewards) else 1.0  # then no group has a spread either
+    return _within_groups(rewards, group_ids, scale=lambda scored: std)
+
+
+def reinforce_pp(rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[int]) -> list[float | None]:
+    """(R - mean) / std over all completion tokens of the batch, unbiased: a completion of n tokens counts n times.
+
+    group_ids are not looked at. A completion without a token counts nothing. verl raises for a batch of one token.
     """
+    weighed = [(r, n) for r, n in zip(rewards, lengths, strict=True) if r is not None and n > 0]
+    if not has_spread([r for r, _ in weighed]):
+        return [None if r is None else 0.0 for r in rewards]
+    tokens = sum(n for _, n in weighed)
+    mean = math.fsum(n * r for r, n in weighed) / tokens
+    std = math.sqrt(math.fsum(n * (r - mean) ** 2 for r, n in weighed) / (tokens - 1))
+    return [None if r is None else (r - mean) / std for r in rewards]
 
-    advantages: list[float | None]
-    groups: int
-    zero_variance_groups: int
-    too_small_groups: int
-    failed: int
+
+ADVANTAGES: dict[str, Callable[[Rewards, Sequence[int], Sequence[int]], list[float | None]]] = {
+    "group_std": group_std,
+    "group_mean": group_mean,
+    "leave_one_out": leave_one_out,
+    "batch_std": batch_std,
+    "reinforce_pp": reinforce_pp,
+}
 
 
-def group_advantages(
-    rewards: Sequence[float | None], group_ids: Sequence[int], *, normalize_std: bool
-) -> GroupAdvantages:
-    """A_i = R_i - mean_g, divided by std_g when `normalize_std`; mean and std over the scored members of i's group g.
+def advantages(
+    name: str, rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[int]
+) -> list[float | None]:
+    """The advantages of one batch by the estimator `name` of ADVANTAGES, in the order given.
 
-    GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2); without the division, Dr. GRPO (arXiv 2503.20783). std is the
-    unbiased one (n - 1), as in verl, TRL and slime, so that the same clip and learning rate mean the same thing here;
-    the biased one would give advantages larger by sqrt(n / (n - 1)). There is no epsilon in the denominator: a group
-    whose rewards are all equal, or that has fewer than two scored members, gets exactly 0.0 and is counted.
-
-    rewards: None is a verification that failed; it enters no statistic and its advantage is None.
-    group_ids: the prompt of each reward, any integers in any order.
-    Raises RewardError for a reward that is not finite, ValueError when the two lists differ in length.
+    rewards: None is a verification that failed; its advantage is None, and only its. Such a completion must not be
+    trained on: an advantage of 0 would still put it into the loss's denominator. group_ids: the prompt of each reward,
+    any integers in any order. lengths: completion tokens.
+    Raises ConfigError for an unknown name, RewardError for a reward that is not finite, ValueError for lists of
+    different length.
     """
-    if len(rewards) != len(group_ids):
-        raise ValueError(describe("every reward needs a group id", got=f"{len(group_ids)} group ids",
-                                  expected=len(rewards), do="pass one group id for each reward"))
-    members: dict[int, list[int]] = {}
+    if name not in ADVANTAGES:
+        raise ConfigError(describe("unknown advantage estimator", where="objective.advantage", got=repr(name),
+                                   expected=" or ".join(ADVANTAGES), do="set objective.advantage to one of these"))
+    if not len(rewards) == len(group_ids) == len(lengths):
+        raise ValueError(describe("every reward needs a group id and a length",
+                                  got=f"{len(group_ids)} group ids and {len(lengths)} lengths", expected=len(rewards),
+                                  do="pass one of each for every reward"))
     for index, (reward, group) in enumerate(zip(rewards, group_ids, strict=True)):
         if reward is not None and not math.isfinite(reward):
             raise RewardError(describe("a reward is not finite", where=f"completion {index}, group {group}", got=reward,
                                        expected="a finite number, or None for a failed verification",
                                        do="mend the reward function"))
-        members.setdefault(group, []).append(index)
+    return ADVANTAGES[name](rewards, group_ids, lengths)
 
-    advantages: list[float | None] = [None if reward is None else 0.0 for reward in rewards]
-    zero_variance = too_small = 0
+
+def _within_groups(
+    rewards: Rewards, group_ids: Sequence[int], *, scale: Callable[[list[float]], float]
+) -> list[float | None]:
+    """(R - mean of its group) / scale(the group's scored rewards); 0.0 in a group without a spread."""
+    members: dict[int, list[int]] = {}
+    for index, group in enumerate(group_ids):
+        members.setdefault(group, []).append(index)
+    result: list[float | None] = [None if reward is None else 0.0 for reward in rewards]
     for indices in members.values():
-        scored = {index: float(rewards[index]) for index in indices if rewards[index] is not None}
-        if len(scored) < 2:
-            too_small += 1
+        scored = _scored([rewards[index] for index in indices])
+        if not has_spread(scored):
             continue
-        low, high = min(scored.values()), max(scored.values())
-        if high - low <= ROUNDING * max(1.0, abs(low), abs(high)):
-            zero_variance += 1
-            continue
-        mean = math.fsum(scored.values()) / len(scored)
-        scale = 1.0
-        if normalize_std:
-            scale = math.sqrt(math.fsum((reward - mean) ** 2 for reward in scored.values()) / (len(scored) - 1))
-        for index, reward in scored.items():
-            advantages[index] = (reward - mean) / scale
-    return GroupAdvantages(
-        advantages=advantages,
-        groups=len(members),
-        zero_variance_groups=zero_variance,
-        too_small_groups=too_small,
-        failed=sum(reward is None for reward in rewards),
-    )
+        mean, divisor = math.fsum(scored) / len(scored), scale(scored)
+        for index in indices:
+            if rewards[index] is not None:
+                result[index] = (rewards[index] - mean) / divisor
+    return result
+
+
+def _scored(rewards: Rewards) -> list[float]:
+    return [float(reward) for reward in rewards if reward is not None]
+
+
+def _unbiased_std(scored: list[float]) -> float:
+    mean = math.fsum(scored) / len(scored)
+    return math.sqrt(math.fsum((reward - mean) ** 2 for reward in scored) / (len(scored) - 1))

@@ -1,6 +1,6 @@
-"""Logprobs of given tokens from logits, without ever holding a float32 copy of all logits.
+"""Logprobs of given tokens, and entropies, from logits or a rank's part of them, never with a float32 copy of all.
 
-Legend: T tokens, V vocabulary.
+Legend: T tokens, V vocabulary of this rank: the whole one, or a part under tensor parallelism.
 """
 
 from __future__ import annotations
@@ -9,23 +9,165 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_rl.errors import describe
+from moe_rl.objectives.support import Support
 
 # Elements of logits worked on at a time: 64 MiB in float32. Rows are independent, so it changes no result.
 _CHUNK_ELEMENTS = 1 << 24
 
 
-def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
+def token_logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    *,
+    support: Support | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
     """log softmax(logits / temperature)[t, targets[t]] -> [T] float32 (float64 for float64 logits), natural log.
 
-    logits [T, V]: any floating dtype, the whole vocabulary on this rank. targets [T]: int64 in 0..V-1.
+    logits [T, V]: any floating dtype. targets [T]: int64, ids of the whole vocabulary. support: of each token; the
+    softmax is over these ids alone, and the logits of the others get no gradient. None: over the whole vocabulary.
+    group: ranks that share the vocabulary, rank r of them the ids r V .. r V + V - 1, all with the same targets and
+    support; all get the same result, and each the gradient of its part, from a loss that all compute alike. None: no
+    other rank.
     The softmax is computed in float32 chunk by chunk over T, and again in the backward pass, which yields gradients in
     the logits' dtype: beyond the logits and their gradient, memory is a few chunks. Differentiable once, in logits.
     Raises TypeError or ValueError for wrong dtypes, shapes or temperature.
     """
+    _check(logits, targets, temperature, support)
+    return _TokenLogprobs.apply(logits, targets, temperature, support, _several(group), False)[0]
+
+
+def token_logprobs_and_entropies(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    *,
+    support: Support | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`token_logprobs`, and the entropy of each token's distribution, H_t = -sum_v p_v log p_v: [T], nats.
+
+    p = softmax(logits / temperature) over the token's support. Gradient of H_t: -p_v (log p_v + H_t) / temperature.
+    """
+    _check(logits, targets, temperature, support)
+    return _TokenLogprobs.apply(logits, targets, temperature, support, _several(group), True)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Saves the logits themselves (which autograd holds anyway) instead of the float32 softmax of every chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        temperature: float,
+        support: Support | None,
+        group: dist.ProcessGroup | None,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        own, local = _own(targets, logits.shape[1], group)
+        # of each token: logprob and entropy, summed over the ranks; largest logit, log of the sum of exp(logit - it)
+        result = logits.new_zeros((2 if entropy else 1, len(targets)), dtype=_working_dtype(logits))
+        shift = result.new_empty((2, len(targets))) if group is not None else None
+        for rows in _chunks(logits):
+            scaled = _scaled(logits, rows, result.dtype, temperature, support, group)
+            if group is None:
+                logprobs = scaled.log_softmax(-1)
+            else:
+                shift[:, rows] = torch.stack(_shift(scaled, group))
+                logprobs = _shifted(scaled, shift[:, rows])
+            result[0, rows] = logprobs.gather(1, local[rows, None])[:, 0]
+            if entropy:
+                result[1, rows] = torch.special.entr(logprobs.exp_()).sum(-1)
+        if group is not None:
+            result[0].masked_fill_(~own, 0.0)
+            dist.all_reduce(result, group=group)
+        entropies = result[1] if entropy else None
+        ctx.save_for_backward(logits, targets, shift, entropies)
+        ctx.temperature, ctx.support, ctx.group = temperature, support, group
+        ctx.set_materialize_grads(False)
+        return result[0], entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits, targets, shift, entropies = ctx.saved_tensors
+        if grad is None and grad_entropy is None:
+            return (None,) * 6
+        own, local = _own(targets, logits.shape[1], ctx.group)
+        of_token = torch.zeros_like(grad_entropy) if grad is None else grad / ctx.temperature
+        of_all = of_token
+        if grad_entropy is not None:
+            of_entropy = grad_entropy / ctx.temperature
+            of_all = of_token + of_entropy * entropies
+        grad_logits = torch.empty_like(logits)
+        for rows in _chunks(logits):
+            # d logp_t / d logit_v = (1[v = target] - p_v) / temperature;  d H_t / d logit_v: see above
+            scaled = _scaled(logits, rows, of_all.dtype, ctx.temperature, ctx.support, ctx.group)
+            p = scaled.softmax(-1) if shift is None else _shifted(scaled, shift[:, rows]).exp_()
+            chunk = p * -of_all[rows, None]
+            if grad_entropy is not None:
+                chunk.addcmul_(torch.special.entr(p), of_entropy[rows, None])
+            ours = torch.where(own[rows], of_token[rows], 0.0)
+            grad_logits[rows] = chunk.scatter_add_(1, local[rows, None], ours[:, None]).to(logits.dtype)
+        return grad_logits, None, None, None, None, None
+
+
+def _scaled(
+    logits: Tensor,
+    rows: slice,
+    dtype: torch.dtype,
+    temperature: float,
+    support: Support | None,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    """A chunk's logits in the working dtype, over the temperature, -inf where the support has none."""
+    scaled = logits[rows].to(dtype) / temperature
+    if support is not None:
+        size = logits.shape[1]
+        scaled.masked_fill_(support.removed(rows, size * _rank(group), size), -torch.inf)
+    return scaled
+
+
+def _shift(scaled: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Over all parts of the vocabulary: the largest logit, and the log of the sum of exp(logit - it), each [T]."""
+    top = scaled.amax(-1)
+    dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+    total = (scaled - top[:, None]).exp_().sum(-1)
+    dist.all_reduce(total, group=group)
+    return top, total.log_()
+
+
+def _shifted(scaled: Tensor, shift: Tensor) -> Tensor:
+    # In this order: where logits are large, the sum of the two would lose what tells tokens apart.
+    return (scaled - shift[0, :, None]).sub_(shift[1, :, None])
+
+
+def _own(targets: Tensor, size: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Which targets lie in this rank's part of the vocabulary, and where in it; anywhere for the others."""
+    if group is None:
+        return torch.ones_like(targets, dtype=torch.bool), targets
+    local = targets - size * _rank(group)
+    return (local >= 0) & (local < size), local.clamp(0, size - 1)
+
+
+def _several(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """None for a group of one: no collective then, and log_softmax does it all."""
+    return group if group is not None and group.size() > 1 else None
+
+
+def _rank(group: dist.ProcessGroup | None) -> int:
+    return group.rank() if group is not None else 0
+
+
+def _check(logits: Tensor, targets: Tensor, temperature: float, support: Support | None) -> None:
     if not logits.is_floating_point() or targets.dtype != torch.int64:
         raise TypeError(describe("wrong dtypes for token logprobs",
                                  got=f"logits {logits.dtype}, targets {targets.dtype}",
@@ -37,34 +179,9 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> Tenso
     if not 0 < temperature < float("inf"):
         raise ValueError(describe("the temperature must be positive and finite", got=temperature, expected="> 0",
                                   do="use the temperature that the tokens were sampled at"))
-    return _TokenLogprobs.apply(logits, targets, temperature)
-
-
-class _TokenLogprobs(torch.autograd.Function):
-    """Saves the logits themselves (which autograd holds anyway) instead of the float32 softmax of every chunk."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
-        ctx.save_for_backward(logits, targets)
-        ctx.temperature = temperature
-        result = logits.new_empty(targets.shape, dtype=_working_dtype(logits))
-        for rows in _chunks(logits):
-            scaled = logits[rows].to(result.dtype) / temperature
-            result[rows] = scaled.log_softmax(-1).gather(1, targets[rows, None])[:, 0]
-        return result
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        logits, targets = ctx.saved_tensors
-        grad_logits = torch.empty_like(logits)
-        for rows in _chunks(logits):
-            # d logp_t / d logit_v = (1[v = target] - softmax_v) / temperature
-            scale = (grad[rows] / ctx.temperature)[:, None]
-            scaled = logits[rows].to(grad.dtype) / ctx.temperature
-            chunk = scaled.softmax(-1).mul_(-scale)
-            grad_logits[rows] = chunk.scatter_add_(1, targets[rows, None], scale).to(logits.dtype)
-        return grad_logits, None, None
+    if support is not None and len(support) != len(targets):
+        raise ValueError(describe("the support is not of these tokens", got=f"that of {len(support)} tokens",
+                                  expected=len(targets), do="cut logits, targets and support alike"))
 
 
 def _working_dtype(logits: Tensor) -> torch.dtype:

@@ -68,7 +68,7 @@ def batch(facts: ModelFacts) -> tuple[list[Sequence], list[np.ndarray]]:
                 prompt_token_ids=tuple(tokens[:prompt]),
                 token_ids=tuple(tokens[prompt:]),
                 rollout_logprobs=rng.normal(-6, 0.3, completion).astype(np.float32),
-                advantage=float(0.5 * rng.normal()),  # gradients below 1, where float32 rounds to less than 1e-7
+                reward=float(0.5 * rng.normal()),  # gradients below 1, where float32 rounds to less than 1e-7
                 weight_version=0,
                 routes=None,
             )

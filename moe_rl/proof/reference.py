@@ -29,7 +29,7 @@ def reference(
 ) -> Reference:
     """Gradients of the loss
 
-        - sum over sequences and completion tokens of advantage * logprob / number of sequences  +  aux * imbalance
+        - sum over sequences and completion tokens of reward * logprob / number of sequences  +  aux * imbalance
 
     routes: one array [T, L, K] for each sequence, the experts that every token takes; None: the model's own choice.
     microbatches: the sequences that share one, over each of which the imbalance is taken.
@@ -75,7 +75,7 @@ def reference(
             current["routes"] = torch.from_numpy(routes[number].astype(np.int64))
         predicted = model(tokens[:, :-1]).logits[0].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
         predicted = predicted[len(sequence.prompt_token_ids) - 1 :]
-        loss = loss - (predicted * sequence.advantage).sum() / len(sequences)
+        loss = loss - (predicted * sequence.reward).sum() / len(sequences)
         logprobs[number] = predicted.detach()
     everything = sum(sequence.forwarded for sequence in sequences)
     imbalance = 0.0

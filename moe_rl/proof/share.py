@@ -38,6 +38,8 @@ class Share:
         plan = assign([s.forwarded for s in self.sequences], ranks=ranks, microbatch_tokens=MICROBATCH_TOKENS)[rank]
         context = world.context_parallel()
         self.microbatches = [pack(self.sequences, indices, world.device(), context) for indices in plan]
+        for microbatch in self.microbatches:
+            microbatch.give_advantages([s.reward for s in self.sequences])
         self.tables = [self._table(microbatch) for microbatch in self.microbatches]
 
     def _table(self, microbatch: Microbatch) -> MicrobatchRoutes:

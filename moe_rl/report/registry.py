@@ -59,9 +59,17 @@ _METRICS = (
     Metric("reward/part/<name>", "reward", "higher",
            "Mean of one reward function before its weight.",
            "One part rises while the part that matters falls: the weights invite gaming."),
+    Metric("reward/overlong_penalty", "reward", "higher",
+           "Mean of what task.overlong adds to the reward of a sampled completion, 0 or below. Not in reward/mean. "
+           "Only with task.overlong.",
+           "Far below 0: most completions come near rollout.max_completion_tokens.", "when measured"),
+    Metric("reward/kl_penalty", "reward", "higher",
+           "Mean of what the KL to the reference adds to the reward of a trained sequence: -objective.kl_coef x its "
+           "sum over the completion. Not in reward/mean. Only with objective.kl_in: reward.",
+           "As large as the rewards differ: staying near the reference is what is learned.", "when measured"),
     # What the sampler produced.
     Metric("rollout/sequences", "count", "neutral",
-           "Completions sampled in this step.",
+           "Completions sampled in this step. All of them are in the reward/ and rollout/ means, trained on or not.",
            "Fewer than prompts_per_step x group_size: completions were lost."),
     Metric("rollout/completion_tokens_mean", "tokens", "neutral",
            "Mean completion length, the stop token included.",
@@ -73,11 +81,24 @@ _METRICS = (
            "Version of the weights that sampled this step's completions.",
            "Stands still while optim/updates grows: the sync does not reach the sampler."),
     Metric("group/zero_variance", "count", "lower",
-           "Prompt groups whose completions all earned the same. Their advantage is 0: they teach nothing.",
+           "Sampled prompt groups whose completions all earned the same. What compares rewards within groups learns "
+           "nothing from them.",
            "Near the number of groups: the prompts are too easy or too hard."),
     Metric("group/zero_variance_fraction", "fraction", "lower",
            "The same as a fraction of the groups.",
            "Near 1: no gradient is left. It rises by itself as the task is solved."),
+    Metric("group/sampled", "count", "lower",
+           "Prompt groups sampled in this step, in all rounds. Only with rollout.dynamic_sampling_rounds > 1.",
+           "Always prompts_per_step x dynamic_sampling_rounds: see group/lacking.", "when measured"),
+    Metric("group/discarded", "count", "lower",
+           "Of these, groups that were not trained on: rewards all the same, or more than were needed. Only with "
+           "rollout.dynamic_sampling_rounds > 1.",
+           "Most of what is sampled: choose prompts of another difficulty.", "when measured"),
+    Metric("group/lacking", "count", "must be 0",
+           "Groups with differing rewards that were still missing to prompts_per_step when the rounds ran out. The "
+           "step trains on fewer; if it found none, on groups without a difference, as without dynamic sampling. Only "
+           "with rollout.dynamic_sampling_rounds > 1.",
+           "Above 0: the prompts are too easy or too hard, or the rounds too few.", "when measured"),
     # Do sampler and trainer agree on the policy? Same tokens, same weights, two engines.
     Metric("policy_kl/k1", "nats/token", "neutral",
            "Mean of (sampler - trainer logprob) on sampled tokens: the k1 estimate of KL(rollout || trainer). The "
@@ -130,6 +151,12 @@ _METRICS = (
            "(sum of w)^2 / (tokens x sum of w^2), w the tokens' untruncated trainer / sampler ratios: the share of the "
            "tokens that an importance-weighted mean has the worth of.",
            "Below 0.9: few tokens rule the mean."),
+    Metric("policy/entropy", "nats/token", "neutral",
+           "Mean entropy of the trainer's distribution of each completion token, before the step's first update, at "
+           "the sampling temperature and over the tokens that rollout.keep_sampling_mask leaves. With "
+           "objective.old_logprobs: sampler it is of the first update's share of the step.",
+           "Falls to 0 while rewards still rise: exploration is over. Rises without end: objective.entropy_coef is too "
+           "large."),
     Metric("policy_kl/k1_native", "nats/token", "neutral",
            "policy_kl/k1 with the trainer routing natively, on the same tokens, weights and sampler logprobs.",
            "See policy_kl/k1.", "when measured"),
@@ -224,6 +251,9 @@ _METRICS = (
            "policy / old policy (objective.old_logprobs). gspo: of the sequence; gspo_token: of the token's sequence; "
            "otherwise of the token alone, without the weight to the sampler that minirl and decoupled have beside it.",
            "Far from 1: the old logprobs do not belong to these tokens or weights."),
+    Metric("objective/zero_advantage_fraction", "fraction", "lower",
+           "Fraction of the trained sequences whose advantage is exactly 0: they teach nothing.",
+           "Near 1: rewards do not differ where objective.advantage compares them."),
     Metric("correction/weight_mean", "ratio", "neutral",
            "Mean weight of a token by objective.corrections and objective.off_policy_delta, zeros among them; of the "
            "step's updates. Like the others of this room only where one of them is set.",
@@ -247,7 +277,8 @@ _METRICS = (
            "Low: a few tokens rule the gradient. Truncate earlier, or level geometric.", "when measured"),
     Metric("objective/kl_ref", "nats/token", "neutral",
            "Estimate of KL(policy || frozen initial policy) by objective.kl_estimator, times the ratio of new to old "
-           "policy with objective.kl_unbiased. Only with objective.kl_coef > 0.",
+           "policy with objective.kl_unbiased. Only with objective.kl_coef > 0. With objective.kl_in: reward it is of "
+           "the policy that the step began with.",
            "Runs away: kl_coef is too small for the learning rate.", "when measured"),
     Metric("objective/aux_loss", "loss", "neutral",
            "Load-balancing loss of the routers' own choice, before its weight, mean over the MoE layers: 1 when "
@@ -263,8 +294,9 @@ _METRICS = (
            "Optimizer updates since the start of the run.",
            "Stands still: every update is skipped."),
     Metric("optim/skipped", "count", "must be 0",
-           "Updates of this step skipped by all ranks because a gradient was not finite.",
-           "Repeated: numbers overflow. Lower the learning rate or train in float32."),
+           "Updates of this step skipped by all ranks because a loss or gradient was not finite on any.",
+           "Repeated: numbers overflow. Lower the learning rate or train in float32. The run ends after "
+           "guards.max_skipped_updates in a row."),
     # Where the time goes.
     Metric("time/sample", "s", "lower",
            "Sampling the completions.",
@@ -300,10 +332,11 @@ _METRICS = (
            "Prompt and completion tokens / time/train.",
            "Falling: packing got worse or experts are unbalanced."),
     Metric("trace/bytes_per_token", "bytes/token", "lower",
-           "Stored size of the routes of one forwarded token, all layers.",
-           "Above layers x top_k x bytes per id: the codec costs more than it saves."),
+           "Stored size of what was recorded for one forwarded token: its routes in all layers and, where asked for, "
+           "its sampling support and router logits.",
+           "Of routes alone above layers x top_k x bytes per id: the codec costs more than it saves."),
     Metric("trace/bytes", "bytes", "lower",
-           "Stored size of this step's routes.",
+           "Stored size of what this step recorded.",
            "Grows without longer completions: shards are padded."),
     # Does the sampler hold the trainer's weights?
     Metric("sync/canary_abs_diff", "nats", "lower",

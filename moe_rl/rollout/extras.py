@@ -5,8 +5,10 @@ log_normalizer  log of the probability that the support had before the others we
                 the log-probability under which a token was drawn, it gives the one without top-k, top-p and min-p
 router_logits   logits of every router, for a fraction of the tokens that this request computed itself
 
-They are diagnostics of some requests, not a path of every step: each costs a copy to the host in the step, and none is
-kept unless it is asked for. Arrays as they are stored with a record and read back by `TraceStore.aux`:
+Each costs copies to the host in the step, and none is kept unless it is asked for. The support is what a trainer with
+`rollout.keep_sampling_mask` needs of every token; the others are diagnostics of some requests.
+
+Arrays as they are stored with a record and read back by `TraceStore.aux`:
 
 support_counts [N] uint32, support_ids [sum] int32 (ascending per token; a count of 0: every token could be drawn),
 log_normalizer [N] float32, for the N sampled tokens in order; router_logits [M, L, E] float32 of rows
@@ -37,13 +39,14 @@ class Extras:
         self._runner = worker.model_runner
         self._fraction = recording.router_logits_fraction
         self._support, self._log_normalizer = recording.support, recording.log_normalizer
+        self._samples = self._support or self._log_normalizer
         self._sampled: dict[int, dict[int, tuple[np.ndarray, float]]] = {}
         self._logits: dict[int, dict[int, np.ndarray]] = {}
         self._in_step: list[tuple[Recorded, int]] = []
         self._log_mass_before: Tensor | None = None
         if self._fraction:
             self._buffer = _watch_routers(worker, moe_modules)
-        if self._support or self._log_normalizer:
+        if self._samples:
             self._watch_sampler(self._runner.sampler)
 
     @classmethod
@@ -96,7 +99,17 @@ class Extras:
         sampled = self._sampled.pop(id(request), {})
         logits = self._logits.pop(id(request), {})
         # The token at position p was drawn from the row of position p - 1; the last one drawn has no row itself.
-        drawn = [sampled.get(p, (_NOTHING, 0.0)) for p in range(len(request.prompt), rows + 1)]
+        drawn = range(len(request.prompt), rows + 1) if self._samples and not request.greedy else range(0)
+        if unseen := [p for p in drawn if p not in sampled]:
+            # No support would be taken for the whole vocabulary.
+            raise EngineError(
+                describe(
+                    "the recorder did not see what a token was drawn from",
+                    where=f"request {request.ask.key}",
+                    got=f"nothing for {len(unseen)} of {len(drawn)} tokens, the first at position {unseen[0]}",
+                )
+            )
+        drawn = [sampled[p] for p in drawn]
         if self._support and not request.greedy:
             aux["support_counts"] = np.asarray([len(ids) for ids, _ in drawn], np.uint32)
             aux["support_ids"] = np.concatenate([_NOTHING, *(ids for ids, _ in drawn)])
@@ -138,20 +151,29 @@ class Extras:
             best = logprobs.argmax(-1, keepdim=True)
             logits = inputs[0].gather(-1, best) - logprobs.gather(-1, best)
             mass = (logits.squeeze(-1) - self._log_mass_before).clamp(max=0.0).cpu().numpy()
-        complete = possible.all(-1).cpu().numpy()
-        for row, (request, _) in enumerate(self._in_step):
-            position = request.forwarded
-            # What a prefill that is not at the end of its prompt draws is thrown away.
-            if request.ask is None or request.greedy or position < len(request.prompt):
-                continue
-            ids = _NOTHING
-            if self._support and not complete[row]:
-                ids = possible[row].nonzero().squeeze(-1).cpu().numpy().astype(np.int32)
+        # What a prefill that is not at the end of its prompt draws is thrown away.
+        wanted = [
+            (row, request)
+            for row, (request, _) in enumerate(self._in_step)
+            if request.ask is not None and not request.greedy and request.forwarded >= len(request.prompt)
+        ]
+        supports = _supports(possible, [row for row, _ in wanted]) if self._support else {}
+        for row, request in wanted:
             value = float(mass[row]) if mass is not None else 0.0
-            self._sampled.setdefault(id(request), {}).setdefault(position, (ids, value))
+            one = (supports.get(row, _NOTHING), value)
+            self._sampled.setdefault(id(request), {}).setdefault(request.forwarded, one)
 
 
 _NOTHING = np.zeros(0, np.int32)
+
+
+def _supports(possible: Tensor, rows: list[int]) -> dict[int, np.ndarray]:
+    """Ascending ids int32 of those of `rows` of possible [R, V] where some are not; two waits for the device."""
+    complete = possible.all(-1).cpu().numpy()
+    restricted = [row for row in rows if not complete[row]]
+    found = possible[restricted].nonzero().cpu().numpy()
+    ends = np.searchsorted(found[:, 0], np.arange(1, len(restricted)))
+    return dict(zip(restricted, np.split(found[:, 1].astype(np.int32), ends), strict=True)) if restricted else {}
 
 
 def _watch_routers(worker, moe_modules: Mapping[int, torch.nn.Module]) -> Tensor:

@@ -1,7 +1,7 @@
 """The rollouts that a run keeps, so that what a step learned from can be looked at and scored again.
 
-`rollouts/step000012.rollout` holds everything that step 12 learned from but the routes, which lie in the trace shard of
-the same name: keys, tokens, sampler logprobs, advantages, weight versions, references to routes. It is one line,
+`rollouts/step000012.rollout` holds everything that step 12 learned from but the routes, which lie in the step's trace
+shards: keys, tokens, sampler logprobs, rewards, weight versions, references to routes. It is one line,
 `moe_rl rollout 1 <xxh3-128 of the rest>`, and the batch as it went to the ranks (`megatron/messages.py`).
 """
 
@@ -21,7 +21,7 @@ from moe_rl.megatron import messages
 from moe_rl.trace import TraceStore
 from moe_rl.types import Sequence
 
-_NAME = re.compile(r"step(\d{6})")
+_SHARD = re.compile(r"step(\d{6,})(?:-round\d+)?")
 _SUFFIX = ".rollout"
 _HEAD = b"moe_rl rollout 1 "
 
@@ -38,9 +38,15 @@ class RolloutBatch:
     metrics: dict[str, float]
 
 
-def shard_name(step: int) -> str:
-    """Trace shard of one step's rollout."""
-    return f"step{step:06d}"
+def shard_name(step: int, number: int = 0) -> str:
+    """Trace shard of a round of one step's rollout. number: of the round, from 0."""
+    return f"step{step:06d}" + (f"-round{number + 1}" if number else "")
+
+
+def shard_step(name: str) -> int | None:
+    """The step whose rollout a trace shard holds; None when it is of something else."""
+    found = _SHARD.fullmatch(name)
+    return int(found[1]) if found else None
 
 
 def kept_steps(step: int, last: int, checkpoints: Iterable[int]) -> set[int]:
@@ -93,9 +99,9 @@ class KeptRollouts:
             ) from error
 
     def steps(self) -> list[int]:
-        """The steps that have both their file and their trace shard, ascending."""
-        shards = set(self.store.shards())
-        return sorted(int(path.stem[4:]) for path in self._files() if path.stem in shards)
+        """The steps that have both their file and their trace shards, ascending."""
+        shards = {shard_step(name) for name in self.store.shards()}
+        return sorted(step for path in self._files() if (step := shard_step(path.stem)) in shards)
 
     def retain(self, steps: Container[int]) -> None:
         """Remove every file and every shard but those of these steps, unfinished files too."""
@@ -112,9 +118,9 @@ class KeptRollouts:
         return self.folder / f"{shard_name(step)}{_SUFFIX}"
 
     def _files(self) -> list[Path]:
-        return [path for path in self.folder.glob(f"*{_SUFFIX}") if _NAME.fullmatch(path.stem)]
+        return [path for path in self.folder.glob(f"*{_SUFFIX}") if shard_step(path.stem) is not None]
 
 
 def _is_of(name: str, steps: Container[int]) -> bool:
-    match = _NAME.fullmatch(name)
-    return match is not None and int(match[1]) in steps
+    step = shard_step(name)
+    return step is not None and step in steps

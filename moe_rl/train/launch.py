@@ -16,16 +16,21 @@ from moe_rl.config.hf import read_model
 from moe_rl.config.load import load_config
 from moe_rl.config.plan import least_ranks, make_plan, render
 from moe_rl.config.schema import Config
-from moe_rl.errors import ConfigError, MoeRLError, describe
+from moe_rl.errors import CollapseError, ConfigError, MoeRLError, describe
 from moe_rl.rollout import patches
 from moe_rl.train import run_folder
 from moe_rl.train.run_folder import RunFolder
 
 MEGATRON_CORE = "0.19."
+COLLAPSED = 4
+EPILOG = """
+Exit status of a rank: 0 done, 2 an error that was explained, 3 another rank or the sampler is gone, 4 the run has
+collapsed (see guards.*) and was ended with a checkpoint and a report. torchrun names it as exitcode and itself exits 1.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, check, then plan or train. Returns the exit status: 0, or 2 for an error that was explained."""
+    """Parse, check, then plan or train. Returns the exit status, see EPILOG."""
     options = _parser().parse_args(arguments)
     rank = int(os.environ.get("RANK", "0"))
     try:
@@ -45,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path = train(config, folder)
     except MoeRLError as error:
         print(f"moe_rl: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return 2
+        return COLLAPSED if isinstance(error, CollapseError) else 2
     if rank == 0 and options.json:
         options.json.write_text((path / "summary.json").read_text())
     return 0
@@ -53,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="train_moe_rl.py", description="Train a mixture-of-experts policy by RL with routing replay."
+        prog="train_moe_rl.py", description="Train a mixture-of-experts policy by RL with routing replay.",
+        epilog=EPILOG,
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--config", type=Path, metavar="FILE", help="YAML config of a new run")

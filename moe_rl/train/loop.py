@@ -4,7 +4,7 @@ Every rank trains. Rank 0 also owns the sampler (a vLLM engine in a child proces
 log. One step: sample a batch with routes, judge it, learn from it under the recorded routes, give the sampler the new
 weights.
 
-    prompts -> rollout (tokens, logprobs, routes) -> rewards -> advantages -> packing
+    prompts -> rollout (tokens, logprobs, routes) -> rewards -> packing -> old and reference logprobs -> advantages
             -> replay around the forward and backward pass -> loss -> optimizer -> sync -> the next prompts
 """
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from moe_rl.config.hf import ModelFacts, read_model
 from moe_rl.config.schema import Config
+from moe_rl.errors import CollapseError
 from moe_rl.megatron import checkpoint, world
 from moe_rl.megatron.policy import Policy, ReferencePolicy
 from moe_rl.report.html import write_report
@@ -90,7 +91,7 @@ class Run:
 
     def steps(self, resumed: bool) -> None:
         """From the first step, or the last checkpoint, to the end of the run and its report."""
-        config, done, saved = self.config, 0, {}
+        config, done, saved, collapse = self.config, 0, {}, None
         if resumed:
             done = self._restore()
         if not done and config.rollout.weights != "exact":
@@ -120,15 +121,23 @@ class Run:
             metrics |= saved
             if self.is_main:
                 self.log.step(step, metrics)
+            collapse = self.train_step.guards.after_step(step, metrics)
             # The checkpoint comes last: what it stands for has been logged when it appears.
-            last = step == config.run.steps
+            last = step == config.run.steps or collapse is not None
             if last or step % config.eval.every_steps == 0:
                 self._evaluate(step)
             saved = {}
             if last or step % config.checkpoint.every_steps == 0:
                 saved = self._save(step)
-        if self.is_main:
-            self._report()
+            done = step
+            if collapse is not None:
+                break
+        with self.peers.phase("report", done):
+            if self.is_main:
+                self._report(done, collapse)
+            dist.barrier()  # a rank that ended with an error now would take the one that writes with it
+        if collapse is not None:
+            raise collapse
 
     def _rollout(self, step: int, clock: Clock) -> RolloutBatch:
         """Rank 0 samples and judges; every rank gets the tokens. Routes stay in the trace store."""
@@ -168,7 +177,7 @@ class Run:
                 self.folder.checkpoints,
                 step,
                 self.policy,
-                {"cursor": cursor},
+                {"cursor": cursor, "guards": self.train_step.guards.state()},
                 parallel=self.config.parallel,
                 keep=self.config.checkpoint.keep,
             )
@@ -185,6 +194,7 @@ class Run:
         config, path = self.config, checkpoint.latest(self.folder.checkpoints)
         state = checkpoint.load(path, self.policy, parallel=config.parallel, seed=config.run.seed)
         done = state["step"]
+        self.train_step.guards.restore(state["guards"])
         if self.is_main:
             self.rollouts.source.seek(state["cursor"])
             dropped = self.rollouts.ledger.rewind(done)
@@ -200,9 +210,9 @@ class Run:
             self._sync(version=done)
         return done
 
-    def _report(self) -> None:
-        self.rollouts.ledger.verify(self.rollouts.source, steps=self.config.run.steps)
-        summarize(self.folder.path, self._facts())
+    def _report(self, done: int, collapse: CollapseError | None) -> None:
+        self.rollouts.ledger.verify(self.rollouts.source, steps=done)
+        summarize(self.folder.path, self._facts() | {"collapse": collapse and str(collapse)})
         report = write_report(self.folder.path)
         self.log.note(f"report: {report}")
 
@@ -247,5 +257,6 @@ def engine_settings(config: Config, facts: ModelFacts, folder: RunFolder) -> Eng
         seed=config.run.seed,
         silence_seconds=config.run.peer_timeout_seconds,
         capture=rollout.capture,
+        support=rollout.keep_sampling_mask,
         router_logits_fraction=rollout.router_logits_fraction,
     )

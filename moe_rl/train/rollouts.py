@@ -1,9 +1,9 @@
-"""The sampling half of the loop, on rank 0: prompts -> completions -> verdicts -> sequences with advantages."""
+"""The sampling half of the loop, on rank 0: prompts -> completions -> verdicts -> sequences with rewards."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +14,46 @@ from moe_rl.config.schema import Config
 from moe_rl.data.ledger import PromptLedger
 from moe_rl.data.prompts import PromptSource, TextCodec, load_prompts
 from moe_rl.errors import RewardError, describe
-from moe_rl.objectives.advantages import group_advantages
+from moe_rl.objectives.advantages import has_spread
+from moe_rl.objectives.shaping import overlong_penalty
 from moe_rl.rewards.pool import RewardItem, VerifierPool, check_failed_fraction
 from moe_rl.rollout.engine import VllmEngine
 from moe_rl.trace import TraceStore
 from moe_rl.train.kept import RolloutBatch, shard_name
 from moe_rl.train.step import Clock
 from moe_rl.types import Completion, GenerateRequest, Prompt, Sequence, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A prompt's completions, what was said of them, and their rewards; None where the verification failed.
+
+    number: of the prompt in its step.
+    """
+
+    number: int
+    prompt: Prompt
+    completions: Seq[Completion]
+    verdicts: Seq[Verdict]
+    rewards: Seq[float | None]
+
+    @property
+    def scored(self) -> int:
+        return sum(reward is not None for reward in self.rewards)
+
+    @property
+    def informative(self) -> bool:
+        return has_spread(self.rewards)
+
+
+def choose(groups: Seq[Group], wanted: int) -> list[Group]:
+    """The first `wanted` groups whose rewards differ; fewer where there are not so many.
+
+    Where there is none, the first `wanted` that could be scored at all: they are measured, as every step's, and what
+    compares rewards within groups has nothing to learn from them.
+    """
+    informative = [group for group in groups if group.informative]
+    return (informative or [group for group in groups if group.scored])[:wanted]
 
 
 class Rollouts:
@@ -48,47 +81,93 @@ class Rollouts:
         self.heldout = [heldout[i] for i in chosen]
 
     def collect(self, step: int, clock: Clock) -> RolloutBatch:
-        """Sample and judge the groups of one step, and enter them into the ledger."""
-        rollout = self.config.rollout
-        cursor = self.source.cursor
-        prompts = self.source.take(rollout.prompts_per_step)
-        requests = [
-            self._request(f"s{step}/p{p}/c{c}", prompt, rollout.temperature)
-            for p, prompt in enumerate(prompts)
-            for c in range(rollout.group_size)
-        ]
-        group_ids = [p for p in range(len(prompts)) for _ in range(rollout.group_size)]
-        with clock("sample"):
-            completions = self.engine.generate(requests, shard=shard_name(step))
-        with clock("reward"):
-            verdicts = self._judge([prompts[p] for p in group_ids], completions)
-        self.ledger.record(step - 1, cursor, [p.id for p in prompts], _digest(completions))
+        """Sample and judge the groups of one step, enter them into the ledger, and choose those to train on."""
+        rollout, cursor = self.config.rollout, self.source.cursor
+        groups: list[Group] = []
+        shards: list[str] = []
+        lacking = rollout.prompts_per_step
+        while lacking > 0 and len(shards) < rollout.dynamic_sampling_rounds:
+            shards.append(shard_name(step, len(shards)))
+            groups += self._sample(step, len(groups), shards[-1], clock)
+            lacking = rollout.prompts_per_step - sum(group.informative for group in groups)
+        completions = [c for group in groups for c in group.completions]
+        verdicts = [v for group in groups for v in group.verdicts]
+        self.ledger.record(step - 1, cursor, [group.prompt.id for group in groups], _digest(completions))
         check_failed_fraction(verdicts, self.config.task.max_failed_fraction)
-        advantages = group_advantages(
-            [v.reward for v in verdicts], group_ids, normalize_std=self.config.objective.normalize_std
-        )
-        kept = [i for i, advantage in enumerate(advantages.advantages) if advantage is not None]
+        metrics = self._metrics(completions, verdicts, clock)
+        chosen = groups
+        if rollout.dynamic_sampling_rounds > 1:
+            chosen = choose(groups, rollout.prompts_per_step)
+            metrics |= {
+                "group/sampled": len(groups),
+                "group/discarded": len(groups) - len(chosen),
+                "group/lacking": max(0, lacking),
+            }
+        trained = [
+            (group.number, completion, reward)
+            for group in chosen
+            for completion, reward in zip(group.completions, group.rewards, strict=True)
+            if reward is not None
+        ]
         sequences = [
             Sequence(
                 key=c.key,
                 prompt_token_ids=c.prompt_token_ids,
                 token_ids=c.token_ids,
                 rollout_logprobs=c.logprobs,
-                advantage=advantages.advantages[i],
+                reward=reward,
                 weight_version=c.weight_version,
                 routes=c.routes,
             )
-            for i in kept
-            for c in (completions[i],)
+            for _, c, reward in trained
         ]
-        trace_bytes = (self.trace_root / f"{shard_name(step)}.safetensors").stat().st_size
-        metrics = self._metrics(completions, verdicts, clock) | {
+        if self.config.task.overlong is not None:
+            metrics["reward/overlong_penalty"] = _mean([self._overlong(c) for c in completions])
+        trace_bytes = sum((self.trace_root / f"{shard}.safetensors").stat().st_size for shard in shards)
+        same = sum(group.scored > 1 and not group.informative for group in groups)
+        metrics |= {
             "trace/bytes": trace_bytes,
             "trace/bytes_per_token": trace_bytes / sum(c.routes.rows for c in completions),
-            "group/zero_variance": advantages.zero_variance_groups,
-            "group/zero_variance_fraction": advantages.zero_variance_groups / advantages.groups,
+            "group/zero_variance": same,
+            "group/zero_variance_fraction": same / len(groups),
         }
-        return RolloutBatch(sequences, [group_ids[i] for i in kept], metrics)
+        return RolloutBatch(sequences, [number for number, *_ in trained], metrics)
+
+    def _sample(self, step: int, first: int, shard: str, clock: Clock) -> list[Group]:
+        """One round: the next prompts' groups, numbered in the step from `first`."""
+        rollout = self.config.rollout
+        prompts = self.source.take(rollout.prompts_per_step)
+        requests = [
+            self._request(f"s{step}/p{p}/c{c}", prompt, rollout.temperature)
+            for p, prompt in enumerate(prompts, start=first)
+            for c in range(rollout.group_size)
+        ]
+        with clock("sample"):
+            completions = self.engine.generate(requests, shard=shard)
+        with clock("reward"):
+            verdicts = self._judge([p for p in prompts for _ in range(rollout.group_size)], completions)
+        members = [slice(start, start + rollout.group_size) for start in range(0, len(requests), rollout.group_size)]
+        return [
+            Group(
+                number,
+                prompt,
+                completions[of],
+                verdicts[of],
+                [
+                    v.reward + self._overlong(c) if v.scored else None
+                    for c, v in zip(completions[of], verdicts[of], strict=True)
+                ],
+            )
+            for number, (prompt, of) in enumerate(zip(prompts, members, strict=True), start=first)
+        ]
+
+    def _overlong(self, completion: Completion) -> float:
+        overlong, limit = self.config.task.overlong, self.config.rollout.max_completion_tokens
+        if overlong is None:
+            return 0.0
+        return overlong_penalty(
+            len(completion.token_ids), limit=limit, cache=overlong.cache_tokens, penalty=overlong.penalty
+        )
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Pass rates on held-out prompts, sampled as in training and greedily; the same prompts and seeds each time."""
@@ -152,21 +231,24 @@ class Rollouts:
         }
 
 
-
-
 def generate_request(
     config: Config, key: str, prompt_token_ids: tuple[int, ...], stop_tokens: tuple[int, ...], temperature: float
 ) -> GenerateRequest:
     """A request as the run makes it: its randomness follows from the run's seed and its own key, not from when or with
-    whom it is decoded."""
+    whom it is decoded. Nothing is taken out of the distributions where the likeliest token is taken anyway."""
+    rollout = config.rollout
+    removed = {"top_k": rollout.top_k, "top_p": rollout.top_p, "min_p": rollout.min_p} if temperature else {}
     return GenerateRequest(
         key=key,
         prompt_token_ids=prompt_token_ids,
         seed=xxhash.xxh3_64_intdigest(f"{config.run.seed}/{key}".encode()) >> 1,
         temperature=temperature,
-        max_tokens=config.rollout.max_completion_tokens,
+        max_tokens=rollout.max_completion_tokens,
         stop_token_ids=stop_tokens,
+        **removed,
     )
+
+
 
 
 def _mean(values: Seq[float | None]) -> float:

@@ -18,32 +18,40 @@ from moe_rl.planning.packing import split_groups
 from moe_rl.replay.routes import RowPolicy, microbatch_routes, missing_rows, read_routes
 from moe_rl.replay.session import MicrobatchRoutes
 from moe_rl.trace import TraceSpec, TraceStore
-from moe_rl.types import Sequence
+from moe_rl.train.support import read_support
+from moe_rl.types import SamplingSupport, Sequence
 
 
 @dataclass(slots=True, eq=False)
 class Share:
     """What this rank does of one optimizer update: its microbatches, their routes, what other passes said of them.
 
-    denominator, sequences: of the whole update on all ranks, what the policy loss and the KL penalty are divided by.
+    denominator, sequences, tokens: of the whole update on all ranks, what the policy loss, the KL penalty and the
+    entropy bonus are divided by.
+    keys: of all sequences of the update on all ranks; the microbatches' indices are into them.
     """
 
     microbatches: list[Microbatch]
     tables: list[MicrobatchRoutes]
     denominator: int
     sequences: int
+    tokens: int
     old_logprobs: list[torch.Tensor]
     ref_logprobs: list[torch.Tensor] = field(default_factory=list)
+    keys: tuple[str, ...] = ()
 
 
 class Shares:
     """Cuts rollout batches into the shares of the ranks. All ranks call it together.
 
-    layers: global numbers of the MoE layers this rank holds; of no other are routes read.
+    layers: global numbers of the MoE layers this rank holds; of no other are routes read. vocabulary: its size.
     """
 
-    def __init__(self, config: Config, layers: tuple[int, ...], store: TraceStore, spec: TraceSpec):
+    def __init__(
+        self, config: Config, layers: tuple[int, ...], store: TraceStore, spec: TraceSpec, *, vocabulary: int
+    ):
         self.config, self.layers, self.store, self.spec = config, layers, store, spec
+        self.vocabulary = vocabulary
         replay = config.replay
         self.rows = RowPolicy(
             missing="native" if replay.missing == "native" else "refuse",
@@ -56,7 +64,8 @@ class Shares:
     ) -> tuple[list[Share], dict[str, float]]:
         """This rank's share of every update, and the step's metrics of what is not replayed, equal on every rank.
 
-        Raises on all ranks when routes are missing, damaged, wrong or too old on any, beyond what the config allows.
+        Raises on all ranks when routes are missing, damaged, wrong or too old on any, beyond what the config allows, or
+        a sampling support that is needed is missing or wrong.
         """
         sequences, group_ids, dropped = self._complete(sequences, group_ids)
         shares = self._agreed(sequences, group_ids, weight_version)
@@ -85,7 +94,7 @@ class Shares:
         return [sequences[i] for i in kept], [group_ids[i] for i in kept], dropped
 
     def _agreed(self, sequences: list[Sequence], group_ids: list[int], weight_version: int) -> list[Share]:
-        """`_read`, once every rank has its own: where one refuses its routes, all raise before any pass."""
+        """`_read`, once every rank has its own: where one refuses what was recorded, all raise before any pass."""
         shares, refused = [], None
         try:
             shares = self._read(sequences, group_ids, weight_version)
@@ -96,7 +105,9 @@ class Shares:
             raise refused
         if who:
             raise ReplayError(
-                describe("another rank refused the routes of its sequences", got=f"rank {who - 1:.0f}, see its error")
+                describe(
+                    "another rank refused what was recorded of its sequences", got=f"rank {who - 1:.0f}, see its error"
+                )
             )
         return shares
 
@@ -113,7 +124,11 @@ class Shares:
                 ranks=ranks,
                 microbatch_tokens=self.config.train.microbatch_tokens,
             )[rank]
-            microbatches = [pack(ours, indices, world.device(), world.context_parallel()) for indices in plan]
+            context = world.context_parallel()
+            microbatches = [
+                pack(ours, indices, world.device(), context, self._supports([ours[i] for i in indices]))
+                for indices in plan
+            ]
             lengths = [len(s.token_ids) for s in ours]
             longest = self.config.rollout.max_completion_tokens
             shares.append(
@@ -122,10 +137,18 @@ class Shares:
                     [self._routes([ours[i] for i in m.indices], m, weight_version) for m in microbatches],
                     global_denominator(self.config.objective.name, lengths, longest),
                     nonempty(lengths),
+                    sum(lengths),
                     old_logprobs=[m.rollout_logprobs for m in microbatches],
+                    keys=tuple(s.key for s in ours),
                 )
             )
         return shares
+
+    def _supports(self, packed: list[Sequence]) -> list[SamplingSupport] | None:
+        """What the tokens of the packed sequences were drawn from, where the distributions over it are computed."""
+        if not self.config.rollout.keep_sampling_mask or not world.is_last_stage():
+            return None
+        return [read_support(self.store, sequence, self.vocabulary) for sequence in packed]
 
     def _routes(self, packed: list[Sequence], microbatch: Microbatch, weight_version: int) -> MicrobatchRoutes:
         """Routes of the packed sequences, each validated against the tokens that lie in the microbatch."""

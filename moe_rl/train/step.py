@@ -19,10 +19,13 @@ from moe_rl.megatron import world
 from moe_rl.megatron.microbatch import Microbatch
 from moe_rl.megatron.policy import Policy, ReferencePolicy
 from moe_rl.objectives import corrections
+from moe_rl.objectives.entropy import entropy_bonus
 from moe_rl.objectives.mismatch import MismatchSums
 from moe_rl.objectives.policy import policy_loss, reference_kl
 from moe_rl.replay.session import ReplaySession, Tally
 from moe_rl.trace import TraceSpec, TraceStore
+from moe_rl.train.credit import give_credit
+from moe_rl.train.guards import Guards
 from moe_rl.train.shares import Share, Shares
 from moe_rl.types import Sequence
 
@@ -80,7 +83,8 @@ class TrainStep:
         self, config: Config, policy: Policy, reference: ReferencePolicy | None, store: TraceStore, spec: TraceSpec
     ):
         self.config, self.policy, self.reference, self.spec = config, policy, reference, spec
-        self.shares = Shares(config, policy.layers, store, spec)
+        self.shares = Shares(config, policy.layers, store, spec, vocabulary=policy.facts.vocab)
+        self.guards = Guards(config.guards)
 
     def run(
         self,
@@ -104,10 +108,11 @@ class TrainStep:
         tables = [t for share in shares for t in share.tables]
         tallies: list[Tally] = []
         mismatch, native = MismatchSums.empty(world.device()), None
+        entropies: list[torch.Tensor] = []
         with clock("logprobs"):
             if self.config.objective.old_logprobs == "trainer":
                 with self._session(tables, first_mode, f"step {step} old logprobs", compare_native=True) as session:
-                    old = self.policy.logprobs(everything, session)
+                    old, entropies = self.policy.logprobs_and_entropies(everything, session)
                 tallies.append(session.tally)
                 mismatch = _mismatch(everything, old)
                 self._hand_out(shares, old, "old_logprobs")
@@ -119,6 +124,7 @@ class TrainStep:
                 native = _mismatch(everything, native_logprobs), session.tally
             if self.reference is not None:
                 self._hand_out(shares, self.reference.logprobs(everything), "ref_logprobs")
+        credit = give_credit(self.config.objective, sequences, group_ids, shares)
         sums, grad_norms, aux_losses, skipped, lr = UpdateSums(), [], [], 0, 0.0
         with clock("train"):
             for number, share in enumerate(shares):
@@ -127,21 +133,31 @@ class TrainStep:
                 name = f"step {step} update {number}"
                 mode = "observe" if replay == "off" else "replay"
                 with self._session(share.tables, mode, name, compare_native=observe_here, training=True) as session:
-                    seen: dict[int, torch.Tensor] = {}
-                    result = self.policy.update(share.microbatches, session, self._loss(share, sums, seen))
+                    seen: dict[int, tuple[torch.Tensor, ...]] = {}
+                    result = self.policy.update(
+                        share.microbatches,
+                        session,
+                        self._loss(share, sums, seen),
+                        entropy=observe_here or self.config.objective.entropy_coef > 0,
+                    )
                 tallies.append(session.tally)
                 if observe_here and world.is_last_stage():
-                    mismatch = _mismatch(share.microbatches, [seen[i] for i in range(len(share.microbatches))])
+                    values = [seen[i] for i in range(len(share.microbatches))]
+                    mismatch = _mismatch(share.microbatches, [logprobs for logprobs, _ in values])
+                    entropies = [of_tokens for _, of_tokens in values]
                 grad_norms.append(result.grad_norm)
                 aux_losses.append(result.aux_loss)
                 skipped += not result.applied
                 lr = result.lr
+                self.guards.after_update(result, step=step, update=number)
         metrics = self._reduce(sums, tallies, len(shares), replay, by_layer=measure_native)
         if replay != "off":
             metrics |= fallback
+        metrics |= credit
         measured = _global(mismatch).metrics()
         metrics |= {key: measured[name] for key, name in _MISMATCH_METRICS.items()}
         metrics |= {
+            "policy/entropy": _mean_entropy(entropies),
             "optim/grad_norm": sum(grad_norms) / len(grad_norms),
             "optim/lr": lr,
             "optim/updates": self.policy.updates,
@@ -177,12 +193,12 @@ class TrainStep:
         for share in shares:
             setattr(share, name, [next(values) for _ in share.microbatches])
 
-    def _loss(self, share: Share, sums: UpdateSums, seen: dict[int, torch.Tensor]):
+    def _loss(self, share: Share, sums: UpdateSums, seen: dict[int, tuple[torch.Tensor, ...]]):
         objective = self.config.objective
 
-        def loss(number: int, logprobs: torch.Tensor) -> torch.Tensor:
+        def loss(number: int, logprobs: torch.Tensor, *entropies: torch.Tensor) -> torch.Tensor:
             microbatch = share.microbatches[number]
-            seen[number] = logprobs.detach()
+            seen[number] = tuple(values.detach() for values in (logprobs, *entropies))
             result = policy_loss(
                 objective.name,
                 logprobs,
@@ -195,7 +211,7 @@ class TrainStep:
                 **objective.parameters,
             )
             total = result.loss
-            if self.reference is not None:
+            if self.reference is not None and objective.kl_in == "loss":
                 kl = reference_kl(
                     logprobs,
                     share.ref_logprobs[number],
@@ -206,6 +222,8 @@ class TrainStep:
                 )
                 total = total + objective.kl_coef * kl
                 sums.kl += kl.detach().double()
+            if objective.entropy_coef > 0:
+                total = total - objective.entropy_coef * entropy_bonus(*entropies, share.tokens)
             # Nothing is read here: the host would wait for the device after every microbatch.
             sums.loss += total.detach().double()
             sums.clip_events += result.clip_events
@@ -253,7 +271,7 @@ class TrainStep:
             mine = torch.as_tensor(sums.corrections, dtype=torch.float64).expand(corrections.SUMS).tolist()
             corrected = corrections.metrics(world.all_reduce(mine))
             metrics |= {f"correction/{name}": value for name, value in corrected.items()}
-        if self.reference is not None:
+        if self.reference is not None and self.config.objective.kl_in == "loss":
             metrics["objective/kl_ref"] = kl / updates
         if replay != "off":
             metrics |= {
@@ -301,6 +319,15 @@ def _mismatch(microbatches: list[Microbatch], logprobs: list[torch.Tensor]) -> M
             MismatchSums.of(values, microbatch.rollout_logprobs, microbatch.sequence_ids, sequences)
         )
     return total
+
+
+def _mean_entropy(entropies: list[torch.Tensor]) -> float:
+    """Nats per completion token, over all ranks. entropies: of each microbatch [N]."""
+    mine = torch.cat([torch.empty(0, device=world.device()), *entropies])
+    if not world.speaks_for_its_sequences():
+        mine = mine[:0]
+    total, tokens = world.all_reduce([float(mine.double().sum()), len(mine)])
+    return total / max(tokens, 1)
 
 
 def _global(sums: MismatchSums) -> MismatchSums:

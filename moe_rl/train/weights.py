@@ -57,7 +57,7 @@ class Canary:
                     prompt_token_ids=tokens[:1],
                     token_ids=tokens[1:],
                     rollout_logprobs=np.zeros(len(tokens) - 1, np.float32),
-                    advantage=0.0,
+                    reward=0.0,
                     weight_version=0,
                     routes=None,
                 )

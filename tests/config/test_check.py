@@ -65,6 +65,7 @@ def test_a_good_config_has_no_problems(found):
         (["task.pass_reward=exakt"], ["task.pass_reward", "got exakt", "did you mean exact?"]),
         (["task.rewards.exact.function=moe_rl.nothing.f"], ["task.rewards.exact.function", "moe_rl.nothing"]),
         (["task.rewards.exact.weight=0"], ["task.rewards", "every weight is 0"]),
+        (["task.overlong.cache_tokens=6"], ["task.overlong.cache_tokens", "below rollout.max_completion_tokens = 6"]),
         (["objective.clip_low=1.0"], ["objective.clip_low", "below 1"]),
         (["objective.name=grpo"], ["objective.clip_low", "objective.clip_high", "0.2"]),
         (["objective.name=grpo", "objective.clip_low=0.2"], ["objective.clip_high"]),
@@ -84,8 +85,8 @@ def test_each_problem_is_one_message(found, overrides, parts):
 def settings(name):
     """Overrides that choose a loss with its published parameters, and what else its method asks for."""
     others = {
-        "dr_grpo": ["normalize_std=false"],
-        "minirl": ["normalize_std=false"],
+        "dr_grpo": ["advantage=group_mean"],
+        "minirl": ["advantage=group_mean"],
         "dppo_tv": ["old_logprobs=sampler"],
     }
     parameters = [f"{key}={value}" for key, value in LOSS_PARAMETERS[name].items()]
@@ -117,8 +118,8 @@ def test_a_parameter_that_the_loss_needs_is_asked_for_with_its_published_value(f
 @pytest.mark.parametrize(
     ("name", "override", "part"),
     [
-        ("dr_grpo", "objective.normalize_std=true", "objective.normalize_std"),
-        ("minirl", "objective.normalize_std=true", "objective.normalize_std"),
+        ("dr_grpo", "objective.advantage=group_std", "objective.advantage"),
+        ("minirl", "objective.advantage=leave_one_out", "objective.advantage"),
         ("dppo_tv", "objective.old_logprobs=trainer", "expected sampler"),
         ("minirl", "objective.old_logprobs=sampler", "expected trainer"),
         ("decoupled", "objective.old_logprobs=sampler", "expected trainer"),
@@ -127,6 +128,31 @@ def test_a_parameter_that_the_loss_needs_is_asked_for_with_its_published_value(f
 def test_what_a_method_asks_of_the_other_keys(found, name, override, part):
     (message,) = found(*settings(name), override)
     assert part in message and f"objective.name is {name}" in message
+
+
+KEPT = "rollout.keep_sampling_mask=true"
+
+
+@pytest.mark.parametrize("removing", ["top_k=5", "top_p=0.9", "min_p=0.05"])
+def test_tokens_are_removed_only_where_the_trainer_knows_which(found, removing):
+    assert found(f"rollout.{removing}", KEPT) == found(f"rollout.{removing}", KEPT, "rollout.capture=worker") == []
+    (message,) = found(f"rollout.{removing}")
+    assert f"(rollout.{removing.replace('=', ' ')}): got false, expected true" in message
+    assert "rollout.keep_sampling_mask" in message and "every ratio of the two wrong" in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        ([KEPT], ["rollout.keep_sampling_mask: nothing is removed", "got true", "rollout.top_p below 1"]),
+        ([KEPT, "rollout.min_p=0.1", "rollout.capture=native"], ["records routes only", "rollout.capture patch"]),
+        ([KEPT, "rollout.top_k=1"], ["rollout.top_k: leaves one token", "got 1, expected at least 2"]),
+        ([KEPT, "rollout.top_k=24"], ["rollout.top_k: removes no token", "below vocab_size = 24"]),
+    ],
+)
+def test_a_sampling_mask_that_cannot_be_kept_or_used(found, overrides, parts):
+    (message,) = found(*overrides)
+    assert all(part in message for part in parts)
 
 
 def test_gspos_range_stands_in_the_resolved_config(config_file, tmp_path):

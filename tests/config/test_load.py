@@ -40,13 +40,13 @@ def test_overrides_take_yaml_values_in_order(config_file):
     config = load_config(
         config_file,
         ["replay.mode=off", "run.steps=3", "run.steps=7", "train.optimizer.betas=[0.5, 0.75]",
-         "task.rewards.exact.weight=2e-1", "objective.normalize_std=false"],
+         "task.rewards.exact.weight=2e-1", "objective.advantage=group_mean"],
     )  # fmt: skip
     assert config.replay.mode == "off"
     assert config.run.steps == 7
     assert config.train.optimizer.betas == (0.5, 0.75)
     assert config.task.rewards["exact"].weight == 0.2
-    assert config.objective.normalize_std is False
+    assert config.objective.advantage == "group_mean"
 
 
 def test_every_problem_is_reported_at_once(config_file):
@@ -66,6 +66,14 @@ def test_unknown_key_names_line_and_suggestion(config_file):
     unknown, missing = sorted(problems(config_file), key=lambda text: "missing" in text)
     assert unknown == f"rollout.group_sise: unknown key ({config_file}:{line}). Did you mean rollout.group_size?"
     assert "rollout.group_size: required, but missing" in missing and "Completions sampled from each prompt" in missing
+
+
+def test_a_section_that_may_be_absent_knows_its_keys(config_file):
+    unknown, missing = sorted(problems(config_file, "task.overlong.cache_tokns=1"), key=lambda text: "missing" in text)
+    assert "Did you mean task.overlong.cache_tokens?" in unknown
+    assert "task.overlong.cache_tokens: required, but missing" in missing and "Tokens before rollout.max_" in missing
+    assert load_config(config_file, ["task.overlong.cache_tokens=2"]).task.overlong.penalty == 1.0
+    assert load_config(config_file).task.overlong is None
 
 
 @pytest.mark.parametrize(

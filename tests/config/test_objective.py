@@ -28,7 +28,7 @@ def loss(name, *, old="trainer"):
     parameters = (f"{key}={value}" for key, value in LOSS_PARAMETERS[name].items())
     shared = [f"name={name}", f"old_logprobs={old}", *parameters]
     if name in ("dr_grpo", "minirl"):
-        shared.append("normalize_std=false")
+        shared.append("advantage=group_mean")
     return [f"objective.{item}" for item in shared]
 
 
@@ -136,6 +136,10 @@ def test_a_config_with_corrections_is_written_out_and_read_again(config_file, tm
         (["kl_coef=0.1", "kl_estimator=k2", "kl_unbiased=true"], "objective.kl_unbiased: k2 times the ratio"),
         (["kl_estimator=k2"], "objective.kl_estimator: without effect where objective.kl_coef is 0"),
         (["kl_unbiased=true"], "objective.kl_unbiased: without effect where objective.kl_coef is 0"),
+        (["kl_in=reward"], "objective.kl_in: without effect where objective.kl_coef is 0"),
+        (["kl_coef=0.1", "kl_in=reward", "kl_estimator=k1"], None),
+        (["kl_coef=0.1", "kl_in=reward", "old_logprobs=sampler"], "objective.old_logprobs: a KL in the reward is of"),
+        (["kl_coef=0.1", "kl_in=reward", "kl_unbiased=true"], "objective.kl_unbiased: is about a gradient"),
     ],
 )
 def test_estimators_of_the_kl_that_hold_the_policy(found, settings, part):

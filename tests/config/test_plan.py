@@ -35,11 +35,18 @@ def test_model_and_storage_by_hand(plan_of):
     plan = plan_of()
     assert plan.expert_parameters == 2 * 4 * 3 * 8 * 6
     assert plan.routes_bytes_per_token == 4
-    assert plan.max_routes_bytes_per_step == 8 * 15 * 4
+    assert plan.max_routes_bytes_per_step == 8 * 15 * 4 and plan.sampling_rounds == 1
     assert plan.kv_bytes_per_token == 2 * 3 * 2 * 4 * 2
     assert plan.kv_tokens == (1 << 20) // 96
     assert plan.weight_sync_bytes == 2 * plan.parameters
     assert plan_of("rollout.dtype=float32").kv_bytes_per_token == 192
+
+
+def test_dynamic_sampling_may_take_more_prompts_and_disk(plan_of):
+    once, thrice = plan_of(), plan_of("rollout.dynamic_sampling_rounds=3")
+    assert thrice.max_routes_bytes_per_step == 3 * once.max_routes_bytes_per_step
+    assert thrice.sequences_per_step == once.sequences_per_step and thrice.epochs == once.epochs
+    assert "3.00  to 3 times that" in render(thrice) and "times that" not in render(once)
 
 
 def test_route_ids_take_two_bytes_above_256_experts(plan_of, config_file):

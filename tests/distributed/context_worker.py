@@ -37,8 +37,8 @@ def batch(facts, folder):
             routes = np.argsort(scores, -1)[..., : facts.top_k].astype(np.uint8)
             spans = [Span(len(tokens) - 1, 0, Provenance.DECODE)]
             ref = writer.add(f"s{number}", routes, np.array(tokens[:-1], np.int32), spans)
-            logprobs, advantage = rng.normal(-5, 0.3, completion).astype(np.float32), float(rng.normal())
-            sequences.append(Sequence(f"s{number}", tokens[:prompt], tokens[prompt:], logprobs, advantage, 0, ref))
+            logprobs, reward = rng.normal(-5, 0.3, completion).astype(np.float32), float(rng.normal())
+            sequences.append(Sequence(f"s{number}", tokens[:prompt], tokens[prompt:], logprobs, reward, 0, ref))
     return sequences, TraceStore(folder), spec
 
 
@@ -58,7 +58,13 @@ class Engine:
 def main():
     path, out = map(Path, sys.argv[1:])
     facts, seen = read_model(path), {}
-    common = ("train.dtype=float32", "train.microbatch_tokens=40", "train.updates_per_step=1")
+    # One sequence a group: compared are all of them, so that every one has an advantage.
+    common = [
+        "train.dtype=float32",
+        "train.microbatch_tokens=40",
+        "train.updates_per_step=1",
+        "objective.advantage=reinforce_pp",
+    ]
     halves, shares = (load_config(CONFIG, [*common, f"parallel.context={ranks}"]) for ranks in (2, 1))
     world.start(halves.parallel, seed=1, timeout_seconds=120)
     from moe_rl.megatron import checkpoint
@@ -94,8 +100,8 @@ def main():
         seen["uncut"] = str(error)
 
     def pack_shifted(*arguments):  # with the numbers of the other rank's rows: as many, and wrong
-        *same, context = arguments
-        return dataclasses.replace(pack(*same, context), rows=pack(*same, (1 - rank, 2)).rows)
+        *same, context, supports = arguments
+        return dataclasses.replace(pack(*same, context, supports), rows=pack(*same, (1 - rank, 2)).rows)
 
     shares_of.pack = pack_shifted
     try:

@@ -49,9 +49,9 @@ def batch(facts):
     sequences, routes = [], []
     for number, (prompt, completion) in enumerate(LENGTHS):
         tokens = rng.integers(0, facts.vocab, prompt + completion).tolist()
-        advantage = 0.0 if number in WITHOUT_ADVANTAGE else float(rng.choice([-1, 1]) * rng.uniform(0.2, 1.5))
+        reward = 0.0 if number in WITHOUT_ADVANTAGE else float(rng.choice([-1, 1]) * rng.uniform(0.2, 1.5))
         sequences.append(Sequence(f"s{number}", tuple(tokens[:prompt]), tuple(tokens[prompt:]),
-                                  np.zeros(completion, np.float32), advantage, VERSION, None))  # fmt: skip
+                                  np.zeros(completion, np.float32), reward, VERSION, None))  # fmt: skip
         scores = rng.random((prompt + completion - 1, len(facts.moe_layers), facts.num_experts))
         routes.append(np.argsort(scores, -1)[..., : facts.top_k].astype(np.uint8))
     return sequences, routes
@@ -108,6 +108,8 @@ def gradients(step, policy, ready, scores, order, *, wrong=False):
         of = [[values[order[i]] for i in microbatch.indices] for microbatch in share.microbatches]
         return [torch.from_numpy(np.concatenate([np.empty(0, np.float32), *v])) for v in of]
 
+    for microbatch in share.microbatches:
+        microbatch.give_advantages([sequence.reward for sequence in ready])
     share.old_logprobs, share.ref_logprobs = handed_out(scores.old), handed_out(scores.reference)
     sums = UpdateSums()
     loss = microbatch_means(step, share, sums) if wrong else step._loss(share, sums, {})

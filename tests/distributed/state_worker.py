@@ -11,7 +11,7 @@ import shutil
 import socket
 import sys
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -20,12 +20,14 @@ import torch.distributed as dist
 
 from moe_rl.comparison.sources import weights_digest
 from moe_rl.config.hf import read_model
-from moe_rl.config.schema import ParallelConfig
-from moe_rl.errors import CheckpointError
+from moe_rl.config.schema import GuardsConfig, ParallelConfig
+from moe_rl.errors import CheckpointError, NonFiniteError
 from moe_rl.megatron import checkpoint, rng, world
+from moe_rl.megatron.model import unwrap
 from moe_rl.megatron.policy import Policy, ReferencePolicy
 from moe_rl.proof import cases
 from moe_rl.proof.share import Share
+from moe_rl.train.guards import Guards
 from moe_rl.train.weights import send_weights
 
 ONE = ParallelConfig()
@@ -168,6 +170,58 @@ def without_moments(new, saved):
     return [case.update() for _ in range(2)]
 
 
+def held(policy):
+    """Everything that an update may change, of this rank: {name: tensor or number}."""
+    found = {f"random.{name}": state for name, state in rng.state().items()} | {"updates": policy.updates}
+    for number, chunk in enumerate(policy.chunks):
+        found |= {f"{number}.{name}": t for name, t in unwrap(chunk).state_dict().items() if torch.is_tensor(t)}
+    for number, optimizer in enumerate(checkpoint._optimizers(policy)):
+        for g, group in enumerate(optimizer.optimizer.param_groups):
+            found |= {f"adam{number}.{g}.{name}": value for name, value in group.items() if name != "params"}
+            for p, parameter in enumerate(group["params"]):
+                moments = {"main": parameter, **optimizer.optimizer.state[parameter]}
+                found |= {f"adam{number}.{g}.{p}.{name}": value for name, value in moments.items()}
+    return {name: value.detach().clone() if torch.is_tensor(value) else value for name, value in found.items()}
+
+
+def spoiled(case, what):
+    """An update in which rank 1 alone has a loss, or a gradient of its logprobs, that is not finite. Numbers of every
+    random stream are drawn in it, as dropout would."""
+
+    def loss(number, logprobs):
+        draw()
+        value = case.share.loss(number, logprobs)
+        if dist.get_rank() == 1 and what == "loss":
+            return value + torch.nan  # of which the gradient is finite
+        if dist.get_rank() == 1 and logprobs.numel():
+            logprobs.register_hook(lambda gradient: gradient * torch.inf)
+        return value
+
+    return case.policy.update(case.share.microbatches, None, loss)
+
+
+def skips(new):
+    """An update, one with a spoiled loss, one with a spoiled gradient, a good one; then the same without these two."""
+    case, guards = new(), Guards(GuardsConfig(max_skipped_updates=2))
+    seen = {"norms": [case.update()], "held": [held(case.policy)], "results": [], "told": []}
+    for update, what in enumerate(("loss", "gradient")):
+        result = spoiled(case, what)
+        seen["results"].append(asdict(result))
+        seen["held"].append(held(case.policy))
+        try:
+            guards.after_update(result, step=7, update=update)
+        except NonFiniteError as error:
+            seen["told"].append(str(error))
+    seen["norms"].append(case.update())
+    seen["after"] = held(case.policy)
+    straight = new()
+    begun = seen["held"][0].items()
+    rng.set_state({name.removeprefix("random."): state for name, state in begun if name.startswith("random.")})
+    seen["straight norms"] = [straight.update() for _ in range(2)]
+    seen["straight after"] = held(straight.policy)
+    return seen
+
+
 def refusals(new, saved):
     """What this rank is told of checkpoints of another model, or with a flipped bit, or without a file or their state.
 
@@ -229,6 +283,7 @@ def main():
         if name == "EP2":
             seen[name, "from one"] = resume(new, "one", "EP2 from one")
             seen[name, "without moments"] = without_moments(new, "two")
+            seen["skips"] = skips(lambda: new("bfloat16"))
         seen[name, "seeded"] = seeded()
     world.stop()
     if first:

@@ -1,10 +1,13 @@
-"""One rank of the tests of a training step on routes that are not all there, or not all of the present weights.
+"""One rank of the tests of a training step on routes that are not all there, or not all of the present weights, and on
+tokens that were not drawn from the whole vocabulary.
 
     torchrun --nproc-per-node N step_worker.py CHECKPOINT OUT CASES
 
 CASES: JSON, {name: {"overrides": [config overrides], "missing": [sequences without routes], "short": [sequences whose
-first two tokens have none], "old": [sequences whose prompt older weights routed]}}. Rank r writes
-OUT/<name>-rank<r>.json: metrics, or the error.
+first two tokens have none], "old": [sequences whose prompt older weights routed], "unsupported": [sequences whose last
+token is not in its own support], "uncounted": [sequences whose last token has no support], "first": only so many
+sequences, "reward": the same for all}}. Rank r writes OUT/<name>-rank<r>.json: metrics, or the error; and what
+`shared_vocabulary` gives to OUT/vocabulary-rank<r>.pt.
 """
 
 import json
@@ -13,13 +16,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from moe_rl.config.hf import read_model
 from moe_rl.config.load import load_config
 from moe_rl.errors import MoeRLError
 from moe_rl.megatron import world
-from moe_rl.megatron.policy import Policy
+from moe_rl.megatron.policy import Policy, ReferencePolicy
+from moe_rl.objectives import logprobs as logprobs_module
+from moe_rl.objectives.logprobs import token_logprobs, token_logprobs_and_entropies
+from moe_rl.objectives.support import Support
 from moe_rl.proof.batch import batch
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
 from moe_rl.train.step import Clock, TrainStep
@@ -29,9 +36,67 @@ ROOT = Path(__file__).parents[2]
 VERSION = 5
 
 
-def stored(sequences, routes, spec, folder, plan):
+def supports_of(sequences, vocabulary):
+    """{key: ids of each completion token}: a few random ones and its own; the first token of each: all, as []."""
+    rng = np.random.default_rng(17)
+    return {
+        s.key: [[]] + [sorted({t, *rng.integers(0, vocabulary, 6).tolist()}) for t in s.token_ids[1:]]
+        for s in sequences
+    }
+
+
+def aux_of(number, sequence, support, plan):
+    support = [list(ids) for ids in support]
+    if number in plan.get("unsupported", ()):
+        support[-1].remove(sequence.token_ids[-1])
+    if number in plan.get("uncounted", ()):
+        del support[-1]
+    return {
+        "support_counts": np.array([len(ids) for ids in support], np.uint32),
+        "support_ids": np.array([i for ids in support for i in ids], np.int32),
+    }
+
+
+def shared_logits(dtype=torch.float32):
+    """Logits [9, 40], targets, and a support for each: some in one half of the vocabulary alone."""
+    generator = torch.Generator().manual_seed(4)
+    logits = (5 * torch.randn(9, 40, generator=generator)).to(dtype)
+    logits[4] += 1e4
+    targets = torch.tensor([0, 19, 20, 39, 7, 25, 3, 33, 20])
+    ids = [[], [3, 19], [1, 2, 20], [20, 39], [], [25], [0, 3, 38], list(range(40)), []]
+    counts, flat = np.array([len(one) for one in ids]), np.array([i for one in ids for i in one])
+    return logits, targets, Support.of(counts, flat, logits.device)
+
+
+def scores_of(logits, targets, support, group=None):
+    """[(logprobs, entropies, gradient of a function of both)] with and without the support, and one without entropy."""
+    seen = []
+    for restricted in (support, None):
+        leaf = logits.clone().requires_grad_()
+        scores = token_logprobs_and_entropies(leaf, targets, 0.8, support=restricted, group=group)
+        (scores[0].exp().sum() + (scores[1] ** 2).sum()).backward()
+        seen.append((*(values.detach() for values in scores), leaf.grad))
+    leaf = logits.clone().requires_grad_()
+    values = token_logprobs(leaf, targets, 0.8, group=group)
+    values.sum().backward()
+    return [*seen, (values.detach(), leaf.grad)]
+
+
+def shared_vocabulary(out):
+    """This rank has one half of the vocabulary."""
+    rank, seen = dist.get_rank(), {}
+    for name, dtype in (("float32", torch.float32), ("float64", torch.float64)):
+        logits, targets, support = shared_logits(dtype)
+        seen[name] = scores_of(logits.chunk(2, 1)[rank], targets, support, dist.group.WORLD)
+    logprobs_module._CHUNK_ELEMENTS, whole = 4 * 20, logprobs_module._CHUNK_ELEMENTS
+    seen["chunks"] = scores_of(shared_logits()[0].chunk(2, 1)[rank], *shared_logits()[1:], dist.group.WORLD)
+    logprobs_module._CHUNK_ELEMENTS = whole
+    torch.save(seen, out / f"vocabulary-rank{rank}.pt")
+
+
+def stored(sequences, routes, spec, folder, plan, vocabulary):
     """The batch as a sampler leaves it: routes in a store, references in the sequences."""
-    ready = []
+    ready, supports = [], supports_of(sequences, vocabulary)
     with ShardWriter(folder, "step", spec) as writer:
         for number, (sequence, table) in enumerate(zip(sequences, routes, strict=True)):
             tokens = np.array(sequence.prompt_token_ids + sequence.token_ids, np.int32)[:-1]
@@ -40,7 +105,8 @@ def stored(sequences, routes, spec, folder, plan):
             spans = [Span(prompt - start, old, Provenance.PREFILL)] if prompt > start else []
             spans.append(Span(len(tokens) - max(prompt, start), VERSION, Provenance.DECODE))
             spans = [span for span in spans if span.rows]
-            ref = writer.add(sequence.key, table[start:], tokens[start:], spans)
+            aux = aux_of(number, sequence, supports[sequence.key], plan)
+            ref = writer.add(sequence.key, table[start:], tokens[start:], spans, aux=aux)
             ref = None if number in plan.get("missing", ()) else replace(ref, start=start)
             ready.append(replace(sequence, weight_version=VERSION, routes=ref))
     return ready
@@ -53,13 +119,17 @@ def one(name, plan, checkpoint, out):
     config = load_config(ROOT / "configs/tiny_moe_cpu.yaml", [*overrides, *plan.get("overrides", [])])
     world.lay_out(config.parallel, seed=1)
     folder, rank = out / name / "trace", dist.get_rank()
-    sequences, routes = batch(facts)
+    sequences, routes = (part[: plan.get("first")] for part in batch(facts))
+    if "reward" in plan:
+        sequences = [replace(sequence, reward=plan["reward"]) for sequence in sequences]
     if rank == 0:
-        stored(sequences, routes, spec, folder, plan)
+        stored(sequences, routes, spec, folder, plan, facts.vocab)
     dist.barrier()
-    ready = stored(sequences, routes, spec, out / name / f"own{rank}", plan)
-    policy = Policy(facts, config.train, config.parallel, checkpoint, temperature=1.0)
-    step = TrainStep(config, policy, None, TraceStore(folder), spec)
+    ready = stored(sequences, routes, spec, out / name / f"own{rank}", plan, facts.vocab)
+    build = (facts, config.train, config.parallel, checkpoint)
+    policy = Policy(*build, temperature=1.0)
+    reference = ReferencePolicy(*build, temperature=1.0) if config.objective.kl_coef else None
+    step = TrainStep(config, policy, reference, TraceStore(folder), spec)
     groups = [number // 2 for number in range(len(ready))]
     try:
         seen = step.run(ready, groups, step=1, weight_version=VERSION, measure_native=True, clock=Clock())
@@ -73,6 +143,7 @@ def one(name, plan, checkpoint, out):
 if __name__ == "__main__":
     model, results, cases = map(Path, sys.argv[1:])
     world.join(timeout_seconds=120)
+    shared_vocabulary(results)
     for name, plan in json.loads(cases.read_text()).items():
         one(name, plan, model, results)
     world.stop()

@@ -5,6 +5,7 @@ saves it again must write the same names and bits, main weights and Adam's momen
 """
 
 import functools
+import math
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,16 @@ def of(seen, key):
 def equal(ours, theirs):
     assert ours.keys() == theirs.keys()
     different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+    assert not different
+    return True
+
+
+def same(ours, theirs):
+    """Whether two of what the worker's `held` returns are equal, bit for bit; says where they are not."""
+    assert ours.keys() == theirs.keys()
+    tensors = {name for name, value in ours.items() if torch.is_tensor(value)}
+    different = [name for name in tensors if not torch.equal(ours[name], theirs[name])]
+    different += [name for name in ours.keys() - tensors if ours[name] != theirs[name]]
     assert not different
     return True
 
@@ -156,6 +167,32 @@ def test_a_wrong_checkpoint_is_refused_by_all_ranks_alike(seen):
     assert "state.json is missing" in told[0]["state"]
     assert "is not of this model" in told[0]["model"] and "two/step-000001" in told[0]["model"]
     assert all(equal(*rank["refusals"]["weights"]) for rank in seen)
+
+
+def test_what_one_rank_finds_not_finite_changes_nothing_on_any(seen):
+    """Parameters, main weights, moments, learning rate, counts and random generators, bit for bit; and the next update
+    is the one that would have come."""
+    for rank in (r["skips"] for r in seen):
+        spoiled_loss, spoiled_gradient = rank["results"]
+        assert spoiled_loss["nonfinite"] == "loss on rank 1" and 0 < spoiled_loss["grad_norm"] < 1e3  # only the value
+        assert spoiled_gradient["nonfinite"].startswith("gradient on rank") and "1" in spoiled_gradient["nonfinite"]
+        assert "loss" not in spoiled_gradient["nonfinite"] and not math.isfinite(spoiled_gradient["grad_norm"])
+        before, *after = rank["held"]
+        kinds = ("random.", "updates", "adam0.0.0.main", "adam0.0.0.exp_avg", "adam0.0.lr", "0.decoder")
+        assert all(any(name.startswith(kind) for name in before) for kind in kinds)
+        assert all(same(before, later) for later in after)
+        assert rank["norms"] == rank["straight norms"] and same(rank["after"], rank["straight after"])
+        # the witness: an update that is applied does change it
+        for name in ("adam0.0.0.main", "adam0.0.0.exp_avg"):
+            assert not torch.equal(before[name], rank["after"][name])
+        assert rank["after"]["updates"] == before["updates"] + 1
+
+
+def test_so_many_skipped_updates_in_a_row_end_the_run_on_all_ranks(seen):
+    told = [rank["skips"]["told"] for rank in seen]
+    assert told[0] == told[1] and len(told[0]) == 1
+    assert "2 updates in a row were skipped (the last is update 1 of step 7)" in told[0][0]
+    assert f"what is not finite: {seen[0]['skips']['results'][1]['nonfinite']}" in told[0][0]
 
 
 def test_state_says_who_wrote_it(seen):

@@ -1,18 +1,31 @@
-"""A training step when routes are missing or of older weights: refused, dropped, or routed natively, and counted."""
+"""A training step when routes are missing or of older weights: refused, dropped, or routed natively, and counted. And
+one on tokens that were drawn from a part of the vocabulary, which the trainer then renormalises over."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
+import torch
 
-from moe_rl.proof.batch import LENGTHS
+from moe_rl.config.hf import read_model
+from moe_rl.proof.batch import LENGTHS, batch
 from tests.distributed.conftest import torchrun
+from tests.distributed.step_worker import scores_of, shared_logits, supports_of
 
 pytestmark = pytest.mark.timeout(300)
 LAYERS = 4
 TOKENS = [prompt + completion - 1 for prompt, completion in LENGTHS]
 NATIVE = ["replay.missing=native", "replay.max_fallback_fraction=0.2"]
 STALE = ["replay.max_staleness=1", "replay.stale=replay"]
+MASK = ["rollout.top_k=7", "rollout.keep_sampling_mask=true"]
+ENTROPY_COEF = 2.0
+# Natively routed, so that `transformers` computes the same, and the reference, of the same weights, too.
+MASKED = [*MASK, "replay.mode=off", "train.updates_per_step=1", "objective.kl_coef=0.1"]
+MASKED += [f"objective.entropy_coef={ENTROPY_COEF}"]
+# In groups of two the std would take away all of a KL but the sign.
+NO_KL = ["objective.advantage=reinforce_pp"]
+KL_IN_REWARD = [*NO_KL, "objective.kl_in=reward", "objective.kl_coef=0.5", "objective.kl_estimator=k1"]
 CASES = {
     "whole": {},
     "r2": {"overrides": ["replay.mode=r2"]},
@@ -33,22 +46,41 @@ CASES = {
         "missing": [3, 4],
         "short": [5],
     },
+    "kl-reward": {"overrides": KL_IN_REWARD},
+    "context-kl-reward": {"overrides": [*KL_IN_REWARD, "parallel.context=2"]},
+    "kl-loss": {"overrides": [*NO_KL, "objective.kl_coef=0.5"]},
+    "no-kl": {"overrides": NO_KL},
+    "no-difference": {"reward": 0.3},
+    "one-sequence": {"first": 1},
     "stale-refused": {"old": [2]},
     "stale-replayed": {"overrides": STALE, "old": [2, 5]},
     "stale-native": {
         "overrides": ["replay.max_staleness=1", "replay.stale=native", "replay.max_fallback_fraction=0.2"],
         "old": [2, 5],
     },
+    "masked": {"overrides": MASKED},
+    "masked-tensor": {"overrides": [*MASKED, "parallel.tensor=2"]},
+    "masked-context": {"overrides": [*MASKED, "parallel.context=2"]},
+    "masked-pipeline": {"overrides": [*MASKED, "parallel.expert=1", "parallel.pipeline=2"]},
+    "masked-sampler": {"overrides": [*MASKED, "objective.old_logprobs=sampler"]},
+    "unsupported": {"overrides": MASK, "unsupported": [3]},
+    "uncounted": {"overrides": [*MASK, "parallel.expert=1", "parallel.pipeline=2"], "uncounted": [4]},
 }
 
 
 @pytest.fixture(scope="module")
-def steps(checkpoint, tmp_path_factory):
-    """{case: what rank 0 has}, after both ranks were found to have the same."""
+def out(checkpoint, tmp_path_factory):
+    """Folder with what both ranks wrote."""
     out = tmp_path_factory.mktemp("steps")
     (out / "cases.json").write_text(json.dumps(CASES))
     process = torchrun(2, Path(__file__).with_name("step_worker.py"), checkpoint, out, out / "cases.json")
     assert process.returncode == 0, process.stderr[-3000:]
+    return out
+
+
+@pytest.fixture(scope="module")
+def steps(out):
+    """{case: what both ranks have}, after both were found to have the same."""
     seen = {name: [json.loads((out / f"{name}-rank{rank}.json").read_text()) for rank in range(2)] for name in CASES}
     assert all(first == second for first, second in seen.values() if isinstance(first, dict))
     return seen
@@ -112,6 +144,33 @@ def test_ranks_that_share_every_sequence_count_each_token_once(steps):
         assert {key: shared[key] for key in rest} == pytest.approx(rest, rel=1e-5, abs=1e-7), name
 
 
+def test_a_kl_in_the_reward_counts_every_sequence_once(steps):
+    """However the sequences, or their tokens, are shared out. The estimates are of random routes against the model's
+    own: far from 0."""
+    (cut, _), (shared, _), (in_loss, _) = steps["kl-reward"], steps["context-kl-reward"], steps["kl-loss"]
+    for name in ("objective/kl_ref", "reward/kl_penalty", "optim/grad_norm", "objective/loss"):
+        # k1 is of either sign: rounding of single tokens is compared with what is left of their sum
+        assert shared[name] == pytest.approx(cut[name], rel=1e-5, abs=2e-6), name
+    assert abs(cut["objective/kl_ref"]) > 1e-2
+    # 13 sequences, half of whose KL is taken off; the mean over tokens is another number than the sum
+    assert cut["reward/kl_penalty"] != pytest.approx(-0.5 * cut["objective/kl_ref"], rel=0.1)
+    norms = [metrics["optim/grad_norm"] for metrics in (cut, in_loss, steps["no-kl"][0])]
+    assert all(a == b or a != pytest.approx(b, rel=1e-3) for a in norms for b in norms) and len(set(norms)) == 3
+    assert "reward/kl_penalty" not in in_loss and in_loss["objective/kl_ref"] > 0
+
+
+def test_a_step_with_nothing_to_learn_is_a_step(steps):
+    """No reward differs; or there are fewer sequences than ranks, and nobody to compare with."""
+    for name in ("no-difference", "one-sequence"):
+        metrics, _ = steps[name]
+        assert metrics["objective/zero_advantage_fraction"] == 1 and metrics["optim/grad_norm"] == 0
+        assert metrics["optim/skipped"] == 0
+        assert metrics["optim/updates"] == {"no-difference": 2, "one-sequence": 1}[name]
+        # what is measured is measured all the same
+        assert metrics["policy_kl/k3"] > 0 and metrics["routing/consumed"] == metrics["routing/expected"] > 0
+    assert steps["whole"][0]["objective/zero_advantage_fraction"] == 1 / 13  # the last has no other in its group
+
+
 def test_above_the_bound_every_rank_refuses_before_any_pass(steps):
     native, total = LAYERS * sum(TOKENS[i] for i in (1, 3, 4)), LAYERS * sum(TOKENS)
     for rank in steps["missing-native-too-many"]:
@@ -134,11 +193,94 @@ def test_routes_of_older_weights(steps):
     # one rank has the sequence; the other learns that it need not begin
     mine = [message in rank for rank in steps["stale-refused"]]
     assert sorted(mine) == [False, True]
-    other = steps["stale-refused"][mine.index(False)]
-    assert f"another rank refused the routes of its sequences: got rank {mine.index(True)}, see its error" in other
+    other, who = steps["stale-refused"][mine.index(False)], mine.index(True)
+    assert f"another rank refused what was recorded of its sequences: got rank {who}, see its error" in other
     prompts = sum(LENGTHS[i][0] for i in (2, 5))
     replayed, native, whole = (steps[name][0] for name in ("stale-replayed", "stale-native", "whole"))
     assert replayed["routing/stale_tokens"] == native["routing/stale_tokens"] == prompts
     assert replayed["routing/coverage"] == 1 and replayed["optim/grad_norm"] == whole["optim/grad_norm"]
     assert native["routing/fallback_positions"] == LAYERS * prompts
     assert native["optim/grad_norm"] != whole["optim/grad_norm"]
+
+
+def test_two_halves_of_the_vocabulary_are_one(out):
+    ranks = [torch.load(out / f"vocabulary-rank{rank}.pt") for rank in range(2)]
+    for name, dtype, tolerance in (("float32", torch.float32, 2e-6), ("float64", torch.float64, 1e-12)):
+        whole = scores_of(*shared_logits(dtype))
+        for n, alone in enumerate(whole):
+            first, second = (rank[name][n] for rank in ranks)
+            assert all(torch.equal(*values) for values in zip(first[:-1], second[:-1], strict=True))
+            for ours, theirs in zip([*first[:-1], torch.cat([first[-1], second[-1]], 1)], alone, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+        assert (whole[0][0] - whole[1][0]).abs().max() > 1 and (whole[0][1] - whole[1][1]).abs().max() > 0.1
+    for rank in ranks:
+        for chunked, at_once in zip(rank["chunks"], rank["float32"], strict=True):
+            assert all(torch.equal(*values) for values in zip(chunked, at_once, strict=True))
+
+
+@pytest.fixture(scope="module")
+def by_transformers(checkpoint):
+    """Of the natively routed batch over the supports, and over everything: mean entropy and k1; and over the supports
+    the norm of the gradient of GSPO's loss, where no ratio has moved, with and without the entropy bonus."""
+    from transformers import Qwen3MoeForCausalLM
+
+    facts = read_model(checkpoint)
+    sequences, _ = batch(facts)
+    supports = supports_of(sequences, facts.vocab)
+    model, tokens = Qwen3MoeForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), sum(c for _, c in LENGTHS)
+
+    def scores(sequence, restricted):
+        ids = torch.tensor([sequence.prompt_token_ids + sequence.token_ids])
+        logits = model(ids, use_cache=False).logits[0, len(sequence.prompt_token_ids) - 1 : -1].double()
+        for at, token in enumerate(sequence.token_ids):
+            of_token = supports[sequence.key][at] if restricted else []
+            chosen = logits[at, of_token] if of_token else logits[at]
+            p = chosen.exp() / chosen.exp().sum()
+            yield p[of_token.index(token) if of_token else token].log(), -(p * p.log()).sum()
+
+    def measure(restricted):
+        pairs = [(s, at, *values) for s in sequences for at, values in enumerate(scores(s, restricted))]
+        surprise = [float(s.rollout_logprobs[at]) - float(logprob) for s, at, logprob, _ in pairs]
+        loss = -sum(s.advantage / len(s.token_ids) * logprob for s, _, logprob, _ in pairs) / len(sequences)
+        entropy = sum(entropy for *_, entropy in pairs) / tokens
+        return entropy, math.fsum(surprise) / tokens, loss
+
+    with torch.no_grad():
+        everything = [float(value) for value in measure(restricted=False)[:2]]
+    entropy, k1, loss = measure(restricted=True)
+    norms = []
+    for total in (loss, loss - ENTROPY_COEF * entropy):
+        gradients = torch.autograd.grad(total, [*model.parameters()], retain_graph=True, allow_unused=True)
+        norms.append(math.sqrt(sum(float(g.double().square().sum()) for g in gradients if g is not None)))
+    return {"entropy": (float(entropy), everything[0]), "k1": (k1, everything[1]), "norms": norms}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("masked")])
+def test_the_trainer_renormalises_over_what_was_drawn_from(steps, by_transformers, case):
+    """In every pass: the old logprobs, the update, and the reference, which otherwise would not be at distance 0."""
+    (metrics, _), expected = steps[case], by_transformers
+    assert metrics["policy/entropy"] == pytest.approx(expected["entropy"][0], rel=1e-5)
+    assert metrics["policy_kl/k1"] == pytest.approx(expected["k1"][0], rel=1e-5)
+    assert metrics["objective/kl_ref"] == pytest.approx(0, abs=1e-9)
+    if case != "masked-sampler":  # whose ratios are far from 1, and clipped
+        assert metrics["optim/grad_norm"] == pytest.approx(expected["norms"][1], rel=1e-5)
+    assert abs(expected["norms"][1] / expected["norms"][0] - 1) > 0.05, "the bonus is no part of the gradient"
+
+
+def test_without_the_mask_the_trainer_is_far_away(steps, by_transformers):
+    (off, _), (kept, everything) = steps["off"], by_transformers["entropy"]
+    assert off["policy/entropy"] == pytest.approx(everything, rel=1e-5) and everything > kept + 1
+    kept, everything = by_transformers["k1"]
+    assert off["policy_kl/k1"] == pytest.approx(everything, rel=1e-5) and everything > kept + 1
+
+
+def test_a_support_that_cannot_be_right_is_refused_before_any_pass(steps):
+    for case, message in (
+        ("unsupported", "the sampled token is not in its own sampling support (request s3, completion token 5): got"),
+        ("uncounted", "sampling support is not of these tokens (request s4): got that of 2 tokens, expected 3"),
+    ):
+        mine = [rank.startswith(f"SupportError: {message}") for rank in steps[case]]
+        assert sorted(mine) == [False, True], steps[case]
+        assert f"another rank refused what was recorded of its sequences: got rank {mine.index(True)}" in (
+            steps[case][mine.index(False)]
+        )

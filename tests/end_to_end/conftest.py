@@ -16,6 +16,7 @@ SHORT = [
     "run.steps=4",
     "rollout.prompts_per_step=16",
     "rollout.group_size=4",
+    "rollout.dynamic_sampling_rounds=2",
     "eval.prompts=32",
     "eval.every_steps=4",
     "checkpoint.every_steps=2",

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from moe_rl.megatron.layout import PAD_MULTIPLE, padded_length
 from moe_rl.megatron.microbatch import pack
 from moe_rl.megatron.policy import learning_rate
-from moe_rl.types import Sequence
+from moe_rl.types import SamplingSupport, Sequence
 
 
-def sequence(key, prompt, completion, advantage):
+def sequence(key, prompt, completion, reward):
     return Sequence(
-        key, tuple(prompt), tuple(completion), np.arange(len(completion), dtype=np.float32), advantage, 0, None
+        key, tuple(prompt), tuple(completion), np.arange(len(completion), dtype=np.float32), reward, 0, None
     )
 
 
@@ -35,7 +35,9 @@ def test_rows_targets_and_padding():
     assert packed.targets.tolist() == [7, 8, 4, 5] and packed.predicted.tolist() == [0, 1, 2, 3]
     assert packed.sequence_ids.tolist() == [0, 0, 1, 1]
     assert packed.rollout_logprobs.tolist() == [0, 1, 0, 1]
-    assert packed.advantages.tolist() == [-1, 0.5]
+    assert packed.advantages.isnan().tolist() == [True, True]
+    packed.give_advantages([0.5, 9.0, -1])
+    assert packed.advantages.tolist() == [-1, 0.5] and packed.advantages.dtype == torch.float32
     params = packed.seq_params(None, 0)
     assert params.cu_seqlens_q.tolist() == [0, 2, 6, 8] and params.cu_seqlens_q.dtype == torch.int32
     assert params.max_seqlen_q == 4 and params.replay is None
@@ -83,9 +85,14 @@ def test_ranks_share_what_one_would_be_fed_and_predict(lengths, ranks):
     fed = [token for s in sequences for token in (s.prompt_token_ids + s.token_ids)[:-1]]
     where = [(s, position) for s, (p, c) in zip(sequences, lengths, strict=True) for position in range(p + c - 1)]
     completion = [(s, number) for s in sequences for number in range(len(s.token_ids))]
+    counts = [draw.integers(0, 4, c) for _, c in lengths]
+    supports = [SamplingSupport(n, draw.integers(0, 99, n.sum())) for n in counts]
+    ids = [ids for s in supports for ids in np.split(s.ids, np.cumsum(s.counts)[:-1])]
     numbers, predicted = [], []
     for rank in range(ranks):
-        packed = pack(sequences, range(len(sequences)), torch.device("cpu"), (rank, ranks))
+        packed = pack(sequences, range(len(sequences)), torch.device("cpu"), (rank, ranks), supports)
+        assert packed.support.counts.tolist() == [len(ids[place]) for place in packed.predicted]
+        assert packed.support.ids.tolist() == [i for place in packed.predicted for i in ids[place]]
         assert packed.tokens.shape[1] * ranks == sum(packed.lengths)
         assert packed.sequence_ids.tolist() == [i for i, s in enumerate(sequences) for _ in s.token_ids]
         for number, token, position in zip(packed.rows, packed.tokens[0], packed.positions[0], strict=True):

@@ -41,12 +41,13 @@ class Run:
                 prompt_token_ids=tuple(tokens[:prompt]),
                 token_ids=tuple(tokens[prompt:]),
                 rollout_logprobs=rng.normal(-6, 0.3, completion).astype(np.float32),
-                advantage=1.0 - number,
+                reward=1.0 - number,
                 weight_version=0,
                 routes=None,
             )
             chosen = rng.random((8, facts.layers, facts.num_experts)).argsort(-1)[..., : facts.top_k].astype(np.uint8)
             packed = pack([sequence], [0], torch.device("cpu"))
+            packed.give_advantages([sequence.reward])
             spec = TraceSpec.from_layers("test", facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
             fed = packed.fed([sequence])
             table = microbatch_routes(
@@ -148,10 +149,10 @@ def test_a_forward_only_pass_that_raises(one_rank, recompute, monkeypatch):
 
     run, whole = Run(recompute), schedule.completion_logprobs
 
-    def raises(microbatch, logits, temperature):
+    def raises(microbatch, *arguments, **options):
         if microbatch is run.microbatches[1]:
             raise Planted
-        return whole(microbatch, logits, temperature)
+        return whole(microbatch, *arguments, **options)
 
     with monkeypatch.context() as patch, pytest.raises(Planted), run.session("logprobs") as session:
         patch.setattr(schedule, "completion_logprobs", raises)

@@ -1,10 +1,12 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from moe_rl.objectives import logprobs as module
-from moe_rl.objectives.logprobs import token_logprobs
+from moe_rl.objectives.logprobs import token_logprobs, token_logprobs_and_entropies
+from moe_rl.objectives.support import Support
 
 
 def sample(tokens, vocabulary, dtype=torch.float32, scale=4.0):
@@ -20,6 +22,84 @@ def test_equals_the_scalar_definition(temperature):
     for row, target, value in zip(logits.tolist(), targets.tolist(), got.tolist(), strict=True):
         total = math.fsum(math.exp(x / temperature) for x in row)
         assert math.isclose(value, row[target] / temperature - math.log(total), rel_tol=1e-12)
+
+
+def supported(targets, vocabulary):
+    """A support for each token: its own and others; all for token 1, its own alone for token 2."""
+    rng = np.random.default_rng(3)
+    sets = [sorted({target, *rng.choice(vocabulary, vocabulary // 2).tolist()}) for target in targets.tolist()]
+    sets[1:3] = [], [int(targets[2])]
+    flat = np.array([i for ids in sets for i in ids])
+    return sets, Support.of(np.array([len(ids) for ids in sets]), flat, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("restricted", [False, True])
+def test_logprob_and_entropy_equal_the_scalar_definition(temperature, restricted):
+    logits, targets = sample(6, 7, torch.float64)
+    sets, support = supported(targets, 7) if restricted else ([[]] * 6, None)
+    got = token_logprobs_and_entropies(logits, targets, temperature, support=support)
+    for t, (row, target, ids) in enumerate(zip(logits.tolist(), targets.tolist(), sets, strict=True)):
+        of_id = {i: math.exp(row[i] / temperature) for i in ids or range(7)}
+        total = math.fsum(of_id.values())
+        entropy = -math.fsum(x / total * math.log(x / total) for x in of_id.values())
+        assert math.isclose(got[0][t], math.log(of_id[target] / total), rel_tol=1e-12, abs_tol=1e-15)
+        assert math.isclose(got[1][t], entropy, rel_tol=1e-12, abs_tol=1e-15)
+    if restricted:
+        assert got[0][2] == got[1][2] == 0 and got[0][1] < 0 < got[1][1]
+
+
+@pytest.mark.parametrize("restricted", [False, True])
+@pytest.mark.parametrize("rows_per_chunk", [2, 100])
+def test_gradients_of_logprob_and_entropy(monkeypatch, rows_per_chunk, restricted):
+    logits, targets = sample(5, 6, torch.float64, scale=1.0)
+    sets, support = supported(targets, 6) if restricted else (None, None)
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", 6 * rows_per_chunk)
+    logits.requires_grad_()
+
+    def both(x):
+        return token_logprobs_and_entropies(x, targets, 0.7, support=support)
+
+    assert torch.autograd.gradcheck(both, logits)
+    for chosen in (0, 1):  # each alone: the other has no gradient then
+        assert torch.autograd.gradcheck(lambda x, chosen=chosen: both(x)[chosen], logits)
+    (gradient,) = torch.autograd.grad(sum(values.sum() for values in both(logits)), logits)
+    assert (gradient != 0).any(-1).tolist() == [not restricted or n != 2 for n in range(5)]
+    if restricted:
+        outside = [[ids != [] and i not in ids for i in range(6)] for ids in sets]
+        assert torch.equal(gradient[torch.tensor(outside)], torch.zeros(sum(map(sum, outside)), dtype=torch.float64))
+
+
+def test_a_support_of_everything_changes_no_bit():
+    logits, targets = sample(16, 300, torch.bfloat16)
+    plain, everything = token_logprobs(logits, targets, 0.9), Support.of(np.zeros(16), np.zeros(0), logits.device)
+    assert torch.equal(plain, token_logprobs(logits, targets, 0.9, support=everything))
+    named = Support.of(np.full(16, 300), np.tile(np.arange(300), 16), logits.device)
+    assert torch.equal(plain, token_logprobs(logits, targets, 0.9, support=named))
+    assert torch.equal(plain, token_logprobs_and_entropies(logits, targets, 0.9)[0])
+
+
+def test_a_token_outside_its_support_is_impossible():
+    logits, targets = sample(3, 5)
+    others = [[i for i in range(5) if i != target] for target in targets.tolist()]
+    support = Support.of(np.full(3, 4), np.array(others).flatten(), logits.device)
+    assert token_logprobs(logits, targets, 1.0, support=support).tolist() == [-math.inf] * 3
+
+
+@pytest.mark.parametrize("first, size", [(0, 9), (3, 3), (6, 3)])
+def test_a_support_is_cut_to_rows_and_to_a_part_of_the_vocabulary(first, size):
+    _, targets = sample(7, 9)
+    sets, support = supported(targets, 9)
+    for rows in (slice(0, 7), slice(2, 5), slice(5, 10)):
+        expected = [[ids != [] and i not in ids for i in range(first, first + size)] for ids in sets[rows]]
+        assert support.removed(rows, first, size).tolist() == expected
+
+
+def test_entropy_of_bfloat16_logits_is_computed_in_float32():
+    logits, targets = sample(16, 1000, torch.bfloat16)
+    got = token_logprobs_and_entropies(logits, targets, 1.0)[1]
+    exact = torch.special.entr(logits.double().softmax(-1)).sum(-1)
+    assert got.dtype == torch.float32 and (got.double() - exact).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("rows_per_chunk", [1, 2, 3, 100])
@@ -38,17 +118,17 @@ def test_gradient_equals_finite_differences_and_autograd(monkeypatch, rows_per_c
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_chunks_do_not_change_a_bit(monkeypatch, dtype):
     logits, targets = sample(37, 53, dtype)
+    _, support = supported(targets, 53)
 
     def run():
         leaf = logits.clone().requires_grad_()
-        value = token_logprobs(leaf, targets, 0.9)
-        value.exp().sum().backward()
-        return value.detach(), leaf.grad
+        value, entropy = token_logprobs_and_entropies(leaf, targets, 0.9, support=support)
+        (value.exp() + entropy).sum().backward()
+        return value.detach(), entropy.detach(), leaf.grad
 
     whole = run()
     monkeypatch.setattr(module, "_CHUNK_ELEMENTS", 53 * 5)
-    pieces = run()
-    assert torch.equal(whole[0], pieces[0]) and torch.equal(whole[1], pieces[1])
+    assert all(torch.equal(*pair) for pair in zip(whole, run(), strict=True))
 
 
 def test_bfloat16_logits_are_normalised_in_float32():
@@ -86,9 +166,16 @@ def test_backward_holds_no_second_copy_of_the_logits():
 
 def test_no_tokens():
     logits = torch.zeros(0, 8, requires_grad=True)
-    got = token_logprobs(logits, torch.zeros(0, dtype=torch.int64), 1.0)
-    got.sum().backward()
-    assert got.tolist() == [] and logits.grad.shape == (0, 8)
+    nothing = Support.of(np.zeros(0), np.zeros(0), logits.device)
+    got = token_logprobs_and_entropies(logits, torch.zeros(0, dtype=torch.int64), 1.0, support=nothing)
+    sum(values.sum() for values in got).backward()
+    assert [values.tolist() for values in got] == [[], []] and logits.grad.shape == (0, 8)
+
+
+def test_the_support_of_other_tokens_is_refused():
+    logits, targets = sample(3, 5)
+    with pytest.raises(ValueError, match="not of these tokens: got that of 4 tokens, expected 3"):
+        token_logprobs(logits, targets, 1.0, support=Support.of(np.zeros(4), np.zeros(0), logits.device))
 
 
 @pytest.mark.parametrize(("logits", "targets", "temperature", "error", "message"), [

@@ -112,6 +112,11 @@ class Reference:
         routes = torch.stack([logits.topk(TOP_K, -1).indices.sort(-1).values for logits in output.router_logits], 1)
         return routes.numpy(), logprobs.numpy()
 
+    @torch.no_grad()
+    def logits(self, token_ids) -> torch.Tensor:
+        """[T, V] of every token."""
+        return self._model(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
+
 
 @pytest.fixture(scope="session")
 def reference(checkpoint) -> Reference:

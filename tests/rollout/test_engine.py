@@ -6,10 +6,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from moe_rl.errors import EngineError
+from moe_rl.objectives.logprobs import token_logprobs
+from moe_rl.objectives.support import Support
 from moe_rl.rollout.engine import VllmEngine
 from moe_rl.trace import TraceStore
+from moe_rl.train.support import read_support
+from moe_rl.types import Sequence
+from tests.rollout.conftest import VOCAB
 
 pytestmark = pytest.mark.slow
 
@@ -172,6 +178,14 @@ def test_what_else_is_recorded_is_in_the_store(settings, reference, requests_of,
         masked = completion.logprobs + store.aux(completion.routes, "log_normalizer")
         np.testing.assert_allclose(masked, unmasked, rtol=0, atol=1e-4)
         assert (completion.logprobs > unmasked + 0.01).all()
+        # What a trainer makes of the support: the sampler's own log-probabilities.
+        trained = Sequence(completion.key, completion.prompt_token_ids, completion.token_ids, completion.logprobs, 0.0,
+                           0, completion.routes)  # fmt: skip
+        support = read_support(store, trained, VOCAB)
+        support = Support.of(support.counts, support.ids, torch.device("cpu"))
+        logits = reference.logits(tokens)[len(completion.prompt_token_ids) - 1 : -1]
+        ours = token_logprobs(logits, torch.tensor(completion.token_ids), 1.0, support=support)
+        np.testing.assert_allclose(ours, completion.logprobs, rtol=0, atol=1e-5)
         kept = store.aux(completion.routes, "router_logits")
         rows = store.aux(completion.routes, "router_logits_rows")
         best = np.sort(np.argsort(kept, -1)[..., -4:], -1)

@@ -182,9 +182,17 @@ def test_worker_class_without_a_patch(play, router, tmp_path):
     from moe_rl.rollout import patches
 
     outcome = play(
-        [{"sample": requests(3, 4), "sink": "s"}], capture="worker", environment=_pristine(tmp_path, patches)
+        [{"sample": requests(3, 4), "sink": "s"}, {"sample": requests(1, 2, top_k=8, top_p=0.9), "sink": "cut"}],
+        capture="worker",
+        recording={"support": True},
+        environment=_pristine(tmp_path, patches),
     )
     agree(outcome, router)
+    for completion in outcome.completions(1):
+        counts, ids = (outcome.store.aux(outcome.ref(completion), f"support_{name}") for name in ("counts", "ids"))
+        assert len(counts) == len(completion["token_ids"]) and 1 <= counts.min() <= counts.max() <= 8
+        supports = np.split(ids, np.cumsum(counts)[:-1])
+        assert all(token in support for token, support in zip(completion["token_ids"], supports, strict=True))
 
 
 def _pristine(tmp_path, patches) -> dict[str, str]:

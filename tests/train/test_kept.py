@@ -22,7 +22,7 @@ def kept(tmp_path):
 def batch(step):
     ref = RouteRef(f"s{step}/p0/c0", 3, (RoutePart(shard_name(step), "0123456789abcdef"),))
     logprobs = np.array([-0.5, -1.25], np.float32)
-    one = Sequence(f"s{step}/p0/c0", (1, 2), (3, 4), logprobs, advantage=0.5, weight_version=step - 1, routes=ref)
+    one = Sequence(f"s{step}/p0/c0", (1, 2), (3, 4), logprobs, reward=0.5, weight_version=step - 1, routes=ref)
     return RolloutBatch([one, dataclasses.replace(one, key="other", routes=None)], [0, 1], {"reward/mean": 0.25})
 
 
@@ -77,8 +77,12 @@ def test_files_and_shards_go_together(kept):
     kept.store.remove(shard_name(3))
     assert kept.steps() == [1, 2, 4]  # what lacks its routes cannot be scored
     (kept.folder / "step000005.tmp").write_bytes(b"cut")
+    with ShardWriter(kept.store._local(), "step000004-round2", SPEC):
+        pass
+    with ShardWriter(kept.store._local(), "eval-greedy", SPEC):
+        pass
     kept.retain({1, 4})
     assert sorted(path.name for path in kept.folder.iterdir()) == ["step000001.rollout", "step000004.rollout"]
-    assert kept.store.shards() == ["step000001", "step000004"]
+    assert kept.store.shards() == ["step000001", "step000004", "step000004-round2"]
     kept.retain(range(4))
     assert kept.steps() == [1]

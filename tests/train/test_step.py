@@ -27,7 +27,7 @@ def test_sums_wait_for_the_end_of_the_update(monkeypatch):
     microbatch = SimpleNamespace(
         advantages=torch.tensor([1.0, -1.0]), sequence_ids=torch.tensor([0, 0, 1]), rollout_logprobs=old
     )
-    share = Share([microbatch] * 2, [], 4, 4, old_logprobs=[old] * 2, ref_logprobs=[ref] * 2)
+    share = Share([microbatch] * 2, [], 4, 4, 6, old_logprobs=[old] * 2, ref_logprobs=[ref] * 2)
     sums = UpdateSums()
     loss = step._loss(share, sums, {})
 
@@ -71,7 +71,7 @@ def test_every_loss_is_given_its_parameters_its_denominator_and_its_weights(name
         sequence_ids=torch.tensor([0, 0, 1, 2]),
         rollout_logprobs=rollout - torch.tensor([0.0, 0.0, 0.0, 0.4]),
     )
-    share = Share([microbatch], [], 7, 3, old_logprobs=[old], ref_logprobs=[torch.full((4,), -1.0)])
+    share = Share([microbatch], [], 7, 3, 4, old_logprobs=[old], ref_logprobs=[torch.full((4,), -1.0)])
     sums = UpdateSums()
     total = step._loss(share, sums, {})(0, logprobs)
     ids = microbatch.sequence_ids

@@ -1,0 +1,81 @@
+"""When to stop: updates that are not finite again and again, and a run that is lost.
+
+Every rank counts the same numbers, so that all stop together. The counts are part of a checkpoint: a run that is
+resumed stops where it would have without the interruption.
+"""
+
+from __future__ import annotations
+
+import math
+
+from moe_rl.config.schema import GuardsConfig
+from moe_rl.errors import CollapseError, NonFiniteError, describe
+from moe_rl.megatron.policy import UpdateResult
+
+
+class Guards:
+    """Counts in a row: skipped updates, and steps that say that the run is lost."""
+
+    def __init__(self, settings: GuardsConfig):
+        self.settings = settings
+        self.skipped = self.lost = 0
+
+    def state(self) -> dict[str, int]:
+        """What a checkpoint keeps."""
+        return {"skipped": self.skipped, "lost": self.lost}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Go on from what `state` returned."""
+        self.skipped, self.lost = state["skipped"], state["lost"]
+
+    def after_update(self, result: UpdateResult, *, step: int, update: int) -> None:
+        """Raises NonFiniteError when this update was the last of too many in a row that were skipped.
+
+        step: from 1. update: number of the update in the step, from 0.
+        """
+        self.skipped = 0 if result.applied else self.skipped + 1
+        if self.skipped >= self.settings.max_skipped_updates:
+            raise NonFiniteError(
+                describe(
+                    f"{self.skipped} updates in a row were skipped",
+                    where=f"the last is update {update} of step {step}",
+                    got=f"what is not finite: {result.nonfinite}",
+                    expected=f"fewer than guards.max_skipped_updates = {self.settings.max_skipped_updates}",
+                    do="lower train.optimizer.lr or set train.dtype=float32, and start from an earlier checkpoint. "
+                    "Weights, optimizer and random generators are as they were before these updates",
+                )
+            )
+
+    def after_step(self, step: int, metrics: dict[str, float]) -> CollapseError | None:
+        """What to end the run with after this step, or None. metrics: of the step, see report/registry.py."""
+        reasons = self._reasons(metrics)
+        self.lost = self.lost + 1 if reasons else 0
+        limit = self.settings.collapse_steps
+        if not limit or self.lost < limit:
+            return None
+        return CollapseError(
+            describe(
+                "the run has collapsed",
+                where=f"since step {step - self.lost + 1}, now step {step}",
+                got="; ".join(reasons),
+                expected=f"fewer than guards.collapse_steps = {limit} such steps in a row",
+                do="go back to a checkpoint from before, and lower train.optimizer.lr or train.updates_per_step, or "
+                "raise objective.kl_coef; if sampler and trainer drift apart, look at replay.mode and the precisions. "
+                "A checkpoint and the report of this state are in the run folder",
+            )
+        )
+
+    def _reasons(self, metrics: dict[str, float]) -> list[str]:
+        """Each condition that holds, with its values."""
+        limits = {"policy_kl/k3": self.settings.max_policy_kl,
+                  "policy/extreme_fraction": self.settings.max_extreme_fraction}  # fmt: skip
+        # A value that is not finite is no value within the limit.
+        found = [
+            f"{key} = {metrics[key]:.3g}, above {limit:g}"
+            for key, limit in limits.items()
+            if not (math.isfinite(metrics[key]) and metrics[key] <= limit)
+        ]
+        passed, reward = metrics["reward/pass_rate"], metrics["reward/mean"]
+        if metrics["rollout/truncated_fraction"] == 1 and passed == 0 and reward <= 0:
+            found.append(f"every completion truncated, none passed, mean reward {reward:.3g}")
+        return found

@@ -1,0 +1,135 @@
+"""From rewards, and what a KL takes off them, to the advantages of every microbatch."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from moe_rl.config.schema import ObjectiveConfig
+from moe_rl.errors import MoeRLError
+from moe_rl.megatron import world
+from moe_rl.megatron.microbatch import pack
+from moe_rl.train import credit
+from moe_rl.train.shares import Share
+from moe_rl.types import Sequence
+
+LENGTHS, REWARDS, GROUPS = [2, 3, 1, 4, 2], [1.0, 0.0, 0.5, 0.5, 3.0], [0, 0, 1, 1, 1]
+
+
+def sequences():
+    return [
+        Sequence(f"s{n}", (1, 2), tuple(range(length)), np.zeros(length, np.float32), reward, 0, None)
+        for n, (length, reward) in enumerate(zip(LENGTHS, REWARDS, strict=True))
+    ]
+
+
+class Rank:
+    """What one rank has of two updates: microbatches of these sequences, by their number in the batch."""
+
+    def __init__(self, whole, updates, spoil=1.0):
+        self.shares = []
+        rng = np.random.default_rng(1)
+        # of every sequence the same numbers, wherever it lies
+        old, ref = ([rng.normal(-2, 0.5, n) for n in LENGTHS] for _ in range(2))
+        self.old, self.ref = old, ref
+        for members, microbatches in updates:
+            ours = [whole[i] for i in members]
+            packed = [pack(ours, [members.index(i) for i in chosen], torch.device("cpu")) for chosen in microbatches]
+            of_old, of_ref = (
+                [spoil * torch.tensor([x for i in chosen for x in part[i]]) for chosen in microbatches]
+                for part in (old, ref)
+            )
+            keys = tuple(s.key for s in ours)
+            self.shares.append(Share(packed, [], 1, 1, old_logprobs=of_old, ref_logprobs=of_ref, keys=keys))
+
+    def advantages(self):
+        return {
+            share.keys[i]: value
+            for share in self.shares
+            for m in share.microbatches
+            for i, value in zip(m.indices, m.advantages.tolist(), strict=True)
+        }
+
+
+# What the two ranks of a batch have: update 0 is of the first group, update 1 of the second.
+TWO_RANKS = [
+    [([0, 1], [[1]]), ([2, 3, 4], [[4, 2]])],
+    [([0, 1], [[0], []]), ([2, 3, 4], [[3]])],
+]
+
+
+def both(monkeypatch, objective, layouts=TWO_RANKS, speaks=(True, True), **options):
+    """{key: advantage} over both ranks, and the metrics of each, which exchange their sums as `world` would."""
+    whole, ranks, sent, metrics = sequences(), [], [], []
+    monkeypatch.setattr(credit.world, "all_reduce", lambda values: sent.append(values) or values)
+    for layout, speaking in zip(layouts, speaks, strict=True):
+        monkeypatch.setattr(world, "speaks_for_its_sequences", lambda speaking=speaking: speaking)
+        if objective.kl_in == "reward":
+            credit._sequence_kl(objective.kl_estimator, whole, Rank(whole, layout, **options).shares)
+    monkeypatch.setattr(credit.world, "all_reduce", lambda values: np.sum(sent, 0).tolist())
+    for layout, speaking in zip(layouts, speaks, strict=True):
+        monkeypatch.setattr(world, "speaks_for_its_sequences", lambda speaking=speaking: speaking)
+        ranks.append(Rank(whole, layout, **options))
+        metrics.append(credit.give_credit(objective, whole, GROUPS, ranks[-1].shares))
+    return {key: value for rank in ranks for key, value in rank.advantages().items()}, metrics, ranks[0]
+
+
+def test_every_microbatch_gets_its_own(monkeypatch):
+    got, metrics, _ = both(monkeypatch, ObjectiveConfig(advantage="group_mean"))
+    assert got == pytest.approx({"s0": 0.5, "s1": -0.5, "s2": -5 / 6, "s3": -5 / 6, "s4": 5 / 3}, rel=1e-6)
+    assert metrics == [{"objective/zero_advantage_fraction": 0.0}] * 2
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_kl_of_the_whole_completion_is_taken_off_first(monkeypatch, estimator):
+    """Against loops in plain Python, over sequences that lie on different ranks."""
+    objective = ObjectiveConfig(advantage="leave_one_out", kl_in="reward", kl_coef=0.3, kl_estimator=estimator)
+    got, metrics, rank = both(monkeypatch, objective)
+    sums = []
+    for old, ref in zip(rank.old, rank.ref, strict=True):
+        total = 0.0
+        for l_old, l_ref in zip(old, ref, strict=True):
+            d = l_ref - l_old
+            total += {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}[estimator]
+        sums.append(total)
+    rewards = [reward - 0.3 * total for reward, total in zip(REWARDS, sums, strict=True)]
+    for number, group in enumerate(GROUPS):
+        others = [r for i, r in enumerate(rewards) if GROUPS[i] == group and i != number]
+        assert got[f"s{number}"] == pytest.approx(rewards[number] - sum(others) / len(others), rel=1e-5)
+    assert metrics[0] == metrics[1]
+    assert metrics[0]["reward/kl_penalty"] == pytest.approx(-0.3 * sum(sums) / 5, rel=1e-5)
+    per_token = [total / length for total, length in zip(sums, LENGTHS, strict=True)]
+    assert metrics[0]["objective/kl_ref"] == pytest.approx(sum(per_token) / 5, rel=1e-5)
+
+
+def test_ranks_that_share_a_sequence_speak_once(monkeypatch):
+    objective = ObjectiveConfig(kl_in="reward", kl_coef=0.3)
+    everything = [([0, 1], [[0, 1]]), ([2, 3, 4], [[2, 3], [4]])]
+    once = both(monkeypatch, objective)[0]
+    assert both(monkeypatch, objective, [everything] * 2, speaks=(True, False))[0] == pytest.approx(once, rel=1e-6)
+    with pytest.raises(MoeRLError, match="sequence s0.*got 2 that speak for it"):
+        both(monkeypatch, objective, [everything] * 2)
+
+
+def test_a_dropped_sequence_has_no_kl_and_is_in_no_statistic(monkeypatch):
+    objective = ObjectiveConfig(advantage="group_mean", kl_in="reward", kl_coef=1e-9)
+    without = [TWO_RANKS[0][:1] + [([2, 3], [[2]])], TWO_RANKS[1][:1] + [([2, 3], [[3]])]]
+    got, _, _ = both(monkeypatch, objective, without)
+    assert "s4" not in got and got["s2"] == pytest.approx(0, abs=1e-6)  # 0.5 and 0.5 are left
+    # its reward is known when no KL is needed: there it counts
+    got, _, _ = both(monkeypatch, ObjectiveConfig(advantage="group_mean"), without)
+    assert got["s2"] == pytest.approx(-5 / 6)
+
+
+def test_a_kl_that_is_not_finite_spoils_the_step_for_the_guards_to_see(monkeypatch):
+    got, metrics, _ = both(monkeypatch, ObjectiveConfig(kl_in="reward", kl_coef=0.3), spoil=math.nan)
+    assert len(got) == 5 and all(math.isnan(value) for value in got.values())
+    assert metrics[0]["objective/zero_advantage_fraction"] == 0
+
+
+def test_equal_rewards_are_counted(monkeypatch):
+    whole = [SimpleNamespace(key=s.key, reward=0.5, token_ids=s.token_ids) for s in sequences()]
+    found = credit.give_credit(ObjectiveConfig(), whole, GROUPS, [])
+    assert found == {"objective/zero_advantage_fraction": 1.0}

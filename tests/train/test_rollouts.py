@@ -1,0 +1,178 @@
+"""What a request to sample asks for. Dynamic sampling: which groups are sampled, trained on and discarded, and that
+every prompt is accounted for."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from moe_rl.config.load import load_config
+from moe_rl.data.ledger import PromptLedger
+from moe_rl.errors import RewardError
+from moe_rl.train.kept import shard_name, shard_step
+from moe_rl.train.rollouts import Rollouts
+from moe_rl.train.step import Clock
+from moe_rl.types import Completion, Prompt, Verdict
+
+CONFIG = "configs/tiny_moe_cpu.yaml"
+PROMPTS, SIZE = 2, 3
+
+
+class Engine:
+    """Samples completions of as many tokens as their number in the group, and notes what it was asked."""
+
+    def __init__(self, root):
+        self.root, self.asked = root, {}
+
+    def generate(self, requests, *, shard):
+        assert shard not in self.asked
+        self.asked[shard] = [r.key for r in requests]
+        (self.root / f"{shard}.safetensors").write_bytes(b"x" * 10)
+        routes = SimpleNamespace(rows=5)
+        tokens = [(7,) * (1 + int(r.key.partition("/c")[2])) for r in requests]
+        return [
+            Completion(r.key, r.prompt_token_ids, t, np.zeros(len(t), np.float32), "stop", 0, routes)
+            for r, t in zip(requests, tokens, strict=True)
+        ]
+
+
+class Rig:
+    """Rank 0's half of a step without a model. informative, failed: numbers of groups in their step; in the former a
+    completion's reward is its number in the group, in others all have 0.5."""
+
+    def __init__(self, folder, rounds, *overrides, informative=(), failed=()):
+        (folder / "trace").mkdir(parents=True)
+        self.config = load_config(
+            CONFIG,
+            [
+                f"rollout.prompts_per_step={PROMPTS}",
+                f"rollout.group_size={SIZE}",
+                f"rollout.dynamic_sampling_rounds={rounds}",
+                "eval.prompts=1",
+                "task.max_failed_fraction=1.0",
+                *overrides,
+            ],
+        )
+        self.engine = Engine(folder / "trace")
+        facts = SimpleNamespace(eos_token_ids=(1,))
+        self.rollouts = Rollouts(self.config, facts, self.engine, None, folder, None)
+        self.informative, self.failed = informative, failed
+        self.rollouts._judge = self.judge
+
+    def judge(self, prompts, completions):
+        verdicts = []
+        for completion in completions:
+            group, _, number = completion.key.rpartition("/c")
+            group = int(group.rpartition("/p")[2])
+            parts = {"exact_match": 0.0, "format": 0.0}
+            reward = float(number) if group in self.informative else 0.5
+            verdicts.append(Verdict("failed", None) if group in self.failed else Verdict("scored", reward, parts))
+        return verdicts
+
+    def collect(self, step=1):
+        return self.rollouts.collect(step, Clock())
+
+
+def groups_of(batch):
+    return list(dict.fromkeys(batch.group_ids))
+
+
+def test_without_it_every_group_is_trained_on(tmp_path):
+    rig = Rig(tmp_path, 1, informative=[1])
+    batch = rig.collect()
+    assert batch.group_ids == [0, 0, 0, 1, 1, 1] and [s.reward for s in batch.sequences] == [0.5] * 3 + [0.0, 1.0, 2.0]
+    assert not any(key in batch.metrics for key in ("group/sampled", "group/discarded", "group/lacking"))
+    assert batch.metrics["group/zero_variance"] == 1 and batch.metrics["group/zero_variance_fraction"] == 0.5
+    assert list(rig.engine.asked) == ["step000001"]
+
+
+@pytest.mark.parametrize(
+    ("informative", "failed", "rounds", "trained", "lacking"),
+    [
+        ([0, 1], [], 1, [0, 1], 0),  # enough at once
+        ([1, 2, 3], [], 2, [1, 2], 0),  # one more than needed
+        ([5], [], 3, [5], 1),  # the rounds ran out
+        ([], [], 3, [0, 1], 2),  # nothing to be learnt
+        ([], [0, 2], 3, [1, 3], 2),  # nor from what could not be verified
+        ([0, 3], [0], 3, [3], 1),  # a group that failed has no difference
+    ],
+)
+def test_it_samples_on_until_enough_groups_differ(tmp_path, informative, failed, rounds, trained, lacking):
+    rig = Rig(tmp_path, 3, informative=informative, failed=failed)
+    batch = rig.collect()
+    assert groups_of(batch) == trained and len(batch.sequences) == SIZE * len(trained)
+    assert [s.key for s in batch.sequences] == [f"s1/p{p}/c{c}" for p in trained for c in range(SIZE)]
+    sampled = PROMPTS * rounds
+    assert batch.metrics["group/sampled"] == sampled and batch.metrics["group/lacking"] == lacking
+    assert batch.metrics["group/discarded"] == sampled - len(trained)
+    assert batch.metrics["rollout/sequences"] == SIZE * sampled
+    assert batch.metrics["trace/bytes"] == 10 * rounds
+    # a shard a round, of which no two requests have the same key
+    assert list(rig.engine.asked) == ["step000001", "step000001-round2", "step000001-round3"][:rounds]
+    keys = [key for asked in rig.engine.asked.values() for key in asked]
+    assert len(set(keys)) == len(keys) == SIZE * sampled
+
+
+def test_the_ledger_holds_what_was_discarded_too_and_a_resumed_run_goes_on_from_there(tmp_path):
+    straight = Rig(tmp_path / "straight", 3, informative=[1, 3])
+    for step in (1, 2, 3):
+        straight.collect(step)
+    ledger = straight.rollouts.ledger
+    ledger.verify(straight.rollouts.source, steps=3)
+    lines = [json.loads(line) for line in ledger.path.read_text().splitlines()]
+    assert [len(line["prompts"]) for line in lines] == [4, 4, 4] and [line["cursor"] for line in lines] == [0, 4, 8]
+
+    broken = Rig(tmp_path / "broken", 3, informative=[1, 3])
+    broken.collect(1)
+    cursor = broken.rollouts.source.cursor
+    broken.collect(2)  # lost: the checkpoint is of step 1
+    resumed = broken.rollouts
+    resumed.ledger = PromptLedger(resumed.ledger.path)
+    assert resumed.ledger.rewind(1) == 1
+    resumed.source.seek(cursor)
+    broken.engine.asked.clear()
+    again = [broken.collect(step) for step in (2, 3)]
+    resumed.ledger.verify(resumed.source, steps=3)
+    assert resumed.ledger.path.read_bytes() == ledger.path.read_bytes()
+    assert [s.prompt_token_ids for s in again[1].sequences] == [
+        p.token_ids for p in straight.rollouts.source.peek(8, 4)[1::2] for _ in range(SIZE)
+    ]
+
+
+def test_nothing_verified_ends_the_run_after_the_last_round(tmp_path):
+    rig = Rig(tmp_path, 2, failed=range(4))
+    with pytest.raises(RewardError, match="no completion of a step could be verified"):
+        rig.collect()
+    assert len(rig.engine.asked) == 2
+
+
+def test_the_overlong_penalty_is_in_the_reward_and_makes_a_difference(tmp_path):
+    """Completions of 1, 2 and 3 tokens where 3 is the limit, and the last 2 count."""
+    overrides = ["rollout.max_completion_tokens=3", "task.overlong={cache_tokens: 2, penalty: 0.4}"]
+    batch = Rig(tmp_path, 2, *overrides).collect()
+    assert [s.reward for s in batch.sequences] == pytest.approx([0.5, 0.3, 0.1] * PROMPTS)
+    assert batch.metrics["reward/overlong_penalty"] == pytest.approx(-0.2)
+    assert batch.metrics["reward/mean"] == 0.5
+    assert batch.metrics["group/zero_variance"] == 0 and batch.metrics["group/lacking"] == 0
+
+
+def test_shards_are_told_apart_by_their_step():
+    assert shard_name(7) == "step000007" and shard_name(7, 1) == "step000007-round2"
+    assert [shard_step(shard_name(step, number)) for step in (7, 1234567) for number in (0, 1, 9)] == [7] * 3 + [
+        1234567
+    ] * 3
+    assert [shard_step(name) for name in ("eval-greedy-step000007", "step7", "step000007-r2", "canary")] == [None] * 4
+
+
+def test_tokens_are_removed_where_the_policy_is_sampled_and_not_where_it_is_greedy():
+    rollouts = object.__new__(Rollouts)
+    rollouts.config = SimpleNamespace(
+        run=SimpleNamespace(seed=1),
+        rollout=SimpleNamespace(max_completion_tokens=5, top_k=8, top_p=0.9, min_p=0.1),
+    )
+    rollouts.stop_tokens = (1,)
+    prompt = Prompt("p", "text", "answer", "1", (4, 5))
+    sampled, greedy = (rollouts._request(f"t{t}", prompt, t) for t in (0.7, 0.0))
+    assert (sampled.top_k, sampled.top_p, sampled.min_p) == (8, 0.9, 0.1)
+    assert (greedy.top_k, greedy.top_p, greedy.min_p) == (0, 1.0, 0.0)

@@ -1,0 +1,64 @@
+"""Recorded sampling supports: read back as written, and refused by request and token where they cannot be right."""
+
+import numpy as np
+import pytest
+
+from moe_rl.errors import SupportError
+from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
+from moe_rl.train.support import read_support
+from moe_rl.types import Provenance, Sequence, Span
+
+VOCABULARY = 50
+TOKENS = (7, 40, 9)
+COUNTS, IDS = [3, 0, 2], [2, 7, 30, 9, 49]
+
+
+@pytest.fixture
+def read(tmp_path):
+    """What is read back of a completion of TOKENS with these arrays."""
+
+    def run(**aux):
+        store = TraceStore(tmp_path / "trace")
+        spec = TraceSpec.from_layers("tiny", 4, 1, (0,), 1)
+        with ShardWriter(tmp_path / "trace", "step", spec) as writer:
+            spans, routes = [Span(4, 0, Provenance.DECODE)], np.zeros((4, 1, 1), np.uint8)
+            ref = writer.add("s1/p2/c3", routes, np.array([5, 6, *TOKENS[:-1]], np.int32), spans, aux=aux)
+        sequence = Sequence("s1/p2/c3", (5, 6), TOKENS, np.zeros(3, np.float32), 1.0, 0, ref)
+        return read_support(store, sequence, VOCABULARY)
+
+    return run
+
+
+def recorded(counts, ids):
+    return {"support_counts": np.array(counts, np.uint32), "support_ids": np.array(ids, np.int32)}
+
+
+def test_a_support_comes_back_as_it_was_recorded(read):
+    support = read(**recorded(COUNTS, IDS))
+    assert (support.counts.tolist(), support.ids.tolist()) == (COUNTS, IDS)
+
+
+@pytest.mark.parametrize(
+    "aux, message",
+    [
+        ({}, r"cannot be read \(request s1/p2/c3\): got record has no such array"),
+        (recorded(COUNTS[:2], IDS[:3]), r"not of these tokens \(request s1/p2/c3\): got that of 2 tokens, expected 3"),
+        (recorded(COUNTS, IDS[:4]), r"not what its counts say \(request s1/p2/c3\): got 4 ids, expected 5"),
+        (recorded(COUNTS, [2, 7, 30, 9, 50]), r"not in the vocabulary \(.*completion token 2\): got 50, expected 0 to"),
+        (recorded(COUNTS, [-1, 7, 30, 9, 49]), r"not in the vocabulary \(.*completion token 0\): got -1"),
+        (recorded(COUNTS, [7, 2, 30, 9, 49]), r"ascending order \(.*completion token 0\): got id 2 behind 7"),
+        (recorded(COUNTS, [2, 7, 30, 9, 9]), r"ascending order \(.*completion token 2\): got id 9 behind 9"),
+        # 9 and 49 are token 2's, 7 is token 0's: each token's own ids count
+        (recorded(COUNTS, [2, 9, 30, 9, 49]), r"own sampling support \(.*completion token 0\): got token 7 and"),
+        (recorded(COUNTS, [2, 7, 30, 7, 49]), r"own sampling support \(.*completion token 2\): got token 9 and"),
+    ],
+)
+def test_a_wrong_support_is_refused(read, aux, message):
+    with pytest.raises(SupportError, match=message):
+        read(**aux)
+
+
+def test_a_completion_that_was_not_recorded_is_refused(tmp_path):
+    sequence = Sequence("s1/p2/c3", (5, 6), TOKENS, np.zeros(3, np.float32), 1.0, 0, None)
+    with pytest.raises(SupportError, match=r"missing \(request s1/p2/c3\): got no record"):
+        read_support(TraceStore(tmp_path), sequence, VOCABULARY)
