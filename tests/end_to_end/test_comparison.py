@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from moe_rl.train.kept import shard_step
 from tests.end_to_end.conftest import ROOT, config, lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -72,9 +73,10 @@ def test_every_setting_has_its_three_lines(compared):
 
 
 def test_rollouts_were_kept_with_their_routes(short_run):
-    kept = sorted(path.stem for path in (short_run.folder / "rollouts").iterdir())
-    assert kept == [f"step{step:06d}" for step in range(1, 5)]
-    assert kept == sorted(path.stem for path in (short_run.folder / "trace").glob("*.safetensors"))
+    kept = sorted(path.name for path in (short_run.folder / "rollouts").iterdir())
+    assert kept == [f"step{step:06d}.rollout" for step in range(1, 5)]
+    shards = [path.stem for path in (short_run.folder / "trace").glob("*.safetensors")]
+    assert {shard_step(shard) for shard in shards} == {1, 2, 3, 4}
 
 
 def test_every_planted_fault_is_found(compared):
