@@ -116,7 +116,7 @@ def run_once(cell: Cell, folder: Path, log: Path) -> None:
 
 
 def measure(run_dir: Path) -> dict[str, object]:
-    """The numbers of one run. A run that was stopped as collapsed counts with what it logged until then."""
+    """The numbers of one run."""
     run = read_run(run_dir)
     series = {name: run.series(key)[1] for name, key in SERIES.items()}
     rates = run.series("eval/pass_rate", "eval")[1]

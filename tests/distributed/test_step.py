@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moe_rl.config.hf import read_model
+from moe_rl.objectives.advantages import advantages
 from moe_rl.proof.batch import LENGTHS, batch
 from tests.distributed.conftest import torchrun
 from tests.distributed.step_worker import scores_of, shared_logits, supports_of
@@ -227,6 +228,9 @@ def by_transformers(checkpoint):
     facts = read_model(checkpoint)
     sequences, _ = batch(facts)
     supports = supports_of(sequences, facts.vocab)
+    rewards, lengths = [s.reward for s in sequences], [len(s.token_ids) for s in sequences]
+    of_batch = advantages("group_std", rewards, [number // 2 for number in range(len(rewards))], lengths)
+    advantage_of = dict(zip((s.key for s in sequences), of_batch, strict=True))
     model, tokens = Qwen3MoeForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), sum(c for _, c in LENGTHS)
 
     def scores(sequence, restricted):
@@ -241,7 +245,7 @@ def by_transformers(checkpoint):
     def measure(restricted):
         pairs = [(s, at, *values) for s in sequences for at, values in enumerate(scores(s, restricted))]
         surprise = [float(s.rollout_logprobs[at]) - float(logprob) for s, at, logprob, _ in pairs]
-        loss = -sum(s.advantage / len(s.token_ids) * logprob for s, _, logprob, _ in pairs) / len(sequences)
+        loss = -sum(advantage_of[s.key] / len(s.token_ids) * logprob for s, _, logprob, _ in pairs) / len(sequences)
         entropy = sum(entropy for *_, entropy in pairs) / tokens
         return entropy, math.fsum(surprise) / tokens, loss
 

@@ -42,7 +42,7 @@ class Rank:
                 for part in (old, ref)
             )
             keys = tuple(s.key for s in ours)
-            self.shares.append(Share(packed, [], 1, 1, old_logprobs=of_old, ref_logprobs=of_ref, keys=keys))
+            self.shares.append(Share(packed, [], 1, 1, 1, old_logprobs=of_old, ref_logprobs=of_ref, keys=keys))
 
     def advantages(self):
         return {
