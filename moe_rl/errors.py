@@ -35,7 +35,7 @@ class ConfigError(MoeRLError, ValueError):
 
 
 class DataError(MoeRLError, ValueError):
-    """A prompt file is damaged or lacks a field."""
+    """A prompt file or a kept rollout is damaged or lacks a part."""
 
 
 class TraceError(MoeRLError):

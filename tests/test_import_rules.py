@@ -17,7 +17,7 @@ LEVELS = (
     ("config",),
     ("trace", "objectives", "planning", "rewards", "data"),
     ("replay", "rollout", "sync", "megatron"),
-    ("train", "report", "proof"),
+    ("train", "report", "proof", "comparison"),
     ("tools",),
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

@@ -121,7 +121,8 @@ class ReplayConfig(Section):
     """Every so many steps the disagreement of the routers is logged for each layer, and under r3 one extra pass routes
     natively, to measure what replay removes. 0: never."""
     keep_shards: Count = 4
-    """Steps whose trace shards stay on disk; older ones are removed."""
+    """Last steps whose rollouts, trace shards included, stay on disk. So do those sampled from the checkpoints that are
+    kept (checkpoint.keep) and from the initial model; others are removed."""
     missing: Literal["refuse", "drop", "native"] = "refuse"
     """What becomes of a sequence with forwarded tokens that have no recorded route. refuse: the run ends. drop: it is
     not trained on. native: the router chooses for these tokens. Damaged or wrong routes always end the run."""

@@ -76,16 +76,23 @@ def save(folder: Path, step: int, policy: Policy, state: dict, *, parallel: Para
             _fsync(path)
         hidden.rename(final)
         _fsync(folder)
-        for _, old in _complete(folder)[:-keep]:
+        for _, old in complete(folder)[:-keep]:
             shutil.rmtree(old)
     dist.barrier()
     return final
 
 
+def complete(folder: Path) -> list[tuple[int, Path]]:
+    """(steps done, folder) of every complete checkpoint, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted((int(m[1]), p) for p in folder.iterdir() if (m := _NAME.fullmatch(p.name)))
+
+
 def latest(folder: Path) -> Path:
     """The newest complete checkpoint. Raises CheckpointError when there is none."""
-    complete = _complete(folder)
-    if not complete:
+    found = complete(folder)
+    if not found:
         raise CheckpointError(
             describe(
                 "the run has no checkpoint to resume from",
@@ -95,7 +102,7 @@ def latest(folder: Path) -> Path:
                 do="start the run anew",
             )
         )
-    return complete[-1][1]
+    return found[-1][1]
 
 
 def layout(parallel: ParallelConfig) -> dict[str, int]:
@@ -112,7 +119,7 @@ def load(path: Path, policy: Policy, *, parallel: ParallelConfig, seed: int) -> 
     changed then.
     """
     state = _verified(path)
-    loaded = _read_tensors(path, policy)
+    loaded = _read_tensors(path, _sharded(policy, loading=True), StrictHandling.RAISE_ALL)
     for number, chunk in enumerate(policy.chunks):
         unwrap(chunk).load_state_dict(loaded[f"model{number}"], strict=True)
     for number, optimizer in enumerate(_optimizers(policy)):
@@ -122,6 +129,19 @@ def load(path: Path, policy: Policy, *, parallel: ParallelConfig, seed: int) -> 
         rng.set_state(load_file(path / f"rng-rank{dist.get_rank()}.safetensors"))
     else:
         rng.seed(seed, state["step"])
+    return state
+
+
+def load_weights(path: Path, policy: Policy) -> dict:
+    """Put the weights back, and nothing else; returns what `load` does. All ranks call it.
+
+    The weights are those that the passes computed with: a policy in float32 gets the rounded ones of a run in bfloat16.
+    The optimizer keeps what it had, so the policy may be scored, not trained. Raises CheckpointError as `load`.
+    """
+    state = _verified(path)
+    loaded = _read_tensors(path, _sharded_model(policy), StrictHandling.RAISE_UNEXPECTED)
+    for number, chunk in enumerate(policy.chunks):
+        unwrap(chunk).load_state_dict(loaded[f"model{number}"], strict=True)
     return state
 
 
@@ -178,13 +198,13 @@ def _read_state(path: Path) -> dict:
     return state
 
 
-def _read_tensors(path: Path, policy: Policy) -> dict:
-    """What `_sharded` names, read from the files; nothing may be missing in them and nothing left over."""
+def _read_tensors(path: Path, wanted: dict, strict: StrictHandling) -> dict:
+    """What `wanted` names, read from the files; nothing may be missing in them and, by `strict`, nothing left over."""
     try:
         with warnings.catch_warnings():
             # Of how megatron calls torch, from every rank: nothing that a user could mend.
             warnings.simplefilter("ignore")
-            return dist_checkpointing.load(_sharded(policy, loading=True), str(path), strict=StrictHandling.RAISE_ALL)
+            return dist_checkpointing.load(wanted, str(path), strict=strict)
     except (CheckpointingException, CheckpointException) as error:
         failures = error.failures if isinstance(error, CheckpointException) else {}
         reason = next((failure for failure, _ in failures.values()), error)
@@ -206,16 +226,20 @@ def _shortened(reason: str) -> str:
     return f"{reason.split("'")[0].rstrip(' {[(:')}: {', '.join(names[:3])} and {len(names) - 3} more"
 
 
+def _sharded_model(policy: Policy) -> dict:
+    return {
+        f"model{number}": unwrap(chunk).sharded_state_dict(metadata=dict(_CONTENT))
+        for number, chunk in enumerate(policy.chunks)
+    }
+
+
 def _sharded(policy: Policy, *, loading: bool) -> dict:
     """Sharded tensors of the model and of its optimizers, and nothing else: a tensor has the name of its parameter,
     whatever chunk or optimizer holds it, while all that is not a tensor (lr, betas, step) would be named after these.
     It comes from the config; the one number among it that changes is in state.json.
     """
     # Megatron puts its process groups into the metadata that it is given.
-    model = {
-        f"model{number}": unwrap(chunk).sharded_state_dict(metadata=dict(_CONTENT))
-        for number, chunk in enumerate(policy.chunks)
-    }
+    model = _sharded_model(policy)
     optimizers = {}
     for number, optimizer in enumerate(_optimizers(policy)):
         # Adam has no moments before its first step, but a checkpoint always has.
@@ -249,12 +273,6 @@ def _optimizers(policy: Policy) -> list[MegatronOptimizer]:
 def _optimizer_step(policy: Policy) -> int:
     # TransformerEngine's Adam does not count in a group without parameters.
     return max(int(group.get("step", 0)) for group in policy.optimizer.param_groups)
-
-
-def _complete(folder: Path) -> list[tuple[int, Path]]:
-    if not folder.is_dir():
-        return []
-    return sorted((int(m[1]), p) for p in folder.iterdir() if (m := _NAME.fullmatch(p.name)))
 
 
 def _digest(path: Path) -> str:

@@ -93,6 +93,8 @@ class ReplayRouter(TopKRouter):
         self.router_replay = _RecordedTopK(self)
 
     def routing(self, logits, padding_mask=None):
+        if self.handle is not None:
+            self.handle.session.observe_logits(self.handle.microbatch, self.layer_number - 1, logits)
         if torch.is_grad_enabled() and (self.enable_expert_bias or self.is_aux_loss_enabled()):
             padding = self.seq_params.padding
             padding_mask = padding[world.own_rows(len(padding))]

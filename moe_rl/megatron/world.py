@@ -6,14 +6,13 @@ import gc
 import os
 from datetime import timedelta
 
-import msgspec
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch.distributed import distributed_c10d
 
 from moe_rl.config.schema import ParallelConfig
+from moe_rl.megatron import messages
 
 
 def start(parallel: ParallelConfig, *, seed: int, timeout_seconds: float) -> None:
@@ -143,22 +142,17 @@ def own_rows(tokens: int) -> slice:
 def broadcast(message: object, kind: type, source: int = 0):
     """Send a value from `source` to every rank; returns it everywhere.
 
-    kind: the type to decode to: dataclasses, containers and numbers; arrays are float32 [n]. Other ranks pass None as
-    message. Never pickles.
+    kind: the type to decode to; see `messages`. Other ranks pass None as message.
     """
     rank = dist.get_rank()
-    payload = msgspec.msgpack.encode(message, enc_hook=_array_to_bytes) if rank == source else b""
+    payload = messages.encode(message) if rank == source else b""
     length = torch.tensor([len(payload)], dtype=torch.int64, device=device())
     dist.broadcast(length, source)
     data = torch.empty(int(length), dtype=torch.uint8, device=device())
     if rank == source:
         data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
     dist.broadcast(data, source)
-    return (
-        message
-        if rank == source
-        else msgspec.msgpack.decode(data.cpu().numpy().tobytes(), type=kind, dec_hook=_bytes_to_array)
-    )
+    return message if rank == source else messages.decode(data.cpu().numpy().tobytes(), kind)
 
 
 def all_reduce(values: list[float], op: dist.ReduceOp = dist.ReduceOp.SUM) -> list[float]:
@@ -166,15 +160,3 @@ def all_reduce(values: list[float], op: dist.ReduceOp = dist.ReduceOp.SUM) -> li
     tensor = torch.tensor(values, dtype=torch.float64, device=device())
     dist.all_reduce(tensor, op)
     return tensor.tolist()
-
-
-def _array_to_bytes(value):
-    if isinstance(value, np.ndarray) and value.dtype == np.float32 and value.ndim == 1:
-        return value.tobytes()
-    raise TypeError(f"cannot send {type(value).__name__} to other ranks: expected a float32 vector")
-
-
-def _bytes_to_array(kind, value):
-    if kind is np.ndarray:
-        return np.frombuffer(value, dtype=np.float32)
-    raise TypeError(f"cannot receive {kind}")

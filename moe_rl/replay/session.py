@@ -99,7 +99,10 @@ class ReplaySession:
     the record (in replay mode: the shadow comparison). recomputed_layers: those that the pass runs a second time, with
     gradients, and whose routes it takes twice. any_stage: ORs bool flags [tokens] over the ranks that hold the other
     layers of the same tokens; called once, at exit. name and rank go into error messages.
+    compare_with: the record that a router's own choice is compared with, where it is not the routes of `microbatches`:
+    the same microbatches with other routes. keep_router_logits: keep in `router_logits` what every router computed.
     compared: under compare_native, after the exit: of each microbatch, with the layers in the order of `layers`.
+    router_logits: {(microbatch, layer): [R, E]}, before scores, bias and groups.
     Raises ReplayError when nested, when asked for an unknown key, for the key of other tokens or while not open, and at
     exit when the ledger is not exact.
     """
@@ -112,8 +115,11 @@ class ReplaySession:
     compare_native: bool = False
     recomputed_layers: frozenset[int] = frozenset()
     any_stage: Callable[[torch.Tensor], torch.Tensor] = lambda flags: flags
+    compare_with: list[MicrobatchRoutes] | None = None
+    keep_router_logits: bool = False
     tally: Tally = field(default_factory=Tally)
     compared: list[Compared] = field(default_factory=list)
+    router_logits: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     _forwarding: int | None = None
     _strangers: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     _taken: Counter = field(default_factory=Counter)
@@ -238,11 +244,20 @@ class ReplaySession:
             return
         self._check_whose(microbatch, layer)
         rows = self.microbatches[microbatch].recorded
-        recorded = self.routes(microbatch, layer).index_select(0, rows).long()
+        routes = self.routes(microbatch, layer)
+        if self.compare_with is not None:
+            routes = self.compare_with[microbatch].routes[layer]
+        recorded = routes.index_select(0, rows).long()
         native, scores = native.index_select(0, rows), scores.detach().index_select(0, rows)
         shared = (recorded[:, :, None] == native[:, None, :]).sum((1, 2))
         margin = scores.gather(1, native).amin(1) - scores.gather(1, recorded).amin(1)
         self._native[microbatch, layer] = shared < recorded.shape[1], shared, margin.float()
+
+    def observe_logits(self, microbatch: int, layer: int, logits: torch.Tensor) -> None:
+        """Keep a router's logits, R x E in any shape, where they are asked for."""
+        if self.keep_router_logits:
+            self._check_whose(microbatch, layer)
+            self.router_logits[microbatch, layer] = logits.detach().reshape(-1, logits.shape[-1])
 
     def check_dispatch(self, microbatch: int, layer: int, routing_map: torch.Tensor) -> None:
         """Compare the map [R, E] bool that goes to the dispatcher with the record. Stays on the device."""

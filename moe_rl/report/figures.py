@@ -62,7 +62,7 @@ class Panel:
     wide: bool = False
 
 
-def figure_of(*, rows: int = 1, wide: bool = False):
+def figure_of(*, rows: int = 1, wide: bool = False, xlabel: str = "step"):
     figure = Figure(figsize=(11.2, 2.9) if wide else (5.6, 3.0), layout="constrained")
     figure.patch.set_alpha(0)
     axes = figure.subplots(rows, 1, sharex=True)
@@ -70,7 +70,7 @@ def figure_of(*, rows: int = 1, wide: bool = False):
         each.patch.set_alpha(0)
         each.xaxis.set_major_locator(MaxNLocator(integer=True))
         each.yaxis.set_major_locator(MaxNLocator(nbins=4 if rows > 1 else 5))
-    (axes if rows == 1 else axes[-1]).set_xlabel("step")
+    (axes if rows == 1 else axes[-1]).set_xlabel(xlabel)
     return figure, axes
 
 
@@ -93,7 +93,8 @@ def missing(name: str, title: str, direction: str, why: str, wide: bool = False)
 def panel_of(name: str, title: str, direction: str, reading: str, figure: Figure, wide: bool = False) -> Panel:
     for axes in figure.axes:
         low, high = axes.dataLim.intervalx
-        if high - low < 1:  # one step: without this its axis would count in hundredths of a step
+        # One step: without this its axis would count in hundredths of a step.
+        if axes.get_xlabel() == "step" and high - low < 1:
             axes.set_xlim(low - 1, high + 1)
         handles, labels = axes.get_legend_handles_labels()
         if labels:

@@ -10,10 +10,9 @@ from typing import Any
 import yaml
 
 from moe_rl.report import summary as summary_module
-from moe_rl.report.figures import Panel
 from moe_rl.report.format import binary, count, duration, percent, scientific, seconds, short
 from moe_rl.report.lines import Run, read_run, write_atomic
-from moe_rl.report.page import PAGE
+from moe_rl.report.page import figure, moved, render, tile
 from moe_rl.report.plots import panels
 from moe_rl.report.registry import METRICS, find
 
@@ -46,9 +45,8 @@ def write_report(run_dir: Path) -> Path:
             _fact_table(summary),
         ]
     )
-    page = PAGE.replace("@TITLE@", escape(f"{run_dir.name} - moe_rl")).replace("@BODY@", body)
     path = run_dir / FILE
-    write_atomic(path, page)
+    write_atomic(path, render(f"{run_dir.name} - moe_rl", body))
     return path
 
 
@@ -88,12 +86,12 @@ def _tiles(run: Run, s: dict[str, Any]) -> str:
     native, shadow = s["routing_native_mismatch"], s["routing_shadow_mismatch_paired"]
     if native is not None and shadow is not None:
         under = "of positions; shadow: what the trainer would choose inside the replayed forward"
-        tiles.append(_tile("Routing mismatch, native to shadow", _moved(percent(native, 2), percent(shadow, 2)), under))
+        tiles.append(tile("Routing mismatch, native to shadow", moved(percent(native, 2), percent(shadow, 2)), under))
     elif native is not None:
-        tiles.append(_tile("Routing mismatch", percent(native, 2), "of positions, in a native forward"))
+        tiles.append(tile("Routing mismatch", percent(native, 2), "of positions, in a native forward"))
     sync, whole = seconds(s["weight_sync_seconds_median"]), duration(s["train_seconds_total"])
     under = f"median; weight sync {sync}; {whole} in all"
-    tiles.append(_tile("Time of a step", seconds(s["step_seconds_median"]), under))
+    tiles.append(tile("Time of a step", seconds(s["step_seconds_median"]), under))
     return f'<section class="tiles">{"".join(tiles)}</section>'
 
 
@@ -102,14 +100,14 @@ def _pass_rate_tile(s: dict[str, Any]) -> str:
     first, last = s["heldout_pass_rate_first"], s["heldout_pass_rate_last"]
     begin, end = s["heldout_step_first"], s["heldout_step_last"]
     if first is None or last is None:
-        return _tile(name, "-", "no evaluation was logged", lead=True)
+        return tile(name, "-", "no evaluation was logged", lead=True)
     if begin == end:
-        return _tile(name, percent(first), f"one evaluation, after step {begin}", lead=True)
+        return tile(name, percent(first), f"one evaluation, after step {begin}", lead=True)
     under = f"{100 * (last - first):+.1f} points, after step {begin} and after step {end}"
     greedy = s["heldout_pass_rate_greedy_first"], s["heldout_pass_rate_greedy_last"]
     if None not in greedy:
         under += f"; greedy {percent(greedy[0])} to {percent(greedy[1])}"
-    return _tile(name, _moved(percent(first), percent(last)), under, lead=True)
+    return tile(name, moved(percent(first), percent(last)), under, lead=True)
 
 
 def _policy_kl_tile(run: Run, s: dict[str, Any]) -> str:
@@ -117,21 +115,10 @@ def _policy_kl_tile(run: Run, s: dict[str, Any]) -> str:
     if native is not None and replay is not None:
         steps = s["policy_kl_k3_native_steps"]
         under = f"nats/token, both against the same sampler logprobs, on {steps} paired steps"
-        return _tile("Policy KL k3, native to replay", _moved(scientific(native), scientific(replay)), under)
+        return tile("Policy KL k3, native to replay", moved(scientific(native), scientific(replay)), under)
     why = {"r3": "native pass not measured", "r2": "routed natively", "off": "replay is off"}[run.mode]
     why = why if run.train else "not measured"
-    return _tile("Policy KL k3", scientific(s["policy_kl_k3"]), f"nats/token; {why}")
-
-
-def _moved(first: str, second: str) -> str:
-    return f'{first} <span class="arrow">&rarr;</span> {second}'
-
-
-def _tile(name: str, value: str, under: str, *, lead: bool = False) -> str:
-    return (
-        f'<div class="tile{" lead" if lead else ""}"><h3>{name}</h3><p class="value">{value}</p>'
-        f'<p class="under">{escape(under)}</p></div>'
-    )
+    return tile("Policy KL k3", scientific(s["policy_kl_k3"]), f"nats/token; {why}")
 
 
 def _proof(run: Run, s: dict[str, Any]) -> str:
@@ -183,19 +170,8 @@ def _exact_percent(value: float | None) -> str:
 
 
 def _plots(run: Run) -> str:
-    first, *rest = [_figure(panel) for panel in panels(run)]
+    first, *rest = [figure(panel) for panel in panels(run)]
     return f'<div class="plots">{"".join([first, _levels(run), *rest])}</div>'
-
-
-def _figure(panel: Panel) -> str:
-    kind = ' class="wide"' if panel.wide else ""
-    plot = panel.svg if panel.svg is not None else ""
-    said = ' class="said"' if panel.svg is None else ""
-    return (
-        f'<figure{kind} id="{panel.name}"><h3>{escape(panel.title)}</h3>'
-        f'<p class="direction">{escape(panel.direction)}</p>'
-        f"{plot}<figcaption{said}>{escape(panel.reading)}</figcaption></figure>"
-    )
 
 
 def _levels(run: Run) -> str:

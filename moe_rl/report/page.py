@@ -1,8 +1,12 @@
-"""The frame of report.html: style for screen in light and dark, for narrow screens and for paper."""
+"""The frame of a report: style for screen in light and dark, for narrow screens and for paper; tiles and figures."""
 
 from __future__ import annotations
 
-PAGE = """<!DOCTYPE html>
+from html import escape
+
+from moe_rl.report.figures import Panel
+
+_PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -85,3 +89,33 @@ summary { cursor: pointer; color: var(--soft); margin-bottom: 8px; }
 </main></body>
 </html>
 """
+
+
+def render(title: str, body: str) -> str:
+    """A whole page, self-contained. title: plain text. body: HTML."""
+    return _PAGE.replace("@TITLE@", escape(title)).replace("@BODY@", body)
+
+
+def moved(first: str, second: str) -> str:
+    """From one value to another."""
+    return f'{first} <span class="arrow">&rarr;</span> {second}'
+
+
+def tile(name: str, value: str, under: str, *, lead: bool = False) -> str:
+    """One number of a page, with what it is above and what it is of below. value: HTML."""
+    return (
+        f'<div class="tile{" lead" if lead else ""}"><h3>{name}</h3><p class="value">{value}</p>'
+        f'<p class="under">{escape(under)}</p></div>'
+    )
+
+
+def figure(panel: Panel) -> str:
+    """One plot with its title, its direction and the sentence that reads it."""
+    kind = ' class="wide"' if panel.wide else ""
+    plot = panel.svg if panel.svg is not None else ""
+    said = ' class="said"' if panel.svg is None else ""
+    return (
+        f'<figure{kind} id="{panel.name}"><h3>{escape(panel.title)}</h3>'
+        f'<p class="direction">{escape(panel.direction)}</p>'
+        f"{plot}<figcaption{said}>{escape(panel.reading)}</figcaption></figure>"
+    )

@@ -22,7 +22,7 @@ from moe_rl.errors import TraceError, describe
 from moe_rl.report.figures import BLUE, GREY, ORANGE, STYLE, Panel, from_zero, panel_of
 from moe_rl.report.format import binary, count, percent
 from moe_rl.report.lines import write_atomic
-from moe_rl.report.page import PAGE
+from moe_rl.report.page import render
 from moe_rl.trace.comparison import Disagreement, compare
 from moe_rl.trace.inspection import coactivation, expert_counts, inspect
 from moe_rl.trace.selection import Selection
@@ -303,4 +303,4 @@ def _page(selection: Selection, facts: dict, panels: list[Panel], other: Selecti
         f"{rows}</tbody></table>"
     )
     body = f'{header}<section class="tiles">{tile}</section><h2>Experts</h2><div class="plots">{figures}</div>{table}'
-    return PAGE.replace("@TITLE@", escape(f"{name} - moe_rl trace")).replace("@BODY@", body)
+    return render(f"{name} - moe_rl trace", body)

@@ -58,7 +58,7 @@ def expected_digest(parts: Sequence[Path]) -> str:
                 raise WeightSyncError(describe("A part's digests are for other tensors", where=str(part)))
             _refuse_repeated(digests, stated, part)
             digests.update(stated)
-    return _total(digests)
+    return total_digest(digests)
 
 
 def read_parts(parts: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
@@ -78,11 +78,18 @@ def read_parts(parts: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
 
 def actual_digest(tensors: Iterable[tuple[str, Tensor]], on_tensor: Callable[[], None] = lambda: None) -> str:
     """Total digest of the bytes that these tensors hold now. `on_tensor` is called after each."""
+    return total_digest(tensor_digests(tensors, on_tensor))
+
+
+def tensor_digests(
+    tensors: Iterable[tuple[str, Tensor]], on_tensor: Callable[[], None] = lambda: None
+) -> dict[str, str]:
+    """{name: digest} of host tensors. `on_tensor` is called after each."""
     digests: dict[str, str] = {}
     for name, tensor in tensors:
         digests[name] = _digest(name, tensor)
         on_tensor()
-    return _total(digests)
+    return digests
 
 
 def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -143,7 +150,8 @@ def _digest(name: str, tensor: Tensor) -> str:
     return state.hexdigest()
 
 
-def _total(digests: Mapping[str, str]) -> str:
+def total_digest(digests: Mapping[str, str]) -> str:
+    """The digest of a set of tensors, from those of the tensors."""
     state = xxhash.xxh3_128()
     for name in sorted(digests):
         state.update(f"{name}\0{digests[name]}\0".encode())

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config, folder, world_size = _configure(options)
         if options.plan:
             return _plan(config, world_size, options.json)
-        _refuse(problems(config, world_size) + _installation_problems(config.rollout.capture))
+        _refuse(problems(config, world_size) + installation_problems(config.rollout.capture))
     except MoeRLError as error:
         # Every rank comes to the same finding; one of them tells it.
         if rank == 0:
@@ -104,7 +104,7 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, i
 
 
 def _plan(config: Config, world_size: int, file: Path | None) -> int:
-    found = problems(config, world_size) + _installation_problems(config.rollout.capture)
+    found = problems(config, world_size) + installation_problems(config.rollout.capture)
     plan = None
     try:
         plan = make_plan(config, read_model(config.model.path), world_size)
@@ -119,7 +119,8 @@ def _plan(config: Config, world_size: int, file: Path | None) -> int:
     return 2 if found else 0
 
 
-def _installation_problems(capture: str) -> list[str]:
+def installation_problems(capture: str) -> list[str]:
+    """Why the installed vLLM or megatron-core cannot do what is asked, one message each."""
     found = patches.problems(capture=capture)
     try:
         installed = version("megatron-core")

@@ -10,7 +10,6 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
@@ -29,8 +28,9 @@ from moe_rl.rewards.pool import VerifierPool
 from moe_rl.rollout.engine import EngineSettings, VllmEngine
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train import run_folder
+from moe_rl.train.kept import KeptRollouts, RolloutBatch, kept_steps
 from moe_rl.train.peers import Peers
-from moe_rl.train.rollouts import RolloutBatch, Rollouts, shard_step
+from moe_rl.train.rollouts import Rollouts
 from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.step import Clock, TrainStep
 from moe_rl.train.weights import Canary, send_weights
@@ -61,6 +61,7 @@ class Run:
         self.is_main = dist.get_rank() == 0
         self.facts = read_model(config.model.path)
         self.store = TraceStore(folder.trace)
+        self.kept = KeptRollouts(folder.rollouts, self.store)
         self.log = self.rollouts = None
         if self.is_main:
             self.log = RunLog(folder.path, total_steps=config.run.steps, mode=config.replay.mode)
@@ -76,7 +77,7 @@ class Run:
                     workers=config.task.verifier_workers,
                 )
             )
-            engine = stack.enter_context(VllmEngine.start(_engine_settings(config, self.facts, folder)))
+            engine = stack.enter_context(VllmEngine.start(engine_settings(config, self.facts, folder)))
             self.rollouts = Rollouts(config, self.facts, engine, verifiers, folder.path, self.store)
         build = (self.facts, config.train, config.parallel, config.model.path)
         self.policy = Policy(*build, temperature=config.rollout.temperature)
@@ -147,7 +148,8 @@ class Run:
         with self.peers.phase("receive rollout", step):
             batch = world.broadcast(batch, RolloutBatch)
         if self.is_main:
-            self._remove_shards(lambda of: of is None or of <= step - self.config.replay.keep_shards)
+            self.kept.save(step, batch)
+            self._retain_rollouts(step)
         return batch
 
     def _sync(self, version: int) -> dict[str, float]:
@@ -179,7 +181,13 @@ class Run:
                 parallel=self.config.parallel,
                 keep=self.config.checkpoint.keep,
             )
+            if self.is_main:
+                self._retain_rollouts(step)
         return {"time/checkpoint": clock.seconds["checkpoint"]}
+
+    def _retain_rollouts(self, step: int) -> None:
+        checkpoints = [done for done, _ in checkpoint.complete(self.folder.checkpoints)]
+        self.kept.retain(kept_steps(step, self.config.replay.keep_shards, checkpoints))
 
     def _restore(self) -> int:
         """Put every part of the run back to the newest checkpoint; returns the steps it had done."""
@@ -192,7 +200,7 @@ class Run:
             dropped = self.rollouts.ledger.rewind(done)
             self.rollouts.ledger.verify(self.rollouts.source, steps=done)
             self.log.rewind(done + 1)
-            self._remove_shards(lambda of: of is None or of > done)
+            self.kept.retain(range(done + 1))
             self.store.collect_garbage()
             self.log.note(f"resumed from {path} after step {done}; {dropped} steps are done again")
             if (before := state["layout"]) != (now := checkpoint.layout(config.parallel)):
@@ -201,12 +209,6 @@ class Run:
         if done:
             self._sync(version=done)
         return done
-
-    def _remove_shards(self, unwanted: Callable[[int | None], bool]) -> None:
-        """unwanted: of the step whose rollout a shard holds, None where it is of no step."""
-        for name in self.store.shards():
-            if unwanted(shard_step(name)):
-                self.store.remove(name)
 
     def _report(self, done: int, collapse: CollapseError | None) -> None:
         self.rollouts.ledger.verify(self.rollouts.source, steps=done)
@@ -239,7 +241,8 @@ def _open_folder(config: Config, folder: RunFolder | None) -> RunFolder:
     return RunFolder(Path(world.broadcast(path, str)))
 
 
-def _engine_settings(config: Config, facts: ModelFacts, folder: RunFolder) -> EngineSettings:
+def engine_settings(config: Config, facts: ModelFacts, folder: RunFolder) -> EngineSettings:
+    """What the run's engine is started with; trace and log go into the folder."""
     rollout = config.rollout
     return EngineSettings(
         model_path=config.model.path,

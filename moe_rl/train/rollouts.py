@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,22 +19,9 @@ from moe_rl.objectives.shaping import overlong_penalty
 from moe_rl.rewards.pool import RewardItem, VerifierPool, check_failed_fraction
 from moe_rl.rollout.engine import VllmEngine
 from moe_rl.trace import TraceStore
+from moe_rl.train.kept import RolloutBatch, shard_name
 from moe_rl.train.step import Clock
 from moe_rl.types import Completion, GenerateRequest, Prompt, Sequence, Verdict
-
-_SHARD = re.compile(r"step(\d{6,})(?:-round\d+)?")
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutBatch:
-    """What one step learns from. Sequences whose verification failed are not in it.
-
-    group_ids: number of the prompt of each sequence. metrics: what sampling and verification showed.
-    """
-
-    sequences: list[Sequence]
-    group_ids: list[int]
-    metrics: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,22 +195,7 @@ class Rollouts:
         return sum((p.token_ids for p in self.heldout[:limit]), ())[:limit]
 
     def _request(self, key: str, prompt: Prompt, temperature: float) -> GenerateRequest:
-        # A request's randomness follows from the run's seed and its own key, not from when or with whom it is decoded.
-        seed = xxhash.xxh3_64_intdigest(f"{self.config.run.seed}/{key}".encode()) >> 1
-        return GenerateRequest(
-            key=key,
-            prompt_token_ids=prompt.token_ids,
-            seed=seed,
-            temperature=temperature,
-            max_tokens=self.config.rollout.max_completion_tokens,
-            stop_token_ids=self.stop_tokens,
-            **self._removed(temperature),
-        )
-
-    def _removed(self, temperature: float) -> dict[str, float]:
-        """What is taken out of the distributions: nothing where the likeliest token is taken anyway."""
-        rollout = self.config.rollout
-        return {"top_k": rollout.top_k, "top_p": rollout.top_p, "min_p": rollout.min_p} if temperature else {}
+        return generate_request(self.config, key, prompt.token_ids, self.stop_tokens, temperature)
 
     def _judge(self, prompts: Seq[Prompt], completions: Seq[Completion]) -> list[Verdict]:
         return self.verifiers.score(
@@ -260,15 +231,24 @@ class Rollouts:
         }
 
 
-def shard_name(step: int, number: int = 0) -> str:
-    """Trace shard of a round of one step's rollout. number: of the round, from 0."""
-    return f"step{step:06d}" + (f"-round{number + 1}" if number else "")
+def generate_request(
+    config: Config, key: str, prompt_token_ids: tuple[int, ...], stop_tokens: tuple[int, ...], temperature: float
+) -> GenerateRequest:
+    """A request as the run makes it: its randomness follows from the run's seed and its own key, not from when or with
+    whom it is decoded. Nothing is taken out of the distributions where the likeliest token is taken anyway."""
+    rollout = config.rollout
+    removed = {"top_k": rollout.top_k, "top_p": rollout.top_p, "min_p": rollout.min_p} if temperature else {}
+    return GenerateRequest(
+        key=key,
+        prompt_token_ids=prompt_token_ids,
+        seed=xxhash.xxh3_64_intdigest(f"{config.run.seed}/{key}".encode()) >> 1,
+        temperature=temperature,
+        max_tokens=rollout.max_completion_tokens,
+        stop_token_ids=stop_tokens,
+        **removed,
+    )
 
 
-def shard_step(name: str) -> int | None:
-    """The step whose rollout a trace shard holds; None when it is of something else."""
-    found = _SHARD.fullmatch(name)
-    return int(found[1]) if found else None
 
 
 def _mean(values: Seq[float | None]) -> float:

@@ -2,7 +2,12 @@
 
 config.yaml     resolved config           metrics.jsonl   one line a step       prompts.jsonl   the prompt ledger
 trace/          routing-trace shards      sync/           weights in transit    checkpoints/    step-<n>
-ranks/          signs of life             engine.log      the sampler's output  summary.json, report.html
+rollouts/       what steps learned from   ranks/          signs of life         engine.log      the sampler's output
+summary.json, report.html
+
+A step's shard and its rollout file are kept together: of the last `replay.keep_shards` steps; of the step after each
+kept checkpoint, which was sampled from that checkpoint's weights; and of step 1, sampled from the initial model. So
+there are always weights whose own rollouts can be scored again.
 """
 
 from __future__ import annotations
@@ -29,6 +34,10 @@ class RunFolder:
     @property
     def trace(self) -> Path:
         return self.path / "trace"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts"
 
     @property
     def sync(self) -> Path:

@@ -18,6 +18,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from moe_rl.comparison.sources import weights_digest
 from moe_rl.config.hf import read_model
 from moe_rl.config.schema import GuardsConfig, ParallelConfig
 from moe_rl.errors import CheckpointError, NonFiniteError
@@ -138,6 +139,17 @@ def resume(new, saved, name=""):
     if name:
         case.save(name)
     return {**seen, **case.next_two()}
+
+
+def scored(new, saved):
+    """The weights of `saved` alone, in a policy that will not be trained, and their digest."""
+    case = new()
+    state = checkpoint.load_weights(checkpoint.latest(case.out / saved), case.policy)
+    return {
+        "weights": case.weights(),
+        "updates": state["updates"],
+        "digest": weights_digest(case.policy, "float32"),
+    }
 
 
 def copy(new, saved, name):
@@ -266,6 +278,7 @@ def main():
         if name != SAVER:
             copy(lambda: new("bfloat16"), "two-bfloat16", f"{name} from two-bfloat16")
         if name in AGAIN:
+            seen[name, "scored"], seen[name, "scored bfloat16"] = scored(new, "two"), scored(new, "two-bfloat16")
             seen[name, "again"] = resume(new, f"{name} from two")
         if name == "EP2":
             seen[name, "from one"] = resume(new, "one", "EP2 from one")

@@ -124,6 +124,19 @@ def test_another_layout_goes_on(seen, saved, loaded):
     assert all(torch.equal(reader["drawn"], drawn) for reader, drawn in zip(readers, begun, strict=True))
 
 
+@pytest.mark.parametrize("saved, loaded", [("begins", "scored"), ("bfloat16 begins", "scored bfloat16")])
+def test_weights_alone_load_in_another_layout_and_precision(seen, saved, loaded):
+    """A float32 policy gets the weights that a bfloat16 one computed with. Their digest knows no layout."""
+    digests = set()
+    for name in AGAIN:
+        readers = of(seen, (name, loaded))
+        assert equal(merged(of(seen, saved), "weights"), merged(readers, "weights"))
+        assert all(reader["updates"] == UPDATES for reader in readers)
+        digests |= {reader["digest"] for reader in readers}
+    assert len(digests) == 1
+    assert seen[0][AGAIN[0], "scored"]["digest"] != seen[0][AGAIN[0], "scored bfloat16"]["digest"]
+
+
 def test_lost_moments_would_be_noticed(seen):
     straight, without = seen[0]["begins"]["norms"], seen[0]["EP2", "without moments"]
     assert without[0] == pytest.approx(straight[0], rel=1e-5)

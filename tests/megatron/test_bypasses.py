@@ -145,7 +145,11 @@ def test_the_reason_for_refusing_it(one_rank, settings, experts_kept, weights_ke
     weights = torch.zeros_like(logits).scatter(1, recorded, torch.softmax(logits.gather(1, recorded), -1))
 
     session = SimpleNamespace(
-        mode="replay", compare_native=False, take=lambda *key: recorded, native_rows=lambda microbatch: None
+        mode="replay",
+        compare_native=False,
+        take=lambda *key: recorded,
+        native_rows=lambda microbatch: None,
+        observe_logits=lambda *key: None,
     )
     router.handle = MicrobatchHandle(session, 0)
     probs, routing_map = router(hidden)

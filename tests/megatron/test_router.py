@@ -80,7 +80,11 @@ def random_like(probs):
 def replaying(routes):
     """What a router asks of a session that has these routes."""
     return SimpleNamespace(
-        mode="replay", compare_native=False, take=lambda *key: routes, native_rows=lambda microbatch: None
+        mode="replay",
+        compare_native=False,
+        take=lambda *key: routes,
+        native_rows=lambda microbatch: None,
+        observe_logits=lambda *key: None,
     )
 
 
@@ -127,11 +131,15 @@ def test_the_live_choice_replayed_is_native_routing_bit_for_bit(router, style):
         def observe_native(self, microbatch, layer, native, scores):
             self.choice = native
 
+        def observe_logits(self, microbatch, layer, logits):
+            self.logits = logits.detach().view(T, -1)
+
     hidden = torch.randn(T, 1, style.hidden_size)
     observer = Observer()
     observed = route(router, hidden, observer)
     native = route(router, hidden, None)
     replayed = route(router, hidden, replaying(observer.choice))
+    assert torch.equal(observer.logits, router.gating(hidden)[:, 0])  # before scores, bias and groups
     for other in (observed, replayed):
         assert all(torch.equal(a, b) for a, b in zip(native, other, strict=True))
 

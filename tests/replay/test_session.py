@@ -402,3 +402,39 @@ def test_the_comparison_counts_shared_experts_and_how_far_the_record_is_from_the
                 shared_sum, margin_sum = shared_sum + len(best & recorded), margin_sum + margin
     assert s.tally.native_shared == shared_sum and s.tally.native_margin == pytest.approx(margin_sum)
     assert not s.compared[0].differs[1, 2] and 0 < s.tally.native_mismatch < s.tally.native_positions
+
+
+def test_routes_can_be_replayed_and_the_choice_compared_with_others():
+    """As where planted or recorded routes are replayed: it is the honest record that the choice is held against."""
+    honest, planted = [table(0)], [table(1)]
+    planted = [replace(planted[0], fed=honest[0].fed, names=honest[0].names)]
+    planted[0].checksums.update({layer: honest[0].fed.chosen(layer, planted[0].routes[layer]) for layer in LAYERS})
+    with session(planted, compare_native=True, compare_with=honest) as s:
+        for layer in LAYERS:
+            begin(s, 0)
+            routes = s.take(0, layer, TOKENS)
+            assert torch.equal(routes, planted[0].routes[layer].long())
+            s.observe_native(0, layer, honest[0].routes[layer].long(), FLAT)
+            s.check_dispatch(0, layer, chosen(routes))
+    assert s.tally.native_mismatch == s.tally.applied_mismatch == 0
+    assert (s.compared[0].shared == TOP_K).all()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_router_logits_are_kept_when_they_are_asked_for(keep):
+    logits = torch.randn(TOKENS, 1, EXPERTS, requires_grad=True)
+    with session([table(0)], mode="observe", keep_router_logits=keep) as s:
+        begin(s, 0)
+        s.observe_logits(0, 1, logits)
+    assert list(s.router_logits) == ([(0, 1)] if keep else [])
+    if keep:
+        kept = s.router_logits[0, 1]
+        assert torch.equal(kept, logits[:, 0]) and not kept.requires_grad
+
+
+def test_logits_of_another_microbatch_are_refused():
+    with pytest.raises(ReplayError, match="another microbatch"), session(
+        [table(0), table(1)], mode="observe", keep_router_logits=True
+    ) as s:
+        begin(s, 0)
+        s.observe_logits(1, 1, FLAT)

@@ -10,7 +10,8 @@ import pytest
 from moe_rl.config.load import load_config
 from moe_rl.data.ledger import PromptLedger
 from moe_rl.errors import RewardError
-from moe_rl.train.rollouts import Rollouts, shard_name, shard_step
+from moe_rl.train.kept import shard_name, shard_step
+from moe_rl.train.rollouts import Rollouts
 from moe_rl.train.step import Clock
 from moe_rl.types import Completion, Prompt, Verdict
 

@@ -1,0 +1,1 @@
+"""Sampler against trainer, before and after routing replay: the same weights, tokens and packing, measured twice."""

@@ -1,0 +1,179 @@
+"""The command line of the comparison: what can be wrong is found before any process is started."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_rl.config.check import problems
+from moe_rl.config.load import load_config
+from moe_rl.config.schema import Config, ParallelConfig
+from moe_rl.errors import ConfigError, MoeRLError, ReplayError, describe
+from moe_rl.report.lines import write_atomic
+from moe_rl.train import run_folder
+from moe_rl.train.launch import installation_problems
+from moe_rl.train.run_folder import RunFolder
+
+PRECISIONS = ("bfloat16", "float32", "fp8")
+OVERRIDES = ("train.dtype", "train.microbatch_tokens", "parallel.", "rollout.kv_cache_mib", "rollout.max_concurrent")
+
+_EPILOG = """
+Same weights, same tokens, same packing: one native and one replayed forward pass of the trainer, both against the
+same stored logprobs of the sampler; a second native pass and one packed otherwise for the noise floor; R2; planted
+faults. --run takes the newest step whose rollouts are kept together with the weights that sampled them, and scores
+them with every later checkpoint as well. Works with plain python (one rank) and under torchrun, which would take
+--run for its own without two dashes before it: torchrun --nproc-per-node N -- tools/compare_routing_kl.py --run RUN
+
+Exit status: 0 when every replayed route was applied (mismatch 0), the 95% interval of the policy KL k3 under replay
+lies below the one of native routing, and the self-test passes: every planted fault is refused where it must be, and
+makes the numbers worse where it is forced past the checks. 3 when not. 2 for bad input.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse, check, compare, write. Returns the exit status."""
+    options = _parse(arguments)
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        config, run = _configure(options)
+        found = problems(config, int(os.environ.get("WORLD_SIZE", "1")))
+        if options.config or options.sampler_dtype:
+            found += installation_problems(config.rollout.capture)
+        if found:
+            raise ConfigError([*found, f"{len(found)} problem{'s' if len(found) > 1 else ''}; nothing was started"])
+    except MoeRLError as error:
+        if rank == 0:
+            print(f"moe_rl: {error}", file=sys.stderr)
+        return 2
+    if "WORLD_SIZE" not in os.environ:
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        os.environ["MASTER_PORT"] = str(_free_port())
+    try:
+        return _compare(config, run, options)
+    except ReplayError as error:
+        print(f"moe_rl: rank {rank}: replay was not exact: {error}", file=sys.stderr, flush=True)
+        return 3
+    except MoeRLError as error:
+        print(f"moe_rl: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    # An option of several values takes the overrides behind it too.
+    options.overrides += [value for value in options.sampler_dtype if "=" in value]
+    options.sampler_dtype = [value for value in options.sampler_dtype if "=" not in value]
+    for value in options.sampler_dtype:
+        if value not in PRECISIONS:
+            parser.error(f"argument --sampler-dtype: got {value}, expected one of {', '.join(PRECISIONS)}")
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="compare_routing_kl.py",
+        description="Compare sampler and trainer before and after routing replay.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--run", type=Path, metavar="RUN_DIR", help="compare on the rollouts that this run kept")
+    source.add_argument("--config", type=Path, metavar="FILE", help="sample the prompts of a first step, then compare")
+    parser.add_argument(
+        "--sampler-dtype",
+        nargs="+",
+        default=[],
+        metavar="DTYPE",
+        help=f"sample the same prompts now in each of these precisions ({', '.join(PRECISIONS)}), one engine after the "
+        "other, fp8: float8 weights; each adds lines to the table (--config: default the config's, the first leads)",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder of routing_kl.json and .html (default: the run's; a new one)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there too")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="a.b=c",
+        help=f"replace single values of the config (--run: only {', '.join(OVERRIDES)}...)",
+    )
+    return parser
+
+
+def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None]:
+    if options.config:
+        config, run = load_config(options.config, options.overrides), None
+    else:
+        others = [text for text in options.overrides if not text.startswith(OVERRIDES)]
+        if others:
+            raise ConfigError(
+                describe(
+                    "--run compares a run as it was",
+                    got=" ".join(others),
+                    expected=f"overrides of {', '.join(OVERRIDES)} at most",
+                    do="give --config to compare another setting",
+                )
+            )
+        run = RunFolder(options.run)
+        if not run.config.is_file():
+            raise ConfigError(
+                describe("--run: this is no run folder", got=options.run, expected="a folder with config.yaml in it")
+            )
+        config = load_config(run.config, options.overrides)
+    if "WORLD_SIZE" not in os.environ and not any(text.startswith("parallel.") for text in options.overrides):
+        # A layout is for many ranks; without torchrun there is one, which has all of the model and nothing to overlap.
+        alone = config.train.model_copy(update={"overlap_expert_parallel_comm": False})
+        config = config.model_copy(update={"parallel": ParallelConfig(), "train": alone})
+    if len(set(options.sampler_dtype)) != len(options.sampler_dtype):
+        raise ConfigError(describe("--sampler-dtype: named twice", got=" ".join(options.sampler_dtype)))
+    if options.out and not options.out.is_dir():
+        raise ConfigError(describe("--out: no such folder", got=options.out, do="make it first"))
+    return config, run
+
+
+def _compare(config: Config, run: RunFolder | None, options: argparse.Namespace) -> int:
+    # Only now torch and megatron are imported: a mistake does not wait for them.
+    import torch.distributed as dist
+
+    from moe_rl.comparison.compare import Asked, compare
+    from moe_rl.comparison.report import page, text
+    from moe_rl.megatron import world
+
+    world.start(config.parallel, seed=config.run.seed, timeout_seconds=3600)
+    try:
+        main_rank = dist.get_rank() == 0
+        out = options.out or (run.path if run else None)
+        if out is None:
+            out = Path(world.broadcast(str(run_folder.create(config).path) if main_rank else None, str))
+        own = config.rollout.dtype if config.rollout.weights == "exact" else "fp8"
+        precisions = tuple(options.sampler_dtype) or (() if run else (own,))
+        result, detail = compare(Asked(config, run, precisions, out))
+        if main_rank:
+            print(text(result))
+            _write(out, result, page(result, detail, config), options.json)
+        # torchrun ends all ranks as soon as one has a status other than 0: only the one that writes may have it.
+        return result["verdict"]["exit_code"] if main_rank else 0
+    finally:
+        world.stop()
+
+
+def _write(out: Path, result: dict[str, Any], html: str, copy: Path | None) -> None:
+    content = json.dumps(result, indent=1, allow_nan=False) + "\n"
+    for path in filter(None, (out / "routing_kl.json", copy)):
+        write_atomic(path, content)
+    write_atomic(out / "routing_kl.html", html)
+    print(f"written: {out / 'routing_kl.json'}, {out / 'routing_kl.html'}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,393 @@
+"""The comparison from beginning to end: weights, rollouts, passes, faults, and what they come to. All ranks run it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass
+from importlib.metadata import version as installed
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from moe_rl.comparison import faults, quantities, sources
+from moe_rl.comparison.passes import Batch, Layout, Pass, other_budget
+from moe_rl.comparison.quantities import Bootstrap, Estimate
+from moe_rl.comparison.sources import Source, Weights
+from moe_rl.config.hf import read_model
+from moe_rl.config.schema import Config
+from moe_rl.errors import DataError, describe
+from moe_rl.megatron import checkpoint, world
+from moe_rl.megatron.policy import Policy
+from moe_rl.trace import TraceSpec
+from moe_rl.train.run_folder import RunFolder
+
+POLICY = ("k1", "k3", "F(2)", "F(5)", "abs")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What to compare. run: the folder of a run, None: sample now. precisions: of samplers that sample now."""
+
+    config: Config
+    run: RunFolder | None
+    precisions: tuple[str, ...]
+    out: Path
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Detail:
+    """What the plots need beside the result: the passes of the first row group, and what their tokens are."""
+
+    layout: Layout
+    before: Pass
+    after: Pass
+    repacked: Pass | None
+    token_ids: list[list[int]]
+
+
+def compare(asked: Asked) -> tuple[dict[str, Any], Detail]:
+    """Measure; returns the result, as it is written to routing_kl.json, and what the plots need. All ranks call it.
+
+    Raises DataError, CheckpointError, TraceError and EngineError for input that cannot be compared, and ReplayError
+    when replay was not exact.
+    """
+    config = asked.config
+    facts = read_model(config.model.path)
+    spec = TraceSpec.from_layers(facts.fingerprint, facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
+    policy = Policy(facts, config.train, config.parallel, config.model.path, temperature=config.rollout.temperature)
+    step, weights = (0, [Weights(0, None)]) if asked.run is None else sources.of_run(asked.run)
+    updates = _load(policy, weights[0])
+    found = [] if asked.run is None else [sources.stored(config, asked.run, step)]
+    prompts = [(s.key, s.prompt_token_ids) for s in found[0].sequences] if found else None
+    prompts = prompts or sources.prompts_of_config(config)
+    for precision in asked.precisions:
+        found.append(
+            sources.sample(
+                config, facts, policy, prompts, version=weights[0].version, precision=precision, out=asked.out
+            )
+        )
+    first = _Group(config, policy, spec, found[0], weights[0].version)
+    rows = first.rows(0)
+    result: dict[str, Any] = {
+        "weights": {
+            "version": weights[0].version,
+            "path": str(weights[0].path or config.model.path),
+            "fingerprint": facts.fingerprint,
+            "digest": sources.weights_digest(policy, config.train.dtype),
+        }
+    }
+    before, after = first.passes["native"], first.passes["R3"]
+    repeated, _ = first.batch.run("observe", "native again")
+    repacked = None
+    if budget := other_budget(first.source.sequences, config.train.microbatch_tokens):
+        other = Batch(config, policy, found[0].store, spec, found[0].sequences, weights[0].version, budget)
+        repacked, _ = other.run("observe", "native, packed otherwise")
+    result |= {
+        "quantities": {part: first.quantities(part) for part in quantities.PARTS},
+        "noise": {
+            "repeated": first.noise(repeated),
+            "repacked": repacked and first.noise(repacked) | {"microbatch_tokens": budget},
+        },
+        "layers": first.layers(spec),
+        "self_test": _self_test(first, spec, weights[0].version),
+    }
+    for source in found[1:]:
+        rows += _Group(config, policy, spec, source, weights[0].version).rows(0)
+    for later in weights[1:]:
+        rows += first.rescored(f"after step {later.version}", _load(policy, later) - updates)
+    result["rows"] = rows
+    result["setup"] = _setup(asked, facts, first, step, budget, spec)
+    result["verdict"] = verdict(result)
+    tokens = [[*s.prompt_token_ids, *s.token_ids][: s.forwarded] for s in found[0].sequences]
+    return _finite(result), Detail(first.layout, before, after, repacked, tokens)
+
+
+class _Group:
+    """One set of sequences under one set of weights, natively routed, under R2 and under R3."""
+
+    def __init__(self, config: Config, policy: Policy, spec: TraceSpec, source: Source, version: int):
+        versions = {s.weight_version for s in source.sequences}
+        if versions != {version}:
+            raise DataError(
+                describe("rollouts are of other weights than those that score them", got=versions, expected=version)
+            )
+        self.source, self.trainer_dtype = source, config.train.dtype
+        self.batch = Batch(config, policy, source.store, spec, source.sequences, version)
+        self.layout = self.batch.layout
+        self.seed = config.run.seed
+        self.bootstrap = Bootstrap(self.layout.sequences, seed=self.seed)
+        # Recording is native routing that also keeps what was chosen: what R2 replays.
+        native, session = self.batch.run("record", "native", router_kl=True)
+        self.recorded = session.recorded_routes()
+        self.passes = {"native": native} | self._replays()
+
+    def rows(self, staleness: int) -> list[dict[str, Any]]:
+        """The lines of the table."""
+        native = self.passes["native"]
+        return [self._row(name, one, native, staleness) for name, one in self.passes.items()]
+
+    def rescored(self, name: str, staleness: int) -> list[dict[str, Any]]:
+        """The lines under the weights that the policy has now, with the routes of those that sampled."""
+        native, _ = self.batch.run("observe", f"native {name}", router_kl=True)
+        passes = {"native": native} | self._replays(name)
+        return [self._row(route, one, native, staleness) for route, one in passes.items()]
+
+    def _replays(self, name: str = "") -> dict[str, Pass]:
+        own, _ = self.batch.run("replay", f"R2 {name}".strip(), tables=self.recorded, router_kl=True)
+        sampled, _ = self.batch.run("replay", f"R3 {name}".strip(), router_kl=True)
+        return {"R2": own, "R3": sampled}
+
+    def _row(self, route: str, one: Pass, native: Pass, staleness: int) -> dict[str, Any]:
+        """One line: the four quantities of one pass, and its differences from the native one, paired."""
+        sums, native_sums = self._sums(one, "all"), self._sums(native, "all")
+        tokens = np.bincount(self.layout.tokens, minlength=self.layout.sequences)
+        pairs = (("k1", tokens), ("k3", tokens), ("F(2)", tokens), ("set_mismatch", sums["positions"]))
+        return {
+            "source": self.source.name,
+            "sampler": self.source.sampler,
+            "trainer_dtype": self.trainer_dtype,
+            "staleness_updates": staleness,
+            "routing": route,
+            "sequences": self.layout.sequences,
+            "tokens": int(tokens.sum()),
+            "policy": self.policy(one),
+            "router_choice": _estimates(quantities.routing(self.bootstrap, sums)),
+            "applied": None if route == "native" else _applied(one),
+            "router_kl": self.router_kl(one, "all"),
+            "native_less_this": _estimates(
+                {name: self.bootstrap.difference(native_sums[name], sums[name], count) for name, count in pairs}
+            ),
+        }
+
+    def policy(self, one: Pass) -> dict[str, Any]:
+        """Policy KL and its relatives against the sampler's logprobs, on the completion tokens."""
+        sums = self._policy_sums(one)
+        tokens = np.bincount(self.layout.tokens, minlength=self.layout.sequences)
+        means = {name: self.bootstrap.mean(sums[name], tokens) for name in POLICY}
+        return _estimates(means) | quantities.quantiles(one.logprobs, self.layout.rollout_logprobs)
+
+    def quantities(self, part: str) -> dict[str, Any]:
+        """Before, after and their paired difference, on the rows of "all", "prompt" or "completion"."""
+        before, after = (self._sums(self.passes[route], part) for route in ("native", "R3"))
+        found: dict[str, Any] = {"tokens": int(before["tokens"].sum()), "positions": int(before["positions"].sum())}
+        counts = {name: before["tokens" if name.startswith("token_") else "positions"] for name in quantities.ROUTING}
+        means = [_estimates(quantities.routing(self.bootstrap, sums)) for sums in (before, after)]
+        differences = {
+            name: self.bootstrap.difference(before[name], after[name], counts[name]) for name in quantities.ROUTING
+        }
+        found["routing"] = _three(*means, _estimates(differences))
+        kl = [self.router_kl(self.passes[route], part) for route in ("native", "R3")]
+        found["router_kl"] = None if None in kl else dict(zip(("before", "after"), kl, strict=True))
+        if part == "completion":
+            tokens = np.bincount(self.layout.tokens, minlength=self.layout.sequences)
+            differences = {
+                name: self.bootstrap.difference(before[name], after[name], tokens) for name in POLICY
+            }
+            found["policy"] = _three(
+                self.policy(self.passes["native"]), self.policy(self.passes["R3"]), _estimates(differences)
+            )
+            found["k3_by_prompt"] = self._by_prompt(before["k3"], after["k3"], tokens)
+        return found
+
+    def _by_prompt(self, before: np.ndarray, after: np.ndarray, tokens: np.ndarray) -> dict[str, Any] | None:
+        """The intervals when whole prompts are drawn, whose completions are alike; None for a single prompt."""
+        layout = self.layout
+        if layout.prompts.max() == 0:
+            return None
+        bootstrap = Bootstrap(layout.sequences, seed=self.seed, clusters=layout.prompts)
+        return _estimates(
+            {
+                "before": bootstrap.mean(before, tokens),
+                "after": bootstrap.mean(after, tokens),
+                "before_less_after": bootstrap.difference(before, after, tokens),
+            }
+        )
+
+    def noise(self, again: Pass) -> dict[str, Any]:
+        """Another native pass against the first: what differs without any replay."""
+        native = self.passes["native"]
+        distance = np.abs(again.logprobs.astype(np.float64) - native.logprobs)
+        both = self._policy_sums(again), self._policy_sums(native)
+        tokens = np.bincount(self.layout.tokens, minlength=self.layout.sequences)
+        return {
+            "bitwise_equal": bool(np.array_equal(again.logprobs, native.logprobs)),
+            "abs_logprob_change_mean": float(distance.mean()),
+            "abs_logprob_change_max": float(distance.max()),
+            "k3_between_the_passes": float(_k3(again.logprobs, native.logprobs)),
+            "choices_changed": float((again.choices.shared != native.choices.shared).mean()),
+            "k3": asdict(self.bootstrap.mean(both[0]["k3"], tokens)),
+            "k3_native_less_this": asdict(self.bootstrap.difference(both[1]["k3"], both[0]["k3"], tokens)),
+        }
+
+    def worse(self, one: Pass) -> dict[str, Any]:
+        """A pass with wrong routes less the honest replay, paired: above 0 where it got worse."""
+        honest, wrong = self._sums(self.passes["R3"], "all"), self._sums(one, "all")
+        tokens = np.bincount(self.layout.tokens, minlength=self.layout.sequences)
+        counts = {"k3": tokens, "F(2)": tokens, "set_mismatch": honest["positions"]}
+        return {
+            name: {
+                "honest": self.bootstrap.mean(honest[name], count).value,
+                "planted": self.bootstrap.mean(wrong[name], count).value,
+                "worse_by": asdict(self.bootstrap.difference(wrong[name], honest[name], count)),
+            }
+            for name, count in counts.items()
+        }
+
+    def layers(self, spec: TraceSpec) -> list[dict[str, Any]]:
+        """Of each MoE layer, before and after, prompt and completion apart."""
+        found = [{"layer": layer} for layer in spec.moe_layers]
+        for part in quantities.PARTS:
+            rows = self.layout.part(part)
+            for when, route in (("before", "native"), ("after", "R3")):
+                one = self.passes[route]
+                values = {
+                    "set_mismatch": one.choices.differs,
+                    "overlap": one.choices.shared / one.choices.top_k,
+                    "replay_margin": one.choices.margin,
+                }
+                if one.router_kl is not None:
+                    rows_known = rows & np.isfinite(one.router_kl).all(0)
+                    if rows_known.any():
+                        for entry, value in zip(found, quantities.by_layer(one.router_kl, rows_known), strict=True):
+                            entry.setdefault(part, {}).setdefault("router_kl", {})[when] = value
+                for name, value in values.items():
+                    for entry, mean in zip(found, quantities.by_layer(value, rows), strict=True):
+                        entry.setdefault(part, {}).setdefault(name, {})[when] = mean
+        return found
+
+    def router_kl(self, one: Pass, part: str) -> dict[str, Any] | None:
+        """The soft router KL of the rows whose logits the sampler stored; None: unavailable."""
+        if one.router_kl is None:
+            return None
+        rows = self.layout.part(part) & np.isfinite(one.router_kl).all(0)
+        if not rows.any():
+            return None
+        values, owners = one.router_kl[:, rows], self.layout.rows[rows]
+        sums = quantities.by_sequence(values.sum(0), owners, self.layout.sequences)
+        counts = quantities.by_sequence(np.full(rows.sum(), len(values)), owners, self.layout.sequences)
+        return asdict(self.bootstrap.mean(sums, counts)) | {"rows": int(rows.sum())}
+
+    def _policy_sums(self, one: Pass) -> dict[str, np.ndarray]:
+        layout = self.layout
+        return quantities.policy_sums(one.logprobs, layout.rollout_logprobs, layout.tokens, layout.sequences)
+
+    def _sums(self, one: Pass, part: str) -> dict[str, np.ndarray]:
+        rows = self.layout.part(part)
+        return self._policy_sums(one) | quantities.routing_sums(
+            one.choices, self.layout.rows, rows, self.layout.sequences
+        )
+
+
+def verdict(result: dict[str, Any]) -> dict[str, Any]:
+    """Whether replay was exact and helped, and every reason why not. The rest of the result must be there."""
+    reasons = []
+    applied = [(row, row["applied"]) for row in result["rows"] if row["applied"]]
+    for row, counts in applied:
+        if counts["mismatch"] or counts["consumed"] != counts["expected"]:
+            reasons.append(f"{row['routing']} on {row['source']}: routes were not applied exactly: {counts}")
+    policy = result["quantities"]["completion"]["policy"]["k3"]
+    before, after = (Estimate(**policy[when]) for when in ("before", "after"))
+    if not after.below(before):
+        reasons.append(
+            f"policy KL k3: the interval after replay, {after.low:.3g} to {after.high:.3g}, does not lie below the one "
+            f"before, {before.low:.3g} to {before.high:.3g}"
+        )
+    reasons += [f"self-test: {problem}" for problem in result["self_test"]["problems"]]
+    return {"passed": not reasons, "exit_code": 3 if reasons else 0, "reasons": reasons}
+
+
+def _self_test(group: _Group, spec: TraceSpec, version: int) -> dict[str, Any]:
+    """Every fault in every place. problems: those that were neither refused where they must be nor made it worse."""
+    batch, problems, places, forced = group.batch, [], [], []
+    if (why := faults.cannot_be_planted(batch)) is not None:
+        return {"refusals": [], "forced": [], "problems": [f"not run: {why}"]}
+    if dist.get_rank() == 0:
+        places += faults.in_the_trace(batch.store, spec, batch.sequences, version)
+    for fault in (faults.SHIFTED, faults.PERMUTED, faults.SWAPPED):
+        places.append(faults.in_the_tables(fault, batch))
+        one, _ = batch.run("replay", fault, tables=faults.wrong_tables(fault, batch.tables))
+        seen = group.worse(one)
+        forced.append({"fault": fault, **seen})
+        for name in ("k3", "set_mismatch"):
+            if not seen[name]["worse_by"]["low"] > 0:
+                problems.append(f"{fault}: forced past every check it did not make {name} worse: {seen[name]}")
+    problems += [f"{one.fault}: {one.where}, and not refused" for one in places if one.visible and one.message is None]
+    order = (faults.SHIFTED, faults.PERMUTED, faults.SWAPPED)
+    places.sort(key=lambda refusal: order.index(refusal.fault))
+    return {"refusals": [asdict(refusal) for refusal in places], "forced": forced, "problems": problems}
+
+
+def _setup(asked: Asked, facts, group: _Group, step: int, budget: int | None, spec: TraceSpec) -> dict[str, Any]:
+    config, batch = asked.config, group.batch
+    return {
+        "rollouts": f"step {step} of {asked.run.path}" if asked.run else "sampled now from the prompts of a first step",
+        "sequences": group.layout.sequences,
+        "sequences_left_out": group.source.left_out,
+        "completion_tokens": len(group.layout.tokens),
+        "forwarded_tokens": len(group.layout.rows),
+        "coverage": batch.coverage["routing/coverage"],
+        "router_logits": batch.has_router_logits,
+        "model": str(config.model.path),
+        "moe_layers": len(spec.moe_layers),
+        "experts": spec.num_experts,
+        "top_k": spec.top_k,
+        "router": facts.score_function,
+        "margin_unit": "nats" if facts.score_function == "softmax" and facts.norm_topk_prob else "router score",
+        "sampler": group.source.sampler,
+        "trainer_dtype": config.train.dtype,
+        "temperature": config.rollout.temperature,
+        "microbatch_tokens": config.train.microbatch_tokens,
+        "microbatches_on_rank_0": len(batch.microbatches),
+        "other_packing_microbatch_tokens": budget,
+        "ranks": dist.get_world_size(),
+        "layout": {name: size for name, size in config.parallel if size > 1},
+        "seed": config.run.seed,
+        "bootstrap_resamples": quantities.RESAMPLES,
+        "confidence": quantities.CONFIDENCE,
+        "versions": {name: installed(name) for name in ("torch", "megatron-core")},
+        "device": str(world.device()),
+    }
+
+
+def _load(policy: Policy, weights: Weights) -> int:
+    """Give the policy these weights; returns the optimizer updates that made them."""
+    return 0 if weights.path is None else checkpoint.load_weights(weights.path, policy)["updates"]
+
+
+def _applied(one: Pass) -> dict[str, int]:
+    return {
+        "mismatch": one.applied_mismatch,
+        "checked": one.applied_checked,
+        "consumed": one.consumed,
+        "expected": one.expected,
+    }
+
+
+def _k3(one: np.ndarray, other: np.ndarray) -> float:
+    d = one.astype(np.float64) - other
+    return (np.expm1(d) - d).mean()
+
+
+def _estimates(means: dict[str, Estimate]) -> dict[str, Any]:
+    return {name: asdict(one) for name, one in means.items()}
+
+
+def _three(before: dict, after: dict, difference: dict) -> dict[str, Any]:
+    """{quantity: {before, after, and, where it was taken, before_less_after}}."""
+    return {
+        name: {"before": before[name], "after": after[name]}
+        | ({"before_less_after": difference[name]} if name in difference else {})
+        for name in before
+    }
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for numbers that are not finite, which JSON lacks."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, Seq) and not isinstance(value, str):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,163 @@
+"""Planted faults: what a wrong trace would do, and which check refuses it.
+
+Three faults, each planted in three places. In the trace: a sampler records the wrong routes, the store and the
+validator are asked. Behind it: the trainer exchanges routes after they were read, the session's checksums are asked.
+Past every check: the session is given the wrong routes as the truth, so that nothing refuses, and the numbers must show
+it. A fault that no check can see is only found by the numbers; it is said where that is so.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from moe_rl.comparison.passes import Batch
+from moe_rl.errors import MoeRLError, describe
+from moe_rl.megatron import world
+from moe_rl.replay.routes import PADDING, read_routes
+from moe_rl.replay.session import MicrobatchRoutes, ReplaySession
+from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
+from moe_rl.trace.record import RouteRecord
+from moe_rl.types import Sequence
+
+SHIFTED, PERMUTED, SWAPPED = "routes shifted by one token", "layers permuted", "sequences swapped"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What became of one fault in one place. where: in words. visible: whether a check there can see it, and must.
+    message: of the check that refused it; None when none did."""
+
+    fault: str
+    where: str
+    visible: bool
+    message: str | None
+
+
+def wrong_tables(fault: str, tables: list[MicrobatchRoutes]) -> list[MicrobatchRoutes]:
+    """This rank's tables with the fault planted and checksums of what they hold, so that no check sees it."""
+    return [
+        replace(
+            table,
+            routes=(routes := _planted(fault, table)),
+            checksums={layer: table.fed.chosen(layer, one) for layer, one in routes.items()},
+        )
+        for table in tables
+    ]
+
+
+def in_the_tables(fault: str, batch: Batch) -> Refusal:
+    """Exchange routes after they were read and summed up: the session must refuse what was dispatched."""
+    tables = [replace(table, routes=_planted(fault, table)) for table in batch.tables]
+    session = ReplaySession(tables, batch.policy.layers, mode="replay", name=fault, rank=dist.get_rank())
+    message = ""
+    try:
+        with session:
+            batch.policy.logprobs(batch.microbatches, session)
+    except MoeRLError as error:
+        message = str(error)
+    return Refusal(fault, "exchanged in the trainer, after they were read", True, _first_of_all_ranks(message))
+
+
+def in_the_trace(store: TraceStore, spec: TraceSpec, sequences: list[Sequence], version: int) -> Iterator[Refusal]:
+    """Record wrong routes of two sequences in a store of their own, and read them as the trainer does. Rank 0 only."""
+    first = sequences[0]
+    fed = _fed(first)
+    # Where the other one begins with the same tokens its routes are right for them.
+    other = next((s for s in sequences if not np.array_equal(_fed(s)[: len(fed)], fed)), None)
+    for fault, where, visible, write in _WAYS:
+        if other is None and write is _of_the_other:
+            continue
+        message = None
+        with tempfile.TemporaryDirectory() as folder:
+            with ShardWriter(Path(folder), "planted", spec) as writer:
+                ref = write(writer, store.read(first.routes), other and store.read(other.routes))
+            try:
+                read_routes(
+                    TraceStore(folder),
+                    replace(first, routes=ref),
+                    spec,
+                    layers=spec.moe_layers,
+                    fed=fed,
+                    here=np.ones(len(fed), bool),
+                    weight_version=version,
+                )
+            except MoeRLError as error:
+                message = str(error)
+        yield Refusal(fault, where, visible, message)
+
+
+def _fed(sequence: Sequence) -> np.ndarray:
+    return np.array((sequence.prompt_token_ids + sequence.token_ids)[: sequence.forwarded], np.int64)
+
+
+def _rows_late(writer: ShardWriter, record: RouteRecord, other: RouteRecord | None):
+    return writer.add(record.key, np.roll(record.routes, 1, 0), np.roll(record.token_ids, 1), record.spans)
+
+
+def _routes_late(writer: ShardWriter, record: RouteRecord, other: RouteRecord | None):
+    return writer.add(record.key, np.roll(record.routes, 1, 0), record.token_ids, record.spans)
+
+
+def _layers_moved(writer: ShardWriter, record: RouteRecord, other: RouteRecord | None):
+    return writer.add(record.key, np.roll(record.routes, 1, 1), record.token_ids, record.spans)
+
+
+def _of_the_other(writer: ShardWriter, record: RouteRecord, other: RouteRecord):
+    rows = np.resize(np.arange(len(other.routes)), len(record.routes))
+    return writer.add(record.key, other.routes[rows], other.token_ids[rows], record.spans)
+
+
+_WAYS: tuple[tuple[str, str, bool, Callable], ...] = (
+    (SHIFTED, "recorded with their tokens, one row late", True, _rows_late),
+    (SHIFTED, "recorded one row late under the right tokens", False, _routes_late),
+    (PERMUTED, "recorded under the next layer's number", False, _layers_moved),
+    (SWAPPED, "recorded under another request's key", True, _of_the_other),
+)
+
+
+def _planted(fault: str, table: MicrobatchRoutes) -> dict[int, torch.Tensor]:
+    """routes {layer: [R, K]} with whole rows or whole layers exchanged, so that every set stays valid."""
+    layers = sorted(table.routes)
+    if fault == PERMUTED:
+        return {layer: table.routes[layers[at - 1]] for at, layer in enumerate(layers)}
+    source = _sources(fault, table)
+    return {layer: table.routes[layer].index_select(0, source) for layer in layers}
+
+
+def _sources(fault: str, table: MicrobatchRoutes) -> torch.Tensor:
+    """int64 [R]: the row that each row takes its routes from."""
+    rows = torch.arange(len(table.fed.owner), device=table.fed.owner.device)
+    sequences = [rows[table.fed.owner == owner] for owner in range(table.fed.owners) if table.names[owner] != PADDING]
+    sequences = [one for one in sequences if len(one)]
+    source = rows.clone()
+    for at, one in enumerate(sequences):
+        if fault == SHIFTED:
+            source[one] = one.roll(1)
+        else:
+            # The next sequence of the microbatch; where it is shorter it begins again.
+            other = sequences[(at + 1) % len(sequences)]
+            source[one] = other[torch.arange(len(one), device=rows.device) % len(other)]
+    return source
+
+
+def _first_of_all_ranks(message: str) -> str | None:
+    """The message of the first rank that has one, on every rank."""
+    said = [world.broadcast(message, str, source=rank) for rank in range(dist.get_world_size())]
+    return next(filter(None, said), None)
+
+
+def cannot_be_planted(batch: Batch) -> str | None:
+    """Why the faults cannot be planted on some rank, the same on every rank; None when they can."""
+    why = ""
+    if len(batch.policy.layers) < 2:
+        why = describe("layers cannot be permuted", got="one MoE layer on a rank", do="compare with fewer stages")
+    elif batch.tables and max(len(set(table.names) - {PADDING}) for table in batch.tables) < 2:
+        why = describe("sequences cannot be swapped", got="one a microbatch", do="raise train.microbatch_tokens")
+    return _first_of_all_ranks(why)

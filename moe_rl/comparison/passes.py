@@ -1,0 +1,250 @@
+"""Forward passes over one set of sequences, by the trainer's own packing, routes, session and model.
+
+All ranks call everything together. What a pass gives is put together from all ranks and equal on each: per-token
+values in the order of the sequences, whatever rank, microbatch, pipeline stage or slice they were computed in.
+
+Legend: B sequences, N completion tokens, R forwarded tokens (rows), L MoE layers of the model, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from moe_rl.comparison.quantities import Choices, soft_kl
+from moe_rl.config.schema import Config
+from moe_rl.errors import ReplayError, describe
+from moe_rl.megatron import world
+from moe_rl.megatron.policy import Policy
+from moe_rl.planning.packing import pack
+from moe_rl.replay.session import Compared, MicrobatchRoutes, Mode, ReplaySession
+from moe_rl.trace import TraceSpec, TraceStore
+from moe_rl.train.shares import Shares
+from moe_rl.types import Sequence
+
+LOGITS = "router_logits"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """Which sequence each value of a pass belongs to.
+
+    tokens int [N], rows int [R]: number of the sequence. prompt bool [R]: rows of prompt tokens. rollout_logprobs
+    float32 [N], of the sampler. prompts int [B]: number of the prompt of each sequence.
+    """
+
+    sequences: int
+    tokens: np.ndarray
+    rows: np.ndarray
+    prompt: np.ndarray
+    rollout_logprobs: np.ndarray
+    prompts: np.ndarray
+
+    @classmethod
+    def of(cls, sequences: list[Sequence]) -> Layout:
+        numbers: dict[tuple[int, ...], int] = {}
+        prompts = [numbers.setdefault(s.prompt_token_ids, len(numbers)) for s in sequences]
+        prompt = [np.arange(s.forwarded) < len(s.prompt_token_ids) for s in sequences]
+        return cls(
+            len(sequences),
+            np.repeat(np.arange(len(sequences)), [len(s.token_ids) for s in sequences]),
+            np.repeat(np.arange(len(sequences)), [s.forwarded for s in sequences]),
+            np.concatenate(prompt),
+            np.concatenate([s.rollout_logprobs for s in sequences]),
+            np.array(prompts),
+        )
+
+    def part(self, name: str) -> np.ndarray:
+        """bool [R]: the rows of "all", "prompt" or "completion"."""
+        return np.ones_like(self.prompt) if name == "all" else self.prompt if name == "prompt" else ~self.prompt
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pass:
+    """What one forward pass showed.
+
+    logprobs float32 [N], of the trainer. choices: the routers' own against the record, in all rows and layers.
+    router_kl float64 [L, R]: KL(sampler || trainer) of the router's distribution, nan in rows whose logits the sampler
+    did not store; None when it stored none, or when it was not asked for. applied_mismatch, applied_checked:
+    (sequence, layer) pairs, summed over ranks; consumed, expected: routes taken. All four 0 where nothing is replayed.
+    """
+
+    logprobs: np.ndarray
+    choices: Choices
+    router_kl: np.ndarray | None
+    applied_mismatch: int
+    applied_checked: int
+    consumed: int
+    expected: int
+
+
+class Batch:
+    """Sequences whose routes are all recorded, packed and with their routes read, on this rank's part of them.
+
+    Raises TraceError, RouteValidationError or ReplayError on all ranks when routes are missing, damaged or wrong, or of
+    other weights than `weight_version`, those that sampled.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        policy: Policy,
+        store: TraceStore,
+        spec: TraceSpec,
+        sequences: list[Sequence],
+        weight_version: int,
+        microbatch_tokens: int | None = None,
+    ):
+        budget = microbatch_tokens or config.train.microbatch_tokens
+        scoring = config.model_copy(
+            update={
+                "train": config.train.model_copy(update={"updates_per_step": 1, "microbatch_tokens": budget}),
+                "replay": config.replay.model_copy(
+                    update={"missing": "refuse", "stale": "refuse", "max_staleness": 0, "max_fallback_fraction": 0.0}
+                ),
+            }
+        )
+        (share,), self.coverage = Shares(scoring, policy.layers, store, spec, vocabulary=policy.facts.vocab).of(
+            sequences, list(range(len(sequences))), weight_version
+        )
+        self.policy, self.store, self.spec, self.sequences = policy, store, spec, sequences
+        self.microbatches, self.tables, self.budget = share.microbatches, share.tables, budget
+        self.layout = Layout.of(sequences)
+        self._first_token = np.cumsum([0, *(len(s.token_ids) for s in sequences)])
+        self._first_row = np.cumsum([0, *(s.forwarded for s in sequences)])
+        self._logits = self._sampler_logits()
+        (known,) = world.all_reduce([sum(len(places) for places, _, _ in self._logits)])
+        self.has_router_logits = known > 0
+
+    def run(
+        self,
+        mode: Mode,
+        name: str,
+        *,
+        tables: list[MicrobatchRoutes] | None = None,
+        router_kl: bool = False,
+    ) -> tuple[Pass, ReplaySession]:
+        """One pass under `tables`, by default the recorded routes. The routers' own choice is compared with the record
+        whatever they are. router_kl: also compare their logits, where the sampler stored its own. Raises ReplayError
+        when the ledger is not exact or a route was not applied."""
+        router_kl = router_kl and self.has_router_logits
+        session = ReplaySession(
+            self.tables if tables is None else tables,
+            self.policy.layers,
+            mode=mode,
+            name=name,
+            rank=dist.get_rank(),
+            compare_native=True,
+            any_stage=world.any_stage,
+            compare_with=self.tables,
+            keep_router_logits=router_kl,
+        )
+        with session:
+            logprobs = self.policy.logprobs(self.microbatches, session)
+        tally = session.tally
+        counts = world.all_reduce([tally.applied_mismatch, tally.applied_checked, tally.consumed, tally.expected])
+        return (
+            Pass(
+                self._gather_logprobs(logprobs),
+                self._gather_choices(session.compared),
+                self._gather_router_kl(session) if router_kl else None,
+                *map(int, counts),
+            ),
+            session,
+        )
+
+    def _gather_logprobs(self, logprobs: list[torch.Tensor]) -> np.ndarray:
+        whole = torch.zeros(self._first_token[-1], device=world.device())
+        if world.speaks_for_its_sequences():
+            for microbatch, values in zip(self.microbatches, logprobs, strict=True):
+                places = [np.arange(*self._first_token[i : i + 2]) for i in microbatch.indices]
+                if places:
+                    whole[torch.from_numpy(np.concatenate(places)).to(whole.device)] = values
+        dist.all_reduce(whole)  # zeros change no bit of what one rank has
+        return whole.cpu().numpy()
+
+    def _gather_choices(self, compared: list[Compared]) -> Choices:
+        shape = (len(self.spec.moe_layers), self._first_row[-1])
+        shared = torch.zeros(shape, dtype=torch.int32, device=world.device())
+        margin, seen = torch.zeros(shape, device=world.device()), torch.zeros_like(shared)
+        columns = self._columns()
+        for places, table, one in zip(self._row_places(), self.tables, compared, strict=True):
+            at = columns[:, None], places[table.recorded]
+            shared[at] = one.shared.int()
+            margin[at], seen[at] = one.margin, 1
+        for tensor in (shared, margin, seen):
+            dist.all_reduce(tensor)
+        if not bool((seen == 1).all()):
+            raise ReplayError(
+                describe(
+                    "the ranks together did not compare every token in every layer exactly once",
+                    got=f"{int((seen != 1).sum())} (token, layer) positions otherwise",
+                    expected=f"{seen.numel()} once",
+                )
+            )
+        return Choices(shared.cpu().numpy(), margin.cpu().numpy(), self.spec.top_k)
+
+    def _gather_router_kl(self, session: ReplaySession) -> np.ndarray:
+        shape = (len(self.spec.moe_layers), self._first_row[-1])
+        values = torch.zeros(shape, dtype=torch.float64, device=world.device())
+        seen = torch.zeros_like(values)
+        for number, (places, rows, logits) in enumerate(self._logits):
+            for column, layer in zip(self._columns().tolist(), self.policy.layers, strict=True):
+                ours = session.router_logits[number, layer][torch.from_numpy(rows).to(world.device())]
+                kl = soft_kl(logits[:, column], ours.float().cpu().numpy(), self.policy.facts.score_function)
+                values[column, places] = torch.from_numpy(kl).to(values.device)
+                seen[column, places] = 1
+        for tensor in (values, seen):
+            dist.all_reduce(tensor)
+        return np.where(seen.cpu().numpy() > 0, values.cpu().numpy(), np.nan)
+
+    def _sampler_logits(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Of each microbatch, of the M rows of this rank whose router logits the sampler stored: their places int [M]
+        among the R, their rows int [M] at this rank's routers, the logits float32 [M, L, E]."""
+        found = []
+        for microbatch, here in zip(self.microbatches, self._row_places(), strict=True):
+            row_of = {place: row for row, place in enumerate(here.tolist()) if place >= 0}
+            places, logits = [], []
+            for i in microbatch.indices:
+                ref = self.sequences[i].routes
+                if LOGITS not in self.store.info(ref).aux:
+                    continue
+                rows = self.store.aux(ref, f"{LOGITS}_rows").astype(np.int64) + self._first_row[i]
+                mine = [at for at, place in enumerate(rows) if place < self._first_row[i + 1] and place in row_of]
+                places.append(rows[mine])
+                logits.append(self.store.aux(ref, LOGITS)[mine])
+            empty = np.empty((0, len(self.spec.moe_layers), self.spec.num_experts), np.float32)
+            places = np.concatenate([np.empty(0, np.int64), *places])
+            rows = np.array([row_of[place] for place in places], np.int64)
+            found.append((places, rows, np.concatenate([empty, *logits])))
+        return found
+
+    def _columns(self) -> torch.Tensor:
+        """int64: which of the model's MoE layers are this rank's."""
+        return torch.tensor([self.spec.moe_layers.index(layer) for layer in self.policy.layers], device=world.device())
+
+    def _row_places(self) -> list[torch.Tensor]:
+        """Of each microbatch: for the rows that this rank's routers see, their place among the R; -1: padding."""
+        places = []
+        for microbatch in self.microbatches:
+            whole = np.full(sum(microbatch.lengths), -1)
+            rows = [np.arange(*self._first_row[i : i + 2]) for i in microbatch.indices]
+            if rows:
+                whole[: sum(map(len, rows))] = np.concatenate(rows)
+            mine = whole[microbatch.rows[world.own_rows(microbatch.tokens.shape[1])]]
+            places.append(torch.from_numpy(mine).to(world.device()))
+        return places
+
+
+def other_budget(sequences: list[Sequence], budget: int) -> int | None:
+    """Tokens of a microbatch that make another packing of the same sequences; None when there is no other."""
+    lengths = [s.forwarded for s in sequences]
+    ranks = world.data_parallel()[1]
+    usual = pack(lengths, ranks=ranks, microbatch_tokens=budget)
+    for tokens in (min(budget, sum(lengths) // ranks) // 2, max(lengths), budget * 2):
+        if tokens >= max(lengths) and pack(lengths, ranks=ranks, microbatch_tokens=tokens) != usual:
+            return tokens
+    return None

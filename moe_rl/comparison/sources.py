@@ -1,0 +1,171 @@
+"""What is compared: rollouts that a run kept and the checkpoints that can score them, or rollouts sampled now."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from moe_rl.config.hf import ModelFacts
+from moe_rl.config.schema import Config, RolloutConfig
+from moe_rl.data.prompts import PromptSource, load_prompts
+from moe_rl.errors import DataError, describe
+from moe_rl.megatron import checkpoint, world
+from moe_rl.megatron.model import DTYPES
+from moe_rl.megatron.policy import Policy
+from moe_rl.replay.routes import missing_rows
+from moe_rl.rollout.engine import VllmEngine
+from moe_rl.sync.weights import tensor_digests, total_digest
+from moe_rl.trace import TraceStore
+from moe_rl.train.kept import KeptRollouts, RolloutBatch, shard_name
+from moe_rl.train.loop import engine_settings
+from moe_rl.train.rollouts import generate_request
+from moe_rl.train.run_folder import RunFolder
+from moe_rl.train.weights import send_weights
+from moe_rl.types import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Sequences with routes, of one sampler. sampler: its precision, in words. left_out: sequences without all their
+    routes, which are not compared."""
+
+    name: str
+    sampler: str
+    sequences: list[Sequence]
+    left_out: int
+    store: TraceStore
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Weights that can score rollouts. version: steps done. path: None is the initial model."""
+
+    version: int
+    path: Path | None
+
+
+def of_run(folder: RunFolder) -> tuple[int, list[Weights]]:
+    """The newest step whose rollouts are kept together with the weights that sampled them: its number, those weights,
+    and every later checkpoint. Raises DataError when there is none."""
+    saved = dict(checkpoint.complete(folder.checkpoints))
+    steps = KeptRollouts(folder.rollouts, TraceStore(folder.trace)).steps() if folder.trace.is_dir() else []
+    scorable = [step for step in steps if step == 1 or step - 1 in saved]
+    if not scorable:
+        raise DataError(
+            describe(
+                "the run kept no rollouts together with the weights that sampled them",
+                where=str(folder.path),
+                got=f"rollouts of steps {steps}, checkpoints after steps {sorted(saved)}",
+                expected="rollouts of step 1, or of the step after a checkpoint",
+                do="run it for a step, or give --config to sample now",
+            )
+        )
+    step = scorable[-1]
+    first = Weights(step - 1, saved.get(step - 1))
+    return step, [first, *(Weights(done, path) for done, path in sorted(saved.items()) if done >= step)]
+
+
+def stored(config: Config, folder: RunFolder, step: int) -> Source:
+    """The rollouts of one step of a run, read by rank 0."""
+    store = TraceStore(folder.trace)
+    batch = KeptRollouts(folder.rollouts, store).load(step) if dist.get_rank() == 0 else None
+    batch = world.broadcast(batch, RolloutBatch)
+    return _complete(f"rollouts of step {step}", precision_of(config.rollout), batch.sequences, store)
+
+
+def precision_of(rollout: RolloutConfig) -> str:
+    """In words, what a sampler holds and computes in."""
+    return rollout.dtype if rollout.weights == "exact" else f"fp8 weights, {rollout.dtype}"
+
+
+def in_precision(rollout: RolloutConfig, precision: str) -> RolloutConfig:
+    """The same with a sampler in "bfloat16", "float32" or "fp8": float8 weights, computing in what the config says."""
+    update = {"weights": "fp8_e4m3"} if precision == "fp8" else {"weights": "exact", "dtype": precision}
+    return rollout.model_copy(update=update)
+
+
+def prompts_of_config(config: Config) -> list[tuple[str, tuple[int, ...]]]:
+    """(key, prompt tokens) of each completion of the config's first step."""
+    rollout = config.rollout
+    tokenizer = config.model.path / "tokenizer.json"
+    prompts = load_prompts(config.task.train, tokenizer, max_prompt_tokens=rollout.max_prompt_tokens)
+    chosen = PromptSource(prompts, config.run.seed).take(rollout.prompts_per_step)
+    return [(f"s1/p{p}/c{c}", prompt.token_ids) for p, prompt in enumerate(chosen) for c in range(rollout.group_size)]
+
+
+def sample(
+    config: Config,
+    facts: ModelFacts,
+    policy: Policy,
+    prompts: list[tuple[str, tuple[int, ...]]],
+    *,
+    version: int,
+    precision: str,
+    out: Path,
+) -> Source:
+    """Start an engine in this precision with the policy's weights, sample the prompts, stop it. All ranks call it.
+
+    precision: see `in_precision`. Traces and log go to `routing_kl-sampler-<precision>` in `out`, in place of what an
+    earlier comparison left there. Raises EngineError on rank 0.
+    """
+    rollout = in_precision(config.rollout, precision)
+    config = config.model_copy(update={"rollout": rollout})
+    folder = RunFolder(out / f"routing_kl-sampler-{precision}")
+    sequences, engine = None, None
+    try:
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder.path, ignore_errors=True)
+            folder.trace.mkdir(parents=True)
+            engine = VllmEngine.start(engine_settings(config, facts, folder))
+        world.broadcast("ready" if engine else None, str)
+        if version or rollout.weights != "exact":  # otherwise the engine has read the initial model itself
+            send_weights(policy, engine, folder.sync, version, dtype=rollout.dtype, weights=rollout.weights)
+        if engine is not None:
+            requests = [
+                generate_request(config, key, tokens, facts.eos_token_ids, config.rollout.temperature)
+                for key, tokens in prompts
+            ]
+            completions = engine.generate(requests, shard=shard_name(version + 1))
+            sequences = [
+                Sequence(
+                    key=c.key,
+                    prompt_token_ids=c.prompt_token_ids,
+                    token_ids=c.token_ids,
+                    rollout_logprobs=c.logprobs,
+                    reward=0.0,
+                    weight_version=c.weight_version,
+                    routes=c.routes,
+                )
+                for c in completions
+            ]
+    finally:
+        if engine is not None:
+            engine.close()
+    sequences = world.broadcast(sequences, list[Sequence])
+    return _complete("sampled now", precision_of(rollout), sequences, TraceStore(folder.trace))
+
+
+def weights_digest(policy: Policy, dtype: str) -> str:
+    """xxh3-128 of all weights under their Hugging Face names in this precision, in any layout. All ranks call it."""
+    dense, experts = world.holds_first_replica()
+    mine = tensor_digests(policy.export(DTYPES[dtype], dense=dense, experts=experts).items())
+    everything = [world.broadcast(mine, dict[str, str], source=rank) for rank in range(dist.get_world_size())]
+    return total_digest({name: digest for part in everything for name, digest in part.items()})
+
+
+def _complete(name: str, sampler: str, sequences: list[Sequence], store: TraceStore) -> Source:
+    whole = [s for s in sequences if s.token_ids and s.routes is not None and not missing_rows(s)]
+    if len(whole) < 2:
+        raise DataError(
+            describe(
+                "too few sequences have all their routes",
+                where=name,
+                got=f"{len(whole)} of {len(sequences)}",
+                expected="at least 2",
+                do="sample with recording on",
+            )
+        )
+    return Source(name, sampler, whole, len(sequences) - len(whole), store)

@@ -1,0 +1,68 @@
+"""The command line: what cannot be compared is told, with exit status 2, before anything is started."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from moe_rl.comparison.command import main
+from moe_rl.config.load import dump_config, load_config
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "configs/tiny_moe_cpu.yaml"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run folder without rollouts."""
+    monkeypatch.chdir(ROOT)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(dump_config(load_config(CONFIG, [f"run.runs_dir={tmp_path}"])))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--run", "nowhere"], "--run: this is no run folder: got nowhere, expected a folder with config.yaml in it"),
+        (["--run", "{run}", "run.seed=2"], "--run compares a run as it was: got run.seed=2"),
+        (["--run", "{run}", "train.dtype=float16"], "train.dtype"),
+        (["--run", "{run}", "parallel.expert=2"], "a multiple of 2 ranks"),
+        (["--run", "{run}", "--out", "{run}/no"], "--out: no such folder"),
+        (["--run", "{run}", "--sampler-dtype", "fp8", "fp8"], "--sampler-dtype: named twice"),
+        (["--run", "{run}", "--sampler-dtype", "fp8", "run.seed=2"], "--run compares a run as it was: got run.seed=2"),
+        (["--config", "nowhere.yaml"], "there is no config file"),
+        (["--config", str(CONFIG), "rollout.dtpye=float32"], "Did you mean rollout.dtype"),
+    ],
+)
+def test_bad_input_is_told_before_anything_starts(run, capsys, monkeypatch, arguments, message):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert main([argument.format(run=run) for argument in arguments]) == 2
+    said = capsys.readouterr()
+    assert message in said.err and said.out == ""
+    assert not list(run.glob("routing_kl*"))
+
+
+def test_a_precision_that_is_none(run, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--run", str(run), "--sampler-dtype", "fp4"])
+    assert ended.value.code == 2
+    assert "--sampler-dtype: got fp4, expected one of bfloat16, float32, fp8" in capsys.readouterr().err
+
+
+def test_a_model_that_is_gone_is_told(run, capsys, tmp_path):
+    shutil.copytree(ROOT / "assets/tiny_moe/policy", tmp_path / "model")
+    text = (run / "config.yaml").read_text().replace("assets/tiny_moe/policy", str(tmp_path / "gone"))
+    (run / "config.yaml").write_text(text)
+    assert main(["--run", str(run)]) == 2
+    assert str(tmp_path / "gone") in capsys.readouterr().err
+
+
+def test_the_help_says_what_the_exit_status_means(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the 95% interval of the policy KL k3 under replay lies below the one of native routing" in said
+    assert "self-test passes" in said and "3 when not. 2 for bad input." in said

@@ -1,0 +1,58 @@
+"""Which rollouts can be compared on-policy, and which weights score them later."""
+
+import pytest
+
+from moe_rl.comparison import sources
+from moe_rl.comparison.sources import Weights, in_precision, of_run, precision_of
+from moe_rl.config.schema import RolloutConfig
+from moe_rl.errors import DataError
+from moe_rl.train.run_folder import RunFolder
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """make(rollouts of steps, checkpoints after steps): a run folder that holds these."""
+
+    def make(steps, checkpoints):
+        for done in checkpoints:
+            (tmp_path / f"checkpoints/step-{done:06d}").mkdir(parents=True)
+        (tmp_path / "trace").mkdir()
+        monkeypatch.setattr(sources.KeptRollouts, "steps", lambda self: steps)
+        return RunFolder(tmp_path)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("steps", "checkpoints", "step", "versions"),
+    [
+        ([1], [], 1, [0]),
+        ([1, 2], [2], 1, [0, 2]),
+        ([1, 21, 31, 37, 38, 39, 40], [20, 30, 40], 31, [30, 40]),
+        ([1, 3, 4], [2, 4], 3, [2, 4]),
+        ([1, 5], [1, 3], 1, [0, 1, 3]),
+    ],
+)
+def test_the_newest_step_whose_own_weights_are_kept(folder, steps, checkpoints, step, versions):
+    run = folder(steps, checkpoints)
+    got, weights = of_run(run)
+    assert got == step and [w.version for w in weights] == versions
+    assert weights[0] == Weights(step - 1, run.checkpoints / f"step-{step - 1:06d}" if step > 1 else None)
+
+
+@pytest.mark.parametrize(("steps", "checkpoints"), [([], [2]), ([4, 5], [2]), ([], [])])
+def test_without_such_a_step_there_is_nothing_to_compare(folder, steps, checkpoints):
+    run = folder(steps, checkpoints)
+    with pytest.raises(DataError, match="no rollouts together with the weights that sampled them") as error:
+        of_run(run)
+    assert f"rollouts of steps {steps}, checkpoints after steps {checkpoints}" in str(error.value)
+
+
+def test_a_precision_is_what_the_sampler_holds_and_computes_in():
+    rollout = RolloutConfig(prompts_per_step=1, group_size=2, max_prompt_tokens=4, max_completion_tokens=4)
+    named = {name: in_precision(rollout, name) for name in ("bfloat16", "float32", "fp8")}
+    assert [(r.dtype, r.weights) for r in named.values()] == [
+        ("bfloat16", "exact"), ("float32", "exact"), ("bfloat16", "fp8_e4m3")
+    ]  # fmt: skip
+    assert [precision_of(r) for r in named.values()] == ["bfloat16", "float32", "fp8 weights, bfloat16"]
+    assert in_precision(named["fp8"], "bfloat16") == rollout

@@ -1,0 +1,88 @@
+"""Rollouts that a run keeps: read back as they were written or refused, kept as long as their routes."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from moe_rl.errors import DataError
+from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
+from moe_rl.train.kept import KeptRollouts, RolloutBatch, kept_steps, shard_name
+from moe_rl.types import Provenance, RoutePart, RouteRef, Sequence, Span
+
+SPEC = TraceSpec("model", 8, 2, "mm")
+
+
+@pytest.fixture
+def kept(tmp_path):
+    (tmp_path / "trace").mkdir()
+    return KeptRollouts(tmp_path / "rollouts", TraceStore(tmp_path / "trace"))
+
+
+def batch(step):
+    ref = RouteRef(f"s{step}/p0/c0", 3, (RoutePart(shard_name(step), "0123456789abcdef"),))
+    logprobs = np.array([-0.5, -1.25], np.float32)
+    one = Sequence(f"s{step}/p0/c0", (1, 2), (3, 4), logprobs, reward=0.5, weight_version=step - 1, routes=ref)
+    return RolloutBatch([one, dataclasses.replace(one, key="other", routes=None)], [0, 1], {"reward/mean": 0.25})
+
+
+def shard(kept, step):
+    with ShardWriter(kept.store._local(), shard_name(step), SPEC) as writer:
+        routes = np.tile(np.array([0, 1], np.uint8), (3, 2, 1))
+        writer.add(f"s{step}/p0/c0", routes, [1, 2, 3], [Span(3, step - 1, Provenance.DECODE)])
+
+
+def values(batch):
+    plain = dataclasses.asdict(batch)
+    return [[x.tolist() if isinstance(x, np.ndarray) else x for x in s.values()] for s in plain.pop("sequences")], plain
+
+
+def test_a_batch_comes_back_with_every_field(kept):
+    kept.save(12, batch(12))
+    assert values(kept.load(12)) == values(batch(12))
+    assert [path.name for path in kept.folder.iterdir()] == ["step000012.rollout"]
+
+
+def test_no_bit_may_flip_and_nothing_may_be_cut_off(kept):
+    kept.save(3, batch(3))
+    path = kept.folder / "step000003.rollout"
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 7):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        with pytest.raises(DataError, match="step000003.rollout"):
+            kept.load(3)
+    for damaged in (whole[:-1], whole[:20], b""):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match="damaged"):
+            kept.load(3)
+    path.write_bytes(whole)
+    assert values(kept.load(3)) == values(batch(3))
+
+
+def test_a_missing_step_is_named(kept):
+    with pytest.raises(DataError, match=r"were not kept \(.*step000007.rollout\)"):
+        kept.load(7)
+
+
+def test_kept_are_the_last_ones_and_those_of_kept_weights():
+    assert kept_steps(40, 4, [20, 30]) == {1, 21, 31, 37, 38, 39, 40}
+    assert kept_steps(2, 4, []) >= {1, 2}
+    assert 11 not in kept_steps(40, 4, [20, 30])
+
+
+def test_files_and_shards_go_together(kept):
+    for step in (1, 2, 3, 4):
+        kept.save(step, batch(step))
+        shard(kept, step)
+    kept.store.remove(shard_name(3))
+    assert kept.steps() == [1, 2, 4]  # what lacks its routes cannot be scored
+    (kept.folder / "step000005.tmp").write_bytes(b"cut")
+    with ShardWriter(kept.store._local(), "step000004-round2", SPEC):
+        pass
+    with ShardWriter(kept.store._local(), "eval-greedy", SPEC):
+        pass
+    kept.retain({1, 4})
+    assert sorted(path.name for path in kept.folder.iterdir()) == ["step000001.rollout", "step000004.rollout"]
+    assert kept.store.shards() == ["step000001", "step000004", "step000004-round2"]
+    kept.retain(range(4))
+    assert kept.steps() == [1]
