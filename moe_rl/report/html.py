@@ -69,6 +69,8 @@ def _header(run_dir: Path, run: Run, summary: dict[str, Any], config: dict | Non
     warnings = []
     if not finished:
         warnings.append("The run did not write its summary: it is still going on, or it was stopped.")
+    if summary.get("collapse"):
+        warnings.append(f"The run was ended before its last step: {summary['collapse']}.")
     if run.torn:
         warnings.append("The last line of metrics.jsonl was cut short and is left out.")
     if summary["nonfinite_values"]:

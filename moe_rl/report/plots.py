@@ -214,6 +214,26 @@ def _extreme(run: Run) -> Panel:
     return panel_of(name, title, direction, reading + ".", figure)
 
 
+def _entropy(run: Run) -> Panel:
+    name, title = "entropy", "Entropy and perplexity"
+    direction = "nats a token (above), perplexity of the sampled tokens in both engines (below): neither is good or bad"
+    steps, entropy = run.series("policy/entropy")
+    if not steps:
+        return missing(name, title, direction, "No entropy was logged.")
+    figure, (upper, lower) = figure_of(rows=2)
+    line(upper, steps, entropy, PURPLE, None)
+    upper.set_ylabel("entropy")
+    from_zero(upper)
+    line(lower, *run.series("policy/perplexity_rollout"), GREEN, "sampler", linewidth=2.6, alpha=0.5)
+    line(lower, *run.series("policy/perplexity_train"), BLUE, "trainer", linewidth=1.2)
+    lower.set_ylabel("perplexity")
+    apart = run.series("policy/log_perplexity_abs_diff")[1]
+    reading = f"Entropy went from {entropy[0]:.3f} to {entropy[-1]:.3f} nats a token."
+    if apart:
+        reading += f" The engines' log-perplexities of a sequence differ by {scientific(statistics.fmean(apart))} nats."
+    return panel_of(name, title, direction, reading, figure)
+
+
 def _length(run: Run) -> Panel:
     name, title = "length", "Completion length and truncation"
     direction = "mean tokens (above), truncated fraction (below): lower truncation is better"
@@ -345,6 +365,7 @@ _PANELS: tuple[Callable[[Run], Panel], ...] = (
     _policy_kl,
     _routing,
     _extreme,
+    _entropy,
     _update,
     _canary,
     _throughput,

@@ -11,7 +11,8 @@ from moe_rl.report.plots import panels
 from moe_rl.report.summary import summarize
 
 VOID = {"meta", "br", "hr", "img", "link", "wbr", "input"}
-PLOTS = ["pass-rate", "reward", "length", "policy-kl", "routing", "extreme", "update", "canary", "throughput", "time"]
+PLOTS = ["pass-rate", "reward", "length", "policy-kl", "routing", "extreme", "entropy", "update", "canary"]
+PLOTS += ["throughput", "time"]
 
 
 class Page(HTMLParser):
@@ -151,6 +152,11 @@ def test_an_unfinished_torn_run_is_reported_as_such(synthetic_run):
         file.write('{"step": 8, "ki')
     page = Page(write_report(run_dir).read_text(encoding="utf-8"))
     assert "7 of 40 steps" in page.words and "cut short" in page.words
+
+
+def test_a_run_that_was_ended_says_why(synthetic_run, facts):
+    _, page = report(synthetic_run(steps=7), facts | {"collapse": "the run has collapsed (steps 5 to 7)"})
+    assert "The run was ended before its last step: the run has collapsed (steps 5 to 7)." in page.words
 
 
 def test_names_from_outside_are_escaped(synthetic_run, facts, step_metrics):
