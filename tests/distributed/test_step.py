@@ -11,6 +11,7 @@ import torch
 from moe_rl.config.hf import read_model
 from moe_rl.objectives.advantages import advantages
 from moe_rl.proof.batch import LENGTHS, batch
+from moe_rl.report.registry import METRICS, find
 from tests.distributed.conftest import torchrun
 from tests.distributed.step_worker import scores_of, shared_logits, supports_of
 
@@ -59,6 +60,13 @@ CASES = {
         "overrides": ["replay.max_staleness=1", "replay.stale=native", "replay.max_fallback_fraction=0.2"],
         "old": [2, 5],
     },
+    "corrected": {
+        "overrides": [
+            "objective.corrections=[{level: geometric, rule: reject, high: 1.5}]",
+            "objective.off_policy_delta=0.5",
+            "train.router_aux_loss=0.01",
+        ]
+    },
     "masked": {"overrides": MASKED},
     "masked-tensor": {"overrides": [*MASKED, "parallel.tensor=2"]},
     "masked-context": {"overrides": [*MASKED, "parallel.context=2"]},
@@ -94,6 +102,13 @@ def test_whole_routes_leave_nothing_to_the_router(steps):
     assert [metrics[f"routing/{name}"] for name in fallbacks] == [0, 0, 0, 0]
     layers = [metrics[f"routing/shadow_mismatch_layer/{layer:03d}"] for layer in range(LAYERS)]
     assert sum(layers) / LAYERS == pytest.approx(metrics["routing/shadow_mismatch"]) and min(layers) > 0.9
+
+
+def test_steps_emit_every_metric_of_the_registry_that_is_theirs(steps):
+    """Over all cases, and nothing that is not in it."""
+    emitted = {find(key).key for first, _ in steps.values() if isinstance(first, dict) for key in first}
+    rooms = ("policy_kl", "policy", "routing", "objective", "correction", "optim")
+    assert emitted == {key for key in METRICS if key.split("/")[0] in rooms} | {"reward/kl_penalty"}
 
 
 def test_r2_measures_natively_and_replays_its_own_routes(steps):

@@ -17,6 +17,7 @@ SHORT = [
     "rollout.prompts_per_step=16",
     "rollout.group_size=4",
     "rollout.dynamic_sampling_rounds=2",
+    "task.overlong.cache_tokens=4",
     "eval.prompts=32",
     "eval.every_steps=4",
     "checkpoint.every_steps=2",

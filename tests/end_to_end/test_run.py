@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from moe_rl.data.ledger import PromptLedger
 from moe_rl.data.prompts import PromptSource, load_prompts
+from moe_rl.report.registry import METRICS, find
 from tests.end_to_end.conftest import ROOT, Launch, config, lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -58,6 +59,15 @@ def test_groups_without_a_difference_are_sampled_again_and_counted(short_run):
     assert [len(entry["prompts"]) for entry in ledger] == [row["group/sampled"] for row in steps]
     shards = sorted(path.stem for path in (short_run.folder / "trace").glob("step*"))
     assert len(shards) == sum(row["group/sampled"] for row in steps) // 16
+
+
+def test_a_run_emits_every_metric_that_is_not_of_the_step_alone(short_run):
+    """The others: tests/distributed/test_step.py."""
+    rows = map(json.loads, (short_run.folder / "metrics.jsonl").read_text().splitlines())
+    emitted = {find(key).key for row in rows for key in row if "/" in key}
+    rooms = ("reward", "rollout", "group", "time", "throughput", "trace", "sync", "eval")
+    owed = {key for key in METRICS if key.split("/")[0] in rooms} - {"reward/kl_penalty"}
+    assert owed - emitted == set()
 
 
 def test_every_step_logs_the_canary_and_its_own_weights(short_run):
