@@ -54,6 +54,24 @@ def refuse_bypasses(config: TransformerConfig) -> None:
             "off",
         ),
         (
+            "moe_token_dispatcher_type",
+            config.moe_token_dispatcher_type != "alltoall",
+            "what a dispatch plan tells is what the all-to-all dispatcher asks for, and no other",
+            "alltoall",
+        ),
+        (
+            "moe_permute_fusion",
+            config.moe_permute_fusion,
+            "the fused permutation keeps a row map of its own, which a dispatch plan does not have",
+            "off",
+        ),
+        (
+            "moe_router_padding_for_quantization",
+            config.moe_router_padding_for_quantization,
+            "rows would be sent to experts that were not recorded, behind the comparison with the record",
+            "off",
+        ),
+        (
             "cuda_graph_impl",
             config.cuda_graph_impl != "none",
             "a captured graph repeats the routes of the pass that it was captured in",

@@ -3,8 +3,8 @@
     ReplaySeqParams   PackedSeqParams that also carries the microbatch's handle into the replay session
     ReplayLayer       binds the handle to its MoE layer where every schedule and the recomputation of layers pass first
     ReplayRouter      TopKRouter that takes the recorded experts; their weights come from the live logits
-    ReplayMoELayer    shows the routing map to the session on its way to the dispatcher; keeps the handle for its own
-                      recomputation
+    ReplayMoELayer    shows the routing map to the session on its way to the dispatcher, which gets its plan here; keeps
+                      the handle for its own recomputation
 
 The weights are computed by megatron's own score function from dense scores gathered at the recorded experts, so the
 router's gradient lives however far the replayed set is from the live one.
@@ -18,12 +18,13 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from moe_rl.errors import ReplayError, describe
 from moe_rl.megatron import world
+from moe_rl.megatron.dispatcher import PlannedDispatcher
 from moe_rl.replay.session import MicrobatchHandle
 
 
@@ -122,8 +123,14 @@ class ReplayRouter(TopKRouter):
 class ReplayMoELayer(MoELayer):
     """MoELayer that lets the session compare what is dispatched with what was recorded, also when it is recomputed."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args, pg_collection=None, **kwargs):
+        pg_collection = pg_collection or get_default_pg_collection()
+        super().__init__(*args, pg_collection=pg_collection, **kwargs)
+        self.token_dispatcher = PlannedDispatcher(
+            self.num_local_experts, self.local_expert_indices, config=self.config, pg_collection=pg_collection
+        )
+        if self.shared_expert_overlap:
+            self.token_dispatcher.set_shared_experts(self.shared_experts)
         # The checkpoint is taken here, around the whole forward, instead of inside of it.
         self.recomputed, self.moe_layer_recompute = self.moe_layer_recompute, False
 
@@ -142,7 +149,9 @@ class ReplayMoELayer(MoELayer):
 
     def preprocess(self, hidden_states, probs, routing_map):
         handle = self.router.handle
+        self.token_dispatcher.plan = None
         if handle is not None:
+            self.token_dispatcher.plan = handle.session.plan(handle.microbatch, self.layer_number - 1)
             handle.session.check_dispatch(handle.microbatch, self.layer_number - 1, routing_map)
         return super().preprocess(hidden_states, probs, routing_map)
 

@@ -1,12 +1,22 @@
-"""What reaches every token dispatcher, and what comes out of it: seen at the dispatcher itself, not by the session."""
+"""What reaches every token dispatcher, what comes out of it, and what it waits for: seen there, not by the session."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_rl.megatron.model import unwrap
+
+_READS = {
+    *(torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.__bool__),
+    *(torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__, torch.Tensor.nonzero, torch.nonzero),
+    *(torch.Tensor.masked_select, torch.masked_select, torch.Tensor.unique, torch.unique),
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,3 +66,79 @@ class DispatchWitness:
             return hidden_states, received, probs
 
         dispatcher.dispatch_preprocess, dispatcher.dispatch_postprocess = dispatch_preprocess, dispatch_postprocess
+
+
+@dataclass(slots=True, eq=False)
+class LayerWaits:
+    """Counts what keeps the host waiting inside of MoE layers, from router to combine, forward and recomputed.
+
+    counts: collectives of integers, which carry numbers of rows. waits: for an event on the device, with which
+    Megatron's dispatcher ends its copies to the host. reads: of a tensor's values by the host, each a wait where the
+    tensor lives on a device. Those that a plan or a dispatcher's constructor put on the host are free; those that
+    Megatron's dispatcher copies there look like any others on the CPU, and are counted. dispatches: in all.
+    """
+
+    counts: int = 0
+    waits: int = 0
+    reads: int = 0
+    dispatches: int = 0
+
+    def attach(self, chunks: list[torch.nn.Module]) -> LayerWaits:
+        """Watch the MoE layers of these model chunks. Returns itself."""
+        for chunk in chunks:
+            for layer in unwrap(chunk).decoder.layers:
+                if layer.is_moe_layer:
+                    for name in ("route", "preprocess", "dispatch", "routed_experts_compute", "combine", "postprocess"):
+                        setattr(layer.mlp, name, self._watched(layer.mlp, getattr(layer.mlp, name)))
+        return self
+
+    def _watched(self, moe: torch.nn.Module, method):
+        def watched(*args, **kwargs):
+            self.dispatches += method.__name__ == "dispatch"
+            with _Reads(self, moe.token_dispatcher), _Collectives(self), self._events():
+                return method(*args, **kwargs)
+
+        return watched
+
+    @contextmanager
+    def _events(self) -> Iterator[None]:
+        kind = torch.cuda.Event
+        synchronize = kind.synchronize
+
+        def counted(event):
+            self.waits += 1
+            return synchronize(event)
+
+        kind.synchronize = counted
+        try:
+            yield
+        finally:
+            kind.synchronize = synchronize
+
+
+class _Reads(TorchFunctionMode):
+    def __init__(self, total: LayerWaits, dispatcher):
+        super().__init__()
+        self.total, self.dispatcher = total, dispatcher
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.total.reads += func in _READS and not self._on_host(args[0])
+        return func(*args, **(kwargs or {}))
+
+    def _on_host(self, tensor: torch.Tensor) -> bool:
+        known = [self.dispatcher.sort_input_by_local_experts, self.dispatcher.restore_output_by_local_experts]
+        if self.dispatcher.plan is not None:
+            known.append(self.dispatcher.plan.per_expert)
+        return any(tensor is one for one in known)
+
+
+class _Collectives(TorchDispatchMode):
+    def __init__(self, total: LayerWaits):
+        super().__init__()
+        self.total = total
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            tensors = [t for t in torch.utils._pytree.tree_leaves(args) if torch.is_tensor(t)]
+            self.total.counts += not any(t.is_floating_point() for t in tensors)
+        return func(*args, **(kwargs or {}))

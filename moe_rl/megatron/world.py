@@ -6,6 +6,7 @@ import gc
 import os
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -13,6 +14,7 @@ from torch.distributed import distributed_c10d
 
 from moe_rl.config.schema import ParallelConfig
 from moe_rl.megatron import messages
+from moe_rl.planning.dispatch import DispatchGroup
 
 
 def start(parallel: ParallelConfig, *, seed: int, timeout_seconds: float) -> None:
@@ -120,6 +122,27 @@ def sum_over_dispatch(counts: torch.Tensor) -> torch.Tensor:
     counts = counts.clone()
     dist.all_reduce(counts, group=parallel_state.get_expert_tensor_and_model_parallel_group())
     return counts
+
+
+def gather_over_dispatch(counts: np.ndarray) -> np.ndarray:
+    """Integers of the same shape on all G ranks that dispatch tokens to each other's experts, as [G, ...]."""
+    group = parallel_state.get_expert_tensor_and_model_parallel_group()
+    if group.size() == 1:
+        return counts[None]
+    mine = torch.from_numpy(np.ascontiguousarray(counts)).to(device())
+    everyone = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everyone, mine, group=group)
+    return torch.stack(everyone).cpu().numpy()
+
+
+def dispatch_group(experts: int) -> DispatchGroup:
+    """The ranks that dispatch tokens to each other's experts, of a layer with so many."""
+    return DispatchGroup(
+        experts,
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
+        parallel_state.get_expert_tensor_and_model_parallel_group().rank(),
+    )
 
 
 def own_experts(experts: int) -> slice:

@@ -23,14 +23,16 @@ class Case:
     """One run on `ranks` processes. parallel, train: what differs from the defaults of these config sections.
 
     mode: r3 forces random routes; r2 replays what other router weights chose; native routes freely; observe as well,
-    with the recorded routes at hand for comparison. fault: one to plant, see `proof.faults`. after_failure: an update
-    that was broken off in the middle of its schedule comes first.
+    with the recorded routes at hand for comparison. plan: whether dispatch follows plans of the routes it replays.
+    fault: one to plant, see `proof.faults`. after_failure: an update that was broken off in the middle of its schedule
+    comes first.
     """
 
     ranks: int
     parallel: dict[str, int] = field(default_factory=dict)
     train: dict[str, object] = field(default_factory=dict)
     mode: Mode = "r3"
+    plan: bool = True
     fault: str = "none"
     after_failure: bool = False
 
@@ -39,6 +41,7 @@ class Case:
         """Such as "TP2 EP2 PP2 recompute=uniform r2"; unique among the cases of a world size."""
         words = [self.layout_name]
         words += [self.mode] if self.mode != "r3" else []
+        words += ["unplanned"] if not self.plan else []
         words += [f"fault={self.fault}"] if self.fault != "none" else []
         words += ["after a failure"] if self.after_failure else []
         return " ".join(words)

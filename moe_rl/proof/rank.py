@@ -22,7 +22,7 @@ from moe_rl.config.hf import ModelFacts, read_model
 from moe_rl.megatron import hf_map, model, world
 from moe_rl.megatron.model import unwrap
 from moe_rl.megatron.policy import Policy
-from moe_rl.megatron.witness import DispatchWitness
+from moe_rl.megatron.witness import DispatchWitness, LayerWaits
 from moe_rl.proof import faults
 from moe_rl.proof.cases import Case
 from moe_rl.proof.share import Share, whole_gradients
@@ -54,7 +54,8 @@ def _seen(case: Case, facts: ModelFacts, policy: Policy) -> dict:
     share = Share(facts, case, policy)
     if case.fault != "none":
         return {"error": faults.error_of(case.fault, share)}
-    witness, plans = DispatchWitness().attach(policy.chunks), SchedulePlans(policy.chunks)
+    witness, waits = DispatchWitness().attach(policy.chunks), LayerWaits().attach(policy.chunks)
+    plans = SchedulePlans(policy.chunks)
     sessions, tables = [], None
     if case.mode == "native":
         logprobs = policy.logprobs(share.microbatches, None)
@@ -81,6 +82,7 @@ def _seen(case: Case, facts: ModelFacts, policy: Policy) -> dict:
         "layers": list(policy.layers),
         "recomputed_layers": sorted(policy.recomputed_layers),
         "schedule_plans": plans.asked,
+        "waits": asdict(waits),
     }
 
 

@@ -18,6 +18,7 @@ from moe_rl.megatron.witness import DispatchWitness
 from moe_rl.planning.packing import pack as assign
 from moe_rl.proof.batch import batch
 from moe_rl.proof.cases import MICROBATCH_TOKENS, Case
+from moe_rl.replay.plans import LayerPlan, plan_dispatch
 from moe_rl.replay.routes import SequenceRoutes, microbatch_routes
 from moe_rl.replay.session import MicrobatchRoutes, ReplaySession
 from moe_rl.trace import TraceSpec
@@ -61,9 +62,22 @@ class Share:
         )
 
     def session(self, tables: list[MicrobatchRoutes], mode: str, name: str, **options) -> ReplaySession:
+        plans = self.plans(tables) if self.case.plan and mode == "replay" else []
         return ReplaySession(
-            tables, self.layers, mode=mode, name=name, rank=dist.get_rank(), any_stage=world.any_stage, **options
+            tables,
+            self.layers,
+            mode=mode,
+            name=name,
+            rank=dist.get_rank(),
+            any_stage=world.any_stage,
+            plans=plans,
+            **options,
         )
+
+    def plans(self, tables: list[MicrobatchRoutes]) -> list[dict[int, LayerPlan] | None]:
+        """How the dispatchers are to send the rows of these tables. All ranks call it together."""
+        group = world.dispatch_group(self.facts.num_experts)
+        return plan_dispatch(tables, self.layers, group, world.gather_over_dispatch)
 
     def first_pass(self) -> tuple[list[torch.Tensor], ReplaySession, list[MicrobatchRoutes]]:
         """The forward-only pass: its log-probabilities, its session, and the tables that the update will take."""

@@ -3,9 +3,10 @@
 A session belongs to one run of megatron's schedule (one optimizer update, or one forward-only pass). The routers ask it
 for the routes of their (microbatch, layer); the MoE layers tell it what was dispatched. It counts both. Leaving the
 `with` block without an exception checks the ledger: every (microbatch, layer) taken exactly once forward, and once more
-where its activations are recomputed; and, for every sequence and layer, that the experts dispatched to sum up to the
-checksum of the routes that were read. Routes are looked up by key, so no order of the schedule is assumed; that the key
-is of the tokens at hand is checked against the schedule, which says whose forward it begins.
+where its activations are recomputed; for every sequence and layer, that the experts dispatched to sum up to the
+checksum of the routes that were read; and that the rows a dispatch plan sends are those of the dispatched map. Routes
+are looked up by key, so no order of the schedule is assumed; that the key is of the tokens at hand is checked against
+the schedule, which says whose forward it begins.
 
 Legend: R rows of a microbatch that this rank's routers see, K top-k, E experts, S sequences of a microbatch with the
 padding as one more, layer: global decoder layer, 0-based.
@@ -16,12 +17,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from moe_rl.errors import ReplayError, describe
 from moe_rl.replay.checksum import RowSalts
+
+if TYPE_CHECKING:
+    from moe_rl.replay.plans import LayerPlan
 
 Mode = Literal["replay", "observe", "record"]
 
@@ -55,6 +59,7 @@ class Tally:
     """What a finished session counted. Integers summed over this rank's microbatches.
 
     consumed, expected: takings of (microbatch, layer), recomputations included.
+    dispatched: of (microbatch, layer) under replay, recomputations included; planned: those of them with a plan.
     applied_mismatch: (sequence, layer) pairs with a row dispatched to other experts than recorded, of applied_checked.
     native_mismatch: (token, layer) positions where the router's own top-k set differs from the recorded one, of
     native_positions; native_by_layer: the same for each layer. native_token_mismatch: tokens with at least one such
@@ -64,6 +69,8 @@ class Tally:
 
     consumed: int = 0
     expected: int = 0
+    dispatched: int = 0
+    planned: int = 0
     applied_mismatch: int = 0
     applied_checked: int = 0
     native_mismatch: int = 0
@@ -101,6 +108,8 @@ class ReplaySession:
     layers of the same tokens; called once, at exit. name and rank go into error messages.
     compare_with: the record that a router's own choice is compared with, where it is not the routes of `microbatches`:
     the same microbatches with other routes. keep_router_logits: keep in `router_logits` what every router computed.
+    plans: of the microbatches, from `plan_dispatch`, followed in replay mode; empty: none has one. Without one
+    Megatron's dispatcher asks the other ranks in every layer.
     compared: under compare_native, after the exit: of each microbatch, with the layers in the order of `layers`.
     router_logits: {(microbatch, layer): [R, E]}, before scores, bias and groups.
     Raises ReplayError when nested, when asked for an unknown key, for the key of other tokens or while not open, and at
@@ -117,6 +126,7 @@ class ReplaySession:
     any_stage: Callable[[torch.Tensor], torch.Tensor] = lambda flags: flags
     compare_with: list[MicrobatchRoutes] | None = None
     keep_router_logits: bool = False
+    plans: list[dict[int, LayerPlan] | None] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
     compared: list[Compared] = field(default_factory=list)
     router_logits: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
@@ -125,6 +135,7 @@ class ReplaySession:
     _taken: Counter = field(default_factory=Counter)
     _dispatched: Counter = field(default_factory=Counter)
     _applied: list[tuple[int, int, torch.Tensor]] = field(default_factory=list)
+    _misplanned: list[tuple[int, int, torch.Tensor]] = field(default_factory=list)
     _chosen: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     _native: dict[tuple[int, int], tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
@@ -259,10 +270,36 @@ class ReplaySession:
             self._check_whose(microbatch, layer)
             self.router_logits[microbatch, layer] = logits.detach().reshape(-1, logits.shape[-1])
 
+    def plan(self, microbatch: int, layer: int) -> LayerPlan | None:
+        """How the dispatcher sends the rows of one (microbatch, layer); None: it has to find out."""
+        plans = self.plans[microbatch] if self.plans and self.mode == "replay" else None
+        if plans is None:
+            return None
+        plan, routes = plans[layer], self.microbatches[microbatch].routes[layer]
+        if len(plan.entries) != routes.numel():
+            raise ReplayError(
+                describe(
+                    "a dispatch plan is of another microbatch",
+                    where=self._where(microbatch, layer),
+                    got=f"{len(plan.entries)} sent rows",
+                    expected=routes.numel(),
+                    do="make plans from the tables that the session replays, in their order",
+                )
+            )
+        return plan
+
     def check_dispatch(self, microbatch: int, layer: int, routing_map: torch.Tensor) -> None:
-        """Compare the map [R, E] bool that goes to the dispatcher with the record. Stays on the device."""
+        """Compare the map [R, E] bool that goes to the dispatcher with the record, and what a plan sends with the map.
+        Stays on the device."""
         if self.mode != "replay":
             return
+        plan = self.plan(microbatch, layer)
+        if plan is not None:
+            # A plan sends R x K distinct entries. If all are in the map, and the map is the record, they are the map.
+            sent = routing_map.reshape(-1).index_select(0, plan.entries)
+            self._misplanned.append((microbatch, layer, ~sent.all()))
+        self.tally.dispatched += 1
+        self.tally.planned += plan is not None
         table = self.microbatches[microbatch]
         wrong = table.fed.applied(layer, routing_map, native=table.native) != table.checksums[layer]
         self._applied.append((microbatch, layer, wrong))
@@ -301,6 +338,7 @@ class ReplaySession:
         if self.mode == "replay":
             self._check_ledger("dispatched", self._dispatched)
             self._check_applied()
+            self._check_planned()
         if self.compare_native and self.microbatches:
             numbers = range(len(self.microbatches))
             missing = [(m, layer) for m in numbers for layer in self.layers if (m, layer) not in self._native]
@@ -327,8 +365,23 @@ class ReplaySession:
             self.tally.native_shared = sum(int(compared.shared.sum()) for compared in self.compared)
             self.tally.native_margin = sum(float(compared.margin.double().sum()) for compared in self.compared)
 
+    def _check_planned(self) -> None:
+        flags = torch.stack([flag for _, _, flag in self._misplanned]).tolist() if self._misplanned else []
+        keys = [(m, layer) for m, layer, _ in self._misplanned]
+        wrong = [f"microbatch {m} layer {layer}" for (m, layer), flag in zip(keys, flags, strict=True) if flag]
+        if wrong:
+            raise ReplayError(
+                describe(
+                    "a dispatch plan sent rows to other experts than recorded",
+                    where=f"{self.name}, rank {self.rank}",
+                    got=_first(wrong),
+                    expected="the plan that was made of these routes",
+                    do="make plans from the tables that the session replays, in their order",
+                )
+            )
+
     def _check_applied(self) -> None:
-        """The one place that waits for the device: all comparisons of the pass at once."""
+        """The place that waits for the device: all comparisons of the pass at once."""
         wrong = torch.cat([flags for _, _, flags in self._applied]) if self._applied else torch.zeros(0)
         self.tally.applied_mismatch = int(wrong.sum())
         if not self.tally.applied_mismatch:

@@ -17,6 +17,14 @@ TP2_EP2, VPP2 = {"tensor": 2, "expert": 2}, {"pipeline": 2, "virtual_pipeline": 
 OVERLAP = {"overlap_expert_parallel_comm": True}
 AFTER_FAILURE = [Case(2, EP2, OVERLAP, after_failure=True), Case(2, CP2, after_failure=True)]
 BFLOAT16 = [{}, OVERLAP, {"recompute": "moe"}, {"distributed_optimizer": False}]
+UNPLANNED = [
+    Case(2, EP2, plan=False),
+    Case(2, TP2_EP2, plan=False),
+    Case(2, {"tensor": 2, "expert_tensor": 2}, plan=False),
+    Case(2, {"expert_tensor": 2}, plan=False),
+    Case(2, TP2_EP2, {"recompute": "moe"}, plan=False),
+    Case(2, EP2, OVERLAP, plan=False),
+]
 LAYERS = 4
 
 
@@ -96,6 +104,8 @@ def test_the_ledger_counts_each_route_once_a_pass(proven, case):
         assert forward["consumed"] == forward["expected"] == taken > 0
         assert update["consumed"] == update["expected"] == taken + again
         assert forward["applied_mismatch"] == update["applied_mismatch"] == 0
+        assert forward["planned"] == forward["dispatched"] == taken
+        assert update["planned"] == update["dispatched"] == taken + again
         assert update["applied_checked"] * taken == forward["applied_checked"] * (taken + again) > 0
         # random routes are not what the router would choose, and the comparison sees it
         assert forward["native_mismatch"] > 0.9 * forward["native_positions"]
@@ -118,12 +128,50 @@ def test_which_layers_are_recomputed(proven, case, layers):
     assert [rank["recomputed_layers"] for rank in proven.ranks(case)] == layers
 
 
+def fillers(case: Case, rank: dict) -> int:
+    """Microbatches of padding alone, which have no routes."""
+    runs = case.parallel.get("virtual_pipeline", 1)
+    return rank["microbatches"] % case.parallel["pipeline"] if runs > 1 else 0
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=name)
+def test_with_a_plan_no_layer_asks_other_ranks_or_waits_for_the_device(proven, case):
+    for rank in proven.ranks(case):
+        waits, first, update = rank["waits"], *rank["tallies"]
+        without = fillers(case, rank) * (2 * len(rank["layers"]) + len(rank["recomputed_layers"]))
+        assert waits["dispatches"] == first["planned"] + update["planned"] + without
+        # what is left is that of the fillers, each with the exchange and the wait that a plan replaces
+        assert waits["waits"] == without and (waits["reads"] > 0) == (without > 0)
+        assert waits["counts"] == (without if case.parallel.get("expert", 1) > 1 else 0)
+
+
+@pytest.mark.parametrize("case", UNPLANNED, ids=name)
+def test_a_plan_changes_no_bit_and_saves_an_exchange_and_a_wait_in_every_layer(proven, case):
+    for planned, plain in zip(proven.ranks(replace(case, plan=True)), proven.ranks(case), strict=True):
+        for key in ("logprobs", "grads", "weights"):
+            assert planned[key].keys() == plain[key].keys()
+            assert all(torch.equal(planned[key][n], plain[key][n]) for n in plain[key])
+        assert planned["grad_norm"] == plain["grad_norm"]
+        waits = plain["waits"]
+        assert waits["counts"] == waits["waits"] == waits["dispatches"] == planned["waits"]["dispatches"] > 0
+        assert waits["reads"] > 0
+        for one, other in zip(planned["tallies"], plain["tallies"], strict=True):
+            assert (one["planned"], other["planned"]) == (one["dispatched"], 0)
+            assert one == {**other, "planned": one["planned"]}
+
+
+@pytest.mark.parametrize("case", RECORDED, ids=name)
+def test_routes_that_the_trainer_recorded_are_planned(proven, case):
+    for rank in proven.ranks(case):
+        first, update = rank["tallies"]
+        assert first["dispatched"] == 0 < update["planned"] == update["dispatched"]
+
+
 @pytest.mark.parametrize("case", [case for case in LAYOUTS if case.train == OVERLAP], ids=name)
 def test_the_update_of_an_overlapping_case_goes_layer_by_layer(proven, case):
     for rank in proven.ranks(case):
         runs = case.parallel.get("virtual_pipeline", 1)
-        fillers = rank["microbatches"] % case.parallel["pipeline"] if runs > 1 else 0
-        assert rank["schedule_plans"] == runs * (rank["microbatches"] + fillers)
+        assert rank["schedule_plans"] == runs * (rank["microbatches"] + fillers(case, rank))
 
 
 def test_no_other_case_goes_layer_by_layer(proven):
@@ -151,7 +199,8 @@ def test_in_bfloat16_schedule_recomputation_and_optimizer_change_no_bit(proven, 
 @pytest.mark.parametrize(
     "case, message",
     [
-        (Case(ranks, layout, fault=fault), message)
+        # A router that natively routes asks its ranks for counts: behind a plan these would not answer.
+        (Case(ranks, layout, plan=fault != "orphan", fault=fault), message)
         for ranks, layout, fault, message in [
             (2, TP2_EP2, "swapped", "tokens were dispatched to other experts than recorded"),
             (2, TP2_EP2, "repeated", "routes were not taken exactly once"),

@@ -49,6 +49,11 @@ def config_with(parallel, **settings):
         ({"moe_router_force_load_balancing": True}, {}, "moe_router_force_load_balancing"),
         ({"moe_router_force_biased": 1.0}, {}, "moe_router_force_biased"),
         ({"moe_enable_routing_replay": True}, {}, "moe_enable_routing_replay"),
+        (
+            {"moe_token_dispatcher_type": "allgather", "variable_seq_lengths": False},
+            {},
+            "moe_token_dispatcher_type",
+        ),
         ({"cuda_graph_impl": "local"}, {}, "cuda_graph_impl"),
         (
             {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["moe_router"]},
@@ -64,7 +69,19 @@ def test_a_setting_that_bypasses_replay_is_named_before_anything_is_built(settin
 
     with pytest.raises(ConfigError, match=f"^{named}: ") as refused:
         build_model(read_model(POLICY), config_with(parallel, **settings), POLICY)
-    assert len(refused.value.problems) == 1
+    both = settings.get("moe_token_dispatcher_type") == "flex"  # the dispatcher that alone has rank capacities
+    assert len(refused.value.problems) == 1 + both
+
+
+@pytest.mark.parametrize("named", ["moe_permute_fusion", "moe_router_padding_for_quantization"])
+def test_a_setting_that_only_gpus_have_is_named(named):
+    """Without TransformerEngine megatron makes no config that says so."""
+    from moe_rl.megatron.bypasses import refuse_bypasses
+
+    config = config_with({})
+    setattr(config, named, True)
+    with pytest.raises(ConfigError, match=f"^{named}: "):
+        refuse_bypasses(config)
 
 
 def test_several_are_told_at_once():

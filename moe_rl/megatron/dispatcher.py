@@ -1,0 +1,39 @@
+"""Megatron's all-to-all dispatcher, told by a plan how many rows go where.
+
+Of one MoE layer in one microbatch Megatron's asks all ranks of its group for their counts (an all-gather), makes the
+host wait until these are there (the sizes of what is sent and received must be known to it), and sorts a table of rows
+by experts. A plan has all three results beforehand. The rows that are then exchanged, their order, and the sums over
+them are Megatron's own, so that nothing changes by a bit.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+from moe_rl.replay.plans import LayerPlan
+
+
+class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
+    """MoEAlltoAllTokenDispatcher that follows `plan`, set for each dispatch before it; None: Megatron's own way."""
+
+    plan: LayerPlan | None = None
+
+    def dispatch_preprocess(self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor):
+        """Rows [S, B, H] in the order in which they are sent [S * B * K, H], and their weights [S * B * K]."""
+        if self.plan is None:
+            return super().dispatch_preprocess(hidden_states, routing_map, probs)
+        plan, self.probs, self.routing_map = self.plan, probs, routing_map
+        self.hidden_shape, rows = hidden_states.shape, hidden_states.view(-1, hidden_states.shape[-1])
+        self.hidden_shape_before_permute = rows.shape
+        self.input_splits, self.output_splits, self.output_splits_tp = plan.sent, plan.got, plan.gathered
+        self.num_global_tokens_per_local_expert, self.tokens_per_expert = plan.received, plan.per_expert
+        if self.shared_experts is not None:
+            self.shared_experts.pre_forward_comm(hidden_states)
+        order = torch.div(plan.entries, self.num_experts, rounding_mode="floor").long()
+        self.reversed_local_input_permutation_mapping = order
+        return rows.index_select(0, order), probs.reshape(-1).index_select(0, plan.entries)
+
+    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert=None):
+        # A plan's sizes are on the host: there is nothing to copy, and nothing to wait for.
+        return super()._maybe_dtoh_and_synchronize(point, tokens_per_expert) if self.plan is None else tokens_per_expert

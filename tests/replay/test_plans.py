@@ -1,0 +1,142 @@
+"""Dispatch plans of a rank's microbatches, and the session that hands them out and holds them against the record."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from moe_rl.errors import ReplayError
+from moe_rl.planning.dispatch import DispatchGroup, count
+from moe_rl.replay.plans import plan_dispatch
+from tests.replay.test_session import EXPERTS, LAYERS, TOKENS, TOP_K, begin, chosen, run, session, table
+
+ALONE = DispatchGroup(EXPERTS, 1, 1, 0)
+
+
+def plans_of(tables):
+    return plan_dispatch(tables, LAYERS, ALONE, lambda counts: counts[None])
+
+
+def native(one):
+    return replace(one, native=torch.ones(TOKENS, dtype=torch.bool))
+
+
+def test_every_layer_of_every_microbatch_is_planned_by_one_exchange():
+    tables, other, asked = [table(0), table(1, tokens=4)], [table(2), table(3)], []
+
+    def counted(tables):
+        return np.stack([np.stack([count(t.routes[layer].numpy(), EXPERTS) for layer in LAYERS]) for t in tables])
+
+    def exchange(counts):
+        asked.append(counts)
+        return np.stack([counted(other), counts])  # this rank is the second of two
+
+    plans = plan_dispatch(tables, LAYERS, DispatchGroup(EXPERTS, 2, 1, 1), exchange)
+    assert len(asked) == 1 and np.array_equal(asked[0], counted(tables))
+    for m, one in enumerate(tables):
+        assert list(plans[m]) == list(LAYERS)
+        for layer, plan in plans[m].items():
+            ids = one.routes[layer].tolist()
+            sent = [(row, e) for e in range(EXPERTS) for row in range(len(ids)) if e in ids[row]]
+            assert [divmod(entry, EXPERTS) for entry in plan.entries.tolist()] == sent
+            assert plan.sent == [sum(e < 4 for _, e in sent), sum(e >= 4 for _, e in sent)]
+            theirs = other[m].routes[layer].flatten().tolist()
+            mine = one.routes[layer].flatten().tolist()
+            received = [[ids.count(e) for e in range(4, 8)] for ids in (theirs, mine)]
+            assert plan.received.tolist() == received and plan.got == [sum(received[0]), sum(received[1])]
+            assert plan.per_expert.tolist() == [a + b for a, b in zip(*received, strict=True)]
+            assert plan.gathered.tolist() == [sum(plan.got)]
+
+
+def test_no_microbatches_ask_nobody():
+    assert plan_dispatch([], LAYERS, ALONE, None) == []
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_microbatch_with_rows_without_a_route_on_any_rank_has_no_plan_on_all(here):
+    """Were it planned on one rank alone, that rank would skip an exchange that the others wait in."""
+    tables = [native(table(0)) if here else table(0), table(1)]
+
+    def exchange(counts):
+        theirs = counts.copy()
+        theirs[0] = -1 if not here else abs(counts[0])
+        return np.stack([counts, theirs])
+
+    first, second = plan_dispatch(tables, LAYERS, DispatchGroup(EXPERTS, 2, 1, 0), exchange)
+    assert first is None and set(second) == set(LAYERS)
+
+
+def test_what_followed_a_plan_is_counted():
+    tables = [table(0), native(table(1))]
+    sums = {layer: torch.zeros_like(one) for layer, one in tables[1].checksums.items()}  # none of its rows is replayed
+    tables[1] = replace(tables[1], checksums=sums)
+    with session(tables, plans=plans_of(tables), recomputed_layers=frozenset({0})) as s:
+        with torch.no_grad():
+            run(s, order=[(0, 0), (1, 0)])
+        run(s)
+    assert (s.tally.planned, s.tally.dispatched) == (len(LAYERS) + 1, 2 * (len(LAYERS) + 1))
+    with session(tables) as s:
+        run(s)
+    assert (s.tally.planned, s.tally.dispatched) == (0, 2 * len(LAYERS))
+
+
+@pytest.mark.parametrize("mode", ["observe", "record"])
+def test_a_pass_that_routes_natively_has_no_plan(mode):
+    tables = [table(0)]
+    with session(tables, mode=mode, plans=plans_of(tables)) as s:
+        begin(s, 0)
+        assert all(s.plan(0, layer) is None for layer in LAYERS)
+        for layer in LAYERS:
+            s.record(0, layer, tables[0].routes[layer])
+
+
+def test_a_plan_of_other_routes_is_refused():
+    tables = [table(0), table(1)]
+    wrong = plans_of(tables)[::-1]
+    what = "a dispatch plan sent rows to other experts than recorded"
+    with pytest.raises(ReplayError, match=what) as caught, session(tables, plans=wrong) as s:
+        run(s)
+    assert "microbatch 0 layer 0; microbatch 0 layer 1" in str(caught.value) and "rank 3" in str(caught.value)
+
+
+def test_a_plan_that_sends_one_row_elsewhere_is_refused():
+    tables = [table(0)]
+    plans = plans_of(tables)
+    at = plans[0][2].entries[3]
+    row, expert = divmod(int(at), EXPERTS)
+    foreign = next(e for e in range(EXPERTS) if e not in tables[0].routes[2][row].tolist())
+    at += foreign - expert
+    what = "a dispatch plan sent rows to other experts than recorded.*got microbatch 0 layer 2, "
+    with pytest.raises(ReplayError, match=what), session(tables, plans=plans) as s:
+        run(s)
+
+
+def test_a_plan_of_fewer_rows_is_refused_before_it_is_followed():
+    tables = [table(0)]
+    with session([]), pytest.raises(ReplayError, match=f"got {4 * TOP_K} sent rows, expected {TOKENS * TOP_K}"):
+        session(tables, plans=plans_of([table(0, tokens=4)])).plan(0, 0)
+
+
+def test_the_map_is_held_against_the_record_as_without_a_plan():
+    tables = [table(0)]
+    what = "tokens were dispatched to other experts than recorded"
+    with pytest.raises(ReplayError, match=what), session(tables, plans=plans_of(tables)) as s:
+        begin(s, 0)
+        for layer in LAYERS:
+            routes = s.take(0, layer, TOKENS)
+            s.check_dispatch(0, layer, chosen(routes if layer else (routes + 1) % EXPERTS))
+
+
+def test_the_trainers_own_routes_are_planned_as_they_were_recorded():
+    tables, own = [table(0)], table(7)
+    with session(tables, mode="record") as s:
+        begin(s, 0)
+        for layer in LAYERS:
+            s.record(0, layer, own.routes[layer])
+    recorded = s.recorded_routes()
+    (got,), (wanted,) = plans_of(recorded), plans_of([own])
+    assert all(torch.equal(got[layer].entries, wanted[layer].entries) for layer in LAYERS)
+    with session(recorded, plans=[got]) as s:
+        run(s)
+    assert s.tally.planned == len(LAYERS)
