@@ -267,6 +267,13 @@ def _replay_problems(config: Config) -> Iterator[str]:
             got=config.objective.old_logprobs,
             expected="trainer",
         )
+    if replay.mode == "off" and replay.plan:
+        yield describe(
+            "replay.plan: without replay no route is known before its layer runs",
+            where="replay.mode is off",
+            got=True,
+            expected="false or null",
+        )
     falls_back = replay.missing != "refuse" or replay.stale == "native"
     if falls_back != (replay.max_fallback_fraction > 0):
         yield describe(

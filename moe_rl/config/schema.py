@@ -130,6 +130,10 @@ class ReplayConfig(Section):
     """What becomes of routes recorded under older weights than those the trainer has."""
     max_staleness: Annotated[int, Field(ge=0)] = 0
     """Updates that routes may be older; with stale replay or native only. Older ones end the run."""
+    plan: bool | None = None
+    """Whether what each rank sends to which expert is computed from the routes once a step, so that no MoE layer asks
+    the other ranks for counts or waits for them. The results are the same bit for bit. null: yes where routes are
+    replayed (mode r3 and r2)."""
     max_fallback_fraction: Fraction = 0.0
     """The run ends when more of a step's (token, layer) positions are routed natively, or more of its sequences are
     dropped, than this."""

@@ -233,6 +233,11 @@ _METRICS = (
     Metric("routing/expected", "count", "neutral",
            "Takings that this step owed: every (microbatch, layer) exactly once forward and once per recomputation.",
            "Differs between steps of equal shape: the plan changed.", modes=REPLAYED),
+    Metric("routing/planned_fraction", "fraction", "higher",
+           "Fraction of the dispatches of (microbatch, MoE layer) under replay, recomputations included, that followed "
+           "a plan made of the routes beforehand: no exchange of counts and no wait of the host in these layers.",
+           "Below 1 with replay.plan: some rank's microbatch has rows without a route (replay.missing, replay.stale).",
+           modes=REPLAYED),
     # The update.
     Metric("objective/loss", "loss", "neutral",
            "The objective as minimised. It does not measure progress: with centred advantages and a mean over "

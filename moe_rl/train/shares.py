@@ -15,6 +15,7 @@ from moe_rl.megatron.microbatch import Microbatch, pack
 from moe_rl.objectives.policy import global_denominator, nonempty
 from moe_rl.planning.packing import pack as assign
 from moe_rl.planning.packing import split_groups
+from moe_rl.replay.plans import LayerPlan
 from moe_rl.replay.routes import RowPolicy, microbatch_routes, missing_rows, read_routes
 from moe_rl.replay.session import MicrobatchRoutes
 from moe_rl.trace import TraceSpec, TraceStore
@@ -24,7 +25,8 @@ from moe_rl.types import SamplingSupport, Sequence
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """What this rank does of one optimizer update: its microbatches, their routes, what other passes said of them.
+    """What this rank does of one optimizer update: its microbatches, their routes, how these are dispatched where that
+    is planned, what other passes said of them.
 
     denominator, sequences, tokens: of the whole update on all ranks, what the policy loss, the KL penalty and the
     entropy bonus are divided by.
@@ -37,6 +39,7 @@ class Share:
     sequences: int
     tokens: int
     old_logprobs: list[torch.Tensor]
+    plans: list[dict[int, LayerPlan] | None] = field(default_factory=list)
     ref_logprobs: list[torch.Tensor] = field(default_factory=list)
     keys: tuple[str, ...] = ()
 

@@ -22,6 +22,7 @@ from moe_rl.objectives import corrections
 from moe_rl.objectives.entropy import entropy_bonus
 from moe_rl.objectives.mismatch import MismatchSums
 from moe_rl.objectives.policy import policy_loss, reference_kl
+from moe_rl.replay.plans import plan_dispatch
 from moe_rl.replay.session import ReplaySession, Tally
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train.credit import give_credit
@@ -104,22 +105,27 @@ class TrainStep:
         first_mode = {"r3": "replay", "r2": "record", "off": "observe"}[replay]
         with clock("routes"):
             shares, fallback = self.shares.of(sequences, group_ids, weight_version)
+            if replay == "r3":
+                self._plan(shares)
         everything = [m for share in shares for m in share.microbatches]
-        tables = [t for share in shares for t in share.tables]
+        tables, plans = ([one for share in shares for one in getattr(share, name)] for name in ("tables", "plans"))
         tallies: list[Tally] = []
         mismatch, native = MismatchSums.empty(world.device()), None
         entropies: list[torch.Tensor] = []
         with clock("logprobs"):
             if self.config.objective.old_logprobs == "trainer":
-                with self._session(tables, first_mode, f"step {step} old logprobs", compare_native=True) as session:
+                name = f"step {step} old logprobs"
+                with self._session(tables, plans, first_mode, name, compare_native=True) as session:
                     old, entropies = self.policy.logprobs_and_entropies(everything, session)
                 tallies.append(session.tally)
                 mismatch = _mismatch(everything, old)
                 self._hand_out(shares, old, "old_logprobs")
                 if replay == "r2":
                     self._hand_out(shares, session.recorded_routes(), "tables")
+                    self._plan(shares)
             if measure_native and replay == "r3":
-                with self._session(tables, "observe", f"step {step} native logprobs", compare_native=True) as session:
+                name = f"step {step} native logprobs"
+                with self._session(tables, [], "observe", name, compare_native=True) as session:
                     native_logprobs = self.policy.logprobs(everything, session)
                 native = _mismatch(everything, native_logprobs), session.tally
             if self.reference is not None:
@@ -132,7 +138,9 @@ class TrainStep:
                 observe_here = number == 0 and self.config.objective.old_logprobs == "sampler"
                 name = f"step {step} update {number}"
                 mode = "observe" if replay == "off" else "replay"
-                with self._session(share.tables, mode, name, compare_native=observe_here, training=True) as session:
+                with self._session(
+                    share.tables, share.plans, mode, name, compare_native=observe_here, training=True
+                ) as session:
                     seen: dict[int, tuple[torch.Tensor, ...]] = {}
                     result = self.policy.update(
                         share.microbatches,
@@ -175,7 +183,14 @@ class TrainStep:
             }
         return metrics
 
-    def _session(self, tables, mode, name, *, compare_native=False, training=False) -> ReplaySession:
+    def _plan(self, shares: list[Share]) -> None:
+        """Give the microbatches dispatch plans of their routes, with one exchange between the ranks for all of them."""
+        if self.config.replay.plan is False:
+            return
+        tables, group = [t for share in shares for t in share.tables], world.dispatch_group(self.spec.num_experts)
+        self._hand_out(shares, plan_dispatch(tables, self.policy.layers, group, world.gather_over_dispatch), "plans")
+
+    def _session(self, tables, plans, mode, name, *, compare_native=False, training=False) -> ReplaySession:
         return ReplaySession(
             tables,
             self.policy.layers,
@@ -185,6 +200,7 @@ class TrainStep:
             compare_native=compare_native,
             recomputed_layers=self.policy.recomputed_layers if training else frozenset(),
             any_stage=world.any_stage,
+            plans=plans,
         )
 
     @staticmethod
@@ -254,12 +270,14 @@ class TrainStep:
         self, sums: UpdateSums, tallies: list[Tally], updates: int, replay: str, *, by_layer: bool
     ) -> dict[str, float]:
         sums = sums if world.speaks_for_its_sequences() else UpdateSums()
-        loss, kl, events, units, ratio, consumed, expected, applied = world.all_reduce(
+        loss, kl, events, units, ratio, consumed, expected, applied, planned, dispatched = world.all_reduce(
             [
                 *map(float, (sums.loss, sums.kl, sums.clip_events, sums.clip_units, sums.ratio)),
                 sum(t.consumed for t in tallies),
                 sum(t.expected for t in tallies),
                 sum(t.applied_mismatch for t in tallies),
+                sum(t.planned for t in tallies),
+                sum(t.dispatched for t in tallies),
             ]
         )
         metrics = {
@@ -278,6 +296,7 @@ class TrainStep:
                 "routing/applied_mismatch": applied,
                 "routing/consumed": consumed,
                 "routing/expected": expected,
+                "routing/planned_fraction": planned / max(dispatched, 1),
             }
         name = "shadow" if replay == "r3" else "native"
         metrics |= self._compared(tallies, name)

@@ -48,6 +48,7 @@ def found(config_file):
 def test_a_good_config_has_no_problems(found):
     assert found() == []
     assert found("replay.mode=off", "replay.native_every=3") == []
+    assert found("replay.mode=off", "replay.plan=false") == found("replay.plan=true") == []
 
 
 @pytest.mark.parametrize(
@@ -58,6 +59,7 @@ def test_a_good_config_has_no_problems(found):
         (["task.heldout=/nowhere"], ["task.heldout", "/nowhere"]),
         (["rollout.max_completion_tokens=55", "train.microbatch_tokens=99"], ["65", "max_position_embeddings = 64"]),
         (["train.microbatch_tokens=15"], ["train.microbatch_tokens", "got 15", "= 16"]),
+        (["replay.mode=off", "replay.plan=true"], ["replay.plan", "replay.mode is off", "got True"]),
         (["train.updates_per_step=3"], ["train.updates_per_step", "got 3", "= 4"]),
         (["train.updates_per_step=8"], ["train.updates_per_step", "got 8", "= 4"]),
         (["rollout.prompts_per_step=10"], ["rollout.prompts_per_step", "at most 8"]),

@@ -32,6 +32,7 @@ CASES = {
     "whole": {},
     "r2": {"overrides": ["replay.mode=r2"]},
     "off": {"overrides": ["replay.mode=off"]},
+    "unplanned": {"overrides": ["replay.plan=false"]},
     "recomputed": {"overrides": ["train.recompute=moe"]},
     "r2-overlapped": {
         "overrides": ["replay.mode=r2", "train.dtype=bfloat16", "train.overlap_expert_parallel_comm=true"]
@@ -125,6 +126,17 @@ def test_r2_measures_natively_and_replays_its_own_routes(steps):
     assert r3["optim/grad_norm"] != pytest.approx(off["optim/grad_norm"], rel=1e-2)
 
 
+def test_a_step_is_the_same_with_plans_and_without(steps):
+    (whole, _), (unplanned, _) = steps["whole"], steps["unplanned"]
+    assert unplanned["routing/planned_fraction"] == 0
+    assert whole == {**unplanned, "routing/planned_fraction": 1}
+    for name in ("r2", "recomputed", "r2-overlapped", "context", "stale-replayed"):
+        assert steps[name][0]["routing/planned_fraction"] == 1, name
+    # a microbatch in which some rank has rows without a route is dispatched Megatron's way on all; others are planned
+    for name in ("missing-native", "context-missing-native", "stale-native"):
+        assert 0 < steps[name][0]["routing/planned_fraction"] < 1, name
+
+
 def test_the_ledger_expects_what_the_config_makes_run_again(steps):
     (whole, _), (recomputed, _), (r2, _) = steps["whole"], steps["recomputed"], steps["r2-overlapped"]
     # the old-logprob pass once, the update once or twice
@@ -154,7 +166,7 @@ def test_ranks_that_share_every_sequence_count_each_token_once(steps):
         alike = {"context": "whole", "context-r2": "r2"}.get(name, "missing-native")
         (shared, _), (alone, _) = steps[name], steps[alike]
         # both ranks have a part of every microbatch: more of them in all
-        counts = ("routing/consumed", "routing/expected")
+        counts = ("routing/consumed", "routing/expected", "routing/planned_fraction")
         assert shared[counts[0]] == shared[counts[1]] > alone[counts[0]]
         rest = {key: value for key, value in alone.items() if key not in counts}
         assert {key: shared[key] for key in rest} == pytest.approx(rest, rel=1e-5, abs=1e-7), name

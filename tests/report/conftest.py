@@ -116,6 +116,7 @@ def metrics(step: int, replay: bool = True, native: bool = False, total: int = 4
             "routing/stale_tokens": 0,
             "routing/consumed": routes,
             "routing/expected": routes,
+            "routing/planned_fraction": 1.0,
         }
     if native:
         row |= {
