@@ -22,6 +22,8 @@ Plan = list[list[list[int]]]
 # Numbers that an attempt looks at, about: enough to cover all pairs of sequences of a small problem, few enough to stay
 # in the cache.
 _AT_ONCE = 1 << 16
+# What an attempt costs beside the numbers it looks at, in the time of so many.
+_ATTEMPT = 20_000
 # Exchanges between two rounds before it is another pair's turn.
 _IN_A_ROW = 8
 
@@ -94,14 +96,14 @@ def pack_by_load(
     microbatch_tokens: int,
     exchange: int | None = None,
     slack: float = 0.05,
-    attempts: int = 10_000,
+    work: int = 6_000_000_000,
 ) -> tuple[Plan, LoadReport]:
     """Share sequences out as `packing.pack` does, with even expert load: result[rank][microbatch] lists indices.
 
     loads_SLR: non-negative integers, the (token, expert) pairs of each sequence for each expert-parallel rank; see
     `load_of`. exchange: so many neighbouring data-parallel ranks send their tokens to the same experts; None: all.
-    slack: what may be given for even experts, see below. attempts: bound of the search; one takes 0.1 to 0.5
-    milliseconds. It is no time, so that a call repeated finds the same.
+    slack: what may be given for even experts, see below. work: bound of the search, in numbers that it touches;
+    1e9 take less than a second. It is no time, so that a call repeated finds the same.
 
     Minimises the sum over rounds and layers of the maximum over expert-parallel ranks. Starts from packing by length
     and exchanges sequences between rounds as long as that sum falls: so it is never worse, there are as many
@@ -134,7 +136,7 @@ def pack_by_load(
     if rounds < 2:
         return keep("one round holds everything: there is nothing to exchange" if rounds else "there are no sequences")
     search = _Search(lengths, loads_SLR, start, exchange, microbatch_tokens, slack)
-    ended = search.run(attempts)
+    ended = search.run(work)
     plan = search.plan()
     after, _ = excess(round_loads(plan, loads_SLR, exchange=exchange))
     if after >= before:
@@ -176,20 +178,21 @@ class _Search:
         # Loads nearer to the maximum than a sequence's own share of a rank may become the maximum by one exchange.
         self.scale = max(float(self.loads.mean()), 1e-6)
 
-    def run(self, attempts: int) -> str:
-        """Let all rounds meet in pairs until no pair improves or all attempts are made; says which."""
+    def run(self, work: int) -> str:
+        """Let all rounds meet in pairs until no pair improves or the work is done; says which."""
         teams = list(range(len(self.members) + len(self.members) % 2))  # one of an odd number sits out
         turns = (len(teams) - 1) * -(-max(map(len, self.members)) // self.window)
-        quiet = 0
+        quiet = attempts = 0
         while quiet < turns:
             improved = False
             for one, two in zip(teams[: len(teams) // 2], reversed(teams), strict=False):
                 if max(one, two) == len(self.members):
                     continue
                 for _ in range(_IN_A_ROW):
-                    if not attempts:
-                        return "the search made all its attempts"
-                    attempts -= 1
+                    work -= self._work(one, two)
+                    if work < 0:
+                        return "the search came to the bound of its work"
+                    attempts += 1
                     if not self._improve(one, two, attempts * self.window):
                         break
                     improved = True
@@ -202,6 +205,11 @@ class _Search:
         for index, number in enumerate(self.bins.tolist()):
             flat[number].append(index)
         return [flat[first : first + self.microbatches] for first in range(0, len(flat), self.microbatches)]
+
+    def _work(self, one: int, two: int) -> int:
+        """Numbers that an attempt touches, about, and what it costs beside them."""
+        ours, theirs = (min(len(self.members[number]), self.window) for number in (one, two))
+        return _ATTEMPT + self.load[0].size * (ours + theirs + 6 * min(ours * theirs, self.tried))
 
     def _improve(self, one: int, two: int, start: int) -> bool:
         """Make the best exchange between two rounds, if one improves them.
