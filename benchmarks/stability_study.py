@@ -165,7 +165,7 @@ def write(runs: dict[Cell, dict], table: str, docs: Path) -> None:
     page.write_text(f"{head}{begin}\n\n{table}\n\n{end}{tail}", encoding="utf-8")
     for name, label, scale in (
         ("kl", "policy KL k3, nats/token", "log"),
-        ("f2", "F(2)", "symlog"),
+        ("f2", "F(2), mean so far", "linear"),
         ("reward", "mean reward", "linear"),
     ):
         draw(runs, name, label, scale, docs / f"stability_{name}.svg")
@@ -174,7 +174,8 @@ def write(runs: dict[Cell, dict], table: str, docs: Path) -> None:
 def draw(runs: dict[Cell, dict], name: str, label: str, scale: str, file: Path) -> None:
     """Small multiples: a row for each objective, a column for each number of updates; a thin line for each seed, a
     thick one for their mean."""
-    style = {"svg.hashsalt": name, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    style = {"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 9}
+    style |= {"axes.spines.top": False, "axes.spines.right": False}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(9.6, 4.8), layout="constrained")
         grid = figure.subplots(len(OBJECTIVES), len(UPDATES), sharex=True, sharey=True)
@@ -183,11 +184,14 @@ def draw(runs: dict[Cell, dict], name: str, label: str, scale: str, file: Path) 
             axes.set_title(f"{objective}, {updates} update{'s' if updates > 1 else ''} per batch", fontsize=9)
             for mode in MODES:
                 lines = [r["series"][name] for cell, r in runs.items() if cell[:3] == (objective, mode, updates)]
+                if name == "f2":  # most steps have no such token
+                    sums = [itertools.accumulate(line) for line in lines]
+                    lines = [[total / step for step, total in enumerate(each, start=1)] for each in sums]
                 for line in lines:
                     axes.plot(range(1, len(line) + 1), line, color=COLORS[mode], alpha=0.3, linewidth=0.8)
                 mean = [statistics.fmean(column) for column in zip(*lines, strict=False)]
                 axes.plot(range(1, len(mean) + 1), mean, color=COLORS[mode], linewidth=2, label=MODES[mode])
-            axes.set_yscale(scale, **({"linthresh": 1e-3} if scale == "symlog" else {}))
+            axes.set_yscale(scale)
             axes.grid(alpha=0.2)
             if row == len(OBJECTIVES) - 1:
                 axes.set_xlabel("step")

@@ -131,19 +131,16 @@ def test_without_replay_the_mismatch_is_larger_and_a_limit_to_it_ends_the_run(sh
 
 
 @pytest.mark.parametrize(
-    "layout, rel",
+    "layout",
     [
-        # bf16 partial sums of the two ranks round otherwise than whole ones
-        pytest.param(["parallel.tensor=2"], 0.5, id="TP2-EP2"),
-        # attention over gathered keys sums in another order
+        pytest.param(["parallel.tensor=2"], id="TP2-EP2"),
         pytest.param(
             ["parallel.context=2", "train.overlap_expert_parallel_comm=true", "objective.kl_in=reward"],
-            0.5,
             id="CP2-EP2-overlap",
         ),
     ],
 )
-def test_ranks_that_share_sequences(short_run, tmp_path, layout, rel):
+def test_ranks_that_share_sequences(short_run, tmp_path, layout):
     """The ranks share matrices and tokens: the same batch and weights, and every sum counts each once."""
     run = Launch(tmp_path, *config(f"run.runs_dir={tmp_path}", *layout, "objective.kl_coef=0.01", "run.steps=2"))
     assert run.wait() == 0, run.text()[-4000:]
@@ -151,9 +148,15 @@ def test_ranks_that_share_sequences(short_run, tmp_path, layout, rel):
     # each of the two ranks routes its part of the tokens, and counts how many had routes
     assert all(row["routing/applied_mismatch"] == 0 and row["routing/coverage"] == 1 for row in ours)
     assert all(row["routing/consumed"] == row["routing/expected"] > 0 for row in ours)
-    # before the first update both runs hold the same weights and tokens
-    for name in ("policy_kl/k3", "policy_kl/k3_native", "routing/native_mismatch", "routing/native_token_mismatch"):
-        assert ours[0][name] == pytest.approx(theirs[0][name], rel=rel), name
+    # Before the first update both runs hold the same weights and tokens. In bf16 the partial sums of two ranks round
+    # otherwise than whole ones, and so does attention over gathered keys; in float32 nothing of it is left, see
+    # tests/distributed.
+    assert ours[0]["policy/perplexity_rollout"] == pytest.approx(theirs[0]["policy/perplexity_rollout"], rel=1e-12)
+    assert ours[0]["policy/perplexity_train"] == pytest.approx(theirs[0]["policy/perplexity_train"], rel=2e-3)
+    for name in ("routing/native_mismatch", "routing/native_token_mismatch"):
+        assert ours[0][name] == pytest.approx(theirs[0][name], rel=0.2), name
+    for name in ("policy_kl/k3", "policy_kl/k3_native"):
+        assert ours[0][name] < 4 * theirs[0][name], name
     assert ours[0]["optim/grad_norm"] == pytest.approx(theirs[0]["optim/grad_norm"], rel=0.2)
     # the sampler holds the collected weights
     assert all(1e-5 < row["sync/canary_abs_diff"] < 0.3 for row in ours)
