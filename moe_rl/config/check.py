@@ -374,6 +374,13 @@ def _schedule_problems(parallel: ParallelConfig, train: TrainConfig, facts: Mode
             expected="train.recompute uniform or block",
             do="remove it, or set train.recompute",
         )
+    if train.packing == "load" and parallel.expert == 1:
+        yield describe(
+            "train.packing: there are no experts on other ranks to load evenly",
+            where="parallel.expert is 1",
+            got="load",
+            expected="length",
+        )
     if not train.overlap_expert_parallel_comm:
         return
     where = "train.overlap_expert_parallel_comm is on"

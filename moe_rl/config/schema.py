@@ -179,6 +179,9 @@ class TrainConfig(Section):
     """Optimizer updates from one rollout batch, each on its own share of the groups."""
     microbatch_tokens: Count
     """Tokens packed into one microbatch, before padding to a multiple of 8 rows for each rank of `parallel.context`."""
+    packing: Literal["length", "load"] = "length"
+    """Which sequences share a microbatch. length: so that the ranks have equal tokens. load: beside that, so that the
+    recorded routes load all ranks of `parallel.expert` alike; a microbatch may then have up to 5% more tokens."""
     recompute: Literal["none", "uniform", "block", "moe"] = "none"
     """Activations computed again in the backward pass instead of kept. uniform: of all layers; kept is what goes into
     each run of `recompute_layers` layers. block: of the first `recompute_layers` layers of every run of adjacent layers

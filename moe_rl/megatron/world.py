@@ -145,6 +145,18 @@ def dispatch_group(experts: int) -> DispatchGroup:
     )
 
 
+def dispatching_shares() -> int:
+    """How many neighbouring shares of the sequences are dispatched to the same copies of the experts.
+
+    1 as well where a share is not dispatched as a whole: its ranks are more than those that hold a copy.
+    """
+    dispatching = parallel_state.get_expert_tensor_and_model_parallel_world_size()
+    of_one_share = (
+        parallel_state.get_tensor_model_parallel_world_size() * parallel_state.get_context_parallel_world_size()
+    )
+    return dispatching // of_one_share if dispatching % of_one_share == 0 else 1
+
+
 def own_experts(experts: int) -> slice:
     """The experts of a layer with so many that this rank holds, wholly or in part."""
     share = experts // parallel_state.get_expert_model_parallel_world_size()

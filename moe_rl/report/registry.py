@@ -226,6 +226,11 @@ _METRICS = (
     Metric("routing/stale_tokens", "count", "neutral",
            "Trained tokens whose routes older weights chose (replay.stale).",
            "Most of the tokens: the sampler lags behind.", modes=REPLAYED),
+    Metric("routing/load_excess", "fraction", "lower",
+           "(token, expert) pairs of the fullest rank of parallel.expert / the mean of these ranks, minus 1: of the "
+           "sums over microbatches and layers, by the sampler's routes (under r2 the trainer's own differ a little).",
+           "Every layer waits for the fullest rank. Try train.packing: load. It cannot even out what is popular in the "
+           "whole batch.", modes=REPLAYED),
     Metric("routing/consumed", "count", "must equal routing/expected",
            "Takings of recorded routes in this step, one for each (microbatch, layer) and pass over it, as counted by "
            "the replay ledger.",

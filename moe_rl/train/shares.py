@@ -6,19 +6,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from moe_rl.config.schema import Config
-from moe_rl.errors import MoeRLError, ReplayError, describe
+from moe_rl.errors import ReplayError, describe
 from moe_rl.megatron import world
 from moe_rl.megatron.microbatch import Microbatch, pack
 from moe_rl.objectives.policy import global_denominator, nonempty
-from moe_rl.planning.packing import pack as assign
+from moe_rl.planning.balance import Plan
 from moe_rl.planning.packing import split_groups
 from moe_rl.replay.plans import LayerPlan
 from moe_rl.replay.routes import RowPolicy, microbatch_routes, missing_rows, read_routes
 from moe_rl.replay.session import MicrobatchRoutes
 from moe_rl.trace import TraceSpec, TraceStore
+from moe_rl.train.assignment import agreed, assign, load_excess
 from moe_rl.train.support import read_support
 from moe_rl.types import SamplingSupport, Sequence
 
@@ -71,8 +71,18 @@ class Shares:
         a sampling support that is needed is missing or wrong.
         """
         sequences, group_ids, dropped = self._complete(sequences, group_ids)
-        shares = self._agreed(sequences, group_ids, weight_version)
-        return shares, self._fallback(shares, sequences) | {"routing/dropped_sequences": dropped}
+        updates = []
+        for chosen in split_groups(group_ids, self.config.train.updates_per_step):
+            if chosen:
+                ours = [sequences[i] for i in chosen]
+                updates.append((ours, assign(ours, self.config, self.store, self.spec)))
+        shares = agreed(lambda: self._read(updates, weight_version))
+        tables = [table for share in shares for table in share.tables]
+        return shares, {
+            **self._fallback(shares, sequences),
+            "routing/dropped_sequences": dropped,
+            "routing/load_excess": load_excess(tables, self.spec.num_experts, self.config.parallel.expert),
+        }
 
     def _complete(self, sequences: list[Sequence], group_ids: list[int]) -> tuple[list[Sequence], list[int], int]:
         """The sequences to train on, their groups, and how many were dropped because routes are missing.
@@ -96,41 +106,15 @@ class Shares:
             )
         return [sequences[i] for i in kept], [group_ids[i] for i in kept], dropped
 
-    def _agreed(self, sequences: list[Sequence], group_ids: list[int], weight_version: int) -> list[Share]:
-        """`_read`, once every rank has its own: where one refuses what was recorded, all raise before any pass."""
-        shares, refused = [], None
-        try:
-            shares = self._read(sequences, group_ids, weight_version)
-        except MoeRLError as error:
-            refused = error
-        (who,) = world.all_reduce([dist.get_rank() + 1 if refused else 0], dist.ReduceOp.MAX)
-        if refused:
-            raise refused
-        if who:
-            raise ReplayError(
-                describe(
-                    "another rank refused what was recorded of its sequences", got=f"rank {who - 1:.0f}, see its error"
-                )
-            )
-        return shares
-
-    def _read(self, sequences: list[Sequence], group_ids: list[int], weight_version: int) -> list[Share]:
-        """This rank's part of every update."""
+    def _read(self, updates: list[tuple[list[Sequence], Plan]], weight_version: int) -> list[Share]:
+        """This rank's part of every update, of which the sequences and the plan are given."""
         shares = []
-        rank, ranks = world.data_parallel()
-        for chosen in split_groups(group_ids, self.config.train.updates_per_step):
-            if not chosen:
-                continue
-            ours = [sequences[i] for i in chosen]
-            plan = assign(
-                [s.forwarded for s in ours],
-                ranks=ranks,
-                microbatch_tokens=self.config.train.microbatch_tokens,
-            )[rank]
+        rank, _ = world.data_parallel()
+        for ours, plan in updates:
             context = world.context_parallel()
             microbatches = [
                 pack(ours, indices, world.device(), context, self._supports([ours[i] for i in indices]))
-                for indices in plan
+                for indices in plan[rank]
             ]
             lengths = [len(s.token_ids) for s in ours]
             longest = self.config.rollout.max_completion_tokens

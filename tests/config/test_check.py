@@ -227,6 +227,7 @@ def test_stages_that_do_not_fit(found, overrides, world_size, parts):
         (["recompute=block", "recompute_layers=2", "parallel.pipeline=3"], 6, ["train.recompute_layers", "at most 1"]),
         (["recompute_layers=2"], 2, ["train.recompute_layers", "train.recompute is none"]),
         (["recompute=moe", "recompute_layers=2"], 2, ["train.recompute_layers", "train.recompute is moe"]),
+        (["packing=load", "parallel.expert=1"], 2, ["train.packing", "parallel.expert is 1", "expected length"]),
         (["overlap_expert_parallel_comm=true", "parallel.expert=1"], 2, ["parallel.expert", "at least 2"]),
         (["overlap_expert_parallel_comm=true", "dtype=float32"], 2, ["train.dtype", "expected bfloat16"]),
         (["overlap_expert_parallel_comm=true", "recompute=block"], 2, ["train.recompute", "got block"]),
@@ -245,6 +246,7 @@ def test_schedules_that_do_not_fit(found, overrides, world_size, parts):
         ["recompute=uniform", "recompute_layers=2"],  # of 3 layers: runs of two and of one
         ["recompute=block", "recompute_layers=3"],
         ["recompute=moe"],
+        ["packing=load"],
         ["overlap_expert_parallel_comm=true"],
         ["distributed_optimizer=false"],
     ],

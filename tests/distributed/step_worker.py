@@ -4,10 +4,10 @@ tokens that were not drawn from the whole vocabulary.
     torchrun --nproc-per-node N step_worker.py CHECKPOINT OUT CASES
 
 CASES: JSON, {name: {"overrides": [config overrides], "missing": [sequences without routes], "short": [sequences whose
-first two tokens have none], "old": [sequences whose prompt older weights routed], "unsupported": [sequences whose last
-token is not in its own support], "uncounted": [sequences whose last token has no support], "first": only so many
-sequences, "reward": the same for all}}. Rank r writes OUT/<name>-rank<r>.json: metrics, or the error; and what
-`shared_vocabulary` gives to OUT/vocabulary-rank<r>.pt.
+first two tokens have none], "lost": [sequences whose record is not in the store], "old": [sequences whose prompt older
+weights routed], "unsupported": [sequences whose last token is not in its own support], "uncounted": [sequences whose
+last token has no support], "first": only so many sequences, "reward": the same for all}}. Rank r writes
+OUT/<name>-rank<r>.json: metrics, or the error; and what `shared_vocabulary` gives to OUT/vocabulary-rank<r>.pt.
 """
 
 import json
@@ -108,6 +108,8 @@ def stored(sequences, routes, spec, folder, plan, vocabulary):
             aux = aux_of(number, sequence, supports[sequence.key], plan)
             ref = writer.add(sequence.key, table[start:], tokens[start:], spans, aux=aux)
             ref = None if number in plan.get("missing", ()) else replace(ref, start=start)
+            if number in plan.get("lost", ()):
+                ref = replace(ref, parts=tuple(replace(part, digest="0" * 16) for part in ref.parts))
             ready.append(replace(sequence, weight_version=VERSION, routes=ref))
     return ready
 

@@ -5,11 +5,14 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from moe_rl.config.hf import read_model
 from moe_rl.objectives.advantages import advantages
+from moe_rl.planning.balance import excess, load_of, pack_by_load, round_loads
+from moe_rl.planning.packing import pack, split_groups
 from moe_rl.proof.batch import LENGTHS, batch
 from moe_rl.report.registry import METRICS, find
 from tests.distributed.conftest import torchrun
@@ -21,6 +24,7 @@ TOKENS = [prompt + completion - 1 for prompt, completion in LENGTHS]
 NATIVE = ["replay.missing=native", "replay.max_fallback_fraction=0.2"]
 STALE = ["replay.max_staleness=1", "replay.stale=replay"]
 MASK = ["rollout.top_k=7", "rollout.keep_sampling_mask=true"]
+SMALL = ["train.microbatch_tokens=14", "train.updates_per_step=1"]
 ENTROPY_COEF = 2.0
 # Natively routed, so that `transformers` computes the same, and the reference, of the same weights, too.
 MASKED = [*MASK, "replay.mode=off", "train.updates_per_step=1", "objective.kl_coef=0.1"]
@@ -37,6 +41,10 @@ CASES = {
     "r2-overlapped": {
         "overrides": ["replay.mode=r2", "train.dtype=bfloat16", "train.overlap_expert_parallel_comm=true"]
     },
+    "by-length": {"overrides": SMALL},
+    "by-load": {"overrides": [*SMALL, "train.packing=load"]},
+    "by-load-missing-native": {"overrides": [*SMALL, *NATIVE, "train.packing=load"], "missing": [3], "short": [5]},
+    "by-load-lost": {"overrides": [*SMALL, "train.packing=load"], "lost": [3]},
     "missing-refused": {"missing": [3]},
     "missing-native": {"overrides": NATIVE, "missing": [3], "short": [5]},
     "context": {"overrides": ["parallel.context=2"]},
@@ -145,6 +153,43 @@ def test_the_ledger_expects_what_the_config_makes_run_again(steps):
     assert r2["routing/consumed"] == r2["routing/expected"] == whole["routing/expected"]
 
 
+@pytest.fixture(scope="module")
+def loads(checkpoint):
+    """Pairs [S, L, 2] of each sequence for either rank."""
+    _, routes = batch(read_model(checkpoint))
+    return load_of(
+        np.array([[np.bincount(one[:, layer].ravel(), minlength=16) for layer in range(LAYERS)] for one in routes]), 2
+    )
+
+
+def test_packing_by_load_does_what_it_plans_and_changes_no_gradient(steps, loads):
+    (by_length, _), (by_load, _) = steps["by-length"], steps["by-load"]
+    _, report = pack_by_load(TOKENS, loads, ranks=2, microbatch_tokens=14)
+    # What was planned from the trace is what the ranks then measure on the rows that they dispatch.
+    assert by_length["routing/load_excess"] == pytest.approx(report.by_length, rel=1e-9)
+    assert by_load["routing/load_excess"] == pytest.approx(report.planned, rel=1e-9)
+    assert report.planned < report.by_length
+    for key in ("objective/loss", "optim/grad_norm", "policy_kl/k3"):
+        assert by_load[key] == pytest.approx(by_length[key], rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("whole", 2), ("context", 1)])
+def test_the_load_is_counted_over_updates_and_over_parts_of_sequences(steps, loads, name, ranks):
+    rounds = []
+    for chosen in split_groups([number // 2 for number in range(len(TOKENS))], 2):
+        plan = pack([TOKENS[i] for i in chosen], ranks=ranks, microbatch_tokens=40)
+        rounds.append(round_loads(plan, loads[chosen], exchange=ranks))
+    assert steps[name][0]["routing/load_excess"] == pytest.approx(excess(np.concatenate(rounds))[0], rel=1e-9)
+
+
+def test_packing_by_load_knows_nothing_of_tokens_without_routes(steps):
+    native, _ = steps["by-load-missing-native"]
+    assert native["routing/fallback_positions"] > 0 and native["routing/load_excess"] > 0
+    counted, told = steps["by-load-lost"][1], steps["by-load-lost"][0]
+    assert counted.startswith("TraceError") and "s3" in counted  # the rank that counts it
+    assert told.startswith("ReplayError: another rank refused") and "got rank 1" in told
+
+
 def test_missing_routes_are_refused_by_default(steps):
     for rank in steps["missing-refused"]:
         assert "too many sequences have tokens without a recorded route (the first is s3, 9 of its 9 tokens)" in rank
@@ -168,7 +213,8 @@ def test_ranks_that_share_every_sequence_count_each_token_once(steps):
         # both ranks have a part of every microbatch: more of them in all
         counts = ("routing/consumed", "routing/expected", "routing/planned_fraction")
         assert shared[counts[0]] == shared[counts[1]] > alone[counts[0]]
-        rest = {key: value for key, value in alone.items() if key not in counts}
+        # and other sequences in each
+        rest = {key: value for key, value in alone.items() if key not in (*counts, "routing/load_excess")}
         assert {key: shared[key] for key in rest} == pytest.approx(rest, rel=1e-5, abs=1e-7), name
 
 

@@ -1,0 +1,273 @@
+"""Packing by known load: sequences that together send every expert-parallel rank the same work, in every layer.
+
+The routes of a batch are known before its forward pass. All expert-parallel ranks of a group run their m-th microbatch
+at once and wait in each layer for the rank whose experts got the most (token, expert) pairs. That load is the sum over
+all sequences in the group's m-th microbatches, here called a round; on which rank of the group a sequence lies does not
+change it. Numpy alone, no clock, no chance.
+
+Legend for shapes: S sequences, L MoE layers, E experts per layer, R expert-parallel ranks, N rounds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_rl.errors import describe
+from moe_rl.planning.packing import pack
+
+Plan = list[list[list[int]]]
+
+# Numbers that an attempt looks at, about: enough to cover all pairs of sequences of a small problem, few enough to stay
+# in the cache.
+_AT_ONCE = 1 << 16
+# What an attempt costs beside the numbers it looks at, in the time of so many.
+_ATTEMPT = 20_000
+# Exchanges between two rounds before it is another pair's turn.
+_IN_A_ROW = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What packing by load came to. Excess: sum of the maxima over the expert-parallel ranks, over rounds and layers,
+    divided by the sum of the means, minus 1; 0 is even.
+
+    by_length, planned: of packing by length, and of the returned plan. floor: no packing comes below it, since the sum
+    of maxima is at least the maximum of sums: experts that are popular in the whole batch cannot be packed away.
+    packing: "length" when nothing better was found, and the plan is that of packing by length. why: the reason then,
+    else how the search ended. swaps: pairs of sequences that changed places.
+    """
+
+    by_length: float
+    planned: float
+    floor: float
+    packing: str
+    why: str
+    swaps: int
+
+
+def load_of(counts_SLE: np.ndarray, expert_parallel: int) -> np.ndarray:
+    """Pairs for each expert-parallel rank, int32 [S, L, R], of pairs for each expert [S, L, E].
+
+    Experts lie on the ranks in order, the same number on each. Raises ValueError when that number is not whole.
+    """
+    counts_SLE = np.asarray(counts_SLE)
+    if counts_SLE.ndim != 3 or expert_parallel < 1 or counts_SLE.shape[2] % expert_parallel:
+        raise ValueError(describe("experts do not divide among ranks", got=f"counts of shape {counts_SLE.shape} for "
+                                  f"{expert_parallel} ranks", expected="[S, L, E], E a multiple of the ranks",
+                                  do="mend the caller"))
+    sequences, layers, experts = counts_SLE.shape
+    grouped = counts_SLE.reshape(sequences, layers, expert_parallel, experts // expert_parallel)
+    return grouped.sum(axis=3, dtype=np.int32)
+
+
+def round_loads(plan: Plan, loads_SLR: np.ndarray, *, exchange: int) -> np.ndarray:
+    """int64 [N, L, R]: pairs that arrive at each expert-parallel rank in each round. Rounds are numbered group by
+    group. exchange: as in `pack_by_load`."""
+    rounds = [
+        [index for rank in plan[first : first + exchange] for index in rank[number]]
+        for first in range(0, len(plan), exchange)
+        for number in range(len(plan[first]))
+    ]
+    loads = np.zeros((len(rounds), *loads_SLR.shape[1:]), np.int64)
+    for number, members in enumerate(rounds):
+        loads[number] = loads_SLR[members].sum(axis=0, dtype=np.int64)
+    return loads
+
+
+def excess(loads_NLR: np.ndarray) -> tuple[float, np.ndarray]:
+    """How far the fullest expert-parallel ranks lie above the mean: of all layers, and float64 [L] of each.
+
+    Sum over rounds of the maximum / sum over rounds of the mean, minus 1: rounds and layers weigh as their pairs. 0
+    where there are none.
+    """
+    most = loads_NLR.max(axis=2).sum(axis=0).astype(np.float64)
+    mean = loads_NLR.sum(axis=(0, 2)) / loads_NLR.shape[2]
+    each = np.divide(most, mean, out=np.ones_like(most), where=mean > 0) - 1
+    return (float(most.sum() / mean.sum()) - 1 if mean.sum() else 0.0), each
+
+
+def pack_by_load(
+    lengths: list[int],
+    loads_SLR: np.ndarray,
+    *,
+    ranks: int,
+    microbatch_tokens: int,
+    exchange: int | None = None,
+    slack: float = 0.05,
+    work: int = 6_000_000_000,
+) -> tuple[Plan, LoadReport]:
+    """Share sequences out as `packing.pack` does, with even expert load: result[rank][microbatch] lists indices.
+
+    loads_SLR: non-negative integers, the (token, expert) pairs of each sequence for each expert-parallel rank; see
+    `load_of`. exchange: so many neighbouring data-parallel ranks send their tokens to the same experts; None: all.
+    slack: what may be given for even experts, see below. work: bound of the search, in numbers that it touches;
+    1e9 take less than a second. It is no time, so that a call repeated finds the same.
+
+    Minimises the sum over rounds and layers of the maximum over expert-parallel ranks. Starts from packing by length
+    and exchanges sequences between rounds as long as that sum falls: so it is never worse, there are as many
+    microbatches, and none is emptied. In no microbatch has any rank more than 1 + slack times the tokens, or the sum of
+    squared lengths (what attention costs), of the fullest rank in the same microbatch of packing by length; none
+    exceeds `microbatch_tokens`.
+    Raises what `pack` raises, and ValueError for loads of the wrong shape or below 0, an `exchange` that does not
+    divide the ranks, a negative slack.
+    """
+    loads_SLR = np.asarray(loads_SLR)
+    exchange = ranks if exchange is None else exchange
+    problem = None
+    if loads_SLR.ndim != 3 or len(loads_SLR) != len(lengths) or 0 in loads_SLR.shape[1:]:
+        problem = f"loads of shape {loads_SLR.shape} for {len(lengths)} sequences"
+    elif not np.issubdtype(loads_SLR.dtype, np.integer) or (loads_SLR.size and loads_SLR.min() < 0):
+        problem = f"loads of type {loads_SLR.dtype}, the least {loads_SLR.min(initial=0)}"
+    elif exchange < 1 or ranks % exchange or slack < 0:
+        problem = f"ranks={ranks}, exchange={exchange}, slack={slack}"
+    if problem:
+        raise ValueError(describe("cannot pack by load", got=problem, expected="integers [S, L, R] of 0 or more; an "
+                                  "exchange that divides ranks; slack 0 or more", do="mend the caller"))
+    start = pack(lengths, ranks=ranks, microbatch_tokens=microbatch_tokens)
+    before, _ = excess(round_loads(start, loads_SLR, exchange=exchange))
+    floor, _ = excess(loads_SLR.sum(axis=0, keepdims=True, dtype=np.int64))
+
+    def keep(why: str) -> tuple[Plan, LoadReport]:
+        return start, LoadReport(before, before, floor, "length", why, 0)
+
+    rounds = (ranks // exchange) * len(start[0])
+    if rounds < 2:
+        return keep("one round holds everything: there is nothing to exchange" if rounds else "there are no sequences")
+    search = _Search(lengths, loads_SLR, start, exchange, microbatch_tokens, slack)
+    ended = search.run(work)
+    plan = search.plan()
+    after, _ = excess(round_loads(plan, loads_SLR, exchange=exchange))
+    if after >= before:
+        return keep("no exchange that keeps the tokens even made the experts evener")
+    return plan, LoadReport(before, after, floor, "load", ended, search.swaps)
+
+
+class _Search:
+    """Exchanges pairs of sequences between rounds. Loads are float32: they guide, the result is judged in integers.
+
+    A bin is what one rank has in one round. sizes [S, 2]: length and its square. bins: of each sequence; filled [bins,
+    2]: sums of sizes; limits [N, 2]: of every bin in a round. load [N, R, L], cost [N]: its sum of maxima.
+    """
+
+    def __init__(
+        self, lengths: list[int], loads_SLR: np.ndarray, plan: Plan, exchange: int, budget: int, slack: float
+    ):
+        self.ranks, self.exchange, self.microbatches = len(plan), exchange, len(plan[0])
+        self.loads = np.ascontiguousarray(loads_SLR.transpose(0, 2, 1), np.float32)
+        self.sizes = np.array(lengths, np.float64)[:, None] ** (1, 2)
+        self.bins = np.empty(len(lengths), np.int64)
+        for rank, microbatches in enumerate(plan):
+            for number, members in enumerate(microbatches):
+                self.bins[members] = rank * self.microbatches + number
+        self.filled = np.zeros((self.ranks * self.microbatches, 2))
+        np.add.at(self.filled, self.bins, self.sizes)
+        # The same microbatch of all groups has the same limits.
+        fullest = self.filled.reshape(self.ranks, self.microbatches, 2).max(axis=0)
+        limits = np.floor((1 + slack) * fullest + 1e-9)
+        limits[:, 0] = np.minimum(limits[:, 0], budget)
+        self.limits = np.tile(limits, (self.ranks // exchange, 1))
+        round_of = self.bins // self.microbatches // exchange * self.microbatches + self.bins % self.microbatches
+        self.members = [np.flatnonzero(round_of == number) for number in range(len(self.limits))]
+        self.load = np.stack([self.loads[members].sum(axis=0) for members in self.members])
+        self.cost = self._cost(self.load)
+        self.swaps = 0
+        numbers = self.load[0].size
+        self.window, self.tried = max(32, 2 * _AT_ONCE // numbers), max(16, _AT_ONCE // numbers)
+        # Loads nearer to the maximum than a sequence's own share of a rank may become the maximum by one exchange.
+        self.scale = max(float(self.loads.mean()), 1e-6)
+
+    def run(self, work: int) -> str:
+        """Let all rounds meet in pairs until no pair improves or the work is done; says which."""
+        teams = list(range(len(self.members) + len(self.members) % 2))  # one of an odd number sits out
+        turns = (len(teams) - 1) * -(-max(map(len, self.members)) // self.window)
+        quiet = attempts = 0
+        while quiet < turns:
+            improved = False
+            for one, two in zip(teams[: len(teams) // 2], reversed(teams), strict=False):
+                if max(one, two) == len(self.members):
+                    continue
+                for _ in range(_IN_A_ROW):
+                    work -= self._work(one, two)
+                    if work < 0:
+                        return "the search came to the bound of its work"
+                    attempts += 1
+                    if not self._improve(one, two, attempts * self.window):
+                        break
+                    improved = True
+            quiet = 0 if improved else quiet + 1
+            teams[1:] = [teams[-1], *teams[1:-1]]  # every pair meets once in len(teams) - 1 turns
+        return "no exchange improves any more"
+
+    def plan(self) -> Plan:
+        flat: list[list[int]] = [[] for _ in self.filled]
+        for index, number in enumerate(self.bins.tolist()):
+            flat[number].append(index)
+        return [flat[first : first + self.microbatches] for first in range(0, len(flat), self.microbatches)]
+
+    def _work(self, one: int, two: int) -> int:
+        """Numbers that an attempt touches, about, and what it costs beside them."""
+        ours, theirs = (min(len(self.members[number]), self.window) for number in (one, two))
+        return _ATTEMPT + self.load[0].size * (ours + theirs + 6 * min(ours * theirs, self.tried))
+
+    def _improve(self, one: int, two: int, start: int) -> bool:
+        """Make the best exchange between two rounds, if one improves them.
+
+        Of large rounds a window of sequences from number `start` on is looked at. Candidates are those that the slope
+        of the maxima promises the most; each is then tried exactly.
+        """
+        places, ours = self._some(one, start)
+        others, theirs = self._some(two, start)
+        slope = (self._weights(one) - self._weights(two)).ravel()
+        falls = (self._rows(theirs) @ slope)[None] - (self._rows(ours) @ slope)[:, None]
+        falls[~self._fits(ours, theirs, one, two)] = np.inf
+        falls = falls.ravel()
+        count = min(len(falls), self.tried)
+        chosen = np.sort(np.argpartition(falls, count - 1)[:count]) if count else np.arange(0)
+        chosen = chosen[np.isfinite(falls[chosen])]
+        if not len(chosen):
+            return False
+        at, to = np.divmod(chosen, len(theirs))
+        change = self.loads[theirs[to]] - self.loads[ours[at]]
+        cost = self._cost(self.load[one] + change), self._cost(self.load[two] - change)
+        best = int(np.argmin(cost[0] + cost[1]))
+        if cost[0][best] + cost[1][best] >= self.cost[one] + self.cost[two] - 0.5:
+            return False
+        a, b = ours[at[best]], theirs[to[best]]
+        self.members[one][places[at[best]]], self.members[two][others[to[best]]] = b, a
+        self.load[one] += change[best]
+        self.load[two] -= change[best]
+        self.cost[one], self.cost[two] = cost[0][best], cost[1][best]
+        difference = self.sizes[b] - self.sizes[a]
+        self.filled[self.bins[a]] += difference
+        self.filled[self.bins[b]] -= difference
+        self.bins[a], self.bins[b] = self.bins[b], self.bins[a]
+        self.swaps += 1
+        return True
+
+    def _some(self, number: int, start: int) -> tuple[np.ndarray, np.ndarray]:
+        """Places in members[number], and the sequences there."""
+        count = len(self.members[number])
+        places = np.arange(start, start + min(count, self.window)) % max(1, count)
+        return places, self.members[number][places]
+
+    def _rows(self, sequences: np.ndarray) -> np.ndarray:
+        return self.loads[sequences].reshape(-1, self.load[0].size)
+
+    def _cost(self, load: np.ndarray) -> np.ndarray:
+        """float64 [...]: sum over layers of the maximum over ranks of loads [..., R, L]."""
+        return load.max(axis=-2).sum(axis=-1, dtype=np.float64)
+
+    def _weights(self, number: int) -> np.ndarray:
+        """[R, L]: how much each rank's load counts as its layer's maximum, 1 in all: a smooth slope of the maximum."""
+        load = self.load[number]
+        weights = np.exp((load - load.max(axis=0)) / self.scale)
+        return weights / weights.sum(axis=0)
+
+    def _fits(self, ours: np.ndarray, theirs: np.ndarray, one: int, two: int) -> np.ndarray:
+        """bool [ours, theirs]: whether exchanging these two leaves both of their bins within the limits."""
+        more = self.sizes[theirs][None] - self.sizes[ours][:, None]
+        room = (self.limits[one] - self.filled[self.bins[ours]])[:, None]
+        other = (self.limits[two] - self.filled[self.bins[theirs]])[None]
+        return ((more <= room) & (-more <= other)).all(axis=2)

@@ -1,0 +1,107 @@
+"""Which sequences share a microbatch and a rank, decided alike by all ranks, and how even their experts' load is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from moe_rl.config.schema import Config
+from moe_rl.errors import MoeRLError, ReplayError, TraceError, describe
+from moe_rl.megatron import world
+from moe_rl.planning.balance import Plan, load_of, pack_by_load
+from moe_rl.planning.packing import pack
+from moe_rl.replay.session import MicrobatchRoutes
+from moe_rl.trace import TraceSpec, TraceStore
+from moe_rl.types import RouteRef, Sequence
+
+
+def agreed[Result](read: Callable[[], Result]) -> Result:
+    """What `read` gives, once it has given something on every rank: where it raises on one, all raise. It must not wait
+    for other ranks."""
+    result, refused = None, None
+    try:
+        result = read()
+    except MoeRLError as error:
+        refused = error
+    (who,) = world.all_reduce([dist.get_rank() + 1 if refused else 0], dist.ReduceOp.MAX)
+    if refused:
+        raise refused
+    if who:
+        raise ReplayError(
+            describe(
+                "another rank refused what was recorded of its sequences", got=f"rank {who - 1:.0f}, see its error"
+            )
+        )
+    return result
+
+
+def assign(sequences: list[Sequence], config: Config, store: TraceStore, spec: TraceSpec) -> Plan:
+    """The plan of `packing.pack`, by length or by known load as the config says, the same on every rank.
+
+    For the load each rank counts the experts of its part of the sequences: reading them is what takes time, and many of
+    them read in parallel. Rank 0 plans and sends the plan, so that ranks whose arithmetic rounds otherwise cannot come
+    to another one. A token without a recorded route has no load. Raises on all ranks when a record is damaged on one.
+    """
+    lengths = [sequence.forwarded for sequence in sequences]
+    ranks = world.data_parallel()[1]
+    budget = config.train.microbatch_tokens
+    if config.train.packing == "length":
+        return pack(lengths, ranks=ranks, microbatch_tokens=budget)
+    parts = config.parallel.expert
+
+    def counted() -> np.ndarray:
+        loads = np.zeros((len(sequences), len(spec.moe_layers), parts), np.int32)
+        for index in range(dist.get_rank(), len(sequences), dist.get_world_size()):
+            ref = sequences[index].routes
+            if ref is not None:
+                loads[index] = load_of(_counts(store, ref, spec)[None], parts)[0]
+        return loads
+
+    loads = torch.from_numpy(agreed(counted)).to(world.device())
+    dist.all_reduce(loads)
+
+    def planned() -> Plan | None:
+        if dist.get_rank():
+            return None
+        exchange = world.dispatching_shares()
+        plan, _ = pack_by_load(
+            lengths, loads.cpu().numpy(), ranks=ranks, microbatch_tokens=budget, exchange=exchange
+        )
+        return plan
+
+    return world.broadcast(agreed(planned), Plan)
+
+
+def load_excess(tables: list[MicrobatchRoutes], experts: int, expert_parallel: int) -> float:
+    """Sum over microbatches and layers of the fullest expert-parallel rank's (token, expert) pairs / of the mean, minus
+    1, of all ranks: equal on every one. Rows without a recorded route, as padding, do not count. 0 where none has one.
+
+    tables: of this rank's microbatches, as many on every rank. experts: of a layer.
+    """
+    most = pairs = 0
+    if tables:
+        counts = world.sum_over_dispatch(torch.stack([_count(table, experts) for table in tables]))
+        loads = counts.view(*counts.shape[:2], expert_parallel, -1).sum(dim=3)
+        most, pairs = int(loads.amax(dim=2).sum()), int(loads.sum())
+    most, pairs = world.all_reduce([most, pairs])
+    return most * expert_parallel / pairs - 1 if pairs else 0.0
+
+
+def _counts(store: TraceStore, ref: RouteRef, spec: TraceSpec) -> np.ndarray:
+    """[L, E] of all layers of the model. Raises TraceError, also for a record of a model of another shape."""
+    counts, shape = store.expert_counts(ref), (len(spec.moe_layers), spec.num_experts)
+    if counts.shape != shape:
+        raise TraceError(
+            describe("record is not of this model", where=ref.key, got=f"counts {counts.shape}", expected=f"{shape}")
+        )
+    return counts
+
+
+def _count(table: MicrobatchRoutes, experts: int) -> torch.Tensor:
+    """int64 [L, E]: how often this rank's rows chose each expert of this rank's layers."""
+    chosen = torch.stack([table.routes[layer][table.recorded] for layer in sorted(table.routes)]).long().flatten(1)
+    counts = torch.zeros(len(chosen), experts, dtype=torch.int64, device=chosen.device)
+    return counts.scatter_add_(1, chosen, torch.ones_like(chosen))
