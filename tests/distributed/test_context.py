@@ -26,6 +26,8 @@ def test_a_step_on_halves_of_sequences_is_the_step_on_shares_of_the_batch(seen):
         # 4 layers: of 2 microbatches on both ranks, of 1 on each; in the old-logprob pass and in the update
         assert halves.pop("routing/consumed") == halves.pop("routing/expected") == 2 * 4 * (2 + 2)
         assert shares.pop("routing/consumed") == shares.pop("routing/expected") == 2 * 4 * (1 + 1)
+        # what two rounds wait for is more than what one round of the same tokens does
+        assert halves.pop("routing/load_excess") > shares.pop("routing/load_excess") > 0
         assert halves == pytest.approx(shares, rel=1e-5, abs=1e-7)
         assert halves["routing/coverage"] == 1 and halves["routing/applied_mismatch"] == 0
         # what the numbers above are of: random routes are not what the routers choose, and it shows
