@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from moe_rl.comparison import faults, quantities, sources
@@ -21,10 +22,14 @@ from moe_rl.config.schema import Config
 from moe_rl.errors import DataError, describe
 from moe_rl.megatron import checkpoint, world
 from moe_rl.megatron.policy import Policy
+from moe_rl.objectives.mismatch import MismatchSums
 from moe_rl.trace import TraceSpec
 from moe_rl.train.run_folder import RunFolder
 
 POLICY = ("k1", "k3", "F(2)", "F(5)", "abs")
+# What a run logs of each step too, by the names of `MismatchSums.metrics`; without an interval.
+LOGGED = ("perplexity_train", "perplexity_rollout", "log_perplexity_diff", "log_perplexity_abs_diff", "chi2_token")
+LOGGED += ("chi2_sequence_product", "chi2_sequence_geometric", "effective_sample_fraction")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +172,10 @@ class _Group:
         sums = self._policy_sums(one)
         tokens = np.bincount(self.layout.tokens, minlength=self.layout.sequences)
         means = {name: self.bootstrap.mean(sums[name], tokens) for name in POLICY}
-        return _estimates(means) | quantities.quantiles(one.logprobs, self.layout.rollout_logprobs)
+        tensors = map(torch.from_numpy, (one.logprobs, self.layout.rollout_logprobs, self.layout.tokens))
+        logged = MismatchSums.of(*tensors, self.layout.sequences).metrics()
+        quantiles = quantities.quantiles(one.logprobs, self.layout.rollout_logprobs)
+        return _estimates(means) | quantiles | {name: logged[name] for name in LOGGED}
 
     def quantities(self, part: str) -> dict[str, Any]:
         """Before, after and their paired difference, on the rows of "all", "prompt" or "completion"."""

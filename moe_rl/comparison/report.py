@@ -25,6 +25,14 @@ _POLICY_ROWS = (
     ("abs_p50", "median |d|", "nats; no interval is given for quantiles", scientific),
     ("abs_p99", "99th percentile of |d|", "nats", scientific),
     ("abs_max", "largest |d|", "nats", short),
+    ("perplexity_train", "trainer perplexity", "mean over sequences of exp(-mean logprob)", short),
+    ("perplexity_rollout", "sampler perplexity", "the same of the sampler's logprobs", short),
+    ("log_perplexity_diff", "log-perplexity difference", "trainer less sampler, mean over sequences", scientific),
+    ("log_perplexity_abs_diff", "its absolute value", "mean over sequences", scientific),
+    ("chi2_token", "chi-square, tokens", "mean of exp(2 d), less 1", scientific),
+    ("chi2_sequence_product", "chi-square, sequences", "of the product of a sequence's ratios", scientific),
+    ("chi2_sequence_geometric", "the same, geometric", "of the geometric mean of a sequence's ratios", scientific),
+    ("effective_sample_fraction", "effective samples", "(sum w)^2 / (tokens x sum w^2), w = exp(d)", short),
 )
 _ROUTING_ROWS = {
     "set_mismatch": ("set mismatch", "(token, layer) positions where the router's set is not the recorded one"),

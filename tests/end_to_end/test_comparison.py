@@ -45,6 +45,8 @@ def test_the_numbers_are_those_the_run_logged(short_run, compared):
     for name, key in (("k1", "policy_kl/k1"), ("k3", "policy_kl/k3")):
         assert policy[name]["before"]["value"] == pytest.approx(logged[f"{key}_native"], rel=1e-4)
         assert policy[name]["after"]["value"] == pytest.approx(logged[key], rel=1e-4)
+    for name in ("perplexity_train", "log_perplexity_abs_diff", "chi2_token", "chi2_sequence_product"):
+        assert policy[name]["after"] == pytest.approx(logged[f"policy/{name}"], rel=1e-3), name
     assert routing["set_mismatch"]["before"]["value"] == pytest.approx(logged["routing/native_mismatch"], rel=1e-4)
     assert routing["set_mismatch"]["after"]["value"] == pytest.approx(logged["routing/shadow_mismatch"], rel=1e-4)
     for entry in result["layers"]:
