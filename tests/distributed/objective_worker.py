@@ -113,7 +113,7 @@ def gradients(step, policy, ready, scores, order, *, wrong=False):
     share.old_logprobs, share.ref_logprobs = handed_out(scores.old), handed_out(scores.reference)
     sums = UpdateSums()
     loss = microbatch_means(step, share, sums) if wrong else step._loss(share, sums, {})
-    with step._session(share.tables, "replay", "update", training=True) as session:
+    with step._session(share.tables, [], "replay", "update", training=True) as session:
         policy.update(share.microbatches, session, loss)
     told = step._reduce(sums, [session.tally], 1, "r3", by_layer=False)
     told = {key: value for key, value in told.items() if key.startswith(("objective/", "correction/"))}
@@ -128,7 +128,7 @@ def compared(found, reference):
 
 def base_logprobs(step, policy, ready):
     (share,), _ = step.shares.of(ready, list(range(len(ready))), VERSION)
-    with step._session(share.tables, "replay", "base") as session:
+    with step._session(share.tables, [], "replay", "base") as session:
         values = policy.logprobs(share.microbatches, session)
     of = {}
     for microbatch, found in zip(share.microbatches, values, strict=True):
