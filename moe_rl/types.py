@@ -148,6 +148,19 @@ class Sequence:
     weight_version: int
     routes: RouteRef | None
 
+    @classmethod
+    def of(cls, completion: Completion, reward: float) -> Sequence:
+        """A completion with its reward."""
+        return cls(
+            key=completion.key,
+            prompt_token_ids=completion.prompt_token_ids,
+            token_ids=completion.token_ids,
+            rollout_logprobs=completion.logprobs,
+            reward=reward,
+            weight_version=completion.weight_version,
+            routes=completion.routes,
+        )
+
     @property
     def forwarded(self) -> int:
         """Tokens the sampler forwarded, hence rows of routes: all but the last sampled token."""

@@ -129,8 +129,9 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None]:
             )
         config = load_config(run.config, options.overrides)
     if "WORLD_SIZE" not in os.environ and not any(text.startswith("parallel.") for text in options.overrides):
-        # A layout is for many ranks; without torchrun there is one, which has all of the model and nothing to overlap.
-        alone = config.train.model_copy(update={"overlap_expert_parallel_comm": False})
+        # A layout is for many ranks; without torchrun there is one, which has all of the model: nothing to overlap, and
+        # no loads to even out.
+        alone = config.train.model_copy(update={"overlap_expert_parallel_comm": False, "packing": "length"})
         config = config.model_copy(update={"parallel": ParallelConfig(), "train": alone})
     if len(set(options.sampler_dtype)) != len(options.sampler_dtype):
         raise ConfigError(describe("--sampler-dtype: named twice", got=" ".join(options.sampler_dtype)))

@@ -129,18 +129,7 @@ def sample(
                 for key, tokens in prompts
             ]
             completions = engine.generate(requests, shard=shard_name(version + 1))
-            sequences = [
-                Sequence(
-                    key=c.key,
-                    prompt_token_ids=c.prompt_token_ids,
-                    token_ids=c.token_ids,
-                    rollout_logprobs=c.logprobs,
-                    reward=0.0,
-                    weight_version=c.weight_version,
-                    routes=c.routes,
-                )
-                for c in completions
-            ]
+            sequences = [Sequence.of(completion, reward=0.0) for completion in completions]
     finally:
         if engine is not None:
             engine.close()

@@ -109,18 +109,7 @@ class Rollouts:
             for completion, reward in zip(group.completions, group.rewards, strict=True)
             if reward is not None
         ]
-        sequences = [
-            Sequence(
-                key=c.key,
-                prompt_token_ids=c.prompt_token_ids,
-                token_ids=c.token_ids,
-                rollout_logprobs=c.logprobs,
-                reward=reward,
-                weight_version=c.weight_version,
-                routes=c.routes,
-            )
-            for _, c, reward in trained
-        ]
+        sequences = [Sequence.of(completion, reward) for _, completion, reward in trained]
         if self.config.task.overlong is not None:
             metrics["reward/overlong_penalty"] = _mean([self._overlong(c) for c in completions])
         trace_bytes = sum((self.trace_root / f"{shard}.safetensors").stat().st_size for shard in shards)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_rl.comparison.command import main
+from moe_rl.comparison.command import _configure, _parse, main
+from moe_rl.config.check import problems
 from moe_rl.config.load import dump_config, load_config
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +43,17 @@ def test_bad_input_is_told_before_anything_starts(run, capsys, monkeypatch, argu
     said = capsys.readouterr()
     assert message in said.err and said.out == ""
     assert not list(run.glob("routing_kl*"))
+
+
+def test_one_rank_drops_what_only_a_layout_can_have(run, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    layout = ["parallel.expert=2", "train.overlap_expert_parallel_comm=true", "train.packing=load"]
+    trained = load_config(run / "config.yaml", layout)
+    (run / "config.yaml").write_text(dump_config(trained))
+    config, _ = _configure(_parse(["--run", str(run)]))
+    assert problems(trained, 2) == problems(config, 1) == []
+    # the layout's settings alone would have been refused on one rank
+    assert problems(config.model_copy(update={"train": trained.train}), 1) != []
 
 
 def test_a_precision_that_is_none(run, capsys):
