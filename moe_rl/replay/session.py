@@ -381,7 +381,7 @@ class ReplaySession:
             )
 
     def _check_applied(self) -> None:
-        """The place that waits for the device: all comparisons of the pass at once."""
+        """All comparisons of the pass at once: the host waits for the device here, at its end, and in no layer."""
         wrong = torch.cat([flags for _, _, flags in self._applied]) if self._applied else torch.zeros(0)
         self.tally.applied_mismatch = int(wrong.sum())
         if not self.tally.applied_mismatch:
