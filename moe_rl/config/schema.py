@@ -191,6 +191,9 @@ class TrainConfig(Section):
     overlap_expert_parallel_comm: bool = False
     """Combined 1F1B: the forward of one microbatch and the backward of another in turns, layer by layer, so that tokens
     of one travel between the ranks of `parallel.expert` while the other is computed. Holds the activations of both."""
+    delay_wgrad_compute: bool = False
+    """In combined 1F1B, compute the gradients of weight matrices behind those of the activations, while the latter
+    travel. Needs the linear layers of TransformerEngine."""
     distributed_optimizer: bool = True
     """Share the optimizer state among data-parallel ranks. Off, each of them holds all of it."""
     router_aux_loss: Annotated[float, Field(ge=0.0)] = 0.0

@@ -15,6 +15,7 @@ from moe_rl.megatron.model import unwrap
 from moe_rl.megatron.policy import Policy
 from moe_rl.megatron.schedule import LossFunction
 from moe_rl.megatron.witness import DispatchWitness
+from moe_rl.planning.packing import fill_rounds
 from moe_rl.planning.packing import pack as assign
 from moe_rl.proof.batch import batch
 from moe_rl.proof.cases import MICROBATCH_TOKENS, Case
@@ -36,7 +37,8 @@ class Share:
         self.sequences, self.routes = batch(facts)
         self.spec = TraceSpec.from_layers("proof", facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
         rank, ranks = world.data_parallel()
-        plan = assign([s.forwarded for s in self.sequences], ranks=ranks, microbatch_tokens=MICROBATCH_TOKENS)[rank]
+        plan = assign([s.forwarded for s in self.sequences], ranks=ranks, microbatch_tokens=MICROBATCH_TOKENS)
+        plan = fill_rounds(plan, world.microbatches_in_a_round())[rank]
         context = world.context_parallel()
         self.microbatches = [pack(self.sequences, indices, world.device(), context) for indices in plan]
         for microbatch in self.microbatches:
