@@ -151,10 +151,10 @@ def test_a_step_is_the_same_with_plans_and_without(steps):
         assert 0 < steps[name][0]["routing/planned_fraction"] < 1, name
 
 
-@pytest.mark.parametrize("case", ["by-length", "by-load", "context"])
+@pytest.mark.parametrize("case", ["by-length", "by-load"])
 def test_the_peak_of_a_step_is_what_plan_says_of_its_trace(steps, out, checkpoint, case):
     overrides = [f"model.path={checkpoint}", "train.microbatch_tokens=40", "train.dtype=float32"]
-    overrides += [*CASES[case]["overrides"], "train.updates_per_step=1"]
+    overrides += CASES[case]["overrides"]
     config = load_config(CONFIG, overrides)
     found = peaks(config, read_model(checkpoint), 2, str(out / case / "trace"))
     assert found.batches == 1 and found.sequences == len(LENGTHS) and found.exact
