@@ -159,7 +159,7 @@ class ParallelConfig(Section):
     pipeline: Count = 1
     """Stages that share the layers; microbatches go through them one after the other (1F1B)."""
     virtual_pipeline: Count = 1
-    """Runs of layers that a stage holds, not adjacent ones (interleaved 1F1B). Microbatches without sequences then
+    """Runs of layers that a stage holds, not adjacent ones (interleaved 1F1B). Microbatches of padding alone then
     fill up their number to a multiple of `pipeline`."""
 
 

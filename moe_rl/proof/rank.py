@@ -45,7 +45,7 @@ def main() -> None:
 def run(case: Case, checkpoint: Path) -> dict:
     """What this rank saw of one case. With a planted fault: see `faults.outcome`."""
     facts = read_model(checkpoint)
-    with _computing_as_asked(case):
+    with computing_as_asked(case):
         policy = Policy(facts, case.train_config, case.parallel_config, checkpoint, temperature=1.0)
     try:
         return _seen(case, facts, policy)
@@ -115,7 +115,7 @@ class SchedulePlans:
 
 
 @contextmanager
-def _computing_as_asked(case: Case) -> Iterator[None]:
+def computing_as_asked(case: Case) -> Iterator[None]:
     """Megatron overlaps in bfloat16 only, and asks its config for that when it is made: that of a float32 case says so,
     and computes in float32 all the same."""
     build = model.TransformerConfig

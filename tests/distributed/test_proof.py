@@ -75,7 +75,15 @@ def test_a_gradient_reaches_every_router_through_routes_it_would_not_take(refere
     assert len(routers) == LAYERS and all(g.abs().max() > 1e-4 for g in routers)
 
 
-@pytest.mark.parametrize("case", [Case(2, TP2_EP2, mode="native")], ids=name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, TP2_EP2, mode="native"),
+        Case(2, EP2, OVERLAP, mode="native"),
+        Case(2, VPP2, {"recompute": "uniform"}, mode="native"),
+    ],
+    ids=name,
+)
 def test_observing_changes_nothing(proven, case):
     native, observed = proven.ranks(case), proven.ranks(replace(case, mode="observe"))
     for a, b in zip(native, observed, strict=True):
