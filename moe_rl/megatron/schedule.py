@@ -1,7 +1,8 @@
 """Microbatches through the model by megatron's own schedule, as the layout asks: one after the other, 1F1B, interleaved
 1F1B; and in training combined 1F1B, the forward of one microbatch and the backward of another in turns, layer by layer.
 
-A microbatch's key to its routes travels with it, so no order of the schedule is assumed.
+A microbatch's key to its routes travels with it, so no order of the schedule is assumed. All of a pass's have one where it
+replays, also those of padding alone that fill up the rounds of an interleaved schedule.
 """
 
 from __future__ import annotations
@@ -69,12 +70,13 @@ def forward_backward(
 
 def _run(chunks, microbatches, session, after_forward, *, forward_only, **options):
     require_open(session)
-    if len(microbatches) % (round_ := world.microbatches_in_a_round()):
-        raise ValueError(
+    in_a_round = world.microbatches_in_a_round()
+    if len(microbatches) % in_a_round:
+        raise ReplayError(
             describe(
                 "interleaved stages take microbatches in rounds of as many as there are stages",
                 got=f"{len(microbatches)} microbatches",
-                expected=f"a multiple of {round_}",
+                expected=f"a multiple of {in_a_round}",
                 do="fill them up, see planning.packing.fill_rounds",
             )
         )
