@@ -1,8 +1,8 @@
 """Microbatches through the model by megatron's own schedule, as the layout asks: one after the other, 1F1B, interleaved
 1F1B; and in training combined 1F1B, the forward of one microbatch and the backward of another in turns, layer by layer.
 
-A microbatch's key to its routes travels with it, so no order of the schedule is assumed. Those of padding alone, which fill
-up the rounds of an interleaved schedule, have one too.
+A microbatch's key to its routes travels with it, so no order of the schedule is assumed. Those of padding alone, which
+fill up the rounds of an interleaved schedule, have one too.
 """
 
 from __future__ import annotations
