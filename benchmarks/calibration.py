@@ -22,7 +22,7 @@ def micro_measurements(experts: int, top_k: int, hidden: int, rows: int) -> dict
     """Median seconds of each part, of the slowest rank. rows: of a microbatch on a rank.
 
     The two exchanges are between all ranks: of the counts of experts, and all-to-all of every row's hidden state.
-    gemm: of a row through one expert's first matrix, as wide as two hidden sizes.
+    gemm: of all rows through a matrix as wide as two hidden sizes.
     """
     rng = np.random.default_rng(dist.get_rank())
     routes = np.argsort(rng.random((rows, experts)), -1)[:, :top_k].astype(np.int16)

@@ -259,12 +259,17 @@ def checked(file: Path) -> Iterator[dict[str, object]]:
                                  - micro["permutation"] - asked) + seen["clock seconds of planning"],
     }  # fmt: skip
     print(f"{file.name}: EP {ranks}, {seen['model']}, {dispatches} dispatches in an update of {native:.3g} s")
+    # Rows and weights go out and rows come back, and so do their gradients. An expert is 3 / 4 of the matrix that was
+    # timed (benchmarks/models.py: half as wide as the hidden size), forward once, backward twice.
+    exchanges, matrices = 6 * micro["all-to-all"] * dispatches, 3 * 0.75 * micro["gemm"] * dispatches
+    print(f"  of native, by the parts alone: exchanges {exchanges / native:.0%}, experts' matrices "
+          f"{matrices / native:.0%}; the rest, which is not modelled, is Python, attention, optimizer, waiting")
     for kind, change in changes.items():
         predicted, measured = 1 + change / native, seen[f"clock, {kind} : native"]
         quartiles = seen[f"clock, {kind} : native, quartiles"]
         print(f"  {kind} : native   predicted {predicted:.3f}   measured {measured:.3f}, quartiles {quartiles}")
         yield {"file": file.name, "ranks": ranks, "kind": kind, "predicted": predicted, "measured": measured,
-               "quartiles": quartiles}  # fmt: skip
+               "quartiles": quartiles, "exchanges": exchanges / native, "matrices": matrices / native}  # fmt: skip
 
 
 if __name__ == "__main__":
