@@ -16,10 +16,8 @@ from moe_rl.config.dotted_path import dotted_path_problem
 from moe_rl.config.hf import (
     ModelFacts,
     checkpoint_tensors,
-    expected_tensors,
-    is_mtp_tensor,
+    decoder_problems,
     read_model,
-    tensor_problems,
     tokenizer_vocabulary,
 )
 from moe_rl.config.objective import correction_problems, kl_problems
@@ -57,8 +55,7 @@ def problems(config: Config, world_size: int) -> list[str]:
 def _model_problems(config: Config, facts: ModelFacts) -> Iterator[str]:
     path = config.model.path
     try:
-        found = {name: entry for name, entry in checkpoint_tensors(path).items() if not is_mtp_tensor(facts, name)}
-        yield from tensor_problems(expected_tensors(facts), found, str(path))
+        yield from decoder_problems(checkpoint_tensors(path), facts, str(path))
     except ConfigError as error:
         yield from error.problems
     try:
