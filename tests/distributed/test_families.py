@@ -238,3 +238,32 @@ def test_bfloat16_keeps_the_expert_bias_in_float32(seen, reference, checkpoints)
     logprobs = reference("glm-groups", forced=True).logprobs
     difference = torch.cat([(ours["logprobs"][i] - logprobs[i]).abs() for i in logprobs])
     assert 1e-4 < difference.mean() < 0.1
+
+
+RUN = """\
+run: {{name: x, runs_dir: {root}, steps: 1}}
+model: {{path: {model}}}
+task: {{train: x, heldout: x, rewards: {{exact: {{function: moe_rl.errors.describe}}}}, pass_reward: exact}}
+rollout: {{prompts_per_step: 1, group_size: 2, max_prompt_tokens: 10, max_completion_tokens: 6, kv_cache_mib: 1}}
+train: {{dtype: float32, microbatch_tokens: 40, optimizer: {{lr: 1.0e-3}}}}
+eval: {{prompts: 1}}
+parallel: {{pipeline: 2, virtual_pipeline: 2}}
+"""
+
+
+def test_a_runs_checkpoint_becomes_a_hugging_face_one(seen, checkpoints, tmp_path):
+    """That of two stages, exported by one rank: the weights after the update."""
+    last = RESUMED[-1]
+    ours = seen(*last)
+    saved = next(iter(seen(*last, written=True).parent.glob("checkpoints")))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "checkpoints").symlink_to(saved)
+    (run / "config.yaml").write_text(RUN.format(root=tmp_path, model=checkpoints[last[1].split()[0]]))
+    layout = ("parallel.pipeline=1", "parallel.virtual_pipeline=1")
+    done = torchrun(1, "tools/export_hf.py", "--run", run, "--out", tmp_path / "out", *layout)
+    assert done.returncode == 0 and "the weights after 1 steps" in done.stdout, done.stderr[-3000:]
+    written = {name: t for file in (tmp_path / "out").glob("*.safetensors") for name, t in load_file(file).items()}
+    updated = merged(ours, "updated")
+    assert written.keys() == updated.keys() and all(torch.equal(t, updated[name]) for name, t in written.items())
+    assert any(not torch.equal(t, merged(ours, "loaded")[name]) for name, t in written.items())
