@@ -94,6 +94,13 @@ def _model_problems(config: Config, facts: ModelFacts) -> Iterator[str]:
             got=config.train.expert_bias_rate,
             expected=0,
         )
+    if config.rollout.weights != "exact" and facts.linear_bias:
+        yield describe(
+            "rollout.weights: this model's experts share tensors that are not matrices, which are not rounded",
+            where=str(path),
+            got=config.rollout.weights,
+            expected="exact",
+        )
     longest = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
     if longest > facts.max_position_embeddings:
         yield describe(
