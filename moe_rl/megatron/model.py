@@ -15,7 +15,6 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from moe_rl.config.model_facts import ModelFacts, Yarn
 from moe_rl.config.schema import ParallelConfig, TrainConfig
-from moe_rl.errors import ConfigError, describe
 from moe_rl.megatron import hf_map
 from moe_rl.megatron.bypasses import refuse_bypasses
 from moe_rl.megatron.hf_files import CheckpointReader
@@ -129,8 +128,7 @@ def _latent_attention(facts: ModelFacts) -> dict:
     if yarn is None:  # the factor would scale the logits of plain angles too
         return settings | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
     named = _yarn(yarn)
-    if not named.pop("correction_range_round_to_int"):
-        raise ConfigError(describe("rope_parameters.truncate: megatron's latent attention rounds", got="false"))
+    del named["correction_range_round_to_int"]  # always, in latent attention
     return settings | named | {"rope_type": "yarn"}
 
 
