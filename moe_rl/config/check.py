@@ -16,13 +16,12 @@ from moe_rl.config.dotted_path import dotted_path_problem
 from moe_rl.config.hf import (
     ModelFacts,
     checkpoint_tensors,
-    expected_tensors,
-    is_mtp_tensor,
+    decoder_problems,
     read_model,
-    tensor_problems,
     tokenizer_vocabulary,
 )
 from moe_rl.config.objective import correction_problems, kl_problems
+from moe_rl.config.packed import unpacked
 from moe_rl.config.plan import Plan, count_prompts, least_ranks, make_plan, stage_layers
 from moe_rl.config.schema import LOSS_PARAMETERS, Config, ParallelConfig, TrainConfig
 from moe_rl.errors import ConfigError, describe
@@ -57,8 +56,15 @@ def problems(config: Config, world_size: int) -> list[str]:
 def _model_problems(config: Config, facts: ModelFacts) -> Iterator[str]:
     path = config.model.path
     try:
-        found = {name: entry for name, entry in checkpoint_tensors(path).items() if not is_mtp_tensor(facts, name)}
-        yield from tensor_problems(expected_tensors(facts), found, str(path))
+        tensors, packing = unpacked(checkpoint_tensors(path))
+        yield from decoder_problems(tensors, facts, str(path))
+        if packing:
+            yield describe(
+                "model.path: the checkpoint is packed, and the sampler would not get what the trainer sends",
+                where=str(path),
+                got=f"{len(packing)} tensors in {' and '.join(sorted(set(packing.values())))}",
+                do=f"unpack it first: torchrun tools/export_hf.py --model {path} --out FOLDER",
+            )
     except ConfigError as error:
         yield from error.problems
     try:
@@ -87,6 +93,13 @@ def _model_problems(config: Config, facts: ModelFacts) -> Iterator[str]:
             where=str(path),
             got=config.train.expert_bias_rate,
             expected=0,
+        )
+    if config.rollout.weights != "exact" and facts.linear_bias:
+        yield describe(
+            "rollout.weights: this model's experts share tensors that are not matrices, which are not rounded",
+            where=str(path),
+            got=config.rollout.weights,
+            expected="exact",
         )
     longest = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
     if longest > facts.max_position_embeddings:
@@ -351,6 +364,13 @@ def _rank_problems(parallel: ParallelConfig, facts: ModelFacts | None, world_siz
                 got=f"{parallel.pipeline} stages, one of them with the layers {bare[0]}",
                 do="lower parallel.pipeline, or raise parallel.virtual_pipeline to mix the layers",
             )
+    if facts is not None and facts.linear_bias and parallel.expert_tensor > 1:
+        yield describe(
+            "parallel.expert_tensor: megatron cannot share an expert that has biases",
+            got=parallel.expert_tensor,
+            expected=1,
+            do="raise parallel.expert instead",
+        )
     if facts is not None and facts.tie_word_embeddings and parallel.pipeline > 1:
         yield describe(
             "parallel.pipeline: the first and the last stage would share the tied embedding, which is not supported",

@@ -13,7 +13,7 @@ from moe_rl.planning.packing import pack
 from moe_rl.proof.batch import LENGTHS, batch
 from moe_rl.proof.cases import LAYOUTS, MICROBATCH_TOKENS, RECORDED, Case
 from moe_rl.proof.matrix import merged
-from moe_rl.train.peaks import dispatching_shares
+from moe_rl.train.peaks import dispatching_groups
 
 # The first case of a world size waits for all of them.
 pytestmark = pytest.mark.timeout(900)
@@ -187,10 +187,9 @@ def budget_of(case: Case, checkpoint) -> tuple:
         pack(lengths, ranks=case.copies, microbatch_tokens=MICROBATCH_TOKENS), lengths, counts, top_k=facts.top_k,
         context=parallel.context, expert_parallel=parallel.expert,
     )  # fmt: skip
-    together = dispatching_shares(parallel)
     found = [
-        budget(rows[first : first + together], expert_parallel=parallel.expert, top_k=facts.top_k)
-        for first in range(0, case.copies, together)
+        budget(rows[together], expert_parallel=parallel.expert, top_k=facts.top_k)
+        for together in dispatching_groups(parallel, case.copies)
     ]
     return most(found), parallel.expert * parallel.expert_tensor % (parallel.tensor * parallel.context) == 0
 
