@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,8 +21,9 @@ from moe_rl.config.hf import (
     tensor_problems,
     tokenizer_vocabulary,
 )
+from moe_rl.config.layout import least_ranks, stage_layers
 from moe_rl.config.objective import correction_problems, kl_problems
-from moe_rl.config.plan import Plan, count_prompts, least_ranks, make_plan, stage_layers
+from moe_rl.config.prompt_file import count_prompts
 from moe_rl.config.schema import LOSS_PARAMETERS, Config, ParallelConfig, TrainConfig
 from moe_rl.errors import ConfigError, describe
 
@@ -31,7 +31,7 @@ from moe_rl.errors import ConfigError, describe
 def problems(config: Config, world_size: int) -> list[str]:
     """Every reason why `config` cannot run on `world_size` ranks, one message each; empty when it can.
 
-    The state of the installed vLLM is not looked at here.
+    Not looked at here: the state of the installed vLLM, and what needs the plan's arithmetic (`planning.fit`).
     """
     found: list[str] = []
     facts = None
@@ -49,8 +49,7 @@ def problems(config: Config, world_size: int) -> list[str]:
     found += _replay_problems(config)
     found += layout_problems(config.parallel, config.train, facts, world_size)
     found += _share_problems(config, world_size)
-    plan = make_plan(config, facts, world_size) if facts is not None else None
-    found += _folder_problems(config.run.runs_dir, plan)
+    found += _folder_problems(config.run.runs_dir)
     return found
 
 
@@ -420,21 +419,17 @@ def _divided_sizes(facts: ModelFacts) -> Iterator[tuple[str, str, int]]:
         yield "tensor", "shared experts' width together", facts.shared_intermediate_size
 
 
-def _folder_problems(runs_dir: Path, plan: Plan | None) -> Iterator[str]:
-    parent = runs_dir.absolute()
-    while not os.path.lexists(parent):
-        parent = parent.parent
+def _folder_problems(runs_dir: Path) -> Iterator[str]:
+    parent = existing_folder(runs_dir)
     if not parent.is_dir():
         yield describe("run.runs_dir: not a folder", where=str(runs_dir), got=parent)
-        return
-    if not os.access(parent, os.W_OK | os.X_OK):
+    elif not os.access(parent, os.W_OK | os.X_OK):
         yield describe("run.runs_dir: no permission to write there", where=str(runs_dir), got=parent)
-    free = shutil.disk_usage(parent).free
-    if plan is not None and free < plan.checkpoint_bytes:
-        yield describe(
-            "run.runs_dir: not enough free disk for one checkpoint",
-            where=str(runs_dir),
-            got=f"{free:,} bytes",
-            expected=f"at least {plan.checkpoint_bytes:,}",
-            do="free some space or set run.runs_dir",
-        )
+
+
+def existing_folder(path: Path) -> Path:
+    """`path`, or what is there closest above it."""
+    path = path.absolute()
+    while not os.path.lexists(path):
+        path = path.parent
+    return path

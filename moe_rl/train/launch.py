@@ -13,10 +13,13 @@ from pathlib import Path
 
 from moe_rl.config.check import problems
 from moe_rl.config.hf import read_model
+from moe_rl.config.layout import least_ranks
 from moe_rl.config.load import load_config
-from moe_rl.config.plan import least_ranks, make_plan, render
 from moe_rl.config.schema import Config
 from moe_rl.errors import CollapseError, ConfigError, MoeRLError, describe
+from moe_rl.planning.fit import fit_problems
+from moe_rl.planning.plan import Plan, make_plan
+from moe_rl.planning.plan_table import render
 from moe_rl.rollout import patches
 from moe_rl.train import run_folder
 from moe_rl.train.run_folder import RunFolder
@@ -37,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config, folder, world_size = _configure(options)
         if options.plan:
             return _plan(config, world_size, options.json)
-        _refuse(problems(config, world_size) + installation_problems(config.rollout.capture))
+        _refuse(_problems(config, world_size)[1])
     except MoeRLError as error:
         # Every rank comes to the same finding; one of them tells it.
         if rank == 0:
@@ -104,19 +107,26 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, i
 
 
 def _plan(config: Config, world_size: int, file: Path | None) -> int:
-    found = problems(config, world_size) + installation_problems(config.rollout.capture)
-    plan = None
-    try:
-        plan = make_plan(config, read_model(config.model.path), world_size)
+    plan, found = _problems(config, world_size)
+    if plan is not None:
         print(render(plan))
-    except ConfigError:
-        pass  # said among the problems
     for problem in found:
         print(f"problem: {problem}")
     print(f"{len(found)} problems" if found else "no problems")
     if file:
         file.write_text(json.dumps({"plan": plan and dataclasses.asdict(plan), "problems": found}, indent=2) + "\n")
     return 2 if found else 0
+
+
+def _problems(config: Config, world_size: int) -> tuple[Plan | None, list[str]]:
+    """The plan, None when the model cannot be read, and everything that speaks against starting."""
+    found, plan = problems(config, world_size), None
+    try:
+        plan = make_plan(config, read_model(config.model.path), world_size)
+        found += fit_problems(config, plan)
+    except ConfigError:
+        pass  # said among the problems
+    return plan, found + installation_problems(config.rollout.capture)
 
 
 def installation_problems(capture: str) -> list[str]:

@@ -90,7 +90,7 @@ def test_plan_prints_numbers_and_problems_without_torch(tmp_path):
     result = launch("--config", CONFIG, "--plan", "--json", file, ranks=0)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "NOT IMPORTED" in result.stdout and "no problems" in result.stdout
-    assert json.loads(file.read_text())["plan"]["experts_per_rank"] == 16
+    assert json.loads(file.read_text())["plan"]["layout"]["experts_per_rank"] == 16
     broken = launch("--config", CONFIG, "--plan", "train.microbatch_tokens=8", "parallel.expert=3", ranks=0)
     assert broken.returncode == 2
     assert "train.microbatch_tokens" in broken.stdout and "parallel.expert" in broken.stdout
@@ -101,7 +101,7 @@ def test_a_run_is_resumed_with_other_ranks_and_nothing_else(tmp_path):
     file = tmp_path / "plan.json"
     planned = launch("--resume", tmp_path, "--plan", "--json", file, "parallel.expert=4", ranks=4)
     assert planned.returncode == 0, planned.stdout + planned.stderr
-    assert json.loads(file.read_text())["plan"]["experts_per_rank"] == 8
+    assert json.loads(file.read_text())["plan"]["layout"]["experts_per_rank"] == 8
     refused = launch("--resume", tmp_path, "parallel.expert=4", "run.steps=9", "parallelism=2", ranks=4)
     assert refused.returncode == 2
     assert "got run.steps=9 parallelism=2, expected overrides of parallel.*" in refused.stderr
