@@ -78,11 +78,11 @@ def _memory(plan: Plan) -> list[Row]:
     stage = plan.fullest
     sharing = "sharded over its data-parallel group" if plan.distributed_optimizer else "not sharded"
     return [
-        ("parameters", size(stage.parameter_bytes), ""),
-        ("main gradients", size(stage.main_grad_bytes), "float32"),
-        ("optimizer state", size(stage.optimizer_bytes), f"float32, {sharing}"),
-        ("reference model", size(stage.reference_bytes), "frozen" if stage.reference_bytes else "none"),
-        ("together", size(stage.total_bytes), "activations come on top"),
+        ("parameters", bytes_text(stage.parameter_bytes), ""),
+        ("main gradients", bytes_text(stage.main_grad_bytes), "float32"),
+        ("optimizer state", bytes_text(stage.optimizer_bytes), f"float32, {sharing}"),
+        ("reference model", bytes_text(stage.reference_bytes), "frozen" if stage.reference_bytes else "none"),
+        ("together", bytes_text(stage.total_bytes), "activations come on top"),
     ]
 
 
@@ -92,7 +92,7 @@ def _sampler(plan: Plan) -> list[Row]:
     return [
         ("KV cache", f"{sampler.kv_tokens:,}", f"tokens of {sampler.kv_bytes_per_token:,} B"),
         ("sequences at once", f"{sampler.max_concurrent:,}", fits),
-        ("weight sync", size(plan.storage.weight_sync_bytes), "each time"),
+        ("weight sync", bytes_text(plan.storage.weight_sync_bytes), "each time"),
     ]
 
 
@@ -100,12 +100,12 @@ def _storage(plan: Plan) -> list[Row]:
     storage = plan.storage
     return [
         ("routes per token", f"{storage.routes_bytes_per_token:,} B", "raw"),
-        ("routes per step", size(storage.max_routes_bytes_per_step), "raw, at most"),
-        ("one checkpoint", size(storage.checkpoint_bytes), ""),
+        ("routes per step", bytes_text(storage.max_routes_bytes_per_step), "raw, at most"),
+        ("one checkpoint", bytes_text(storage.checkpoint_bytes), ""),
     ]
 
 
-def size(count: int) -> str:
+def bytes_text(count: int) -> str:
     """Bytes in the binary unit that keeps at least one digit before the point."""
     value, unit = float(count), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

@@ -8,7 +8,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from moe_rl.config.check import problems
@@ -16,15 +15,14 @@ from moe_rl.config.hf import read_model
 from moe_rl.config.layout import least_ranks
 from moe_rl.config.load import load_config
 from moe_rl.config.schema import Config
+from moe_rl.doctor.diagnosis import installation_problems
 from moe_rl.errors import CollapseError, ConfigError, MoeRLError, describe
 from moe_rl.planning.fit import fit_problems
 from moe_rl.planning.plan import Plan, make_plan
 from moe_rl.planning.plan_table import render
-from moe_rl.rollout import patches
 from moe_rl.train import run_folder
 from moe_rl.train.run_folder import RunFolder
 
-MEGATRON_CORE = "0.19."
 COLLAPSED = 4
 EPILOG = """
 Exit status of a rank: 0 done, 2 an error that was explained, 3 another rank or the sampler is gone, 4 the run has
@@ -127,25 +125,6 @@ def _problems(config: Config, world_size: int) -> tuple[Plan | None, list[str]]:
     except ConfigError:
         pass  # said among the problems
     return plan, found + installation_problems(config.rollout.capture)
-
-
-def installation_problems(capture: str) -> list[str]:
-    """Why the installed vLLM or megatron-core cannot do what is asked, one message each."""
-    found = patches.problems(capture=capture)
-    try:
-        installed = version("megatron-core")
-    except PackageNotFoundError:
-        installed = "none"
-    if not installed.startswith(MEGATRON_CORE):
-        found.append(
-            describe(
-                "megatron-core is missing or of a version that was never run",
-                got=installed,
-                expected=f"{MEGATRON_CORE}x",
-                do="run make venv",
-            )
-        )
-    return found
 
 
 def _refuse(found: list[str]) -> None:
