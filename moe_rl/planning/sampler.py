@@ -21,8 +21,8 @@ class Sampler:
 
 
 def kv_bytes_per_token(facts: ModelFacts, dtype: str) -> int:
-    """Keys and values of all layers and key-value heads: 2 x layers x kv_heads x head_dim x bytes of a number."""
-    return 2 * facts.layers * facts.kv_heads * facts.head_dim * DTYPE_BYTES[dtype]
+    """layers x numbers cached of a token and layer (keys and values, or what they are made of) x bytes of a number."""
+    return facts.layers * facts.cache_width * DTYPE_BYTES[dtype]
 
 
 def make_sampler(config: Config, facts: ModelFacts, batch: Batch) -> Sampler:
