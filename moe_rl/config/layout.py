@@ -57,10 +57,21 @@ def least_ranks(parallel: ParallelConfig) -> int:
     return parallel.pipeline * math.lcm(dense, experts)
 
 
-def stage_layers(facts: ModelFacts, parallel: ParallelConfig) -> list[list[int]]:
-    """0-based layers of each pipeline stage, which holds every `pipeline`-th run of them."""
+def chunk_layers(facts: ModelFacts, parallel: ParallelConfig) -> list[list[range]]:
+    """0-based layers of each run of adjacent layers, of each pipeline stage: [stage][run].
+
+    A stage holds every `pipeline`-th run.
+    """
     run = -(-facts.layers // (parallel.pipeline * parallel.virtual_pipeline))
-    stages: list[list[int]] = [[] for _ in range(parallel.pipeline)]
-    for layer in range(facts.layers):
-        stages[layer // run % parallel.pipeline].append(layer)
-    return stages
+    return [
+        [
+            range(first, min(first + run, facts.layers))
+            for first in range(stage * run, facts.layers, parallel.pipeline * run)
+        ]
+        for stage in range(parallel.pipeline)
+    ]
+
+
+def stage_layers(facts: ModelFacts, parallel: ParallelConfig) -> list[list[int]]:
+    """0-based layers of each pipeline stage."""
+    return [[layer for run in runs for layer in run] for runs in chunk_layers(facts, parallel)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 
-from moe_rl.config.check import existing_folder
+from moe_rl.config.check_files import existing_folder
 from moe_rl.config.schema import Config
 from moe_rl.errors import describe
 from moe_rl.planning.plan import Plan
