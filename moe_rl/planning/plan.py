@@ -47,7 +47,7 @@ class Plan:
     @property
     def fullest(self) -> StageMemory:
         """The stage whose ranks hold the most."""
-        return max(self.stages, key=lambda stage: stage.total_bytes)
+        return max(self.stages, key=lambda stage: stage.model_bytes)
 
 
 def make_plan(config: Config, facts: ModelFacts, world_size: int) -> Plan:

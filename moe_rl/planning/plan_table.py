@@ -82,7 +82,7 @@ def _memory(plan: Plan) -> list[Row]:
         ("main gradients", bytes_text(stage.main_grad_bytes), "float32"),
         ("optimizer state", bytes_text(stage.optimizer_bytes), f"float32, {sharing}"),
         ("reference model", bytes_text(stage.reference_bytes), "frozen" if stage.reference_bytes else "none"),
-        ("together", bytes_text(stage.total_bytes), "activations come on top"),
+        ("together", bytes_text(stage.model_bytes), "activations come on top"),
     ]
 
 
