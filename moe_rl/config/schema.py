@@ -344,7 +344,7 @@ class ClusterConfig(Section):
     """The machines a run is planned for: `--plan` says whether it fits there, a run that does not is not started."""
 
     gpus: Count
-    """GPUs that train, the number of ranks."""
+    """GPUs that train: the number of ranks of --plan, unless --world-size says another."""
     gpus_per_node: Count = 8
     gpu_memory_gib: Positive
     """Of one GPU, as its driver tells it: 79 of an "80 GB" one, 140 of a "141 GB" one."""

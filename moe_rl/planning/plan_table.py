@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_rl.planning.plan import Plan
+from moe_rl.planning.plan import Plan, Stage
 
 Row = tuple[str, str, str]
 """Label, value, note."""
@@ -51,16 +51,25 @@ def _step(plan: Plan) -> list[Row]:
         ("longest sequence", f"{batch.max_sequence_tokens:,}", "tokens, prompt and completion"),
         ("groups per update", f"{batch.groups_per_update:,}", f"{batch.sequences_per_update:,} sequences"),
         ("microbatches", f"{batch.max_microbatches:,}", "per rank and update, if all are full length"),
+        ("rows of one", f"{batch.microbatch_rows:,}", f"{batch.microbatch_rows // plan.layout.context:,} on a rank"),
+        (
+            "dispatched rows",
+            f"{plan.fullest.activations.dispatched_rows:,}",
+            f"(token, expert) pairs of a rank and layer, {bytes_text(plan.dispatch_bytes)} each way, if loaded evenly",
+        ),
     ]
 
 
 def _run(plan: Plan) -> list[Row]:
     batch, rounds = plan.batch, plan.batch.sampling_rounds
     epochs = "unknown: task.train cannot be read" if batch.epochs is None else f"{batch.epochs:.2f}"
+    steps, tokens = batch.steps_per_epoch, batch.max_tokens_per_epoch
     return [
         ("steps", f"{batch.steps:,}", ""),
         ("optimizer updates", f"{batch.updates:,}", ""),
         ("prompts per epoch", "unknown" if batch.prompts_per_epoch is None else f"{batch.prompts_per_epoch:,}", ""),
+        ("steps per epoch", "unknown" if steps is None else f"{steps:,.1f}", ""),
+        ("tokens per epoch", "unknown" if tokens is None else f"{tokens:,}", "at most"),
         ("epochs", epochs, f"to {rounds} times that" if rounds > 1 else ""),
     ]
 
@@ -70,29 +79,57 @@ def _model(plan: Plan) -> list[Row]:
     return [
         ("parameters", _count(model.parameters), f"{_count(model.expert_parameters)} in experts"),
         ("MoE layers", f"{model.moe_layers:,}", f"of {model.layers:,}"),
-        ("parameters per rank", _count(plan.fullest.parameters), ""),
+        ("parameters per rank", _count(plan.fullest.memory.parameters), "of the fullest stage"),
     ]
 
 
 def _memory(plan: Plan) -> list[Row]:
     stage = plan.fullest
+    memory, activations = stage.memory, stage.activations
     sharing = "sharded over its data-parallel group" if plan.distributed_optimizer else "not sharded"
-    return [
-        ("parameters", bytes_text(stage.parameter_bytes), ""),
-        ("main gradients", bytes_text(stage.main_grad_bytes), "float32"),
-        ("optimizer state", bytes_text(stage.optimizer_bytes), f"float32, {sharing}"),
-        ("reference model", bytes_text(stage.reference_bytes), "frozen" if stage.reference_bytes else "none"),
-        ("together", bytes_text(stage.model_bytes), "activations come on top"),
+    kept = f"{activations.in_flight:.4g} microbatches with {bytes_text(activations.kept_bytes)}"
+    rows = [
+        ("parameters", bytes_text(memory.parameter_bytes), ""),
+        ("main gradients", bytes_text(memory.main_grad_bytes), "float32"),
+        ("optimizer state", bytes_text(memory.optimizer_bytes), f"float32, {sharing}"),
+        ("reference model", bytes_text(memory.reference_bytes), "frozen" if memory.reference_bytes else "none"),
+        ("activations", bytes_text(activations.peak_bytes), f"recompute {plan.recompute}: {kept}, and the largest moment"),
+        ("logits of them", bytes_text(activations.head_bytes), "with the last norm"),
+        ("together", bytes_text(stage.total_bytes), _verdict(plan, stage.total_bytes)),
     ]
+    if len(plan.stages) > 1:
+        rows += [_stage(number, one) for number, one in enumerate(plan.stages)]
+    return rows
+
+
+def _stage(number: int, stage: Stage) -> Row:
+    memory = stage.memory
+    parts = ", ".join(
+        f"{name} {bytes_text(count)}"
+        for name, count in (("model", memory.model_bytes), ("activations", stage.activations.peak_bytes))
+    )
+    layers = f"{len(memory.layers)} layers from {memory.layers[0]}, {memory.moe_layers} with experts"
+    return f"stage {number}", bytes_text(stage.total_bytes), f"{layers}; {_count(memory.parameters)} parameters; {parts}"
+
+
+def _verdict(plan: Plan, total: int) -> str:
+    if plan.limit_bytes is None:
+        return "no cluster to compare with"
+    comparison = "fits" if total <= plan.limit_bytes else "DOES NOT FIT"
+    return f"{comparison}: a GPU has {bytes_text(plan.limit_bytes)} for it"
 
 
 def _sampler(plan: Plan) -> list[Row]:
     sampler = plan.sampler
     fits = "fit" if sampler.fits_max_concurrent else "do not all fit at full length: the sampler will preempt"
     return [
-        ("KV cache", f"{sampler.kv_tokens:,}", f"tokens of {sampler.kv_bytes_per_token:,} B"),
-        ("sequences at once", f"{sampler.max_concurrent:,}", fits),
-        ("weight sync", bytes_text(plan.storage.weight_sync_bytes), "each time"),
+        ("engines", f"{sampler.engines:,}", f"of {sampler.gpus_per_engine:,} GPUs" if plan.limit_bytes else ""),
+        ("weights", bytes_text(sampler.weight_bytes), "on each GPU" if plan.limit_bytes else ""),
+        ("KV cache", f"{sampler.kv_tokens:,}", f"tokens of {sampler.kv_bytes_per_token:,} B, of an engine"),
+        ("sequences at once", f"{sampler.max_concurrent:,}", f"{fits}; {sampler.fitting:,} do, in an engine"),
+        ("per GPU", bytes_text(sampler.total_bytes), _verdict(plan, sampler.total_bytes)),
+        ("weight sync", bytes_text(plan.storage.weight_sync_bytes), "to each engine, each time"),
+        *((f"over {name}", f"{seconds:,.2f} s", "if only the link counts") for name, seconds in plan.storage.sync_seconds.items()),
     ]
 
 
@@ -101,6 +138,7 @@ def _storage(plan: Plan) -> list[Row]:
     return [
         ("routes per token", f"{storage.routes_bytes_per_token:,} B", "raw"),
         ("routes per step", bytes_text(storage.max_routes_bytes_per_step), "raw, at most"),
+        ("routes per node", bytes_text(storage.max_routes_bytes_per_node), "of a step, that its ranks read"),
         ("one checkpoint", bytes_text(storage.checkpoint_bytes), ""),
     ]
 

@@ -10,14 +10,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_rl.config.check import problems
-from moe_rl.config.hf import read_model
+from moe_rl.config.check import config_problems, problems
+from moe_rl.config.check_files import file_problems
+from moe_rl.config.hf import read_model, read_published
 from moe_rl.config.layout import least_ranks
 from moe_rl.config.load import load_config
 from moe_rl.config.schema import Config
 from moe_rl.doctor.diagnosis import installation_problems
 from moe_rl.errors import CollapseError, ConfigError, MoeRLError, describe
-from moe_rl.planning.fit import fit_problems
+from moe_rl.planning.fit import disk_problems, memory_problems
 from moe_rl.planning.plan import Plan, make_plan
 from moe_rl.planning.plan_table import render
 from moe_rl.train import run_folder
@@ -69,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         "--plan", action="store_true", help="print every derived number and every problem, start nothing"
     )
     parser.add_argument(
-        "--world-size", type=int, metavar="N", help="ranks to plan for without torchrun (default: the fewest that do)"
+        "--world-size", type=int, metavar="N", help="ranks to plan for without torchrun (default: cluster.gpus, else the fewest that do)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result (plan or summary) there")
     parser.add_argument(
@@ -101,30 +102,50 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, i
                 do=f"run: torchrun --nproc-per-node {least_ranks(config.parallel)} {' '.join(sys.argv)}",
             )
         )
-    return config, folder, options.world_size or least_ranks(config.parallel)
+    planned = config.cluster.gpus if config.cluster is not None else least_ranks(config.parallel)
+    return config, folder, options.world_size or planned
 
 
 def _plan(config: Config, world_size: int, file: Path | None) -> int:
-    plan, found = _problems(config, world_size)
+    if config.model.published is not None and not config.model.path.is_dir():
+        plan, found, absent = _plan_for_elsewhere(config, world_size)
+    else:
+        (plan, found), absent = _problems(config, world_size), []
     if plan is not None:
         print(render(plan))
+    for here in absent:
+        print(f"not on this machine: {here}")
     for problem in found:
         print(f"problem: {problem}")
     print(f"{len(found)} problems" if found else "no problems")
     if file:
-        file.write_text(json.dumps({"plan": plan and dataclasses.asdict(plan), "problems": found}, indent=2) + "\n")
+        document = {"plan": plan and dataclasses.asdict(plan), "problems": found, "absent": absent}
+        file.write_text(json.dumps(document, indent=2) + "\n")
     return 2 if found else 0
 
 
 def _problems(config: Config, world_size: int) -> tuple[Plan | None, list[str]]:
-    """The plan, None when the model cannot be read, and everything that speaks against starting."""
+    """The plan, None when the model cannot be read, and everything that speaks against starting here."""
     found, plan = problems(config, world_size), None
     try:
         plan = make_plan(config, read_model(config.model.path), world_size)
-        found += fit_problems(config, plan)
+        found += [*memory_problems(plan), *disk_problems(config, plan)]
     except ConfigError:
         pass  # said among the problems
     return plan, found + installation_problems(config.rollout.capture)
+
+
+def _plan_for_elsewhere(config: Config, world_size: int) -> tuple[Plan, list[str], list[str]]:
+    """Without the checkpoint: the plan, what is wrong with it, and what this machine lacks, which is another matter."""
+    facts = read_published(config.model.published)
+    plan = make_plan(config, facts, world_size)
+    absent = [
+        describe("model.path: the checkpoint; planned with model.published", got=f"no folder {config.model.path}"),
+        *file_problems(config, None),
+        *disk_problems(config, plan),
+        *installation_problems(config.rollout.capture),
+    ]
+    return plan, config_problems(config, facts, world_size) + memory_problems(plan), absent
 
 
 def _refuse(found: list[str]) -> None:

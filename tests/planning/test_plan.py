@@ -54,12 +54,12 @@ def test_memory_of_a_rank(plan_of, dtype, parameter, state):
     """Main gradients 4 B. State, sharded: a bf16 parameter has a master and two moments, a fp32 one two moments."""
     plan = plan_of(f"train.dtype={dtype}", "objective.kl_coef=0.1", world_size=4)
     dense, expert = plan.model.dense_parameters, plan.model.expert_parameters // 2
-    assert plan.fullest.parameters == dense + expert
-    assert plan.fullest.parameter_bytes == plan.fullest.reference_bytes == parameter * (dense + expert)
-    assert plan.fullest.main_grad_bytes == 4 * (dense + expert)
-    assert plan.fullest.optimizer_bytes == state * (-(-dense // 4) + expert // 2)
+    assert plan.fullest.memory.parameters == dense + expert
+    assert plan.fullest.memory.parameter_bytes == plan.fullest.memory.reference_bytes == parameter * (dense + expert)
+    assert plan.fullest.memory.main_grad_bytes == 4 * (dense + expert)
+    assert plan.fullest.memory.optimizer_bytes == state * (-(-dense // 4) + expert // 2)
     assert plan.storage.checkpoint_bytes == (parameter + state) * plan.model.parameters
-    assert plan_of(f"train.dtype={dtype}").fullest.reference_bytes == 0
+    assert plan_of(f"train.dtype={dtype}").fullest.memory.reference_bytes == 0
 
 
 def test_memory_of_a_rank_without_the_distributed_optimizer(plan_of):
@@ -67,7 +67,7 @@ def test_memory_of_a_rank_without_the_distributed_optimizer(plan_of):
     shared, whole = (
         plan_of("train.dtype=float32", f"train.distributed_optimizer={on}", world_size=4) for on in ("true", "false")
     )
-    assert whole.fullest.optimizer_bytes == 8 * whole.fullest.parameters > 2 * shared.fullest.optimizer_bytes
+    assert whole.fullest.memory.optimizer_bytes == 8 * whole.fullest.memory.parameters > 2 * shared.fullest.memory.optimizer_bytes
     assert "not sharded" in render(whole) and "not sharded" not in render(shared)
 
 
@@ -79,8 +79,8 @@ def test_memory_of_a_rank_that_shares_its_matrices(plan_of):
     # of 3 layers two norms of 8 and two of 4 each, two routers of 4 x 8, the last norm
     whole = 3 * (2 * 8 + 2 * 4) + 2 * 4 * 8 + 8
     dense = whole + (plan.model.dense_parameters - whole) // 2
-    assert plan.fullest.parameters == dense + plan.model.expert_parameters // 4
-    assert plan.fullest.optimizer_bytes == 8 * (-(-dense // 4) + plan.model.expert_parameters // 4 // 2)
+    assert plan.fullest.memory.parameters == dense + plan.model.expert_parameters // 4
+    assert plan.fullest.memory.optimizer_bytes == 8 * (-(-dense // 4) + plan.model.expert_parameters // 4 // 2)
     assert plan.storage.checkpoint_bytes == plan_of("train.dtype=float32").storage.checkpoint_bytes
     rows = render(plan)
     assert "tensor parallel" in rows and "expert tensor parallel" in rows
@@ -90,9 +90,9 @@ def test_memory_of_a_rank_that_shares_its_sequences(plan_of):
     """8 ranks: 4 data-parallel pairs. Both of a pair hold all dense parameters, and share the optimizer's state."""
     plan = plan_of("parallel.context=2", "parallel.expert=2", "train.dtype=float32", world_size=8)
     assert (plan.layout.context, plan.layout.data, plan.layout.expert_data) == (2, 4, 4)
-    assert plan.fullest.parameters == plan.model.dense_parameters + plan.model.expert_parameters // 2
+    assert plan.fullest.memory.parameters == plan.model.dense_parameters + plan.model.expert_parameters // 2
     dense, expert = plan.model.dense_parameters, plan.model.expert_parameters
-    assert plan.fullest.optimizer_bytes == 8 * (-(-dense // 8) + expert // 2 // 4)
+    assert plan.fullest.memory.optimizer_bytes == 8 * (-(-dense // 8) + expert // 2 // 4)
     assert plan.batch.max_microbatches == plan_of(world_size=4).batch.max_microbatches
     assert "context parallel" in render(plan)
 
@@ -102,7 +102,7 @@ def test_memory_of_a_stage(plan_of):
     plan = plan_of("parallel.pipeline=3", "parallel.expert=1", "train.dtype=float32", world_size=6)
     assert (plan.layout.data, plan.layout.expert_data) == (2, 2)
     attention, norms, router, experts = (16 + 8 + 8) * 8 + 8 * 16, 2 * 8 + 2 * 4, 4 * 8, 4 * 3 * 8 * 6
-    assert plan.fullest.parameters == attention + norms + router + experts + 24 * 8 + 8
+    assert plan.fullest.memory.parameters == attention + norms + router + experts + 24 * 8 + 8
     assert "pipeline stages" in render(plan)
 
 
