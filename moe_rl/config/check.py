@@ -219,6 +219,19 @@ def _replay_problems(config: Config) -> Iterator[str]:
             got=True,
             expected="false or null",
         )
+    unknown = {
+        "replay.mode is off": replay.mode == "off",
+        "replay.plan is false": replay.plan is False,
+        "replay.missing is native": replay.missing == "native",
+        "replay.stale is native": replay.stale == "native",
+    }
+    if replay.max_rows is not None and any(unknown.values()):
+        yield describe(
+            "replay.max_rows: not all rows are counted before the step",
+            where=", ".join(why for why, holds in unknown.items() if holds),
+            got=replay.max_rows,
+            expected="null, or every row replayed by a plan",
+        )
     falls_back = replay.missing != "refuse" or replay.stale == "native"
     if falls_back != (replay.max_fallback_fraction > 0):
         yield describe(
@@ -283,6 +296,13 @@ def _rank_problems(parallel: ParallelConfig, facts: ModelFacts | None, world_siz
                 got=f"{parallel.pipeline} stages, one of them with the layers {bare[0]}",
                 do="lower parallel.pipeline, or raise parallel.virtual_pipeline to mix the layers",
             )
+    if facts is not None and facts.linear_bias and parallel.expert_tensor > 1:
+        yield describe(
+            "parallel.expert_tensor: megatron cannot share an expert that has biases",
+            got=parallel.expert_tensor,
+            expected=1,
+            do="raise parallel.expert instead",
+        )
     if facts is not None and facts.tie_word_embeddings and parallel.pipeline > 1:
         yield describe(
             "parallel.pipeline: the first and the last stage would share the tied embedding, which is not supported",

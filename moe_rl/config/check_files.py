@@ -10,13 +10,12 @@ from pathlib import Path
 from moe_rl.config.dotted_path import dotted_path_problem
 from moe_rl.config.hf import (
     checkpoint_tensors,
-    expected_tensors,
-    is_mtp_tensor,
+    decoder_problems,
     read_published,
-    tensor_problems,
     tokenizer_vocabulary,
 )
 from moe_rl.config.model_facts import ModelFacts
+from moe_rl.config.packed import unpacked
 from moe_rl.config.prompt_file import count_prompts
 from moe_rl.config.schema import Config
 from moe_rl.errors import ConfigError, describe
@@ -38,8 +37,15 @@ def file_problems(config: Config, facts: ModelFacts | None) -> list[str]:
 def _checkpoint_problems(config: Config, facts: ModelFacts) -> Iterator[str]:
     path = config.model.path
     try:
-        found = {name: entry for name, entry in checkpoint_tensors(path).items() if not is_mtp_tensor(facts, name)}
-        yield from tensor_problems(expected_tensors(facts), found, str(path))
+        tensors, packing = unpacked(checkpoint_tensors(path))
+        yield from decoder_problems(tensors, facts, str(path))
+        if packing:
+            yield describe(
+                "model.path: the checkpoint is packed, and the sampler would not get what the trainer sends",
+                where=str(path),
+                got=f"{len(packing)} tensors in {' and '.join(sorted(set(packing.values())))}",
+                do=f"unpack it first: python tools/export_hf.py --model {path} --out FOLDER",
+            )
     except ConfigError as error:
         yield from error.problems
     try:

@@ -21,6 +21,8 @@ def facts(read: Fields, *, layers: int, top_k: int, rope: dict[str, Any]) -> dic
     read.only("moe_layer_freq", 1)
     read.only("topk_method", "noaux_tc")
     read.only("scoring_func", "sigmoid")
+    if "q_lora_rank" not in read.raw:  # transformers then has a default, which is no null
+        read.wrong("q_lora_rank", "nothing", "a number or null")
     latent = LatentAttention(
         q_rank=read.count("q_lora_rank", default=0, least=0),
         kv_rank=read.count("kv_lora_rank"),

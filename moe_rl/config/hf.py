@@ -246,6 +246,12 @@ def checkpoint_tensors(path: str | Path) -> dict[str, Tensor]:
     return tensors
 
 
+def decoder_problems(tensors: Mapping[str, Tensor], facts: ModelFacts, where: str) -> list[str]:
+    """`tensor_problems` of all of a checkpoint's tensors but those of multi-token prediction."""
+    found = {name: entry for name, entry in tensors.items() if not is_mtp_tensor(facts, name)}
+    return tensor_problems(expected_tensors(facts), found, where)
+
+
 def tensor_problems(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Tensor], where: str) -> list[str]:
     """Missing, extra and misshapen tensors and unsupported dtypes, one message for each kind. where: the folder."""
     kinds = {

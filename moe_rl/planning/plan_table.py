@@ -93,7 +93,7 @@ def _memory(plan: Plan) -> list[Row]:
         ("main gradients", bytes_text(memory.main_grad_bytes), "float32"),
         ("optimizer state", bytes_text(memory.optimizer_bytes), f"float32, {sharing}"),
         ("reference model", bytes_text(memory.reference_bytes), "frozen" if memory.reference_bytes else "none"),
-        ("activations", bytes_text(activations.peak_bytes), f"recompute {plan.recompute}: {kept}, and the largest moment"),
+        ("activations", bytes_text(activations.peak_bytes), f"recompute {plan.recompute}: {kept}, largest moment"),
         ("logits of them", bytes_text(activations.head_bytes), "with the last norm"),
         ("together", bytes_text(stage.total_bytes), _verdict(plan, stage.total_bytes)),
     ]
@@ -109,7 +109,8 @@ def _stage(number: int, stage: Stage) -> Row:
         for name, count in (("model", memory.model_bytes), ("activations", stage.activations.peak_bytes))
     )
     layers = f"{len(memory.layers)} layers from {memory.layers[0]}, {memory.moe_layers} with experts"
-    return f"stage {number}", bytes_text(stage.total_bytes), f"{layers}; {_count(memory.parameters)} parameters; {parts}"
+    note = f"{layers}; {_count(memory.parameters)} parameters; {parts}"
+    return f"stage {number}", bytes_text(stage.total_bytes), note
 
 
 def _verdict(plan: Plan, total: int) -> str:
@@ -129,7 +130,10 @@ def _sampler(plan: Plan) -> list[Row]:
         ("sequences at once", f"{sampler.max_concurrent:,}", f"{fits}; {sampler.fitting:,} do, in an engine"),
         ("per GPU", bytes_text(sampler.total_bytes), _verdict(plan, sampler.total_bytes)),
         ("weight sync", bytes_text(plan.storage.weight_sync_bytes), "to each engine, each time"),
-        *((f"over {name}", f"{seconds:,.2f} s", "if only the link counts") for name, seconds in plan.storage.sync_seconds.items()),
+        *(
+            (f"over {name}", f"{seconds:,.2f} s", "if only the link counts")
+            for name, seconds in plan.storage.sync_seconds.items()
+        ),
     ]
 
 

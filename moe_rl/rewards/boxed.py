@@ -1,4 +1,4 @@
-"""Rewards of tasks whose answer is an integer in the last \\boxed{...} of the completion, as in competition mathematics."""
+"""Rewards of tasks whose answer is an integer in the last \\boxed{...} of the completion, as in contests."""
 
 from __future__ import annotations
 

@@ -15,13 +15,16 @@ from moe_rl.config.check_files import file_problems
 from moe_rl.config.hf import read_model, read_published
 from moe_rl.config.layout import least_ranks
 from moe_rl.config.load import load_config
+from moe_rl.config.model_facts import ModelFacts
 from moe_rl.config.schema import Config
 from moe_rl.doctor.diagnosis import installation_problems
-from moe_rl.errors import CollapseError, ConfigError, MoeRLError, describe
+from moe_rl.errors import CollapseError, ConfigError, MoeRLError, TraceError, describe
 from moe_rl.planning.fit import disk_problems, memory_problems
-from moe_rl.planning.plan import Plan, make_plan
+from moe_rl.planning.plan import make_plan
 from moe_rl.planning.plan_table import render
 from moe_rl.train import run_folder
+from moe_rl.train.peaks import limit_problem, peaks
+from moe_rl.train.peaks import render as render_peaks
 from moe_rl.train.run_folder import RunFolder
 
 COLLAPSED = 4
@@ -38,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config, folder, world_size = _configure(options)
         if options.plan:
-            return _plan(config, world_size, options.json)
-        _refuse(_problems(config, world_size)[1])
+            return _plan(config, world_size, options.trace, options.json)
+        _refuse(_problems(config, world_size))
     except MoeRLError as error:
         # Every rank comes to the same finding; one of them tells it.
         if rank == 0:
@@ -70,7 +73,13 @@ def _parser() -> argparse.ArgumentParser:
         "--plan", action="store_true", help="print every derived number and every problem, start nothing"
     )
     parser.add_argument(
-        "--world-size", type=int, metavar="N", help="ranks to plan for without torchrun (default: cluster.gpus, else the fewest that do)"
+        "--trace", metavar="STORE", help="with --plan: what the batches of this trace store ask of the fullest rank"
+    )
+    parser.add_argument(
+        "--world-size",
+        type=int,
+        metavar="N",
+        help="ranks to plan for without torchrun (default: cluster.gpus, else the fewest that do)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result (plan or summary) there")
     parser.add_argument(
@@ -106,46 +115,55 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, i
     return config, folder, options.world_size or planned
 
 
-def _plan(config: Config, world_size: int, file: Path | None) -> int:
-    if config.model.published is not None and not config.model.path.is_dir():
-        plan, found, absent = _plan_for_elsewhere(config, world_size)
-    else:
-        (plan, found), absent = _problems(config, world_size), []
-    if plan is not None:
+def _plan(config: Config, world_size: int, trace: str | None, file: Path | None) -> int:
+    facts, found, absent = _model_to_plan(config, world_size)
+    plan = asked = None
+    if facts is not None:
+        plan = make_plan(config, facts, world_size)
         print(render(plan))
-    for here in absent:
-        print(f"not on this machine: {here}")
+        found += memory_problems(plan)
+        (absent if absent else found).extend(disk_problems(config, plan))
+    if trace and not found:
+        try:
+            asked = peaks(config, facts, world_size, trace)
+            print(render_peaks(asked, config, facts.num_experts))
+            found += filter(None, [limit_problem(asked, config)])
+        except (TraceError, ConfigError) as error:
+            found.append(str(error))
+    for message in absent:
+        print(f"not on this machine: {message}")
     for problem in found:
         print(f"problem: {problem}")
     print(f"{len(found)} problems" if found else "no problems")
     if file:
-        document = {"plan": plan and dataclasses.asdict(plan), "problems": found, "absent": absent}
-        file.write_text(json.dumps(document, indent=2) + "\n")
+        result = {"plan": plan and dataclasses.asdict(plan), "problems": found, "absent": absent}
+        result |= {"trace": asked and dataclasses.asdict(asked)} if trace else {}
+        file.write_text(json.dumps(result, indent=2) + "\n")
     return 2 if found else 0
 
 
-def _problems(config: Config, world_size: int) -> tuple[Plan | None, list[str]]:
-    """The plan, None when the model cannot be read, and everything that speaks against starting here."""
-    found, plan = problems(config, world_size), None
+def _model_to_plan(config: Config, world_size: int) -> tuple[ModelFacts | None, list[str], list[str]]:
+    """The model, None when it cannot be read; what is wrong; and, where it is planned without its checkpoint, what else
+    this machine lacks, which then is another matter."""
+    installed = installation_problems(config.rollout.capture)
+    if config.model.published is not None and not config.model.path.is_dir():
+        facts = read_published(config.model.published)
+        here = describe("model.path: the checkpoint, planned with model.published", got=f"no {config.model.path}")
+        return facts, config_problems(config, facts, world_size), [here, *file_problems(config, None), *installed]
+    found = problems(config, world_size) + installed
     try:
-        plan = make_plan(config, read_model(config.model.path), world_size)
-        found += [*memory_problems(plan), *disk_problems(config, plan)]
+        return read_model(config.model.path), found, []
     except ConfigError:
-        pass  # said among the problems
-    return plan, found + installation_problems(config.rollout.capture)
+        return None, found, []  # said among the problems
 
 
-def _plan_for_elsewhere(config: Config, world_size: int) -> tuple[Plan, list[str], list[str]]:
-    """Without the checkpoint: the plan, what is wrong with it, and what this machine lacks, which is another matter."""
-    facts = read_published(config.model.published)
-    plan = make_plan(config, facts, world_size)
-    absent = [
-        describe("model.path: the checkpoint; planned with model.published", got=f"no folder {config.model.path}"),
-        *file_problems(config, None),
-        *disk_problems(config, plan),
-        *installation_problems(config.rollout.capture),
-    ]
-    return plan, config_problems(config, facts, world_size) + memory_problems(plan), absent
+def _problems(config: Config, world_size: int) -> list[str]:
+    """Everything that speaks against starting here."""
+    facts, found, absent = _model_to_plan(config, world_size)
+    if facts is not None:
+        plan = make_plan(config, facts, world_size)
+        found += [*memory_problems(plan), *disk_problems(config, plan)]
+    return absent + found
 
 
 def _refuse(found: list[str]) -> None:

@@ -16,14 +16,24 @@ from tests.distributed.families.data import MODELS, recorded_load, write_checkpo
 
 WORKER = Path(__file__).with_name("families") / "worker.py"
 RATE, AUX = 0.01, 0.5
+ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
+WITH_BIAS = ("glm", "deepseek", "moonlight")
 LAYOUTS = {
     "EP2": {"parallel": {"expert": 2}, "train": {}},
     "CP2-EP2-moe": {"parallel": {"context": 2, "expert": 2}, "train": {"recompute": "moe"}},
     "TP2-EP2-uniform": {"parallel": {"tensor": 2, "expert": 2}, "train": {"recompute": "uniform"}},
+    "TP2-ETP2": {"parallel": {"tensor": 2, "expert_tensor": 2}, "train": {}},
     "PP2-VPP2-uniform": {
         "parallel": {"pipeline": 2, "virtual_pipeline": 2},
         "train": {"recompute": "uniform"},
     },
+}
+LAID_OUT = {
+    "qwen-mixed": LAYOUTS,
+    "glm-groups": LAYOUTS,
+    "deepseek": ("CP2-EP2-moe", "TP2-EP2-uniform", "PP2-VPP2-uniform"),
+    "moonlight": ("EP2", "TP2-ETP2"),
+    "gpt-oss": ("CP2-EP2-moe", "TP2-EP2-uniform", "PP2-VPP2-uniform"),
 }
 # {ranks: {case: what it asks of the worker}}; the model comes first in a case's name
 CASES = {
@@ -40,13 +50,14 @@ CASES = {
         )
         for settings in [LAYOUTS[layout]]
     }
-    | {f"{name} {layout}": settings for name in ("qwen-mixed", "glm-groups") for layout, settings in LAYOUTS.items()},
+    | {f"{name} {layout}": LAYOUTS[layout] for name, layouts in LAID_OUT.items() for layout in layouts},
 }
 REPLAYED = [(ranks, case) for ranks, cases in CASES.items() for case in cases if "native" not in case]
 EXACT = [one for one in REPLAYED if "bfloat16" not in one[1] and "aux" not in one[1]]
 BALANCED = [one for one in REPLAYED if "aux" in one[1]]
-BIASED = [one for one in EXACT if one[1].startswith("glm")]
-RESUMED = [(ranks, case) for ranks, case in BIASED if "uniform" in case]
+BIASED = [one for one in EXACT if one[1].startswith(WITH_BIAS)]
+RESUMED = [(ranks, case) for ranks, case in EXACT if "uniform" in case and not case.startswith("qwen")]
+WRITTEN = [(ranks, case) for ranks, case in EXACT if ranks > 1 and "CP2" not in case]
 
 
 @pytest.fixture(scope="session")
@@ -56,24 +67,30 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def seen(checkpoints, tmp_path_factory):
-    """seen(ranks, case) -> [what each rank saw]; all cases of as many ranks run in one process group."""
+    """seen(ranks, case) -> [what each rank saw], with `written` the checkpoint folder that they wrote; all cases of as
+    many ranks run in one process group."""
     results = {}
 
-    def case_of(name, settings):
+    def case_of(ranks, name, settings, out):
         model = name.split()[0]
-        biased = model.startswith("glm") and settings.get("mode") != "native"
-        train = settings.get("train", {}) | ({"expert_bias_rate": RATE} if biased else {})
-        resume = biased and "uniform" in name
-        return settings | {"checkpoint": str(checkpoints[model]), "train": train, "resume": resume}
+        biased = model.startswith(WITH_BIAS) and settings.get("mode") != "native"
+        return settings | {
+            "checkpoint": str(checkpoints[model]),
+            "train": settings.get("train", {}) | ({"expert_bias_rate": RATE} if biased else {}),
+            "resume": (ranks, name) in RESUMED,
+            "write": str(out / f"{name} written") if (ranks, name) in WRITTEN else "",
+        }
 
-    def run(ranks, case):
+    def run(ranks, case, written=False):
         if ranks not in results:
             out = tmp_path_factory.mktemp("ranks")
-            cases = {name: case_of(name, settings) for name, settings in CASES[ranks].items()}
+            cases = {name: case_of(ranks, name, settings, out) for name, settings in CASES[ranks].items()}
             (out / "cases.json").write_text(json.dumps(cases))
             process = torchrun(ranks, WORKER, out / "cases.json", out)
             assert process.returncode == 0, process.stderr[-6000:]
             results[ranks] = out
+        if written:
+            return results[ranks] / f"{case} written"
         return [torch.load(results[ranks] / f"{case}-rank{rank}.pt") for rank in range(ranks)]
 
     return run
@@ -102,7 +119,7 @@ def test_replay_equals_transformers_with_the_same_routes(seen, reference, ranks,
     assert largest(merged(ours, "grads"), gradients) < 1e-6
     # the check can fail: freely routed, the same model is far away
     assert largest(logprobs, free.logprobs) > 1e-2 and largest(gradients, free.gradients) > 1e-2
-    routers = [gradient for name, gradient in gradients.items() if name.endswith("mlp.gate.weight")]
+    routers = [gradient for name, gradient in gradients.items() if name.endswith(ROUTERS)]
     assert routers and all(gradient.abs().max() > 1e-4 for gradient in routers), "no gradient reaches a router"
 
 
@@ -131,7 +148,7 @@ def test_native_routing_equals_transformers(seen, reference, case):
     assert largest(ours["grads"], free.gradients) < 1e-6
     # with rate 0 the expert bias is what was loaded
     biases = [name for name in ours["loaded"] if name.endswith("e_score_correction_bias")]
-    assert len(biases) == 3 * case.startswith("glm")
+    assert len(biases) == 3 * case.startswith(WITH_BIAS)
     assert all(torch.equal(ours["loaded"][name], ours["updated"][name]) for name in biases)
 
 
@@ -144,6 +161,34 @@ def test_a_checkpoint_goes_in_and_out_bit_for_bit(seen, checkpoints, ranks, case
         if "bfloat16" in case and not name.endswith("e_score_correction_bias"):
             tensor = tensor.bfloat16().float()
         assert torch.equal(loaded[name], tensor), name
+
+
+@pytest.mark.parametrize("ranks, case", EXACT)
+def test_a_rank_reads_its_own_bytes_of_a_checkpoint(seen, checkpoints, ranks, case):
+    """Of float32 files into float32 parameters: as many bytes as it holds, and not one more."""
+    ours = seen(ranks, case)
+    assert all(read == held > 0 for read, held in (rank["read"] for rank in ours))
+    whole = sum(tensor.nbytes for tensor in load_file(checkpoints[case.split()[0]] / "model.safetensors").values())
+    assert ranks == 1 or all(rank["read"][0] < whole for rank in ours)
+
+
+@pytest.mark.parametrize("ranks, case", WRITTEN)
+def test_what_the_ranks_write_transformers_reads(seen, checkpoints, ranks, case):
+    """Files of the ranks with one index: bit for bit the tensors of the checkpoint, none missing and none besides."""
+    from transformers import AutoModelForCausalLM
+
+    folder, source = seen(ranks, case, written=True), checkpoints[case.split()[0]]
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    files = {file: load_file(folder / file) for file in sorted(set(index.values()))}
+    assert len(files) > 4 and sorted(files) == sorted(file.name for file in folder.glob("*.safetensors"))
+    assert all(name in files[file] for name, file in index.items())
+    original = load_file(source / "model.safetensors")
+    assert {name for tensors in files.values() for name in tensors} == index.keys() == original.keys()
+    assert all(torch.equal(files[index[name]][name], tensor) for name, tensor in original.items())
+    theirs = AutoModelForCausalLM.from_pretrained(source).state_dict()
+    ours, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.state_dict().items())
 
 
 @pytest.mark.parametrize("ranks, case", EXACT)
