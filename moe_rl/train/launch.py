@@ -92,6 +92,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, int]:
+    if options.trace and not options.plan:
+        raise ConfigError(describe("--trace is of --plan alone", got=options.trace, do="leave it out, or add --plan"))
     folder = None
     if options.resume:
         folder, config = run_folder.reopen(options.resume, options.overrides)
