@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from packaging.specifiers import SpecifierSet
 
-from moe_rl.config.schema import Config
+from moe_rl.config.schema import ClusterConfig, Config
 from moe_rl.doctor.machine import Machine, found_version
 from moe_rl.doctor.versions import ALWAYS, CUDA, NCCL, PYTHON, TRANSFORMER_ENGINE, VLLM, Part
 from moe_rl.errors import describe
@@ -63,6 +63,24 @@ def _gpu_problems(machine: Machine, config: Config | None) -> Iterator[str]:
             "rollout.capture: vLLM's own capture of routes needs a GPU",
             got="native, and no GPU",
             expected="patch or worker",
+        )
+    if config is not None and config.cluster is not None:
+        yield from _node_problems(machine, config.cluster)
+
+
+def _node_problems(machine: Machine, cluster: ClusterConfig) -> Iterator[str]:
+    """This machine is no node of the cluster that the run is planned for."""
+    if len(machine.gpus) < cluster.gpus_per_node:
+        yield describe(
+            "cluster.gpus_per_node: this machine has fewer", got=len(machine.gpus), expected=cluster.gpus_per_node
+        )
+    smallest = min((gpu.memory_bytes for gpu in machine.gpus), default=None)
+    if smallest is not None and smallest < cluster.gpu_memory_gib * 2**30:
+        yield describe(
+            "cluster.gpu_memory_gib: a GPU of this machine has less",
+            got=f"{smallest / 2**30:.1f} GiB",
+            expected=f"{cluster.gpu_memory_gib:g} GiB",
+            do="set it to this, and look at --plan again",
         )
 
 

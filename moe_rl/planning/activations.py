@@ -1,9 +1,9 @@
 """What a training pass holds beside the model: an estimate of its peak on a rank, in bytes.
 
 Counted are the tensors that the passes make, as moe_rl's layers of torch operations make them: what autograd keeps of
-each operation, and what is alive for a moment on top. On a CPU that peak was measured (tests/planning). Not counted:
-workspaces inside kernels, the allocator's fragments, buffers of collectives. TransformerEngine's layers keep less; how
-much was never measured. Of latent attention (MLA) the estimate was not measured either.
+each operation, and what is alive for a moment on top. On a CPU, on one rank, that peak was measured and lies within 10%
+(tests/planning/test_activations.py). Not counted: workspaces inside kernels, the allocator's fragments, buffers of
+collectives. TransformerEngine's layers keep less; how much was never measured.
 
 Legend: T rows of a microbatch on a rank (its tokens / context), S of them between the matrices (T / tensor, sequence
 parallelism), b bytes of a number in train.dtype.
@@ -25,10 +25,12 @@ INT64 = 8
 @dataclass(frozen=True, slots=True)
 class Shape:
     """A microbatch on a rank. rows: T. padded_rows: of the rectangles that attention is computed in, the sequences as
-    long as the longest. predicted: rows whose logits are used. dtype: as train.dtype."""
+    long as the longest, which has `longest` rows on all ranks together. predicted: rows whose logits are used. dtype:
+    as train.dtype."""
 
     rows: int
     padded_rows: int
+    longest: int
     predicted: int
     dtype: str
 
@@ -73,7 +75,8 @@ def head_norm_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
 
 def attention_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
     """T x b x (the projections' output q + k + v, rotated q and k, the output, rotary angles of 4 head dimensions), and
-    in rectangles b x (q, its output, context x (k + v)) and a float32 of each head."""
+    in rectangles b x (q, its output, context x (k + v)), wider by one a head for sinks, a float32 of each head, and the
+    mask, `longest` bytes where context ranks share a sequence, `longest` x b for windows and sinks."""
     query = facts.heads * facts.head_dim // layout.tensor
     key = facts.kv_heads * facts.head_dim // layout.tensor
     value, output = key, query
@@ -84,9 +87,13 @@ def attention_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
         latents = sum(norm_bytes(rank, shape.rows, shape) + shape.rows * rank * shape.bytes_each for rank in ranks)
     packed = (query + key + value) + (query + key) + output + 4 * facts.head_dim
     rectangles = query + output + layout.context * (key + value)
+    if facts.sinks:
+        rectangles += 2 * (facts.heads + layout.context * facts.kv_heads) // layout.tensor
+    masked = facts.sinks or facts.window
+    mask = shape.longest * (shape.bytes_each if masked else 1 if layout.context > 1 else 0)
     return (
         shape.bytes_each * (shape.rows * packed + shape.padded_rows * rectangles)
-        + FLOAT32 * shape.padded_rows * facts.heads // layout.tensor
+        + shape.padded_rows * (FLOAT32 * facts.heads // layout.tensor + mask)
         + latents
     )
 
@@ -104,9 +111,10 @@ def dispatched_rows(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
 
 def experts_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
     """Dispatched rows x b x (hidden + 6 x the expert's width): its input, what an MLP keeps, and the product with the
-    router's weight."""
+    router's weight. 8 x where the SwiGLU is clamped."""
     width = facts.moe_intermediate_size // layout.expert_tensor
-    return dispatched_rows(facts, layout, shape) * shape.bytes_each * (facts.hidden_size + 6 * width)
+    times = 6 if facts.glu_clamp is None else 8
+    return dispatched_rows(facts, layout, shape) * shape.bytes_each * (facts.hidden_size + times * width)
 
 
 def router_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:

@@ -99,8 +99,9 @@ def make_plan(config: Config, facts: ModelFacts, world_size: int) -> Plan:
 
 def _stages(config: Config, facts: ModelFacts, layout: Layout, batch: Batch) -> tuple[Stage, ...]:
     rows = batch.microbatch_rows // layout.context
-    # As if every token were of a completion, and sequences equally long.
-    shape = Shape(rows=rows, padded_rows=rows, predicted=rows, dtype=config.train.dtype)
+    # As if every token were of a completion, and every sequence as long as it may be.
+    longest = batch.max_sequence_tokens
+    shape = Shape(rows=rows, padded_rows=rows, longest=longest, predicted=rows, dtype=config.train.dtype)
     runs, memory = chunk_layers(facts, config.parallel), stage_memory(config, facts, layout)
     return tuple(
         Stage(

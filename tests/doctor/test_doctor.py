@@ -86,6 +86,15 @@ def test_native_capture_needs_a_gpu(whole_installation):
     assert diagnose(made_up((Gpu("H100", 80 << 30),)), config).missing == []
 
 
+def test_a_config_for_a_cluster_needs_its_nodes(whole_installation):
+    config = load_config(ROOT / "configs/qwen3_30b_a3b.yaml")
+    assert [m.split(":")[0] for m in diagnose(made_up(), config).missing] == ["cluster.gpus_per_node"]
+    h100, small = Gpu("H100", 81559 << 20), Gpu("A100", 40 << 30)
+    assert diagnose(made_up((h100,) * 8), config).missing == []
+    messages = diagnose(made_up((h100,) * 6 + (small,)), config).missing
+    assert "got 7, expected 8" in messages[0] and "got 40.0 GiB, expected 79 GiB" in messages[1]
+
+
 def write(folder, *files):
     """Packages that betray it when anybody imports them."""
     for file in files:
