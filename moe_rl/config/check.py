@@ -55,6 +55,13 @@ def _model_problems(config: Config, facts: ModelFacts) -> Iterator[str]:
             got=list(facts.eos_token_ids),
             expected=f"at least one id below vocab_size = {facts.vocab}",
         )
+    if config.rollout.weights != "exact" and facts.linear_bias:
+        yield describe(
+            "rollout.weights: this model's experts share tensors that are not matrices, which are not rounded",
+            where=where,
+            got=config.rollout.weights,
+            expected="exact",
+        )
     if config.train.expert_bias_rate and not facts.expert_bias:
         yield describe(
             "train.expert_bias_rate: the model's routers have no expert bias",
@@ -347,6 +354,14 @@ def _schedule_problems(parallel: ParallelConfig, train: TrainConfig, facts: Mode
             expected="length",
         )
     if not train.overlap_expert_parallel_comm:
+        if train.delay_wgrad_compute:
+            yield describe(
+                "train.delay_wgrad_compute: there is no communication that delayed work would go under",
+                where="train.overlap_expert_parallel_comm is off",
+                got=True,
+                expected="false",
+                do="turn the overlap on, or this off",
+            )
         return
     where = "train.overlap_expert_parallel_comm is on"
     if parallel.expert == 1:

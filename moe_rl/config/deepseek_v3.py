@@ -34,12 +34,15 @@ def facts(read: Fields, *, layers: int, top_k: int, rope: dict[str, Any]) -> dic
         read.wrong("v_head_dim", latent.value_dim, "at most qk_nope_head_dim + qk_rope_head_dim")
     if latent.rope_dim % 2:
         read.wrong("qk_rope_head_dim", latent.rope_dim, "an even number")
+    stretched = yarn(read, rope)
+    if stretched is not None and not stretched.truncate:
+        read.wrong("rope_parameters.truncate", False, "true: megatron's latent attention rounds")
     heads = read.count("num_attention_heads")
     return routing(read, layers=layers, top_k=top_k, dense_default=3) | {
         "kv_heads": heads,
         "head_dim": latent.nope_dim + latent.rope_dim,
         "latent": latent,
-        "yarn": yarn(read, rope),
+        "yarn": stretched,
         "attention_bias": False,
         "qk_norm": False,
         "rotary_fraction": 1.0,

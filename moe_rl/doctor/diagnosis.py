@@ -22,14 +22,28 @@ class Diagnosis:
     notes: list[str]
 
 
-def installation_problems(capture: str) -> list[str]:
-    """Why what is installed cannot do what every run needs, one message each. capture: as `rollout.capture`.
+def installation_problems(config: Config | None = None) -> list[str]:
+    """Why what is installed cannot do what a run needs, every run or that of a config, one message each.
 
     Of vLLM it is the patch series that decides.
     """
     found = {part: found_version(part) for part in ALWAYS if part is not VLLM}
     unfit = [_unfit(part, version) for part, version in found.items() if not fits(part, version)]
-    return patches.problems(capture=capture) + unfit
+    problems = patches.problems(capture="patch" if config is None else config.rollout.capture) + unfit
+    if config is not None and config.train.delay_wgrad_compute:
+        problems += _apart_gradients(found_version(TRANSFORMER_ENGINE))
+    return problems
+
+
+def _apart_gradients(engine: str) -> Iterator[str]:
+    if not (engine and SpecifierSet(">=2.3").contains(engine, prereleases=True)):
+        yield describe(
+            "train.delay_wgrad_compute: megatron's own linear layers compute the gradients of weights and of "
+            "activations at once, TransformerEngine's can be asked for either",
+            got=f"transformer-engine {engine}" if engine else "no transformer-engine",
+            expected="transformer-engine 2.3 or later",
+            do="install it, which takes a GPU, or turn this off",
+        )
 
 
 def fits(part: Part, found: str) -> bool:
@@ -39,7 +53,7 @@ def fits(part: Part, found: str) -> bool:
 
 def diagnose(machine: Machine, config: Config | None = None) -> Diagnosis:
     """config None: what every run needs."""
-    missing = installation_problems("patch" if config is None else config.rollout.capture)
+    missing = installation_problems(config)
     missing += _gpu_problems(machine, config)
     return Diagnosis(missing, [*_apex(machine), *_without(machine)])
 

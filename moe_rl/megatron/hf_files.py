@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from moe_rl.config.hf import ModelFacts, checkpoint_tensors, decoder_problems, is_mtp_tensor
 from moe_rl.config.packed import FP8_BLOCK, unpacked
 from moe_rl.errors import ConfigError, describe
+from moe_rl.megatron import world
 
 Index = tuple[slice, ...]
 
@@ -90,7 +91,7 @@ def write_checkpoint(
     *,
     shard_bytes: int = 4 << 30,
 ) -> None:
-    """Write a Hugging Face checkpoint folder that appears complete or not at all. All ranks call it.
+    """Write a Hugging Face checkpoint folder, which is there when all of it is. All ranks call it.
 
     tensors: what this rank gives, see `hf_map.export`; every name from one rank. Each goes into the rank's own files,
     none larger than shard_bytes unless a tensor is, and no rank sees what another holds. source: whose config,
@@ -122,12 +123,14 @@ def write_checkpoint(
         kept = ((n, source.whole(n).to(dtype) if n in source.packing else source.whole(n)) for n in untrained)
         _write_shards(hidden, "untrained", kept, shard_bytes)
     dist.barrier()
-    problems = _index(hidden, facts) if rank == 0 else []
-    if rank == 0 and not problems:
-        hidden.rename(folder)
-    dist.barrier()
-    if not folder.is_dir():
-        raise ConfigError(problems or [describe("the checkpoint was not complete: rank 0 says why", got=str(folder))])
+    problems = None
+    if rank == 0:
+        problems = _index(hidden, facts)
+        if not problems:
+            hidden.rename(folder)
+    problems = world.broadcast(problems, list[str])
+    if problems:
+        raise ConfigError(problems)
 
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
@@ -155,21 +158,21 @@ def _shards(tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> It
 def _index(folder: Path, facts: ModelFacts) -> list[str]:
     """Number the files that the ranks wrote and write the index; or what is wrong with them."""
     files = sorted(folder.glob("*.safetensors"))
-    weight_map, size, found = {}, 0, {}
+    weight_map, size = {}, 0
     for number, file in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         with safe_open(file, framework="pt") as opened:
-            twice = sorted(set(opened.keys()) & weight_map.keys())
+            names = list(opened.keys())
+            twice = sorted(set(names) & weight_map.keys())
             if twice:
                 return [describe(f"two ranks gave the tensor {twice[0]}", where=str(folder))]
-            weight_map |= dict.fromkeys(opened.keys(), name)
-        size += file.stat().st_size
+            weight_map |= dict.fromkeys(names, name)
+            size += sum(opened.get_tensor(one).nbytes for one in names)
         file.rename(folder / name)
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
     )
-    found = checkpoint_tensors(folder)
-    return decoder_problems(found, facts, str(folder))
+    return decoder_problems(checkpoint_tensors(folder), facts, str(folder))
 
 
 def _write_config(source: Path, folder: Path, dtype: torch.dtype) -> None:

@@ -15,7 +15,6 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from moe_rl.config.model_facts import ModelFacts, Yarn
 from moe_rl.config.schema import ParallelConfig, TrainConfig
-from moe_rl.errors import ConfigError, describe
 from moe_rl.megatron import hf_map
 from moe_rl.megatron.bypasses import refuse_bypasses
 from moe_rl.megatron.hf_files import CheckpointReader
@@ -92,6 +91,7 @@ def transformer_config(facts: ModelFacts, train: TrainConfig, parallel: Parallel
         calculate_per_token_loss=True,
         finalize_model_grads_func=_sum_gradients,
         overlap_moe_expert_parallel_comm=train.overlap_expert_parallel_comm,
+        delay_wgrad_compute=train.delay_wgrad_compute,
         **_recomputation(train),
         **_latent_attention(facts),
     )
@@ -129,8 +129,7 @@ def _latent_attention(facts: ModelFacts) -> dict:
     if yarn is None:  # the factor would scale the logits of plain angles too
         return settings | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
     named = _yarn(yarn)
-    if not named.pop("correction_range_round_to_int"):
-        raise ConfigError(describe("rope_parameters.truncate: megatron's latent attention rounds", got="false"))
+    del named["correction_range_round_to_int"]  # always, in latent attention
     return settings | named | {"rope_type": "yarn"}
 
 
@@ -228,7 +227,10 @@ def wrap_for_training(
 ) -> tuple[list[DistributedDataParallel], MegatronOptimizer]:
     """Data parallelism with float32 main gradients, and over it the optimizer, distributed or whole on every rank."""
     ddp_config = DistributedDataParallelConfig(
-        use_distributed_optimizer=train.distributed_optimizer, grad_reduce_in_fp32=True, overlap_grad_reduce=False
+        use_distributed_optimizer=train.distributed_optimizer,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        delay_wgrad_compute=train.delay_wgrad_compute,
     )
     # Of later chunks all gradients are ready at once, so that buckets would only make more, smaller messages.
     chunks = [

@@ -147,7 +147,7 @@ def _plan(config: Config, world_size: int, trace: str | None, file: Path | None)
 def _model_to_plan(config: Config, world_size: int) -> tuple[ModelFacts | None, list[str], list[str]]:
     """The model, None when it cannot be read; what is wrong; and, where it is planned without its checkpoint, what else
     this machine lacks, which then is another matter."""
-    installed = installation_problems(config.rollout.capture)
+    installed = installation_problems(config)
     if config.model.published is not None and not config.model.path.is_dir():
         facts = read_published(config.model.published)
         here = describe("model.path: the checkpoint, planned with model.published", got=f"no {config.model.path}")

@@ -127,8 +127,8 @@ parallel:
 
 
 def _write_model(folder: Path, config=HF_CONFIG, nulls=(), **changes) -> Path:
-    """A checkpoint of zeros, Qwen3-MoE by default; changes: keys of config.json (None removes one). nulls: keys that are
-    there, without a value."""
+    """A checkpoint of zeros, Qwen3-MoE by default; changes: keys of config.json (None removes one). nulls: keys that
+    are there, without a value."""
     folder.mkdir(parents=True, exist_ok=True)
     raw = {key: value for key, value in (config | changes).items() if value is not None} | dict.fromkeys(nulls)
     (folder / "config.json").write_text(json.dumps(raw))

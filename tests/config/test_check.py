@@ -236,6 +236,7 @@ def test_stages_that_do_not_fit(found, overrides, world_size, parts):
         (["overlap_expert_parallel_comm=true", "recompute=block"], 2, ["train.recompute", "got block"]),
         (["overlap_expert_parallel_comm=true", "recompute=moe"], 2, ["train.recompute", "got moe"]),
         (["overlap_expert_parallel_comm=true", "parallel.pipeline=3"], 6, ["parallel.virtual_pipeline", "at least 2"]),
+        (["delay_wgrad_compute=true"], 2, ["train.delay_wgrad_compute", "overlap_expert_parallel_comm is off"]),
     ],
 )
 def test_schedules_that_do_not_fit(found, overrides, world_size, parts):
@@ -251,6 +252,7 @@ def test_schedules_that_do_not_fit(found, overrides, world_size, parts):
         ["recompute=moe"],
         ["packing=load"],
         ["overlap_expert_parallel_comm=true"],
+        ["overlap_expert_parallel_comm=true", "delay_wgrad_compute=true"],
         ["distributed_optimizer=false"],
     ],
 )
@@ -307,6 +309,23 @@ def test_multi_token_prediction_layers_may_lie_in_the_checkpoint(found, tmp_path
     save_file(tensors | {"model.layers.4.eh_proj.weight": behind.popitem()[1]}, model / "model.safetensors")
     (message,) = found()
     assert "does not ask for" in message and "model.layers.4.eh_proj.weight" in message
+
+
+def test_a_packed_checkpoint_is_for_reading_only(found, tmp_path, write_gpt_oss):
+    model = write_gpt_oss(tmp_path / "model", hidden_size=32, intermediate_size=32)
+    assert found() == []
+    tensors, name = load_file(model / "model.safetensors"), "model.layers.1.mlp.experts.gate_up_proj"
+    assert tensors.pop(name).shape == (4, 32, 64)
+    tensors |= {f"{name}_blocks": np.zeros((4, 64, 1, 16), np.uint8), f"{name}_scales": np.zeros((4, 64, 1), np.uint8)}
+    save_file(tensors, model / "model.safetensors")
+    (message,) = found()
+    assert "packed" in message and "1 tensors in mxfp4" in message and "export_hf.py --model" in message
+
+
+def test_weights_that_are_no_matrices_are_not_rounded(found, tmp_path, write_gpt_oss):
+    write_gpt_oss(tmp_path / "model")
+    (message,) = found("rollout.weights=fp8_e4m3")
+    assert "rollout.weights" in message and "not matrices" in message
 
 
 def test_a_dense_model(found, model, hf_config):

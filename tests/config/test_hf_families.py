@@ -85,6 +85,7 @@ def test_what_is_not_built_is_refused(tmp_path, request, writer, changes, parts)
         ({"mscale_all_dim": 0}, "both or none"),
         ({"attention_factor": 1.2}, "attention_factor"),
         ({"original_max_position_embeddings": None}, "original_max_position_embeddings"),
+        ({"truncate": False}, "rope_parameters.truncate"),
         ({"factor": "40"}, "rope_parameters.factor"),
     ],
 )

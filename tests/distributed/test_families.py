@@ -20,6 +20,7 @@ ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
 WITH_BIAS = ("glm", "deepseek", "moonlight")
 LAYOUTS = {
     "EP2": {"parallel": {"expert": 2}, "train": {}},
+    "EP2-overlapped": {"parallel": {"expert": 2}, "train": {"overlap_expert_parallel_comm": True}},
     "CP2-EP2-moe": {"parallel": {"context": 2, "expert": 2}, "train": {"recompute": "moe"}},
     "TP2-EP2-uniform": {"parallel": {"tensor": 2, "expert": 2}, "train": {"recompute": "uniform"}},
     "TP2-ETP2": {"parallel": {"tensor": 2, "expert_tensor": 2}, "train": {}},
@@ -45,6 +46,7 @@ CASES = {
         for name, layout in (
             ("qwen-mixed", "TP2-EP2-uniform"),
             ("glm-groups", "EP2"),
+            ("glm-groups", "EP2-overlapped"),
             ("glm-groups", "CP2-EP2-moe"),
             ("glm-groups", "PP2-VPP2-uniform"),
         )
@@ -127,7 +129,7 @@ def test_replay_equals_transformers_with_the_same_routes(seen, reference, ranks,
 def test_the_auxiliary_loss_is_of_the_live_choice(seen, reference, checkpoints, ranks, case):
     """Added to the objective under replay: microbatches weigh as their real tokens, whoever shares them."""
     ours = seen(ranks, case)
-    microbatches = {tuple(numbers) for rank in ours for numbers in rank["microbatches"]}
+    microbatches = {tuple(numbers) for rank in ours for numbers in rank["microbatches"] if numbers}
     assert sorted(number for numbers in microbatches for number in numbers) == list(range(len(LENGTHS)))
     folder = checkpoints[case.split()[0]]
     balanced = transformers(folder, batch(read_model(folder))[1], aux=AUX, microbatches=microbatches)
@@ -209,7 +211,7 @@ def test_the_ledger_holds_layers_with_experts_only(seen, checkpoints, ranks, cas
 
 @pytest.mark.parametrize("ranks, case", BIASED)
 def test_the_expert_bias_follows_the_recorded_load(seen, checkpoints, ranks, case):
-    """Each real token counts once: not again when recomputed or in the forward-only pass, padding and fillers never."""
+    """Each real token counts once: not again when recomputed or in the forward-only pass, padding never."""
     facts, ours = read_model(checkpoints[case.split()[0]]), seen(ranks, case)
     loaded, updated = merged(ours, "loaded"), merged(ours, "updated")
     loads = recorded_load(facts)
@@ -238,3 +240,32 @@ def test_bfloat16_keeps_the_expert_bias_in_float32(seen, reference, checkpoints)
     logprobs = reference("glm-groups", forced=True).logprobs
     difference = torch.cat([(ours["logprobs"][i] - logprobs[i]).abs() for i in logprobs])
     assert 1e-4 < difference.mean() < 0.1
+
+
+RUN = """\
+run: {{name: x, runs_dir: {root}, steps: 1}}
+model: {{path: {model}}}
+task: {{train: x, heldout: x, rewards: {{exact: {{function: moe_rl.errors.describe}}}}, pass_reward: exact}}
+rollout: {{prompts_per_step: 1, group_size: 2, max_prompt_tokens: 10, max_completion_tokens: 6, kv_cache_mib: 1}}
+train: {{dtype: float32, microbatch_tokens: 40, optimizer: {{lr: 1.0e-3}}}}
+eval: {{prompts: 1}}
+parallel: {{pipeline: 2, virtual_pipeline: 2}}
+"""
+
+
+def test_a_runs_checkpoint_becomes_a_hugging_face_one(seen, checkpoints, tmp_path):
+    """That of two stages, exported by one rank: the weights after the update."""
+    last = RESUMED[-1]
+    ours = seen(*last)
+    saved = next(iter(seen(*last, written=True).parent.glob("checkpoints")))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "checkpoints").symlink_to(saved)
+    (run / "config.yaml").write_text(RUN.format(root=tmp_path, model=checkpoints[last[1].split()[0]]))
+    layout = ("parallel.pipeline=1", "parallel.virtual_pipeline=1")
+    done = torchrun(1, "tools/export_hf.py", "--run", run, "--out", tmp_path / "out", *layout)
+    assert done.returncode == 0 and "the weights after 1 steps" in done.stdout, done.stderr[-3000:]
+    written = {name: t for file in (tmp_path / "out").glob("*.safetensors") for name, t in load_file(file).items()}
+    updated = merged(ours, "updated")
+    assert written.keys() == updated.keys() and all(torch.equal(t, updated[name]) for name, t in written.items())
+    assert any(not torch.equal(t, merged(ours, "loaded")[name]) for name, t in written.items())

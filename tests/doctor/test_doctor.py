@@ -12,7 +12,7 @@ from moe_rl import console
 from moe_rl.config.load import load_config
 from moe_rl.doctor import machine as machine_module
 from moe_rl.doctor.command import verdict
-from moe_rl.doctor.diagnosis import diagnose, fits
+from moe_rl.doctor.diagnosis import diagnose, fits, installation_problems
 from moe_rl.doctor.machine import Gpu, Machine, apex_kind, gpus, look
 from moe_rl.doctor.versions import ALWAYS, APEX, CUDA, NCCL, PARTS, TORCH, TRANSFORMER_ENGINE, VLLM, markdown
 from moe_rl.rollout import patches
@@ -84,6 +84,22 @@ def test_native_capture_needs_a_gpu(whole_installation):
     (message,) = diagnose(made_up(), config).missing
     assert "rollout.capture" in message
     assert diagnose(made_up((Gpu("H100", 80 << 30),)), config).missing == []
+
+
+@pytest.mark.parametrize(
+    ("installed", "got"),
+    [("", "no transformer-engine"), ("2.2.1", "transformer-engine 2.2.1"), ("2.3.0", None), ("10.0", None)],
+)
+def test_delayed_gradients_of_weights_need_transformer_engine(whole_installation, monkeypatch, installed, got):
+    versions = WHOLE | {TRANSFORMER_ENGINE.name: installed}
+    monkeypatch.setattr("moe_rl.doctor.diagnosis.found_version", lambda part: versions[part.name])
+    asked = ["train.overlap_expert_parallel_comm=true", "train.delay_wgrad_compute=true"]
+    assert installation_problems(load_config(CONFIG, asked[:1])) == []
+    found = installation_problems(load_config(CONFIG, asked))
+    assert len(found) == (got is not None)
+    for message in found:
+        assert message.startswith("train.delay_wgrad_compute: ")
+        assert f"got {got}, expected transformer-engine 2.3" in message
 
 
 def test_a_config_for_a_cluster_needs_its_nodes(whole_installation):

@@ -55,6 +55,7 @@ def test_what_lowers_the_largest_part_is_said(plan_of, part, overrides, remedy):
 
 def test_a_byte_more_than_there_is(plan_of):
     plan = plan_of(*CLUSTER, "rollout.kv_cache_mib=1")
+    plan = dataclasses.replace(plan, sampler=dataclasses.replace(plan.sampler, kv_cache_bytes=0))
     assert memory_problems(dataclasses.replace(plan, limit_bytes=plan.fullest.total_bytes)) == []
     (message,) = memory_problems(dataclasses.replace(plan, limit_bytes=plan.fullest.total_bytes - 1))
     assert "on a rank" in message

@@ -46,6 +46,10 @@ def launch(*arguments, ranks=2, rank=0, watch="torch"):
         (["--config", CONFIG, "task.train=missing.jsonl"], ["task.train", "missing.jsonl"]),
         (["--config", CONFIG, "task.pass_reward=nonsense"], ["task.pass_reward", "nonsense"]),
         (["--config", CONFIG, "parallel.expert=3"], ["parallel.expert"]),
+        (
+            ["--config", CONFIG, "train.overlap_expert_parallel_comm=true", "train.delay_wgrad_compute=true"],
+            ["train.delay_wgrad_compute", "got no transformer-engine"],
+        ),
         (["--resume", "moe_rl"], ["--resume", "config.yaml"]),
     ],
 )
