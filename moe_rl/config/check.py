@@ -415,6 +415,14 @@ def _schedule_problems(parallel: ParallelConfig, train: TrainConfig, facts: Mode
             expected="length",
         )
     if not train.overlap_expert_parallel_comm:
+        if train.delay_wgrad_compute:
+            yield describe(
+                "train.delay_wgrad_compute: there is no communication that delayed work would go under",
+                where="train.overlap_expert_parallel_comm is off",
+                got=True,
+                expected="false",
+                do="turn the overlap on, or this off",
+            )
         return
     where = "train.overlap_expert_parallel_comm is on"
     if parallel.expert == 1:

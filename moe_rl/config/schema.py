@@ -159,7 +159,7 @@ class ParallelConfig(Section):
     pipeline: Count = 1
     """Stages that share the layers; microbatches go through them one after the other (1F1B)."""
     virtual_pipeline: Count = 1
-    """Runs of layers that a stage holds, not adjacent ones (interleaved 1F1B). Microbatches without sequences then
+    """Runs of layers that a stage holds, not adjacent ones (interleaved 1F1B). Microbatches of padding alone then
     fill up their number to a multiple of `pipeline`."""
 
 
@@ -194,6 +194,9 @@ class TrainConfig(Section):
     overlap_expert_parallel_comm: bool = False
     """Combined 1F1B: the forward of one microbatch and the backward of another in turns, layer by layer, so that tokens
     of one travel between the ranks of `parallel.expert` while the other is computed. Holds the activations of both."""
+    delay_wgrad_compute: bool = False
+    """In combined 1F1B, compute the gradients of weight matrices behind those of the activations, while the latter
+    travel. Needs the linear layers of TransformerEngine."""
     distributed_optimizer: bool = True
     """Share the optimizer state among data-parallel ranks. Off, each of them holds all of it."""
     router_aux_loss: Annotated[float, Field(ge=0.0)] = 0.0

@@ -91,6 +91,7 @@ def transformer_config(facts: ModelFacts, train: TrainConfig, parallel: Parallel
         calculate_per_token_loss=True,
         finalize_model_grads_func=_sum_gradients,
         overlap_moe_expert_parallel_comm=train.overlap_expert_parallel_comm,
+        delay_wgrad_compute=train.delay_wgrad_compute,
         **_recomputation(train),
         **_latent_attention(facts),
     )
@@ -226,7 +227,10 @@ def wrap_for_training(
 ) -> tuple[list[DistributedDataParallel], MegatronOptimizer]:
     """Data parallelism with float32 main gradients, and over it the optimizer, distributed or whole on every rank."""
     ddp_config = DistributedDataParallelConfig(
-        use_distributed_optimizer=train.distributed_optimizer, grad_reduce_in_fp32=True, overlap_grad_reduce=False
+        use_distributed_optimizer=train.distributed_optimizer,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        delay_wgrad_compute=train.delay_wgrad_compute,
     )
     # Of later chunks all gradients are ready at once, so that buckets would only make more, smaller messages.
     chunks = [

@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from moe_rl.errors import ReplayError, describe
 from moe_rl.megatron import world
 from moe_rl.megatron.dispatcher import PlannedDispatcher
-from moe_rl.replay.session import MicrobatchHandle
+from moe_rl.replay.session import MicrobatchHandle, refuse_lost_key
 
 
 @dataclass
@@ -109,6 +109,8 @@ class ReplayRouter(TopKRouter):
     def routing(self, logits, padding_mask=None):
         if self.handle is not None:
             self.handle.session.observe_logits(self.handle.microbatch, self.layer_number - 1, logits)
+        elif not self.is_mtp_layer:
+            refuse_lost_key(self.layer_number - 1)
         if torch.is_grad_enabled() and (self.enable_expert_bias or self.is_aux_loss_enabled()):
             padding = self.seq_params.padding
             padding_mask = padding[world.own_rows(len(padding))]

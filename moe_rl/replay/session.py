@@ -168,21 +168,29 @@ class ReplaySession:
         """The schedule is about to run the forward of this microbatch; until it says so again, of no other.
 
         tokens int64 [R]: ids in the rows that this rank's routers will see, compared with those that the routes were
-        read for. Stays on the device. A number beyond the microbatches is that of a filler, which has no routes.
+        read for. Stays on the device.
         """
         self._forwarding = microbatch
-        if microbatch < len(self.microbatches):
-            expected = self.microbatches[microbatch].fed.tokens
-            if tokens.shape != expected.shape:
-                raise ReplayError(
-                    describe(
-                        "routes and tokens differ in number",
-                        where=f"{self.name}, rank {self.rank}, microbatch {microbatch}",
-                        got=f"{len(expected)} rows",
-                        expected=f"{len(tokens)} tokens",
-                    )
+        if microbatch >= len(self.microbatches):
+            raise ReplayError(
+                describe(
+                    "a pass has more microbatches than its session",
+                    where=f"{self.name}, rank {self.rank}",
+                    got=f"microbatch {microbatch}",
+                    expected=f"{len(self.microbatches)} of them",
                 )
-            self._strangers.append((microbatch, (tokens != expected).any()))
+            )
+        expected = self.microbatches[microbatch].fed.tokens
+        if tokens.shape != expected.shape:
+            raise ReplayError(
+                describe(
+                    "routes and tokens differ in number",
+                    where=f"{self.name}, rank {self.rank}, microbatch {microbatch}",
+                    got=f"{len(expected)} rows",
+                    expected=f"{len(tokens)} tokens",
+                )
+            )
+        self._strangers.append((microbatch, (tokens != expected).any()))
 
     def routes(self, microbatch: int, layer: int) -> torch.Tensor:
         """Recorded routes [R, K] of one (microbatch, layer)."""
@@ -447,6 +455,25 @@ def require_open(session: ReplaySession | None) -> None:
                 do="run each pass inside its own `with session:`, and no other pass in there",
             )
         )
+
+
+def refuse_lost_key(layer: int) -> None:
+    """Raise ReplayError when a session is open: its layers each have the key of a microbatch. One that lost it would
+    ask the other ranks for counts, which these, knowing them, do not answer."""
+    if _open_session is None:
+        return
+    session, microbatch = _open_session, f"microbatch {_open_session._forwarding}"
+    if layer in session.recomputed_layers and torch.is_grad_enabled():
+        microbatch = "the recomputation of a microbatch"
+    raise ReplayError(
+        describe(
+            "a layer lost the key to its routes",
+            where=f"{session.name}, rank {session.rank}, {microbatch}, layer {layer}",
+            got="no key",
+            expected="that of the microbatch which runs through it",
+            do="look for what runs the layer or its router without the packed sequence parameters",
+        )
+    )
 
 
 @dataclass(frozen=True, slots=True)

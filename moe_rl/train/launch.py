@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -24,6 +25,7 @@ from moe_rl.train.peaks import render as render_peaks
 from moe_rl.train.run_folder import RunFolder
 
 MEGATRON_CORE = "0.19."
+NOT_INSTALLED = "none"
 COLLAPSED = 4
 EPILOG = """
 Exit status of a rank: 0 done, 2 an error that was explained, 3 another rank or the sampler is gone, 4 the run has
@@ -39,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config, folder, world_size = _configure(options)
         if options.plan:
             return _plan(config, world_size, options.trace, options.json)
-        _refuse(problems(config, world_size) + installation_problems(config.rollout.capture))
+        _refuse(problems(config, world_size) + installation_problems(config))
     except MoeRLError as error:
         # Every rank comes to the same finding; one of them tells it.
         if rank == 0:
@@ -111,7 +113,7 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, i
 
 
 def _plan(config: Config, world_size: int, trace: str | None, file: Path | None) -> int:
-    found = problems(config, world_size) + installation_problems(config.rollout.capture)
+    found = problems(config, world_size) + installation_problems(config)
     plan = asked = None
     try:
         facts = read_model(config.model.path)
@@ -136,23 +138,41 @@ def _plan(config: Config, world_size: int, trace: str | None, file: Path | None)
     return 2 if found else 0
 
 
-def installation_problems(capture: str) -> list[str]:
-    """Why the installed vLLM or megatron-core cannot do what is asked, one message each."""
-    found = patches.problems(capture=capture)
-    try:
-        installed = version("megatron-core")
-    except PackageNotFoundError:
-        installed = "none"
-    if not installed.startswith(MEGATRON_CORE):
+def installation_problems(config: Config) -> list[str]:
+    """Why the installed vLLM, megatron-core or TransformerEngine cannot do what is asked, one message each."""
+    found = patches.problems(capture=config.rollout.capture)
+    if not (megatron := _installed("megatron-core")).startswith(MEGATRON_CORE):
         found.append(
             describe(
                 "megatron-core is missing or of a version that was never run",
-                got=installed,
+                got=megatron,
                 expected=f"{MEGATRON_CORE}x",
                 do="run make venv",
             )
         )
+    if config.train.delay_wgrad_compute and not _reaches(engine := _installed("transformer-engine"), (2, 3)):
+        found.append(
+            describe(
+                "train.delay_wgrad_compute: megatron's own linear layers compute the gradients of weights and of "
+                "activations at once, TransformerEngine's can be asked for either",
+                got="no transformer-engine" if engine == NOT_INSTALLED else f"transformer-engine {engine}",
+                expected="transformer-engine 2.3 or later",
+                do="install it, which takes a GPU, or turn this off",
+            )
+        )
     return found
+
+
+def _installed(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return NOT_INSTALLED
+
+
+def _reaches(installed: str, least: tuple[int, int]) -> bool:
+    numbers = re.match(r"(\d+)\.(\d+)", installed)
+    return numbers is not None and tuple(map(int, numbers.groups())) >= least
 
 
 def _refuse(found: list[str]) -> None:

@@ -238,6 +238,7 @@ def test_stages_that_do_not_fit(found, overrides, world_size, parts):
         (["overlap_expert_parallel_comm=true", "recompute=block"], 2, ["train.recompute", "got block"]),
         (["overlap_expert_parallel_comm=true", "recompute=moe"], 2, ["train.recompute", "got moe"]),
         (["overlap_expert_parallel_comm=true", "parallel.pipeline=3"], 6, ["parallel.virtual_pipeline", "at least 2"]),
+        (["delay_wgrad_compute=true"], 2, ["train.delay_wgrad_compute", "overlap_expert_parallel_comm is off"]),
     ],
 )
 def test_schedules_that_do_not_fit(found, overrides, world_size, parts):
@@ -253,6 +254,7 @@ def test_schedules_that_do_not_fit(found, overrides, world_size, parts):
         ["recompute=moe"],
         ["packing=load"],
         ["overlap_expert_parallel_comm=true"],
+        ["overlap_expert_parallel_comm=true", "delay_wgrad_compute=true"],
         ["distributed_optimizer=false"],
     ],
 )

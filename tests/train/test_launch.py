@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,10 @@ def launch(*arguments, ranks=2, rank=0, watch="torch"):
         (["--config", CONFIG, "task.train=missing.jsonl"], ["task.train", "missing.jsonl"]),
         (["--config", CONFIG, "task.pass_reward=nonsense"], ["task.pass_reward", "nonsense"]),
         (["--config", CONFIG, "parallel.expert=3"], ["parallel.expert"]),
+        (
+            ["--config", CONFIG, "train.overlap_expert_parallel_comm=true", "train.delay_wgrad_compute=true"],
+            ["train.delay_wgrad_compute", "got no transformer-engine"],
+        ),
         (["--resume", "moe_rl"], ["--resume", "config.yaml"]),
     ],
 )
@@ -157,3 +162,31 @@ def test_an_unpatched_vllm_is_refused(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     assert launch_module.main(["--config", CONFIG]) == 2
     assert "vLLM is not patched" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("installed", "got"),
+    [(None, "no transformer-engine"), ("2.2.1", "transformer-engine 2.2.1"), ("2.3.0", None), ("10.0", None)],
+)
+def test_delayed_gradients_of_weights_need_transformer_engine(installed, got, monkeypatch):
+    from moe_rl.config.load import load_config
+    from moe_rl.train import launch as launch_module
+
+    def version(distribution):
+        if distribution != "transformer-engine":
+            return "0.19.2"
+        if installed is None:
+            raise PackageNotFoundError(distribution)
+        return installed
+
+    monkeypatch.setattr(launch_module, "version", version)
+    monkeypatch.setattr(launch_module.patches, "problems", lambda capture: [])
+    asked = ["train.overlap_expert_parallel_comm=true", "train.delay_wgrad_compute=true"]
+    found = launch_module.installation_problems(load_config(ROOT / CONFIG, asked))
+    assert launch_module.installation_problems(load_config(ROOT / CONFIG, asked[:1])) == []
+    if got is None:
+        assert found == []
+    else:
+        (message,) = found
+        assert message.startswith("train.delay_wgrad_compute: ")
+        assert f"got {got}, expected transformer-engine 2.3" in message

@@ -23,6 +23,7 @@ from moe_rl.megatron.hf_files import CheckpointReader, write_checkpoint
 from moe_rl.megatron.model import unwrap
 from moe_rl.megatron.policy import Policy
 from moe_rl.proof import cases
+from moe_rl.proof.rank import computing_as_asked
 from moe_rl.proof.share import Share, whole_gradients
 
 FINALIZE = "megatron.core.distributed.finalize_model_grads"
@@ -51,7 +52,8 @@ def run(case, out):
     folder, mode = Path(case["checkpoint"]), case.get("mode", "replay")
     facts = read_model(folder)
     shared = cases.Case(dist.get_world_size(), case["parallel"], case.get("train", {}))
-    policy = Policy(facts, shared.train_config, shared.parallel_config, folder, temperature=1.0)
+    with computing_as_asked(shared):
+        policy = Policy(facts, shared.train_config, shared.parallel_config, folder, temperature=1.0)
     loaded = exported(policy)
     if case.get("write"):
         write(policy, facts, folder, Path(case["write"]))
