@@ -18,7 +18,8 @@ EPILOG = """
 --run: the ranks may be other than those that trained, and laid out otherwise; each reads and writes its own part.
 --model: the ranks share the tensors of a checkpoint in float8 (DeepSeek-V3) or 4 bits (gpt-oss) and write the numbers
 that these stand for.
-Exit status: 0 done, 2 an error that was explained.
+torchrun would take --run for its own without two dashes before the script. Exit status: 0 done, 2 an error that was
+explained.
 """
 
 
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.model is not None and (options.overrides or options.step is not None):
             raise ConfigError("--step and overrides of parallel.* are for --run, there is no layout to --model")
         if "RANK" not in os.environ:
-            do = "torchrun --nproc-per-node 1 tools/export_hf.py ..."
+            do = "torchrun --nproc-per-node 1 -- tools/export_hf.py ..."
             raise ConfigError(describe("started without torchrun", got="no RANK", do=do))
         if options.model is not None:
             return _from_model(options.model, options.out, options.dtype or "bfloat16")
