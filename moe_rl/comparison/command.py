@@ -14,10 +14,10 @@ from typing import Any
 from moe_rl.config.check import problems
 from moe_rl.config.load import load_config
 from moe_rl.config.schema import Config, ParallelConfig
+from moe_rl.doctor.diagnosis import installation_problems
 from moe_rl.errors import ConfigError, MoeRLError, ReplayError, describe
 from moe_rl.report.lines import write_atomic
 from moe_rl.train import run_folder
-from moe_rl.train.launch import installation_problems
 from moe_rl.train.run_folder import RunFolder
 
 PRECISIONS = ("bfloat16", "float32", "fp8")

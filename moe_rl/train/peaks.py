@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moe_rl.config.layout import make_layout, stage_layers
 from moe_rl.config.model_facts import ModelFacts
-from moe_rl.config.plan import DTYPE_BYTES, bytes_text, make_plan, stage_layers
 from moe_rl.config.schema import Config, ParallelConfig
 from moe_rl.errors import TraceError, describe
 from moe_rl.planning.balance import Plan, load_of, pack_by_load
 from moe_rl.planning.budgets import Budget, budget, kept_bytes, microbatch_counts, most
+from moe_rl.planning.memory import DTYPE_BYTES
 from moe_rl.planning.packing import pack, split_groups
+from moe_rl.planning.plan_table import bytes_text
 from moe_rl.trace.selection import references, select
 
 
@@ -51,7 +53,7 @@ def peaks(config: Config, facts: ModelFacts, world_size: int, trace: str) -> Pea
     """
     parallel, stages = config.parallel, stage_layers(facts, config.parallel)
     columns = [[facts.moe_layers.index(layer) for layer in stage if layer in facts.moe_layers] for stage in stages]
-    ranks = make_plan(config, facts, world_size).data_parallel
+    ranks = make_layout(parallel, facts, world_size).data
     found, batches, sequences = [], 0, 0
     for groups, lengths, counts in _batches(trace, facts):
         batches, sequences = batches + 1, sequences + len(lengths)

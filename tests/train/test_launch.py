@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import numpy as np
@@ -133,7 +132,7 @@ def test_plan_prints_numbers_and_problems_without_torch(tmp_path):
     result = launch("--config", CONFIG, "--plan", "--json", file, ranks=0)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "NOT IMPORTED" in result.stdout and "no problems" in result.stdout
-    assert json.loads(file.read_text())["plan"]["experts_per_rank"] == 16
+    assert json.loads(file.read_text())["plan"]["layout"]["experts_per_rank"] == 16
     broken = launch("--config", CONFIG, "--plan", "train.microbatch_tokens=8", "parallel.expert=3", ranks=0)
     assert broken.returncode == 2
     assert "train.microbatch_tokens" in broken.stdout and "parallel.expert" in broken.stdout
@@ -144,7 +143,7 @@ def test_a_run_is_resumed_with_other_ranks_and_nothing_else(tmp_path):
     file = tmp_path / "plan.json"
     planned = launch("--resume", tmp_path, "--plan", "--json", file, "parallel.expert=4", ranks=4)
     assert planned.returncode == 0, planned.stdout + planned.stderr
-    assert json.loads(file.read_text())["plan"]["experts_per_rank"] == 8
+    assert json.loads(file.read_text())["plan"]["layout"]["experts_per_rank"] == 8
     refused = launch("--resume", tmp_path, "parallel.expert=4", "run.steps=9", "parallelism=2", ranks=4)
     assert refused.returncode == 2
     assert "got run.steps=9 parallelism=2, expected overrides of parallel.*" in refused.stderr
@@ -162,31 +161,3 @@ def test_an_unpatched_vllm_is_refused(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     assert launch_module.main(["--config", CONFIG]) == 2
     assert "vLLM is not patched" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("installed", "got"),
-    [(None, "no transformer-engine"), ("2.2.1", "transformer-engine 2.2.1"), ("2.3.0", None), ("10.0", None)],
-)
-def test_delayed_gradients_of_weights_need_transformer_engine(installed, got, monkeypatch):
-    from moe_rl.config.load import load_config
-    from moe_rl.train import launch as launch_module
-
-    def version(distribution):
-        if distribution != "transformer-engine":
-            return "0.19.2"
-        if installed is None:
-            raise PackageNotFoundError(distribution)
-        return installed
-
-    monkeypatch.setattr(launch_module, "version", version)
-    monkeypatch.setattr(launch_module.patches, "problems", lambda capture: [])
-    asked = ["train.overlap_expert_parallel_comm=true", "train.delay_wgrad_compute=true"]
-    found = launch_module.installation_problems(load_config(ROOT / CONFIG, asked))
-    assert launch_module.installation_problems(load_config(ROOT / CONFIG, asked[:1])) == []
-    if got is None:
-        assert found == []
-    else:
-        (message,) = found
-        assert message.startswith("train.delay_wgrad_compute: ")
-        assert f"got {got}, expected transformer-engine 2.3" in message
