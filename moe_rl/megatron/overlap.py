@@ -165,8 +165,8 @@ class _End(torch.autograd.Function):
     def backward(ctx, gradient):
         exchange = ctx.exchange
         exchange.begin(gradient, exchange.got, exchange.sent)
-        # The engine takes no tensor of another shape than that of the rows that arrived: it gets this one for a gradient
-        # that `_Begin` has from the exchange.
+        # The engine takes no gradient of another shape than that of the rows that arrived. This one has it, and only
+        # says that `_Begin`, which has the gradient from the exchange, may run.
         return gradient, None
 
 

@@ -117,28 +117,28 @@ class LayerWaits:
     waits: int = 0
     reads: int = 0
     dispatches: int = 0
-    _within: bool = False
 
     def attach(self, chunks: list[torch.nn.Module]) -> LayerWaits:
         """Watch the MoE layers of these model chunks. Returns itself."""
         for chunk in chunks:
             for layer in unwrap(chunk).decoder.layers:
                 if layer.is_moe_layer:
+                    entered: list[str] = []
                     for name in _STAGES:
-                        setattr(layer.mlp, name, self._watched(layer.mlp, getattr(layer.mlp, name)))
+                        setattr(layer.mlp, name, self._watched(layer.mlp, getattr(layer.mlp, name), entered))
         return self
 
-    def _watched(self, moe: torch.nn.Module, method):
+    def _watched(self, moe: torch.nn.Module, method, entered: list[str]):
         def watched(*args, **kwargs):
-            if self._within:  # `overlapped` calls some of the others
+            if entered:  # `overlapped` calls some of the others
                 return method(*args, **kwargs)
             self.dispatches += method.__name__ in ("dispatch", "overlapped")
-            self._within = True
+            entered.append(method.__name__)
             try:
                 with _Reads(self, moe.token_dispatcher), _Collectives(self), self._events():
                     return method(*args, **kwargs)
             finally:
-                self._within = False
+                entered.clear()
 
         return watched
 
