@@ -110,6 +110,12 @@ def _cut(routes: np.ndarray, chunks: int) -> list[np.ndarray]:
     return np.split(routes, np.cumsum(chunk_rows(routes.shape[1], chunks))[:-1], axis=1)
 
 
+def peak_rows(plans: list[dict[int, LayerPlan] | None]) -> int:
+    """The most rows that the experts of this rank get in a layer of a planned microbatch."""
+    layers = (plan for planned in plans if planned is not None for plan in planned.values())
+    return max((int(sum(chunk.per_expert.sum() for chunk in plan.chunks)) for plan in layers), default=0)
+
+
 def _on_host(tables: list[MicrobatchRoutes], layers: tuple[int, ...]) -> list[np.ndarray]:
     """[L, R, K] of each microbatch."""
     stacks = [torch.stack([table.routes[layer] for layer in layers]) for table in tables]

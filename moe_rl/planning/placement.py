@@ -1,0 +1,341 @@
+"""Placement of experts: which expert-parallel rank holds which, so that known popularity loads all ranks alike.
+
+Every expert-parallel rank waits, in each MoE layer, for the rank whose experts got the most (token, expert) pairs. An
+expert that is popular in one batch is, under RL, mostly popular in the next: from the counts of the last batches comes
+an order of each layer's experts for the next ones. A rank holds as many experts as before, others. Numpy alone, no
+clock, no chance.
+
+Legend for shapes: N batches (or steps), L MoE layers, E experts per layer, R expert-parallel ranks, n = E / R experts
+of a rank. An order [L, E] says which expert lies in each slot; rank r has the slots n * r to n * (r + 1). The natural
+order is 0 ... E - 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_rl.errors import describe
+from moe_rl.planning.balance import excess
+
+# Of a mean rank's load in a layer: what it must bring there, in each batch, to move one expert. An expert moves once
+# and its load comes with every batch, so this is little; but gains below the noise of the counts are none.
+PRICE = 2e-4
+# Pairs of experts that a search looks at in a layer before it stops, where looking at a rank costs as much as so many.
+_WORK, _PASS = 3_000_000, 4_000
+# Of these pairs, how many are tried exactly.
+_TRIED = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementReport:
+    """What a placement came to. Excess as in `balance.excess`: sum of the maxima over the expert-parallel ranks, over
+    batches and layers, divided by the sum of the means, minus 1.
+
+    natural, before, after: of the natural order, of the order that was, and of the returned one, on the counts given.
+    floor: no order comes below it: some rank has the mean at least, and one the most popular expert and its n - 1
+    companions, which have at least what the n - 1 least popular ones have.
+    moved: experts that change their rank, of all layers. placement: "kept" when the order that was is returned. why:
+    the reason then, else how it came about.
+    """
+
+    natural: float
+    before: float
+    after: float
+    floor: float
+    moved: int
+    placement: str
+    why: str
+
+
+def natural_order(layers: int, experts: int) -> np.ndarray:
+    """int64 [L, E]: every expert in the slot of its own number."""
+    return np.tile(np.arange(experts), (layers, 1))
+
+
+def slots_of(order_LE: np.ndarray) -> np.ndarray:
+    """int64 [L, E]: the slot of each expert, the inverse of an order."""
+    return np.argsort(order_LE, axis=-1)
+
+
+def rank_loads(counts_NLE: np.ndarray, order_LE: np.ndarray, expert_parallel: int) -> np.ndarray:
+    """int64 [N, L, R]: pairs that arrive at each rank, from pairs for each expert."""
+    placed = np.take_along_axis(counts_NLE, order_LE[None], axis=2)
+    return placed.reshape(*placed.shape[:2], expert_parallel, -1).sum(axis=3, dtype=np.int64)
+
+
+def check_order(order_LE: np.ndarray, layers: int, experts: int) -> None:
+    """Raises ValueError unless it is one: in each of so many layers every one of so many experts once."""
+    order_LE = np.asarray(order_LE)
+    if order_LE.shape != (layers, experts) or order_LE.dtype.kind not in "iu":
+        raise ValueError(describe("this is no placement of the model's experts", got=f"{order_LE.dtype} "
+                                  f"{order_LE.shape}", expected=f"integers {(layers, experts)}", do="mend the caller"))
+    wrong = (np.sort(order_LE, axis=1) != np.arange(experts)).any(axis=1)
+    if wrong.any():
+        layer = int(wrong.argmax())
+        raise ValueError(describe("a placement does not hold every expert once", where=f"MoE layer {layer}",
+                                  got=order_LE[layer].tolist(), expected=f"a permutation of 0 ... {experts - 1}"))
+
+
+def place(
+    counts_NLE: np.ndarray,
+    expert_parallel: int,
+    *,
+    current: np.ndarray | None = None,
+    max_moved: float = 1.0,
+    min_gain: float = 0.0,
+    price: float = PRICE,
+) -> tuple[np.ndarray, PlacementReport]:
+    """An order int64 [L, E] of the experts that evens the ranks' loads over the batches, and what it is expected to do.
+
+    Minimised is the sum over batches and layers of the maximum over ranks, plus `price` times a mean rank's load for
+    each expert that leaves its rank. Layer by layer two ways are gone, and the better one is taken: from `current`, and
+    from a new greedy placement whose ranks are named so that the fewest experts move; from either, pairs of experts on
+    two ranks are exchanged as long as that helps. What stays on its rank stays in its slot.
+
+    counts_NLE: integers, (token, expert) pairs of each batch. current: the order that is; None: the natural one.
+    max_moved: the share of a layer's experts that may change their rank, at most. min_gain: when the sum of the maxima
+    would fall by less than this fraction, `current` is kept. The sum is never above that of `current`. Layers that
+    would load ranks less evenly than the natural order does take the natural order, beyond max_moved if need be: where
+    anything moves, the result is never worse than natural.
+    Raises ValueError when the counts are no such counts, or the experts do not divide among the ranks.
+    """
+    counts_NLE = np.asarray(counts_NLE)
+    _check(counts_NLE, expert_parallel, max_moved, min_gain, price)
+    _, layers, experts = counts_NLE.shape
+    natural = natural_order(layers, experts)
+    current = natural if current is None else np.asarray(current)
+    check_order(current, layers, experts)
+    counts_NLE = counts_NLE.astype(np.int64)
+    most_moved, share = int(max_moved * experts), experts // expert_parallel
+    result = np.empty_like(natural)
+    for layer in range(layers):
+        of_layer = counts_NLE[:, layer].astype(np.float64)
+        result[layer] = _place_layer(of_layer, current[layer], expert_parallel, most_moved, price)
+    loads = [rank_loads(counts_NLE, order, expert_parallel) for order in (natural, current, result)]
+    sums = [load.max(axis=2).sum(axis=0) for load in loads]
+    worse = sums[2] > sums[0]
+    result[worse] = natural[worse]
+    loads[2][:, worse] = loads[0][:, worse]
+    moved = int((_ranks(result, share) != _ranks(current, share)).sum())
+    of_natural, before, after = (excess(load)[0] for load in loads)
+    total, was = int(loads[2].max(axis=2).sum()), int(sums[1].sum())
+    why, placement = "experts moved to even the load", "moved"
+    if not moved:
+        placement, why = "kept", "no exchange of experts is worth its price"
+    elif total > (1 - min_gain) * was:
+        placement, why = "kept", f"{moved} moves would take {1 - total / was:.2%} off the maxima, less than asked for"
+        result, moved, after = current.copy(), 0, before
+    floor = _floor(counts_NLE, expert_parallel)
+    return result, PlacementReport(of_natural, before, after, floor, moved, placement, why)
+
+
+def replicated_excess(
+    counts_NLE: np.ndarray, order_LE: np.ndarray, expert_parallel: int, *, spare: int, node: int
+) -> float:
+    """The excess that would be left if every rank had `spare` slots more, for second copies of experts. On paper only.
+
+    Copies stay among the `node` neighbouring ranks that hold an expert already, and share its pairs equally. In each
+    node and layer the expert with the most pairs a copy gets the next one, until the slots are full; then all copies
+    are laid on the node's ranks greedily, largest first, no two of one expert on a rank, as EPLB (DeepSeek-V3,
+    arXiv 2412.19437, section 3.4) does. A layer's node for which that is no better keeps its order.
+    order_LE: where the experts lie. node: ranks of a node, a divisor of all of them.
+    """
+    counts_NLE = np.asarray(counts_NLE)
+    _check(counts_NLE, expert_parallel, 1.0, 0.0, 0.0)
+    if spare < 0 or node < 1 or expert_parallel % node:
+        raise ValueError(describe("cannot replicate experts", got=f"spare {spare}, node {node}", expected="spare >= 0 "
+                                  f"and a node that divides {expert_parallel} ranks", do="mend the caller"))
+    loads = rank_loads(counts_NLE, order_LE, expert_parallel).astype(np.float64)
+    run = counts_NLE.shape[2] // expert_parallel * node
+    for layer in range(counts_NLE.shape[1]):
+        for first in range(0, expert_parallel, node):
+            inside = order_LE[layer, first // node * run :][:run]
+            replicated = _replicated(counts_NLE[:, layer, inside].astype(np.float64), node, spare)
+            ours = loads[:, layer, first : first + node]
+            if replicated.max(axis=1).sum() < ours.max(axis=1).sum():
+                ours[:] = replicated
+    return excess(loads)[0]
+
+
+def _check(counts_NLE: np.ndarray, expert_parallel: int, max_moved: float, min_gain: float, price: float) -> None:
+    shaped = counts_NLE.ndim == 3 and counts_NLE.size > 0 and counts_NLE.dtype.kind in "iu"
+    if not shaped or counts_NLE.min() < 0 or expert_parallel < 1 or counts_NLE.shape[2] % expert_parallel:
+        raise ValueError(describe("experts cannot be placed", got=f"counts {counts_NLE.dtype} {counts_NLE.shape} for "
+                                  f"{expert_parallel} ranks", expected="integers [N, L, E], none negative, at least "
+                                  "one of each, E a multiple of the ranks", do="mend the caller"))
+    if not (0 <= max_moved <= 1 and 0 <= min_gain < 1 and price >= 0):
+        raise ValueError(describe("experts cannot be placed", got=f"max_moved {max_moved}, min_gain {min_gain}, price "
+                                  f"{price}", expected="fractions, and a price >= 0", do="mend the caller"))
+
+
+def _ranks(order_LE: np.ndarray, share: int) -> np.ndarray:
+    """The rank of each expert, by its number: [..., E]."""
+    return np.argsort(order_LE, axis=-1) // share
+
+
+def _floor(counts_NLE: np.ndarray, expert_parallel: int) -> float:
+    mean, share = counts_NLE.sum(axis=2) / expert_parallel, counts_NLE.shape[2] // expert_parallel
+    ascending = np.sort(counts_NLE, axis=2)
+    least = np.maximum(mean, ascending[..., -1] + ascending[..., : share - 1].sum(axis=2))
+    return float(least.sum() / mean.sum()) - 1 if mean.sum() else 0.0
+
+
+def _place_layer(
+    counts_NE: np.ndarray, current_E: np.ndarray, ranks: int, most_moved: int, price: float
+) -> np.ndarray:
+    """An order [E] of one layer, the better of the two ways."""
+    was = _ranks(current_E, len(current_E) // ranks)
+    move = price * counts_NE.sum() / ranks
+    near, least = _Exchange(counts_NE, was, ranks).run(was, most_moved, move)
+    everywhere = _Exchange(counts_NE, _greedy(counts_NE, ranks), ranks)
+    fresh = _renamed(everywhere.run(was, len(was), 0.0)[0], was, ranks)
+    moved = int((fresh != was).sum())
+    if moved <= most_moved and _Exchange(counts_NE, fresh, ranks).cost + move * moved < least:
+        near = fresh
+    return _in_slots(near, current_E, ranks)
+
+
+def _greedy(counts_NE: np.ndarray, ranks: int) -> np.ndarray:
+    """The rank of each expert [E]: the most popular first, each where the maxima, and then the load, stay least."""
+    share = counts_NE.shape[1] // ranks
+    rank_of = np.empty(counts_NE.shape[1], np.int64)
+    loads, room = np.zeros((len(counts_NE), ranks)), np.full(ranks, share)
+    for expert in np.argsort(-counts_NE.sum(axis=0), kind="stable").tolist():
+        then = loads + counts_NE[:, expert, None]
+        most = np.maximum(then, loads.max(axis=1, keepdims=True)).sum(axis=0)
+        rank = int(np.lexsort((np.arange(ranks), loads.sum(axis=0), most, room == 0))[0])
+        rank_of[expert], loads[:, rank], room[rank] = rank, then[:, rank], room[rank] - 1
+    return rank_of
+
+
+def _renamed(rank_of: np.ndarray, was: np.ndarray, ranks: int) -> np.ndarray:
+    """The same groups of experts, with the ranks' names chosen greedily so that the most experts stay."""
+    common = np.zeros((ranks, ranks), np.int64)
+    np.add.at(common, (rank_of, was), 1)
+    name, taken = np.full(ranks, -1), np.zeros(ranks, bool)
+    for pair in np.argsort(-common.ravel(), kind="stable").tolist():
+        group, rank = divmod(pair, ranks)
+        if name[group] < 0 and not taken[rank]:
+            name[group], taken[rank] = rank, True
+    return name[rank_of]
+
+
+def _in_slots(rank_of: np.ndarray, current_E: np.ndarray, ranks: int) -> np.ndarray:
+    """The order [E] in which experts that stay on their rank stay in their slot, and the others fill the free ones."""
+    share = len(current_E) // ranks
+    order = np.where(rank_of[current_E] == np.arange(len(current_E)) // share, current_E, -1)
+    for rank in range(ranks):
+        slots = np.arange(rank * share, (rank + 1) * share)
+        coming = np.setdiff1d(np.flatnonzero(rank_of == rank), order[slots])
+        order[slots[order[slots] < 0]] = coming
+    return order
+
+
+class _Exchange:
+    """Exchanges pairs of experts of one layer between its fullest ranks and others, the best pair each time.
+
+    counts float64 [N, E], of integers. rank_of, was [E]: the rank of each expert, and the one before any exchange.
+    loads [N, R]. cost: sum of the maxima.
+    """
+
+    def __init__(self, counts_NE: np.ndarray, rank_of: np.ndarray, ranks: int):
+        self.counts, self.rank_of = counts_NE, rank_of.copy()
+        self.loads = counts_NE @ (rank_of[:, None] == np.arange(ranks)).astype(np.float64)
+        self.cost = float(self.loads.max(axis=1).sum())
+
+    def run(self, was: np.ndarray, most_moved: int, move: float) -> tuple[np.ndarray, float]:
+        """Go on until nothing improves. Returns the rank of each expert [E] where cost + move * moved was the least,
+        of what was seen with at most so many moved from `was`, and that value; infinite when there is none.
+
+        The maximum falls by hardly anything while several ranks are near it, and then by all of it: so the price of
+        moves cannot be asked for in each exchange.
+        """
+        best, least, work = self.rank_of, np.inf, _WORK
+        while True:
+            moved = int((self.rank_of != was).sum())
+            if moved <= most_moved and self.cost + move * moved < least:
+                best, least = self.rank_of.copy(), self.cost + move * moved
+            found, looked = self._best()
+            work -= looked
+            if found is None or work < 0:
+                return best, least
+            self._swap(*found)
+
+    def _best(self) -> tuple[tuple[int, int] | None, int]:
+        """The best pair to exchange, of an expert of a fullest rank and one of another, and how many were looked at.
+
+        None where no pair lowers the cost, or the sum of squares at equal cost: two ranks with the same maximum need
+        two exchanges.
+        """
+        best, least, looked = None, (0.0, 0.0), 0
+        for rank in np.unique(self.loads.argmax(axis=1)).tolist():
+            ours, theirs = np.flatnonzero(self.rank_of == rank), np.flatnonzero(self.rank_of != rank)
+            squares = self._squares(rank, ours, theirs).ravel()
+            looked += _PASS + squares.size
+            # What evens the two ranks the most; how far the maximum falls is then tried exactly.
+            chosen = np.arange(squares.size)
+            if squares.size > _TRIED:
+                chosen = np.sort(np.argpartition(squares, _TRIED - 1)[:_TRIED])
+            at, to = np.divmod(chosen, len(theirs))
+            cost = self._cost_after(rank, ours[at], theirs[to]) - self.cost
+            first = np.lexsort((squares[chosen], cost))[:1].tolist()
+            for i in first:
+                value = float(cost[i]), float(squares[chosen[i]])
+                if value < least:
+                    best, least = (int(ours[at[i]]), int(theirs[to[i]])), value
+        return best, looked
+
+    def _squares(self, rank: int, ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+        """[ours, theirs]: half of what the exchange adds to the sum of the squares of all ranks' loads."""
+        a, b = self.counts[:, ours], self.counts[:, theirs]
+        higher = self.loads[:, rank, None] - self.loads[:, self.rank_of[theirs]]
+        cross = a.T @ (2 * b + higher)
+        return (a * a).sum(axis=0)[:, None] + (b * (b + higher)).sum(axis=0)[None] - cross
+
+    def _cost_after(self, rank: int, ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+        """The cost after each of so many exchanges of an expert of `rank` and one of another."""
+        change, partner = self.counts[:, theirs] - self.counts[:, ours], self.rank_of[theirs]
+        mine, other = self.loads[:, rank, None] + change, self.loads[:, partner] - change
+        return np.maximum(np.maximum(mine, other), self._rest(rank)[:, partner]).sum(axis=0)
+
+    def _rest(self, rank: int) -> np.ndarray:
+        """[N, R]: the maximum over all ranks but `rank` and the one of the column."""
+        others = self.loads.copy()
+        others[:, rank] = -1
+        first, rows = others.argmax(axis=1), np.arange(len(others))
+        rest = np.repeat(others.max(axis=1, keepdims=True), others.shape[1], axis=1)
+        others[rows, first] = -1
+        rest[rows, first] = others.max(axis=1)
+        return rest
+
+    def _swap(self, a: int, b: int) -> None:
+        ours, theirs = self.rank_of[a], self.rank_of[b]
+        difference = self.counts[:, b] - self.counts[:, a]
+        self.loads[:, ours] += difference
+        self.loads[:, theirs] -= difference
+        self.rank_of[a], self.rank_of[b] = theirs, ours
+        self.cost = float(self.loads.max(axis=1).sum())
+
+
+def _replicated(counts_NE: np.ndarray, ranks: int, spare: int) -> np.ndarray:
+    """[N, R] loads of a node's ranks, each with `spare` slots more for copies of its experts."""
+    experts = counts_NE.shape[1]
+    slots, copies, total = experts // ranks + spare, np.ones(experts), counts_NE.sum(axis=0)
+    for _ in range(ranks * spare):
+        # A copy more on a rank that has one would share nothing.
+        copies[np.where(copies < ranks, total / copies, -1.0).argmax()] += 1
+    copies = np.minimum(copies, ranks)
+    loads, room = np.zeros((len(counts_NE), ranks)), np.full(ranks, slots)
+    each = counts_NE / copies
+    for expert in np.argsort(-each.sum(axis=0), kind="stable").tolist():
+        holds = np.zeros(ranks, bool)
+        for _ in range(int(copies[expert])):
+            sums = np.where((room > 0) & ~holds, loads.sum(axis=0), np.inf)
+            rank = int(sums.argmin())
+            if sums[rank] < np.inf:
+                loads[:, rank] += each[:, expert]
+                room[rank] -= 1
+                holds[rank] = True
+    return loads
