@@ -1,15 +1,15 @@
 """What a planned step costs whose MoE layers compute while rows travel, against one in Megatron's order:
 `python benchmarks/overlap.py [--ranks 2] [--chunks 2 4] [--json FILE] [--picture FILE]`.
 
-Expert-parallel ranks on this machine, gloo without a GPU, a random Qwen3-MoE with experts so narrow that rows take about
-as long on their way as in them. An update (planning, forward, backward, optimizer) is run in turns: by plans in Megatron's
-order, overlapped in one chunk, and in as many as asked for. Prints the medians of the rounds' ratios, with quartiles; and of
-one layer, recorded apart from the timing: how long rows were under way, how long the host waited for them, and which part
-of the former lies under something else than waiting. The picture has a forward and a backward pass of this layer in
-each way.
+Expert-parallel ranks on this machine, gloo without a GPU, a random Qwen3-MoE with experts so narrow that rows take
+about as long on their way as in them. An update (planning, forward, backward, optimizer) is run in turns: by plans in
+Megatron's order, overlapped in one chunk, and in as many as asked for. Prints the medians of the rounds' ratios, with
+quartiles; and of one layer, recorded apart from the timing, how long rows were under way and how long the host did
+nothing but wait for them. The picture shows a forward and a backward pass of this layer in each way.
 
 The threads that carry rows on this machine take turns with those that compute: what a network card or a GPU's copy
-engines would do beside the computation is done in its stead.
+engines would do beside the computation is done in its stead. So the times here show what lies under what, and what it
+costs; not what it gains.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from output import tell
 from updates import ReplayedUpdates, arguments, described, on_ranks, ratio, timed
 
 RECORDED = 7  # times that a layer is recorded, of which the picture has the middle one
+LANES = 6  # in the picture, of exchanges under way at a time
 
 
 def main() -> int:
@@ -58,10 +59,10 @@ def summary(options: argparse.Namespace, seen: dict) -> dict[str, object]:
         for way in seen["ways"][1:]:
             result |= ratio(seconds[way], seconds[0], f"{clock}, {name(way)} : planned")
     for way in seen["ways"]:
-        under_way, waited, hidden = (statistics.median(column) for column in zip(*seen["layers"][str(way)], strict=True))
+        under_way, waited, rest = (statistics.median(c) for c in zip(*seen["layers"][str(way)], strict=True))
         result[f"rows of a layer under way, ms, {name(way)}"] = 1e3 * under_way
         result[f"the host waits for them, ms, {name(way)}"] = 1e3 * waited
-        result[f"part of it under computation, {name(way)}"] = hidden
+        result[f"part of it under computation, {name(way)}"] = rest
     return result
 
 
@@ -106,8 +107,8 @@ def run_rank(options: argparse.Namespace) -> None:
 
 
 def draw(timelines: dict[str, list[dict]], file: Path) -> None:
-    """Forward and backward of the layer on the first rank, a row for each way: above what it computes and when it waits,
-    below which rows are under way."""
+    """Forward and backward of the layer on the first rank, a row for each way: above what it computes and when it
+    waits, below which rows are under way."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -119,7 +120,7 @@ def draw(timelines: dict[str, list[dict]], file: Path) -> None:
         "rows": "#7fb77e", "weights": "#b8d8b0", "back": "#9d8ec7",
     }  # fmt: skip
     figure, axes = plt.subplots(
-        len(timelines), 2, figsize=(11, 0.6 + 1.25 * len(timelines)), sharex="col", squeeze=False
+        len(timelines), 2, figsize=(11, 0.6 + 1.4 * len(timelines)), sharex="col", squeeze=False
     )
     for line, (way, spans) in zip(axes, timelines.items(), strict=True):
         for axis, backward in zip(line, (False, True), strict=True):
@@ -127,10 +128,11 @@ def draw(timelines: dict[str, list[dict]], file: Path) -> None:
             start = min(span["begin"] for span in here)
 
             def bar(axis, row, span, begin, end, start=start, **style):
-                axis.barh(row, 1e3 * (end - begin), left=1e3 * (begin - start), edgecolor="black", linewidth=0.3, **style)
+                left, width = 1e3 * (begin - start), 1e3 * (end - begin)
+                axis.barh(row, width, left=left, edgecolor="black", linewidth=0.3, **style)
                 kind, _, number = span["name"].partition(" ")
                 if number.isdigit() and kind != "weights":
-                    axis.text(1e3 * ((begin + end) / 2 - start), row, number, ha="center", va="center", fontsize=6)
+                    axis.text(left + width / 2, row, number, ha="center", va="center", fontsize=6)
 
             lanes: list[float] = []  # of each the moment from which it is free
             for span in here:
@@ -140,10 +142,10 @@ def draw(timelines: dict[str, list[dict]], file: Path) -> None:
                     continue
                 bar(axis, 0, span | {"name": ""}, span["waiting"], span["end"], height=0.9, color="white", hatch="////")
                 lane = next((n for n, free in enumerate(lanes) if free <= span["begin"]), len(lanes))
-                lanes[lane:lane + 1] = [span["arrived"]]
+                lanes[lane : lane + 1] = [span["arrived"]]
                 bar(axis, -0.75 - 0.45 * lane, span, span["begin"], span["arrived"], height=0.4, color=colours[kind])
-            axis.set_ylim(-2.8, 0.6)
-            axis.set_yticks([0, -1.4], ["this rank", "under way"], fontsize=7)
+            axis.set_ylim(-0.8 - 0.45 * LANES, 0.6)
+            axis.set_yticks([0, -0.75 - 0.45 * LANES / 2], ["this rank", "under way"], fontsize=7)
             axis.tick_params(axis="x", labelsize=7)
             for side in ("top", "right", "left"):
                 axis.spines[side].set_visible(False)

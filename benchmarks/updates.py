@@ -35,7 +35,7 @@ def arguments(description: str, *, model: str, tokens: int) -> argparse.Argument
 
 
 def on_ranks(file: str, options: argparse.Namespace) -> dict:
-    """Run `file` again on every rank, with a folder that has the model, and return what the first wrote to seen.json."""
+    """Run `file` again on every rank, with a folder that has the model; what the first wrote to its seen.json."""
     with tempfile.TemporaryDirectory() as folder:
         path = make_model(options.model, Path(folder) / "model")
         (path / "tokenizer.json").write_text("{}")
@@ -67,7 +67,7 @@ def ratio(above: list[float], below: list[float], name: str) -> dict[str, object
 
 
 class ReplayedUpdates:
-    """On one rank: the process group, the policy, microbatches of random tokens and the routes that it takes for them."""
+    """On one rank: process group, policy, microbatches of random tokens and the routes that the policy takes for them."""
 
     def __init__(self, options: argparse.Namespace):
         import torch.distributed as dist

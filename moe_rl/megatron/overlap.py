@@ -30,6 +30,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import unpermute
 
+from moe_rl.errors import ConfigError, describe
 from moe_rl.replay.plans import ChunkPlan, LayerPlan
 from moe_rl.replay.session import MicrobatchHandle
 
@@ -40,7 +41,10 @@ def forward(moe: MoELayer, hidden_states: torch.Tensor, handle: MicrobatchHandle
     With one chunk the result and all gradients are the same bit for bit. With more, the same rows meet the same experts
     and the outputs of a row are summed in the same order, but the experts' matrix products have fewer rows at once, and
     the gradients of their weights are summed over chunks: equal up to the rounding of these sums.
+
+    Raises ConfigError for a layer that does more around its dispatch.
     """
+    _refuse(moe)
     dispatcher = moe.token_dispatcher
     dispatcher.plan = plan
     to_experts, to_router, to_shared = _Fork.apply(hidden_states)
@@ -63,6 +67,22 @@ def forward(moe: MoELayer, hidden_states: torch.Tensor, handle: MicrobatchHandle
     outputs.append(chunks[-1].result())
     output = torch.cat(outputs).view(hidden_states.shape)
     return output if shared is None else output + shared
+
+
+def _refuse(moe: MoELayer) -> None:
+    """What Megatron's layer computes in the methods that are not called here."""
+    settings = ("moe_shared_expert_overlap", "moe_latent_size", "overlap_dispatch_backward_with_experts_wgrad")
+    found = [name for name in settings if getattr(moe.config, name)]
+    if found:
+        raise ConfigError(
+            describe(
+                "an overlapped dispatch plan does not do what this setting does around a dispatch",
+                where=f"megatron config, layer {moe.layer_number - 1}",
+                got=", ".join(f"{name}={getattr(moe.config, name)}" for name in found),
+                expected="off",
+                do="set replay.overlap_chunks to 0, or turn it off",
+            )
+        )
 
 
 class _Chunk:

@@ -31,6 +31,16 @@ UNPLANNED = [
     Case(2, TP2_EP2, {"recompute": "moe"}, plan=False),
     Case(2, EP2, OVERLAP, plan=False),
 ]
+# each in chunks as well; the last two layouts: ranks that share an expert's matrices gather every chunk's rows
+OVERLAPPED = [
+    Case(2, EP2, overlap_chunks=1),
+    Case(2, TP2_EP2, overlap_chunks=1),
+    Case(2, {"context": 2, "expert": 2}, overlap_chunks=1),
+    Case(2, EP2, {"recompute": "uniform"}, overlap_chunks=1),
+    Case(2, TP2_EP2, {"recompute": "moe"}, overlap_chunks=1),
+    Case(2, {"expert_tensor": 2}, overlap_chunks=1),
+]
+CHUNKS = [replace(case, overlap_chunks=2 + number % 2) for number, case in enumerate(OVERLAPPED)]
 LAYERS = 4
 
 
@@ -166,6 +176,40 @@ def test_a_plan_changes_no_bit_and_saves_an_exchange_and_a_wait_in_every_layer(p
             assert one == {**other, "planned": one["planned"]}
 
 
+@pytest.mark.parametrize("case", OVERLAPPED + CHUNKS, ids=name)
+def test_rows_that_leave_before_the_router_has_run_are_those_of_the_record(proven, case):
+    """Maps, received rows, routes taken, waits: as in Megatron's order."""
+    outcome, plain = proven.outcome(case), proven.outcome(replace(case, overlap_chunks=0))
+    assert outcome.gradients < 1e-6 and outcome.logprobs < 2e-6 < 1e-2 < outcome.free_gradients
+    assert (outcome.wrong_maps, outcome.wrong_received) == (0, 0) and outcome.maps == plain.maps > 0
+    assert outcome.consumed == outcome.expected == plain.expected
+    for rank in proven.ranks(case):
+        first, update = rank["tallies"]
+        assert first["planned"] == first["dispatched"] and update["planned"] == update["dispatched"]
+        assert rank["waits"] == {
+            "counts": 0, "waits": 0, "reads": 0, "dispatches": first["planned"] + update["planned"]
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OVERLAPPED, ids=name)
+def test_overlapped_in_one_chunk_no_bit_changes(proven, case):
+    for one, plain in zip(proven.ranks(case), proven.ranks(replace(case, overlap_chunks=0)), strict=True):
+        for key in ("logprobs", "grads", "weights"):
+            assert one[key].keys() == plain[key].keys()
+            assert all(torch.equal(one[key][n], plain[key][n]) for n in plain[key])
+        assert (one["grad_norm"], one["tallies"]) == (plain["grad_norm"], plain["tallies"])
+
+
+@pytest.mark.parametrize("case", CHUNKS, ids=name)
+def test_in_chunks_the_gradient_changes_by_the_rounding_of_its_sums(proven, case):
+    """Of all tensors together; through four layers each adds its rounding to what it got."""
+    chunked, plain = (merged(proven.ranks(one), "grads") for one in (case, replace(case, overlap_chunks=0)))
+    whole, difference = (torch.cat([t.flatten().double() for t in one]) for one in (
+        plain.values(), [chunked[n].double() - plain[n].double() for n in plain]
+    ))  # fmt: skip
+    assert 0 < difference.norm() < 1e-6 * whole.norm()
+
+
 def budget_of(case: Case, checkpoint) -> tuple:
     """The budget from routes, lengths and layout alone, as `--plan --trace` makes it; and whether it is exact."""
     facts, parallel = read_model(checkpoint), case.parallel_config
@@ -245,6 +289,14 @@ def test_in_bfloat16_schedule_recomputation_and_optimizer_change_no_bit(proven, 
             (2, VPP2, "orphan", "routes were not taken exactly once"),
             (2, CP2, "swapped", "tokens were dispatched to other experts than recorded"),
         ]
+    ]
+    + [
+        # sent before the router went wrong, so that no rank waits for another
+        (Case(2, TP2_EP2, overlap_chunks=2, fault=fault), message)
+        for fault, message in [
+            ("swapped", "tokens were dispatched to other experts than recorded"),
+            ("orphan", "routes were not taken exactly once"),
+        ]
     ],
     ids=lambda value: name(value) if isinstance(value, Case) else "",
 )
@@ -259,6 +311,10 @@ def test_a_planted_fault_is_refused_and_named(proven, case, message):
     [
         (
             Case(2, EP2, OVERLAP, fault="previous key"),
+            "another microbatch than runs through it (update, rank {}, layer 3): got microbatch 0, expected",
+        ),
+        (
+            Case(2, EP2, overlap_chunks=2, fault="previous key"),
             "another microbatch than runs through it (update, rank {}, layer 3): got microbatch 0, expected",
         ),
         (

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_rl.config.schema import ParallelConfig
-from moe_rl.errors import ReplayError
+from moe_rl.errors import ConfigError, ReplayError
 from moe_rl.planning.dispatch import DispatchGroup
 from moe_rl.replay.plans import plan_dispatch
 from moe_rl.replay.session import ReplaySession
@@ -166,3 +166,18 @@ def test_what_is_sent_is_held_against_the_record_all_the_same(layer, chunks):
     entries[0] += next(other for other in range(EXPERTS) if other not in recorded) - expert
     with pytest.raises(ReplayError, match="a dispatch plan sent rows to other experts than recorded"):
         layer.run(plans)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("moe_shared_expert_overlap", True),
+        ("moe_latent_size", 8),
+        ("overlap_dispatch_backward_with_experts_wgrad", True),
+    ],
+)
+def test_a_layer_that_does_more_around_its_dispatch_is_refused(one_rank, setting, value):
+    layer = Layer(shared=True)
+    setattr(layer.moe.config, setting, value)
+    with pytest.raises(ConfigError, match=f"got {setting}={value}, expected off"):
+        layer.run(layer.plans(1))

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node N worker.py CASES OUT
 
-CASES: JSON {name: {"checkpoint": path, "parallel", "train": as of a proof's case, "mode": replay | native, "resume":
-whether to save and load a checkpoint}}. Rank r writes OUT/<name>-rank<r>.pt: what it saw.
+CASES: JSON {name: {"checkpoint": path, "parallel", "train", "overlap_chunks": as of a proof's case, "mode": replay |
+native, "resume": whether to save and load a checkpoint}}. Rank r writes OUT/<name>-rank<r>.pt: what it saw.
 """
 
 import json
@@ -32,7 +32,8 @@ def exported(policy):
 def run(case, out):
     folder, mode = Path(case["checkpoint"]), case.get("mode", "replay")
     facts = read_model(folder)
-    shared = cases.Case(dist.get_world_size(), case["parallel"], case.get("train", {}))
+    chunks = case.get("overlap_chunks", 0)
+    shared = cases.Case(dist.get_world_size(), case["parallel"], case.get("train", {}), overlap_chunks=chunks)
     policy = Policy(facts, shared.train_config, shared.parallel_config, folder, temperature=1.0)
     loaded = exported(policy)
     share = Share(facts, shared, policy)
