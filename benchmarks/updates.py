@@ -67,7 +67,7 @@ def ratio(above: list[float], below: list[float], name: str) -> dict[str, object
 
 
 class ReplayedUpdates:
-    """On one rank: process group, policy, microbatches of random tokens and the routes that the policy takes for them."""
+    """On one rank: process group, policy, microbatches of random tokens, and the routes that it takes for them."""
 
     def __init__(self, options: argparse.Namespace):
         import torch.distributed as dist
