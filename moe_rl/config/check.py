@@ -327,7 +327,7 @@ def _overlap_problems(config: Config) -> Iterator[str]:
         )
     if config.train.overlap_expert_parallel_comm:
         yield describe(
-            "train.overlap_expert_parallel_comm: combined 1F1B runs the layers in parts of its own, under which rows travel",
+            "train.overlap_expert_parallel_comm: combined 1F1B runs layers in parts of its own, while rows travel",
             where=where,
             got=True,
             expected="false",
