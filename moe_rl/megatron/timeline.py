@@ -137,7 +137,7 @@ class _Work:
     def wait(self) -> None:
         start = time.perf_counter()
         self.work.wait()
-        if self.span is not None:
+        if self.span is not None and self.span.end is None:  # it may be waited for again, in no time
             self.span.waiting, self.span.end = start, time.perf_counter()
 
 
