@@ -151,6 +151,15 @@ def test_a_key_that_is_not_its_own_is_refused_before_anything_is_sent(layer, mon
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
+def test_the_record_is_compared_before_an_expert_computes(layer, monkeypatch, chunks):
+    happened, check = [], ReplaySession.check_dispatch
+    monkeypatch.setattr(ReplaySession, "check_dispatch", lambda *a: happened.append("compared") or check(*a))
+    layer.moe.experts.register_forward_pre_hook(lambda *a: happened.append("experts"))
+    layer.run(layer.plans(chunks))
+    assert happened == ["compared"] + chunks * ["experts"]
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
 def test_what_is_sent_is_held_against_the_record_all_the_same(layer, chunks):
     plans, router = layer.plans(chunks), layer.moe.router
     routing = router.routing
