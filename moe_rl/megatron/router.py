@@ -150,7 +150,7 @@ class ReplayMoELayer(MoELayer):
 
     def _forward(self, hidden_states, intermediate_tensors, padding_mask):
         plan = self._plan(hidden_states[..., 0].numel())
-        if plan is not None and plan.overlapped:
+        if plan is not None and plan.overlapped:  # the router knows the padding without the mask
             return self.overlapped(hidden_states, plan), None
         return super().forward(hidden_states, intermediate_tensors, padding_mask)
 

@@ -112,8 +112,7 @@ class Timeline:
             work = exchange(output, rows, output_split_sizes, input_split_sizes, group, async_op=True)
             if span is not None:
                 self.spans.append(span)
-                work.get_future().then(lambda _: setattr(span, "arrived", time.perf_counter()))
-            work = _Work(work, span)
+                work = _Work(work, span)
             return work if async_op else work.wait()
 
         return recorded
@@ -131,14 +130,19 @@ class Timeline:
 class _Work:
     """A begun exchange whose waiting is timed."""
 
-    def __init__(self, work: dist.Work, span: Span | None):
+    def __init__(self, work: dist.Work, span: Span):
         self.work, self.span = work, span
+        self.told = work.get_future().then(self._arrived)
+
+    def _arrived(self, _) -> None:
+        self.span.arrived = time.perf_counter()
 
     def wait(self) -> None:
         start = time.perf_counter()
         self.work.wait()
-        if self.span is not None and self.span.end is None:  # it may be waited for again, in no time
+        if self.span.end is None:  # it may be waited for again, in no time
             self.span.waiting, self.span.end = start, time.perf_counter()
+        self.told.wait()
 
 
 class _Mark(torch.autograd.Function):
