@@ -154,12 +154,14 @@ def test_a_step_is_the_same_with_plans_and_without(steps):
 
 
 def test_a_step_overlaps_in_as_many_chunks_as_asked_for(steps, out):
-    for case, passes in {"whole": [[0], [], [0]], "one-chunk": [[1], [], [1]], "r2-two-chunks": [[], [2]]}.items():
+    # old log-probabilities, which r2 records in, natively routed ones, and two updates
+    wanted = {"whole": [[0], [], [0], [0]], "one-chunk": [[1], [], [1], [1]], "r2-two-chunks": [[], [2], [2]]}
+    for case, passes in wanted.items():
         assert all(json.loads((out / f"{case}-rank{rank}.chunks").read_text()) == passes for rank in range(2)), case
     assert steps["one-chunk"] == steps["whole"]
     (r2, _), (plain, _) = steps["r2-two-chunks"], steps["r2"]
     assert r2["routing/planned_fraction"] == 1 and r2["routing/consumed"] == 1.5 * plain["routing/consumed"]
-    assert r2["optim/grad_norm"] == pytest.approx(plain["optim/grad_norm"], rel=1e-6)
+    assert r2["optim/grad_norm"] == pytest.approx(plain["optim/grad_norm"], rel=1e-5)
 
 
 @pytest.mark.parametrize("case", ["by-length", "by-load"])
