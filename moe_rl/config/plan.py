@@ -115,7 +115,7 @@ def make_plan(config: Config, facts: ModelFacts, world_size: int) -> Plan:
     per_rank = dense_per_rank + expert_per_rank
 
     routes_bytes = len(facts.moe_layers) * facts.top_k * (1 if facts.num_experts <= 256 else 2)
-    kv_bytes = 2 * facts.layers * facts.kv_heads * facts.head_dim * DTYPE_BYTES[rollout.dtype]
+    kv_bytes = facts.layers * facts.cache_width * DTYPE_BYTES[rollout.dtype]
     kv_tokens = (rollout.kv_cache_mib << 20) // kv_bytes
     concurrent = min(rollout.max_concurrent, sequences_per_step)
     prompts = count_prompts(config.task.train)

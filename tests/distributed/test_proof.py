@@ -16,7 +16,7 @@ from moe_rl.proof.matrix import merged
 from moe_rl.train.peaks import dispatching_shares
 
 # The first case of a world size waits for all of them.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 EP2, CP2, PP2 = {"expert": 2}, {"context": 2}, {"pipeline": 2}
 TP2_EP2, VPP2 = {"tensor": 2, "expert": 2}, {"pipeline": 2, "virtual_pipeline": 2}

@@ -20,7 +20,7 @@ from moe_rl.train.peaks import limit_problem, peaks
 from tests.distributed.conftest import torchrun
 from tests.distributed.step_worker import scores_of, shared_logits, supports_of
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 CONFIG = Path(__file__).parents[2] / "configs/tiny_moe_cpu.yaml"
 LAYERS = 4
 TOKENS = [prompt + completion - 1 for prompt, completion in LENGTHS]
