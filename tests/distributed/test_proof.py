@@ -31,7 +31,7 @@ UNPLANNED = [
     Case(2, TP2_EP2, {"recompute": "moe"}, plan=False),
     Case(2, EP2, OVERLAP, plan=False),
 ]
-# each in chunks as well; the last two layouts: ranks that share an expert's matrices gather every chunk's rows
+# each in chunks as well; where ranks share an expert's matrices, they gather every chunk's rows
 OVERLAPPED = [
     Case(2, EP2, overlap_chunks=1),
     Case(2, TP2_EP2, overlap_chunks=1),
@@ -39,6 +39,7 @@ OVERLAPPED = [
     Case(2, EP2, {"recompute": "uniform"}, overlap_chunks=1),
     Case(2, TP2_EP2, {"recompute": "moe"}, overlap_chunks=1),
     Case(2, {"expert_tensor": 2}, overlap_chunks=1),
+    Case(4, {"expert": 2, **VPP2}, {"recompute": "moe"}, overlap_chunks=1),
 ]
 CHUNKS = [replace(case, overlap_chunks=2 + number % 2) for number, case in enumerate(OVERLAPPED)]
 LAYERS = 4
@@ -186,9 +187,9 @@ def test_rows_that_leave_before_the_router_has_run_are_those_of_the_record(prove
     for rank in proven.ranks(case):
         first, update = rank["tallies"]
         assert first["planned"] == first["dispatched"] and update["planned"] == update["dispatched"]
-        assert rank["waits"] == {
-            "counts": 0, "waits": 0, "reads": 0, "dispatches": first["planned"] + update["planned"]
-        }  # fmt: skip
+        waits, without = rank["waits"], fillers(case, rank) * (2 * len(rank["layers"]) + len(rank["recomputed_layers"]))
+        assert waits["dispatches"] == first["planned"] + update["planned"] + without
+        assert (waits["counts"], waits["waits"], waits["reads"] > 0) == (without, without, without > 0)
 
 
 @pytest.mark.parametrize("case", OVERLAPPED, ids=name)
