@@ -47,8 +47,9 @@ class Layer:
             self.tables, (0,), DispatchGroup(EXPERTS, 1, 1, 0), lambda counts: counts[None], overlap_chunks=chunks
         )
 
-    def session(self, plans):
-        return ReplaySession(self.tables, (0,), mode="replay", name="test", rank=0, plans=plans)
+    def session(self, plans, microbatches=1):
+        tables, plans = microbatches * self.tables, microbatches * plans
+        return ReplaySession(tables, (0,), mode="replay", name="test", rank=0, plans=plans)
 
     def run(self, plans, timeline=None):
         """(output, gradients) of a pass by these plans."""
@@ -134,7 +135,7 @@ def test_a_key_that_is_not_its_own_is_refused_before_anything_is_sent(layer, mon
     layer.run(layer.plans(chunks))
     assert len(begun) == 6 * chunks, "the witness sees none"
     begun.clear()
-    session, hidden = layer.session(layer.plans(chunks)), layer.hidden
+    session, hidden = layer.session(layer.plans(chunks), microbatches=2), layer.hidden
     what = {
         "another microbatch": "another microbatch than runs through it",
         "fewer rows": "differ in number.*got 14 rows, expected 13 tokens",
@@ -145,7 +146,7 @@ def test_a_key_that_is_not_its_own_is_refused_before_anything_is_sent(layer, mon
         if fault == "closed":
             layer.moe(hidden)
         with session:
-            session.begin_forward(fault == "another microbatch", torch.arange(ROWS))
+            session.begin_forward(int(fault == "another microbatch"), torch.arange(ROWS))
             layer.moe(hidden[1:] if fault == "fewer rows" else hidden)
     assert not begun
 
