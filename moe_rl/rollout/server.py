@@ -119,38 +119,38 @@ class VllmServer:
 
     def recording(self) -> Served:
         """What the server samples from and records."""
-        return asyncio.run(self._once("GET", "/moe_rl/recording", None, Served))
+        return asyncio.run(self._once("GET", "/moe_rl/recording", None, _SERVED))
 
     def stats(self) -> list[dict[str, int]]:
         """Counts of every worker that records, since its start; see recorder.Recorder."""
-        return asyncio.run(self._once("GET", "/moe_rl/stats", None, list[dict[str, int]]))
+        return asyncio.run(self._once("GET", "/moe_rl/stats", None, _STATS))
 
     def set_weight_version(self, version: int) -> None:
         """Say which weights the server holds from now on. Call it when nothing is sampled."""
-        asyncio.run(self._once("POST", "/moe_rl/weight_version", WeightVersion(version), None))
+        asyncio.run(self._once("POST", "/moe_rl/weight_version", WeightVersion(version), _NOTHING))
 
-    async def _once(self, method: str, path: str, message: msgspec.Struct | None, answer: type | None):
+    async def _once(self, method: str, path: str, message: msgspec.Struct | None, answer: msgspec.json.Decoder):
         async with self._client() as client:
             return await self._call(client, method, path, message, answer)
 
     async def _generate(self, requests: Sequence[GenerateRequest], shard: str, enough: int | None) -> list[Completion]:
         async with self._client() as client:
-            served = await self._call(client, "GET", "/moe_rl/recording", None, Served)
+            served = await self._call(client, "GET", "/moe_rl/recording", None, _SERVED)
             _check(requests, served)
             records = any(request.record for request in requests)
             if records:
-                await self._call(client, "POST", "/moe_rl/open", Sink(shard), None)
+                await self._call(client, "POST", "/moe_rl/open", Sink(shard), _NOTHING)
             try:
                 samples = await self._sample(client, requests, shard, enough)
                 if any(sample.finish_reason == "abort" for sample in samples):
-                    now = await self._call(client, "GET", "/moe_rl/recording", None, Served)
+                    now = await self._call(client, "GET", "/moe_rl/recording", None, _SERVED)
                     if now.weight_version != served.weight_version:
                         raise EngineError(describe("The weights changed under requests that were aborted", where=shard))
                 refs = await self._publish(client, requests, samples, shard) if records else {}
             except BaseException:
                 if records:
                     with contextlib.suppress(EngineError):
-                        await self._call(client, "POST", "/moe_rl/abandon", Sink(shard), None)
+                        await self._call(client, "POST", "/moe_rl/abandon", Sink(shard), _NOTHING)
                 raise
         return [
             Completion(
@@ -178,7 +178,7 @@ class VllmServer:
             async with turn, self._ask(client, "POST", "/inference/v1/generate", body) as response:
                 async for line in response.aiter_lines():
                     if (text := line.removeprefix("data: ")) and text != "[DONE]":
-                        sample.add(_decode(text, _Answer, self.url), request.key)
+                        sample.add(_decode(text, _ANSWER, self.url), request.key)
 
         tasks = [asyncio.create_task(one(*pair)) for pair in zip(requests, samples, strict=True)]
         wanted = len(tasks) if enough is None else min(enough, len(tasks))
@@ -212,7 +212,7 @@ class VllmServer:
                 if sample.finish_reason == "abort":
                     aborted.append(request.key)
         message = Publish(shard, sequences, aborted)
-        refs = await self._call(client, "POST", "/moe_rl/publish", message, dict[str, RouteRef])
+        refs = await self._call(client, "POST", "/moe_rl/publish", message, _REFERENCES)
         return as_stored(refs, asks)
 
     def _client(self) -> httpx.AsyncClient:
@@ -225,9 +225,14 @@ class VllmServer:
         )
 
     async def _call(
-        self, client: httpx.AsyncClient, method: str, path: str, message: msgspec.Struct | None, answer: type | None
+        self,
+        client: httpx.AsyncClient,
+        method: str,
+        path: str,
+        message: msgspec.Struct | None,
+        answer: msgspec.json.Decoder,
     ):
-        """One control call; its answer as `answer`."""
+        """One control call; its answer as `answer` reads it."""
         body = b"" if message is None else msgspec.json.encode(message)
         async with self._ask(client, method, path, body) as response:
             return _decode(await response.aread(), answer, self.url)
@@ -281,6 +286,14 @@ class _Answer(msgspec.Struct, frozen=True):
 
     choices: list[_Choice] = []
     error: msgspec.Raw | None = None
+
+
+# Made while the module is imported, by one thread: msgspec dies when two threads are the first to decode into a type.
+_ANSWER = msgspec.json.Decoder(_Answer)
+_SERVED = msgspec.json.Decoder(Served)
+_STATS = msgspec.json.Decoder(list[dict[str, int]])
+_REFERENCES = msgspec.json.Decoder(dict[str, RouteRef])
+_NOTHING = msgspec.json.Decoder(None)
 
 
 @dataclass(slots=True)
@@ -357,9 +370,9 @@ def _check(requests: Sequence[GenerateRequest], served: Served) -> None:
         )
 
 
-def _decode(text: str | bytes, kind: type | None, url: str):
+def _decode(text: str | bytes, answer: msgspec.json.Decoder, url: str):
     try:
-        return msgspec.json.decode(text, type=kind)
+        return answer.decode(text)
     except msgspec.DecodeError as error:
         got = f"{error}: {str(text)[:200]}"
         raise EngineError(describe("The vLLM server gave the wrong answer", where=url, got=got)) from None

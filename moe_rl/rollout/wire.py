@@ -101,15 +101,17 @@ class Failed(Message):
 
 Call = Start | Generate | Score | Update | Close
 Reply = Ready | Alive | Generated | Scored | Updated | Failed
+# Made by the thread that imports: msgspec dies when two threads are the first to decode into a type.
+_DECODERS = {kind: msgspec.msgpack.Decoder(kind) for kind in (Call, Reply)}
 
 
 class Channel:
-    """One end. Sending and receiving block for as long as the socket's own timeout says."""
+    """One end. incoming: Call or Reply. Sending and receiving block for as long as the socket's own timeout says."""
 
     def __init__(self, end: socket.socket, incoming: type):
         self.socket = end
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(incoming)
+        self._decoder = _DECODERS[incoming]
         self._buffer = bytearray()
 
     def send(self, message: Message) -> None:

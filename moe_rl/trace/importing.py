@@ -56,6 +56,10 @@ class _Line(msgspec.Struct):
     weight_version: int | None = None
 
 
+# Made by the thread that imports: msgspec dies when two threads are the first to decode into a type.
+_DECODER = msgspec.json.Decoder(_Line)
+
+
 @dataclass(frozen=True, slots=True)
 class _Item:
     """One sequence of a line. reply: what names its routes and tokens."""
@@ -128,7 +132,6 @@ def lint_npy(path: Path, spec: TraceSpec, tokens: Path | None) -> Iterator[tuple
 def _items(path: Path, form: str) -> Iterator[tuple[str, _Item]]:
     """Every sequence of the file with its place. Raises TraceError on a line that is none."""
     limit = _MAX_LINE[form]
-    decoder = msgspec.json.Decoder(_Line)
     try:
         with open(path, "rb") as file:
             for number, text in enumerate(iter(lambda: file.readline(limit + 1), b""), 1):
@@ -138,7 +141,7 @@ def _items(path: Path, form: str) -> Iterator[tuple[str, _Item]]:
                 if not text.strip():
                     continue
                 try:
-                    line = decoder.decode(text)
+                    line = _DECODER.decode(text)
                 except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                     raise TraceError(
                         describe("line is not an import line", where=where, got=str(error)[:200], expected="see --help")

@@ -464,6 +464,36 @@ def test_tokens_that_are_no_secret_are_refused(tmp_path, mode, text, message):
         read_token(link)
 
 
+def test_many_threads_may_be_the_first_to_read_an_answer():
+    """msgspec looks a type up when it first decodes into it, and dies of two threads that do so at once."""
+    script = """
+import importlib, sys, threading
+from moe_rl.rollout import server
+
+sys.setswitchinterval(1e-6)
+answer = b'{"choices": [{"token_ids": [5], "logprobs": {"content": [{"logprob": -1.5}]}}]}'
+read = []
+for _ in range(40):
+    importlib.reload(server)  # new types, which nobody has decoded into
+    together = threading.Barrier(8)
+
+    def first():
+        together.wait()
+        sample = server._Sample()
+        sample.add(server._decode(answer, server._ANSWER, "here"), "a")
+        read.append(sample.token_ids)
+
+    threads = [threading.Thread(target=first) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+assert read == [[5]] * 320, len(read)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_a_token_is_made_once(tmp_path):
     serve._make_token(tmp_path / "token")
     token = read_token(tmp_path / "token")
