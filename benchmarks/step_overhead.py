@@ -142,7 +142,7 @@ def run_rank(options: argparse.Namespace) -> None:
         if kind == "planned":
             start = time.perf_counter()
             plans = plan_dispatch(
-                tables, policy.layers, world.dispatch_group(facts.num_experts), world.gather_over_dispatch
+                tables, policy.layers, world.dispatch_group(facts.num_experts), world.gather_over_dispatch, policy.order
             )
             planning.append(time.perf_counter() - start)
         with session(tables, "replay", plans) as replayed:

@@ -122,7 +122,7 @@ def load(path: Path, policy: Policy, *, parallel: ParallelConfig, seed: int) -> 
     loaded = _read_tensors(path, _sharded(policy, loading=True), StrictHandling.RAISE_ALL)
     for number, chunk in enumerate(policy.chunks):
         unwrap(chunk).load_state_dict(loaded[f"model{number}"], strict=True)
-    for number, optimizer in enumerate(_optimizers(policy)):
+    for number, optimizer in enumerate(policy.optimizers):
         _set_state(optimizer, loaded["optimizer"][str(number)], state["optimizer_step"])
     policy.updates = state["updates"]
     if state["layout"] == layout(parallel):
@@ -241,7 +241,7 @@ def _sharded(policy: Policy, *, loading: bool) -> dict:
     # Megatron puts its process groups into the metadata that it is given.
     model = _sharded_model(policy)
     optimizers = {}
-    for number, optimizer in enumerate(_optimizers(policy)):
+    for number, optimizer in enumerate(policy.optimizers):
         # Adam has no moments before its first step, but a checkpoint always has.
         optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
         whole = optimizer.sharded_state_dict(model, is_loading=loading, metadata=dict(_CONTENT))
@@ -263,11 +263,6 @@ def _set_state(optimizer: MegatronOptimizer, loaded: dict, step: int) -> None:
         if "fp32_from_fp16_params" in state:
             state["fp32_from_fp16_params"] = loaded["fp32_from_fp16_params"]
     optimizer.load_state_dict(state)
-
-
-def _optimizers(policy: Policy) -> list[MegatronOptimizer]:
-    """One for all parameters, or one for the dense ones and one for the experts, as the layout asks."""
-    return getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
 
 
 def _optimizer_step(policy: Policy) -> int:

@@ -1,7 +1,8 @@
 """Names and layouts: Hugging Face MoE models <-> megatron GPTModel, both ways, for the part that one rank holds.
 
-A rank holds the experts e with e // (num_experts / EP) equal to its expert rank. Of a matrix it holds a run of rows or
-of columns: tensor-parallel ranks share the dense ones, expert-tensor-parallel ranks those of the experts.
+A rank holds the experts in the slots s with s // (num_experts / EP) equal to its expert rank; which expert lies in a
+slot, the layer's dispatcher says (`placement`). Of a matrix it holds a run of rows or of columns: tensor-parallel ranks
+share the dense ones, expert-tensor-parallel ranks those of the experts.
 Layout of linear_qkv: per key-value group its query heads, then k, then v; a rank holds whole groups. Of linear_fc1:
 gate above up; a rank holds its rows of gate above its rows of up.
 """
@@ -78,7 +79,7 @@ class Entry:
 def entries(model: torch.nn.Module, facts: ModelFacts) -> Iterator[Entry]:
     """Every parameter of an (unwrapped) GPTModel, and its routers' expert biases, with their Hugging Face names."""
     experts_here = facts.num_experts // parallel_state.get_expert_model_parallel_world_size()
-    first_expert = experts_here * parallel_state.get_expert_model_parallel_rank()
+    first_slot = experts_here * parallel_state.get_expert_model_parallel_rank()
     biases = (item for item in model.named_buffers() if item[0].endswith(".router.expert_bias"))
     for name, parameter in chain(model.named_parameters(), biases):
         if name in _TOP:
@@ -88,10 +89,11 @@ def entries(model: torch.nn.Module, facts: ModelFacts) -> Iterator[Entry]:
         match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
         if match is None:
             raise ConfigError(describe("a megatron parameter has no Hugging Face name", got=name))
-        rest, prefix = match[2], f"model.layers.{model.decoder.layers[int(match[1])].layer_number - 1}."
+        layer, rest = model.decoder.layers[int(match[1])], match[2]
+        prefix = f"model.layers.{layer.layer_number - 1}."
         expert = next(filter(None, (pattern.fullmatch(rest) for pattern in _EXPERT)), None)
         if expert is not None:
-            prefix += f"mlp.experts.{first_expert + int(expert['expert'])}."
+            prefix += f"mlp.experts.{layer.mlp.token_dispatcher.order[first_slot + int(expert['expert'])]}."
             if expert["fc"] == "1":
                 yield Entry(parameter, tuple(prefix + n for n in _GATE_UP), "gate_up", 0, True)
             else:

@@ -21,10 +21,12 @@ class LayerPlan:
     """How one microbatch goes through one layer's dispatcher. Everything but `entries` is known to the host.
 
     entries: int32 [R * K] on the device, see `send_order`. sent, got: rows to and from each of the P. gathered: int64
-    [T]. received: int64 [G, n]. per_expert: int64 [n], where Megatron's experts look for it. See `Splits`.
+    [T]. received: int64 [G, n]. per_expert: int64 [n], where Megatron's experts look for it. See `Splits`. order: int64
+    [E], the expert in each slot, as the plan takes them to lie.
     """
 
     entries: torch.Tensor
+    order: np.ndarray
     sent: list[int]
     got: list[int]
     gathered: np.ndarray
@@ -37,6 +39,7 @@ def plan_dispatch(
     layers: tuple[int, ...],
     group: DispatchGroup,
     exchange: Callable[[np.ndarray], np.ndarray],
+    order: np.ndarray,
 ) -> list[dict[int, LayerPlan] | None]:
     """Plans {layer: plan} of each microbatch. All ranks of a dispatch group call it together, for as many of them.
 
@@ -45,6 +48,7 @@ def plan_dispatch(
 
     exchange: int64 [M, L, E] of this rank -> [G, M, L, E] of all ranks of the group, in their order; called once, not
     at all for no microbatches. The routes come to the host in one copy, and go back to the device in one a microbatch.
+    order: int64 [L, E], the expert in each slot.
     """
     if not tables:
         return []
@@ -52,17 +56,19 @@ def plan_dispatch(
     counts = np.stack([count(one, group.experts) for one in routes])
     counts[[table.native is not None for table in tables]] = -1
     everyone = exchange(counts)
-    numbers, plans = splits(everyone, group), []
+    by_slot = np.take_along_axis(everyone, order.reshape(*[1] * (everyone.ndim - 2), *order.shape), -1)
+    numbers, slots, plans = splits(by_slot, group), np.argsort(order, -1), []
     for m, table in enumerate(tables):
         if everyone[:, m].min() < 0:
             plans.append(None)
             continue
         device = table.routes[layers[0]].device
-        entries = torch.from_numpy(send_order(routes[m], group.experts)).to(device)
+        entries = torch.from_numpy(send_order(routes[m], slots)).to(device)
         plans.append(
             {
                 layer: LayerPlan(
                     entries=entries[at],
+                    order=order[at],
                     sent=numbers.sent[m, at].tolist(),
                     got=numbers.got[m, at].tolist(),
                     gathered=numbers.gathered[m, at],

@@ -104,7 +104,7 @@ class TrainStep:
         replay = self.config.replay.mode
         first_mode = {"r3": "replay", "r2": "record", "off": "observe"}[replay]
         with clock("routes"):
-            shares, fallback = self.shares.of(sequences, group_ids, weight_version)
+            shares, fallback = self.shares.of(sequences, group_ids, weight_version, self.policy.placement)
             if replay == "r3":
                 self._plan(shares)
         everything = [m for share in shares for m in share.microbatches]
@@ -188,7 +188,8 @@ class TrainStep:
         if self.config.replay.plan is False:
             return
         tables, group = [t for share in shares for t in share.tables], world.dispatch_group(self.spec.num_experts)
-        self._hand_out(shares, plan_dispatch(tables, self.policy.layers, group, world.gather_over_dispatch), "plans")
+        plans = plan_dispatch(tables, self.policy.layers, group, world.gather_over_dispatch, self.policy.order)
+        self._hand_out(shares, plans, "plans")
 
     def _session(self, tables, plans, mode, name, *, compare_native=False, training=False) -> ReplaySession:
         return ReplaySession(

@@ -1,0 +1,181 @@
+"""One of four ranks of the tests of placed experts: layouts one after the other, the same data in each.
+
+    torchrun --nproc-per-node 4 placement_worker.py CHECKPOINT OUT
+
+In each, a policy whose experts move after its first update goes on beside one whose experts never do. Rank r writes
+what it saw to OUT/rank<r>.pt.
+"""
+
+import json
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from moe_rl.config.hf import read_model
+from moe_rl.errors import ReplayError
+from moe_rl.megatron import checkpoint, world
+from moe_rl.megatron.dispatcher import PlannedDispatcher
+from moe_rl.megatron.policy import Policy
+from moe_rl.megatron.witness import DispatchWitness
+from moe_rl.planning.placement import natural_order
+from moe_rl.proof.cases import Case
+from moe_rl.proof.share import Share, whole_gradients
+from moe_rl.train.weights import send_weights
+from tests.distributed.state_worker import Engine, held
+
+CASES = {
+    "EP2 DP2": Case(4, {"expert": 2}),
+    "EP2 DP2 top-4": Case(4, {"expert": 2}),
+    "EP2 DP2 bfloat16": Case(4, {"expert": 2}, {"dtype": "bfloat16"}),
+    "EP2 DP2 bfloat16 whole optimizer": Case(
+        4, {"expert": 2}, {"dtype": "bfloat16", "distributed_optimizer": False}, plan=False
+    ),
+    "TP2 EP2 ETP2": Case(4, {"tensor": 2, "expert": 2, "expert_tensor": 2}, {"recompute": "moe"}),
+    "EP2 PP2": Case(4, {"expert": 2, "pipeline": 2}),
+}
+
+
+def placements(facts):
+    """Two of them: nearly everything elsewhere, and two experts of one layer exchanged."""
+    rng, shape = np.random.default_rng(5), (len(facts.moe_layers), facts.num_experts)
+    near = natural_order(*shape)
+    near[1, [0, -1]] = near[1, [-1, 0]]
+    return rng.permuted(natural_order(*shape), axis=1), near
+
+
+class Run:
+    """A policy new from the model's folder, and what it computes."""
+
+    def __init__(self, facts, case, source):
+        self.facts, self.case = facts, case
+        self.policy = Policy(facts, case.train_config, case.parallel_config, source, temperature=1.0)
+        self.share = Share(facts, case, self.policy)
+
+    def passes(self):
+        """One forward-only pass and one update, seen at the dispatchers."""
+        witness = DispatchWitness().attach(self.policy.chunks)
+        logprobs, first, tables = self.share.first_pass()
+        result, second = self.share.update(tables)
+        dispatch = self.share.judge(witness)
+        for layer in self.policy._moe_layers():  # the witness stands in front of these methods
+            del layer.token_dispatcher.dispatch_preprocess, layer.token_dispatcher.dispatch_postprocess
+        weights = self.policy.export(torch.float32, dense=True, experts=True)
+        return {
+            "logprobs": self.share.by_sequence(logprobs),
+            "grad_norm": result.grad_norm,
+            "grads": whole_gradients(self.policy, self.facts),
+            "weights": {name: tensor.clone() for name, tensor in weights.items()},
+            "dispatch": dispatch,
+            "mismatch": [s.tally.applied_mismatch for s in (first, second)],
+            "planned": [s.tally.planned for s in (first, second)],
+        }
+
+    def sent(self, folder):
+        """The weights as a sampler gets them."""
+        engine = Engine() if dist.get_rank() == 0 else None
+        send_weights(self.policy, engine, folder, 0, dtype="float32", weights="exact")
+        return engine.weights if engine else {}
+
+    def save(self, folder):
+        checkpoint.save(folder, 1, self.policy, {}, parallel=self.case.parallel_config, keep=1)
+
+    def load(self, folder):
+        checkpoint.load(checkpoint.latest(folder), self.policy, parallel=self.case.parallel_config, seed=1)
+
+
+def compared(facts, case, source, out):
+    """The same two updates with experts in their natural places, and with a placement in between, and back."""
+    straight, placed = Run(facts, case, source), Run(facts, case, source)
+    far, near = placements(facts)
+    seen = {"natural": [straight.passes()], "placed": [placed.passes()]}
+    before = held(straight.policy)
+    for placement in (near, far):
+        placed.policy.place(placement)
+    seen["moved"] = {name: int((held(placed.policy)[name] != value).sum()) for name, value in before.items()
+                     if "experts" in name}
+    seen["sent"] = straight.sent(out / "sent"), placed.sent(out / "sent")
+    folders = out / "natural", out / "placed"
+    straight.save(folders[0])
+    placed.save(folders[1])
+    others = Run(facts, case, source), Run(facts, case, source)
+    others[1].policy.place(far)
+    # What was saved with one placement is loaded with another.
+    for run, folder in zip(others, folders[::-1], strict=True):
+        run.load(folder)
+    seen["loaded"] = [(held(run.policy), held(other.policy))
+                      for run, other in zip(others, (straight, placed), strict=True)]
+    seen["natural"].append(straight.passes())
+    seen["placed"].append(placed.passes())
+    placed.policy.place(natural_order(*far.shape))
+    seen["back"] = held(straight.policy), held(placed.policy)
+    for run in (straight, placed, *others):
+        run.policy.release()
+    return seen
+
+
+def faults(facts, case, source):
+    """{what was planted: (error, whether the plan was kept from being taken)}"""
+    told, (far, near) = {}, placements(facts)
+
+    def attempt(name, action):
+        try:
+            action()
+            told[name] = "went through"
+        except ReplayError as error:
+            told[name] = str(error)
+
+    run = Run(facts, case, source)
+    before = held(run.policy)
+    attempt("two placements", lambda: run.policy.place(far if dist.get_rank() == 3 else near))
+    after = held(run.policy)
+    told["touched"] = [name for name in before if not torch.equal(*map(torch.as_tensor, (before[name], after[name])))]
+    session = run.share.session(run.share.tables, "replay", "old plans")
+    run.policy.place(far)
+
+    def old_plans():
+        with session:
+            run.policy.logprobs(run.share.microbatches, session)
+
+    attempt("plans of before", old_plans)
+    for name, target in (("only weights", "place"), ("only dispatcher", "weights")):
+        run = Run(facts, case, source)
+        if target == "place":
+            with patch.object(PlannedDispatcher, "place", lambda self, order: None):
+                attempt(name, lambda: run.policy.place(near))  # noqa: B023
+        else:
+            with patch("moe_rl.megatron.policy.move", lambda moe, order, optimizers: moe.token_dispatcher.place(order)):
+                attempt(name, lambda: run.policy.place(near))  # noqa: B023
+        run.policy.release()
+    return told
+
+
+def main():
+    source, out = map(Path, sys.argv[1:])
+    world.join(timeout_seconds=120)
+    rank, seen = dist.get_rank(), {}
+    two = out / "top-2"
+    if rank == 0:
+        two.mkdir()
+        for file in source.iterdir():
+            (two / file.name).symlink_to(file)
+        (two / "config.json").unlink()
+        config = json.loads((source / "config.json").read_text())
+        (two / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 2}))
+    dist.barrier()
+    for name, case in CASES.items():
+        world.lay_out(case.parallel_config, seed=1)
+        folder = source if "top-4" in name else two
+        seen[name] = compared(read_model(folder), case, folder, out / name)
+        dist.barrier()
+        if name == "EP2 DP2":
+            seen["faults"] = faults(read_model(folder), case, folder)
+    world.stop()
+    torch.save(seen, out / f"rank{rank}.pt")
+
+
+if __name__ == "__main__":
+    main()
