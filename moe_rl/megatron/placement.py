@@ -128,10 +128,9 @@ def _held(weight: torch.Tensor, optimizers: list[MegatronOptimizer]) -> tuple[li
         main = getattr(weight, "main_param", weight)
         state = {"param": main, **optimizer.optimizer.state[main]}
         return [state[name] for name in _KEPT], slice(0, weight.numel())
-    index, dtype, bucket = optimizer.model_param_gbuf_map[weight]
-    ranges = optimizer.gbuf_ranges[index][dtype][bucket]["param_map"].get(weight)
-    if ranges is None:
+    if weight not in optimizer.model_param_gbuf_map:
         return [], slice(0, 0)
+    ranges = optimizer._get_model_param_range_map(weight)
     state = optimizer._get_main_param_and_optimizer_states(weight)
     return [state[name] for name in _KEPT], slice(ranges["param"].start, ranges["param"].end)
 
@@ -140,7 +139,7 @@ def _of(weight: torch.Tensor, optimizers: list[MegatronOptimizer]) -> MegatronOp
     """The optimizer that updates a weight."""
     for optimizer in optimizers:
         if isinstance(optimizer, DistributedOptimizer):
-            mine = weight in optimizer.model_param_gbuf_map
+            mine = any(weight in buffer.param_index_map for buffer in optimizer.buffers)
         else:
             mine = getattr(weight, "main_param", weight) in optimizer.optimizer.state
         if mine:

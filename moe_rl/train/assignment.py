@@ -60,7 +60,7 @@ def assign(
         for index in range(dist.get_rank(), len(sequences), dist.get_world_size()):
             ref = sequences[index].routes
             if ref is not None:
-                by_slot = np.take_along_axis(_counts(store, ref, spec), placement, axis=1)
+                by_slot = np.take_along_axis(expert_counts(store, ref, spec), placement, axis=1)
                 loads[index] = load_of(by_slot[None], parts)[0]
         return loads
 
@@ -96,8 +96,11 @@ def load_excess(tables: list[MicrobatchRoutes], order: np.ndarray, expert_parall
     return most * expert_parallel / pairs - 1 if pairs else 0.0
 
 
-def _counts(store: TraceStore, ref: RouteRef, spec: TraceSpec) -> np.ndarray:
-    """[L, E] of all layers of the model. Raises TraceError, also for a record of a model of another shape."""
+def expert_counts(store: TraceStore, ref: RouteRef, spec: TraceSpec) -> np.ndarray:
+    """Integers [L, E]: how often each expert is in a record, for all MoE layers of the model.
+
+    Raises TraceError, also for a record of a model of another shape.
+    """
     counts, shape = store.expert_counts(ref), (len(spec.moe_layers), spec.num_experts)
     if counts.shape != shape:
         raise TraceError(

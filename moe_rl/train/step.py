@@ -26,6 +26,7 @@ from moe_rl.replay.plans import plan_dispatch
 from moe_rl.replay.session import ReplaySession, Tally
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train.credit import give_credit
+from moe_rl.train.experts import ExpertPlacement
 from moe_rl.train.guards import Guards
 from moe_rl.train.shares import Share, Shares
 from moe_rl.types import Sequence
@@ -85,6 +86,7 @@ class TrainStep:
     ):
         self.config, self.policy, self.reference, self.spec = config, policy, reference, spec
         self.shares = Shares(config, policy.layers, store, spec, vocabulary=policy.facts.vocab)
+        self.placement = ExpertPlacement(config, policy, store, spec)
         self.guards = Guards(config.guards)
 
     def run(
@@ -103,6 +105,8 @@ class TrainStep:
         """
         replay = self.config.replay.mode
         first_mode = {"r3": "replay", "r2": "record", "off": "observe"}[replay]
+        with clock("placement"):
+            placement = self.placement.start_step(step, sequences)
         with clock("routes"):
             shares, fallback = self.shares.of(sequences, group_ids, weight_version, self.policy.placement)
             if replay == "r3":
@@ -161,7 +165,7 @@ class TrainStep:
         metrics = self._reduce(sums, tallies, len(shares), replay, by_layer=measure_native)
         if replay != "off":
             metrics |= fallback
-        metrics |= credit
+        metrics |= credit | placement
         measured = _global(mismatch).metrics()
         metrics |= {key: measured[name] for key, name in _MISMATCH_METRICS.items()}
         metrics |= {
