@@ -4,9 +4,10 @@ Everywhere outside of the dispatcher an expert has its logical number: in routes
 checkpoints. A dispatcher's `order` says which expert lies in which slot; the weights in that slot must be its. Both
 change together, here.
 
-Copied is what training has of an expert, bit for bit: the weights, and in float32 what the optimizer updates and Adam's
-two moments. Where the distributed optimizer shares these among the ranks with the same experts, they first put together
-what leaves. Layer by layer, so that no rank ever holds more than one layer's own experts twice.
+Moved is what training has of an expert, bit for bit: the weights, and in float32 what the optimizer updates and Adam's
+two moments. Where the distributed optimizer shares these among ranks with the same experts, they first put together
+what leaves; then ranks send it to each other. One matrix of one layer after the other, so that a rank never holds more
+than one matrix of each of a layer's experts that it had or gets besides its own.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def _state(weights: list[torch.Tensor], like: torch.Tensor, optimizers: list[Meg
         held, own = _held(weight, optimizers)
         for whole, part in zip(state, held, strict=bool(held)):
             whole[own] = part.view(-1)
-    if isinstance(optimizer := _of(like, optimizers), DistributedOptimizer):
+    if weights and isinstance(optimizer := _of(like, optimizers), DistributedOptimizer):
         # Each of its ranks has some of the elements, and zeros here. The sum of integers is exact, also for -0.0.
         dist.all_reduce(states.view(torch.int32), group=optimizer.data_parallel_group)
     return states

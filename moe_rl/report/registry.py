@@ -456,6 +456,7 @@ _ROOMS = {
     "policy_kl": "Sampler against trainer: the policy",
     "policy": "Sampler against trainer: single tokens",
     "routing": "Sampler against trainer: the routes",
+    "placement": "Where experts lie",
     "objective": "Objective",
     "correction": "Sampler-trainer corrections",
     "optim": "Optimizer",
