@@ -49,7 +49,12 @@ def placements(facts):
 
 
 def different(one, two):
-    return {name for name in one if not torch.equal(torch.as_tensor(one[name]), torch.as_tensor(two[name]))}
+    """Names of the values, tensors or not, that are not bit for bit the same in two dicts, or are in one only."""
+
+    def same(a, b):
+        return torch.equal(a, b) if torch.is_tensor(a) else a == b
+
+    return one.keys() ^ two.keys() | {name for name in one.keys() & two.keys() if not same(one[name], two[name])}
 
 
 class Run:
