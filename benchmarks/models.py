@@ -6,6 +6,7 @@ from pathlib import Path
 
 SHAPES = {
     "tiny": {"hidden_size": 64, "num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 4},
+    "deep": {"hidden_size": 64, "num_hidden_layers": 24, "num_experts": 8, "num_experts_per_tok": 2},
     "mid": {"hidden_size": 256, "num_hidden_layers": 12, "num_experts": 64, "num_experts_per_tok": 8},
 }
 

@@ -274,6 +274,19 @@ def _replay_problems(config: Config) -> Iterator[str]:
             got=True,
             expected="false or null",
         )
+    unknown = {
+        "replay.mode is off": replay.mode == "off",
+        "replay.plan is false": replay.plan is False,
+        "replay.missing is native": replay.missing == "native",
+        "replay.stale is native": replay.stale == "native",
+    }
+    if replay.max_rows is not None and any(unknown.values()):
+        yield describe(
+            "replay.max_rows: not all rows are counted before the step",
+            where=", ".join(why for why, holds in unknown.items() if holds),
+            got=replay.max_rows,
+            expected="null, or every row replayed by a plan",
+        )
     falls_back = replay.missing != "refuse" or replay.stale == "native"
     if falls_back != (replay.max_fallback_fraction > 0):
         yield describe(

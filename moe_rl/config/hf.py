@@ -1,6 +1,6 @@
 """What a Hugging Face checkpoint folder says about its model, read without torch or transformers.
 
-Decoders with grouped-query attention and SwiGLU layers, dense or of experts; the families in FAMILIES and no others.
+Decoders of the families in FAMILIES, of which each has a file, and no others.
 Checkpoint files are input, not trusted: header sizes are bounded and file names may not leave the folder.
 """
 
@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_rl.config import glm4_moe, qwen3_moe
+from moe_rl.config import deepseek_v3, glm4_moe, gpt_oss, qwen3_moe
 from moe_rl.config.model_facts import Fields, ModelFacts
 from moe_rl.config.safetensors_header import Tensor, read_header
+from moe_rl.config.weights import Shape, Weight, ends
 from moe_rl.errors import ConfigError, describe
 
-FAMILIES = {family.ARCHITECTURE: family for family in (qwen3_moe, glm4_moe)}
+FAMILIES = {family.ARCHITECTURE: family for family in (qwen3_moe, glm4_moe, deepseek_v3, gpt_oss)}
 FLOAT_DTYPES = ("F32", "BF16", "F16")
 MAX_JSON_BYTES = 256 << 20
 SHOWN = 3
@@ -82,36 +83,35 @@ def _facts(folder: Path) -> ModelFacts:
     if heads % kv_heads:
         read.wrong("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
-    if rope_type != "default":
-        read.wrong("rope_parameters", rope, "rope_type 'default', nothing else is built")
+    if not isinstance(rope, dict):
+        read.wrong("rope_parameters", rope, "a mapping")
         rope = {}
     read.only("hidden_act", "silu")
     top_k = read.count("num_experts_per_tok")
+    common = {
+        "architecture": architecture,
+        "vocab": read.count("vocab_size"),
+        "hidden_size": hidden,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": read.count("intermediate_size"),
+        "top_k": top_k,
+        "rope_theta": read.number("rope_theta", rope.get("rope_theta", raw.get("rope_theta", 10000.0))),
+        "rms_norm_eps": read.number("rms_norm_eps", raw.get("rms_norm_eps")),
+        "max_position_embeddings": read.count("max_position_embeddings"),
+        "tie_word_embeddings": read.flag("tie_word_embeddings", False),
+        "eos_token_ids": _eos(raw, folder),
+        "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+        "fingerprint": _fingerprint(raw),
+    }
     own = FAMILIES[architecture].facts(read, layers=layers, top_k=top_k, rope=rope)
-    if top_k > own["num_experts"]:
-        read.wrong("num_experts_per_tok", top_k, f"at most num_experts = {own['num_experts']}")
-    if own["rotary_fraction"] > 1 or int(head_dim * own["rotary_fraction"]) % 2:
-        read.wrong("partial_rotary_factor", own["rotary_fraction"], f"an even share of head_dim = {head_dim}")
-    facts = ModelFacts(
-        vocab=read.count("vocab_size"),
-        hidden_size=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate_size=read.count("intermediate_size"),
-        moe_intermediate_size=read.count("moe_intermediate_size"),
-        top_k=top_k,
-        rope_theta=read.number("rope_theta", rope.get("rope_theta", raw.get("rope_theta", 10000.0))),
-        rms_norm_eps=read.number("rms_norm_eps", raw.get("rms_norm_eps")),
-        max_position_embeddings=read.count("max_position_embeddings"),
-        tie_word_embeddings=read.flag("tie_word_embeddings", False),
-        eos_token_ids=_eos(raw, folder),
-        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
-        fingerprint=_fingerprint(raw),
-        **own,
-    )
+    facts = ModelFacts(**(common | own))
+    if top_k > facts.num_experts:
+        read.wrong("num_experts_per_tok", top_k, f"at most num_experts = {facts.num_experts}")
+    if facts.rotary_fraction > 1 or int(facts.head_dim * facts.rotary_fraction) % 2:
+        read.wrong("partial_rotary_factor", facts.rotary_fraction, f"an even share of head_dim = {facts.head_dim}")
     if read.problems:
         raise ConfigError(read.problems)
     return facts
@@ -131,54 +131,34 @@ def _fingerprint(raw: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _layer_tensors(facts: ModelFacts, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, head_dim = facts.hidden_size, facts.head_dim
-    rows = {"q": facts.heads * head_dim, "k": facts.kv_heads * head_dim, "v": facts.kv_heads * head_dim}
-    yield "input_layernorm.weight", (hidden,)
-    for projection, count in rows.items():
-        yield f"self_attn.{projection}_proj.weight", (count, hidden)
-        if facts.attention_bias:
-            yield f"self_attn.{projection}_proj.bias", (count,)
-    yield "self_attn.o_proj.weight", (hidden, facts.heads * head_dim)
-    if facts.qk_norm:
-        yield "self_attn.q_norm.weight", (head_dim,)
-        yield "self_attn.k_norm.weight", (head_dim,)
-    yield "post_attention_layernorm.weight", (hidden,)
-    if layer not in facts.moe_layers:
-        yield from _swiglu("mlp", hidden, facts.intermediate_size)
-        return
-    yield "mlp.gate.weight", (facts.num_experts, hidden)
-    if facts.expert_bias:
-        yield "mlp.gate.e_score_correction_bias", (facts.num_experts,)
-    for expert in range(facts.num_experts):
-        yield from _swiglu(f"mlp.experts.{expert}", hidden, facts.moe_intermediate_size)
-    if facts.shared_intermediate_size:
-        yield from _swiglu("mlp.shared_experts", hidden, facts.shared_intermediate_size)
+def layer_weights(facts: ModelFacts, layer: int) -> tuple[Weight, ...]:
+    """The weights of the layer with this 0-based number, as its family's file lists them."""
+    return FAMILIES[facts.architecture].layer_weights(facts, has_experts=layer in facts.moe_layers)
 
 
-def _swiglu(name: str, hidden: int, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield f"{name}.gate_proj.weight", (width, hidden)
-    yield f"{name}.up_proj.weight", (width, hidden)
-    yield f"{name}.down_proj.weight", (hidden, width)
-
-
-def _stage_tensors(facts: ModelFacts, layers: Iterable[int], *, first: bool, last: bool) -> dict[str, tuple[int, ...]]:
-    """Those of some layers, and of the model's ends."""
-    tensors: dict[str, tuple[int, ...]] = {}
-    if first:
-        tensors["model.embed_tokens.weight"] = (facts.vocab, facts.hidden_size)
+def _stage_weights(
+    facts: ModelFacts, layers: Iterable[int], *, first: bool, last: bool
+) -> Iterator[tuple[str, Weight]]:
+    """(what stands before the names of its tensors, weight) of some layers, and of the model's ends."""
+    front, back = ends(facts)
+    yield from (("", weight) for weight in front if first)
     for layer in layers:
-        tensors.update({f"model.layers.{layer}.{name}": shape for name, shape in _layer_tensors(facts, layer)})
-    if last:
-        tensors["model.norm.weight"] = (facts.hidden_size,)
-        if not facts.tie_word_embeddings:
-            tensors["lm_head.weight"] = (facts.vocab, facts.hidden_size)
-    return tensors
+        yield from ((f"model.layers.{layer}.", weight) for weight in layer_weights(facts, layer))
+    yield from (("", weight) for weight in back if last)
 
 
-def expected_tensors(facts: ModelFacts) -> dict[str, tuple[int, ...]]:
+def _tensors(facts: ModelFacts, prefix: str, weight: Weight) -> Iterator[tuple[str, Shape]]:
+    for name, shape in weight.tensors.items():
+        if weight.experts == "each":
+            yield from ((prefix + name.format(expert=expert), shape) for expert in range(facts.num_experts))
+        else:
+            yield prefix + name, shape
+
+
+def expected_tensors(facts: ModelFacts) -> dict[str, Shape]:
     """Names, as the family's published checkpoints have them, and shapes of every tensor of the decoder."""
-    return _stage_tensors(facts, range(facts.layers), first=True, last=True)
+    weights = _stage_weights(facts, range(facts.layers), first=True, last=True)
+    return dict(tensor for prefix, weight in weights for tensor in _tensors(facts, prefix, weight))
 
 
 def is_mtp_tensor(facts: ModelFacts, name: str) -> bool:
@@ -189,28 +169,27 @@ def is_mtp_tensor(facts: ModelFacts, name: str) -> bool:
 
 def parameter_count(facts: ModelFacts) -> ParameterCount:
     """Number of parameters in the tensors of `expected_tensors`."""
-    return _count(expected_tensors(facts))
+    return stage_parameter_counts(facts, [range(facts.layers)])[0]
 
 
 def stage_parameter_counts(facts: ModelFacts, stages: Sequence[Sequence[int]]) -> list[ParameterCount]:
     """Those of each pipeline stage, given its layers; the first has the embedding too, the last the output matrix."""
     last = len(stages) - 1
     return [
-        _count(_stage_tensors(facts, layers, first=stage == 0, last=stage == last))
+        _count(facts, _stage_weights(facts, layers, first=stage == 0, last=stage == last))
         for stage, layers in enumerate(stages)
     ]
 
 
-def _count(tensors: Mapping[str, tuple[int, ...]]) -> ParameterCount:
+def _count(facts: ModelFacts, weights: Iterable[tuple[str, Weight]]) -> ParameterCount:
     dense = cut = expert = 0
-    for name, shape in tensors.items():
-        size = math.prod(shape)
-        if ".mlp.experts." in name:
-            expert += size
+    for _, weight in weights:
+        size = sum(math.prod(shape) for shape in weight.tensors.values())
+        if weight.experts:
+            expert += size * (facts.num_experts if weight.experts == "each" else 1)
             continue
         dense += size
-        if not name.endswith(("norm.weight", "mlp.gate.weight", "e_score_correction_bias")):
-            cut += size
+        cut += 0 if weight.axis is None else size
     return ParameterCount(dense, cut, expert)
 
 

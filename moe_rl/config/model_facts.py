@@ -10,8 +10,41 @@ from moe_rl.errors import describe
 
 
 @dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values of all heads come from
+    kv_rank numbers a token, queries from q_rank (0: from the hidden state). A head's queries and keys are nope_dim
+    dimensions without position and rope_dim with; the latter of keys are one for all heads. Values have value_dim.
+    """
+
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Yarn:
+    """YaRN (arXiv 2309.00071): angles of slow dimensions are divided by `factor`, those of fast ones are not.
+
+    positions: the model's before it was stretched. fast, slow: turns over these between which the two are mixed.
+    truncate: whether the bounds of this mixture are whole dimensions. mscale, mscale_all_dim: what the logarithm of the
+    factor is multiplied by, for the size of rotated vectors and of attention logits; None: the paper's.
+    """
+
+    factor: float
+    positions: int
+    fast: float
+    slow: float
+    truncate: bool
+    mscale: float | None
+    mscale_all_dim: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """The numbers of a model. moe_layers: 0-based numbers of the layers with experts.
+    """The numbers of a model. architecture: as config.json names it. moe_layers: 0-based numbers of the layers with
+    experts.
 
     score_function: what makes the router's logits into scores, over all experts. norm_topk_prob: the weights of the
     chosen experts are their scores divided by the sum of these. routed_scaling: factor on the weights, last of all.
@@ -20,10 +53,16 @@ class ModelFacts:
     from all. shared_intermediate_size: width of the expert that every token passes besides; 0: none.
     rotary_fraction: share of a head's dimensions that are rotated. mtp_layers: multi-token-prediction layers behind the
     decoder, which are not trained.
+    latent: multi-head latent attention; kv_heads is then heads, head_dim that of queries and keys. yarn: None where
+    angles are plain. window, windowed_layers: a token of these layers sees so many, itself included. sinks: each head
+    has a logit more, learned, that takes part in the softmax and of no token. linear_bias: attention's output, routers
+    and experts have biases. glu_clamp: a SwiGLU whose gate g is at most this and sigmoid(1.702 g) g, and whose linear
+    part is within plus and minus this and then 1 larger; None: the plain one.
     eos_token_ids: of config.json, then those only generation_config.json adds. fingerprint: hex sha256 of config.json
     with sorted keys and without the keys that say who wrote it.
     """
 
+    architecture: str
     vocab: int
     hidden_size: int
     layers: int
@@ -53,6 +92,20 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     dtype: str
     fingerprint: str
+    latent: LatentAttention | None = None
+    yarn: Yarn | None = None
+    window: int = 0
+    windowed_layers: tuple[int, ...] = ()
+    sinks: bool = False
+    linear_bias: bool = False
+    glu_clamp: float | None = None
+
+    @property
+    def cache_width(self) -> int:
+        """Numbers that a sampler's KV cache holds of a token and layer."""
+        if self.latent is not None:
+            return self.latent.kv_rank + self.latent.rope_dim
+        return 2 * self.kv_heads * self.head_dim
 
 
 class Fields:
@@ -85,6 +138,10 @@ class Fields:
             self.wrong(key, value, "true or false")
             return default
         return value
+
+    def plain_rope(self, rope: dict[str, Any]) -> None:
+        if rope.get("rope_type", rope.get("type", "default")) != "default":
+            self.wrong("rope_parameters", rope, "rope_type 'default', nothing else is built")
 
     def only(self, key: str, supported: Any) -> None:
         value = self.raw.get(key, supported)

@@ -115,7 +115,7 @@ def make_plan(config: Config, facts: ModelFacts, world_size: int) -> Plan:
     per_rank = dense_per_rank + expert_per_rank
 
     routes_bytes = len(facts.moe_layers) * facts.top_k * (1 if facts.num_experts <= 256 else 2)
-    kv_bytes = 2 * facts.layers * facts.kv_heads * facts.head_dim * DTYPE_BYTES[rollout.dtype]
+    kv_bytes = facts.layers * facts.cache_width * DTYPE_BYTES[rollout.dtype]
     kv_tokens = (rollout.kv_cache_mib << 20) // kv_bytes
     concurrent = min(rollout.max_concurrent, sequences_per_step)
     prompts = count_prompts(config.task.train)
@@ -242,29 +242,29 @@ def render(plan: Plan) -> str:
             ("parameters per rank", _millions(plan.parameters_per_rank), ""),
         ],
         "memory per rank": [
-            ("parameters", _size(plan.parameter_bytes_per_rank), ""),
-            ("main gradients", _size(plan.main_grad_bytes_per_rank), "float32"),
+            ("parameters", bytes_text(plan.parameter_bytes_per_rank), ""),
+            ("main gradients", bytes_text(plan.main_grad_bytes_per_rank), "float32"),
             (
                 "optimizer state",
-                _size(plan.optimizer_bytes_per_rank),
+                bytes_text(plan.optimizer_bytes_per_rank),
                 "float32, " + ("sharded over its data-parallel group" if plan.distributed_optimizer else "not sharded"),
             ),
             (
                 "reference model",
-                _size(plan.reference_bytes_per_rank),
+                bytes_text(plan.reference_bytes_per_rank),
                 "frozen" if plan.reference_bytes_per_rank else "none",
             ),
-            ("together", _size(plan.training_bytes_per_rank), "activations come on top"),
+            ("together", bytes_text(plan.training_bytes_per_rank), "activations come on top"),
         ],
         "the sampler": [
             ("KV cache", f"{plan.kv_tokens:,}", f"tokens of {plan.kv_bytes_per_token:,} B"),
             ("sequences at once", f"{plan.max_concurrent_sequences:,}", fits),
-            ("weight sync", _size(plan.weight_sync_bytes), "each time"),
+            ("weight sync", bytes_text(plan.weight_sync_bytes), "each time"),
         ],
         "storage": [
             ("routes per token", f"{plan.routes_bytes_per_token:,} B", "raw"),
-            ("routes per step", _size(plan.max_routes_bytes_per_step), "raw, at most"),
-            ("one checkpoint", _size(plan.checkpoint_bytes), ""),
+            ("routes per step", bytes_text(plan.max_routes_bytes_per_step), "raw, at most"),
+            ("one checkpoint", bytes_text(plan.checkpoint_bytes), ""),
         ],
     }
     rows = [row for section in sections.values() for row in section]
@@ -280,7 +280,7 @@ def _ceil(numerator: int, denominator: int) -> int:
     return -(-numerator // denominator)
 
 
-def _size(count: int) -> str:
+def bytes_text(count: int) -> str:
     """Bytes in the binary unit that keeps at least one digit before the point."""
     value, unit = float(count), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

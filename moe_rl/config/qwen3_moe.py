@@ -1,10 +1,11 @@
-"""What config.json of a Qwen3-MoE model says about its layers: query and key norms, softmax routing."""
+"""Qwen3-MoE (30B-A3B, 235B-A22B): query and key norms, softmax routing, some layers dense."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from moe_rl.config.model_facts import Fields
+from moe_rl.config.model_facts import Fields, ModelFacts
+from moe_rl.config.weights import Weight, dense_mlp, grouped_query_attention, routed_mlp, separate_experts
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 
@@ -23,9 +24,11 @@ def facts(read: Fields, *, layers: int, top_k: int, rope: dict[str, Any]) -> dic
         read.wrong("norm_topk_prob", True, "false with one expert a token: its weight is always 1, no router learns")
     read.only("attention_bias", False)
     read.only("use_sliding_window", False)
+    read.plain_rope(rope)
     return {
         "moe_layers": moe_layers,
         "num_experts": read.count("num_experts", "num_local_experts", least=2, most=2048),
+        "moe_intermediate_size": read.count("moe_intermediate_size"),
         "score_function": "softmax",
         "norm_topk_prob": norm_topk_prob,
         "routed_scaling": 1.0,
@@ -38,3 +41,11 @@ def facts(read: Fields, *, layers: int, top_k: int, rope: dict[str, Any]) -> dic
         "rotary_fraction": 1.0,
         "mtp_layers": 0,
     }
+
+
+def layer_weights(facts: ModelFacts, *, has_experts: bool) -> tuple[Weight, ...]:
+    """The weights of a layer."""
+    attention = grouped_query_attention(facts)
+    if not has_experts:
+        return *attention, *dense_mlp(facts)
+    return *attention, *routed_mlp(facts, "gate"), *separate_experts(facts)

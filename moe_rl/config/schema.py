@@ -134,6 +134,9 @@ class ReplayConfig(Section):
     """Whether what each rank sends to which expert is computed from the routes once a step, so that no MoE layer asks
     the other ranks for counts or waits for them. The results are the same bit for bit. null: yes where routes are
     replayed (mode r3 and r2)."""
+    max_rows: Count | None = None
+    """Rows, (token, expert) pairs with padding among them, that the experts of a rank may get in a layer of a
+    microbatch. A step whose routes would bring more ends the run before the first pass under them. null: any number."""
     max_fallback_fraction: Fraction = 0.0
     """The run ends when more of a step's (token, layer) positions are routed natively, or more of its sequences are
     dropped, than this."""

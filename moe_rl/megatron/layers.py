@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-from moe_rl.megatron.layout import positions_of
+from moe_rl.planning.layout import positions_of
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from moe_rl.megatron.layout import padded_lengths, rows_of
 from moe_rl.megatron.router import ReplaySeqParams
 from moe_rl.objectives.support import Support
+from moe_rl.planning.layout import padded_lengths, rows_of
 from moe_rl.replay.session import ReplaySession
 from moe_rl.types import SamplingSupport, Sequence
 

@@ -23,16 +23,16 @@ from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 # Experts one module each (SequentialMLP), and in one module (TransformerEngine's grouped linear).
-_SLOT = re.compile(r"local_experts\.(\d+)\.linear_fc([12])\.weight|linear_fc([12])\.weight(\d+)")
+_SLOT = re.compile(r"local_experts\.(\d+)\.|(\d+)$")
 _KEPT = ("param", "exp_avg", "exp_avg_sq")
 
 
-def expert_weights(moe: MoELayer) -> list[dict[int, torch.nn.Parameter]]:
-    """{1 or 2: the matrix of linear_fc1 or 2} of each local slot."""
-    found: list[dict[int, torch.nn.Parameter]] = [{} for _ in range(moe.num_local_experts)]
+def expert_weights(moe: MoELayer) -> list[dict[str, torch.nn.Parameter]]:
+    """{name in the expert, such as linear_fc1.weight: parameter} of each local slot."""
+    found: list[dict[str, torch.nn.Parameter]] = [{} for _ in range(moe.num_local_experts)]
     for name, parameter in moe.experts.named_parameters():
-        of_module, fc, grouped_fc, grouped = _SLOT.fullmatch(name).groups()
-        found[int(of_module or grouped)][int(fc or grouped_fc)] = parameter
+        slot = _SLOT.search(name)
+        found[int(slot[1] or slot[2])][name.replace(slot[0], "")] = parameter
     return found
 
 
@@ -57,8 +57,8 @@ def move(moe: MoELayer, order: np.ndarray, optimizers: list[MegatronOptimizer]) 
         return received
 
     experts = expert_weights(moe)
-    for fc in sorted(experts[0]):
-        weights = [expert[fc] for expert in experts]
+    for name in sorted(experts[0]):
+        weights = [expert[name] for expert in experts]
         out = [weights[slot - first] for _, slot in leaving]
         arrived = exchanged(_weights(out, weights[0])), exchanged(_state(out, weights[0], optimizers))
         for value, state, (_, slot) in zip(*arrived, arriving, strict=True):
@@ -77,10 +77,10 @@ def checksum(moe: MoELayer) -> torch.Tensor:
     order, first = moe.token_dispatcher.order, moe.ep_group.rank() * moe.num_local_experts
     total = torch.zeros(1, dtype=torch.int64, device=next(moe.experts.parameters()).device)
     for slot, weights in enumerate(expert_weights(moe)):
-        for fc, parameter in weights.items():
+        for number, name in enumerate(sorted(weights)):
             # A power of an odd number: distinct for distinct experts, and wrapped around like the sums.
-            salt = pow(0x9E3779B97F4A7C15, 2 * int(order[first + slot]) + fc, 1 << 64)
-            total += parameter.reshape(-1).view(torch.int16).sum(dtype=torch.int64) * (salt - (salt >> 63 << 64))
+            salt = pow(0x9E3779B97F4A7C15, len(weights) * int(order[first + slot]) + number + 1, 1 << 64)
+            total += weights[name].reshape(-1).view(torch.int16).sum(dtype=torch.int64) * (salt - (salt >> 63 << 64))
     dist.all_reduce(total, group=moe.ep_group)
     return total
 

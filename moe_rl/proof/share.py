@@ -144,7 +144,8 @@ class Share:
         ]
 
     def judge(self, witness: DispatchWitness) -> dict[str, int]:
-        """Every map and every count of received rows, bit for bit against the forced routes."""
+        """Every map and every count of received rows, bit for bit against the forced routes; and the most rows that
+        arrived for this rank's experts, and for one of them, in a layer of a microbatch."""
         counts = torch.zeros(len(self.tables), len(self.layers), self.facts.num_experts, dtype=torch.int64)
         for m, table in enumerate(self.tables):
             for column, layer in enumerate(self.layers):
@@ -154,6 +155,7 @@ class Share:
         by_slot = torch.from_numpy(self.policy.order).expand_as(received)
         received = received.gather(2, by_slot)[..., world.own_slots(self.facts.num_experts)]
         totals = {"maps": 0, "wrong_maps": 0, "wrong_received": 0, "first": 0, "with_grad": 0}
+        totals |= {"most_rows": 0, "most_of_an_expert": 0}
         for dispatch in witness.seen:
             column = self.layers.index(dispatch.layer)
             wanted = torch.zeros_like(dispatch.routing_map)
@@ -167,6 +169,8 @@ class Share:
             totals["with_grad" if dispatch.with_grad else "first"] += 1
             totals["wrong_maps"] += not torch.equal(wanted[known], dispatch.routing_map.cpu()[known])
             totals["wrong_received"] += not torch.equal(received[dispatch.microbatch, column], dispatch.received.cpu())
+            totals["most_rows"] = max(totals["most_rows"], int(dispatch.received.sum()))
+            totals["most_of_an_expert"] = max(totals["most_of_an_expert"], int(dispatch.received.max()))
         return totals
 
 

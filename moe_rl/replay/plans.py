@@ -81,6 +81,12 @@ def plan_dispatch(
     return plans
 
 
+def peak_rows(plans: list[dict[int, LayerPlan] | None]) -> int:
+    """The most rows that the experts of this rank get in a layer of a planned microbatch."""
+    layers = (plan for planned in plans if planned is not None for plan in planned.values())
+    return max((int(plan.received.sum()) for plan in layers), default=0)
+
+
 def _on_host(tables: list[MicrobatchRoutes], layers: tuple[int, ...]) -> list[np.ndarray]:
     """[L, R, K] of each microbatch."""
     stacks = [torch.stack([table.routes[layer] for layer in layers]) for table in tables]

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from moe_rl.errors import ReplayError, TraceError, describe
+from moe_rl.planning.layout import padding_experts
 from moe_rl.replay.checksum import RowSalts, expected, row_salts
 from moe_rl.replay.session import MicrobatchRoutes
 from moe_rl.trace import TraceSpec, TraceStore, validate
@@ -190,14 +191,9 @@ def microbatch_routes(
 
 
 def padding_routes(tokens: int, layers: int, spec: TraceSpec, *, expert_parallel: int) -> np.ndarray:
-    """Valid routes [tokens, L, K] for padding rows: distinct experts, spread over expert-parallel ranks first.
-
-    Padding routed to one expert, or to one rank, would make that rank the slowest of the step.
-    """
-    experts = np.arange(spec.num_experts).reshape(expert_parallel, -1).T.ravel()  # expert 0 of each rank, then expert 1
-    picks = np.arange(tokens)[:, None] * spec.top_k + np.arange(spec.top_k)
-    row = experts[picks % spec.num_experts].astype(np.uint8 if spec.num_experts <= 256 else np.uint16)
-    return np.repeat(row[:, None], layers, axis=1)
+    """Valid routes [tokens, L, K] for padding rows, see `planning.layout.padding_experts`: in every layer the same."""
+    row = padding_experts(tokens, spec.num_experts, spec.top_k, expert_parallel)
+    return np.repeat(row.astype(np.uint8 if spec.num_experts <= 256 else np.uint16)[:, None], layers, axis=1)
 
 
 def _padding(rows: int, layers: int, spec: TraceSpec, expert_parallel: int) -> SequenceRoutes:

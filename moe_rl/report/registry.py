@@ -256,6 +256,11 @@ _METRICS = (
            "a plan made of the routes beforehand: no exchange of counts and no wait of the host in these layers.",
            "Below 1 with replay.plan: some rank's microbatch has rows without a route (replay.missing, replay.stale).",
            modes=REPLAYED),
+    Metric("routing/peak_rows", "count", "neutral",
+           "Most rows, (token, expert) pairs with padding among them, that the experts of any rank get in a layer of a "
+           "microbatch, known from the plans before the first pass under them; 0 without plans.",
+           "Memory for activations follows it. replay.max_rows bounds it; --plan --trace tells it of recorded batches "
+           "beside the worst case.", modes=REPLAYED),
     # The update.
     Metric("objective/loss", "loss", "neutral",
            "The objective as minimised. It does not measure progress: with centred advantages and a mean over "

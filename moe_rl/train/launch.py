@@ -16,9 +16,11 @@ from moe_rl.config.hf import read_model
 from moe_rl.config.load import load_config
 from moe_rl.config.plan import least_ranks, make_plan, render
 from moe_rl.config.schema import Config
-from moe_rl.errors import CollapseError, ConfigError, MoeRLError, describe
+from moe_rl.errors import CollapseError, ConfigError, MoeRLError, TraceError, describe
 from moe_rl.rollout import patches
 from moe_rl.train import run_folder
+from moe_rl.train.peaks import limit_problem, peaks
+from moe_rl.train.peaks import render as render_peaks
 from moe_rl.train.run_folder import RunFolder
 
 MEGATRON_CORE = "0.19."
@@ -36,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config, folder, world_size = _configure(options)
         if options.plan:
-            return _plan(config, world_size, options.json)
+            return _plan(config, world_size, options.trace, options.json)
         _refuse(problems(config, world_size) + installation_problems(config.rollout.capture))
     except MoeRLError as error:
         # Every rank comes to the same finding; one of them tells it.
@@ -68,6 +70,9 @@ def _parser() -> argparse.ArgumentParser:
         "--plan", action="store_true", help="print every derived number and every problem, start nothing"
     )
     parser.add_argument(
+        "--trace", metavar="STORE", help="with --plan: what the batches of this trace store ask of the fullest rank"
+    )
+    parser.add_argument(
         "--world-size", type=int, metavar="N", help="ranks to plan for without torchrun (default: the fewest that do)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result (plan or summary) there")
@@ -82,6 +87,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, int]:
     folder = None
+    if options.trace and not options.plan:
+        raise ConfigError(describe("--trace is of --plan alone", got=options.trace, do="leave it out, or add --plan"))
     if options.resume:
         folder, config = run_folder.reopen(options.resume, options.overrides)
     else:
@@ -103,19 +110,29 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, i
     return config, folder, options.world_size or least_ranks(config.parallel)
 
 
-def _plan(config: Config, world_size: int, file: Path | None) -> int:
+def _plan(config: Config, world_size: int, trace: str | None, file: Path | None) -> int:
     found = problems(config, world_size) + installation_problems(config.rollout.capture)
-    plan = None
+    plan = asked = None
     try:
-        plan = make_plan(config, read_model(config.model.path), world_size)
+        facts = read_model(config.model.path)
+        plan = make_plan(config, facts, world_size)
         print(render(plan))
     except ConfigError:
         pass  # said among the problems
+    if trace and not found:
+        try:
+            asked = peaks(config, facts, world_size, trace)
+            print(render_peaks(asked, config, facts.num_experts))
+            found += filter(None, [limit_problem(asked, config)])
+        except (TraceError, ConfigError) as error:
+            found.append(str(error))
     for problem in found:
         print(f"problem: {problem}")
     print(f"{len(found)} problems" if found else "no problems")
     if file:
-        file.write_text(json.dumps({"plan": plan and dataclasses.asdict(plan), "problems": found}, indent=2) + "\n")
+        result = {"plan": plan and dataclasses.asdict(plan), "problems": found}
+        result |= {"trace": asked and dataclasses.asdict(asked)} if trace else {}
+        file.write_text(json.dumps(result, indent=2) + "\n")
     return 2 if found else 0
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from moe_rl.config.schema import Config
+from moe_rl.errors import ReplayError, describe
 from moe_rl.megatron import world
 from moe_rl.megatron.microbatch import Microbatch
 from moe_rl.megatron.policy import Policy, ReferencePolicy
@@ -22,7 +23,7 @@ from moe_rl.objectives import corrections
 from moe_rl.objectives.entropy import entropy_bonus
 from moe_rl.objectives.mismatch import MismatchSums
 from moe_rl.objectives.policy import policy_loss, reference_kl
-from moe_rl.replay.plans import plan_dispatch
+from moe_rl.replay.plans import peak_rows, plan_dispatch
 from moe_rl.replay.session import ReplaySession, Tally
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train.credit import give_credit
@@ -88,6 +89,7 @@ class TrainStep:
         self.shares = Shares(config, policy.layers, store, spec, vocabulary=policy.facts.vocab)
         self.placement = ExpertPlacement(config, policy, store, spec)
         self.guards = Guards(config.guards)
+        self.peak_rows = 0.0  # of the step's plans
 
     def run(
         self,
@@ -110,7 +112,7 @@ class TrainStep:
         with clock("routes"):
             shares, fallback = self.shares.of(sequences, group_ids, weight_version, self.policy.placement)
             if replay == "r3":
-                self._plan(shares)
+                self._plan(shares, step)
         everything = [m for share in shares for m in share.microbatches]
         tables, plans = ([one for share in shares for one in getattr(share, name)] for name in ("tables", "plans"))
         tallies: list[Tally] = []
@@ -126,7 +128,7 @@ class TrainStep:
                 self._hand_out(shares, old, "old_logprobs")
                 if replay == "r2":
                     self._hand_out(shares, session.recorded_routes(), "tables")
-                    self._plan(shares)
+                    self._plan(shares, step)
             if measure_native and replay == "r3":
                 name = f"step {step} native logprobs"
                 with self._session(tables, [], "observe", name, compare_native=True) as session:
@@ -187,12 +189,27 @@ class TrainStep:
             }
         return metrics
 
-    def _plan(self, shares: list[Share]) -> None:
-        """Give the microbatches dispatch plans of their routes, with one exchange between the ranks for all of them."""
+    def _plan(self, shares: list[Share], step: int) -> None:
+        """Give the microbatches dispatch plans of their routes, with one exchange between the ranks for all of them.
+
+        Raises ReplayError on all ranks when a rank would get more rows than `replay.max_rows`.
+        """
         if self.config.replay.plan is False:
             return
         tables, group = [t for share in shares for t in share.tables], world.dispatch_group(self.spec.num_experts)
         plans = plan_dispatch(tables, self.policy.layers, group, world.gather_over_dispatch, self.policy.order)
+        limit, (peak,) = self.config.replay.max_rows, world.all_reduce([peak_rows(plans)], dist.ReduceOp.MAX)
+        if limit is not None and peak > limit:
+            raise ReplayError(
+                describe(
+                    "the routes would bring a rank more rows than it may get in a layer of a microbatch",
+                    where=f"step {step}",
+                    got=f"{peak:.0f} (token, expert) pairs",
+                    expected=f"at most {limit} (replay.max_rows)",
+                    do="lower train.microbatch_tokens, try train.packing: load, or raise replay.max_rows",
+                )
+            )
+        self.peak_rows = peak
         self._hand_out(shares, plans, "plans")
 
     def _session(self, tables, plans, mode, name, *, compare_native=False, training=False) -> ReplaySession:
@@ -302,6 +319,7 @@ class TrainStep:
                 "routing/consumed": consumed,
                 "routing/expected": expected,
                 "routing/planned_fraction": planned / max(dispatched, 1),
+                "routing/peak_rows": self.peak_rows,
             }
         name = "shadow" if replay == "r3" else "native"
         metrics |= self._compared(tallies, name)

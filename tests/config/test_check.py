@@ -59,6 +59,11 @@ def test_a_good_config_has_no_problems(found):
         (["task.heldout=/nowhere"], ["task.heldout", "/nowhere"]),
         (["rollout.max_completion_tokens=55", "train.microbatch_tokens=99"], ["65", "max_position_embeddings = 64"]),
         (["train.microbatch_tokens=15"], ["train.microbatch_tokens", "got 15", "= 16"]),
+        (["replay.plan=false", "replay.max_rows=9"], ["replay.max_rows", "replay.plan is false", "got 9"]),
+        (
+            ["replay.missing=native", "replay.max_fallback_fraction=0.1", "replay.max_rows=9"],
+            ["replay.max_rows", "replay.missing is native"],
+        ),
         (["replay.mode=off", "replay.plan=true"], ["replay.plan", "replay.mode is off", "got True"]),
         (["train.updates_per_step=3"], ["train.updates_per_step", "got 3", "= 4"]),
         (["train.updates_per_step=8"], ["train.updates_per_step", "got 8", "= 4"]),

@@ -183,7 +183,7 @@ def test_facts_of_the_second_family(tmp_path, write_glm):
         ({"n_group": 3}, ["n_group", "divisor of n_routed_experts = 4"]),
         ({"topk_group": 2}, ["topk_group", "at most n_group = 1"]),
         ({"n_group": 4, "topk_group": 1}, ["topk_group", "num_experts_per_tok = 2 experts together"]),
-        ({"n_group": 4, "topk_group": 2}, ["topk_group", "half of num_experts_per_tok = 2"]),
+        ({"n_group": 4, "topk_group": 2}, ["n_group", "groups of at least 2"]),
         ({"routed_scaling_factor": 0}, ["routed_scaling_factor", "above 0"]),
         ({"partial_rotary_factor": 0.3}, ["partial_rotary_factor", "even share of head_dim = 4"]),
         ({"n_shared_experts": 0}, ["n_shared_experts", "got 0"]),

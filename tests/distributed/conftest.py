@@ -19,7 +19,7 @@ def checkpoint(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
-def torchrun(ranks, script, *arguments, timeout=240):
+def torchrun(ranks, script, *arguments, timeout=600):
     """Run a worker script under torchrun on a free port; the finished process, output captured."""
     command = [
         sys.executable,

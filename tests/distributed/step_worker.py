@@ -7,7 +7,8 @@ CASES: JSON, {name: {"overrides": [config overrides], "missing": [sequences with
 first two tokens have none], "lost": [sequences whose record is not in the store], "old": [sequences whose prompt older
 weights routed], "unsupported": [sequences whose last token is not in its own support], "uncounted": [sequences whose
 last token has no support], "first": only so many sequences, "reward": the same for all}}. Rank r writes
-OUT/<name>-rank<r>.json: metrics, or the error; and what `shared_vocabulary` gives to OUT/vocabulary-rank<r>.pt.
+OUT/<name>-rank<r>.json: metrics, or the error with the number of passes that had begun; and what `shared_vocabulary`
+gives to OUT/vocabulary-rank<r>.pt.
 """
 
 import json
@@ -133,10 +134,12 @@ def one(name, plan, checkpoint, out):
     reference = ReferencePolicy(*build, temperature=1.0) if config.objective.kl_coef else None
     step = TrainStep(config, policy, reference, TraceStore(folder), spec)
     groups = [number // 2 for number in range(len(ready))]
+    open_session, passes = step._session, []
+    step._session = lambda *given, **options: passes.append(given) or open_session(*given, **options)
     try:
         seen = step.run(ready, groups, step=1, weight_version=VERSION, measure_native=True, clock=Clock())
     except MoeRLError as error:
-        seen = f"{type(error).__name__}: {error}"
+        seen = f"{type(error).__name__}: {error} [{len(passes)} passes]"
     (out / f"{name}-rank{rank}.json").write_text(json.dumps(seen))
     policy.release()
     dist.barrier()

@@ -2,15 +2,21 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from moe_rl.proof.batch import LENGTHS
-from moe_rl.proof.cases import LAYOUTS, RECORDED, Case
+from moe_rl.config.hf import read_model
+from moe_rl.planning.budgets import budget, microbatch_counts, most
+from moe_rl.planning.dispatch import count
+from moe_rl.planning.packing import pack
+from moe_rl.proof.batch import LENGTHS, batch
+from moe_rl.proof.cases import LAYOUTS, MICROBATCH_TOKENS, RECORDED, Case
 from moe_rl.proof.matrix import merged
+from moe_rl.train.peaks import dispatching_shares
 
 # The first case of a world size waits for all of them.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 EP2, CP2, PP2 = {"expert": 2}, {"context": 2}, {"pipeline": 2}
 TP2_EP2, VPP2 = {"tensor": 2, "expert": 2}, {"pipeline": 2, "virtual_pipeline": 2}
@@ -158,6 +164,36 @@ def test_a_plan_changes_no_bit_and_saves_an_exchange_and_a_wait_in_every_layer(p
         for one, other in zip(planned["tallies"], plain["tallies"], strict=True):
             assert (one["planned"], other["planned"]) == (one["dispatched"], 0)
             assert one == {**other, "planned": one["planned"]}
+
+
+def budget_of(case: Case, checkpoint) -> tuple:
+    """The budget from routes, lengths and layout alone, as `--plan --trace` makes it; and whether it is exact."""
+    facts, parallel = read_model(checkpoint), case.parallel_config
+    _, routes = batch(facts)
+    lengths = [len(one) for one in routes]
+    counts = np.stack([count(one.transpose(1, 0, 2), facts.num_experts) for one in routes])
+    rows = microbatch_counts(
+        pack(lengths, ranks=case.copies, microbatch_tokens=MICROBATCH_TOKENS), lengths, counts, top_k=facts.top_k,
+        context=parallel.context, expert_parallel=parallel.expert,
+    )  # fmt: skip
+    together = dispatching_shares(parallel)
+    found = [
+        budget(rows[first : first + together], expert_parallel=parallel.expert, top_k=facts.top_k)
+        for first in range(0, case.copies, together)
+    ]
+    return most(found), parallel.expert * parallel.expert_tensor % (parallel.tensor * parallel.context) == 0
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=name)
+def test_the_planned_peaks_are_what_the_dispatchers_received(proven, checkpoint, case):
+    planned, exact = budget_of(case, checkpoint)
+    seen = [rank["dispatch"] for rank in proven.ranks(case)]
+    rows, of_an_expert = (max(one[key] for one in seen) for key in ("most_rows", "most_of_an_expert"))
+    if exact:
+        assert (planned.rank, planned.expert) == (rows, of_an_expert)
+    else:  # several copies of the experts share the rows of a data-parallel share
+        assert planned.rank > rows and planned.expert >= of_an_expert
+    assert planned.even <= planned.rank <= planned.worst
 
 
 @pytest.mark.parametrize("case", RECORDED, ids=name)

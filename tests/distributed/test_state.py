@@ -19,7 +19,7 @@ from tests.distributed.conftest import torchrun
 from tests.distributed.state_worker import AGAIN, LAYOUTS, SAVER, STEP, UPDATES
 
 # The first test waits for all layouts, which on a busy machine takes long.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 SCRIPT = Path(__file__).with_name("state_worker.py")
 OTHERS = [name for name in LAYOUTS if name != SAVER]

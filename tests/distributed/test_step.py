@@ -10,16 +10,19 @@ import pytest
 import torch
 
 from moe_rl.config.hf import read_model
+from moe_rl.config.load import load_config
 from moe_rl.objectives.advantages import advantages
 from moe_rl.planning.balance import excess, load_of, pack_by_load, round_loads
 from moe_rl.planning.packing import pack, split_groups
 from moe_rl.planning.placement import place
 from moe_rl.proof.batch import LENGTHS, batch
 from moe_rl.report.registry import METRICS, find
+from moe_rl.train.peaks import limit_problem, peaks
 from tests.distributed.conftest import torchrun
 from tests.distributed.step_worker import scores_of, shared_logits, supports_of
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
+CONFIG = Path(__file__).parents[2] / "configs/tiny_moe_cpu.yaml"
 LAYERS = 4
 TOKENS = [prompt + completion - 1 for prompt, completion in LENGTHS]
 NATIVE = ["replay.missing=native", "replay.max_fallback_fraction=0.2"]
@@ -49,6 +52,8 @@ CASES = {
     "placed": {"overrides": [*SMALL, "placement.experts=traced"]},
     "placed-by-load": {"overrides": [*SMALL, "placement.experts=traced", "train.packing=load"]},
     "placed-off": {"overrides": [*SMALL, "placement.experts=traced", "replay.mode=off"]},
+    "too-many-rows": {"overrides": [*SMALL, "replay.max_rows=40"]},
+    "r2-too-many-rows": {"overrides": ["replay.mode=r2", "replay.max_rows=40"]},
     "missing-refused": {"missing": [3]},
     "missing-native": {"overrides": NATIVE, "missing": [3], "short": [5]},
     "context": {"overrides": ["parallel.context=2"]},
@@ -141,12 +146,35 @@ def test_r2_measures_natively_and_replays_its_own_routes(steps):
 def test_a_step_is_the_same_with_plans_and_without(steps):
     (whole, _), (unplanned, _) = steps["whole"], steps["unplanned"]
     assert unplanned["routing/planned_fraction"] == 0
-    assert whole == {**unplanned, "routing/planned_fraction": 1}
+    assert (unplanned["routing/peak_rows"], whole["routing/peak_rows"] > 0) == (0, True)
+    assert whole == {**unplanned, "routing/planned_fraction": 1, "routing/peak_rows": whole["routing/peak_rows"]}
     for name in ("r2", "recomputed", "r2-overlapped", "context", "stale-replayed"):
         assert steps[name][0]["routing/planned_fraction"] == 1, name
     # a microbatch in which some rank has rows without a route is dispatched Megatron's way on all; others are planned
     for name in ("missing-native", "context-missing-native", "stale-native"):
         assert 0 < steps[name][0]["routing/planned_fraction"] < 1, name
+
+
+@pytest.mark.parametrize("case", ["by-length", "by-load"])
+def test_the_peak_of_a_step_is_what_plan_says_of_its_trace(steps, out, checkpoint, case):
+    overrides = [f"model.path={checkpoint}", "train.microbatch_tokens=40", "train.dtype=float32"]
+    overrides += CASES[case]["overrides"]
+    config = load_config(CONFIG, overrides)
+    found = peaks(config, read_model(checkpoint), 2, str(out / case / "trace"))
+    assert found.batches == 1 and found.sequences == len(LENGTHS) and found.exact
+    assert steps[case][0]["routing/peak_rows"] == found.rows.rank
+    assert found.rows.even < found.rows.rank < found.rows.worst
+    limited = [load_config(CONFIG, [*overrides, f"replay.max_rows={found.rows.rank - less}"]) for less in (0, 1)]
+    assert limit_problem(found, limited[0]) is None and f"got {found.rows.rank}" in limit_problem(found, limited[1])
+
+
+def test_more_rows_than_allowed_are_refused_on_all_ranks_before_a_pass_under_them(steps):
+    peak = f"got {steps['by-length'][0]['routing/peak_rows']:.0f} (token, expert) pairs, expected at most 40"
+    for rank in steps["too-many-rows"]:
+        assert rank.startswith("ReplayError: the routes would bring a rank more rows") and peak in rank
+        assert rank.endswith("[0 passes]")
+    # r2 knows its routes when they are recorded: before the update
+    assert all("(replay.max_rows)" in rank and rank.endswith("[2 passes]") for rank in steps["r2-too-many-rows"])
 
 
 def test_the_ledger_expects_what_the_config_makes_run_again(steps):

@@ -53,7 +53,7 @@ class Launch:
                 env=environment,
             )
 
-    def wait(self, timeout=240):
+    def wait(self, timeout=600):
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -68,7 +68,7 @@ class Launch:
         folders = sorted(p for p in self.runs_dir.iterdir() if p.is_dir())
         return folders[-1] if folders else None
 
-    def until(self, condition, timeout=120):
+    def until(self, condition, timeout=300):
         """Wait until condition() is true while the run is alive; its value."""
         end = time.monotonic() + timeout
         while time.monotonic() < end:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.end_to_end.conftest import Launch, config
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def engine_pid(run):

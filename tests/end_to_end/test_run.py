@@ -13,7 +13,7 @@ from moe_rl.data.prompts import PromptSource, load_prompts
 from moe_rl.report.registry import METRICS, find
 from tests.end_to_end.conftest import ROOT, Launch, config, lines
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def tensors(folder, tmp_path):

@@ -15,6 +15,7 @@ TRAIN = TrainConfig(dtype="float32", microbatch_tokens=40, optimizer=OptimizerCo
 def facts(**changes) -> ModelFacts:
     """Two layers of 12 experts, 4 a token, in the style of Qwen3-MoE but for the changes."""
     plain = {
+        "architecture": "Qwen3MoeForCausalLM",
         "vocab": 96,
         "hidden_size": 16,
         "layers": 2,

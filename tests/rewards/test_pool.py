@@ -244,7 +244,7 @@ def test_close_takes_what_verifiers_left_running(make_pool, helpers, tmp_path):
 
 def test_an_exception_leaves_no_process_and_no_descriptor(make_pool, helpers, tmp_path):
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(KeyboardInterrupt), make_pool("misbehave", timeout=30.0, workers=2) as pool:
+    with pytest.raises(KeyboardInterrupt), make_pool("misbehave", timeout=600.0, workers=2) as pool:
         pids = pool.pids
         # Raised in the middle of score(), while a verifier hangs.
         main = threading.main_thread().ident

@@ -67,7 +67,7 @@ def settings(checkpoint, tmp_path_factory) -> EngineSettings:
         trace_root=folder / "trace",
         model_fingerprint="tiny",
         log_path=folder / "engine.log",
-        startup_timeout_seconds=240.0,
+        startup_timeout_seconds=600.0,
         seed=0,
     )
 

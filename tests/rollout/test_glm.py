@@ -10,7 +10,7 @@ from moe_rl.config.hf import is_mtp_tensor, read_model
 from tests.rollout.conftest import TOP_K, VOCAB
 from tests.rollout.test_recording import agree, play, requests  # noqa: F401 - `play` is a fixture
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 BIAS = "e_score_correction_bias"
 

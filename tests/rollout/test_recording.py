@@ -23,7 +23,7 @@ from moe_rl.types import Provenance, RoutePart, RouteRef
 from tests.rollout.conftest import LAYERS, TOP_K, VOCAB
 
 # An engine takes 20 s to start and to be compiled for; on a busy machine a multiple.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 # A k-th and a (k+1)-th router logit closer than this may change places by rounding in float32.
 TIE = 2e-6
@@ -55,7 +55,7 @@ class Outcome:
 def play(tmp_path, checkpoint):
     """Runs scenario.py in a process of its own."""
 
-    def run(acts, *, engine=None, recording=None, timeout=240, environment=None, **spec) -> Outcome:
+    def run(acts, *, engine=None, recording=None, timeout=600, environment=None, **spec) -> Outcome:
         given = {"trace_root": str(tmp_path / "trace"), "model_fingerprint": "tiny"}
         spec |= {
             "acts": acts,
@@ -287,7 +287,7 @@ def test_a_weight_update_between_two_requests(play, router, other_checkpoint, tm
 
 def test_compiled(play, router):
     """The capture is in the graph; a graph compiled without it must never be taken from the cache for it."""
-    outcome = play([{"sample": requests(4, 4), "sink": "s"}], engine={"enforce_eager": False}, timeout=400)
+    outcome = play([{"sample": requests(4, 4), "sink": "s"}], engine={"enforce_eager": False}, timeout=600)
     agree(outcome, router)
     recording, off = outcome.result["compile_cache_keys"]
     assert recording != off
@@ -303,7 +303,7 @@ def test_several_workers(play, router, layout):
         [{"sample": requests(4, 4), "sink": "s"}],
         engine=layout | {"distributed_executor_backend": "mp"},
         environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-        timeout=400,
+        timeout=600,
     )
     agree(outcome, router)
     assert len(outcome.completions()[0]["parts"]) == layout.get("pipeline_parallel_size", 1)

@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from moe_rl.trace import ShardWriter, TraceSpec
+from moe_rl.types import Provenance, Span
 
 ROOT = Path(__file__).parents[2]
 CONFIG = "configs/tiny_moe_cpu.yaml"
@@ -83,6 +87,40 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path):
 def test_without_torchrun_it_says_how_to_start():
     result = launch("--config", CONFIG, ranks=0)
     assert result.returncode == 2 and "torchrun --nproc-per-node 2" in result.stderr
+
+
+def test_plan_tells_what_a_trace_asks_of_the_ranks_without_torch(tmp_path):
+    """Two sequences of two tokens, every one of them to experts 0 to 3, which are on the first of two ranks."""
+    spec = TraceSpec.from_layers("any", 32, 4, tuple(range(8)), 8)
+    with ShardWriter(tmp_path / "trace", "step000001", spec) as writer:
+        for number in range(2):
+            routes = np.tile(np.arange(4, dtype=np.uint8), (2, 8, 1))
+            writer.add(f"s1/p{number}/c0", routes, np.arange(2, dtype=np.int32), [Span(2, 0, Provenance.DECODE)])
+    file, given = tmp_path / "plan.json", ["--config", CONFIG, "--plan", "--trace", tmp_path / "trace"]
+    result = launch(*given, "--json", file, "train.updates_per_step=1", ranks=0)
+    assert result.returncode == 0 and "NOT IMPORTED" in result.stdout, result.stdout + result.stderr
+    # each rank has one of them and six rows of padding, which go to both ranks alike
+    found = json.loads(file.read_text())["trace"]
+    assert (found["sequences"], found["layers"], found["exact"]) == (2, 8, True)
+    assert found["rows"]["rank"] == 2 * (2 * 4 + 6 * 2) and found["rows"]["even"] == 2 * 8 * 4 // 2
+    assert found["rows"]["microbatch"] == 8 * found["rows"]["rank"] and found["rows"]["worst"] == 2 * 8 * 4
+    assert "worst case" in result.stdout
+    refused = launch(*given, "replay.max_rows=39", "train.updates_per_step=1", ranks=0)
+    assert refused.returncode == 2 and "replay.max_rows" in refused.stdout and "got 40" in refused.stdout
+    nowhere = launch("--config", CONFIG, "--plan", "--trace", tmp_path / "nowhere", ranks=0)
+    assert nowhere.returncode == 2 and "there is no such store" in nowhere.stdout
+    other = launch(*given, "model.path=assets/tiny_moe/policy", "--trace", foreign(tmp_path), ranks=0)
+    assert other.returncode == 2 and "a record is not of this model" in other.stdout and "s9" in other.stdout
+    alone = launch("--config", CONFIG, "--trace", tmp_path / "trace")
+    assert alone.returncode == 2 and "--trace is of --plan alone" in alone.stderr
+
+
+def foreign(folder):
+    """A trace of a model with fewer layers."""
+    with ShardWriter(folder / "foreign", "step000001", TraceSpec.from_layers("any", 32, 4, (0, 1), 2)) as writer:
+        routes = np.tile(np.arange(4, dtype=np.uint8), (2, 2, 1))
+        writer.add("s9/p0/c0", routes, np.arange(2, dtype=np.int32), [Span(2, 0, Provenance.DECODE)])
+    return folder / "foreign"
 
 
 def test_plan_prints_numbers_and_problems_without_torch(tmp_path):

@@ -43,3 +43,12 @@ def rows_of(lengths: Seq[int], rank: int, ranks: int) -> np.ndarray:
     """Rows int64 [T / ranks] of a run of sum(lengths) = T rows that a rank holds, in its order."""
     starts = np.cumsum((0, *lengths))
     return np.concatenate([start + positions_of(n, rank, ranks) for start, n in zip(starts, lengths, strict=False)])
+
+
+def padding_experts(rows: int, experts: int, top_k: int, expert_parallel: int) -> np.ndarray:
+    """Experts int64 [rows, top_k] that padding rows go to: distinct in a row, spread over expert-parallel ranks first.
+
+    Padding routed to one expert, or to one rank, would make that rank the slowest of the step.
+    """
+    order = np.arange(experts).reshape(expert_parallel, -1).T.ravel()  # expert 0 of each rank, then expert 1
+    return order[np.arange(rows * top_k).reshape(rows, top_k) % experts]

@@ -1,0 +1,148 @@
+"""`--plan --trace`: what recorded batches ask of the ranks, packed as the run would pack them. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_rl.config.model_facts import ModelFacts
+from moe_rl.config.plan import DTYPE_BYTES, bytes_text, make_plan, stage_layers
+from moe_rl.config.schema import Config, ParallelConfig
+from moe_rl.errors import TraceError, describe
+from moe_rl.planning.balance import Plan, load_of, pack_by_load
+from moe_rl.planning.budgets import Budget, budget, kept_bytes, microbatch_counts, most
+from moe_rl.planning.packing import pack, split_groups
+from moe_rl.trace.selection import references, select
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """What a trace's batches ask of the fullest rank. rows: see `planning.budgets.Budget`; `sent` and `source` are of a
+    data-parallel share, whose rows `parallel.tensor` x `parallel.context` ranks send in parts.
+
+    batches: shards of the trace, each taken for one step. layers: MoE layers of the fullest stage. row_bytes: that the
+    experts keep of a row for the backward pass, at the least. exact: False where the ranks of a share dispatch to
+    several copies of the experts, whose rows are then counted together: no rank gets more than that.
+    """
+
+    batches: int
+    sequences: int
+    layers: int
+    rows: Budget
+    row_bytes: int
+    exact: bool
+
+
+def dispatching_shares(parallel: ParallelConfig) -> int:
+    """How many data-parallel shares dispatch to the same copy of the experts; 1 where a share has several copies."""
+    dispatching, of_one_share = parallel.expert * parallel.expert_tensor, parallel.tensor * parallel.context
+    return dispatching // of_one_share if dispatching % of_one_share == 0 else 1
+
+
+def peaks(config: Config, facts: ModelFacts, world_size: int, trace: str) -> Peaks:
+    """Of every shard at `trace`, a store or one shard of it. Every record is taken as trained on, in the order of keys.
+
+    Raises TraceError when there is no such store, a record is damaged or of another model, or it holds none, and
+    ConfigError when a sequence does not fit into a microbatch.
+    """
+    parallel, stages = config.parallel, stage_layers(facts, config.parallel)
+    columns = [[facts.moe_layers.index(layer) for layer in stage if layer in facts.moe_layers] for stage in stages]
+    ranks, exchange = make_plan(config, facts, world_size).data_parallel, dispatching_shares(parallel)
+    found, batches, sequences = [], 0, 0
+    for groups, lengths, counts in _batches(trace, facts):
+        batches, sequences = batches + 1, sequences + len(lengths)
+        for chosen in filter(None, split_groups(groups, config.train.updates_per_step)):
+            tokens = [lengths[index] for index in chosen]
+            plan = _packed(config, tokens, counts[chosen], ranks, exchange)
+            rows = microbatch_counts(
+                plan, tokens, counts[chosen], top_k=facts.top_k, context=parallel.context,
+                expert_parallel=parallel.expert,
+            )  # fmt: skip
+            for first in range(0, ranks, exchange):
+                for stage in columns:
+                    together = rows[first : first + exchange][:, :, stage]
+                    found.append(budget(together, expert_parallel=parallel.expert, top_k=facts.top_k))
+    if not sequences:
+        raise TraceError(describe("the trace has no records", where=trace, do="give the trace folder of a run"))
+    width = -(-facts.moe_intermediate_size // parallel.expert_tensor)
+    return Peaks(
+        batches=batches,
+        sequences=sequences,
+        layers=max(map(len, columns)),
+        rows=most(found),
+        row_bytes=kept_bytes(facts.hidden_size, width, DTYPE_BYTES[config.train.dtype]),
+        exact=parallel.expert * parallel.expert_tensor % (parallel.tensor * parallel.context) == 0,
+    )
+
+
+def _batches(trace: str, facts: ModelFacts) -> Iterator[tuple[list[str], list[int], np.ndarray]]:
+    """Of each shard: the groups of its sequences, their lengths, and counts [S, L, E], in the order of their keys."""
+    selection, shape = select(trace), (len(facts.moe_layers), facts.num_experts)
+    for shard in selection.shards:
+        refs = [ref for ref in references(selection) if ref.parts[0].shard == shard]
+        refs.sort(key=lambda ref: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", ref.key)])
+        counts = np.zeros((len(refs), *shape), np.int32)
+        for one, ref in zip(counts, refs, strict=True):
+            found = selection.store.expert_counts(ref)
+            if found.shape != shape or found.sum() != ref.rows * shape[0] * facts.top_k:
+                raise TraceError(
+                    describe(
+                        "a record is not of this model",
+                        where=ref.key,
+                        got=f"{found.sum()} choices of {found.shape[1]} experts in {found.shape[0]} layers",
+                        expected=f"{facts.top_k} of {shape[1]} experts in {shape[0]} layers for {ref.rows} tokens",
+                        do="give the trace of a run of model.path",
+                    )
+                )
+            one[:] = found
+        yield [ref.key.rpartition("/")[0] for ref in refs], [ref.rows for ref in refs], counts
+
+
+def _packed(config: Config, lengths: list[int], counts: np.ndarray, ranks: int, exchange: int) -> Plan:
+    tokens = config.train.microbatch_tokens
+    if config.train.packing == "length":
+        return pack(lengths, ranks=ranks, microbatch_tokens=tokens)
+    loads = load_of(counts, config.parallel.expert)
+    return pack_by_load(lengths, loads, ranks=ranks, microbatch_tokens=tokens, exchange=exchange)[0]
+
+
+def limit_problem(found: Peaks, config: Config) -> str | None:
+    """Why a run on such batches would be refused by `replay.max_rows`; None when it would not."""
+    limit = config.replay.max_rows
+    if limit is None or found.rows.rank <= limit:
+        return None
+    return describe(
+        "replay.max_rows: the trace's routes bring a rank more rows",
+        got=found.rows.rank,
+        expected=f"at most {limit}",
+        do="lower train.microbatch_tokens, try train.packing: load, or raise replay.max_rows",
+    )
+
+
+def render(found: Peaks, config: Config, experts: int) -> str:
+    """The peaks as lines for people."""
+    rows, cut = found.rows, config.parallel.tensor * config.parallel.context
+    holds = f"moe_expert_rank_capacity_factor {cut * rows.rank_capacity_factor():.4f} holds them"
+    pads = f"; moe_expert_capacity_factor {rows.expert_capacity_factor(experts):.4f} pads to them" if cut == 1 else ""
+    in_layers = (rows.microbatch, rows.even * found.layers, rows.worst * found.layers)
+    kept, even, worst = (count * found.row_bytes for count in in_layers)
+    table = [
+        ("rows of a rank", rows.rank, f"in a layer of a microbatch{'' if found.exact else ', or fewer'}; {holds}"),
+        ("  were they even", rows.even, ""),
+        ("  worst case", rows.worst, "every token to the experts of one rank"),
+        ("rows of an expert", rows.expert, "in a layer of a microbatch"),
+        ("rows sent to an expert", rows.sent, f"by one data-parallel share{pads}"),
+        ("rows of a microbatch", rows.microbatch, f"of a rank, in its {found.layers} MoE layers"),
+        ("activations of them", bytes_text(kept), "kept for the backward pass, at the least"),
+        ("  were they even", bytes_text(even), ""),
+        ("  worst case", bytes_text(worst), ""),
+    ]
+    shown = [(label, value if isinstance(value, str) else f"{value:,}", note) for label, value, note in table]
+    widths = [max(len(row[column]) for row in shown) for column in (0, 1)]
+    lines = [f"the trace: {found.sequences:,} sequences in {found.batches:,} batches, packed by {config.train.packing}"]
+    if config.placement.experts != "natural":
+        lines[0] += ", experts in the order of their numbers"  # where they will lie, the run decides
+    return "\n".join(lines + [f"  {a:<{widths[0]}}  {b:>{widths[1]}}  {c}".rstrip() for a, b, c in shown])
