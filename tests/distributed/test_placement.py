@@ -57,12 +57,12 @@ def test_with_four_experts_a_token_the_order_of_its_sum_shows_and_nothing_else(s
 @pytest.mark.parametrize("name", CASES)
 def test_every_row_went_to_the_recorded_experts_wherever_they_lie(seen, name):
     for rank in RANKS:
-        for update, planned in ((update, seen[rank][name]["placed"][update]) for update in range(2)):
-            natural = seen[rank][name]["natural"][update]
-            assert planned["dispatch"] == natural["dispatch"] and planned["planned"] == natural["planned"]
-            assert planned["dispatch"]["maps"] > 0 and planned["mismatch"] == [0, 0]
-            assert planned["dispatch"]["wrong_maps"] == planned["dispatch"]["wrong_received"] == 0
-            assert (planned["planned"] != [0, 0]) == CASES[name].plan
+        for update in range(2):
+            natural, placed = (seen[rank][name][kind][update] for kind in ("natural", "placed"))
+            assert placed["dispatch"]["maps"] == natural["dispatch"]["maps"] > 0
+            assert placed["dispatch"]["wrong_maps"] == placed["dispatch"]["wrong_received"] == 0
+            assert placed["mismatch"] == [0, 0] and placed["planned"] == natural["planned"]
+            assert (placed["planned"] != [0, 0]) == CASES[name].plan
 
 
 @pytest.mark.parametrize("name", CASES)
