@@ -231,19 +231,6 @@ _METRICS = (
            "sums over microbatches and layers, by the sampler's routes (under r2 the trainer's own differ a little).",
            "Every layer waits for the fullest rank. Try train.packing: load. It cannot even out what is popular in the "
            "whole batch.", modes=REPLAYED),
-    Metric("placement/excess_before", "fraction", "lower",
-           "Of the routes that a placement of experts was planned from: (token, expert) pairs of the fullest rank of "
-           "parallel.expert / the mean of these ranks, minus 1, of the sums over steps and layers, with experts where "
-           "they were. Only with placement.experts: traced, in steps with a plan.",
-           "As high as before the last plan: popularity changes faster than placement.every_steps.", "when measured"),
-    Metric("placement/excess_after", "fraction", "lower",
-           "The same with experts where the plan puts them: what routing/load_excess would be if every microbatch had "
-           "the mean popularity.",
-           "Not below placement/excess_before: nothing was worth a move, or single experts are more than a rank's "
-           "share.", "when measured"),
-    Metric("placement/experts_moved", "count", "neutral",
-           "Experts that went to another rank, of all layers.",
-           "Many in every plan, for little: raise placement.min_gain or lower placement.max_moved.", "when measured"),
     Metric("routing/consumed", "count", "must equal routing/expected",
            "Takings of recorded routes in this step, one for each (microbatch, layer) and pass over it, as counted by "
            "the replay ledger.",
@@ -261,6 +248,20 @@ _METRICS = (
            "microbatch, known from the plans before the first pass under them; 0 without plans.",
            "Memory for activations follows it. replay.max_rows bounds it; --plan --trace tells it of recorded batches "
            "beside the worst case.", modes=REPLAYED),
+    # Where experts lie.
+    Metric("placement/excess_before", "fraction", "lower",
+           "Of the routes that a placement of experts was planned from: (token, expert) pairs of the fullest rank of "
+           "parallel.expert / the mean of these ranks, minus 1, of the sums over steps and layers, with experts where "
+           "they were. Only with placement.experts: traced, in steps with a plan.",
+           "As high as before the last plan: popularity changes faster than placement.every_steps.", "when measured"),
+    Metric("placement/excess_after", "fraction", "lower",
+           "The same with experts where the plan puts them: what routing/load_excess would be if every microbatch had "
+           "the mean popularity.",
+           "Not below placement/excess_before: nothing was worth a move, or single experts are more than a rank's "
+           "share.", "when measured"),
+    Metric("placement/experts_moved", "count", "neutral",
+           "Experts that went to another rank, of all layers.",
+           "Many in every plan, for little: raise placement.min_gain or lower placement.max_moved.", "when measured"),
     # The update.
     Metric("objective/loss", "loss", "neutral",
            "The objective as minimised. It does not measure progress: with centred advantages and a mean over "
