@@ -106,7 +106,7 @@ def compared(facts, case, source, out):
     for placement in (near, far):
         placed.policy.place(placement)
     seen["moved"] = different(before, held(placed.policy))
-    seen["sent"] = straight.sent(out / "sent"), placed.sent(out / "sent")
+    seen["sent"] = straight.sent(out / "sent"), placed.sent(out / "sent placed")  # rank 0 clears up after the others
     folders = out / "natural", out / "placed"
     straight.save(folders[0])
     placed.save(folders[1])
