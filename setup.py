@@ -13,6 +13,7 @@ setup(
     version=VERSION,
     description="Routing replay and GSPO for mixture-of-experts models: vLLM samples, Megatron-core trains",
     packages=find_packages(include=["moe_rl", "moe_rl.*"]),
+    entry_points={"console_scripts": ["moe-rl = moe_rl.console:main"]},
     python_requires=">=3.12,<3.13",
     install_requires=[
         "fsspec>=2025.3",
@@ -21,6 +22,7 @@ setup(
         "megatron-core>=0.19.2,<0.20",
         "msgspec>=0.19",
         "numpy>=2.0,<3",
+        "packaging>=24",
         "pydantic>=2.12,<3",
         "PyYAML>=6.0.2",
         "rich>=13.9",

@@ -8,7 +8,7 @@ over the rounds with their quartiles: of the time on the clock, of the slowest r
 ranks, which others on the machine disturb less but which does not see ranks wait for each other. Then what the MoE
 layers of one update waited for, counted apart from the timing: exchanges of counts between ranks, waits for an event of
 the device, values read by the host. On the CPU a wait for the device ends at once: what it costs on a GPU is not in
-these times.
+these times. Last what the parts of a dispatch take on their own, for `simulate_cluster.py --check`.
 """
 
 from __future__ import annotations
@@ -79,12 +79,14 @@ def summary(options: argparse.Namespace, seen: dict) -> dict[str, object]:
     result["clock seconds of planning"] = statistics.median(seen["planning"])
     for kind in KINDS:
         result[f"layers of an update, {kind}"] = seen["waits"][kind]
+    result["micro"] = seen["micro"]
     return result
 
 
 def run_rank(options: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
+    from calibration import micro_measurements
 
     from moe_rl.config.hf import read_model
     from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
@@ -165,6 +167,7 @@ def run_rank(options: argparse.Namespace) -> None:
         row = {kind: timed(kind) for kind in KINDS[turn:] + KINDS[:turn]}
         if number:  # the first warms up
             rounds.append(row)
+    micro = micro_measurements(facts.num_experts, facts.top_k, facts.hidden_size, options.tokens)
     counter, waits = LayerWaits().attach(policy.chunks), {}
     for kind in KINDS:
         counter.counts = counter.waits = counter.reads = counter.dispatches = 0
@@ -172,7 +175,7 @@ def run_rank(options: argparse.Namespace) -> None:
         waits[kind] = asdict(counter)
     if dist.get_rank() == 0:
         model = f"{facts.layers} layers, {facts.top_k} of {facts.num_experts} experts, hidden {facts.hidden_size}"
-        seen = {"model": model, "rounds": rounds, "planning": planning[1:], "waits": waits}
+        seen = {"model": model, "rounds": rounds, "planning": planning[1:], "waits": waits, "micro": micro}
         (options.rank_of / "seen.json").write_text(json.dumps(seen))
     world.stop()
 

@@ -17,8 +17,8 @@ LEVELS = (
     ("config",),
     ("trace", "objectives", "planning", "rewards", "data"),
     ("replay", "rollout", "sync", "megatron"),
-    ("train", "report", "proof", "comparison"),
-    ("tools",),
+    ("train", "report", "proof", "comparison", "doctor"),
+    ("tools", "console"),
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 ONLY_IN = {"megatron": {"megatron"}, "vllm": {"rollout", "sync"}}

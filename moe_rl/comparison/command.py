@@ -14,10 +14,10 @@ from typing import Any
 from moe_rl.config.check import problems
 from moe_rl.config.load import load_config
 from moe_rl.config.schema import Config, ParallelConfig
+from moe_rl.doctor.diagnosis import installation_problems
 from moe_rl.errors import ConfigError, MoeRLError, ReplayError, describe
 from moe_rl.report.lines import write_atomic
 from moe_rl.train import run_folder
-from moe_rl.train.launch import installation_problems
 from moe_rl.train.run_folder import RunFolder
 
 PRECISIONS = ("bfloat16", "float32", "fp8")
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config, run = _configure(options)
         found = problems(config, int(os.environ.get("WORLD_SIZE", "1")))
         if options.config or options.sampler_dtype:
-            found += installation_problems(config.rollout.capture)
+            found += installation_problems(config)
         if found:
             raise ConfigError([*found, f"{len(found)} problem{'s' if len(found) > 1 else ''}; nothing was started"])
     except MoeRLError as error:
@@ -131,7 +131,8 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None]:
     if "WORLD_SIZE" not in os.environ and not any(text.startswith("parallel.") for text in options.overrides):
         # A layout is for many ranks; without torchrun there is one, which has all of the model: nothing to overlap, and
         # no loads to even out.
-        alone = config.train.model_copy(update={"overlap_expert_parallel_comm": False, "packing": "length"})
+        overlap = {"overlap_expert_parallel_comm": False, "delay_wgrad_compute": False}
+        alone = config.train.model_copy(update=overlap | {"packing": "length"})
         config = config.model_copy(update={"parallel": ParallelConfig(), "train": alone})
     if len(set(options.sampler_dtype)) != len(options.sampler_dtype):
         raise ConfigError(describe("--sampler-dtype: named twice", got=" ".join(options.sampler_dtype)))

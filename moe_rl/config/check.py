@@ -1,90 +1,71 @@
 """Everything that is wrong with a config, the files it names and the number of ranks: all of it, before any work.
 
-The schema holds what one field can say; here stands what needs two fields, a file or the machine. It reads headers and
-small files only and imports nobody's code, so it is quick and has no side effects.
+The schema holds what one field can say; here stands what needs two fields or the model, in `check_files` what needs the
+machine. Headers and small files only are read and nobody's code is imported: quick, and without side effects.
 """
 
 from __future__ import annotations
 
 import difflib
-import os
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
-from moe_rl.config.dotted_path import dotted_path_problem
-from moe_rl.config.hf import (
-    ModelFacts,
-    checkpoint_tensors,
-    expected_tensors,
-    is_mtp_tensor,
-    read_model,
-    tensor_problems,
-    tokenizer_vocabulary,
-)
+from moe_rl.config.check_files import file_problems
+from moe_rl.config.hf import ModelFacts, read_model
+from moe_rl.config.layout import least_ranks, stage_layers
 from moe_rl.config.objective import correction_problems, kl_problems
-from moe_rl.config.plan import Plan, count_prompts, least_ranks, make_plan, stage_layers
 from moe_rl.config.schema import LOSS_PARAMETERS, Config, ParallelConfig, TrainConfig
 from moe_rl.errors import ConfigError, describe
 
 
 def problems(config: Config, world_size: int) -> list[str]:
-    """Every reason why `config` cannot run on `world_size` ranks, one message each; empty when it can.
+    """Every reason why `config` cannot run here on `world_size` ranks, one message each; empty when it can.
 
-    The state of the installed vLLM is not looked at here.
+    Not looked at here: the state of what is installed, and what needs the plan's arithmetic (`planning.fit`).
     """
-    found: list[str] = []
-    facts = None
     try:
-        facts = read_model(config.model.path)
-        found += _model_problems(config, facts)
+        facts, found = read_model(config.model.path), []
     except ConfigError as error:
-        found += error.problems
-    found += _task_problems(config)
-    found += _batch_problems(config)
-    found += _sampling_problems(config, facts)
-    found += _objective_problems(config)
-    found += correction_problems(config.objective)
-    found += kl_problems(config.objective)
-    found += _replay_problems(config)
-    found += layout_problems(config.parallel, config.train, facts, world_size)
-    found += _share_problems(config, world_size)
-    plan = make_plan(config, facts, world_size) if facts is not None else None
-    found += _folder_problems(config.run.runs_dir, plan)
-    return found
+        facts, found = None, error.problems
+    return found + config_problems(config, facts, world_size) + file_problems(config, facts)
+
+
+def config_problems(config: Config, facts: ModelFacts | None, world_size: int) -> list[str]:
+    """Those that are the same on every machine. facts: of the model, None when they are not known."""
+    return [
+        *(_model_problems(config, facts) if facts is not None else ()),
+        *_task_problems(config),
+        *_batch_problems(config),
+        *_sampling_problems(config, facts),
+        *_objective_problems(config),
+        *correction_problems(config.objective),
+        *kl_problems(config.objective),
+        *_replay_problems(config),
+        *layout_problems(config.parallel, config.train, facts, world_size),
+        *_share_problems(config, world_size),
+    ]
 
 
 def _model_problems(config: Config, facts: ModelFacts) -> Iterator[str]:
-    path = config.model.path
-    try:
-        found = {name: entry for name, entry in checkpoint_tensors(path).items() if not is_mtp_tensor(facts, name)}
-        yield from tensor_problems(expected_tensors(facts), found, str(path))
-    except ConfigError as error:
-        yield from error.problems
-    try:
-        vocabulary = tokenizer_vocabulary(path)
-        if vocabulary > facts.vocab:
-            yield describe(
-                "model.path: the tokenizer gives ids the model has no embedding for",
-                where=str(path),
-                got=f"{vocabulary} ids",
-                expected=f"at most vocab_size = {facts.vocab}",
-                do="take the tokenizer and the weights from the same checkpoint",
-            )
-    except ConfigError as error:
-        yield from error.problems
+    where = str(config.model.path)
     beyond = [token for token in facts.eos_token_ids if not 0 <= token < facts.vocab]
     if beyond or not facts.eos_token_ids:
         yield describe(
             "model.path: eos_token_id must name the tokens that end a completion",
-            where=str(path),
+            where=where,
             got=list(facts.eos_token_ids),
             expected=f"at least one id below vocab_size = {facts.vocab}",
+        )
+    if config.rollout.weights != "exact" and facts.linear_bias:
+        yield describe(
+            "rollout.weights: this model's experts share tensors that are not matrices, which are not rounded",
+            where=where,
+            got=config.rollout.weights,
+            expected="exact",
         )
     if config.train.expert_bias_rate and not facts.expert_bias:
         yield describe(
             "train.expert_bias_rate: the model's routers have no expert bias",
-            where=str(path),
+            where=where,
             got=config.train.expert_bias_rate,
             expected=0,
         )
@@ -100,32 +81,6 @@ def _model_problems(config: Config, facts: ModelFacts) -> Iterator[str]:
 
 def _task_problems(config: Config) -> Iterator[str]:
     task = config.task
-    counts = {}
-    for key, path in (("train", task.train), ("heldout", task.heldout)):
-        counts[key] = count_prompts(path)
-        if counts[key] is None:
-            yield describe(f"task.{key}: cannot read the prompt file", got=path, do="give the path of a JSONL file")
-        elif counts[key] == 0:
-            yield describe(f"task.{key}: the prompt file is empty", where=str(path))
-    if counts["train"] is not None and counts["heldout"] is not None and os.path.samefile(task.train, task.heldout):
-        yield describe(
-            "task.heldout: the same file as task.train",
-            got=task.heldout,
-            do="hold prompts out that are never trained on",
-        )
-    if counts["train"] and counts["train"] < config.rollout.prompts_per_step:
-        yield describe(
-            "rollout.prompts_per_step: more prompts in one step than task.train has",
-            got=config.rollout.prompts_per_step,
-            expected=f"at most {counts['train']}",
-        )
-    if counts["heldout"] and counts["heldout"] < config.eval.prompts:
-        yield describe(
-            "eval.prompts: more than task.heldout has",
-            where=str(task.heldout),
-            got=config.eval.prompts,
-            expected=f"at most {counts['heldout']}",
-        )
     if task.pass_reward not in task.rewards:
         close = difflib.get_close_matches(task.pass_reward, task.rewards, n=1)
         yield describe(
@@ -134,9 +89,6 @@ def _task_problems(config: Config) -> Iterator[str]:
             expected=f"one of {', '.join(task.rewards)}",
             do=f"did you mean {close[0]}?" if close else "",
         )
-    for name, reward in task.rewards.items():
-        if reason := dotted_path_problem(reward.function):
-            yield describe(f"task.rewards.{name}.function: {reason}", got=reward.function)
     if all(reward.weight == 0 for reward in task.rewards.values()):
         yield describe("task.rewards: every weight is 0, so there is nothing to learn", do="give one a weight")
 
@@ -351,6 +303,13 @@ def _rank_problems(parallel: ParallelConfig, facts: ModelFacts | None, world_siz
                 got=f"{parallel.pipeline} stages, one of them with the layers {bare[0]}",
                 do="lower parallel.pipeline, or raise parallel.virtual_pipeline to mix the layers",
             )
+    if facts is not None and facts.linear_bias and parallel.expert_tensor > 1:
+        yield describe(
+            "parallel.expert_tensor: megatron cannot share an expert that has biases",
+            got=parallel.expert_tensor,
+            expected=1,
+            do="raise parallel.expert instead",
+        )
     if facts is not None and facts.tie_word_embeddings and parallel.pipeline > 1:
         yield describe(
             "parallel.pipeline: the first and the last stage would share the tied embedding, which is not supported",
@@ -402,6 +361,14 @@ def _schedule_problems(parallel: ParallelConfig, train: TrainConfig, facts: Mode
             expected="length",
         )
     if not train.overlap_expert_parallel_comm:
+        if train.delay_wgrad_compute:
+            yield describe(
+                "train.delay_wgrad_compute: there is no communication that delayed work would go under",
+                where="train.overlap_expert_parallel_comm is off",
+                got=True,
+                expected="false",
+                do="turn the overlap on, or this off",
+            )
         return
     where = "train.overlap_expert_parallel_comm is on"
     if parallel.expert == 1:
@@ -438,23 +405,3 @@ def _divided_sizes(facts: ModelFacts) -> Iterator[tuple[str, str, int]]:
         yield "tensor", "dense layers' width (intermediate_size)", facts.intermediate_size
     if facts.shared_intermediate_size:
         yield "tensor", "shared experts' width together", facts.shared_intermediate_size
-
-
-def _folder_problems(runs_dir: Path, plan: Plan | None) -> Iterator[str]:
-    parent = runs_dir.absolute()
-    while not os.path.lexists(parent):
-        parent = parent.parent
-    if not parent.is_dir():
-        yield describe("run.runs_dir: not a folder", where=str(runs_dir), got=parent)
-        return
-    if not os.access(parent, os.W_OK | os.X_OK):
-        yield describe("run.runs_dir: no permission to write there", where=str(runs_dir), got=parent)
-    free = shutil.disk_usage(parent).free
-    if plan is not None and free < plan.checkpoint_bytes:
-        yield describe(
-            "run.runs_dir: not enough free disk for one checkpoint",
-            where=str(runs_dir),
-            got=f"{free:,} bytes",
-            expected=f"at least {plan.checkpoint_bytes:,}",
-            do="free some space or set run.runs_dir",
-        )

@@ -21,6 +21,8 @@ def facts(read: Fields, *, layers: int, top_k: int, rope: dict[str, Any]) -> dic
     read.only("moe_layer_freq", 1)
     read.only("topk_method", "noaux_tc")
     read.only("scoring_func", "sigmoid")
+    if "q_lora_rank" not in read.raw:  # transformers then has a default, which is no null
+        read.wrong("q_lora_rank", "nothing", "a number or null")
     latent = LatentAttention(
         q_rank=read.count("q_lora_rank", default=0, least=0),
         kv_rank=read.count("kv_lora_rank"),
@@ -32,12 +34,15 @@ def facts(read: Fields, *, layers: int, top_k: int, rope: dict[str, Any]) -> dic
         read.wrong("v_head_dim", latent.value_dim, "at most qk_nope_head_dim + qk_rope_head_dim")
     if latent.rope_dim % 2:
         read.wrong("qk_rope_head_dim", latent.rope_dim, "an even number")
+    stretched = yarn(read, rope)
+    if stretched is not None and not stretched.truncate:
+        read.wrong("rope_parameters.truncate", False, "true: megatron's latent attention rounds")
     heads = read.count("num_attention_heads")
     return routing(read, layers=layers, top_k=top_k, dense_default=3) | {
         "kv_heads": heads,
         "head_dim": latent.nope_dim + latent.rope_dim,
         "latent": latent,
-        "yarn": yarn(read, rope),
+        "yarn": stretched,
         "attention_bias": False,
         "qk_norm": False,
         "rotary_fraction": 1.0,

@@ -1,5 +1,5 @@
-"""GLM-4.5 and GLM-4.5-Air: leading dense layers, shared experts, sigmoid routing with an expert bias, rotary embedding of
-a part of each head."""
+"""GLM-4.5 and GLM-4.5-Air: leading dense layers, shared experts, sigmoid routing with an expert bias, heads rotated in
+part."""
 
 from __future__ import annotations
 

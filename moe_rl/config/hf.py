@@ -56,7 +56,7 @@ def read_model(path: str | Path) -> ModelFacts:
     if not (folder / "config.json").is_file():
         raise ConfigError([describe("model.path: the checkpoint has no config.json", where=str(folder)), *problems])
     try:
-        facts = _facts(folder)
+        facts = _facts(folder / "config.json")
     except ConfigError as error:
         raise ConfigError(error.problems + problems) from None
     if problems:
@@ -64,9 +64,14 @@ def read_model(path: str | Path) -> ModelFacts:
     return facts
 
 
-def _facts(folder: Path) -> ModelFacts:
-    where = str(folder / "config.json")
-    raw = _read_json(folder / "config.json")
+def read_published(file: str | Path) -> ModelFacts:
+    """Read the figures of a published config.json. Raises ConfigError."""
+    return _facts(Path(file))
+
+
+def _facts(file: Path) -> ModelFacts:
+    where = str(file)
+    raw = _read_json(file)
     architectures = raw.get("architectures") or []
     architecture = next((name for name in architectures if name in FAMILIES), None)
     if architecture is None:
@@ -102,7 +107,7 @@ def _facts(folder: Path) -> ModelFacts:
         "rms_norm_eps": read.number("rms_norm_eps", raw.get("rms_norm_eps")),
         "max_position_embeddings": read.count("max_position_embeddings"),
         "tie_word_embeddings": read.flag("tie_word_embeddings", False),
-        "eos_token_ids": _eos(raw, folder),
+        "eos_token_ids": _eos(raw, file.parent),
         "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
         "fingerprint": _fingerprint(raw),
     }
@@ -239,6 +244,12 @@ def checkpoint_tensors(path: str | Path) -> dict[str, Tensor]:
             describe("model.path: the index names tensors that its files lack", where=str(index), got=_some(absent))
         )
     return tensors
+
+
+def decoder_problems(tensors: Mapping[str, Tensor], facts: ModelFacts, where: str) -> list[str]:
+    """`tensor_problems` of all of a checkpoint's tensors but those of multi-token prediction."""
+    found = {name: entry for name, entry in tensors.items() if not is_mtp_tensor(facts, name)}
+    return tensor_problems(expected_tensors(facts), found, where)
 
 
 def tensor_problems(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Tensor], where: str) -> list[str]:

@@ -28,8 +28,9 @@ class Yarn:
     """YaRN (arXiv 2309.00071): angles of slow dimensions are divided by `factor`, those of fast ones are not.
 
     positions: the model's before it was stretched. fast, slow: turns over these between which the two are mixed.
-    truncate: whether the bounds of this mixture are whole dimensions. mscale, mscale_all_dim: what the logarithm of the
-    factor is multiplied by, for the size of rotated vectors and of attention logits; None: the paper's.
+    truncate: whether the bounds of this mixture are whole dimensions. mscale, mscale_all_dim: with m(s) = 0.1 s
+    ln(factor) + 1, rotated vectors are m(mscale) / m(mscale_all_dim) as large, and latent attention's logits the square
+    of m(mscale_all_dim); None, both: the vectors are m(1) as large, as in the paper, and the logits as they were.
     """
 
     factor: float

@@ -35,6 +35,9 @@ class RunConfig(Section):
 class ModelConfig(Section):
     path: Path
     """Folder of a Hugging Face checkpoint of a Qwen3-MoE or GLM-4.5 model: config.json, safetensors, tokenizer.json."""
+    published: Path | None = None
+    """The figures of the published config.json, as configs/models has them. Where `path` is not on this machine, --plan
+    takes the model from here; where it is, it must be this model."""
 
 
 class RewardConfig(Section):
@@ -56,6 +59,8 @@ class TaskConfig(Section):
     """JSONL of prompts to learn from: id, prompt, answer, level."""
     heldout: Path
     """JSONL of prompts never trained on."""
+    train_prompts: Count | None = None
+    """Prompts that `train` must have; --plan counts with it where the file is not here. null: any number."""
     rewards: Annotated[dict[str, RewardConfig], Field(min_length=1)]
     """Reward functions by name."""
     pass_reward: str
@@ -103,7 +108,7 @@ class RolloutConfig(Section):
     max_concurrent: Count = 256
     """Sequences the engine decodes at once."""
     kv_cache_mib: Count = 512
-    """Memory for the engine's KV cache."""
+    """Memory for the engine's KV cache, on each of its GPUs."""
     capture: Literal["patch", "worker", "native"] = "patch"
     """What records routes. patch: the patched vLLM. worker: the same recorder through vLLM's worker class, in a vLLM
     that may not be patched. native: vLLM's own capture (Model Runner V2, which needs a GPU)."""
@@ -177,7 +182,7 @@ class ParallelConfig(Section):
     pipeline: Count = 1
     """Stages that share the layers; microbatches go through them one after the other (1F1B)."""
     virtual_pipeline: Count = 1
-    """Runs of layers that a stage holds, not adjacent ones (interleaved 1F1B). Microbatches without sequences then
+    """Runs of layers that a stage holds, not adjacent ones (interleaved 1F1B). Microbatches of padding alone then
     fill up their number to a multiple of `pipeline`."""
 
 
@@ -212,6 +217,9 @@ class TrainConfig(Section):
     overlap_expert_parallel_comm: bool = False
     """Combined 1F1B: the forward of one microbatch and the backward of another in turns, layer by layer, so that tokens
     of one travel between the ranks of `parallel.expert` while the other is computed. Holds the activations of both."""
+    delay_wgrad_compute: bool = False
+    """In combined 1F1B, compute the gradients of weight matrices behind those of the activations, while the latter
+    travel. Needs the linear layers of TransformerEngine."""
     distributed_optimizer: bool = True
     """Share the optimizer state among data-parallel ranks. Off, each of them holds all of it."""
     router_aux_loss: Annotated[float, Field(ge=0.0)] = 0.0
@@ -356,6 +364,24 @@ class GuardsConfig(Section):
     """Limit of policy/extreme_fraction. Healthy runs are below 0.001, runs that are about to collapse at 0.1."""
 
 
+class ClusterConfig(Section):
+    """The machines a run is planned for: `--plan` says whether it fits there, a run that does not is not started."""
+
+    gpus: Count
+    """GPUs that train: the number of ranks of --plan, unless --world-size says another."""
+    gpus_per_node: Count = 8
+    gpu_memory_gib: Positive
+    """Of one GPU, as its driver tells it: 79 of an "80 GB" one, 140 of a "141 GB" one."""
+    reserved_gib: Annotated[float, Field(ge=0.0)] = 8.0
+    """Of it that the plan does not count on: CUDA's context, NCCL's buffers, kernels' workspaces, fragmentation."""
+    engines: Count = 1
+    """Sampling engines. They have GPUs of their own, of the same size."""
+    gpus_per_engine: Count = 1
+    """GPUs that share the weights and the key-value heads of an engine."""
+    links_gb_per_second: dict[str, Positive] = {"network": 50.0}
+    """Ways by which weights may reach an engine, by name, in 10^9 bytes a second."""
+
+
 class CheckpointConfig(Section):
     every_steps: Count = 10
     """Steps between checkpoints. The last step always writes one."""
@@ -378,6 +404,7 @@ class Config(Section):
     replay: ReplayConfig = ReplayConfig()
     parallel: ParallelConfig = ParallelConfig()
     placement: PlacementConfig = PlacementConfig()
+    cluster: ClusterConfig | None = None
     train: TrainConfig
     objective: ObjectiveConfig = ObjectiveConfig()
     guards: GuardsConfig = GuardsConfig()

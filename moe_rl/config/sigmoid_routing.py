@@ -1,4 +1,4 @@
-"""What config.json says of the routing that DeepSeek-V3 brought: sigmoid scores, an expert bias where experts are chosen,
+"""What config.json says of the routing that DeepSeek-V3 brought: sigmoid scores, a bias where experts are chosen,
 groups of experts, shared experts, leading dense layers (arXiv 2412.19437, section 2.1.2)."""
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ class Weight:
         gate_up         gate above up
         transposed      columns are rows
         gate_up_columns gate and up take turns as columns; as rows, gate above up
-    axis: of the tensors, along which the ranks of a tensor-parallel group share them in equal parts; None: whole on each.
-    experts: "each": {expert} in the names stands for every expert's number. "stacked": in the parameter's only; the
-    tensors have one more axis in front, of experts.
+    axis: of the tensors, along which tensor-parallel ranks share them in equal parts; None: whole on each.
+    experts: "each": {expert} in the names stands for an expert's number, in the parameter's among those of its rank, in
+    the tensors' among all. "stacked": in the parameter's only; the tensors have one more axis in front, of experts.
     """
 
     parameter: str
@@ -53,8 +53,9 @@ def grouped_query_attention(facts: ModelFacts) -> tuple[Weight, ...]:
     """Attention and the norm before it; biases, norms of queries and keys, and sinks where the model has them."""
     hidden, head_dim, width = facts.hidden_size, facts.head_dim, facts.heads * facts.head_dim
     rows = {"q": width, "k": facts.kv_heads * head_dim, "v": facts.kv_heads * head_dim}
+    fused_norm = "self_attention.linear_qkv.layer_norm_weight"
     out = [
-        _norm("input_layernorm.weight", "input_layernorm.weight", hidden, "self_attention.linear_qkv.layer_norm_weight"),
+        _norm("input_layernorm.weight", "input_layernorm.weight", hidden, fused_norm),
         Weight(
             "self_attention.linear_qkv.weight",
             {f"self_attn.{one}_proj.weight": (count, hidden) for one, count in rows.items()},
@@ -160,7 +161,7 @@ def stacked_experts(facts: ModelFacts) -> tuple[Weight, ...]:
         ("linear_fc1.weight", "gate_up_proj", (experts, hidden, 2 * width), "gate_up_columns"),
         ("linear_fc1.bias", "gate_up_proj_bias", (experts, 2 * width), "gate_up_columns"),
         ("linear_fc2.weight", "down_proj", (experts, width, hidden), "transposed"),
-        ("linear_fc2.bias", "down_proj_bias", (experts, hidden), "transposed"),
+        ("linear_fc2.bias", "down_proj_bias", (experts, hidden), "copy"),
     )
     return tuple(
         Weight(

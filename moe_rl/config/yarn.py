@@ -25,14 +25,15 @@ def yarn(read: Fields, rope: dict[str, Any]) -> Yarn | None:
     if type(positions) is not int or positions < 1:
         read.wrong("rope_parameters.original_max_position_embeddings", positions, "a whole number from 1")
         positions = 1
-    # Only both together replace the paper's.
-    both = bool(rope.get("mscale")) and bool(rope.get("mscale_all_dim"))
+    scales = [rope.get(key) or None for key in ("mscale", "mscale_all_dim")]
+    if scales.count(None) == 1:
+        read.wrong("rope_parameters.mscale and .mscale_all_dim", scales, "both or none: one is read in different ways")
     return Yarn(
         factor=number("factor"),
         positions=positions,
         fast=number("beta_fast", 32.0),
         slow=number("beta_slow", 1.0),
         truncate=rope.get("truncate", True) is not False,
-        mscale=number("mscale") if both else None,
-        mscale_all_dim=number("mscale_all_dim") if rope.get("mscale_all_dim") else None,
+        mscale=number("mscale") if scales[0] else None,
+        mscale_all_dim=number("mscale_all_dim") if scales[1] else None,
     )

@@ -34,7 +34,7 @@ from moe_rl.config.schema import ParallelConfig
 from moe_rl.errors import CheckpointError, describe
 from moe_rl.megatron import rng, world
 from moe_rl.megatron.model import unwrap
-from moe_rl.megatron.policy import Policy
+from moe_rl.megatron.policy import Policy, ReferencePolicy
 
 _NAME = re.compile(r"step-(\d{6})")
 _RUN_TENSORS = "run.safetensors"
@@ -151,7 +151,7 @@ def run_tensors(path: Path) -> dict[str, torch.Tensor]:
     return load_file(file) if file.is_file() else {}
 
 
-def load_weights(path: Path, policy: Policy) -> dict:
+def load_weights(path: Path, policy: Policy | ReferencePolicy) -> dict:
     """Put the weights back, and nothing else; returns what `load` does. All ranks call it.
 
     The weights are those that the passes computed with: a policy in float32 gets the rounded ones of a run in bfloat16.
@@ -245,7 +245,7 @@ def _shortened(reason: str) -> str:
     return f"{reason.split("'")[0].rstrip(' {[(:')}: {', '.join(names[:3])} and {len(names) - 3} more"
 
 
-def _sharded_model(policy: Policy) -> dict:
+def _sharded_model(policy: Policy | ReferencePolicy) -> dict:
     return {
         f"model{number}": unwrap(chunk).sharded_state_dict(metadata=dict(_CONTENT))
         for number, chunk in enumerate(policy.chunks)

@@ -1,169 +1,163 @@
-"""Names and layouts: Hugging Face MoE models <-> megatron GPTModel, both ways, for the part that one rank holds.
+"""Hugging Face tensors <-> the parameters that one rank holds of a megatron GPTModel, both ways.
 
-A rank holds the experts in the slots s with s // (num_experts / EP) equal to its expert rank; which expert lies in a
-slot, the layer's dispatcher says (`placement`). Of a matrix it holds a run of rows or of columns: tensor-parallel ranks
-share the dense ones, expert-tensor-parallel ranks those of the experts.
-Layout of linear_qkv: per key-value group its query heads, then k, then v; a rank holds whole groups. Of linear_fc1:
-gate above up; a rank holds its rows of gate above its rows of up.
+What they are called and how they are laid out is in the table of the model's family, see `moe_rl/config/weights.py`. A
+rank holds the experts in the slots s with s // (num_experts / EP) equal to its expert rank; which expert lies in a slot,
+the layer's dispatcher says (`placement`), in their order when the model is loaded. Of a tensor that ranks share it holds
+an equal run of rows or of columns, and it reads no other bytes of it; of query, key and value rows that is whole
+key-value groups, of gate and up rows its run of each.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from safetensors import safe_open
+from megatron.core.extensions.transformer_engine import HAVE_TE
 
-from moe_rl.config.hf import ModelFacts, checkpoint_tensors
+from moe_rl.config.hf import ModelFacts, layer_weights
+from moe_rl.config.weights import Weight, ends
 from moe_rl.errors import ConfigError, describe
-
-# Hugging Face name, and the axis along which tensor-parallel ranks cut it (None: whole on each).
-_TOP = {
-    "embedding.word_embeddings.weight": ("model.embed_tokens.weight", 0),
-    "output_layer.weight": ("lm_head.weight", 0),
-    "decoder.final_layernorm.weight": ("model.norm.weight", None),
-}
-_LAYER = {
-    "input_layernorm.weight": ("input_layernorm.weight", None),
-    "self_attention.linear_qkv.layer_norm_weight": ("input_layernorm.weight", None),  # where TransformerEngine keeps it
-    "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight", None),
-    "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight", None),
-    "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight", None),
-    "self_attention.linear_proj.weight": ("self_attn.o_proj.weight", 1),
-    "mlp.router.weight": ("mlp.gate.weight", None),
-    "mlp.router.expert_bias": ("mlp.gate.e_score_correction_bias", None),
-    "mlp.linear_fc2.weight": ("mlp.down_proj.weight", 1),
-    "mlp.linear_fc1.layer_norm_weight": ("post_attention_layernorm.weight", None),  # TransformerEngine's, dense layers
-    "mlp.shared_experts.linear_fc2.weight": ("mlp.shared_experts.down_proj.weight", 1),
-}
-_QKV = {
-    f"self_attention.linear_qkv.{kind}": tuple(f"self_attn.{one}_proj.{kind}" for one in "qkv")
-    for kind in ("weight", "bias")
-}
-_GATE_UP = ("gate_proj.weight", "up_proj.weight")
-_GATE_UP_OF = {"mlp.linear_fc1.weight": "mlp.", "mlp.shared_experts.linear_fc1.weight": "mlp.shared_experts."}
-# Experts one module each (SequentialMLP), and in one module (TransformerEngine's grouped linear).
-_EXPERT = (
-    re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.linear_fc(?P<fc>[12])\.weight"),
-    re.compile(r"mlp\.experts\.linear_fc(?P<fc>[12])\.weight(?P<expert>\d+)"),
-)
+from moe_rl.megatron import world
+from moe_rl.megatron.hf_files import CheckpointReader
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One megatron parameter, or expert bias, and the Hugging Face tensors it is made of.
+    """A weight on this rank. parameters: one; of stacked experts, those of the rank's experts in order. names: of the
+    Hugging Face tensors that it is made of. axis: of these, along which the ranks of `group` share them; None: they do
+    not. order: int64 [E], of stacked experts, the one in each slot of all ranks; else None."""
 
-    layout: copy, qkv or gate_up. axis: along which the ranks of its tensor-parallel group share it; None: they do not.
-    """
-
-    parameter: torch.Tensor
+    weight: Weight
+    parameters: tuple[torch.Tensor, ...]
     names: tuple[str, ...]
-    layout: str
     axis: int | None
-    is_expert: bool
+    order: np.ndarray | None = None
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks that share the matrices of this kind."""
-        if self.is_expert:
+        if self.weight.experts == "stacked":
+            return parallel_state.get_expert_model_parallel_group()
+        if self.weight.experts:
             return parallel_state.get_expert_tensor_parallel_group()
         return parallel_state.get_tensor_model_parallel_group()
 
 
-def entries(model: torch.nn.Module, facts: ModelFacts) -> Iterator[Entry]:
-    """Every parameter of an (unwrapped) GPTModel, and its routers' expert biases, with their Hugging Face names."""
-    experts_here = facts.num_experts // parallel_state.get_expert_model_parallel_world_size()
-    first_slot = experts_here * parallel_state.get_expert_model_parallel_rank()
+def entries(model: torch.nn.Module, facts: ModelFacts, *, fused: bool = HAVE_TE) -> Iterator[Entry]:
+    """Every parameter of an (unwrapped) GPTModel, and its routers' expert biases, by the table of its family.
+
+    fused: whether its layers are TransformerEngine's. Raises ConfigError naming a parameter that the table lacks, or
+    that the model does.
+    """
     biases = (item for item in model.named_buffers() if item[0].endswith(".router.expert_bias"))
-    for name, parameter in chain(model.named_parameters(), biases):
-        if name in _TOP:
-            hf_name, axis = _TOP[name]
-            yield Entry(parameter, (hf_name,), "copy", axis, False)
-            continue
-        match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
-        if match is None:
-            raise ConfigError(describe("a megatron parameter has no Hugging Face name", got=name))
-        layer, rest = model.decoder.layers[int(match[1])], match[2]
-        prefix = f"model.layers.{layer.layer_number - 1}."
-        expert = next(filter(None, (pattern.fullmatch(rest) for pattern in _EXPERT)), None)
-        if expert is not None:
-            prefix += f"mlp.experts.{layer.mlp.token_dispatcher.order[first_slot + int(expert['expert'])]}."
-            if expert["fc"] == "1":
-                yield Entry(parameter, tuple(prefix + n for n in _GATE_UP), "gate_up", 0, True)
-            else:
-                yield Entry(parameter, (prefix + "down_proj.weight",), "copy", 1, True)
-        elif rest in _QKV:
-            yield Entry(parameter, tuple(prefix + n for n in _QKV[rest]), "qkv", 0, False)
-        elif rest in _GATE_UP_OF:
-            prefix += _GATE_UP_OF[rest]
-            yield Entry(parameter, tuple(prefix + n for n in _GATE_UP), "gate_up", 0, False)
-        elif rest in _LAYER:
-            hf_name, axis = _LAYER[rest]
-            yield Entry(parameter, (prefix + hf_name,), "copy", axis, False)
-        else:
-            raise ConfigError(describe("a megatron parameter has no Hugging Face name", got=name))
+    left = dict(chain(model.named_parameters(), biases))
+    slots = world.own_slots(facts.num_experts)
+    for prefix, theirs, weight, layer in _weights_of(model, facts):
+        order = layer.mlp.token_dispatcher.order if weight.experts else None
+        yield from _entries_of(left, prefix, theirs, weight, slots, order, fused)
+    if left:
+        raise ConfigError(
+            describe("megatron parameters have no Hugging Face name", got=", ".join(sorted(left)[:3]), expected="none")
+        )
 
 
-def join(
-    tensors: list[torch.Tensor], layout: str, axis: int | None, facts: ModelFacts, *, part: int, parts: int
-) -> torch.Tensor:
-    """Whole Hugging Face tensors -> the megatron tensor of rank `part` of `parts`."""
-    if axis is None:
-        return tensors[0]
+def _weights_of(model: torch.nn.Module, facts: ModelFacts) -> Iterator[tuple[str, str, Weight, torch.nn.Module]]:
+    """(prefix of megatron's name, of the Hugging Face ones, weight, its layer or else the model) of what is here."""
+    front, back = ends(facts)
+    yield from (("", "", weight, model) for weight in front if model.pre_process)
+    for number, layer in enumerate(model.decoder.layers):
+        at = layer.layer_number - 1
+        prefixes = f"decoder.layers.{number}.", f"model.layers.{at}."
+        yield from ((*prefixes, weight, layer) for weight in layer_weights(facts, at))
+    yield from (("", "", weight, model) for weight in back if model.post_process)
+
+
+def _entries_of(
+    left: dict, prefix: str, theirs: str, weight: Weight, slots: slice, order: np.ndarray | None, fused: bool
+) -> Iterator[Entry]:
+    ours = prefix + (fused and weight.fused or weight.parameter)
+
+    def take(name: str) -> torch.Tensor:
+        if name not in left:
+            raise ConfigError(describe("the megatron model lacks a parameter", expected=name))
+        return left.pop(name)
+
+    names = tuple(theirs + name for name in weight.tensors)
+    if not weight.experts:
+        yield Entry(weight, (take(ours),), names, weight.axis)
+        return
+    here = [take(ours.format(expert=number)) for number in range(slots.stop - slots.start)]
+    if weight.experts == "stacked":
+        yield Entry(weight, tuple(here), names, 0, order)
+        return
+    for expert, parameter in zip(order[slots].tolist(), here, strict=True):
+        yield Entry(weight, (parameter,), tuple(name.format(expert=expert) for name in names), weight.axis)
+
+
+def join(pieces: list[torch.Tensor], layout: str, kv_groups: int) -> torch.Tensor:
+    """Parts of Hugging Face tensors -> the megatron parameter. kv_groups: how many key-value groups the parts have."""
     if layout == "qkv":
-        hidden = tensors[0].shape[1:]  # none of a bias
-        tensors = [torch.cat([t.view(facts.kv_heads, -1, *hidden) for t in tensors], 1).reshape(-1, *hidden)]
-    return torch.cat([t.chunk(parts, axis)[part] for t in tensors], 0)
-
-
-def split(shards: list[torch.Tensor], layout: str, axis: int | None, facts: ModelFacts) -> list[torch.Tensor]:
-    """The megatron tensors of all ranks that share one -> whole Hugging Face tensors, the inverse of `join`."""
+        return torch.cat([piece.unflatten(0, (kv_groups, -1)) for piece in pieces], 1).flatten(0, 1)
     if layout == "gate_up":
-        return [torch.cat(rows, 0) for rows in zip(*(shard.chunk(2, 0) for shard in shards), strict=True)]
-    tensor = shards[0] if axis is None else torch.cat(shards, axis)
-    if layout == "copy":
-        return [tensor]
-    groups, head, hidden = facts.kv_heads, facts.head_dim, tensor.shape[1:]
-    queries = facts.heads // groups * head
-    pieces = tensor.view(groups, queries + 2 * head, *hidden).split([queries, head, head], 1)
-    return [piece.reshape(-1, *hidden) for piece in pieces]
+        return torch.cat(pieces)
+    (piece,) = pieces
+    if layout == "gate_up_columns":
+        rows = piece.T if piece.ndim == 2 else piece
+        return torch.cat((rows[::2], rows[1::2]))
+    return piece.T if layout == "transposed" else piece
+
+
+def split(parameter: torch.Tensor, layout: str, kv_groups: int, shares: list[int]) -> list[torch.Tensor]:
+    """The megatron parameter -> parts of Hugging Face tensors, the inverse of `join`. shares: of their rows, the sizes
+    relative to each other."""
+    if layout == "qkv":
+        grouped = parameter.unflatten(0, (kv_groups, -1))
+        sizes = [grouped.shape[1] * share // sum(shares) for share in shares]
+        return [piece.flatten(0, 1) for piece in grouped.split(sizes, 1)]
+    if layout == "gate_up":
+        return list(parameter.chunk(2))
+    if layout == "gate_up_columns":
+        in_turns = torch.stack(parameter.chunk(2), 1).flatten(0, 1)
+        return [in_turns.T if parameter.ndim == 2 else in_turns]
+    return [parameter.T if layout == "transposed" else parameter]
 
 
 @torch.no_grad()
-def load(model: torch.nn.Module, facts: ModelFacts, path: Path) -> None:
-    """Fill a GPTModel from a Hugging Face checkpoint folder. Reads only the tensors that this rank has a part of.
+def load(model: torch.nn.Module, facts: ModelFacts, reader: CheckpointReader) -> None:
+    """Fill a GPTModel from a Hugging Face checkpoint. Reads nothing but what this rank holds.
 
-    Raises ConfigError naming a tensor that is missing or misshapen.
+    Raises ConfigError naming a parameter that has another shape than the tensors make.
     """
-    where = {name: file for name, (_, _, file) in checkpoint_tensors(path).items()}
-    handles = {}
     for entry in entries(model, facts):
-        tensors = []
-        for name in entry.names:
-            if name not in where:
-                raise ConfigError(describe("the checkpoint lacks a tensor", where=str(path), expected=name))
-            file = where[name]
-            if file not in handles:
-                handles[file] = safe_open(path / file, framework="pt")
-            tensors.append(handles[file].get_tensor(name))
-        part, parts = entry.group.rank(), entry.group.size()
-        tensor = join(tensors, entry.layout, entry.axis, facts, part=part, parts=parts)
-        if tensor.shape != entry.parameter.shape:
-            raise ConfigError(
-                describe(
-                    "a tensor has the wrong shape",
-                    where=f"{path}: {', '.join(entry.names)}",
-                    got=tuple(tensor.shape),
-                    expected=tuple(entry.parameter.shape),
+        part, parts = (0, 1) if entry.axis is None else (entry.group.rank(), entry.group.size())
+        pieces = [reader.read(name, _part(reader.tensors[name][1], entry.axis, part, parts)) for name in entry.names]
+        stacked = entry.weight.experts == "stacked"
+        for number, parameter in enumerate(entry.parameters):
+            own = [piece[number] for piece in pieces] if stacked else pieces
+            tensor = join(own, entry.weight.layout, facts.kv_heads // parts)
+            if tensor.shape != parameter.shape:
+                raise ConfigError(
+                    describe(
+                        "a tensor has the wrong shape",
+                        where=f"{reader.path}: {', '.join(entry.names)}",
+                        got=tuple(tensor.shape),
+                        expected=tuple(parameter.shape),
+                    )
                 )
-            )
-        entry.parameter.copy_(tensor)
+            parameter.copy_(tensor)
+
+
+def _part(shape: tuple[int, ...], axis: int | None, part: int, parts: int) -> tuple[slice, ...]:
+    """The indices of rank `part` of `parts`, which share the axis equally."""
+    index = [slice(0, size) for size in shape]
+    if axis is not None:
+        share = shape[axis] // parts
+        index[axis] = slice(part * share, (part + 1) * share)
+    return tuple(index)
 
 
 @torch.no_grad()
@@ -179,21 +173,35 @@ def export(
 
     chunks: the (unwrapped) GPTModels that this rank holds.
     dense, experts: which of the two to give, so that replicas do not repeat each other; the same on all ranks that
-    share tensors. These gather them together, so all must exhaust the iterator, also those that get nothing.
+    share tensors. These gather them together, one weight at a time, so all must exhaust the iterator, also those that
+    get nothing.
     get: what to export of a parameter instead of its data; expert biases, which have nothing else, are then left out.
     """
     for entry in (entry for model in chunks for entry in entries(model, facts)):
-        if get is not None and not isinstance(entry.parameter, torch.nn.Parameter):
+        if get is not None and not isinstance(entry.parameters[0], torch.nn.Parameter):
             continue
-        if experts if entry.is_expert else dense:
-            shards = [entry.parameter.data if get is None else get(entry.parameter)]
-            if entry.axis is not None and entry.group.size() > 1:
-                shards = _gather(shards[0], entry.group)
+        if not (experts if entry.weight.experts else dense):
+            continue
+        parts = 1 if entry.axis is None else entry.group.size()
+        for name, piece in zip(entry.names, _pieces(entry, facts, parts, get), strict=True):
+            if parts > 1:
+                piece = torch.cat(_gather(piece, entry.group), entry.axis)
+            if entry.order is not None:
+                piece = piece[torch.from_numpy(np.argsort(entry.order)).to(piece.device)]
             if entry.group.rank() == 0:
-                yield from zip(entry.names, split(shards, entry.layout, entry.axis, facts), strict=True)
+                yield name, piece
+
+
+def _pieces(entry: Entry, facts: ModelFacts, parts: int, get) -> list[torch.Tensor]:
+    shares = [shape[0] for shape in entry.weight.tensors.values()]
+    values = (parameter.data if get is None else get(parameter) for parameter in entry.parameters)
+    pieces = [split(value, entry.weight.layout, facts.kv_heads // parts, shares) for value in values]
+    if entry.weight.experts == "stacked":
+        return [torch.stack(same) for same in zip(*pieces, strict=True)]
+    return pieces[0]
 
 
 def _gather(shard: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    shards = [torch.empty_like(shard) for _ in range(group.size())]
+    shards = [torch.empty_like(shard, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(shards, shard.contiguous(), group=group)
     return shards

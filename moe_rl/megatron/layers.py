@@ -1,5 +1,5 @@
-"""What megatron-core takes from TransformerEngine, on torch ops: RMSNorm under sequence parallelism, causal attention
-and rotary embedding over packed sequences."""
+"""What megatron-core takes from TransformerEngine, on torch ops: RMSNorm under sequence parallelism, linear layers that
+are whole on every rank, causal attention and rotary embedding over packed sequences."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.layers import RowParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
 from moe_rl.planning.layout import positions_of
 
@@ -25,11 +27,45 @@ class RMSNorm(torch.nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
+class WholeLinear(torch.nn.Linear):
+    """x [rows, 1, inputs] of this rank -> [rows, 1, outputs], the weight being whole on every tensor-parallel rank.
+
+    Its gradient is of this rank's rows, and marked to be summed over the ranks.
+    """
+
+    def __init__(self, config, inputs: int, outputs: int):
+        super().__init__(inputs, outputs, bias=False, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return super().forward(x), None
+
+
+class ExpertOutput(RowParallelLinear):
+    """The output projection of an expert that may have a bias, which megatron's torch linear layer does not allow for.
+
+    Megatron adds it in place, to what autograd takes for a view of another tensor; and the bias is marked to be summed
+    over tensor-parallel ranks, which hold different experts.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if self.bias is not None:
+            self.bias.sequence_parallel = False
+
+    def forward(self, input_):
+        output, bias = super().forward(input_)
+        return (output if bias is None else output.clone()), bias
+
+
 class PackedAttention(torch.nn.Module):
     """Core attention for packed sequences (qkv_format "thd"): causal within each sequence, nothing across.
 
-    q [T, heads, d], k and v [T, groups, d] -> [T, 1, heads * d] in the layout SelfAttention expects for thd. Under
-    context parallelism T are this rank's rows, and k and v of the others are gathered.
+    q [T, heads, d], k and v [T, groups, d] -> [T, heads * d]. Under context parallelism T are this rank's rows, and k
+    and v of the others are gathered.
+
+    config.window_size (w, 0): a token of the layers of window_attn_skip_freq sees itself and w before it. softmax_type
+    "learnable": `softmax_offset` is a logit of each head that takes part in the softmax and has no value.
     """
 
     def __init__(
@@ -44,8 +80,15 @@ class PackedAttention(torch.nn.Module):
         **unused,
     ):
         super().__init__()
-        self.softmax_scale = softmax_scale
-        self.context = pg_collection.cp
+        self.softmax_scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+        self.context, self.tensor = pg_collection.cp, pg_collection.tp
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if windowed else None
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // self.tensor.size()
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout:
             raise ValueError(f"PackedAttention has no dropout: got {dropout}, expected 0")
@@ -60,28 +103,49 @@ class PackedAttention(torch.nn.Module):
         lengths = packed_seq_params.lengths
         ranks, longest = self.context.size(), max(lengths)
         slots, key_slots, positions = _slots(lengths, self.context.rank(), ranks, query.device)
-        mask = {"is_causal": True}
         if ranks > 1:
             # Of both at once: backward, each rank is sent the sum of the gradients for its rows.
             rows = gather_from_sequence_parallel_region(torch.cat((key, value), -1), group=self.context)
             key, value = rows.chunk(2, -1)
-            seen = positions[:, None, :, None] >= torch.arange(longest, device=query.device)
-            mask = {"attn_mask": seen}  # [B, 1, longest / ranks, longest]
 
         def rectangle(t, slots, width):  # [rows, heads, d] -> [B, heads, width, d]
             padded = t.new_zeros(len(lengths) * width, *t.shape[1:]).index_copy(0, slots, t)
             return padded.view(len(lengths), width, *t.shape[1:]).transpose(1, 2)
 
-        out = F.scaled_dot_product_attention(
-            rectangle(query, slots, longest // ranks),
-            rectangle(key, key_slots, longest),
-            rectangle(value, key_slots, longest),
-            **mask,
-            enable_gqa=True,
-            scale=self.softmax_scale,
+        query = rectangle(query, slots, longest // ranks)
+        key, value = rectangle(key, key_slots, longest), rectangle(value, key_slots, longest)
+        if ranks == 1 and self.window is None and self.softmax_offset is None:
+            mask = {"is_causal": True}
+        else:
+            before = positions[:, None, :, None] - torch.arange(longest, device=query.device)
+            seen = before >= 0 if self.window is None else (before >= 0) & (before < self.window)
+            mask = {"attn_mask": seen}  # [B, 1, longest / ranks, longest]
+        dimensions = query.shape[-1]
+        if self.softmax_offset is not None:
+            query, key, value, mask = self._with_sink(query, key, value, mask)
+        out = F.scaled_dot_product_attention(query, key, value, **mask, enable_gqa=True, scale=self.softmax_scale)
+        out = out[..., :dimensions].transpose(1, 2).flatten(0, 1).index_select(0, slots)  # [T, heads, d]
+        return out.flatten(1)
+
+    def _with_sink(self, query, key, value, mask):
+        """One more key that everyone sees, with the value 0, and one more dimension in which it alone differs from 0:
+        there the query has what makes their product the head's logit. Nothing else changes."""
+        logits = (self.softmax_offset / self.softmax_scale)[None, :, None, None].to(query.dtype)
+        query = torch.cat((query, logits.expand(*query.shape[:-1], 1)), -1)
+        key, value = F.pad(key, (0, 1, 0, 1)), F.pad(value, (0, 1, 0, 1))
+        key[..., -1, -1] = 1
+        return query, key, value, {"attn_mask": F.pad(mask["attn_mask"], (0, 1), value=True)}
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """Of the sinks, of which each rank has those of its heads."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tensor,
+            dp_cp_group=metadata["dp_cp_group"],
         )
-        out = out.transpose(1, 2).flatten(0, 1).index_select(0, slots)  # [T, heads, d]
-        return out.reshape(out.shape[0], 1, -1)
 
 
 @lru_cache(maxsize=8)  # every layer of a microbatch asks for the same
@@ -104,13 +168,18 @@ def _slots(
     return queries, keys, torch.from_numpy(positions).to(device)
 
 
-class PackedRotaryEmbedding(RotaryEmbedding):
-    """Rotary angles for a whole packed run, every sequence counted from position 0.
+class PackedRotaryEmbedding(torch.nn.Module):
+    """Rotary angles for a whole packed run, every sequence counted from position 0. angles: megatron's embedding.
 
     Megatron's own forward gives angles up to the longest sequence, and its unfused rope then rotates one sequence at a
     time. Given angles of the full length it rotates the run at once, and takes those of its rows out of it where
-    context-parallel ranks share the run.
+    context-parallel ranks share the run. YaRN's angles come with a factor for the size of what is rotated,
+    as megatron's do.
     """
+
+    def __init__(self, angles: RotaryEmbedding):
+        super().__init__()
+        self.angles = angles
 
     def get_rotary_seq_len(
         self, inference_context, transformer, transformer_input, transformer_config, packed_seq_params=None, **unused
@@ -119,6 +188,8 @@ class PackedRotaryEmbedding(RotaryEmbedding):
 
     def forward(
         self, lengths: tuple[int, ...], offset: int = 0, packed_seq: bool = True, cp_group=None
-    ) -> torch.Tensor:
-        angles = self.get_emb(max(lengths), offset)  # [longest, 1, 1, d]
-        return torch.cat([angles[:n] for n in lengths])
+    ) -> torch.Tensor | tuple[torch.Tensor, float]:
+        found = self.angles.get_emb(max(lengths), offset)
+        angles, *size = found if isinstance(found, tuple) else (found,)  # [longest, 1, 1, d]
+        packed = torch.cat([angles[:n] for n in lengths])
+        return (packed, *size) if size else packed

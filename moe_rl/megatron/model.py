@@ -7,15 +7,17 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from moe_rl.config.hf import ModelFacts
+from moe_rl.config.model_facts import ModelFacts, Yarn
 from moe_rl.config.schema import ParallelConfig, TrainConfig
 from moe_rl.megatron import hf_map
 from moe_rl.megatron.bypasses import refuse_bypasses
+from moe_rl.megatron.hf_files import CheckpointReader
 from moe_rl.megatron.layers import PackedRotaryEmbedding
 from moe_rl.megatron.router import ReplayRouter
 from moe_rl.megatron.specs import block_spec
@@ -26,7 +28,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 def transformer_config(facts: ModelFacts, train: TrainConfig, parallel: ParallelConfig) -> TransformerConfig:
     """Megatron's config for a model: its layers, its routers' style, no dropped tokens."""
     dtype, interleaved = DTYPES[train.dtype], parallel.virtual_pipeline > 1
-    return TransformerConfig(
+    config = (TransformerConfig if facts.latent is None else MLATransformerConfig)(
         num_layers=facts.layers,
         hidden_size=facts.hidden_size,
         num_attention_heads=facts.heads,
@@ -54,11 +56,14 @@ def transformer_config(facts: ModelFacts, train: TrainConfig, parallel: Parallel
         moe_grouped_gemm=HAVE_TE,
         normalization="RMSNorm",
         layernorm_epsilon=facts.rms_norm_eps,
-        qk_layernorm=facts.qk_norm,
+        qk_layernorm=facts.qk_norm or facts.latent is not None,
         add_qkv_bias=facts.attention_bias,
-        add_bias_linear=False,
+        add_bias_linear=facts.linear_bias,
+        softmax_type="learnable" if facts.sinks else "vanilla",
+        window_size=(facts.window - 1, 0) if facts.window else None,
+        window_attn_skip_freq=[int(layer in facts.windowed_layers) for layer in range(facts.layers)],
         gated_linear_unit=True,
-        activation_func=F.silu,
+        **_activation(facts),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor,
@@ -86,8 +91,59 @@ def transformer_config(facts: ModelFacts, train: TrainConfig, parallel: Parallel
         calculate_per_token_loss=True,
         finalize_model_grads_func=_sum_gradients,
         overlap_moe_expert_parallel_comm=train.overlap_expert_parallel_comm,
+        delay_wgrad_compute=train.delay_wgrad_compute,
         **_recomputation(train),
+        **_latent_attention(facts),
     )
+    if facts.yarn is not None and facts.latent is None:
+        # Megatron looks for these on its config, where they are no fields.
+        for name, value in _yarn(facts.yarn).items():
+            setattr(config, f"yarn_{name}", value)
+    return config
+
+
+def _activation(facts: ModelFacts) -> dict:
+    if facts.glu_clamp is None:
+        return {"activation_func": F.silu}
+    # Megatron's quick_gelu is sigmoid(1.702 g) g.
+    return {
+        "activation_func": quick_gelu,
+        "activation_func_clamp_value": facts.glu_clamp,
+        "glu_linear_offset": 1.0,
+    }
+
+
+def _latent_attention(facts: ModelFacts) -> dict:
+    """Latent attention has its rotary embedding in the attention, by the config."""
+    if facts.latent is None:
+        return {}
+    latent, yarn = facts.latent, facts.yarn
+    settings = {
+        "q_lora_rank": latent.q_rank or None,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_head_dim": latent.nope_dim,
+        "qk_pos_emb_head_dim": latent.rope_dim,
+        "v_head_dim": latent.value_dim,
+        "rotary_base": facts.rope_theta,
+    }
+    if yarn is None:  # the factor would scale the logits of plain angles too
+        return settings | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
+    named = _yarn(yarn)
+    del named["correction_range_round_to_int"]  # always, in latent attention
+    return settings | named | {"rope_type": "yarn"}
+
+
+def _yarn(yarn: Yarn) -> dict:
+    """Megatron's names. To it 1 and 0 say what no mscale and no mscale_all_dim mean."""
+    return {
+        "rotary_scaling_factor": yarn.factor,
+        "original_max_position_embeddings": yarn.positions,
+        "beta_fast": yarn.fast,
+        "beta_slow": yarn.slow,
+        "mscale": 1.0 if yarn.mscale is None else yarn.mscale,
+        "mscale_all_dim": yarn.mscale_all_dim or 0.0,
+        "correction_range_round_to_int": yarn.truncate,
+    }
 
 
 def _recomputation(train: TrainConfig) -> dict:
@@ -133,10 +189,13 @@ def build_model(facts: ModelFacts, config: TransformerConfig, checkpoint) -> lis
     refuse_bypasses(config)
     runs = config.virtual_pipeline_model_parallel_size
     numbers = [None] if runs is None else range(runs)
-    return [_build_chunk(facts, config, checkpoint, number) for number in numbers]
+    reader = CheckpointReader(checkpoint, facts)
+    return [_build_chunk(facts, config, reader, number) for number in numbers]
 
 
-def _build_chunk(facts: ModelFacts, config: TransformerConfig, checkpoint, vp_stage: int | None) -> torch.nn.Module:
+def _build_chunk(
+    facts: ModelFacts, config: TransformerConfig, reader: CheckpointReader, vp_stage: int | None
+) -> torch.nn.Module:
     model = GPTModel(
         config,
         block_spec(config, vp_stage),
@@ -144,17 +203,14 @@ def _build_chunk(facts: ModelFacts, config: TransformerConfig, checkpoint, vp_st
         max_sequence_length=facts.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-        position_embedding_type="rope",
+        position_embedding_type="rope" if facts.yarn is None or facts.latent is not None else "yarn",
+        rotary_percent=facts.rotary_fraction,
         rotary_base=facts.rope_theta,
         share_embeddings_and_output_weights=facts.tie_word_embeddings,
         vp_stage=vp_stage,
     )
-    model.rotary_pos_emb = PackedRotaryEmbedding(
-        facts.head_dim,
-        rotary_percent=facts.rotary_fraction,
-        rotary_base=facts.rope_theta,
-        use_cpu_initialization=True,
-    )
+    if facts.latent is None:
+        model.rotary_pos_emb = PackedRotaryEmbedding(model.rotary_pos_emb)
     if torch.cuda.is_available():
         model.cuda()
     wrapped = Float16Module(config, model) if config.bf16 else model
@@ -162,7 +218,7 @@ def _build_chunk(facts: ModelFacts, config: TransformerConfig, checkpoint, vp_st
         if isinstance(module, ReplayRouter) and module.expert_bias is not None:
             # Float16Module rounds it to bfloat16; megatron makes it float32 again, but only once it runs.
             module.expert_bias = module.expert_bias.float()
-    hf_map.load(model, facts, checkpoint)
+    hf_map.load(model, facts, reader)
     return wrapped
 
 
@@ -171,7 +227,10 @@ def wrap_for_training(
 ) -> tuple[list[DistributedDataParallel], MegatronOptimizer]:
     """Data parallelism with float32 main gradients, and over it the optimizer, distributed or whole on every rank."""
     ddp_config = DistributedDataParallelConfig(
-        use_distributed_optimizer=train.distributed_optimizer, grad_reduce_in_fp32=True, overlap_grad_reduce=False
+        use_distributed_optimizer=train.distributed_optimizer,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        delay_wgrad_compute=train.delay_wgrad_compute,
     )
     # Of later chunks all gradients are ready at once, so that buckets would only make more, smaller messages.
     chunks = [

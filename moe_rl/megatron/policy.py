@@ -15,6 +15,7 @@ from moe_rl.config.hf import ModelFacts
 from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
 from moe_rl.errors import ReplayError, describe
 from moe_rl.megatron import hf_map, rng, schedule, world
+from moe_rl.megatron.hf_files import stored_dtype
 from moe_rl.megatron.microbatch import Microbatch
 from moe_rl.megatron.model import build_model, recomputed_layers, transformer_config, unwrap, wrap_for_training
 from moe_rl.megatron.placement import checksum, move
@@ -257,10 +258,7 @@ class Policy:
         Expert biases are float32 in the sampler of any precision.
         """
         tensors = hf_map.export(map(unwrap, self.chunks), self.facts, dense=dense, experts=experts)
-        return {
-            name: tensor.to("cpu", torch.float32 if name.endswith("e_score_correction_bias") else dtype).contiguous()
-            for name, tensor in tensors
-        }
+        return {name: tensor.to("cpu", stored_dtype(name, dtype)).contiguous() for name, tensor in tensors}
 
 
 class ReferencePolicy:

@@ -26,7 +26,7 @@ from moe_rl.errors import ReplayError, describe
 from moe_rl.megatron import world
 from moe_rl.megatron.dispatcher import PlannedDispatcher
 from moe_rl.megatron.placement import relocated
-from moe_rl.replay.session import MicrobatchHandle
+from moe_rl.replay.session import MicrobatchHandle, refuse_lost_key
 
 
 @dataclass
@@ -51,23 +51,36 @@ class _RecordedTopK:
         self.router = router
 
     def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
+        def choose(scores):
+            allowed = _of_best_groups(scores, num_groups, group_topk) if group_topk else scores
+            return default_compute_topk(allowed, topk)
+
         handle, layer = self.router.handle, self.router.layer_number - 1
         if handle is None:
-            return default_compute_topk(scores, topk, num_groups, group_topk)
+            return choose(scores)
         session, microbatch = handle.session, handle.microbatch
         if session.mode != "replay":
-            values, indices = default_compute_topk(scores, topk, num_groups, group_topk)
+            values, indices = choose(scores)
             session.observe_native(microbatch, layer, indices, scores)
             if session.mode == "record":
                 session.record(microbatch, layer, indices)
             return values, indices
         indices, without_route = session.take(microbatch, layer, scores.shape[0]), session.native_rows(microbatch)
         if session.compare_native or without_route is not None:
-            _, native = default_compute_topk(scores.detach(), topk, num_groups, group_topk)
+            _, native = choose(scores.detach())
             session.observe_native(microbatch, layer, native, scores)
             if without_route is not None:
                 indices = torch.where(without_route[:, None], native, indices)
         return scores.gather(1, indices), indices
+
+
+def _of_best_groups(scores: torch.Tensor, groups: int, top_groups: int) -> torch.Tensor:
+    """Scores [T, E], minus infinity outside each token's best groups. A group is as good as the sum of its two best
+    experts (DeepSeek-V3, arXiv 2412.19437, section 2.1.2); megatron takes its best top_k // top_groups instead."""
+    grouped = scores.unflatten(1, (groups, -1))
+    best = grouped.topk(2, -1).values.sum(-1).topk(top_groups, -1).indices
+    left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, False)
+    return grouped.masked_fill(left_out[..., None], -torch.inf).flatten(1)
 
 
 class ReplayRouter(TopKRouter):
@@ -97,6 +110,8 @@ class ReplayRouter(TopKRouter):
     def routing(self, logits, padding_mask=None):
         if self.handle is not None:
             self.handle.session.observe_logits(self.handle.microbatch, self.layer_number - 1, logits)
+        elif not self.is_mtp_layer:
+            refuse_lost_key(self.layer_number - 1)
         if torch.is_grad_enabled() and (self.enable_expert_bias or self.is_aux_loss_enabled()):
             padding = self.seq_params.padding
             padding_mask = padding[world.own_rows(len(padding))]

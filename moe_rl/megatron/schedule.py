@@ -1,7 +1,8 @@
 """Microbatches through the model by megatron's own schedule, as the layout asks: one after the other, 1F1B, interleaved
 1F1B; and in training combined 1F1B, the forward of one microbatch and the backward of another in turns, layer by layer.
 
-A microbatch's key to its routes travels with it, so no order of the schedule is assumed.
+A microbatch's key to its routes travels with it, so no order of the schedule is assumed. Those of padding alone, which
+fill up the rounds of an interleaved schedule, have one too.
 """
 
 from __future__ import annotations
@@ -10,13 +11,12 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from moe_rl.errors import ReplayError, describe
 from moe_rl.megatron import world
 from moe_rl.megatron.logprobs import completion_logprobs
-from moe_rl.megatron.microbatch import Microbatch, pack
+from moe_rl.megatron.microbatch import Microbatch
 from moe_rl.replay.session import ReplaySession, require_open
 
 # (microbatch number, logprobs [N] with gradient) -> the microbatch's share of the loss, divided by its denominator.
@@ -41,8 +41,7 @@ def logprobs(
     results = [torch.empty(1 + entropy, size, device=world.device()) for size in sizes]
 
     def collect(number, microbatch, logits, non_loss_data=True):
-        if number < len(microbatches):
-            results[number] = completion_logprobs(microbatch, logits, temperature, entropy=entropy)
+        results[number] = completion_logprobs(microbatch, logits, temperature, entropy=entropy)
 
     _run(chunks, microbatches, session, collect, forward_only=True, collect_non_loss_data=True)
     return list(world.share_from_last_stage(torch.cat(results, 1)).split(sizes, 1))
@@ -64,17 +63,25 @@ def forward_backward(
 
     def loss_of(number, microbatch, logits):
         values = completion_logprobs(microbatch, logits, temperature, entropy=entropy)
-        value = loss(number, *values) if number < len(microbatches) else values.sum()  # a filler has no values: 0
-        return value, torch.zeros([], dtype=torch.int), {}
+        return loss(number, *values), torch.zeros([], dtype=torch.int), {}
 
     _run(chunks, microbatches, session, loss_of, forward_only=False)
 
 
 def _run(chunks, microbatches, session, after_forward, *, forward_only, **options):
     require_open(session)
-    everything = microbatches + _fillers(chunks, len(microbatches))
+    in_a_round = world.microbatches_in_a_round()
+    if len(microbatches) % in_a_round:
+        raise ReplayError(
+            describe(
+                "interleaved stages take microbatches in rounds of as many as there are stages",
+                got=f"{len(microbatches)} microbatches",
+                expected=f"a multiple of {in_a_round}",
+                do="fill them up, see planning.packing.fill_rounds",
+            )
+        )
     _, ranks = world.context_parallel()
-    for number, microbatch in enumerate(everything):
+    for number, microbatch in enumerate(microbatches):
         if sum(microbatch.lengths) != microbatch.tokens.shape[1] * ranks:
             raise ReplayError(
                 describe(
@@ -88,32 +95,23 @@ def _run(chunks, microbatches, session, after_forward, *, forward_only, **option
 
     def forward_step(iterator, model, return_schedule_plan=False):
         number, microbatch = next(iterator)
-        recorded = session if number < len(microbatches) else None
         if session is not None:
             session.begin_forward(number, microbatch.tokens[0, world.own_rows(microbatch.tokens.shape[1])])
         # Combined 1F1B asks for the parts of the forward, and runs them before it asks for those of the next one.
         forward = model.build_schedule_plan if return_schedule_plan else model
         output = forward(
-            microbatch.tokens, microbatch.positions, None, packed_seq_params=microbatch.seq_params(recorded, number)
+            microbatch.tokens, microbatch.positions, None, packed_seq_params=microbatch.seq_params(session, number)
         )
         return output, partial(after_forward, number, microbatch)
 
-    iterators = [enumerate(everything) for _ in chunks]
+    iterators = [enumerate(microbatches) for _ in chunks]
     get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks,
-        num_microbatches=len(everything),
-        seq_length=max(m.tokens.shape[1] for m in everything),
+        num_microbatches=len(microbatches),
+        seq_length=max(m.tokens.shape[1] for m in microbatches),
         micro_batch_size=1,
         forward_only=forward_only,
         **options,
     )
-
-
-def _fillers(chunks, count) -> list[Microbatch]:
-    """Microbatches of padding alone: the interleaved schedule takes a multiple of the number of stages."""
-    if len(chunks) == 1:
-        return []
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    return [pack([], [], world.device(), world.context_parallel()) for _ in range(-count % stages)]

@@ -12,7 +12,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -22,7 +25,8 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from moe_rl.megatron.layers import PackedAttention, RMSNorm
+from moe_rl.megatron.latent import LatentAttention, TorchLatentAttention
+from moe_rl.megatron.layers import ExpertOutput, PackedAttention, RMSNorm
 from moe_rl.megatron.router import ReplayLayer, ReplayMoELayer, ReplayRouter
 
 
@@ -40,12 +44,15 @@ def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
 
 def _with_replay(layer: ModuleSpec) -> ModuleSpec:
     """The spec of a layer whose MLP, if it has experts, takes routes. A new one: megatron's layers may share theirs."""
-    mlp = layer.submodules.mlp
+    mlp, attention = layer.submodules.mlp, layer.submodules.self_attention
+    if attention.module is MLASelfAttention:
+        attention = dataclasses.replace(attention, module=LatentAttention)
     if not isinstance(mlp, functools.partial):
         raise TypeError(f"expected the builder of an MLP, got {mlp!r}")
     if mlp.func is MoELayer:
         mlp = _replayed(mlp)
-    return dataclasses.replace(layer, module=ReplayLayer, submodules=dataclasses.replace(layer.submodules, mlp=mlp))
+    submodules = dataclasses.replace(layer.submodules, mlp=mlp, self_attention=attention)
+    return dataclasses.replace(layer, module=ReplayLayer, submodules=submodules)
 
 
 def _replayed(mlp: functools.partial) -> functools.partial:
@@ -61,27 +68,22 @@ def _torch_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transf
     )
 
 
+class _TorchProvider(LocalSpecProvider):
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool):
+        submodules = MLPSubmodules(linear_fc1=self.column_parallel_linear(), linear_fc2=ExpertOutput)
+        return functools.partial(SequentialMLP, submodules=submodules)
+
+
 def _torch_layer_spec(config: TransformerConfig, *, has_experts: bool) -> ModuleSpec:
-    provider = LocalSpecProvider()
-    # The names under which TransformerEngine, which fuses a norm into the projection behind it, saves it.
-    saved_as = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    provider = _TorchProvider()
+    attention, saved_as = (_torch_latent if config.multi_latent_attention else _torch_grouped_query)(config, provider)
     if not has_experts:
         saved_as["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=provider.column_parallel_linear(),
-                    core_attention=PackedAttention,
-                    linear_proj=provider.row_parallel_linear(),
-                    q_layernorm=RMSNorm if config.qk_layernorm else IdentityOp,
-                    k_layernorm=RMSNorm if config.qk_layernorm else IdentityOp,
-                ),
-            ),
+            self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
             mlp=get_mlp_module_spec_for_backend(provider, num_experts=config.num_moe_experts if has_experts else None),
@@ -89,3 +91,41 @@ def _torch_layer_spec(config: TransformerConfig, *, has_experts: bool) -> Module
             sharded_state_dict_keys_map=saved_as,
         ),
     )
+
+
+# Attention, and the names under which TransformerEngine, which fuses a norm into the projection behind it, saves it.
+_Attention = tuple[ModuleSpec, dict[str, str]]
+
+
+def _torch_grouped_query(config: TransformerConfig, provider: LocalSpecProvider) -> _Attention:
+    submodules = SelfAttentionSubmodules(
+        linear_qkv=provider.column_parallel_linear(),
+        core_attention=PackedAttention,
+        linear_proj=provider.row_parallel_linear(),
+        q_layernorm=RMSNorm if config.qk_layernorm else IdentityOp,
+        k_layernorm=RMSNorm if config.qk_layernorm else IdentityOp,
+    )
+    attention = ModuleSpec(SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
+    return attention, {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+
+
+def _torch_latent(config: TransformerConfig, provider: LocalSpecProvider) -> _Attention:
+    linear = provider.column_parallel_linear()
+    submodules = MLASelfAttentionSubmodules(
+        linear_q_proj=linear,
+        linear_q_down_proj=linear,
+        linear_q_up_proj=linear,
+        linear_kv_down_proj=linear,
+        linear_kv_up_proj=linear,
+        core_attention=PackedAttention,
+        linear_proj=provider.row_parallel_linear(),
+        q_layernorm=RMSNorm,
+        kv_layernorm=RMSNorm,
+    )
+    attention = ModuleSpec(
+        TorchLatentAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules
+    )
+    return attention, {
+        "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+        "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+    }

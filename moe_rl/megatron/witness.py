@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -46,10 +47,17 @@ class DispatchWitness:
                     self._watch(layer.mlp)
         return self
 
+    def forwards(self, since: int = 0) -> dict[tuple[int, int], int]:
+        """How often each (microbatch, layer) was dispatched, in the dispatches from number `since` on. Those with and
+        without gradients, which a recomputed layer has both, are counted apart: the larger number is given."""
+        seen = self.seen[since:]
+        without = Counter((d.microbatch, d.layer) for d in seen if not d.with_grad)
+        return dict(Counter((d.microbatch, d.layer) for d in seen if d.with_grad) | without)
+
     def _watch(self, moe: torch.nn.Module) -> None:
         dispatcher = moe.token_dispatcher
         preprocess, postprocess = dispatcher.dispatch_preprocess, dispatcher.dispatch_postprocess
-        before: list[tuple[int, bool, torch.Tensor] | None] = []  # None: a microbatch without routes, a filler
+        before: list[tuple[int, bool, torch.Tensor] | None] = []  # None: a microbatch without routes
 
         def dispatch_preprocess(hidden_states, routing_map, probs):
             handle = moe.router.handle
@@ -66,6 +74,61 @@ class DispatchWitness:
             return hidden_states, received, probs
 
         dispatcher.dispatch_preprocess, dispatcher.dispatch_postprocess = dispatch_preprocess, dispatch_postprocess
+
+
+@dataclass(slots=True, eq=False)
+class OrderWitness:
+    """In which order MoE layers were run through.
+
+    events: (what, microbatch, layer), where what is "route" and "combine", at the beginning and the end of a forward or
+    a recomputation, or "gradient", when that of the rows which its experts got arrives in a backward pass.
+    """
+
+    events: list[tuple[str, int, int]] = field(default_factory=list)
+
+    def attach(self, chunks: list[torch.nn.Module]) -> OrderWitness:
+        """Watch the MoE layers of these model chunks. Returns itself."""
+        for chunk in chunks:
+            for layer in unwrap(chunk).decoder.layers:
+                if layer.is_moe_layer:
+                    self._watch(layer.mlp)
+        return self
+
+    def overlapped(self) -> int:
+        """Forwards of a layer between whose beginning and end the gradient of another microbatch came by."""
+        count, running, others = 0, None, False
+        for what, *key in self.events:
+            if what == "route":
+                running, others = key, False
+            elif what == "gradient":
+                others |= running is not None and key[0] != running[0]
+            else:
+                count += others and key == running
+                running = None
+        return count
+
+    def _watch(self, moe: torch.nn.Module) -> None:
+        route, dispatch, combine = moe.route, moe.dispatch, moe.combine
+
+        def seen(what, handle):
+            if handle is not None:
+                self.events.append((what, handle.microbatch, moe.layer_number - 1))
+
+        def routed(*args, **kwargs):
+            seen("route", moe.router.handle)
+            return route(*args, **kwargs)
+
+        def dispatched(*args, **kwargs):
+            handle, (rows, probs) = moe.router.handle, dispatch(*args, **kwargs)
+            if rows.requires_grad:
+                rows.register_hook(lambda gradient: seen("gradient", handle))
+            return rows, probs
+
+        def combined(*args, **kwargs):
+            seen("combine", moe.router.handle)
+            return combine(*args, **kwargs)
+
+        moe.route, moe.dispatch, moe.combine = routed, dispatched, combined
 
 
 @dataclass(slots=True, eq=False)

@@ -96,6 +96,12 @@ def speaks_for_its_sequences() -> bool:
     return first and is_last_stage()
 
 
+def microbatches_in_a_round() -> int:
+    """The schedule takes a multiple of so many: of the stages where they are interleaved, else of 1."""
+    interleaved = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
+    return parallel_state.get_pipeline_model_parallel_world_size() if interleaved else 1
+
+
 def is_last_stage() -> bool:
     """Whether this rank holds the end of the model."""
     return parallel_state.is_pipeline_last_stage()

@@ -23,7 +23,7 @@ def pack(lengths: list[int], *, ranks: int, microbatch_tokens: int) -> list[list
     the ranks' totals. The fullest microbatches come first, so that a lack of memory shows at once.
 
     A microbatch is an empty list only when there are fewer sequences than ranks times microbatches; the rank must still
-    run it, to take part in the exchange. No sequences at all: no microbatches on any rank.
+    run it, on padding, to take part in the exchange. No sequences at all: no microbatches on any rank.
     Raises ConfigError when a sequence alone exceeds the budget, ValueError for a negative length or a count below 1.
     """
     if ranks < 1 or microbatch_tokens < 1:
@@ -55,6 +55,12 @@ def pack(lengths: list[int], *, ranks: int, microbatch_tokens: int) -> list[list
     else:
         bins = _fill_up(lengths, fitted, most * ranks)
     return _deal(lengths, bins, ranks)
+
+
+def fill_rounds(plan: list[list[list[int]]], rounds: int) -> list[list[list[int]]]:
+    """The plan with empty microbatches behind the others of every rank, up to a multiple of `rounds`: an interleaved
+    pipeline takes microbatches in rounds of as many as it has stages."""
+    return [[*microbatches, *([] for _ in range(-len(microbatches) % rounds))] for microbatches in plan]
 
 
 def split_groups(group_ids: Sequence[int], updates: int) -> list[list[int]]:

@@ -16,6 +16,8 @@ from moe_rl.errors import ConfigError, describe
 Mode = Literal["r3", "r2", "native", "observe"]
 
 MICROBATCH_TOKENS = 40
+# Faults that end the processes of their ranks: one is refused in a layer while another waits for it, who is told so.
+ENDING = ("key lost on one rank", "key of another chunk")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +159,7 @@ LAYOUTS = [
     Case(4, {"expert": 2, **_INTERLEAVED}, _MOE),
     Case(4, {"expert": 2, **_INTERLEAVED}, _OVERLAP),
     Case(4, {"tensor": 2, "expert": 2}, _OVERLAP),
-    # three microbatches, and a filler for the interleaved schedule
+    # three microbatches, and an empty one that fills up a round of the interleaved schedule
     Case(4, {"tensor": 2, "expert": 2, **_INTERLEAVED}, _OVERLAP),
     Case(4, {"expert": 2, "pipeline": 2}, _WHOLE),
     Case(4, {"pipeline": 4}),

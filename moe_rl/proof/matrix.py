@@ -17,7 +17,7 @@ from moe_rl.config.check import layout_problems
 from moe_rl.config.hf import read_model
 from moe_rl.errors import ConfigError, ReplayError, describe
 from moe_rl.proof.batch import batch
-from moe_rl.proof.cases import Case
+from moe_rl.proof.cases import ENDING, Case
 from moe_rl.proof.reference import Reference, reference
 
 Tensors = dict[object, torch.Tensor]
@@ -75,8 +75,7 @@ class Proof:
         Raises ReplayError with the end of the ranks' output when they fail.
         """
         seen: dict[int, list[dict]] = {}
-        for ranks in sorted({case.ranks for case in cases}):
-            numbers = [n for n, case in enumerate(cases) if case.ranks == ranks]
+        for ranks, numbers in _launches(cases):
             out = self.folder / f"{len(list(self.folder.iterdir())):03d}-ranks{ranks}"
             out.mkdir()
             (out / "cases.json").write_text(json.dumps([dataclasses.asdict(cases[n]) for n in numbers]))
@@ -179,6 +178,17 @@ def largest(got: Tensors, expected: Tensors) -> float:
             )
         )
     return max((got[name].float() - expected[name].float()).abs().max().item() for name in expected)
+
+
+def _launches(cases: list[Case]) -> list[tuple[int, list[int]]]:
+    """(ranks, numbers of the cases that run on them one after the other), each case once."""
+    launches = []
+    for ranks in sorted({case.ranks for case in cases}):
+        numbers = [n for n, case in enumerate(cases) if case.ranks == ranks]
+        last = [n for n in numbers if cases[n].fault in ENDING]
+        whole = [n for n in numbers if n not in last]
+        launches += [(ranks, whole + last[:1]), *((ranks, [n]) for n in last[1:])]
+    return launches
 
 
 def _torchrun(ranks: int, *arguments, timeout: float) -> subprocess.CompletedProcess:

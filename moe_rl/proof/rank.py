@@ -9,6 +9,7 @@ forward-only pass and an update on the fixed batch; see `proof.batch`.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,9 +23,9 @@ from moe_rl.config.hf import ModelFacts, read_model
 from moe_rl.megatron import hf_map, model, world
 from moe_rl.megatron.model import unwrap
 from moe_rl.megatron.policy import Policy
-from moe_rl.megatron.witness import DispatchWitness, LayerWaits
+from moe_rl.megatron.witness import DispatchWitness, LayerWaits, OrderWitness
 from moe_rl.proof import faults
-from moe_rl.proof.cases import Case
+from moe_rl.proof.cases import ENDING, Case
 from moe_rl.proof.share import Share, whole_gradients
 
 
@@ -35,14 +36,16 @@ def main() -> None:
         case = Case(**fields)
         world.lay_out(case.parallel_config, seed=1)
         torch.save(run(case, checkpoint), out / f"{number}-rank{dist.get_rank()}.pt")
+        if case.fault in ENDING:
+            os._exit(0)  # sockets and all, whatever still holds them: those who wait are told by that
         dist.barrier()
     world.stop()
 
 
 def run(case: Case, checkpoint: Path) -> dict:
-    """What this rank saw of one case. With a planted fault: the error it ended with, if any."""
+    """What this rank saw of one case. With a planted fault: see `faults.outcome`."""
     facts = read_model(checkpoint)
-    with _computing_as_asked(case):
+    with computing_as_asked(case):
         policy = Policy(facts, case.train_config, case.parallel_config, checkpoint, temperature=1.0)
     try:
         return _seen(case, facts, policy)
@@ -53,10 +56,11 @@ def run(case: Case, checkpoint: Path) -> dict:
 def _seen(case: Case, facts: ModelFacts, policy: Policy) -> dict:
     share = Share(facts, case, policy)
     if case.fault != "none":
-        return {"error": faults.error_of(case.fault, share)}
+        return faults.outcome(case.fault, share)
     witness, waits = DispatchWitness().attach(policy.chunks), LayerWaits().attach(policy.chunks)
+    order = OrderWitness().attach(policy.chunks)
     plans = SchedulePlans(policy.chunks)
-    sessions, tables = [], None
+    sessions, tables, done = [], None, 0
     if case.mode == "native":
         logprobs = policy.logprobs(share.microbatches, None)
         result = policy.update(share.microbatches, None, share.loss)
@@ -66,7 +70,8 @@ def _seen(case: Case, facts: ModelFacts, policy: Policy) -> dict:
             seen = len(witness.seen)
             share.break_off(tables)
             del witness.seen[seen:]
-        plans.asked = 0
+        plans.asked, done = 0, len(witness.seen)
+        order.events.clear()
         result, second = share.update(tables)
         sessions = [first, second]
     weights = hf_map.export(map(unwrap, policy.chunks), facts, dense=True, experts=True)
@@ -81,29 +86,36 @@ def _seen(case: Case, facts: ModelFacts, policy: Policy) -> dict:
         "microbatches": len(share.microbatches),
         "layers": list(policy.layers),
         "recomputed_layers": sorted(policy.recomputed_layers),
+        "forwards": witness.forwards(since=done),
+        "fillers": sum(not microbatch.indices for microbatch in share.microbatches),
         "schedule_plans": plans.asked,
+        "delayed": plans.delayed,
+        "overlapped": order.overlapped(),
         "waits": asdict(waits),
     }
 
 
 class SchedulePlans:
-    """How often a schedule asked for the parts of a forward, as combined 1F1B alone does."""
+    """asked: how often a schedule asked for the parts of a forward, as combined 1F1B alone does. delayed: how often it
+    asked an MoE layer for gradients of weights that it left out of a backward."""
 
     def __init__(self, chunks: list[torch.nn.Module]):
-        self.asked = 0
+        self.asked = self.delayed = 0
         for chunk in map(unwrap, chunks):
-            chunk.build_schedule_plan = self._counting(chunk.build_schedule_plan)
+            chunk.build_schedule_plan = self._counting("asked", chunk.build_schedule_plan)
+            for layer in chunk.decoder.layers:
+                layer.mlp.backward_dw = self._counting("delayed", layer.mlp.backward_dw)
 
-    def _counting(self, build):
+    def _counting(self, what, method):
         def counted(*args, **kwargs):
-            self.asked += 1
-            return build(*args, **kwargs)
+            setattr(self, what, getattr(self, what) + 1)
+            return method(*args, **kwargs)
 
         return counted
 
 
 @contextmanager
-def _computing_as_asked(case: Case) -> Iterator[None]:
+def computing_as_asked(case: Case) -> Iterator[None]:
     """Megatron overlaps in bfloat16 only, and asks its config for that when it is made: that of a float32 case says so,
     and computes in float32 all the same."""
     build = model.TransformerConfig

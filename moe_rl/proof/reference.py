@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from moe_rl.config.hf import ModelFacts, read_model
+from moe_rl.config.hf import ModelFacts, expected_tensors, read_model
 from moe_rl.proof.batch import batch, quiet
 
 
@@ -38,7 +38,9 @@ def reference(
     from transformers import AutoModelForCausalLM
 
     facts = read_model(checkpoint)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="sdpa")
+    # There is no sdpa with sinks.
+    attention = "eager" if facts.sinks else "sdpa"
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation=attention)
     sequences, _ = batch(facts)
     current, topk = {}, torch.topk
 
@@ -63,8 +65,8 @@ def reference(
 
         return run
 
-    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
-    assert len(gates) == len(facts.moe_layers)
+    mlps = [model.model.layers[layer].mlp for layer in facts.moe_layers]
+    gates = [mlp.gate if hasattr(mlp, "gate") else mlp.router for mlp in mlps]
     for column, gate in enumerate(gates):
         gate.forward = forced_gate(gate, column)
     logprobs, logits, loss = {}, {}, 0.0
@@ -84,7 +86,7 @@ def reference(
             together = torch.cat([logits[number, column] for number in numbers])
             imbalance = imbalance + len(together) / everything * _imbalance(facts, together)
     (loss + aux * imbalance).backward()
-    return Reference(logprobs, dict(_published(model)), float(imbalance) / len(gates))
+    return Reference(logprobs, dict(_published(model, expected_tensors(facts))), float(imbalance) / len(gates))
 
 
 def _imbalance(facts: ModelFacts, logits: torch.Tensor) -> torch.Tensor:
@@ -95,16 +97,16 @@ def _imbalance(facts: ModelFacts, logits: torch.Tensor) -> torch.Tensor:
     return (chosen / len(logits) * scores.mean(0)).sum() * facts.num_experts / facts.top_k
 
 
-def _published(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Gradients under the names of published checkpoints, in which every expert has tensors of its own."""
+def _published(model: torch.nn.Module, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Gradients under the names of published checkpoints, in most of which every expert has tensors of its own."""
     for name, parameter in model.named_parameters():
         prefix = name.rsplit(".", 1)[0]
-        if name.endswith("experts.gate_up_proj"):
+        if name in names:
+            yield name, parameter.grad
+        elif name.endswith("experts.gate_up_proj"):
             for expert, both in enumerate(parameter.grad):
                 gate, up = both.chunk(2, 0)
                 yield f"{prefix}.{expert}.gate_proj.weight", gate
                 yield f"{prefix}.{expert}.up_proj.weight", up
         elif name.endswith("experts.down_proj"):
             yield from ((f"{prefix}.{expert}.down_proj.weight", one) for expert, one in enumerate(parameter.grad))
-        else:
-            yield name, parameter.grad

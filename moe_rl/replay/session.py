@@ -23,6 +23,7 @@ import torch
 
 from moe_rl.errors import ReplayError, describe
 from moe_rl.replay.checksum import RowSalts
+from moe_rl.replay.native import Compared, totals
 
 if TYPE_CHECKING:
     from moe_rl.replay.plans import LayerPlan
@@ -64,7 +65,7 @@ class Tally:
     native_mismatch: (token, layer) positions where the router's own top-k set differs from the recorded one, of
     native_positions; native_by_layer: the same for each layer. native_token_mismatch: tokens with at least one such
     layer, on any pipeline stage, of native_tokens. native_shared: experts that the two sets have in common, and
-    native_margin: margins (see `Compared`), over the positions. The native counts leave padding out.
+    native_margin: margins (see `native.Compared`), over the positions. The native counts leave padding out.
     """
 
     consumed: int = 0
@@ -80,21 +81,6 @@ class Tally:
     native_shared: int = 0
     native_margin: float = 0.0
     native_by_layer: dict[int, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Compared:
-    """A router's own choice of K experts against the record, for L layers and the N rows that have a record.
-
-    differs: bool [L, N], whether the sets are not the same. shared: int64 [L, N], experts in both, 0 to K.
-    margin: float32 [L, N], the K-th best score less the least score of a recorded expert, in what the router ranks by:
-    nats for the logits of a softmax router, else scores with the expert bias. 0 where the sets agree, above 0 where
-    they do not, by so much as the router prefers its own; a router limited to groups of experts may go below 0.
-    """
-
-    differs: torch.Tensor
-    shared: torch.Tensor
-    margin: torch.Tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -137,7 +123,7 @@ class ReplaySession:
     _applied: list[tuple[int, int, torch.Tensor]] = field(default_factory=list)
     _misplanned: list[tuple[int, int, torch.Tensor]] = field(default_factory=list)
     _chosen: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    _native: dict[tuple[int, int], tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    _native: dict[tuple[int, int], Compared] = field(default_factory=dict)
 
     def __enter__(self) -> ReplaySession:
         global _open_session
@@ -168,21 +154,29 @@ class ReplaySession:
         """The schedule is about to run the forward of this microbatch; until it says so again, of no other.
 
         tokens int64 [R]: ids in the rows that this rank's routers will see, compared with those that the routes were
-        read for. Stays on the device. A number beyond the microbatches is that of a filler, which has no routes.
+        read for. Stays on the device.
         """
         self._forwarding = microbatch
-        if microbatch < len(self.microbatches):
-            expected = self.microbatches[microbatch].fed.tokens
-            if tokens.shape != expected.shape:
-                raise ReplayError(
-                    describe(
-                        "routes and tokens differ in number",
-                        where=f"{self.name}, rank {self.rank}, microbatch {microbatch}",
-                        got=f"{len(expected)} rows",
-                        expected=f"{len(tokens)} tokens",
-                    )
+        if microbatch >= len(self.microbatches):
+            raise ReplayError(
+                describe(
+                    "a pass has more microbatches than its session",
+                    where=f"{self.name}, rank {self.rank}",
+                    got=f"microbatch {microbatch}",
+                    expected=f"{len(self.microbatches)} of them",
                 )
-            self._strangers.append((microbatch, (tokens != expected).any()))
+            )
+        expected = self.microbatches[microbatch].fed.tokens
+        if tokens.shape != expected.shape:
+            raise ReplayError(
+                describe(
+                    "routes and tokens differ in number",
+                    where=f"{self.name}, rank {self.rank}, microbatch {microbatch}",
+                    got=f"{len(expected)} rows",
+                    expected=f"{len(tokens)} tokens",
+                )
+            )
+        self._strangers.append((microbatch, (tokens != expected).any()))
 
     def routes(self, microbatch: int, layer: int) -> torch.Tensor:
         """Recorded routes [R, K] of one (microbatch, layer)."""
@@ -258,11 +252,9 @@ class ReplaySession:
         routes = self.routes(microbatch, layer)
         if self.compare_with is not None:
             routes = self.compare_with[microbatch].routes[layer]
-        recorded = routes.index_select(0, rows).long()
-        native, scores = native.index_select(0, rows), scores.detach().index_select(0, rows)
-        shared = (recorded[:, :, None] == native[:, None, :]).sum((1, 2))
-        margin = scores.gather(1, native).amin(1) - scores.gather(1, recorded).amin(1)
-        self._native[microbatch, layer] = shared < recorded.shape[1], shared, margin.float()
+        self._native[microbatch, layer] = Compared.of(
+            routes.index_select(0, rows).long(), native.index_select(0, rows), scores.detach().index_select(0, rows)
+        )
 
     def observe_logits(self, microbatch: int, layer: int, logits: torch.Tensor) -> None:
         """Keep a router's logits, R x E in any shape, where they are asked for."""
@@ -340,30 +332,22 @@ class ReplaySession:
             self._check_applied()
             self._check_planned()
         if self.compare_native and self.microbatches:
-            numbers = range(len(self.microbatches))
-            missing = [(m, layer) for m in numbers for layer in self.layers if (m, layer) not in self._native]
-            if missing:
-                raise ReplayError(
-                    describe(
-                        "a router's own choice was not compared with the record",
-                        where=self._where(*missing[0]),
-                        got=f"{len(missing)} such layers",
-                        expected="every layer of every microbatch compared",
-                    )
+            self._close_native()
+
+    def _close_native(self) -> None:
+        numbers = range(len(self.microbatches))
+        missing = [(m, layer) for m in numbers for layer in self.layers if (m, layer) not in self._native]
+        if missing:
+            raise ReplayError(
+                describe(
+                    "a router's own choice was not compared with the record",
+                    where=self._where(*missing[0]),
+                    got=f"{len(missing)} such layers",
+                    expected="every layer of every microbatch compared",
                 )
-            self.compared = [
-                Compared(*map(torch.stack, zip(*(self._native[m, layer] for layer in self.layers), strict=True)))
-                for m in numbers
-            ]
-            wrong = torch.cat([compared.differs for compared in self.compared], 1)
-            by_layer = wrong.sum(1).tolist()
-            self.tally.native_by_layer = dict(zip(self.layers, by_layer, strict=True))
-            self.tally.native_mismatch = sum(by_layer)
-            self.tally.native_positions = wrong.numel()
-            self.tally.native_token_mismatch = int(self.any_stage(wrong.any(0)).sum())
-            self.tally.native_tokens = wrong.shape[1]
-            self.tally.native_shared = sum(int(compared.shared.sum()) for compared in self.compared)
-            self.tally.native_margin = sum(float(compared.margin.double().sum()) for compared in self.compared)
+            )
+        self.compared = [Compared.of_layers([self._native[m, layer] for layer in self.layers]) for m in numbers]
+        self.tally = replace(self.tally, **totals(self.compared, self.layers, self.any_stage))
 
     def _check_planned(self) -> None:
         flags = torch.stack([flag for _, _, flag in self._misplanned]).tolist() if self._misplanned else []
@@ -447,6 +431,25 @@ def require_open(session: ReplaySession | None) -> None:
                 do="run each pass inside its own `with session:`, and no other pass in there",
             )
         )
+
+
+def refuse_lost_key(layer: int) -> None:
+    """Raise ReplayError when a session is open: its layers each have the key of a microbatch. One that lost it would
+    ask the other ranks for counts, which these, knowing them, do not answer."""
+    if _open_session is None:
+        return
+    session, microbatch = _open_session, f"microbatch {_open_session._forwarding}"
+    if layer in session.recomputed_layers and torch.is_grad_enabled():
+        microbatch = "the recomputation of a microbatch"
+    raise ReplayError(
+        describe(
+            "a layer lost the key to its routes",
+            where=f"{session.name}, rank {session.rank}, {microbatch}, layer {layer}",
+            got="no key",
+            expected="that of the microbatch which runs through it",
+            do="look for what runs the layer or its router without the packed sequence parameters",
+        )
+    )
 
 
 @dataclass(frozen=True, slots=True)

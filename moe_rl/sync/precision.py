@@ -23,7 +23,7 @@ def is_rounded(name: str) -> bool:
 
     Routers, embeddings, the output head and norms stay as they are.
     """
-    return name.endswith("_proj.weight")
+    return name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
 
 
 def fp8_rounded(weight: Tensor) -> Tensor:

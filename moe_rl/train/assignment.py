@@ -12,7 +12,7 @@ from moe_rl.config.schema import Config
 from moe_rl.errors import MoeRLError, ReplayError, TraceError, describe
 from moe_rl.megatron import world
 from moe_rl.planning.balance import Plan, load_of, pack_by_load
-from moe_rl.planning.packing import pack
+from moe_rl.planning.packing import fill_rounds, pack
 from moe_rl.replay.session import MicrobatchRoutes
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.types import RouteRef, Sequence
@@ -44,6 +44,7 @@ def assign(
     """The plan of `packing.pack`, by length or by known load as the config says, the same on every rank.
 
     placement: int64 [L, E], the expert in each slot, of every MoE layer of the model.
+    For interleaved stages it is filled up to whole rounds with empty microbatches, which run on padding alone.
     For the load each rank counts the experts of its part of the sequences: reading them is what takes time, and many of
     them read in parallel. Rank 0 plans and sends the plan, so that ranks whose arithmetic rounds otherwise cannot come
     to another one. A token without a recorded route has no load. Raises on all ranks when a record is damaged on one.
@@ -51,8 +52,9 @@ def assign(
     lengths = [sequence.forwarded for sequence in sequences]
     ranks = world.data_parallel()[1]
     budget = config.train.microbatch_tokens
+    in_a_round = world.microbatches_in_a_round()
     if config.train.packing == "length":
-        return pack(lengths, ranks=ranks, microbatch_tokens=budget)
+        return fill_rounds(pack(lengths, ranks=ranks, microbatch_tokens=budget), in_a_round)
     parts = config.parallel.expert
 
     def counted() -> np.ndarray:
@@ -74,7 +76,7 @@ def assign(
         plan, _ = pack_by_load(
             lengths, loads.cpu().numpy(), ranks=ranks, microbatch_tokens=budget, exchange=exchange
         )
-        return plan
+        return fill_rounds(plan, in_a_round)
 
     return world.broadcast(agreed(planned), Plan)
 

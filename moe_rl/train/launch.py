@@ -8,22 +8,25 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from moe_rl.config.check import problems
-from moe_rl.config.hf import read_model
+from moe_rl.config.check import config_problems, problems
+from moe_rl.config.check_files import file_problems
+from moe_rl.config.hf import read_model, read_published
+from moe_rl.config.layout import least_ranks
 from moe_rl.config.load import load_config
-from moe_rl.config.plan import least_ranks, make_plan, render
+from moe_rl.config.model_facts import ModelFacts
 from moe_rl.config.schema import Config
+from moe_rl.doctor.diagnosis import installation_problems
 from moe_rl.errors import CollapseError, ConfigError, MoeRLError, TraceError, describe
-from moe_rl.rollout import patches
+from moe_rl.planning.fit import disk_problems, memory_problems
+from moe_rl.planning.plan import make_plan
+from moe_rl.planning.plan_table import render
 from moe_rl.train import run_folder
 from moe_rl.train.peaks import limit_problem, peaks
 from moe_rl.train.peaks import render as render_peaks
 from moe_rl.train.run_folder import RunFolder
 
-MEGATRON_CORE = "0.19."
 COLLAPSED = 4
 EPILOG = """
 Exit status of a rank: 0 done, 2 an error that was explained, 3 another rank or the sampler is gone, 4 the run has
@@ -39,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config, folder, world_size = _configure(options)
         if options.plan:
             return _plan(config, world_size, options.trace, options.json)
-        _refuse(problems(config, world_size) + installation_problems(config.rollout.capture))
+        _refuse(_problems(config, world_size))
     except MoeRLError as error:
         # Every rank comes to the same finding; one of them tells it.
         if rank == 0:
@@ -73,7 +76,10 @@ def _parser() -> argparse.ArgumentParser:
         "--trace", metavar="STORE", help="with --plan: what the batches of this trace store ask of the fullest rank"
     )
     parser.add_argument(
-        "--world-size", type=int, metavar="N", help="ranks to plan for without torchrun (default: the fewest that do)"
+        "--world-size",
+        type=int,
+        metavar="N",
+        help="ranks to plan for without torchrun (default: cluster.gpus, else the fewest that do)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result (plan or summary) there")
     parser.add_argument(
@@ -86,9 +92,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, int]:
-    folder = None
     if options.trace and not options.plan:
         raise ConfigError(describe("--trace is of --plan alone", got=options.trace, do="leave it out, or add --plan"))
+    folder = None
     if options.resume:
         folder, config = run_folder.reopen(options.resume, options.overrides)
     else:
@@ -107,18 +113,18 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, i
                 do=f"run: torchrun --nproc-per-node {least_ranks(config.parallel)} {' '.join(sys.argv)}",
             )
         )
-    return config, folder, options.world_size or least_ranks(config.parallel)
+    planned = config.cluster.gpus if config.cluster is not None else least_ranks(config.parallel)
+    return config, folder, options.world_size or planned
 
 
 def _plan(config: Config, world_size: int, trace: str | None, file: Path | None) -> int:
-    found = problems(config, world_size) + installation_problems(config.rollout.capture)
+    facts, found, absent = _model_to_plan(config, world_size)
     plan = asked = None
-    try:
-        facts = read_model(config.model.path)
+    if facts is not None:
         plan = make_plan(config, facts, world_size)
         print(render(plan))
-    except ConfigError:
-        pass  # said among the problems
+        found += memory_problems(plan)
+        (absent if absent else found).extend(disk_problems(config, plan))
     if trace and not found:
         try:
             asked = peaks(config, facts, world_size, trace)
@@ -126,33 +132,40 @@ def _plan(config: Config, world_size: int, trace: str | None, file: Path | None)
             found += filter(None, [limit_problem(asked, config)])
         except (TraceError, ConfigError) as error:
             found.append(str(error))
+    for message in absent:
+        print(f"not on this machine: {message}")
     for problem in found:
         print(f"problem: {problem}")
     print(f"{len(found)} problems" if found else "no problems")
     if file:
-        result = {"plan": plan and dataclasses.asdict(plan), "problems": found}
+        result = {"plan": plan and dataclasses.asdict(plan), "problems": found, "absent": absent}
         result |= {"trace": asked and dataclasses.asdict(asked)} if trace else {}
         file.write_text(json.dumps(result, indent=2) + "\n")
     return 2 if found else 0
 
 
-def installation_problems(capture: str) -> list[str]:
-    """Why the installed vLLM or megatron-core cannot do what is asked, one message each."""
-    found = patches.problems(capture=capture)
+def _model_to_plan(config: Config, world_size: int) -> tuple[ModelFacts | None, list[str], list[str]]:
+    """The model, None when it cannot be read; what is wrong; and, where it is planned without its checkpoint, what else
+    this machine lacks, which then is another matter."""
+    installed = installation_problems(config)
+    if config.model.published is not None and not config.model.path.is_dir():
+        facts = read_published(config.model.published)
+        here = describe("model.path: the checkpoint, planned with model.published", got=f"no {config.model.path}")
+        return facts, config_problems(config, facts, world_size), [here, *file_problems(config, None), *installed]
+    found = problems(config, world_size) + installed
     try:
-        installed = version("megatron-core")
-    except PackageNotFoundError:
-        installed = "none"
-    if not installed.startswith(MEGATRON_CORE):
-        found.append(
-            describe(
-                "megatron-core is missing or of a version that was never run",
-                got=installed,
-                expected=f"{MEGATRON_CORE}x",
-                do="run make venv",
-            )
-        )
-    return found
+        return read_model(config.model.path), found, []
+    except ConfigError:
+        return None, found, []  # said among the problems
+
+
+def _problems(config: Config, world_size: int) -> list[str]:
+    """Everything that speaks against starting here."""
+    facts, found, absent = _model_to_plan(config, world_size)
+    if facts is not None:
+        plan = make_plan(config, facts, world_size)
+        found += [*memory_problems(plan), *disk_problems(config, plan)]
+    return absent + found
 
 
 def _refuse(found: list[str]) -> None:

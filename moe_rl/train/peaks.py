@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moe_rl.config.layout import make_layout, stage_layers
 from moe_rl.config.model_facts import ModelFacts
-from moe_rl.config.plan import DTYPE_BYTES, bytes_text, make_plan, stage_layers
 from moe_rl.config.schema import Config, ParallelConfig
 from moe_rl.errors import TraceError, describe
 from moe_rl.planning.balance import Plan, load_of, pack_by_load
 from moe_rl.planning.budgets import Budget, budget, kept_bytes, microbatch_counts, most
+from moe_rl.planning.memory import DTYPE_BYTES
 from moe_rl.planning.packing import pack, split_groups
+from moe_rl.planning.plan_table import bytes_text
 from moe_rl.trace.selection import references, select
 
 
@@ -25,7 +27,7 @@ class Peaks:
 
     batches: shards of the trace, each taken for one step. layers: MoE layers of the fullest stage. row_bytes: that the
     experts keep of a row for the backward pass, at the least. exact: False where the ranks of a share dispatch to
-    several copies of the experts, whose rows are then counted together: no rank gets more than that.
+    different copies of the experts; each copy is then taken to get all of its rows: no rank gets more than that.
     """
 
     batches: int
@@ -36,10 +38,11 @@ class Peaks:
     exact: bool
 
 
-def dispatching_shares(parallel: ParallelConfig) -> int:
-    """How many data-parallel shares dispatch to the same copy of the experts; 1 where a share has several copies."""
-    dispatching, of_one_share = parallel.expert * parallel.expert_tensor, parallel.tensor * parallel.context
-    return dispatching // of_one_share if dispatching % of_one_share == 0 else 1
+def dispatching_groups(parallel: ParallelConfig, shares: int) -> list[slice]:
+    """Which data-parallel shares dispatch to each copy of the experts, wholly or in part."""
+    ranks, of_one_share = parallel.expert * parallel.expert_tensor, parallel.tensor * parallel.context
+    ends = range(ranks, shares * of_one_share + 1, ranks)
+    return [slice((end - ranks) // of_one_share, -(-end // of_one_share)) for end in ends]
 
 
 def peaks(config: Config, facts: ModelFacts, world_size: int, trace: str) -> Peaks:
@@ -50,21 +53,21 @@ def peaks(config: Config, facts: ModelFacts, world_size: int, trace: str) -> Pea
     """
     parallel, stages = config.parallel, stage_layers(facts, config.parallel)
     columns = [[facts.moe_layers.index(layer) for layer in stage if layer in facts.moe_layers] for stage in stages]
-    ranks, exchange = make_plan(config, facts, world_size).data_parallel, dispatching_shares(parallel)
+    ranks = make_layout(parallel, facts, world_size).data
     found, batches, sequences = [], 0, 0
     for groups, lengths, counts in _batches(trace, facts):
         batches, sequences = batches + 1, sequences + len(lengths)
         for chosen in filter(None, split_groups(groups, config.train.updates_per_step)):
             tokens = [lengths[index] for index in chosen]
-            plan = _packed(config, tokens, counts[chosen], ranks, exchange)
+            plan = _packed(config, tokens, counts[chosen], ranks)
             rows = microbatch_counts(
                 plan, tokens, counts[chosen], top_k=facts.top_k, context=parallel.context,
                 expert_parallel=parallel.expert,
             )  # fmt: skip
-            for first in range(0, ranks, exchange):
+            for together in dispatching_groups(parallel, ranks):
                 for stage in columns:
-                    together = rows[first : first + exchange][:, :, stage]
-                    found.append(budget(together, expert_parallel=parallel.expert, top_k=facts.top_k))
+                    of_stage = rows[together][:, :, stage]
+                    found.append(budget(of_stage, expert_parallel=parallel.expert, top_k=facts.top_k))
     if not sequences:
         raise TraceError(describe("the trace has no records", where=trace, do="give the trace folder of a run"))
     width = -(-facts.moe_intermediate_size // parallel.expert_tensor)
@@ -101,11 +104,13 @@ def _batches(trace: str, facts: ModelFacts) -> Iterator[tuple[list[str], list[in
         yield [ref.key.rpartition("/")[0] for ref in refs], [ref.rows for ref in refs], counts
 
 
-def _packed(config: Config, lengths: list[int], counts: np.ndarray, ranks: int, exchange: int) -> Plan:
+def _packed(config: Config, lengths: list[int], counts: np.ndarray, ranks: int) -> Plan:
     tokens = config.train.microbatch_tokens
     if config.train.packing == "length":
         return pack(lengths, ranks=ranks, microbatch_tokens=tokens)
-    loads = load_of(counts, config.parallel.expert)
+    parallel, loads = config.parallel, load_of(counts, config.parallel.expert)
+    dispatching, of_one_share = parallel.expert * parallel.expert_tensor, parallel.tensor * parallel.context
+    exchange = dispatching // of_one_share if dispatching % of_one_share == 0 else 1  # as world.dispatching_shares
     return pack_by_load(lengths, loads, ranks=ranks, microbatch_tokens=tokens, exchange=exchange)[0]
 
 

@@ -48,7 +48,9 @@ class Peers:
         self._thread.join()
         if error is not None and not isinstance(error, MoeRLError):
             # Most likely a collective broke off because a peer is gone: then that is what there is to say.
-            lost = self._lost()
+            # One that failed may still be about to say why.
+            while (lost := self._lost()) is None and self._failed_since:
+                time.sleep(_INTERVAL / 5)
             if lost is not None:
                 self._end(lost)
         for number, handler in self._handlers.items():

@@ -12,6 +12,7 @@ from moe_rl.megatron import world
 from moe_rl.megatron.microbatch import pack
 from moe_rl.megatron.model import DTYPES
 from moe_rl.megatron.policy import Policy
+from moe_rl.planning.packing import fill_rounds
 from moe_rl.rollout.engine import VllmEngine
 from moe_rl.sync.precision import fp8_rounded, is_rounded
 from moe_rl.sync.weights import expected_digest, write_part
@@ -50,24 +51,19 @@ class Canary:
 
     def __init__(self, tokens: tuple[int, ...]):
         self.tokens = tokens
-        self.microbatch = pack(
-            [
-                Sequence(
-                    key="canary",
-                    prompt_token_ids=tokens[:1],
-                    token_ids=tokens[1:],
-                    rollout_logprobs=np.zeros(len(tokens) - 1, np.float32),
-                    reward=0.0,
-                    weight_version=0,
-                    routes=None,
-                )
-            ],
-            [0],
-            world.device(),
-            world.context_parallel(),
+        canary = Sequence(
+            key="canary",
+            prompt_token_ids=tokens[:1],
+            token_ids=tokens[1:],
+            rollout_logprobs=np.zeros(len(tokens) - 1, np.float32),
+            reward=0.0,
+            weight_version=0,
+            routes=None,
         )
+        (plan,) = fill_rounds([[[0]]], world.microbatches_in_a_round())
+        self.microbatches = [pack([canary], one, world.device(), world.context_parallel()) for one in plan]
 
     def difference(self, policy: Policy, engine: VllmEngine | None) -> float:
         """Mean |log-probability difference| in nats, both routing natively, on rank 0; 0 on the others."""
-        (ours,) = policy.logprobs([self.microbatch], None, temperature=1.0)
+        ours, *_ = policy.logprobs(self.microbatches, None, temperature=1.0)
         return float(np.abs(ours.cpu().numpy() - engine.score(self.tokens)).mean()) if engine is not None else 0.0

@@ -52,6 +52,50 @@ GLM_CONFIG = {key: value for key, value in HF_CONFIG.items() if key not in _QWEN
     "num_nextn_predict_layers": 0,
 }
 
+DEEPSEEK_CONFIG = GLM_CONFIG | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "head_dim": None,
+    "partial_rotary_factor": None,
+    "use_qk_norm": None,
+    "attention_bias": False,
+    "norm_topk_prob": True,
+    "q_lora_rank": 6,
+    "kv_lora_rank": 4,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 3,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+GPT_OSS_CONFIG = {key: value for key, value in HF_CONFIG.items() if key not in _QWEN_ONLY} | {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "moe_intermediate_size": None,
+    "num_local_experts": 4,
+    "attention_bias": True,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "swiglu_limit": 7.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+}
+
 CONFIG = """\
 run:
   name: tiny
@@ -82,10 +126,11 @@ parallel:
 """
 
 
-def _write_model(folder: Path, config=HF_CONFIG, **changes) -> Path:
-    """A checkpoint of zeros, Qwen3-MoE by default; changes: keys of config.json (None removes one)."""
+def _write_model(folder: Path, config=HF_CONFIG, nulls=(), **changes) -> Path:
+    """A checkpoint of zeros, Qwen3-MoE by default; changes: keys of config.json (None removes one). nulls: keys that
+    are there, without a value."""
     folder.mkdir(parents=True, exist_ok=True)
-    raw = {key: value for key, value in (config | changes).items() if value is not None}
+    raw = {key: value for key, value in (config | changes).items() if value is not None} | dict.fromkeys(nulls)
     (folder / "config.json").write_text(json.dumps(raw))
     vocab = {f"t{number}": number for number in range(20)}
     added = [{"id": 20, "content": "<eos>"}]
@@ -110,6 +155,18 @@ def write_model():
 def write_glm():
     """Writes a GLM-4.5 checkpoint instead."""
     return partial(_write_model, config=GLM_CONFIG)
+
+
+@pytest.fixture
+def write_deepseek():
+    """Writes a DeepSeek-V3 checkpoint instead."""
+    return partial(_write_model, config=DEEPSEEK_CONFIG)
+
+
+@pytest.fixture
+def write_gpt_oss():
+    """Writes a gpt-oss checkpoint instead."""
+    return partial(_write_model, config=GPT_OSS_CONFIG)
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ def torchrun(ranks, script, *arguments, timeout=600):
         "--standalone",
         "--nproc-per-node",
         str(ranks),
+        "--",  # what follows is not torchrun's own, also where it looks like that
         str(script),
     ]
     return subprocess.run(

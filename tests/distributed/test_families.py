@@ -16,37 +16,52 @@ from tests.distributed.families.data import MODELS, recorded_load, write_checkpo
 
 WORKER = Path(__file__).with_name("families") / "worker.py"
 RATE, AUX = 0.01, 0.5
+ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
+BFLOAT16 = ("glm-groups", "deepseek", "gpt-oss")
+WITH_BIAS = ("glm", "deepseek", "moonlight")
 LAYOUTS = {
     "EP2": {"parallel": {"expert": 2}, "train": {}},
+    "EP2-overlapped": {"parallel": {"expert": 2}, "train": {"overlap_expert_parallel_comm": True}},
     "CP2-EP2-moe": {"parallel": {"context": 2, "expert": 2}, "train": {"recompute": "moe"}},
     "TP2-EP2-uniform": {"parallel": {"tensor": 2, "expert": 2}, "train": {"recompute": "uniform"}},
     "PP2-VPP2-uniform": {
         "parallel": {"pipeline": 2, "virtual_pipeline": 2},
         "train": {"recompute": "uniform"},
     },
+    "TP2-ETP2": {"parallel": {"tensor": 2, "expert_tensor": 2}, "train": {}},
+}
+MOST = ("CP2-EP2-moe", "TP2-EP2-uniform", "PP2-VPP2-uniform")
+LAID_OUT = {
+    "qwen-mixed": ("EP2", *MOST),
+    "glm-groups": ("EP2", *MOST),
+    "deepseek": MOST,
+    "moonlight": ("TP2-ETP2",),
+    "gpt-oss": MOST,
 }
 # {ranks: {case: what it asks of the worker}}; the model comes first in a case's name
 CASES = {
     1: {f"{name} replay": {"parallel": {}} for name in MODELS}
     | {f"{name} native": {"parallel": {}, "mode": "native"} for name in MODELS}
-    | {"glm-groups bfloat16": {"parallel": {}, "train": {"dtype": "bfloat16"}}},
+    | {f"{name} bfloat16": {"parallel": {}, "train": {"dtype": "bfloat16"}} for name in BFLOAT16},
     2: {
         f"{name} {layout}-aux": settings | {"train": settings["train"] | {"router_aux_loss": AUX}}
         for name, layout in (
             ("qwen-mixed", "TP2-EP2-uniform"),
             ("glm-groups", "EP2"),
+            ("glm-groups", "EP2-overlapped"),
             ("glm-groups", "CP2-EP2-moe"),
             ("glm-groups", "PP2-VPP2-uniform"),
         )
         for settings in [LAYOUTS[layout]]
     }
-    | {f"{name} {layout}": settings for name in ("qwen-mixed", "glm-groups") for layout, settings in LAYOUTS.items()},
+    | {f"{name} {layout}": LAYOUTS[layout] for name, layouts in LAID_OUT.items() for layout in layouts},
 }
 REPLAYED = [(ranks, case) for ranks, cases in CASES.items() for case in cases if "native" not in case]
 EXACT = [one for one in REPLAYED if "bfloat16" not in one[1] and "aux" not in one[1]]
 BALANCED = [one for one in REPLAYED if "aux" in one[1]]
-BIASED = [one for one in EXACT if one[1].startswith("glm")]
-RESUMED = [(ranks, case) for ranks, case in BIASED if "uniform" in case]
+BIASED = [one for one in EXACT if one[1].startswith(WITH_BIAS)]
+RESUMED = [(ranks, case) for ranks, case in EXACT if "uniform" in case and not case.startswith("qwen")]
+WRITTEN = [(ranks, case) for ranks, case in EXACT if "TP2" in case]
 
 
 @pytest.fixture(scope="session")
@@ -56,24 +71,30 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def seen(checkpoints, tmp_path_factory):
-    """seen(ranks, case) -> [what each rank saw]; all cases of as many ranks run in one process group."""
+    """seen(ranks, case) -> [what each rank saw], with `written` the checkpoint folder that they wrote; all cases of as
+    many ranks run in one process group."""
     results = {}
 
-    def case_of(name, settings):
+    def case_of(ranks, name, settings, out):
         model = name.split()[0]
-        biased = model.startswith("glm") and settings.get("mode") != "native"
-        train = settings.get("train", {}) | ({"expert_bias_rate": RATE} if biased else {})
-        resume = biased and "uniform" in name
-        return settings | {"checkpoint": str(checkpoints[model]), "train": train, "resume": resume}
+        biased = model.startswith(WITH_BIAS) and settings.get("mode") != "native"
+        return settings | {
+            "checkpoint": str(checkpoints[model]),
+            "train": settings.get("train", {}) | ({"expert_bias_rate": RATE} if biased else {}),
+            "resume": (ranks, name) in RESUMED,
+            "write": str(out / f"{name} written") if (ranks, name) in WRITTEN else "",
+        }
 
-    def run(ranks, case):
+    def run(ranks, case, written=False):
         if ranks not in results:
             out = tmp_path_factory.mktemp("ranks")
-            cases = {name: case_of(name, settings) for name, settings in CASES[ranks].items()}
+            cases = {name: case_of(ranks, name, settings, out) for name, settings in CASES[ranks].items()}
             (out / "cases.json").write_text(json.dumps(cases))
             process = torchrun(ranks, WORKER, out / "cases.json", out)
             assert process.returncode == 0, process.stderr[-6000:]
             results[ranks] = out
+        if written:
+            return results[ranks] / f"{case} written"
         return [torch.load(results[ranks] / f"{case}-rank{rank}.pt") for rank in range(ranks)]
 
     return run
@@ -102,7 +123,7 @@ def test_replay_equals_transformers_with_the_same_routes(seen, reference, ranks,
     assert largest(merged(ours, "grads"), gradients) < 1e-6
     # the check can fail: freely routed, the same model is far away
     assert largest(logprobs, free.logprobs) > 1e-2 and largest(gradients, free.gradients) > 1e-2
-    routers = [gradient for name, gradient in gradients.items() if name.endswith("mlp.gate.weight")]
+    routers = [gradient for name, gradient in gradients.items() if name.endswith(ROUTERS)]
     assert routers and all(gradient.abs().max() > 1e-4 for gradient in routers), "no gradient reaches a router"
 
 
@@ -110,7 +131,7 @@ def test_replay_equals_transformers_with_the_same_routes(seen, reference, ranks,
 def test_the_auxiliary_loss_is_of_the_live_choice(seen, reference, checkpoints, ranks, case):
     """Added to the objective under replay: microbatches weigh as their real tokens, whoever shares them."""
     ours = seen(ranks, case)
-    microbatches = {tuple(numbers) for rank in ours for numbers in rank["microbatches"]}
+    microbatches = {tuple(numbers) for rank in ours for numbers in rank["microbatches"] if numbers}
     assert sorted(number for numbers in microbatches for number in numbers) == list(range(len(LENGTHS)))
     folder = checkpoints[case.split()[0]]
     balanced = transformers(folder, batch(read_model(folder))[1], aux=AUX, microbatches=microbatches)
@@ -131,7 +152,7 @@ def test_native_routing_equals_transformers(seen, reference, case):
     assert largest(ours["grads"], free.gradients) < 1e-6
     # with rate 0 the expert bias is what was loaded
     biases = [name for name in ours["loaded"] if name.endswith("e_score_correction_bias")]
-    assert len(biases) == 3 * case.startswith("glm")
+    assert len(biases) == 3 * case.startswith(WITH_BIAS)
     assert all(torch.equal(ours["loaded"][name], ours["updated"][name]) for name in biases)
 
 
@@ -144,6 +165,34 @@ def test_a_checkpoint_goes_in_and_out_bit_for_bit(seen, checkpoints, ranks, case
         if "bfloat16" in case and not name.endswith("e_score_correction_bias"):
             tensor = tensor.bfloat16().float()
         assert torch.equal(loaded[name], tensor), name
+
+
+@pytest.mark.parametrize("ranks, case", EXACT)
+def test_a_rank_reads_its_own_bytes_of_a_checkpoint(seen, checkpoints, ranks, case):
+    """Of float32 files into float32 parameters: as many bytes as it holds, and not one more."""
+    ours = seen(ranks, case)
+    assert all(read == held > 0 for read, held in (rank["read"] for rank in ours))
+    whole = sum(tensor.nbytes for tensor in load_file(checkpoints[case.split()[0]] / "model.safetensors").values())
+    assert ranks == 1 or all(rank["read"][0] < whole for rank in ours)
+
+
+@pytest.mark.parametrize("ranks, case", WRITTEN)
+def test_what_the_ranks_write_transformers_reads(seen, checkpoints, ranks, case):
+    """Files of the ranks with one index: bit for bit the tensors of the checkpoint, none missing and none besides."""
+    from transformers import AutoModelForCausalLM
+
+    folder, source = seen(ranks, case, written=True), checkpoints[case.split()[0]]
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    files = {file: load_file(folder / file) for file in sorted(set(index.values()))}
+    assert len(files) > 4 and sorted(files) == sorted(file.name for file in folder.glob("*.safetensors"))
+    assert all(name in files[file] for name, file in index.items())
+    original = load_file(source / "model.safetensors")
+    assert {name for tensors in files.values() for name in tensors} == index.keys() == original.keys()
+    assert all(torch.equal(files[index[name]][name], tensor) for name, tensor in original.items())
+    theirs = AutoModelForCausalLM.from_pretrained(source).state_dict()
+    ours, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.state_dict().items())
 
 
 @pytest.mark.parametrize("ranks, case", EXACT)
@@ -164,7 +213,7 @@ def test_the_ledger_holds_layers_with_experts_only(seen, checkpoints, ranks, cas
 
 @pytest.mark.parametrize("ranks, case", BIASED)
 def test_the_expert_bias_follows_the_recorded_load(seen, checkpoints, ranks, case):
-    """Each real token counts once: not again when recomputed or in the forward-only pass, padding and fillers never."""
+    """Each real token counts once: not again when recomputed or in the forward-only pass, padding never."""
     facts, ours = read_model(checkpoints[case.split()[0]]), seen(ranks, case)
     loaded, updated = merged(ours, "loaded"), merged(ours, "updated")
     loads = recorded_load(facts)
@@ -182,14 +231,45 @@ def test_the_expert_bias_outlives_a_restart_and_a_skipped_step(seen, ranks, case
         assert not applied and all(torch.equal(after[name], tensor) for name, tensor in rank["updated"].items())
 
 
-def test_bfloat16_keeps_the_expert_bias_in_float32(seen, reference, checkpoints):
-    (ours,) = seen(1, "glm-groups bfloat16")
-    original = load_file(checkpoints["glm-groups"] / "model.safetensors")
+@pytest.mark.parametrize("model", BFLOAT16)
+def test_bfloat16_is_close_and_keeps_the_expert_bias_in_float32(seen, reference, checkpoints, model):
+    (ours,) = seen(1, f"{model} bfloat16")
+    original = load_file(checkpoints[model] / "model.safetensors")
     biases = {name: tensor for name, tensor in original.items() if name.endswith("e_score_correction_bias")}
+    assert len(biases) == 3 * model.startswith(WITH_BIAS)
     assert all(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in biases.values())
     assert all(torch.equal(ours["loaded"][name], tensor) for name, tensor in biases.items())
     moved = {name: (ours["updated"][name] - tensor).abs().max() for name, tensor in biases.items()}
     assert all(move == pytest.approx(RATE, rel=1e-3) for move in moved.values())
-    logprobs = reference("glm-groups", forced=True).logprobs
+    logprobs = reference(model, forced=True).logprobs
     difference = torch.cat([(ours["logprobs"][i] - logprobs[i]).abs() for i in logprobs])
     assert 1e-4 < difference.mean() < 0.1
+
+
+RUN = """\
+run: {{name: x, runs_dir: {root}, steps: 1}}
+model: {{path: {model}}}
+task: {{train: x, heldout: x, rewards: {{exact: {{function: moe_rl.errors.describe}}}}, pass_reward: exact}}
+rollout: {{prompts_per_step: 1, group_size: 2, max_prompt_tokens: 10, max_completion_tokens: 6, kv_cache_mib: 1}}
+train: {{dtype: float32, microbatch_tokens: 40, optimizer: {{lr: 1.0e-3}}}}
+eval: {{prompts: 1}}
+parallel: {{pipeline: 2, virtual_pipeline: 2}}
+"""
+
+
+def test_a_runs_checkpoint_becomes_a_hugging_face_one(seen, checkpoints, tmp_path):
+    """That of two stages, exported by one rank: the weights after the update."""
+    last = RESUMED[-1]
+    ours = seen(*last)
+    saved = next(iter(seen(*last, written=True).parent.glob("checkpoints")))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "checkpoints").symlink_to(saved)
+    (run / "config.yaml").write_text(RUN.format(root=tmp_path, model=checkpoints[last[1].split()[0]]))
+    layout = ("parallel.pipeline=1", "parallel.virtual_pipeline=1")
+    done = torchrun(1, "tools/export_hf.py", "--run", run, "--out", tmp_path / "out", *layout)
+    assert done.returncode == 0 and "the weights after 1 steps" in done.stdout, done.stderr[-3000:]
+    written = {name: t for file in (tmp_path / "out").glob("*.safetensors") for name, t in load_file(file).items()}
+    updated = merged(ours, "updated")
+    assert written.keys() == updated.keys() and all(torch.equal(t, updated[name]) for name, t in written.items())
+    assert any(not torch.equal(t, merged(ours, "loaded")[name]) for name, t in written.items())

@@ -37,7 +37,7 @@ def build(**recompute):
         position_embedding_type="rope",
         mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=HAVE_TE),
     )
-    model.rotary_pos_emb = PackedRotaryEmbedding(8, rotary_percent=1.0, use_cpu_initialization=True)
+    model.rotary_pos_emb = PackedRotaryEmbedding(model.rotary_pos_emb)
     return model
 
 

@@ -192,6 +192,28 @@ def test_a_pass_whose_session_was_never_opened_is_refused(one_rank):
         run.policy.update(run.microbatches, run.training(), run.loss)
 
 
+@pytest.mark.parametrize(
+    ("recompute", "where"), [("none", "microbatch 1, layer 3"), ("moe", "the recomputation of a microbatch, layer 3")]
+)
+def test_a_layer_that_loses_its_key_is_refused_at_once(one_rank, recompute, where):
+    run = Run(recompute)
+    moe = run.layers()[3].mlp
+    route, runs = moe.route, []
+
+    def forget(*args, **kwargs):
+        runs.append(torch.is_grad_enabled())
+        if len(runs) == 2:  # of microbatch 1, or where it is recomputed at once, the second time of microbatch 0
+            moe.router.handle = None
+        return route(*args, **kwargs)
+
+    moe.route = forget
+    with pytest.raises(ReplayError, match=f"lost the key to its routes .update, rank 0, {where}.: got no key"):
+        run.update()
+    assert len(runs) == 2 and runs[1]
+    moe.route = route
+    assert_the_next_step_is_exact(run, recompute)
+
+
 @pytest.mark.parametrize("bound", ["by the microbatch", "by the last forward"])
 def test_recomputation_behind_later_forwards_keeps_its_own_routes(one_rank, bound):
     """What 1F1B does on an early stage, by hand: two forwards, then both backwards, the experts alone recomputed."""

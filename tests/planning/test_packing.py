@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_rl.errors import ConfigError
-from moe_rl.planning.packing import pack, split_groups
+from moe_rl.planning.packing import fill_rounds, pack, split_groups
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 64), st.sampled_from([0, 1, 21, 22, 32, 33, 43, 63, 64])), max_size=40)
 
@@ -115,6 +115,13 @@ def test_fewer_sequences_than_ranks_leaves_some_ranks_an_empty_microbatch():
     # three full ones on two ranks: two rounds, one place stays empty
     plan = pack([10, 10, 10], ranks=2, microbatch_tokens=10)
     assert sorted(len(m) for rank in plan for m in rank) == [0, 1, 1, 1] and [len(rank) for rank in plan] == [2, 2]
+
+
+def test_a_plan_is_filled_up_to_whole_rounds_behind_what_it_has():
+    plan = [[[2], [0, 1], [3]], [[4], [5], []]]
+    assert fill_rounds(plan, 2) == fill_rounds(plan, 4) == [[[2], [0, 1], [3], []], [[4], [5], [], []]]
+    assert fill_rounds(plan, 1) == fill_rounds(plan, 3) == plan == [[[2], [0, 1], [3]], [[4], [5], []]]
+    assert fill_rounds([[], []], 4) == [[], []]
 
 
 def test_nothing_to_pack():

@@ -9,7 +9,7 @@ import torch
 
 from moe_rl.errors import ReplayError
 from moe_rl.replay.routes import SequenceRoutes, microbatch_routes
-from moe_rl.replay.session import ReplaySession, require_open
+from moe_rl.replay.session import ReplaySession, refuse_lost_key, require_open
 from moe_rl.trace import TraceSpec
 
 LAYERS, TOKENS, TOP_K, EXPERTS = (0, 1, 2), 6, 2, 8
@@ -152,6 +152,31 @@ def test_microbatches_and_routes_in_another_order_are_refused():
                 s.check_dispatch(m, layer, chosen(s.take(m, layer, TOKENS)))
     with pytest.raises(ReplayError, match="microbatch 0.: got 6 rows, expected 4 tokens"), session(right) as s:
         s.begin_forward(0, torch.zeros(4, dtype=torch.int64))
+
+
+def test_a_pass_of_more_microbatches_than_have_routes_is_refused():
+    message = "more microbatches than its session .step 7, rank 3.: got microbatch 1"
+    with pytest.raises(ReplayError, match=message), session([table(0)]) as s:
+        begin(s, 0)
+        s.begin_forward(1, s.microbatches[0].fed.tokens)
+
+
+@pytest.mark.parametrize("mode", ["replay", "observe", "record"])
+def test_a_layer_without_a_key_is_refused_while_a_session_is_open(mode):
+    tables, again = [table(0), table(1)], frozenset({2})
+    lost = "a layer lost the key to its routes .step 7, rank 3, "
+    refuse_lost_key(1)  # natively
+    with (
+        pytest.raises(ReplayError, match=f"{lost}the recomputation of a microbatch, layer 2.: got no key"),
+        session(tables, mode=mode, recomputed_layers=again) as s,
+    ):
+        begin(s, 1)
+        with pytest.raises(ReplayError, match=f"{lost}microbatch 1, layer 1.: got no key"):
+            refuse_lost_key(1)
+        with torch.no_grad(), pytest.raises(ReplayError, match=f"{lost}microbatch 1, layer 2.: got no key"):
+            refuse_lost_key(2)
+        refuse_lost_key(2)  # whose, is not known: forwards of later ones may have begun
+    refuse_lost_key(1)
 
 
 def test_recomputation_comes_between_the_forwards_of_other_microbatches():

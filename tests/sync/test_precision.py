@@ -61,7 +61,10 @@ def test_what_cannot_be_rounded_is_refused(weight):
 
 def test_routers_embeddings_and_norms_are_left_alone():
     layer = "model.layers.3."
-    rounded = ("self_attn.q_proj", "self_attn.o_proj", "mlp.experts.7.gate_proj", "mlp.shared_experts.down_proj")
+    rounded = (
+        *("self_attn.q_proj", "self_attn.o_proj", "self_attn.kv_a_proj_with_mqa"),
+        *("mlp.experts.7.gate_proj", "mlp.shared_experts.down_proj"),
+    )
     kept = ("mlp.gate", "input_layernorm", "self_attn.q_norm")
     assert all(is_rounded(f"{layer}{name}.weight") for name in rounded)
     assert not any(is_rounded(f"{layer}{name}.weight") for name in kept)

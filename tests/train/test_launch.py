@@ -46,6 +46,10 @@ def launch(*arguments, ranks=2, rank=0, watch="torch"):
         (["--config", CONFIG, "task.train=missing.jsonl"], ["task.train", "missing.jsonl"]),
         (["--config", CONFIG, "task.pass_reward=nonsense"], ["task.pass_reward", "nonsense"]),
         (["--config", CONFIG, "parallel.expert=3"], ["parallel.expert"]),
+        (
+            ["--config", CONFIG, "train.overlap_expert_parallel_comm=true", "train.delay_wgrad_compute=true"],
+            ["train.delay_wgrad_compute", "got no transformer-engine"],
+        ),
         (["--resume", "moe_rl"], ["--resume", "config.yaml"]),
     ],
 )
@@ -128,7 +132,7 @@ def test_plan_prints_numbers_and_problems_without_torch(tmp_path):
     result = launch("--config", CONFIG, "--plan", "--json", file, ranks=0)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "NOT IMPORTED" in result.stdout and "no problems" in result.stdout
-    assert json.loads(file.read_text())["plan"]["experts_per_rank"] == 16
+    assert json.loads(file.read_text())["plan"]["layout"]["experts_per_rank"] == 16
     broken = launch("--config", CONFIG, "--plan", "train.microbatch_tokens=8", "parallel.expert=3", ranks=0)
     assert broken.returncode == 2
     assert "train.microbatch_tokens" in broken.stdout and "parallel.expert" in broken.stdout
@@ -139,7 +143,7 @@ def test_a_run_is_resumed_with_other_ranks_and_nothing_else(tmp_path):
     file = tmp_path / "plan.json"
     planned = launch("--resume", tmp_path, "--plan", "--json", file, "parallel.expert=4", ranks=4)
     assert planned.returncode == 0, planned.stdout + planned.stderr
-    assert json.loads(file.read_text())["plan"]["experts_per_rank"] == 8
+    assert json.loads(file.read_text())["plan"]["layout"]["experts_per_rank"] == 8
     refused = launch("--resume", tmp_path, "parallel.expert=4", "run.steps=9", "parallelism=2", ranks=4)
     assert refused.returncode == 2
     assert "got run.steps=9 parallelism=2, expected overrides of parallel.*" in refused.stderr

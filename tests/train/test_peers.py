@@ -26,6 +26,11 @@ try:
             if how.startswith("fail"):
                 time.sleep(1)
                 raise EngineError("planted")
+            if how == "broken by a failure":
+                peer = folder / "rank1.json"
+                while not (peer.exists() and '"phase": "failed"' in peer.read_text()):
+                    time.sleep(0.01)
+                raise RuntimeError("Connection closed by peer")
             if how == "broken collective":
                 while True:
                     try:
@@ -117,6 +122,17 @@ def test_a_collective_that_breaks_off_is_laid_to_the_dead_peer(ranks):
     victim.wait()
     code, errors = end(survivor, 10)
     assert code == EXIT_CODE and "rank 1" in errors and "Traceback" not in errors
+
+
+def test_a_collective_that_breaks_off_is_left_to_the_rank_that_failed(ranks):
+    """Its connections end before it does, and before it has said why."""
+    survivor, failed = ranks("broken by a failure", "fail slowly")
+    while failed.poll() is None:
+        assert survivor.poll() is None
+        time.sleep(0.05)
+    assert failed.returncode == 1 and "planted" in failed.stderr.read()
+    code, errors = end(survivor, 10)
+    assert (code, errors) == (EXIT_CODE, "")
 
 
 def test_a_rank_that_finished_is_not_missed(ranks, tmp_path):

@@ -20,6 +20,19 @@ SHAPE = {
     "eos_token_id": 1,
 }
 GLM = {"n_routed_experts": 16, "first_k_dense_replace": 1, "n_shared_experts": 2, "routed_scaling_factor": 1.5}
+LATENT = GLM | {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_nextn_predict_layers": 0,
+}
+# Positions so few that dimensions of every kind are there: fast, slow and mixed.
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64}
+OSS_YARN = YARN | {"beta_fast": 8.0, "beta_slow": 1.0, "truncate": False}
+YARN |= {"beta_fast": 8, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.7}
 MODELS = {
     # a dense layer between layers with experts; weights renormalised over the chosen experts, and not
     "qwen-mixed": ("Qwen3Moe", {"num_experts": 16, "mlp_only_layers": [2], "norm_topk_prob": True}),
@@ -28,6 +41,11 @@ MODELS = {
     "glm-groups": ("Glm4Moe", GLM | {"n_group": 4, "topk_group": 2, "use_qk_norm": True, "attention_bias": True}),
     # like the smaller published one: no groups, no query and key norms
     "glm-plain": ("Glm4Moe", GLM | {"attention_bias": True}),
+    # groups of which a token takes as many as experts, so that megatron would rank them by one expert
+    "deepseek": ("DeepseekV3", LATENT | {"q_lora_rank": 24, "n_group": 8, "topk_group": 4, "rope_parameters": YARN}),
+    # queries without a down-projection, plain angles, no groups
+    "moonlight": ("DeepseekV3", LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+    "gpt-oss": ("GptOss", {"num_local_experts": 16, "sliding_window": 4, "rope_parameters": OSS_YARN}),
 }
 
 
@@ -38,7 +56,7 @@ def write_checkpoint(name, folder):
 
     family, settings = MODELS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SHAPE, **settings)
+    config = getattr(transformers, f"{family}Config")(**(SHAPE | settings))
     model = getattr(transformers, f"{family}ForCausalLM")(config).float()
     with torch.no_grad():
         for parameter in model.parameters():

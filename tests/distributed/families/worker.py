@@ -3,7 +3,8 @@
     torchrun --nproc-per-node N worker.py CASES OUT
 
 CASES: JSON {name: {"checkpoint": path, "parallel", "train": as of a proof's case, "mode": replay | native, "resume":
-whether to save and load a checkpoint}}. Rank r writes OUT/<name>-rank<r>.pt: what it saw.
+whether to save and load a checkpoint, "write": a folder for a Hugging Face checkpoint of the loaded weights}}. Rank r
+writes OUT/<name>-rank<r>.pt: what it saw.
 """
 
 import json
@@ -17,9 +18,12 @@ import torch.distributed as dist
 
 from moe_rl.config.hf import read_model
 from moe_rl.config.schema import ParallelConfig
-from moe_rl.megatron import checkpoint, world
+from moe_rl.megatron import checkpoint, hf_map, world
+from moe_rl.megatron.hf_files import CheckpointReader, write_checkpoint
+from moe_rl.megatron.model import unwrap
 from moe_rl.megatron.policy import Policy
 from moe_rl.proof import cases
+from moe_rl.proof.rank import computing_as_asked
 from moe_rl.proof.share import Share, whole_gradients
 
 FINALIZE = "megatron.core.distributed.finalize_model_grads"
@@ -29,12 +33,30 @@ def exported(policy):
     return {name: t.clone() for name, t in policy.export(torch.float32, dense=True, experts=True).items()}
 
 
+def read_again(policy, facts, folder):
+    """(bytes that loading takes from the files, bytes of the parameters that are loaded)."""
+    reader, held = CheckpointReader(folder, facts), 0
+    for chunk in map(unwrap, policy.chunks):
+        hf_map.load(chunk, facts, reader)
+        held += sum(p.numel() for entry in hf_map.entries(chunk, facts) for p in entry.parameters) * 4
+    return reader.bytes_read, held
+
+
+def write(policy, facts, folder, out):
+    dense, experts = world.holds_first_replica()
+    tensors = hf_map.export(map(unwrap, policy.chunks), facts, dense=dense, experts=experts)
+    write_checkpoint(out, tensors, facts, CheckpointReader(folder, facts), torch.float32, shard_bytes=200_000)
+
+
 def run(case, out):
     folder, mode = Path(case["checkpoint"]), case.get("mode", "replay")
     facts = read_model(folder)
     shared = cases.Case(dist.get_world_size(), case["parallel"], case.get("train", {}))
-    policy = Policy(facts, shared.train_config, shared.parallel_config, folder, temperature=1.0)
+    with computing_as_asked(shared):
+        policy = Policy(facts, shared.train_config, shared.parallel_config, folder, temperature=1.0)
     loaded = exported(policy)
+    if case.get("write"):
+        write(policy, facts, folder, Path(case["write"]))
     share = Share(facts, shared, policy)
 
     def within(name, call, **options):
@@ -84,6 +106,7 @@ def run(case, out):
         skipped, _ = within("skipped", update, recomputed_layers=policy.recomputed_layers)
         seen["skipped"] = skipped.applied, exported(policy)
         resumed.release()
+    seen["read"] = read_again(policy, facts, folder)
     policy.release()
     return seen
 

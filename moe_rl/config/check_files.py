@@ -1,0 +1,138 @@
+"""What is wrong with the files and folders that a config names, and with the code it names."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from moe_rl.config.dotted_path import dotted_path_problem
+from moe_rl.config.hf import (
+    checkpoint_tensors,
+    decoder_problems,
+    read_published,
+    tokenizer_vocabulary,
+)
+from moe_rl.config.model_facts import ModelFacts
+from moe_rl.config.packed import unpacked
+from moe_rl.config.prompt_file import count_prompts
+from moe_rl.config.schema import Config
+from moe_rl.errors import ConfigError, describe
+
+# What the published figures need not have in common with a checkpoint: who wrote it, and how.
+NOT_COMPARED = ("fingerprint", "dtype", "eos_token_ids")
+
+
+def file_problems(config: Config, facts: ModelFacts | None) -> list[str]:
+    """One message each. facts: of the checkpoint, None when they could not be read."""
+    return [
+        *(_checkpoint_problems(config, facts) if facts is not None else ()),
+        *_prompt_problems(config),
+        *_reward_problems(config),
+        *_folder_problems(config.run.runs_dir),
+    ]
+
+
+def _checkpoint_problems(config: Config, facts: ModelFacts) -> Iterator[str]:
+    path = config.model.path
+    try:
+        tensors, packing = unpacked(checkpoint_tensors(path))
+        yield from decoder_problems(tensors, facts, str(path))
+        if packing:
+            yield describe(
+                "model.path: the checkpoint is packed, and the sampler would not get what the trainer sends",
+                where=str(path),
+                got=f"{len(packing)} tensors in {' and '.join(sorted(set(packing.values())))}",
+                do=f"unpack it first: torchrun -- tools/export_hf.py --model {path} --out FOLDER",
+            )
+    except ConfigError as error:
+        yield from error.problems
+    try:
+        vocabulary = tokenizer_vocabulary(path)
+        if vocabulary > facts.vocab:
+            yield describe(
+                "model.path: the tokenizer gives ids the model has no embedding for",
+                where=str(path),
+                got=f"{vocabulary} ids",
+                expected=f"at most vocab_size = {facts.vocab}",
+                do="take the tokenizer and the weights from the same checkpoint",
+            )
+    except ConfigError as error:
+        yield from error.problems
+    if config.model.published is not None:
+        try:
+            yield from _other_model(config, facts, read_published(config.model.published))
+        except ConfigError as error:
+            yield from error.problems
+
+
+def _other_model(config: Config, facts: ModelFacts, published: ModelFacts) -> Iterator[str]:
+    for field in dataclasses.fields(ModelFacts):
+        ours, theirs = getattr(facts, field.name), getattr(published, field.name)
+        if field.name not in NOT_COMPARED and ours != theirs:
+            yield describe(
+                f"model.path: not the model that model.published has the figures of: {field.name}",
+                where=str(config.model.path),
+                got=ours,
+                expected=f"{theirs} as in {config.model.published}",
+            )
+
+
+def _prompt_problems(config: Config) -> Iterator[str]:
+    task = config.task
+    counts = {}
+    for key, path in (("train", task.train), ("heldout", task.heldout)):
+        counts[key] = count_prompts(path)
+        if counts[key] is None:
+            yield describe(f"task.{key}: cannot read the prompt file", got=path, do="give the path of a JSONL file")
+        elif counts[key] == 0:
+            yield describe(f"task.{key}: the prompt file is empty", where=str(path))
+    if counts["train"] is not None and counts["heldout"] is not None and os.path.samefile(task.train, task.heldout):
+        yield describe(
+            "task.heldout: the same file as task.train",
+            got=task.heldout,
+            do="hold prompts out that are never trained on",
+        )
+    if counts["train"] and task.train_prompts not in (None, counts["train"]):
+        yield describe(
+            "task.train_prompts: the file has another number",
+            where=str(task.train),
+            got=f"{counts['train']} prompts",
+            expected=task.train_prompts,
+        )
+    if counts["train"] and counts["train"] < config.rollout.prompts_per_step:
+        yield describe(
+            "rollout.prompts_per_step: more prompts in one step than task.train has",
+            got=config.rollout.prompts_per_step,
+            expected=f"at most {counts['train']}",
+        )
+    if counts["heldout"] and counts["heldout"] < config.eval.prompts:
+        yield describe(
+            "eval.prompts: more than task.heldout has",
+            where=str(task.heldout),
+            got=config.eval.prompts,
+            expected=f"at most {counts['heldout']}",
+        )
+
+
+def _reward_problems(config: Config) -> Iterator[str]:
+    for name, reward in config.task.rewards.items():
+        if reason := dotted_path_problem(reward.function):
+            yield describe(f"task.rewards.{name}.function: {reason}", got=reward.function)
+
+
+def _folder_problems(runs_dir: Path) -> Iterator[str]:
+    parent = existing_folder(runs_dir)
+    if not parent.is_dir():
+        yield describe("run.runs_dir: not a folder", where=str(runs_dir), got=parent)
+    elif not os.access(parent, os.W_OK | os.X_OK):
+        yield describe("run.runs_dir: no permission to write there", where=str(runs_dir), got=parent)
+
+
+def existing_folder(path: Path) -> Path:
+    """`path`, or what is there closest above it."""
+    path = path.absolute()
+    while not os.path.lexists(path):
+        path = path.parent
+    return path

@@ -1,0 +1,77 @@
+"""How ranks share a model: the sizes of the parallel groups, and which layers a pipeline stage holds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from moe_rl.config.model_facts import ModelFacts
+from moe_rl.config.schema import ParallelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes of the parallel groups of `world_size` ranks.
+
+    data: parts of the ranks, each with sequences of its own; times context, the copies of the dense parameters.
+    expert_data: copies of one expert. experts_per_rank: those of a layer that a rank holds, whole or in part.
+    """
+
+    world_size: int
+    pipeline: int
+    virtual_pipeline: int
+    tensor: int
+    context: int
+    data: int
+    expert: int
+    expert_tensor: int
+    expert_data: int
+    experts_per_rank: int
+
+    @property
+    def dense_copies(self) -> int:
+        """Ranks with the same dense parameters, which share their optimizer state."""
+        return self.data * self.context
+
+
+def make_layout(parallel: ParallelConfig, facts: ModelFacts, world_size: int) -> Layout:
+    """Never fails: what does not divide is rounded here and refused by `check.layout_problems`."""
+    stage_size = world_size // parallel.pipeline
+    return Layout(
+        world_size=world_size,
+        pipeline=parallel.pipeline,
+        virtual_pipeline=parallel.virtual_pipeline,
+        tensor=parallel.tensor,
+        context=parallel.context,
+        data=max(1, stage_size // (parallel.tensor * parallel.context)),
+        expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor,
+        expert_data=max(1, stage_size // (parallel.expert * parallel.expert_tensor)),
+        experts_per_rank=-(-facts.num_experts // parallel.expert),
+    )
+
+
+def least_ranks(parallel: ParallelConfig) -> int:
+    """The smallest number of ranks that this layout runs on; any multiple of it adds data parallelism."""
+    dense, experts = parallel.tensor * parallel.context, parallel.expert * parallel.expert_tensor
+    return parallel.pipeline * math.lcm(dense, experts)
+
+
+def chunk_layers(facts: ModelFacts, parallel: ParallelConfig) -> list[list[range]]:
+    """0-based layers of each run of adjacent layers, of each pipeline stage: [stage][run].
+
+    A stage holds every `pipeline`-th run.
+    """
+    run = -(-facts.layers // (parallel.pipeline * parallel.virtual_pipeline))
+    return [
+        [
+            range(first, min(first + run, facts.layers))
+            for first in range(stage * run, facts.layers, parallel.pipeline * run)
+        ]
+        for stage in range(parallel.pipeline)
+    ]
+
+
+def stage_layers(facts: ModelFacts, parallel: ParallelConfig) -> list[list[int]]:
+    """0-based layers of each pipeline stage."""
+    return [[layer for run in runs for layer in run] for runs in chunk_layers(facts, parallel)]

@@ -1,0 +1,122 @@
+"""From what is installed to what is missing, for any run and for one config's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from packaging.specifiers import SpecifierSet
+
+from moe_rl.config.schema import ClusterConfig, Config
+from moe_rl.doctor.machine import Machine, found_version
+from moe_rl.doctor.versions import ALWAYS, CUDA, NCCL, PYTHON, TRANSFORMER_ENGINE, VLLM, Part
+from moe_rl.errors import describe
+from moe_rl.rollout import patches
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """missing: why a run cannot start here, one message each. notes: what it does without."""
+
+    missing: list[str]
+    notes: list[str]
+
+
+def installation_problems(config: Config | None = None) -> list[str]:
+    """Why what is installed cannot do what a run needs, every run or that of a config, one message each.
+
+    Of vLLM it is the patch series that decides.
+    """
+    found = {part: found_version(part) for part in ALWAYS if part is not VLLM}
+    unfit = [_unfit(part, version) for part, version in found.items() if not fits(part, version)]
+    problems = patches.problems(capture="patch" if config is None else config.rollout.capture) + unfit
+    if config is not None and config.train.delay_wgrad_compute:
+        problems += _apart_gradients(found_version(TRANSFORMER_ENGINE))
+    return problems
+
+
+def _apart_gradients(engine: str) -> Iterator[str]:
+    if not (engine and SpecifierSet(">=2.3").contains(engine, prereleases=True)):
+        yield describe(
+            "train.delay_wgrad_compute: megatron's own linear layers compute the gradients of weights and of "
+            "activations at once, TransformerEngine's can be asked for either",
+            got=f"transformer-engine {engine}" if engine else "no transformer-engine",
+            expected="transformer-engine 2.3 or later",
+            do="install it, which takes a GPU, or turn this off",
+        )
+
+
+def fits(part: Part, found: str) -> bool:
+    """Whether a version is one that `part` may have. Local labels ("2.13.0+cu130") count for nothing."""
+    return bool(found) and SpecifierSet(part.required).contains(found, prereleases=True)
+
+
+def diagnose(machine: Machine, config: Config | None = None) -> Diagnosis:
+    """config None: what every run needs."""
+    missing = installation_problems(config)
+    missing += _gpu_problems(machine, config)
+    return Diagnosis(missing, [*_apex(machine), *_without(machine)])
+
+
+def _unfit(part: Part, found: str) -> str:
+    return describe(
+        f"{part.name}: {'a version that was never run' if found else 'not installed'}",
+        got=found or None,
+        expected=part.required,
+        do="run make venv" if part in ALWAYS and part is not PYTHON else "install it",
+    )
+
+
+def _gpu_problems(machine: Machine, config: Config | None) -> Iterator[str]:
+    if machine.gpus:
+        for part in (CUDA, NCCL):
+            if not fits(part, machine.found[part.name]):
+                yield _unfit(part, machine.found[part.name])
+    elif config is not None and config.rollout.capture == "native":
+        yield describe(
+            "rollout.capture: vLLM's own capture of routes needs a GPU",
+            got="native, and no GPU",
+            expected="patch or worker",
+        )
+    if config is not None and config.cluster is not None:
+        yield from _node_problems(machine, config.cluster)
+
+
+def _node_problems(machine: Machine, cluster: ClusterConfig) -> Iterator[str]:
+    """This machine is no node of the cluster that the run is planned for."""
+    if len(machine.gpus) < cluster.gpus_per_node:
+        yield describe(
+            "cluster.gpus_per_node: this machine has fewer", got=len(machine.gpus), expected=cluster.gpus_per_node
+        )
+    smallest = min((gpu.memory_bytes for gpu in machine.gpus), default=None)
+    if smallest is not None and smallest < cluster.gpu_memory_gib * 2**30:
+        yield describe(
+            "cluster.gpu_memory_gib: a GPU of this machine has less",
+            got=f"{smallest / 2**30:.1f} GiB",
+            expected=f"{cluster.gpu_memory_gib:g} GiB",
+            do="set it to this, and look at --plan again",
+        )
+
+
+def _apex(machine: Machine) -> Iterator[str]:
+    if machine.apex == "unrelated":
+        yield describe(
+            "apex: the installed package of that name is not NVIDIA's; megatron would import it, and fail",
+            got="a toolkit for a web framework, which is what the package registry has under this name",
+            expected="NVIDIA's, built from its source, or none",
+            do="uninstall it",
+        )
+    elif machine.apex == "NVIDIA's, without its CUDA extensions":
+        yield describe("apex: nothing of it is used", got=machine.apex, do="build it with --cpp_ext --cuda_ext")
+
+
+def _without(machine: Machine) -> Iterator[str]:
+    found = machine.found[TRANSFORMER_ENGINE.name]
+    if not machine.gpus:
+        yield "no GPU: ranks talk through gloo, layers are torch's, vLLM must be the build for CPUs"
+    elif not fits(TRANSFORMER_ENGINE, found):
+        adam = "apex's fused one" if machine.apex == "NVIDIA's" else "torch's"
+        yield (
+            f"{TRANSFORMER_ENGINE.name} {found or 'is not installed'}: experts run one by one, attention pads "
+            f"sequences to rectangles, Adam is {adam}"
+        )

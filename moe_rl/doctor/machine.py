@@ -1,0 +1,101 @@
+"""What is installed on this machine. Nothing that is looked at is imported or run, but for `nvidia-smi`."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+from moe_rl.doctor.versions import CUDA, PYTHON, Part
+from moe_rl.errors import PatchError
+from moe_rl.rollout import patches
+
+ApexKind = Literal["absent", "NVIDIA's", "NVIDIA's, without its CUDA extensions", "unrelated"]
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """found: part name -> version, "" where it is absent. apex: which package of that name this is. gpus: those that
+    the driver tells of. vllm_state: as `patches.State.summary`, "absent" without one. vllm_patches: patch -> state."""
+
+    found: dict[str, str]
+    apex: ApexKind
+    gpus: tuple[Gpu, ...]
+    vllm_state: str
+    vllm_patches: dict[str, str]
+
+
+def look(parts: tuple[Part, ...]) -> Machine:
+    """What is found of `parts`."""
+    state, patched = _vllm()
+    return Machine({part.name: found_version(part) for part in parts}, apex_kind(), gpus(), state, patched)
+
+
+def found_version(part: Part) -> str:
+    """"" where the part is absent."""
+    if part is PYTHON:
+        return platform.python_version()
+    if part is CUDA:
+        return cuda_of_torch()
+    for distribution in part.distributions:
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    return ""
+
+
+def cuda_of_torch() -> str:
+    """The CUDA that torch was built for, read from its version.py; "" where there is none."""
+    spec = importlib.util.find_spec("torch")
+    file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
+    if file is None or not file.is_file():
+        return ""
+    match = re.search(r"^cuda[^=]*= '([^']+)'", file.read_text(encoding="utf-8"), re.MULTILINE)
+    return match[1] if match else ""
+
+
+def apex_kind() -> ApexKind:
+    """Which package called apex Python would import. Told by its files: importing the unrelated one, which is for a web
+    framework, fails or runs what nobody asked for. NVIDIA's has `multi_tensor_apply`, and built with CUDA `amp_C`."""
+    spec = importlib.util.find_spec("apex")
+    if spec is None:
+        return "absent"
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    if not any((folder / "multi_tensor_apply").is_dir() for folder in folders):
+        return "unrelated"
+    return "NVIDIA's" if importlib.util.find_spec("amp_C") else "NVIDIA's, without its CUDA extensions"
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """Empty where there is no NVIDIA driver, or it does not answer."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return ()
+    query = [command, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    rows = (line.rpartition(",") for line in answer.splitlines() if line.strip())
+    return tuple(Gpu(name.strip(), int(mib) << 20) for name, _, mib in rows)
+
+
+def _vllm() -> tuple[str, dict[str, str]]:
+    try:
+        state = patches.inspect()
+    except PatchError:
+        return "absent", {}
+    return state.summary, state.patches

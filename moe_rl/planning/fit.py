@@ -1,0 +1,81 @@
+"""What does not fit: every reason why the planned bytes have no room, and what to change."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+from moe_rl.config.check_files import existing_folder
+from moe_rl.config.schema import Config
+from moe_rl.errors import describe
+from moe_rl.planning.plan import Plan, Stage
+
+
+def memory_problems(plan: Plan) -> list[str]:
+    """What is larger than a GPU, one message each; empty when everything fits or no cluster is given."""
+    limit = plan.limit_bytes
+    if limit is None:
+        return []
+    found = []
+    worst = max(range(len(plan.stages)), key=lambda stage: plan.stages[stage].total_bytes)
+    if plan.stages[worst].total_bytes > limit:
+        found.append(
+            describe(
+                "cluster.gpu_memory_gib: the model and its activations do not fit on a rank",
+                where=f"pipeline stage {worst}",
+                got=f"{plan.stages[worst].total_bytes / 2**30:.1f} GiB",
+                expected=f"at most {limit / 2**30:.1f} GiB without cluster.reserved_gib",
+                do=_remedy(plan, plan.stages[worst]),
+            )
+        )
+    if plan.sampler.total_bytes > limit:
+        found.append(
+            describe(
+                "cluster.gpu_memory_gib: weights and KV cache do not fit on a GPU of a sampler",
+                got=f"{plan.sampler.weight_bytes / 2**30:.1f} + {plan.sampler.kv_cache_bytes / 2**30:.1f} GiB",
+                expected=f"at most {limit / 2**30:.1f} GiB without cluster.reserved_gib",
+                do="lower rollout.kv_cache_mib"
+                if plan.sampler.weight_bytes < limit
+                else "raise cluster.gpus_per_engine: the weights alone are too large",
+            )
+        )
+    if plan.sampler.fitting == 0:
+        found.append(
+            describe(
+                "rollout.kv_cache_mib: not one sequence of full length fits",
+                got=f"{plan.sampler.kv_tokens:,} tokens",
+                expected=f"at least {plan.batch.max_sequence_tokens:,}",
+                do="raise it",
+            )
+        )
+    return found
+
+
+def _remedy(plan: Plan, stage: Stage) -> str:
+    """What lowers the largest part of a rank's memory."""
+    memory, activations = stage.memory, stage.activations
+    parts = {
+        "more ranks, which share the optimizer state": memory.optimizer_bytes,
+        "raise parallel.expert, or parallel.pipeline": memory.parameter_bytes + memory.main_grad_bytes,
+        "set objective.kl_coef to 0": memory.reference_bytes,
+        "raise parallel.tensor, which shares the vocabulary, or lower train.microbatch_tokens": activations.head_bytes,
+        "lower train.microbatch_tokens or raise parallel.context"
+        if plan.recompute == "uniform"
+        else "set train.recompute to uniform": activations.peak_bytes - activations.head_bytes,
+    }
+    if not plan.distributed_optimizer:
+        parts["set train.distributed_optimizer"] = parts.pop("more ranks, which share the optimizer state")
+    return max(parts, key=parts.__getitem__)
+
+
+def disk_problems(config: Config, plan: Plan) -> Iterator[str]:
+    """The disk that run.runs_dir will be on is too full for one checkpoint."""
+    free = shutil.disk_usage(existing_folder(config.run.runs_dir)).free
+    if free < plan.storage.checkpoint_bytes:
+        yield describe(
+            "run.runs_dir: not enough free disk for one checkpoint",
+            where=str(config.run.runs_dir),
+            got=f"{free:,} bytes",
+            expected=f"at least {plan.storage.checkpoint_bytes:,}",
+            do="free some space or set run.runs_dir",
+        )

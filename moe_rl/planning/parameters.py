@@ -1,0 +1,131 @@
+"""The parameters of a rank, as megatron builds them, and the flat buffers it lays them out in.
+
+megatron-core 0.19: DistributedDataParallel gives each run of adjacent layers one buffer for the dense parameters and
+one for those of experts that are shared among ranks; with the distributed optimizer parameters start at multiples of 64
+elements, and a buffer ends at one of 128 and of the ranks that share its optimizer state, which own equal pieces of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moe_rl.config.hf import layer_weights
+from moe_rl.config.layout import Layout
+from moe_rl.config.model_facts import ModelFacts
+from moe_rl.config.weights import Weight, ends
+
+# Order of a layer's modules in megatron; it decides where a buffer's padding lies.
+MODULES = (
+    "input_layernorm", "self_attention.core_attention", "self_attention.linear_proj", "self_attention.linear_q_proj",
+    "self_attention.linear_q_down_proj", "self_attention.linear_q_up_proj", "self_attention.linear_kv_down_proj",
+    "self_attention.linear_kv_up_proj", "self_attention.linear_qkv", "self_attention.q_layernorm",
+    "self_attention.kv_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm", "mlp.router", "mlp.experts",
+    "mlp.shared_experts", "mlp.linear_fc1", "mlp.linear_fc2",
+)  # fmt: skip
+START, END = 64, 128
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """sizes: elements of each parameter, in the buffer's order. copies: ranks with the same ones, which share their
+    optimizer state. ranks_between: how far these ranks are apart."""
+
+    sizes: tuple[int, ...]
+    copies: int
+    ranks_between: int
+
+    @property
+    def elements(self) -> int:
+        """Of the parameters alone."""
+        return sum(self.sizes)
+
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """(start, end) of each piece of padding under the distributed optimizer, the last one up to the end."""
+        at = 0
+        for size in self.sizes:
+            start = _up(at, START)
+            if start > at:
+                yield at, start
+            at = start + size
+        yield at, _up(at, math.lcm(END, self.copies))
+
+    @property
+    def padded_elements(self) -> int:
+        """With the padding."""
+        return self.elements + sum(end - start for start, end in self.gaps())
+
+    def owned(self) -> list[int]:
+        """Elements of parameters in the piece of each of the `copies`."""
+        piece = self.padded_elements // self.copies
+        if not piece:
+            return [0] * self.copies
+        owned = [piece] * self.copies
+        for start, end in self.gaps():
+            for rank in range(start // piece, min(self.copies, -(-end // piece))):
+                owned[rank] -= max(0, min(end, (rank + 1) * piece) - max(start, rank * piece))
+        return owned
+
+
+def chunk_buffers(facts: ModelFacts, layout: Layout, layers: range) -> list[Buffer]:
+    """The buffers of a rank for a run of adjacent layers, with the model's ends where they belong to it."""
+    dense, expert = [], []
+    for size, shared_expert in _parameters(facts, layout, layers):
+        (expert if shared_expert else dense).append(size)
+    # Megatron fills them in the order of the backward pass.
+    found = (
+        Buffer(tuple(reversed(dense)), layout.dense_copies, layout.tensor),
+        Buffer(tuple(reversed(expert)), layout.expert_data, layout.expert * layout.expert_tensor),
+    )
+    return [buffer for buffer in found if buffer.sizes]
+
+
+def _parameters(facts: ModelFacts, layout: Layout, layers: range) -> Iterator[tuple[int, bool]]:
+    """(elements on a rank, whether among the experts' buffer) of each parameter, in the order of megatron's modules."""
+    front, back = ends(facts)
+    if 0 in layers:
+        yield from ((_elements(weight, layout), False) for weight in front)
+    for layer in layers:
+        yield from _layer_parameters(facts, layout, layer)
+    if facts.layers - 1 in layers:
+        yield from ((_elements(weight, layout), False) for weight in back)
+
+
+def _layer_parameters(facts: ModelFacts, layout: Layout, layer: int) -> Iterator[tuple[int, bool]]:
+    weights = sorted(layer_weights(facts, layer), key=lambda weight: MODULES.index(_module(weight)))
+    experts = [weight for weight in weights if weight.experts]
+    done = False
+    for weight in weights:
+        # The expert bias is state of the router, not a parameter.
+        if weight.parameter.endswith("expert_bias"):
+            continue
+        if not weight.experts:
+            yield _elements(weight, layout), False
+        elif not done:
+            # Expert by expert. Where no rank shares them, megatron keeps them with the dense parameters.
+            sizes = [_expert_elements(facts, one, layout) for one in experts]
+            yield from ((size, layout.expert > 1) for _ in range(layout.experts_per_rank) for size in sizes)
+            done = True
+
+
+def _module(weight: Weight) -> str:
+    return next(module for module in MODULES if weight.parameter.startswith(f"{module}."))
+
+
+def _elements(weight: Weight, layout: Layout) -> int:
+    """Of a dense parameter: all of it, or a tensor-parallel rank's part."""
+    total = sum(map(math.prod, weight.tensors.values()))
+    return total if weight.axis is None else -(-total // layout.tensor)
+
+
+def _expert_elements(facts: ModelFacts, weight: Weight, layout: Layout) -> int:
+    """Of a parameter of one expert, on a rank that holds it in whole or in part."""
+    total = sum(map(math.prod, weight.tensors.values())) // (facts.num_experts if weight.experts == "stacked" else 1)
+    return total if weight.axis is None else -(-total // layout.expert_tensor)
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+

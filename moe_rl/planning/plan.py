@@ -1,0 +1,119 @@
+"""Every number that follows from a config, the model it names and the number of ranks; `--plan` prints it.
+
+Sizes are bytes, lengths are tokens. Each part has a file of its own here, in which one function gives one quantity and
+says its formula; `plan_table` prints them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_rl.config.hf import parameter_count
+from moe_rl.config.layout import Layout, chunk_layers, make_layout
+from moe_rl.config.model_facts import ModelFacts
+from moe_rl.config.prompt_file import count_prompts
+from moe_rl.config.schema import ClusterConfig, Config
+from moe_rl.planning.activations import Activations, Shape, stage_activations
+from moe_rl.planning.batch import Batch, make_batch
+from moe_rl.planning.memory import DTYPE_BYTES, StageMemory, stage_memory
+from moe_rl.planning.sampler import Sampler, make_sampler
+from moe_rl.planning.storage import Storage, make_storage
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The whole model. parameters: dense ones and those of the experts."""
+
+    layers: int
+    moe_layers: int
+    num_experts: int
+    top_k: int
+    parameters: int
+    dense_parameters: int
+    expert_parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Memory of the fullest rank of a pipeline stage, as long as its microbatches are full and its experts loaded
+    evenly."""
+
+    memory: StageMemory
+    activations: Activations
+
+    @property
+    def total_bytes(self) -> int:
+        return self.memory.model_bytes + self.activations.peak_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Numbers derived from a config. stages: pipeline stages from first to last. limit_bytes: what a GPU has for them,
+    None without a cluster. dispatch_bytes: that a rank sends to experts in a layer of a microbatch, and gets back."""
+
+    layout: Layout
+    batch: Batch
+    model: Model
+    stages: tuple[Stage, ...]
+    distributed_optimizer: bool
+    recompute: str
+    limit_bytes: int | None
+    dispatch_bytes: int
+    sampler: Sampler
+    storage: Storage
+
+    @property
+    def fullest(self) -> Stage:
+        """The stage whose ranks need the most."""
+        return max(self.stages, key=lambda stage: stage.total_bytes)
+
+
+def make_plan(config: Config, facts: ModelFacts, world_size: int) -> Plan:
+    """Derive the numbers. Never fails: what does not divide is rounded up here and refused by `check.problems`."""
+    layout = make_layout(config.parallel, facts, world_size)
+    batch = make_batch(config, layout, count_prompts(config.task.train) or config.task.train_prompts)
+    count = parameter_count(facts)
+    stages = _stages(config, facts, layout, batch)
+    rows = stages[0].activations.dispatched_rows
+    return Plan(
+        layout=layout,
+        batch=batch,
+        model=Model(
+            layers=facts.layers,
+            moe_layers=len(facts.moe_layers),
+            num_experts=facts.num_experts,
+            top_k=facts.top_k,
+            parameters=count.total,
+            dense_parameters=count.dense,
+            expert_parameters=count.expert,
+        ),
+        stages=stages,
+        distributed_optimizer=config.train.distributed_optimizer,
+        recompute=config.train.recompute,
+        limit_bytes=gpu_bytes(config.cluster) if config.cluster is not None else None,
+        dispatch_bytes=rows * facts.hidden_size * DTYPE_BYTES[config.train.dtype],
+        sampler=make_sampler(config, facts, batch),
+        storage=make_storage(config, facts, layout, batch),
+    )
+
+
+def _stages(config: Config, facts: ModelFacts, layout: Layout, batch: Batch) -> tuple[Stage, ...]:
+    rows = batch.microbatch_rows // layout.context
+    # As if every token were of a completion, and every sequence as long as it may be.
+    longest = batch.max_sequence_tokens
+    shape = Shape(rows=rows, padded_rows=rows, longest=longest, predicted=rows, dtype=config.train.dtype)
+    runs, memory = chunk_layers(facts, config.parallel), stage_memory(config, facts, layout)
+    return tuple(
+        Stage(
+            memory[stage],
+            stage_activations(
+                facts, layout, config.train, shape, stage=stage, runs=runs[stage], microbatches=batch.max_microbatches
+            ),
+        )
+        for stage in range(layout.pipeline)
+    )
+
+
+def gpu_bytes(cluster: ClusterConfig) -> int:
+    """What a plan may use of a GPU: its memory without what is reserved."""
+    return int((cluster.gpu_memory_gib - cluster.reserved_gib) * 2**30)

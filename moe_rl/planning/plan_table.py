@@ -1,0 +1,161 @@
+"""The plan as an aligned table for people."""
+
+from __future__ import annotations
+
+from moe_rl.planning.plan import Plan, Stage
+
+Row = tuple[str, str, str]
+"""Label, value, note."""
+
+
+def render(plan: Plan) -> str:
+    """Sections of rows, their values aligned to the right."""
+    sections: dict[str, list[Row]] = {
+        "ranks": _ranks(plan),
+        "a step": _step(plan),
+        "the run": _run(plan),
+        "the model": _model(plan),
+        "memory per rank": _memory(plan),
+        "the sampler": _sampler(plan),
+        "storage": _storage(plan),
+    }
+    rows = [row for section in sections.values() for row in section]
+    labels, values = (max(len(row[column]) for row in rows) for column in (0, 1))
+    lines = []
+    for title, section in sections.items():
+        lines.append(title)
+        lines += [f"  {label:<{labels}}  {value:>{values}}  {note}".rstrip() for label, value, note in section]
+    return "\n".join(lines)
+
+
+def _ranks(plan: Plan) -> list[Row]:
+    layout = plan.layout
+    return [
+        ("world size", f"{layout.world_size:,}", ""),
+        ("pipeline stages", f"{layout.pipeline:,}", f"{layout.virtual_pipeline:,} runs of layers each"),
+        ("tensor parallel", f"{layout.tensor:,}", "ranks that share dense matrices and a sequence's tokens"),
+        ("context parallel", f"{layout.context:,}", "ranks that share a sequence's tokens alone"),
+        ("data parallel", f"{layout.data:,}", "each with sequences of its own"),
+        ("expert parallel", f"{layout.expert:,}", "ranks that share the experts"),
+        ("expert tensor parallel", f"{layout.expert_tensor:,}", "ranks that share each expert's matrices"),
+        ("copies of each expert", f"{layout.expert_data:,}", ""),
+        ("experts per rank", f"{layout.experts_per_rank:,}", f"of {plan.model.num_experts:,}, top {plan.model.top_k}"),
+    ]
+
+
+def _step(plan: Plan) -> list[Row]:
+    batch = plan.batch
+    return [
+        ("sequences", f"{batch.sequences_per_step:,}", ""),
+        ("tokens", f"{batch.max_tokens_per_step:,}", "at most"),
+        ("longest sequence", f"{batch.max_sequence_tokens:,}", "tokens, prompt and completion"),
+        ("groups per update", f"{batch.groups_per_update:,}", f"{batch.sequences_per_update:,} sequences"),
+        ("microbatches", f"{batch.max_microbatches:,}", "per rank and update, if all are full length"),
+        ("rows of one", f"{batch.microbatch_rows:,}", f"{batch.microbatch_rows // plan.layout.context:,} on a rank"),
+        (
+            "dispatched rows",
+            f"{plan.fullest.activations.dispatched_rows:,}",
+            f"(token, expert) pairs of a rank and layer, {bytes_text(plan.dispatch_bytes)} each way, if loaded evenly",
+        ),
+    ]
+
+
+def _run(plan: Plan) -> list[Row]:
+    batch, rounds = plan.batch, plan.batch.sampling_rounds
+    epochs = "unknown: task.train cannot be read" if batch.epochs is None else f"{batch.epochs:.2f}"
+    steps, tokens = batch.steps_per_epoch, batch.max_tokens_per_epoch
+    return [
+        ("steps", f"{batch.steps:,}", ""),
+        ("optimizer updates", f"{batch.updates:,}", ""),
+        ("prompts per epoch", "unknown" if batch.prompts_per_epoch is None else f"{batch.prompts_per_epoch:,}", ""),
+        ("steps per epoch", "unknown" if steps is None else f"{steps:,.1f}", ""),
+        ("tokens per epoch", "unknown" if tokens is None else f"{tokens:,}", "at most"),
+        ("epochs", epochs, f"to {rounds} times that" if rounds > 1 else ""),
+    ]
+
+
+def _model(plan: Plan) -> list[Row]:
+    model = plan.model
+    return [
+        ("parameters", _count(model.parameters), f"{_count(model.expert_parameters)} in experts"),
+        ("MoE layers", f"{model.moe_layers:,}", f"of {model.layers:,}"),
+        ("parameters per rank", _count(plan.fullest.memory.parameters), "of the fullest stage"),
+    ]
+
+
+def _memory(plan: Plan) -> list[Row]:
+    stage = plan.fullest
+    memory, activations = stage.memory, stage.activations
+    sharing = "sharded over its data-parallel group" if plan.distributed_optimizer else "not sharded"
+    kept = f"{activations.in_flight:.4g} microbatches with {bytes_text(activations.kept_bytes)}"
+    rows = [
+        ("parameters", bytes_text(memory.parameter_bytes), ""),
+        ("main gradients", bytes_text(memory.main_grad_bytes), "float32"),
+        ("optimizer state", bytes_text(memory.optimizer_bytes), f"float32, {sharing}"),
+        ("reference model", bytes_text(memory.reference_bytes), "frozen" if memory.reference_bytes else "none"),
+        ("activations", bytes_text(activations.peak_bytes), f"recompute {plan.recompute}: {kept}, largest moment"),
+        ("logits of them", bytes_text(activations.head_bytes), "with the last norm"),
+        ("together", bytes_text(stage.total_bytes), _verdict(plan, stage.total_bytes)),
+    ]
+    if len(plan.stages) > 1:
+        rows += [_stage(number, one) for number, one in enumerate(plan.stages)]
+    return rows
+
+
+def _stage(number: int, stage: Stage) -> Row:
+    memory = stage.memory
+    parts = ", ".join(
+        f"{name} {bytes_text(count)}"
+        for name, count in (("model", memory.model_bytes), ("activations", stage.activations.peak_bytes))
+    )
+    layers = f"{len(memory.layers)} layers from {memory.layers[0]}, {memory.moe_layers} with experts"
+    note = f"{layers}; {_count(memory.parameters)} parameters; {parts}"
+    return f"stage {number}", bytes_text(stage.total_bytes), note
+
+
+def _verdict(plan: Plan, total: int) -> str:
+    if plan.limit_bytes is None:
+        return "no cluster to compare with"
+    comparison = "fits" if total <= plan.limit_bytes else "DOES NOT FIT"
+    return f"{comparison}: a GPU has {bytes_text(plan.limit_bytes)} for it"
+
+
+def _sampler(plan: Plan) -> list[Row]:
+    sampler = plan.sampler
+    fits = "fit" if sampler.fits_max_concurrent else "do not all fit at full length: the sampler will preempt"
+    return [
+        ("engines", f"{sampler.engines:,}", f"of {sampler.gpus_per_engine:,} GPUs" if plan.limit_bytes else ""),
+        ("weights", bytes_text(sampler.weight_bytes), "on each GPU" if plan.limit_bytes else ""),
+        ("KV cache", f"{sampler.kv_tokens:,}", f"tokens of {sampler.kv_bytes_per_token:,} B, of an engine"),
+        ("sequences at once", f"{sampler.max_concurrent:,}", f"{fits}; {sampler.fitting:,} do, in an engine"),
+        ("per GPU", bytes_text(sampler.total_bytes), _verdict(plan, sampler.total_bytes)),
+        ("weight sync", bytes_text(plan.storage.weight_sync_bytes), "to each engine, each time"),
+        *(
+            (f"over {name}", f"{seconds:,.2f} s", "if only the link counts")
+            for name, seconds in plan.storage.sync_seconds.items()
+        ),
+    ]
+
+
+def _storage(plan: Plan) -> list[Row]:
+    storage = plan.storage
+    return [
+        ("routes per token", f"{storage.routes_bytes_per_token:,} B", "raw"),
+        ("routes per step", bytes_text(storage.max_routes_bytes_per_step), "raw, at most"),
+        ("routes per node", bytes_text(storage.max_routes_bytes_per_node), "of a step, that its ranks read"),
+        ("one checkpoint", bytes_text(storage.checkpoint_bytes), ""),
+    ]
+
+
+def bytes_text(count: int) -> str:
+    """Bytes in the binary unit that keeps at least one digit before the point."""
+    value, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{count:,} B" if unit == "B" else f"{value:,.1f} {unit}"
+
+
+def _count(count: int) -> str:
+    return f"{count / 1e9:,.2f} bn" if count >= 1e9 else f"{count / 1e6:,.2f} M" if count >= 1e5 else f"{count:,}"

@@ -1,0 +1,70 @@
+"""Bytes that leave a rank's memory: routes, checkpoints, weights on their way to the samplers, tokens to experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_rl.config.hf import parameter_count
+from moe_rl.config.layout import Layout
+from moe_rl.config.model_facts import ModelFacts
+from moe_rl.config.schema import Config
+from moe_rl.planning.batch import Batch
+from moe_rl.planning.memory import DTYPE_BYTES, state_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """routes_*: raw ids, one row a forwarded token; of a node those that its ranks read. checkpoint_bytes: parameters
+    and optimizer state of the whole model. weight_sync_bytes: the whole model in the sampler's precision.
+    sync_seconds: for it over each link of the cluster, if nothing but the link counts."""
+
+    routes_bytes_per_token: int
+    max_routes_bytes_per_step: int
+    max_routes_bytes_per_node: int
+    checkpoint_bytes: int
+    weight_sync_bytes: int
+    sync_seconds: dict[str, float]
+
+
+def routes_bytes_per_token(facts: ModelFacts) -> int:
+    """MoE layers x top_k ids, of one byte each up to 256 experts and of two above."""
+    return len(facts.moe_layers) * facts.top_k * (1 if facts.num_experts <= 256 else 2)
+
+
+def node_share(layout: Layout, gpus_per_node: int) -> float:
+    """Part of a step's routes that the ranks of one node read: of the sequences the shares it works on, of the layers
+    the stages it holds. Megatron numbers ranks by tensor, context, data and then pipeline."""
+    per_share = layout.tensor * layout.context
+    stage = per_share * layout.data
+    stages = max(1.0, gpus_per_node / stage)
+    shares = min(layout.data, max(1.0, min(gpus_per_node, stage) / per_share))
+    return min(1.0, shares / layout.data) * min(1.0, stages / layout.pipeline)
+
+
+def checkpoint_bytes(facts: ModelFacts, dtype: str) -> int:
+    """Every parameter and its optimizer state, once."""
+    return parameter_count(facts).total * (DTYPE_BYTES[dtype] + state_bytes(dtype))
+
+
+def weight_sync_bytes(facts: ModelFacts, dtype: str) -> int:
+    """Every parameter once, in the sampler's precision; each engine gets as many."""
+    return parameter_count(facts).total * DTYPE_BYTES[dtype]
+
+
+def make_storage(config: Config, facts: ModelFacts, layout: Layout, batch: Batch) -> Storage:
+    routes, weights = routes_bytes_per_token(facts), weight_sync_bytes(facts, config.rollout.dtype)
+    of_step = batch.sampling_rounds * batch.sequences_per_step * (batch.max_sequence_tokens - 1) * routes
+    cluster = config.cluster
+    # Those of further sampling rounds are not trained on, so not read.
+    read = of_step // batch.sampling_rounds
+    share = node_share(layout, layout.world_size if cluster is None else cluster.gpus_per_node)
+    return Storage(
+        routes_bytes_per_token=routes,
+        max_routes_bytes_per_step=of_step,
+        max_routes_bytes_per_node=round(read * share),
+        checkpoint_bytes=checkpoint_bytes(facts, config.train.dtype),
+        weight_sync_bytes=weights,
+        sync_seconds={
+            name: weights / (speed * 1e9) for name, speed in (cluster.links_gb_per_second if cluster else {}).items()
+        },
+    )

@@ -1,0 +1,106 @@
+"""The configs that are shipped: each can be planned on a laptop, and fits the GPUs that its first lines say."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_rl.config.check import config_problems
+from moe_rl.config.hf import parameter_count, read_published
+from moe_rl.config.load import load_config
+from moe_rl.planning.fit import memory_problems
+from moe_rl.planning.plan import make_plan
+
+ROOT = Path(__file__).resolve().parents[2]
+REAL = sorted(path.stem for path in (ROOT / "configs/models").glob("*.json"))
+SOLD = {79: 80, 140: 141}
+BILLIONS = {
+    "qwen3_30b_a3b": 30.5, "qwen3_235b_a22b": 235.1, "deepseek_v3": 671.0, "gpt_oss_120b": 116.8,
+    "glm_4_5_air": 106.9, "moonlight_16b_a3b": 16.0,
+}  # fmt: skip
+SCRIPT = """
+import sys, time
+from moe_rl.train.launch import main
+status = main(sys.argv[1:])
+print("HEAVY", sorted({"torch", "transformers", "vllm", "megatron"} & set(sys.modules)))
+print("CPU_SECONDS", time.process_time())
+sys.exit(status)
+"""
+
+
+def larger_gpus(name):
+    """The overrides that the config gives for GPUs of 141 GB."""
+    (line,) = re.findall(r"^# 141 GB: (.*)$", (ROOT / f"configs/{name}.yaml").read_text(), re.MULTILINE)
+    return line.split()
+
+
+def planned(name, overrides=()):
+    config = load_config(ROOT / f"configs/{name}.yaml", overrides)
+    facts = read_published(ROOT / config.model.published)
+    plan = make_plan(config, facts, config.cluster.gpus)
+    return config, plan, config_problems(config, facts, config.cluster.gpus) + memory_problems(plan)
+
+
+def test_every_model_has_a_config_and_its_published_size():
+    assert sorted(BILLIONS) == REAL
+    for name, billions in BILLIONS.items():
+        assert round(parameter_count(read_published(ROOT / f"configs/models/{name}.json")).total / 1e9, 1) == billions
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_it_fits_the_gpus_that_it_names(name):
+    needs = " ".join((ROOT / f"configs/{name}.yaml").read_text().replace("#", "").split())
+    for overrides, gib in (((), 79), (larger_gpus(name), 140)):
+        config, plan, problems = planned(name, overrides)
+        assert problems == []
+        assert config.cluster.gpu_memory_gib == gib
+        assert re.search(rf"\b{config.cluster.gpus} (GPUs )?of {SOLD[gib]} GB that train", needs), needs
+        assert 0.4 * plan.limit_bytes < plan.fullest.total_bytes <= plan.limit_bytes, "the layout wastes the GPUs"
+        assert plan.sampler.total_bytes <= plan.limit_bytes and plan.sampler.fitting >= 1
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_half_of_its_gpus_are_not_enough_memory(name):
+    """The plan can refuse: with GPUs of half the size, and says what to change."""
+    _, _, problems = planned(name, ["cluster.gpu_memory_gib=40"])
+    assert any("do not fit on a rank" in problem and "got" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("name", ["tiny_moe_cpu", *REAL])
+def test_it_is_planned_on_a_laptop_quickly_and_without_torch(name, tmp_path):
+    """Imports included. Processor time, not wall time: this machine may be busy with other tests."""
+    file, environment = tmp_path / "plan.json", {k: v for k, v in os.environ.items() if k != "WORLD_SIZE"}
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, "--config", f"configs/{name}.yaml", "--plan", "--json", str(file)],
+        cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "HEAVY []" in run.stdout and "no problems" in run.stdout
+    assert float(run.stdout.split("CPU_SECONDS")[1]) < 2.0
+    written = json.loads(file.read_text())
+    elsewhere = name != "tiny_moe_cpu"
+    assert bool(written["absent"]) == elsewhere == ("not on this machine: model.path" in run.stdout)
+    assert len(written["plan"]["stages"]) == written["plan"]["layout"]["pipeline"]
+
+
+def test_a_checkpoint_must_be_the_published_model(config_file, model, tmp_path):
+    from moe_rl.config.check import problems
+
+    figures = json.loads((model / "config.json").read_text())
+    (tmp_path / "figures.json").write_text(json.dumps(figures | {"torch_dtype": "bfloat16"}))
+    assert problems(load_config(config_file, [f"model.published={tmp_path}/figures.json"]), 2) == []
+    (tmp_path / "figures.json").write_text(json.dumps(figures | {"rope_theta": 7.0}))
+    (message,) = problems(load_config(config_file, [f"model.published={tmp_path}/figures.json"]), 2)
+    assert "model.published" in message and "rope_theta" in message and "7.0" in message
+
+
+def test_the_number_of_prompts_is_held_to_the_file(config_file):
+    from moe_rl.config.check import problems
+
+    assert problems(load_config(config_file, ["task.train_prompts=8"]), 2) == []
+    (message,) = problems(load_config(config_file, ["task.train_prompts=9"]), 2)
+    assert "task.train_prompts" in message and "got 8 prompts" in message

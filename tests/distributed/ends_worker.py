@@ -1,0 +1,47 @@
+"""A run whose steps are one update on the batch of the proof, with a key lost on the last rank: started as any run is,
+through the command line, so that what becomes of its ranks is what would become of a run's.
+
+    torchrun --nproc-per-node N ends_worker.py CHECKPOINT ARGUMENTS_OF_THE_COMMAND ...
+"""
+
+import sys
+from pathlib import Path
+
+from moe_rl.proof import faults
+from moe_rl.proof.cases import Case
+from moe_rl.train import launch
+
+CHECKPOINT = Path(sys.argv[1])
+
+
+class Run:
+    """Stands for the run's sampler, verifiers and loop."""
+
+    def __init__(self, config, folder, peers, stack):
+        self.config, self.peers = config, peers
+
+    def steps(self, resumed):
+        from moe_rl.config.hf import read_model
+        from moe_rl.megatron import world
+        from moe_rl.megatron.policy import Policy
+        from moe_rl.proof.share import Share
+
+        parallel = dict(self.config.parallel)
+        case, facts = Case(world.dist.get_world_size(), parallel), read_model(CHECKPOINT)
+        policy = Policy(facts, case.train_config, case.parallel_config, CHECKPOINT, temperature=1.0)
+        share = Share(facts, case, policy)
+        if world.dist.get_rank() == case.ranks - 1:
+            faults.FAULTS["lost key"].plant(policy, lambda: print("planted", flush=True))
+        with self.peers.phase("train", 1):
+            share.update(share.tables)
+
+
+def main():
+    from moe_rl.train import loop
+
+    loop.Run = Run
+    return launch.main(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""What `moe-rl doctor` says of this machine, and of machines that are made up."""
+
+import ast
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_rl import console
+from moe_rl.config.load import load_config
+from moe_rl.doctor import machine as machine_module
+from moe_rl.doctor.command import verdict
+from moe_rl.doctor.diagnosis import diagnose, fits, installation_problems
+from moe_rl.doctor.machine import Gpu, Machine, apex_kind, gpus, look
+from moe_rl.doctor.versions import ALWAYS, APEX, CUDA, NCCL, PARTS, TORCH, TRANSFORMER_ENGINE, VLLM, markdown
+from moe_rl.rollout import patches
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = ROOT / "configs/tiny_moe_cpu.yaml"
+# Each version as the table has it, on a machine with a GPU where something was run there.
+WHOLE = {part.name: part.tested for part in PARTS} | {"Python": "3.12.1", "CUDA": "13.0", "NCCL": "2.29.7"}
+
+
+def made_up(gpus=(), apex="absent", **found):
+    return Machine(WHOLE | found, apex, gpus, "patched", {})
+
+
+@pytest.fixture
+def whole_installation(monkeypatch):
+    """What is installed has no part in the test."""
+    monkeypatch.setattr(patches, "problems", lambda capture: [])
+    monkeypatch.setattr("moe_rl.doctor.diagnosis.found_version", lambda part: WHOLE[part.name])
+
+
+def test_this_machine_runs_the_demo(capsys, tmp_path):
+    """The environment of the tests is the pinned one."""
+    file = tmp_path / "doctor.json"
+    assert console.main(["doctor", "--config", str(CONFIG), "--json", str(file)]) == 0
+    said, written = capsys.readouterr().out, json.loads(file.read_text())
+    assert "nothing is missing" in said and written["missing"] == []
+    found = {part["name"]: (part["found"], part["verdict"]) for part in written["parts"]}
+    assert found["torch"] == ("2.13.0", "as run") and found["megatron-core"] == ("0.19.2", "as run")
+    assert found["vLLM"] == ("0.32.0", "patched") == (VLLM.tested, written["vllm_state"])
+    assert set(written["vllm_patches"].values()) == {"applied"} and len(written["vllm_patches"]) == 5
+
+
+def test_what_is_missing_is_said_and_is_the_status(monkeypatch, capsys):
+    fault = "vLLM is not patched: run tools/apply_patches.py --apply"
+    monkeypatch.setattr(patches, "problems", lambda capture: [fault] if capture == "patch" else [])
+    assert console.main(["doctor"]) == 2
+    assert f"missing: {fault}\n1 missing" in capsys.readouterr().out
+    assert console.main(["doctor", "--config", str(CONFIG), "rollout.capture=worker"]) == 0
+    assert console.main(["doctor", "--config", "no/such.yaml"]) == 2
+    assert "no/such.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", [part for part in ALWAYS if part is not VLLM], ids=lambda part: part.name)
+def test_every_part_that_is_needed_is_missed(whole_installation, monkeypatch, part):
+    for found, words in (("", "not installed"), ("0.0.1", "0.0.1")):
+        monkeypatch.setattr(
+            "moe_rl.doctor.diagnosis.found_version", lambda one, got=found: got if one is part else WHOLE[one.name]
+        )
+        (message,) = diagnose(made_up()).missing
+        assert message.startswith(part.name) and words in message and part.required in message
+
+
+def test_a_gpu_needs_cuda_and_nccl_and_does_better_with_more(whole_installation):
+    gpu = (Gpu("H100", 80 << 30),)
+    without, whole = made_up(gpu), made_up(gpu, **{TRANSFORMER_ENGINE.name: "2.9"})
+    assert diagnose(whole).missing == diagnose(whole).notes == []
+    assert "experts run one by one" in diagnose(without).notes[0] and "torch's" in diagnose(without).notes[0]
+    assert "apex's fused one" in diagnose(made_up(gpu, "NVIDIA's")).notes[0]
+    for part in (CUDA, NCCL):
+        (message,) = diagnose(made_up(gpu, **{part.name: ""})).missing
+        assert part.name in message
+        assert diagnose(made_up((), **{part.name: ""})).missing == []
+    assert "gloo" in diagnose(made_up()).notes[0]
+
+
+def test_native_capture_needs_a_gpu(whole_installation):
+    config = load_config(CONFIG, ["rollout.capture=native"])
+    (message,) = diagnose(made_up(), config).missing
+    assert "rollout.capture" in message
+    assert diagnose(made_up((Gpu("H100", 80 << 30),)), config).missing == []
+
+
+@pytest.mark.parametrize(
+    ("installed", "got"),
+    [("", "no transformer-engine"), ("2.2.1", "transformer-engine 2.2.1"), ("2.3.0", None), ("10.0", None)],
+)
+def test_delayed_gradients_of_weights_need_transformer_engine(whole_installation, monkeypatch, installed, got):
+    versions = WHOLE | {TRANSFORMER_ENGINE.name: installed}
+    monkeypatch.setattr("moe_rl.doctor.diagnosis.found_version", lambda part: versions[part.name])
+    asked = ["train.overlap_expert_parallel_comm=true", "train.delay_wgrad_compute=true"]
+    assert installation_problems(load_config(CONFIG, asked[:1])) == []
+    found = installation_problems(load_config(CONFIG, asked))
+    assert len(found) == (got is not None)
+    for message in found:
+        assert message.startswith("train.delay_wgrad_compute: ")
+        assert f"got {got}, expected transformer-engine 2.3" in message
+
+
+def test_a_config_for_a_cluster_needs_its_nodes(whole_installation):
+    config = load_config(ROOT / "configs/qwen3_30b_a3b.yaml")
+    assert [m.split(":")[0] for m in diagnose(made_up(), config).missing] == ["cluster.gpus_per_node"]
+    h100, small = Gpu("H100", 81559 << 20), Gpu("A100", 40 << 30)
+    assert diagnose(made_up((h100,) * 8), config).missing == []
+    messages = diagnose(made_up((h100,) * 6 + (small,)), config).missing
+    assert "got 7, expected 8" in messages[0] and "got 40.0 GiB, expected 79 GiB" in messages[1]
+
+
+def write(folder, *files):
+    """Packages that betray it when anybody imports them."""
+    for file in files:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text("raise SystemExit('imported')")
+
+
+@pytest.mark.parametrize(
+    ("files", "kind"),
+    [
+        ((), "absent"),
+        # what the package registry has: views and models for Pyramid
+        (("apex/__init__.py", "apex/models.py", "apex/views.py", "apex/lib/settings.py"), "unrelated"),
+        (("apex/__init__.py", "apex/multi_tensor_apply/__init__.py"), "NVIDIA's, without its CUDA extensions"),
+        (("apex/__init__.py", "apex/multi_tensor_apply/__init__.py", "amp_C.py"), "NVIDIA's"),
+    ],
+)
+def test_which_apex_this_is(tmp_path, monkeypatch, whole_installation, files, kind):
+    write(tmp_path, *files)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert apex_kind() == kind
+    assert "apex" not in sys.modules and "amp_C" not in sys.modules
+    said = [note for note in diagnose(made_up(apex=kind)).notes if note.startswith("apex")]
+    assert len(said) == (kind in ("unrelated", "NVIDIA's, without its CUDA extensions"))
+    assert verdict(made_up(apex=kind, **{APEX.name: "0.1"}), APEX) == kind
+
+
+def test_gpus_are_what_the_driver_tells(tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 81559'\necho 'NVIDIA H200, 143771'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpus() == (Gpu("NVIDIA H100 80GB HBM3", 81559 << 20), Gpu("NVIDIA H200", 143771 << 20))
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    assert gpus() == ()
+
+
+def test_a_machine_without_vllm(monkeypatch):
+    monkeypatch.setattr(machine_module, "found_version", lambda part: "")
+    monkeypatch.setattr(patches, "find_vllm", lambda: (_ for _ in ()).throw(patches.PatchError("none")))
+    machine = look(PARTS)
+    assert machine.vllm_state == "absent"
+    assert (verdict(machine, TORCH), verdict(machine, CUDA)) == ("missing", "absent")
+
+
+def test_versions_with_a_local_label_fit():
+    assert fits(TORCH, "2.13.0+cu130") and not fits(TORCH, "2.12.1") and not fits(TORCH, "")
+
+
+def test_the_readme_shows_the_table():
+    assert markdown() in (ROOT / "README.md").read_text()
+
+
+def test_the_table_says_what_setup_and_the_pinned_requirements_say():
+    tree = ast.parse((ROOT / "setup.py").read_text())
+    words = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "requirements/cpu.txt").read_text(), re.MULTILINE))
+    checked = 0
+    for part in PARTS:
+        for name in part.distributions:
+            if part.tested and name in pins:
+                assert pins[name] == part.tested, part
+                checked += 1
+        if part.distributions and part in ALWAYS:
+            assert words & {f"{name}{part.required}" for name in part.distributions}, part
+    assert checked == len(ALWAYS) - 1
+    assert ALWAYS[0].required in words

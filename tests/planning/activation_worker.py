@@ -1,0 +1,127 @@
+"""Measured and planned peaks of training passes, on one rank, on a CPU. Writes a JSON object to standard output.
+
+Counted are the bytes of every tensor storage that an operation of the passes returns, from that moment until it is
+freed, but for what was there before: parameters, main gradients, the microbatch.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import weakref
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from moe_rl.config.layout import chunk_layers, make_layout
+from moe_rl.config.schema import ParallelConfig
+from moe_rl.megatron import model, schedule, world
+from moe_rl.megatron.microbatch import Microbatch, pack
+from moe_rl.megatron.policy import Policy
+from moe_rl.planning.activations import Shape, stage_activations
+from moe_rl.types import Sequence
+from tests.planning.activation_cases import Case, cases
+
+
+class LiveBytes(TorchDispatchMode):
+    """peak: the most bytes that were alive at once, of storages made while the mode is on."""
+
+    def __init__(self, there_before):
+        super().__init__()
+        self.live = self.peak = 0
+        self.seen = WeakIdKeyDictionary()
+        self.there_before = {tensor.untyped_storage().data_ptr() for tensor in there_before}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        tree_map_only(torch.Tensor, self._count, result)
+        return result
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage in self.seen or storage.data_ptr() in self.there_before:
+            return
+        size = storage.nbytes()
+        self.seen[storage] = size
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._free, size)
+
+    def _free(self, size: int) -> None:
+        self.live -= size
+
+
+def sequences(case: Case) -> list[Sequence]:
+    rng = np.random.default_rng(0)
+    tokens = [rng.integers(0, case.facts.vocab, sum(lengths)).tolist() for lengths in case.lengths]
+    return [
+        Sequence(
+            key=f"s{number}", prompt_token_ids=tuple(run[:prompt]), token_ids=tuple(run[prompt:]),
+            rollout_logprobs=np.zeros(completion, np.float32), reward=0.0, weight_version=0, routes=None,
+        )
+        for number, (run, (prompt, completion)) in enumerate(zip(tokens, case.lengths, strict=True))
+    ]  # fmt: skip
+
+
+def measured(case: Case, microbatch: Microbatch) -> int:
+    policy = Policy(case.facts, case.train, ParallelConfig(), None, temperature=1.0)
+    there = [microbatch.tokens, microbatch.positions, microbatch.predicts, microbatch.targets]
+    for chunk in policy.chunks:
+        chunk.zero_grad_buffer()
+        there += [*chunk.parameters(), *chunk.module.buffers()]
+        there += [buffer.grad_data for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+
+    def run():
+        schedule.forward_backward(policy.chunks, [microbatch], None, lambda number, values: -values.sum(), 1.0)
+
+    run()  # caches are filled
+    with LiveBytes(there) as counter:
+        run()
+    policy.release()
+    gc.collect()
+    return counter.peak
+
+
+def planned(case: Case, microbatch: Microbatch) -> int:
+    rows, parallel = sum(microbatch.lengths), ParallelConfig()
+    shape = Shape(
+        rows=rows,
+        padded_rows=len(microbatch.lengths) * max(microbatch.lengths),
+        longest=max(microbatch.lengths),
+        predicted=len(microbatch.predicts),
+        dtype=case.train.dtype,
+    )
+    return stage_activations(
+        case.facts, make_layout(parallel, case.facts, 1), case.train, shape, stage=0,
+        runs=chunk_layers(case.facts, parallel)[0], microbatches=1,
+    ).peak_bytes  # fmt: skip
+
+
+def fill(chunk: torch.nn.Module, *unused) -> None:
+    for parameter in chunk.parameters():
+        torch.nn.init.normal_(parameter.data, std=0.05)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    model.CheckpointReader, model.hf_map.load = lambda *args: None, fill
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with mock.patch("torch.distributed.init_process_group"):
+        world.start(ParallelConfig(), seed=1, timeout_seconds=60)
+    found = {}
+    for case in cases():
+        chosen = sequences(case)
+        microbatch = pack(chosen, range(len(chosen)), torch.device("cpu"))
+        found[case.name] = measured(case, microbatch), planned(case, microbatch)
+    world.stop()
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Models and layouts whose planned bytes are compared with what megatron builds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_rl.config.hf import read_published
+from moe_rl.config.load import load_config
+from moe_rl.config.model_facts import LatentAttention, ModelFacts
+from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    facts: ModelFacts
+    parallel: ParallelConfig
+    train: TrainConfig
+    world_size: int
+    ranks: Sequence[int]
+
+
+def _train(**changes) -> TrainConfig:
+    return TrainConfig(microbatch_tokens=40, optimizer=OptimizerConfig(lr=1e-3), **changes)
+
+
+def tiny_cases() -> list[Case]:
+    """Sizes that are no multiples of what megatron aligns to."""
+    from tests.megatron.models import facts
+
+    glm = facts(
+        architecture="Glm4MoeForCausalLM", layers=4, moe_layers=(1, 2, 3), shared_intermediate_size=8,
+        expert_bias=True, attention_bias=True, qk_norm=False, score_function="sigmoid",
+    )  # fmt: skip
+    latent = LatentAttention(q_rank=12, kv_rank=10, nope_dim=6, rope_dim=4, value_dim=6)
+    deepseek = facts(
+        architecture="DeepseekV3ForCausalLM", layers=2, moe_layers=(1,), shared_intermediate_size=8, expert_bias=True,
+        qk_norm=False, score_function="sigmoid", kv_heads=2, head_dim=10, latent=latent,
+    )  # fmt: skip
+    gpt_oss = facts(
+        architecture="GptOssForCausalLM", qk_norm=False, attention_bias=True, linear_bias=True, sinks=True,
+        glu_clamp=7.0, kv_heads=2, window=8, windowed_layers=(0,),
+    )  # fmt: skip
+    tied = facts(kv_heads=2, tie_word_embeddings=True)
+    shared, whole = ParallelConfig(tensor=2, expert=2, expert_tensor=2), ParallelConfig(tensor=2, expert_tensor=2)
+    runs = ParallelConfig(expert=2, pipeline=2, virtual_pipeline=2, context=2)
+    return [
+        Case("qwen", facts(), ParallelConfig(expert=2), _train(), 4, range(4)),
+        Case("glm, stages in runs", glm, runs, _train(), 8, (0, 1, 2, 3, 4, 7)),
+        Case("no expert parallelism", facts(kv_heads=2), whole, _train(), 4, range(4)),
+        Case("tied, float32", tied, shared, _train(dtype="float32"), 8, (0, 5)),
+        Case("whole optimizer", facts(), ParallelConfig(expert=2), _train(distributed_optimizer=False), 4, (0, 3)),
+        Case("deepseek", deepseek, ParallelConfig(tensor=2, expert=4), _train(), 8, (0, 3, 5, 6)),
+        Case("gpt-oss", gpt_oss, ParallelConfig(tensor=2, expert=2), _train(), 4, (0, 3)),
+    ]
+
+
+def real_cases() -> list[Case]:
+    """The shipped configs at their real size: the first rank of the first stage, the last of the last."""
+    found = []
+    for file in sorted((ROOT / "configs/models").glob("*.json")):
+        config = load_config(ROOT / f"configs/{file.stem}.yaml")
+        gpus = config.cluster.gpus
+        ranks = (0,) if config.parallel.pipeline == 1 else (0, gpus - 1)
+        found.append(Case(file.stem, read_published(file), config.parallel, config.train, gpus, ranks))
+    return found
+
+
+def cases() -> list[Case]:
+    return tiny_cases() + real_cases()

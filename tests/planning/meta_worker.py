@@ -1,0 +1,90 @@
+"""What megatron builds on ranks of groups that do not exist, on a device that holds nothing: sizes of buffers, and of
+what the optimizer keeps. Writes one JSON list to standard output.
+
+Stands in for torch.distributed (its own fake backend) and for the device (meta); megatron's code is all its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import moe_rl.megatron  # noqa: F401  the CPU backend
+from moe_rl.config.schema import ParallelConfig, TrainConfig
+from moe_rl.megatron import cpu, model
+from tests.planning.meta_cases import cases
+
+NAMES = {torch.bfloat16: "torch.cuda.BFloat16Tensor", torch.float32: "torch.cuda.FloatTensor"}
+
+
+class Meta(TorchFunctionMode):
+    """Meta tensors are called what the optimizer looks for."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return NAMES[args[0].dtype]
+        return func(*args, **(kwargs or {}))
+
+
+def built(facts, parallel: ParallelConfig, train: TrainConfig, world_size: int, rank: int) -> dict:
+    """Elements of each buffer of the rank, padding included, of its parameters, and of what the optimizer steps on."""
+    from megatron.core import parallel_state
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+        create_gloo_process_groups=False,
+    )
+    with torch.device("meta"), Meta():
+        config = model.transformer_config(facts, train, parallel)
+        chunks, optimizer = model.wrap_for_training(model.build_model(facts, config, None), config, train)
+    buffers = [buffer for chunk in chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    result = {
+        "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
+        "parameters": sum(
+            buffer.param_data.nbytes if buffer.param_data is not None else sum(p.nbytes for p in buffer.params)
+            for buffer in buffers
+        ),
+        "elements": sum(p.numel() for chunk in chunks for p in chunk.parameters()),
+        "stepped_on": sum(
+            p.numel() for part in parts for group in part.optimizer.param_groups for p in group["params"]
+        ),
+        "masters": sum(
+            p.nbytes
+            for part in parts
+            for name in ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
+            for group in getattr(part, name, [])
+            for p in group
+        ),
+    }
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    gc.collect()
+    return result
+
+
+def main() -> None:
+    cpu.HOST = torch.device("meta")
+    model.CheckpointReader = model.hf_map.load = lambda *args: None
+    model.get_megatron_optimizer = functools.partial(model.get_megatron_optimizer, use_gloo_process_groups=False)
+    found = [
+        built(case.facts, case.parallel, case.train, case.world_size, rank) for case in cases() for rank in case.ranks
+    ]
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

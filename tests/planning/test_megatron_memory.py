@@ -1,0 +1,44 @@
+"""The plan's parameter, gradient and optimizer bytes against what megatron builds, rank by rank, exactly."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from moe_rl.config.layout import chunk_layers, make_layout
+from moe_rl.planning.memory import main_grad_bytes, optimizer_bytes, parameter_bytes
+from moe_rl.planning.parameters import chunk_buffers
+from tests.planning.meta_cases import ROOT, cases
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def built():
+    """(case, rank) -> what megatron built there, all of them in one process."""
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.planning.meta_worker"], cwd=ROOT, text=True, timeout=280, check=False,
+        capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-4000:]
+    found = iter(json.loads(run.stdout))
+    return {(case.name, rank): next(found) for case in cases() for rank in case.ranks}
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+def test_bytes_are_megatrons(built, case):
+    layout = make_layout(case.parallel, case.facts, case.world_size)
+    stage_ranks = case.world_size // layout.pipeline
+    for rank in case.ranks:
+        theirs = built[case.name, rank]
+        runs = chunk_layers(case.facts, case.parallel)[rank // stage_ranks]
+        buffers = [buffer for run in runs for buffer in chunk_buffers(case.facts, layout, run)]
+        assert sum(buffer.elements for buffer in buffers) == theirs["elements"]
+        assert parameter_bytes(buffers, case.train) == theirs["parameters"]
+        assert main_grad_bytes(buffers, case.train) == theirs["gradients"]
+        # Adam makes its two moments in float32, of what it steps on, in its first step.
+        state = optimizer_bytes(buffers, case.train, stage_ranks)[rank % stage_ranks]
+        assert state == 8 * theirs["stepped_on"] + theirs["masters"]
+        assert (theirs["masters"] > 0) == (case.train.dtype == "bfloat16")

@@ -1,0 +1,174 @@
+import dataclasses
+import re
+
+import pytest
+
+from moe_rl.config.hf import expected_tensors, parameter_count, read_model
+from moe_rl.config.layout import least_ranks, stage_layers
+from moe_rl.config.load import load_config
+from moe_rl.config.schema import ParallelConfig
+from moe_rl.planning.parameters import Buffer
+from moe_rl.planning.plan import make_plan
+from moe_rl.planning.plan_table import render
+
+
+def test_a_step_by_hand(plan_of):
+    """4 prompts x 2 completions of at most 10 + 6 tokens; 2 updates; 40 tokens, hence 2 sequences, a microbatch."""
+    plan = plan_of()
+    assert (plan.layout.data, plan.layout.expert_data, plan.layout.experts_per_rank) == (2, 1, 2)
+    assert (plan.batch.sequences_per_step, plan.batch.groups_per_update, plan.batch.sequences_per_update) == (8, 2, 4)
+    assert (plan.batch.max_sequence_tokens, plan.batch.max_tokens_per_step, plan.batch.updates) == (16, 128, 12)
+    assert plan.batch.max_microbatches == 1
+    assert plan_of("train.microbatch_tokens=31").batch.max_microbatches == 2
+    assert plan_of("train.updates_per_step=1", "parallel.expert=1", world_size=1).batch.max_microbatches == 4
+    assert (plan.batch.prompts_per_epoch, plan.batch.epochs) == (8, 3.0)
+
+
+def test_model_and_storage_by_hand(plan_of):
+    """Experts: 2 layers x 4 x 3 matrices of 8 x 6. Routes: 2 layers x top 2, one byte. KV: K and V, 3 x 2 x 4, bf16."""
+    plan = plan_of()
+    assert plan.model.expert_parameters == 2 * 4 * 3 * 8 * 6
+    assert plan.storage.routes_bytes_per_token == 4
+    assert plan.storage.max_routes_bytes_per_step == 8 * 15 * 4 and plan.batch.sampling_rounds == 1
+    assert plan.sampler.kv_bytes_per_token == 2 * 3 * 2 * 4 * 2
+    assert plan.sampler.kv_tokens == (1 << 20) // 96
+    assert plan.storage.weight_sync_bytes == 2 * plan.model.parameters
+    assert plan_of("rollout.dtype=float32").sampler.kv_bytes_per_token == 192
+
+
+def test_dynamic_sampling_may_take_more_prompts_and_disk(plan_of):
+    once, thrice = plan_of(), plan_of("rollout.dynamic_sampling_rounds=3")
+    assert thrice.storage.max_routes_bytes_per_step == 3 * once.storage.max_routes_bytes_per_step
+    assert thrice.batch.sequences_per_step == once.batch.sequences_per_step and thrice.batch.epochs == once.batch.epochs
+    assert "3.00  to 3 times that" in render(thrice) and "times that" not in render(once)
+
+
+def test_route_ids_take_two_bytes_above_256_experts(plan_of, config_file):
+    config = load_config(config_file)
+    facts = read_model(config.model.path)
+    assert make_plan(config, dataclasses.replace(facts, num_experts=256), 2).storage.routes_bytes_per_token == 4
+    assert make_plan(config, dataclasses.replace(facts, num_experts=257), 2).storage.routes_bytes_per_token == 8
+
+
+def test_a_buffer_by_hand():
+    """Two parameters. The second starts at 128, a multiple of 64; both copies have half of 256, a multiple of 128."""
+    buffer = Buffer(sizes=(100, 30), copies=2, ranks_between=1)
+    assert (buffer.elements, buffer.padded_elements, buffer.owned()) == (130, 256, [100, 30])
+    assert Buffer((64, 200), 1, 1).owned() == [264] and Buffer((64, 200), 1, 1).padded_elements == 384
+    assert Buffer((300,), 3, 1).owned() == [128, 128, 44]
+    assert Buffer((), 4, 1).owned() == [0] * 4
+
+
+@pytest.mark.parametrize(("dtype", "parameter", "state"), [("bfloat16", 2, 12), ("float32", 4, 8)])
+def test_memory_of_a_rank(plan_of, dtype, parameter, state):
+    """Main gradients 4 B. State, shared: a bf16 parameter has a master and two moments, a fp32 one two moments."""
+    plan = plan_of(f"train.dtype={dtype}", "objective.kl_coef=0.1", world_size=4)
+    memory, dense, expert = plan.fullest.memory, plan.model.dense_parameters, plan.model.expert_parameters // 2
+    assert memory.parameters == dense + expert and memory.reference_bytes == parameter * (dense + expert)
+    padded = memory.main_grad_bytes // 4
+    assert dense + expert <= padded < 2 * (dense + expert) and memory.parameter_bytes == parameter * padded
+    assert state * (-(-dense // 4) + expert // 2) <= memory.optimizer_bytes < state * (dense + expert)
+    assert plan.storage.checkpoint_bytes == (parameter + state) * plan.model.parameters
+    assert plan_of(f"train.dtype={dtype}").fullest.memory.reference_bytes == 0
+
+
+def test_memory_of_a_rank_without_the_distributed_optimizer(plan_of):
+    """All of the state: two moments of each float32 parameter that the rank holds, and no padding."""
+    shared, whole = (
+        plan_of("train.dtype=float32", f"train.distributed_optimizer={on}", world_size=4) for on in ("true", "false")
+    )
+    memory = whole.fullest.memory
+    assert memory.optimizer_bytes == 8 * memory.parameters > 2 * shared.fullest.memory.optimizer_bytes
+    assert memory.main_grad_bytes == memory.parameter_bytes == 4 * memory.parameters
+    assert "not sharded" in render(whole) and "not sharded" not in render(shared)
+
+
+def test_parameters_of_a_rank_that_shares_its_matrices(plan_of):
+    """8 ranks: 4 data-parallel pairs; an expert is cut in two, and there are two of it. Norms and routers are whole."""
+    shared = ("parallel.tensor=2", "parallel.expert=2", "parallel.expert_tensor=2", "train.dtype=float32")
+    plan = plan_of(*shared, world_size=8)
+    assert (plan.layout.data, plan.layout.expert_data, plan.layout.experts_per_rank) == (4, 2, 2)
+    # of 3 layers two norms of 8 and two of 4 each, two routers of 4 x 8, the last norm
+    whole = 3 * (2 * 8 + 2 * 4) + 2 * 4 * 8 + 8
+    dense = whole + (plan.model.dense_parameters - whole) // 2
+    assert plan.fullest.memory.parameters == dense + plan.model.expert_parameters // 4
+    assert plan.storage.checkpoint_bytes == plan_of("train.dtype=float32").storage.checkpoint_bytes
+    rows = render(plan)
+    assert "tensor parallel" in rows and "expert tensor parallel" in rows
+
+
+def test_parameters_of_a_rank_that_shares_its_sequences(plan_of):
+    """8 ranks: 4 data-parallel pairs. Both of a pair hold all dense parameters."""
+    plan = plan_of("parallel.context=2", "parallel.expert=2", "train.dtype=float32", world_size=8)
+    assert (plan.layout.context, plan.layout.data, plan.layout.expert_data) == (2, 4, 4)
+    assert plan.fullest.memory.parameters == plan.model.dense_parameters + plan.model.expert_parameters // 2
+    assert plan.batch.max_microbatches == plan_of(world_size=4).batch.max_microbatches
+    assert "context parallel" in render(plan)
+
+
+def test_memory_of_a_stage(plan_of):
+    """3 stages of a layer each. The fullest is the last: a layer with experts, the output matrix and the last norm."""
+    plan = plan_of("parallel.pipeline=3", "parallel.expert=1", "train.dtype=float32", world_size=6)
+    assert (plan.layout.data, plan.layout.expert_data) == (2, 2)
+    attention, norms, router, experts = (16 + 8 + 8) * 8 + 8 * 16, 2 * 8 + 2 * 4, 4 * 8, 4 * 3 * 8 * 6
+    assert plan.fullest.memory.parameters == attention + norms + router + experts + 24 * 8 + 8
+    assert "pipeline stages" in render(plan)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "stages"),
+    [
+        ({"pipeline": 1}, [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        ({"pipeline": 2}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ({"pipeline": 2, "virtual_pipeline": 2}, [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        ({"pipeline": 4, "virtual_pipeline": 2}, [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    ],
+)
+def test_layers_of_the_stages(model, sizes, stages):
+    facts = dataclasses.replace(read_model(model), layers=8)
+    assert stage_layers(facts, ParallelConfig(**sizes)) == stages
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks"),
+    [
+        ({}, 1),
+        ({"tensor": 2}, 2),
+        ({"expert": 2, "expert_tensor": 2}, 4),
+        ({"tensor": 4, "expert": 2}, 4),
+        ({"tensor": 2, "context": 2, "expert": 4}, 4),
+        ({"context": 3, "expert": 2, "pipeline": 2}, 12),
+    ],
+)
+def test_the_fewest_ranks_of_a_layout(sizes, ranks):
+    assert least_ranks(ParallelConfig(**sizes)) == ranks
+
+
+def test_kv_cache_that_is_too_small_is_said(plan_of):
+    assert plan_of().sampler.fits_max_concurrent
+    assert "preempt" not in render(plan_of())
+    small = plan_of("rollout.group_size=200")
+    assert small.sampler.max_concurrent == 256 and small.sampler.fits_max_concurrent
+    tight = plan_of("rollout.group_size=200", "rollout.max_concurrent=800")
+    assert tight.sampler.kv_tokens < 800 * 16 and not tight.sampler.fits_max_concurrent
+    assert "preempt" in render(tight)
+
+
+def test_what_does_not_divide_still_gives_a_plan(plan_of):
+    plan = plan_of("parallel.expert=3", "train.updates_per_step=9", "task.train=/nowhere", "train.microbatch_tokens=1")
+    assert (plan.layout.expert_data, plan.layout.experts_per_rank, plan.batch.groups_per_update) == (1, 2, 1)
+    assert plan.batch.epochs is None and "cannot be read" in render(plan)
+
+
+def test_parameter_count_adds_up(plan_of, model):
+    facts = read_model(model)
+    total = sum(a * b for a, b in ((*shape, 1)[:2] for shape in expected_tensors(facts).values()))
+    assert parameter_count(facts).total == plan_of().model.parameters == total
+
+
+def test_render_is_aligned_and_complete(plan_of):
+    rows = [line for line in render(plan_of()).split("\n") if line.startswith("  ")]
+    columns = [re.fullmatch(r"  (\S.*?)  +(\S+(?: [A-Za-z]+)?)(?:  (\S.*))?", row) for row in rows]
+    assert all(columns) and len({match.end(2) for match in columns}) == 1
+    values = {match[1]: match[2] for match in columns}
+    assert (values["sequences"], values["optimizer updates"], values["routes per token"]) == ("8", "12", "4 B")

@@ -1,0 +1,72 @@
+"""The cluster model's arithmetic, by hand; and that every number of its cost file says where it comes from."""
+
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def model():
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import simulate_cluster
+
+        yield simulate_cluster
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture
+def costs(model):
+    return model.read_costs(BENCHMARKS / "costs/h800.yaml")[1]
+
+
+def test_every_cost_has_a_unit_and_a_source(model):
+    given = yaml.safe_load((BENCHMARKS / "costs/h800.yaml").read_text())
+    assert given.keys() - {"name"} == {field.name for field in fields(model.Costs)}
+    for key, (value, unit, source) in ((key, one) for key, one in given.items() if key != "name"):
+        assert value > 0 and unit and any(word in source for word in ("assumed", "measured", "NVIDIA")), key
+
+
+def test_an_exchange_waits_for_the_fullest_link(model, costs):
+    """Two nodes of two ranks. Rank 0 sends 3 bytes to its neighbour and 5 + 7 to the other node; what stays is free."""
+    sent = np.zeros((4, 1, 4))
+    sent[0, 0] = 100, 3, 5, 7
+    sent[1, 0, 3] = 8  # rank 3 gets 7 + 8 from the other node
+    two = replace(costs, ranks_of_a_node=2, intra_bandwidth=1.0, inter_bandwidth=10.0)
+    assert model._exchange(two, sent).tolist() == [3.0]
+    assert model._exchange(replace(two, intra_bandwidth=100.0), sent).tolist() == [1.5]
+
+
+def test_chunks_hide_the_shorter_of_exchange_and_experts(model):
+    experts, exchange = np.array([8.0, 1.0]), np.array([2.0, 4.0])
+    assert model._inner(experts, exchange, 0.5, 1).tolist() == [2 + 8 + 2 + 1, 4 + 1 + 4 + 1]
+    assert model._inner(experts, exchange, 0.5, 2).tolist() == [1 + 8 + 1 + 2, 2 * 4 + 0.5 + 2]
+
+
+def test_a_layer_waits_for_the_fullest_rank(model, costs):
+    """Ten layers more of attention, experts and asking, and nothing else, add what they say."""
+    tokens, sent = np.array([100.0, 300.0]), np.zeros((2, 1, 2))
+    sent[0, 0, 0], sent[1, 0, 1] = 40, 160  # rows stay where they are: there is no exchange
+    free = replace(costs, intra_latency=0.0, layer_overhead=0.0, attention_rate=1e30)
+    one, eleven = (
+        model._microbatch(free, tokens, 0 * tokens, np.repeat(sent, layers, 1), 7.0, False) for layers in (1, 11)
+    )
+    dense = 2 * (2048 * 128 * (2 * 32 + 2 * 4)) * 300 / costs.gemm_rate
+    experts = 6 * 2048 * 768 * 160 / costs.gemm_rate
+    assert eleven - one == pytest.approx(10 * (3 * dense + 3 * experts + 7))
+
+
+def test_what_must_not_cost_more_does_not(model, costs):
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(50, 400, 64).tolist()
+    counts = rng.integers(0, 40, (64, 3, 16)) * np.arange(1, 17)
+    seconds = model.variants(costs, counts.sum(axis=0)[None], lengths, counts, 4, 4, 2_000)
+    assert seconds["plan"] < seconds["native"] < seconds["replay"]
+    assert seconds["placement"] < seconds["load"] and seconds["ideal"] < seconds["overlap"] < seconds["placement"]
