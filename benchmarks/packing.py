@@ -4,8 +4,8 @@ Prints a Markdown table. Excess is what the fullest expert-parallel ranks have a
 and layers. `floor` is below what any packing of the batch could reach: experts that are popular in the whole batch
 cannot be packed away. `closed` is the share of the way from packing by length to the floor.
 
-placed: experts lie on the ranks so that the whole batch loads these evenly (greedily, the same number on each). An
-oracle: it knows the batch. It shows what is left to packing once placement has done its part.
+placed: experts lie where the routes of the batches before put them (`planning.placement`); of this one nothing is
+known. It shows what is left to packing once placement has done its part.
 uneven tokens: what the fullest rank of a microbatch has above the mean. seconds: of one core, to plan.
 
 Recorded: the last steps of a trace store, each as one batch, in microbatches of the demo's size and in about eight.
@@ -17,6 +17,7 @@ Synthetic: a generator with these assumptions.
   zipf       base falls with the square root of an expert's rank; there are no topics
   topics     base is even, as balancing losses make it; 32 topics, log-normal with sigma 0.7, drawn for each group
   drift      base as in zipf, topics as in topics, but they walk: each group has the topic of the last or a neighbour
+Before the batch as many sequences are drawn, in four batches, for the placement.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ import numpy as np
 
 from moe_rl.planning.balance import Plan, excess, load_of, pack_by_load, round_loads
 from moe_rl.planning.packing import pack
+from moe_rl.planning.placement import place
 from moe_rl.trace.selection import references, select
 
 KINDS = ("zipf", "topics", "drift")
 EXPERT_PARALLEL = (2, 8, 32, 64)
 _GROUP, _TOPICS = 8, 32
+_EARLIER = 4  # batches that a placement is planned from
 
 
 def main() -> int:
@@ -64,70 +67,73 @@ def main() -> int:
 
 def measured(options: argparse.Namespace) -> Iterator[dict[str, object]]:
     if options.store:
-        for name, lengths, counts in recorded(options.store, options.steps):
+        for name, lengths, counts, earlier in recorded(options.store, options.steps):
             for parts in EXPERT_PARALLEL:
                 if counts.shape[2] % parts:
                     continue
                 eighth = max(max(lengths), int(1.05 * sum(lengths) / parts / 8))
                 for tokens in (2048, eighth):
-                    yield from compare(f"{name}, {tokens} tokens", lengths, counts, parts, ranks=parts, tokens=tokens)
+                    batch = f"{name}, {tokens} tokens"
+                    yield from compare(batch, lengths, counts, earlier, parts, ranks=parts, tokens=tokens)
     for kind in options.synthetic:
-        lengths, counts = synthetic(kind, options.sequences, options.layers, seed=options.seed)
+        lengths, counts, earlier = synthetic(kind, options.sequences, options.layers, seed=options.seed)
         for parts in EXPERT_PARALLEL:
             if options.ranks % parts == 0:
-                yield from compare(kind, lengths, counts, parts, ranks=options.ranks, tokens=options.microbatch_tokens)
+                tokens = options.microbatch_tokens
+                yield from compare(kind, lengths, counts, earlier, parts, ranks=options.ranks, tokens=tokens)
 
 
-def recorded(store: str, steps: int) -> Iterator[tuple[str, list[int], np.ndarray]]:
-    """Of each shard: its name, lengths and counts [S, L, E]."""
-    selection = select(store)
-    for shard in selection.shards[-steps:]:
+def recorded(store: str, steps: int) -> Iterator[tuple[str, list[int], np.ndarray, np.ndarray]]:
+    """Of each of the last shards: its name, lengths, counts [S, L, E], and counts [N, L, E] of the up to four before
+    it; none of these if it is the first."""
+    selection, totals = select(store), []
+    shards = selection.shards[-steps - _EARLIER :]
+    for number, shard in enumerate(shards):
         refs = [ref for ref in references(selection) if ref.parts[0].shard == shard]
-        yield shard, [ref.rows for ref in refs], np.stack([selection.store.expert_counts(ref) for ref in refs])
+        counts = np.stack([selection.store.expert_counts(ref) for ref in refs]).astype(np.int32)
+        if number >= len(shards) - steps:
+            earlier = np.array(totals[-_EARLIER:]).reshape(-1, *counts.shape[1:])
+            yield shard, [ref.rows for ref in refs], counts, earlier
+        totals.append(counts.sum(axis=0, dtype=np.int64))
 
 
 def synthetic(
     kind: str, sequences: int, layers: int, *, experts: int = 128, top_k: int = 8, seed: int = 0
-) -> tuple[list[int], np.ndarray]:
-    """Lengths and counts int32 [S, L, E] of the generator that is described above."""
+) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """Lengths, counts int32 [S, L, E], and int64 [4, L, E] of the batches before, of the generator described above."""
     rng = np.random.default_rng(seed)
-    lengths = np.clip(rng.lognormal(np.log(2000), 0.7, sequences), 64, 8192).astype(np.int64)
+    lengths = np.clip(rng.lognormal(np.log(2000), 0.7, 2 * sequences), 64, 8192).astype(np.int64)
     falling = np.arange(1, experts + 1, dtype=np.float32) ** (0.0 if kind == "topics" else -0.5)
     base = np.stack([falling[rng.permutation(experts)] for _ in range(layers)])
     spread = 0.0 if kind == "zipf" else 0.7
     topics = base * np.exp(spread * rng.standard_normal((_TOPICS, layers, experts), dtype=np.float32))
-    groups = -(-sequences // _GROUP)
+    groups = -(-2 * sequences // _GROUP)
     drawn = rng.integers(0, _TOPICS, groups)
     topic = np.cumsum(rng.integers(-1, 2, groups)) % _TOPICS if kind == "drift" else drawn
     counts = np.empty((sequences, layers, experts), np.int32)
+    earlier = np.zeros((_EARLIER, layers, experts), np.int64)
     for number, length in enumerate(lengths):
         own = np.exp(0.3 * rng.standard_normal((layers, experts), dtype=np.float32))
         shares = topics[topic[number // _GROUP]] * own
         mean = shares * (length * top_k / shares.sum(axis=1, keepdims=True))
         noise = np.sqrt(mean) * rng.standard_normal(mean.shape, dtype=np.float32)
-        counts[number] = np.rint(np.maximum(mean + noise, 0))
-    return lengths.tolist(), counts
+        drawn = np.rint(np.maximum(mean + noise, 0)).astype(np.int32)
+        if number < sequences:
+            earlier[number * _EARLIER // sequences] += drawn
+        else:
+            counts[number - sequences] = drawn
+    return lengths[sequences:].tolist(), counts, earlier
 
 
 def compare(
-    name: str, lengths: list[int], counts: np.ndarray, parts: int, *, ranks: int, tokens: int
+    name: str, lengths: list[int], counts: np.ndarray, earlier: np.ndarray, parts: int, *, ranks: int, tokens: int
 ) -> Iterator[dict[str, object]]:
-    """Rows of the table: experts in their own order, and placed. parts: expert-parallel ranks."""
+    """Rows of the table: experts in their own order, and placed by earlier batches. parts: expert-parallel ranks."""
     yield row_of(name, lengths, load_of(counts, parts), ranks=ranks, tokens=tokens)
-    yield row_of(f"{name}, placed", lengths, load_of(placed(counts, parts), parts), ranks=ranks, tokens=tokens)
-
-
-def placed(counts: np.ndarray, parts: int) -> np.ndarray:
-    """Counts with the experts of each layer in another order, in which equal runs of them are loaded evenly."""
-    share = counts.shape[2] // parts
-    result = np.empty_like(counts)
-    for layer in range(counts.shape[1]):
-        totals = counts[:, layer].sum(axis=0, dtype=np.int64)
-        runs: list[list[int]] = [[] for _ in range(parts)]
-        for expert in np.argsort(-totals, kind="stable").tolist():
-            min((run for run in runs if len(run) < share), key=lambda run: totals[run].sum()).append(expert)
-        result[:, layer] = counts[:, layer, [expert for run in runs for expert in run]]
-    return result
+    if len(earlier):
+        order, _ = place(earlier, parts)
+        placed = np.take_along_axis(counts, order[None], axis=2)
+        yield row_of(f"{name}, placed", lengths, load_of(placed, parts), ranks=ranks, tokens=tokens)
 
 
 def row_of(name: str, lengths: list[int], loads: np.ndarray, *, ranks: int, tokens: int) -> dict[str, object]:

@@ -126,9 +126,9 @@ class ReplayedUpdates:
         from moe_rl.megatron import world
         from moe_rl.replay.plans import plan_dispatch
 
-        group = world.dispatch_group(self.facts.num_experts)
+        group, policy = world.dispatch_group(self.facts.num_experts), self.policy
         return plan_dispatch(
-            self.tables, self.policy.layers, group, world.gather_over_dispatch, overlap_chunks=overlap_chunks
+            self.tables, policy.layers, group, world.gather_over_dispatch, policy.order, overlap_chunks=overlap_chunks
         )
 
     def update(self, plans: list | None) -> None:

@@ -109,7 +109,7 @@ class Batch:
             }
         )
         (share,), self.coverage = Shares(scoring, policy.layers, store, spec, vocabulary=policy.facts.vocab).of(
-            sequences, list(range(len(sequences))), weight_version
+            sequences, list(range(len(sequences))), weight_version, policy.placement
         )
         self.policy, self.store, self.spec, self.sequences = policy, store, spec, sequences
         self.microbatches, self.tables, self.budget = share.microbatches, share.tables, budget

@@ -359,6 +359,13 @@ def _share_problems(config: Config, world_size: int) -> Iterator[str]:
             got=f"{per_update} sequences and {shares} ranks",
             do="raise rollout.prompts_per_step or rollout.group_size, or lower train.updates_per_step",
         )
+    if config.placement.experts == "traced" and config.parallel.expert == 1:
+        yield describe(
+            "placement.experts: there are no other ranks to place experts on",
+            where="parallel.expert is 1",
+            got="traced",
+            expected="natural",
+        )
 
 
 def _schedule_problems(parallel: ParallelConfig, train: TrainConfig, facts: ModelFacts | None) -> Iterator[str]:

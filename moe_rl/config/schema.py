@@ -152,6 +152,24 @@ class ReplayConfig(Section):
     dropped, than this."""
 
 
+class PlacementConfig(Section):
+    """Which rank of `parallel.expert` holds which experts. Only where they lie changes: numbers, names and values in
+    routes, weights and checkpoints do not."""
+
+    experts: Literal["natural", "traced"] = "natural"
+    """natural: in the order of their numbers. traced: so that the recorded routes of the last steps load all ranks
+    alike; experts move at the start of a step, with what the optimizer keeps of them."""
+    every_steps: Count = 5
+    """Steps between plans. The first step has one."""
+    window_steps: Count = 4
+    """Last steps whose routes a plan is made from, the one that starts included."""
+    min_gain: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.01
+    """Experts stay where they are when the load of the fullest ranks, summed over layers, would fall by less than this
+    fraction."""
+    max_moved: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Share of a layer's experts that one plan may move to other ranks, at most."""
+
+
 class ParallelConfig(Section):
     """Within a pipeline stage ranks are laid out twice: `tensor` x `context` x data for everything but the experts, and
     for these `expert_tensor` x `expert` x copies. Either product, times `pipeline`, is the world size."""
@@ -390,6 +408,7 @@ class Config(Section):
     rollout: RolloutConfig
     replay: ReplayConfig = ReplayConfig()
     parallel: ParallelConfig = ParallelConfig()
+    placement: PlacementConfig = PlacementConfig()
     cluster: ClusterConfig | None = None
     train: TrainConfig
     objective: ObjectiveConfig = ObjectiveConfig()

@@ -1,9 +1,9 @@
 """Checkpoints: megatron's torch_dist format for weights and optimizer, ours for everything else, published whole.
 
-A checkpoint is the folder `checkpoints/step-000012`: megatron's files, `rng-rank<r>.safetensors` for each rank, and
-`state.json`, which holds the run's own state, the layout that wrote it and the digest of every other file. It is
-written under a hidden name and renamed when every byte is on disk, so a folder with that name is complete; it is read
-only after its digests agree.
+A checkpoint is the folder `checkpoints/step-000012`: megatron's files, `rng-rank<r>.safetensors` for each rank, the
+run's own tensors in `run.safetensors` where it has some, and `state.json`, which holds the run's other state, the
+layout that wrote it and the digest of every other file. It is written under a hidden name and renamed when every byte
+is on disk, so a folder with that name is complete; it is read only after its digests agree.
 
 Megatron's files hold whole tensors, named after their place in the model, so that any layout can read them. Only the
 random generators belong to the ranks: another layout begins theirs anew.
@@ -19,6 +19,7 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 import xxhash
 from megatron.core import dist_checkpointing
@@ -36,6 +37,7 @@ from moe_rl.megatron.model import unwrap
 from moe_rl.megatron.policy import Policy, ReferencePolicy
 
 _NAME = re.compile(r"step-(\d{6})")
+_RUN_TENSORS = "run.safetensors"
 _CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "singleton_local_shards": False,
@@ -44,11 +46,20 @@ _CONTENT = {
 }
 
 
-def save(folder: Path, step: int, policy: Policy, state: dict, *, parallel: ParallelConfig, keep: int) -> Path:
+def save(
+    folder: Path,
+    step: int,
+    policy: Policy,
+    state: dict,
+    *,
+    parallel: ParallelConfig,
+    keep: int,
+    tensors: dict[str, torch.Tensor] | None = None,
+) -> Path:
     """Write the checkpoint after `step` steps. All ranks call it; returns the published folder.
 
     state: JSON values to give back on load. parallel: the layout of the ranks. keep: older checkpoints beyond so many
-    are removed afterwards.
+    are removed afterwards. tensors: of the run, equal on all ranks, for `run_tensors`.
     """
     rank = dist.get_rank()
     final, hidden = folder / f"step-{step:06d}", folder / f".step-{step:06d}.tmp"
@@ -62,6 +73,8 @@ def save(folder: Path, step: int, policy: Policy, state: dict, *, parallel: Para
     save_file(rng.state(), hidden / f"rng-rank{rank}.safetensors")
     dist.barrier()
     if rank == 0:
+        if tensors:
+            save_file(tensors, hidden / _RUN_TENSORS)
         files = sorted(p for p in hidden.rglob("*") if p.is_file())
         whole = {
             **state,
@@ -122,7 +135,7 @@ def load(path: Path, policy: Policy, *, parallel: ParallelConfig, seed: int) -> 
     loaded = _read_tensors(path, _sharded(policy, loading=True), StrictHandling.RAISE_ALL)
     for number, chunk in enumerate(policy.chunks):
         unwrap(chunk).load_state_dict(loaded[f"model{number}"], strict=True)
-    for number, optimizer in enumerate(_optimizers(policy)):
+    for number, optimizer in enumerate(policy.optimizers):
         _set_state(optimizer, loaded["optimizer"][str(number)], state["optimizer_step"])
     policy.updates = state["updates"]
     if state["layout"] == layout(parallel):
@@ -130,6 +143,12 @@ def load(path: Path, policy: Policy, *, parallel: ParallelConfig, seed: int) -> 
     else:
         rng.seed(seed, state["step"])
     return state
+
+
+def run_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The `tensors` given to `save`, of a checkpoint that was loaded: its files agree with their digests."""
+    file = path / _RUN_TENSORS
+    return load_file(file) if file.is_file() else {}
 
 
 def load_weights(path: Path, policy: Policy | ReferencePolicy) -> dict:
@@ -241,7 +260,7 @@ def _sharded(policy: Policy, *, loading: bool) -> dict:
     # Megatron puts its process groups into the metadata that it is given.
     model = _sharded_model(policy)
     optimizers = {}
-    for number, optimizer in enumerate(_optimizers(policy)):
+    for number, optimizer in enumerate(policy.optimizers):
         # Adam has no moments before its first step, but a checkpoint always has.
         optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
         whole = optimizer.sharded_state_dict(model, is_loading=loading, metadata=dict(_CONTENT))
@@ -263,11 +282,6 @@ def _set_state(optimizer: MegatronOptimizer, loaded: dict, step: int) -> None:
         if "fp32_from_fp16_params" in state:
             state["fp32_from_fp16_params"] = loaded["fp32_from_fp16_params"]
     optimizer.load_state_dict(state)
-
-
-def _optimizers(policy: Policy) -> list[MegatronOptimizer]:
-    """One for all parameters, or one for the dense ones and one for the experts, as the layout asks."""
-    return getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
 
 
 def _optimizer_step(policy: Policy) -> int:

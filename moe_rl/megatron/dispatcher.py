@@ -8,20 +8,56 @@ them are Megatron's own, so that nothing changes by a bit.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+from moe_rl.errors import ReplayError, describe
+from moe_rl.megatron import world
 from moe_rl.replay.plans import ChunkPlan, LayerPlan
 
 
 class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
-    """MoEAlltoAllTokenDispatcher that follows `plan`, set for each dispatch before it; None: Megatron's own way."""
+    """MoEAlltoAllTokenDispatcher that follows `plan`, set for each dispatch before it; None: Megatron's own way.
 
-    plan: LayerPlan | None = None
+    It alone knows where experts lie, see `place`: routing maps and their weights have a column for each expert, by its
+    number, whatever slot it lies in.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._plan: LayerPlan | None = None
+        self.place(np.arange(self.num_experts))
+
+    @property
+    def plan(self) -> LayerPlan | None:
+        """Raises ReplayError when it is set to a plan for experts that lie elsewhere."""
+        return self._plan
+
+    @plan.setter
+    def plan(self, plan: LayerPlan | None) -> None:
+        if plan is not None and not np.array_equal(plan.order, self.order):
+            raise ReplayError(
+                describe(
+                    "a dispatch plan was made for another placement of the experts",
+                    got=plan.order.tolist(),
+                    expected=self.order.tolist(),
+                    do="make plans after experts have moved, with `Policy.order`",
+                )
+            )
+        self._plan = plan
+
+    def place(self, order: np.ndarray) -> None:
+        """order: int64 [E], the expert in each slot; of R ranks, rank r has the slots from r * E / R on."""
+        self.order = order
+        natural = (order == np.arange(len(order))).all()
+        self._columns = None if natural else torch.from_numpy(order).to(world.device())
 
     def dispatch_preprocess(self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor):
         """Rows [S, B, H] in the order in which they are sent [S * B * K, H], and their weights [S * B * K]."""
         if self.plan is None:
+            if self._columns is not None:
+                routing_map, probs = routing_map.index_select(1, self._columns), probs.index_select(1, self._columns)
             return super().dispatch_preprocess(hidden_states, routing_map, probs)
         self.hidden_shape, rows = hidden_states.shape, hidden_states.view(-1, hidden_states.shape[-1])
         self.hidden_shape_before_permute = rows.shape

@@ -1,9 +1,10 @@
 """Hugging Face tensors <-> the parameters that one rank holds of a megatron GPTModel, both ways.
 
 What they are called and how they are laid out is in the table of the model's family, see `moe_rl/config/weights.py`. A
-rank holds the experts e with e // (num_experts / EP) equal to its expert rank. Of a tensor that ranks share it holds an
-equal run of rows or of columns, and it reads no other bytes of it; of query, key and value rows that is whole
-key-value groups, of gate and up rows its run of each.
+rank holds the experts in the slots s with s // (num_experts / EP) equal to its expert rank; which expert lies in a
+slot, the layer's dispatcher says (`placement`): when a model is loaded, that of the slot's number. Of a tensor that
+ranks share it holds an equal run of rows or of columns, and it reads no other bytes of it; of query, key and value rows
+that is whole key-value groups, of gate and up rows its run of each.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -28,12 +30,13 @@ from moe_rl.megatron.hf_files import CheckpointReader
 class Entry:
     """A weight on this rank. parameters: one; of stacked experts, those of the rank's experts in order. names: of the
     Hugging Face tensors that it is made of. axis: of these, along which the ranks of `group` share them; None: they do
-    not."""
+    not. order: int64 [E], of stacked experts, the one in each slot of all ranks; else None."""
 
     weight: Weight
     parameters: tuple[torch.Tensor, ...]
     names: tuple[str, ...]
     axis: int | None
+    order: np.ndarray | None = None
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -52,26 +55,30 @@ def entries(model: torch.nn.Module, facts: ModelFacts, *, fused: bool = HAVE_TE)
     """
     biases = (item for item in model.named_buffers() if item[0].endswith(".router.expert_bias"))
     left = dict(chain(model.named_parameters(), biases))
-    for prefix, theirs, weight in _weights_of(model, facts):
-        yield from _entries_of(left, prefix, theirs, weight, world.own_experts(facts.num_experts), fused)
+    slots = world.own_slots(facts.num_experts)
+    for prefix, theirs, weight, layer in _weights_of(model, facts):
+        order = layer.mlp.token_dispatcher.order if weight.experts else None
+        yield from _entries_of(left, prefix, theirs, weight, slots, order, fused)
     if left:
         raise ConfigError(
             describe("megatron parameters have no Hugging Face name", got=", ".join(sorted(left)[:3]), expected="none")
         )
 
 
-def _weights_of(model: torch.nn.Module, facts: ModelFacts) -> Iterator[tuple[str, str, Weight]]:
-    """(prefix of megatron's name, of the Hugging Face ones, weight) of the part of the model that is here."""
+def _weights_of(model: torch.nn.Module, facts: ModelFacts) -> Iterator[tuple[str, str, Weight, torch.nn.Module]]:
+    """(prefix of megatron's name, of the Hugging Face ones, weight, its layer or else the model) of what is here."""
     front, back = ends(facts)
-    yield from (("", "", weight) for weight in front if model.pre_process)
+    yield from (("", "", weight, model) for weight in front if model.pre_process)
     for number, layer in enumerate(model.decoder.layers):
         at = layer.layer_number - 1
         prefixes = f"decoder.layers.{number}.", f"model.layers.{at}."
-        yield from ((*prefixes, weight) for weight in layer_weights(facts, at))
-    yield from (("", "", weight) for weight in back if model.post_process)
+        yield from ((*prefixes, weight, layer) for weight in layer_weights(facts, at))
+    yield from (("", "", weight, model) for weight in back if model.post_process)
 
 
-def _entries_of(left: dict, prefix: str, theirs: str, weight: Weight, experts: slice, fused: bool) -> Iterator[Entry]:
+def _entries_of(
+    left: dict, prefix: str, theirs: str, weight: Weight, slots: slice, order: np.ndarray | None, fused: bool
+) -> Iterator[Entry]:
     ours = prefix + (fused and weight.fused or weight.parameter)
 
     def take(name: str) -> torch.Tensor:
@@ -83,11 +90,11 @@ def _entries_of(left: dict, prefix: str, theirs: str, weight: Weight, experts: s
     if not weight.experts:
         yield Entry(weight, (take(ours),), names, weight.axis)
         return
-    here = [take(ours.format(expert=number)) for number in range(experts.stop - experts.start)]
+    here = [take(ours.format(expert=number)) for number in range(slots.stop - slots.start)]
     if weight.experts == "stacked":
-        yield Entry(weight, tuple(here), names, 0)
+        yield Entry(weight, tuple(here), names, 0, order)
         return
-    for expert, parameter in zip(range(experts.start, experts.stop), here, strict=True):
+    for expert, parameter in zip(order[slots].tolist(), here, strict=True):
         yield Entry(weight, (parameter,), tuple(name.format(expert=expert) for name in names), weight.axis)
 
 
@@ -179,6 +186,8 @@ def export(
         for name, piece in zip(entry.names, _pieces(entry, facts, parts, get), strict=True):
             if parts > 1:
                 piece = torch.cat(_gather(piece, entry.group), entry.axis)
+            if entry.order is not None:
+                piece = piece[torch.from_numpy(np.argsort(entry.order)).to(piece.device)]
             if entry.group.rank() == 0:
                 yield name, piece
 

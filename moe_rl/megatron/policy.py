@@ -5,17 +5,23 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
+from megatron.core.optimizer import MegatronOptimizer
 
 from moe_rl.config.hf import ModelFacts
 from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
+from moe_rl.errors import ReplayError, describe
 from moe_rl.megatron import hf_map, rng, schedule, world
 from moe_rl.megatron.hf_files import stored_dtype
 from moe_rl.megatron.microbatch import Microbatch
 from moe_rl.megatron.model import build_model, recomputed_layers, transformer_config, unwrap, wrap_for_training
-from moe_rl.megatron.router import ReplayRouter
+from moe_rl.megatron.placement import checksum, move
+from moe_rl.megatron.router import ReplayMoELayer, ReplayRouter
 from moe_rl.megatron.schedule import LossFunction
+from moe_rl.planning.placement import check_order, natural_order
 from moe_rl.replay.session import ReplaySession
 
 
@@ -54,6 +60,7 @@ class Policy:
         self.balances = train.router_aux_loss > 0
         config = transformer_config(facts, train, parallel)
         self.chunks, self.optimizer = wrap_for_training(build_model(facts, config, checkpoint), config, train)
+        self.placement = natural_order(len(facts.moe_layers), facts.num_experts)
         self.updates = 0
 
     @property
@@ -188,8 +195,62 @@ class Policy:
         return total / len(self.facts.moe_layers)
 
     def _routers(self) -> list[ReplayRouter]:
+        return [layer.router for layer in self._moe_layers()]
+
+    def _moe_layers(self) -> list[ReplayMoELayer]:
         layers = (layer for chunk in self.chunks for layer in unwrap(chunk).decoder.layers)
-        return [layer.mlp.router for layer in layers if layer.is_moe_layer]
+        return [layer.mlp for layer in layers if layer.is_moe_layer]
+
+    @property
+    def optimizers(self) -> list[MegatronOptimizer]:
+        """One for all parameters, or one for the dense ones and one for the experts, as the layout asks."""
+        return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+
+    @property
+    def order(self) -> np.ndarray:
+        """int64 [L, E]: the expert in each slot, of each of `layers`; the rows of `placement` for them."""
+        return self.placement[[self.facts.moe_layers.index(layer) for layer in self.layers]]
+
+    def place(self, placement: np.ndarray) -> None:
+        """Move experts between ranks, with all that the optimizer keeps of them, so that they lie as placement says.
+
+        placement: int64 [L, E], the expert in each slot, for all MoE layers of the model; the same on all ranks. Only
+        where experts lie changes: their numbers, names, values and the checkpoint stay what they are, bit for bit.
+        Raises ReplayError on all ranks, before anything moves, when placements differ between ranks, and afterwards
+        when weights are not where tokens of their expert are sent to. ValueError when it is no placement.
+        """
+        check_order(placement, *self.placement.shape)
+        same = xxhash.xxh3_64_intdigest(np.ascontiguousarray(placement, np.int64)) >> 12  # exact as a float64
+        least, most = world.all_reduce([-same, same], dist.ReduceOp.MAX)
+        if -least != most:
+            raise ReplayError(
+                describe(
+                    "ranks were told different placements of the experts",
+                    got=f"digest {same:013x} on rank {dist.get_rank()}",
+                    expected="the same on all ranks",
+                    do="plan on one rank and send the plan to the others",
+                )
+            )
+        for optimizer in self.optimizers:
+            # Adam has no moments before its first step.
+            optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+        layers, rows = self._moe_layers(), placement[[self.facts.moe_layers.index(layer) for layer in self.layers]]
+        moved = [(moe, row) for moe, row in zip(layers, rows, strict=True) if (moe.token_dispatcher.order != row).any()]
+        before = [checksum(moe) for moe, _ in moved]
+        for moe, row in moved:
+            move(moe, row, self.optimizers)
+        wrong = [int(checksum(moe) != old) for (moe, _), old in zip(moved, before, strict=True)]
+        (lost,) = world.all_reduce([sum(wrong)])
+        if lost:
+            raise ReplayError(
+                describe(
+                    "experts are not where their tokens are sent to",
+                    got=f"{sum(wrong)} such layers on rank {dist.get_rank()}, {lost:.0f} on all",
+                    expected="every expert's weights under its own number, as before it moved",
+                    do="report this: the run cannot go on with these weights",
+                )
+            )
+        self.placement = np.array(placement, np.int64)
 
     def export(self, dtype: torch.dtype, *, dense: bool, experts: bool) -> dict[str, torch.Tensor]:
         """Whole weights under Hugging Face names, in the sampler's precision, on the host; see `hf_map.export`.

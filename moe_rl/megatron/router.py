@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from moe_rl.errors import ReplayError, describe
 from moe_rl.megatron import overlap, world
 from moe_rl.megatron.dispatcher import PlannedDispatcher
+from moe_rl.megatron.placement import relocated
 from moe_rl.replay.plans import LayerPlan
 from moe_rl.replay.session import MicrobatchHandle, refuse_lost_key
 
@@ -149,6 +150,12 @@ class ReplayMoELayer(MoELayer):
             self.token_dispatcher.set_shared_experts(self.shared_experts)
         # The checkpoint is taken here, around the whole forward, instead of inside of it.
         self.recomputed, self.moe_layer_recompute = self.moe_layer_recompute, False
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """As Megatron's, but an expert has the place of its logical number in the checkpoint, not that of its slot."""
+        whole, experts = super().sharded_state_dict(prefix, sharded_offsets, metadata), f"{prefix}experts."
+        placed = {name: entry for name, entry in whole.items() if name.startswith(experts)}
+        return whole | relocated(placed, self.token_dispatcher.order, axis=len(sharded_offsets))
 
     def forward(self, hidden_states, intermediate_tensors=None, padding_mask=None):
         if not (self.recomputed and self.training):

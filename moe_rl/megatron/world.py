@@ -163,8 +163,8 @@ def dispatching_shares() -> int:
     return dispatching // of_one_share if dispatching % of_one_share == 0 else 1
 
 
-def own_experts(experts: int) -> slice:
-    """The experts of a layer with so many that this rank holds, wholly or in part."""
+def own_slots(experts: int) -> slice:
+    """The slots of a layer with so many experts that this rank holds, wholly or in part."""
     share = experts // parallel_state.get_expert_model_parallel_world_size()
     first = share * parallel_state.get_expert_model_parallel_rank()
     return slice(first, first + share)

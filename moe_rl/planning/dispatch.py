@@ -67,7 +67,7 @@ def chunk_rows(rows: int, chunks: int) -> list[int]:
 
 
 def splits(counts: np.ndarray, group: DispatchGroup) -> Splits:
-    """counts: integers [G, ..., E], what `count` gave on each rank of the group, in their order."""
+    """counts: integers [G, ..., E], what `count` gave on each rank of the group, in their order; of the E slots."""
     local = group.experts // group.expert_parallel
     inner = counts.shape[1:-1]
     by_rank = counts.reshape(group.expert_parallel, group.expert_tensor, *inner, group.expert_parallel, local)
@@ -84,12 +84,14 @@ def splits(counts: np.ndarray, group: DispatchGroup) -> Splits:
     )
 
 
-def send_order(routes: np.ndarray, experts: int) -> np.ndarray:
+def send_order(routes: np.ndarray, slots: np.ndarray) -> np.ndarray:
     """int32 [..., R * K]: the entries of a [R, E] table of (row, expert), counted row by row, in the order in which
-    they are sent: by expert, and to one expert by row. routes: integers [..., R, K], distinct in a row. Of an entry,
-    the row is entry // E and the expert entry % E."""
-    top_k = routes.shape[-1]
+    they are sent: by the expert's slot, and to one expert by row. routes: integers [..., R, K], distinct in a row.
+    slots: integers [..., E], where each expert lies. Of an entry, the row is entry // E and the expert entry % E."""
+    top_k, experts = routes.shape[-1], slots.shape[-1]
     flat = routes.reshape(*routes.shape[:-2], math.prod(routes.shape[-2:]))
-    order = np.argsort(flat, -1, kind="stable")  # of integers of 16 bits or less: a radix sort
+    slots = np.broadcast_to(slots, (*routes.shape[:-2], experts)).astype(routes.dtype)
+    of_slots = np.take_along_axis(slots, flat.astype(np.intp), -1)
+    order = np.argsort(of_slots, -1, kind="stable")  # of integers of 16 bits or less: a radix sort
     chosen = np.take_along_axis(flat, order, -1).astype(np.int32)
     return (order // top_k).astype(np.int32) * np.int32(experts) + chosen

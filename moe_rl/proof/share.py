@@ -79,8 +79,8 @@ class Share:
     def plans(self, tables: list[MicrobatchRoutes]) -> list[dict[int, LayerPlan] | None]:
         """How the dispatchers are to send the rows of these tables. All ranks call it together."""
         group = world.dispatch_group(self.facts.num_experts)
-        chunks = self.case.overlap_chunks
-        return plan_dispatch(tables, self.layers, group, world.gather_over_dispatch, overlap_chunks=chunks)
+        order, chunks = self.policy.order, self.case.overlap_chunks
+        return plan_dispatch(tables, self.layers, group, world.gather_over_dispatch, order, overlap_chunks=chunks)
 
     def first_pass(self) -> tuple[list[torch.Tensor], ReplaySession, list[MicrobatchRoutes]]:
         """The forward-only pass: its log-probabilities, its session, and the tables that the update will take."""
@@ -155,7 +155,8 @@ class Share:
                 ids = table.routes[layer].long().flatten().cpu()
                 counts[m, column] = torch.bincount(ids, minlength=self.facts.num_experts)
         received = world.sum_over_dispatch(counts.to(world.device())).cpu()
-        received = received[..., world.own_experts(self.facts.num_experts)]
+        by_slot = torch.from_numpy(self.policy.order).expand_as(received)
+        received = received.gather(2, by_slot)[..., world.own_slots(self.facts.num_experts)]
         totals = {"maps": 0, "wrong_maps": 0, "wrong_received": 0, "first": 0, "with_grad": 0}
         totals |= {"most_rows": 0, "most_of_an_expert": 0}
         for dispatch in witness.seen:

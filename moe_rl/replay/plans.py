@@ -38,11 +38,12 @@ class LayerPlan:
     """How one microbatch goes through one layer's dispatcher: at once, or one chunk of its rows after the other.
 
     entries: int32 [R * K] on the device, chunk by chunk, of each what `send_order` gives, counted from the microbatch's
-    first row. overlapped: the first rows are sent before the router has run, and the layer computes while rows travel;
-    otherwise there is one chunk.
+    first row. order: int64 [E], the expert in each slot, as the plan takes them to lie. overlapped: the first rows are
+    sent before the router has run, and the layer computes while rows travel; otherwise there is one chunk.
     """
 
     entries: torch.Tensor
+    order: np.ndarray
     chunks: tuple[ChunkPlan, ...]
     overlapped: bool
 
@@ -52,6 +53,7 @@ def plan_dispatch(
     layers: tuple[int, ...],
     group: DispatchGroup,
     exchange: Callable[[np.ndarray], np.ndarray],
+    order: np.ndarray,
     *,
     overlap_chunks: int = 0,
 ) -> list[dict[int, LayerPlan] | None]:
@@ -62,7 +64,8 @@ def plan_dispatch(
 
     exchange: int64 [M, C, L, E] of this rank -> [G, M, C, L, E] of all ranks of the group, in their order; called once,
     not at all for no microbatches. The routes come to the host in one copy, and go back to the device in one a
-    microbatch. overlap_chunks: C, of an overlapped plan; 0: the plan is not overlapped, and C is 1.
+    microbatch. order: int64 [L, E], the expert in each slot. overlap_chunks: C, of an overlapped plan; 0: the plan is
+    not overlapped, and C is 1.
     """
     if not tables:
         return []
@@ -71,21 +74,23 @@ def plan_dispatch(
     counts = np.stack([np.stack([count(piece, group.experts) for piece in of_one]) for of_one in pieces])
     counts[[table.native is not None for table in tables]] = -1
     everyone = exchange(counts)
-    numbers, plans = splits(everyone, group), []
+    by_slot = np.take_along_axis(everyone, order.reshape(*[1] * (everyone.ndim - 2), *order.shape), -1)
+    numbers, slots, plans = splits(by_slot, group), np.argsort(order, -1), []
     for m, table in enumerate(tables):
         if everyone[:, m].min() < 0:
             plans.append(None)
             continue
         rows = [piece.shape[1] for piece in pieces[m]]
-        orders = [
-            send_order(piece, group.experts) + np.int32(first * group.experts)
+        entries = [
+            send_order(piece, slots) + np.int32(first * group.experts)
             for piece, first in zip(pieces[m], np.cumsum([0, *rows[:-1]]), strict=True)
         ]
-        entries = torch.from_numpy(np.concatenate(orders, -1)).to(table.routes[layers[0]].device)
+        entries = torch.from_numpy(np.concatenate(entries, -1)).to(table.routes[layers[0]].device)
         plans.append(
             {
                 layer: LayerPlan(
                     entries=entries[at],
+                    order=order[at],
                     chunks=tuple(
                         ChunkPlan(
                             rows=rows[c],

@@ -248,6 +248,20 @@ _METRICS = (
            "microbatch, known from the plans before the first pass under them; 0 without plans.",
            "Memory for activations follows it. replay.max_rows bounds it; --plan --trace tells it of recorded batches "
            "beside the worst case.", modes=REPLAYED),
+    # Where experts lie.
+    Metric("placement/excess_before", "fraction", "lower",
+           "Of the routes that a placement of experts was planned from: (token, expert) pairs of the fullest rank of "
+           "parallel.expert / the mean of these ranks, minus 1, of the sums over steps and layers, with experts where "
+           "they were. Only with placement.experts: traced, in steps with a plan.",
+           "As high as before the last plan: popularity changes faster than placement.every_steps.", "when measured"),
+    Metric("placement/excess_after", "fraction", "lower",
+           "The same with experts where the plan puts them: what routing/load_excess would be if every microbatch had "
+           "the mean popularity.",
+           "Not below placement/excess_before: nothing was worth a move, or single experts are more than a rank's "
+           "share.", "when measured"),
+    Metric("placement/experts_moved", "count", "neutral",
+           "Experts that went to another rank, of all layers.",
+           "Many in every plan, for little: raise placement.min_gain or lower placement.max_moved.", "when measured"),
     # The update.
     Metric("objective/loss", "loss", "neutral",
            "The objective as minimised. It does not measure progress: with centred advantages and a mean over "
@@ -322,6 +336,9 @@ _METRICS = (
     Metric("time/routes", "s", "lower",
            "Reading and validating routes.",
            "A large share: the trace store is on a slow disk."),
+    Metric("time/placement", "s", "lower",
+           "Counting the step's routes, planning and moving experts. Near 0 with placement.experts: natural.",
+           "A large share: raise placement.every_steps."),
     Metric("time/logprobs", "s", "lower",
            "Forward passes without a gradient: old, reference and native logprobs.",
            "Peaks every replay.native_every steps are the native pass."),
@@ -445,6 +462,7 @@ _ROOMS = {
     "policy_kl": "Sampler against trainer: the policy",
     "policy": "Sampler against trainer: single tokens",
     "routing": "Sampler against trainer: the routes",
+    "placement": "Where experts lie",
     "objective": "Objective",
     "correction": "Sampler-trainer corrections",
     "optim": "Optimizer",

@@ -38,9 +38,12 @@ def agreed[Result](read: Callable[[], Result]) -> Result:
     return result
 
 
-def assign(sequences: list[Sequence], config: Config, store: TraceStore, spec: TraceSpec) -> Plan:
+def assign(
+    sequences: list[Sequence], config: Config, store: TraceStore, spec: TraceSpec, placement: np.ndarray
+) -> Plan:
     """The plan of `packing.pack`, by length or by known load as the config says, the same on every rank.
 
+    placement: int64 [L, E], the expert in each slot, of every MoE layer of the model.
     For interleaved stages it is filled up to whole rounds with empty microbatches, which run on padding alone.
     For the load each rank counts the experts of its part of the sequences: reading them is what takes time, and many of
     them read in parallel. Rank 0 plans and sends the plan, so that ranks whose arithmetic rounds otherwise cannot come
@@ -59,7 +62,8 @@ def assign(sequences: list[Sequence], config: Config, store: TraceStore, spec: T
         for index in range(dist.get_rank(), len(sequences), dist.get_world_size()):
             ref = sequences[index].routes
             if ref is not None:
-                loads[index] = load_of(_counts(store, ref, spec)[None], parts)[0]
+                by_slot = np.take_along_axis(expert_counts(store, ref, spec), placement, axis=1)
+                loads[index] = load_of(by_slot[None], parts)[0]
         return loads
 
     loads = torch.from_numpy(agreed(counted)).to(world.device())
@@ -77,23 +81,28 @@ def assign(sequences: list[Sequence], config: Config, store: TraceStore, spec: T
     return world.broadcast(agreed(planned), Plan)
 
 
-def load_excess(tables: list[MicrobatchRoutes], experts: int, expert_parallel: int) -> float:
+def load_excess(tables: list[MicrobatchRoutes], order: np.ndarray, expert_parallel: int) -> float:
     """Sum over microbatches and layers of the fullest expert-parallel rank's (token, expert) pairs / of the mean, minus
     1, of all ranks: equal on every one. Rows without a recorded route, as padding, do not count. 0 where none has one.
 
-    tables: of this rank's microbatches, as many on every rank. experts: of a layer.
+    tables: of this rank's microbatches, as many on every rank. order: int64 [L, E], the expert in each slot, of this
+    rank's layers.
     """
     most = pairs = 0
     if tables:
-        counts = world.sum_over_dispatch(torch.stack([_count(table, experts) for table in tables]))
-        loads = counts.view(*counts.shape[:2], expert_parallel, -1).sum(dim=3)
+        counts = world.sum_over_dispatch(torch.stack([_count(table, order.shape[1]) for table in tables]))
+        by_slot = counts.gather(2, torch.from_numpy(order).to(counts.device).expand_as(counts))
+        loads = by_slot.view(*counts.shape[:2], expert_parallel, -1).sum(dim=3)
         most, pairs = int(loads.amax(dim=2).sum()), int(loads.sum())
     most, pairs = world.all_reduce([most, pairs])
     return most * expert_parallel / pairs - 1 if pairs else 0.0
 
 
-def _counts(store: TraceStore, ref: RouteRef, spec: TraceSpec) -> np.ndarray:
-    """[L, E] of all layers of the model. Raises TraceError, also for a record of a model of another shape."""
+def expert_counts(store: TraceStore, ref: RouteRef, spec: TraceSpec) -> np.ndarray:
+    """Integers [L, E]: how often each expert is in a record, for all MoE layers of the model.
+
+    Raises TraceError, also for a record of a model of another shape.
+    """
     counts, shape = store.expert_counts(ref), (len(spec.moe_layers), spec.num_experts)
     if counts.shape != shape:
         raise TraceError(

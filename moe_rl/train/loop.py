@@ -180,6 +180,7 @@ class Run:
                 {"cursor": cursor, "guards": self.train_step.guards.state()},
                 parallel=self.config.parallel,
                 keep=self.config.checkpoint.keep,
+                tensors=self.train_step.placement.tensors(),
             )
             if self.is_main:
                 self._retain_rollouts(step)
@@ -195,6 +196,7 @@ class Run:
         state = checkpoint.load(path, self.policy, parallel=config.parallel, seed=config.run.seed)
         done = state["step"]
         self.train_step.guards.restore(state["guards"])
+        self.train_step.placement.restore(checkpoint.run_tensors(path))
         if self.is_main:
             self.rollouts.source.seek(state["cursor"])
             dropped = self.rollouts.ledger.rewind(done)

@@ -148,4 +148,6 @@ def render(found: Peaks, config: Config, experts: int) -> str:
     shown = [(label, value if isinstance(value, str) else f"{value:,}", note) for label, value, note in table]
     widths = [max(len(row[column]) for row in shown) for column in (0, 1)]
     lines = [f"the trace: {found.sequences:,} sequences in {found.batches:,} batches, packed by {config.train.packing}"]
+    if config.placement.experts != "natural":
+        lines[0] += ", experts in the order of their numbers"  # where they will lie, the run decides
     return "\n".join(lines + [f"  {a:<{widths[0]}}  {b:>{widths[1]}}  {c}".rstrip() for a, b, c in shown])

@@ -63,10 +63,11 @@ class Shares:
         )
 
     def of(
-        self, sequences: list[Sequence], group_ids: list[int], weight_version: int
+        self, sequences: list[Sequence], group_ids: list[int], weight_version: int, placement: np.ndarray
     ) -> tuple[list[Share], dict[str, float]]:
         """This rank's share of every update, and the step's metrics of what is not replayed, equal on every rank.
 
+        placement: int64 [L, E], the expert in each slot, of every MoE layer of the model.
         Raises on all ranks when routes are missing, damaged, wrong or too old on any, beyond what the config allows, or
         a sampling support that is needed is missing or wrong.
         """
@@ -75,14 +76,18 @@ class Shares:
         for chosen in split_groups(group_ids, self.config.train.updates_per_step):
             if chosen:
                 ours = [sequences[i] for i in chosen]
-                updates.append((ours, assign(ours, self.config, self.store, self.spec)))
+                updates.append((ours, assign(ours, self.config, self.store, self.spec, placement)))
         shares = agreed(lambda: self._read(updates, weight_version))
         tables = [table for share in shares for table in share.tables]
         return shares, {
             **self._fallback(shares, sequences),
             "routing/dropped_sequences": dropped,
-            "routing/load_excess": load_excess(tables, self.spec.num_experts, self.config.parallel.expert),
+            "routing/load_excess": load_excess(tables, self._own(placement), self.config.parallel.expert),
         }
+
+    def _own(self, placement: np.ndarray) -> np.ndarray:
+        """The rows of this rank's layers."""
+        return placement[[self.spec.moe_layers.index(layer) for layer in self.layers]]
 
     def _complete(self, sequences: list[Sequence], group_ids: list[int]) -> tuple[list[Sequence], list[int], int]:
         """The sequences to train on, their groups, and how many were dropped because routes are missing.

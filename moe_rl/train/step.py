@@ -27,6 +27,7 @@ from moe_rl.replay.plans import peak_rows, plan_dispatch
 from moe_rl.replay.session import ReplaySession, Tally
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train.credit import give_credit
+from moe_rl.train.experts import ExpertPlacement
 from moe_rl.train.guards import Guards
 from moe_rl.train.shares import Share, Shares
 from moe_rl.types import Sequence
@@ -86,6 +87,7 @@ class TrainStep:
     ):
         self.config, self.policy, self.reference, self.spec = config, policy, reference, spec
         self.shares = Shares(config, policy.layers, store, spec, vocabulary=policy.facts.vocab)
+        self.placement = ExpertPlacement(config, policy, store, spec)
         self.guards = Guards(config.guards)
         self.peak_rows = 0.0  # of the step's plans
 
@@ -105,8 +107,10 @@ class TrainStep:
         """
         replay = self.config.replay.mode
         first_mode = {"r3": "replay", "r2": "record", "off": "observe"}[replay]
+        with clock("placement"):
+            placement = self.placement.start_step(step, sequences)
         with clock("routes"):
-            shares, fallback = self.shares.of(sequences, group_ids, weight_version)
+            shares, fallback = self.shares.of(sequences, group_ids, weight_version, self.policy.placement)
             if replay == "r3":
                 self._plan(shares, step)
         everything = [m for share in shares for m in share.microbatches]
@@ -163,7 +167,7 @@ class TrainStep:
         metrics = self._reduce(sums, tallies, len(shares), replay, by_layer=measure_native)
         if replay != "off":
             metrics |= fallback
-        metrics |= credit
+        metrics |= credit | placement
         measured = _global(mismatch).metrics()
         metrics |= {key: measured[name] for key, name in _MISMATCH_METRICS.items()}
         metrics |= {
@@ -193,9 +197,9 @@ class TrainStep:
         if self.config.replay.plan is False:
             return
         tables, group = [t for share in shares for t in share.tables], world.dispatch_group(self.spec.num_experts)
-        chunks = self.config.replay.overlap_chunks
+        order, chunks = self.policy.order, self.config.replay.overlap_chunks
         plans = plan_dispatch(
-            tables, self.policy.layers, group, world.gather_over_dispatch, overlap_chunks=chunks
+            tables, self.policy.layers, group, world.gather_over_dispatch, order, overlap_chunks=chunks
         )
         limit, (peak,) = self.config.replay.max_rows, world.all_reduce([peak_rows(plans)], dist.ReduceOp.MAX)
         if limit is not None and peak > limit:

@@ -252,6 +252,12 @@ def test_schedules_that_do_not_fit(found, overrides, world_size, parts):
     assert all(part in message for part in parts), message
 
 
+def test_experts_are_placed_on_several_ranks(found):
+    assert found("placement.experts=traced") == []
+    (message,) = found("placement.experts=traced", "parallel.expert=1")
+    assert "placement.experts" in message and "parallel.expert is 1" in message and "expected natural" in message
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -102,7 +102,7 @@ def microbatch_means(step, share, sums):
 
 def gradients(step, policy, ready, scores, order, *, wrong=False):
     """Of one update with this objective, under Hugging Face names; and what the step says of it."""
-    (share,), _ = step.shares.of(ready, list(range(len(ready))), VERSION)
+    (share,), _ = step.shares.of(ready, list(range(len(ready))), VERSION, step.policy.placement)
 
     def handed_out(values):
         of = [[values[order[i]] for i in microbatch.indices] for microbatch in share.microbatches]
@@ -127,7 +127,7 @@ def compared(found, reference):
 
 
 def base_logprobs(step, policy, ready):
-    (share,), _ = step.shares.of(ready, list(range(len(ready))), VERSION)
+    (share,), _ = step.shares.of(ready, list(range(len(ready))), VERSION, step.policy.placement)
     with step._session(share.tables, [], "replay", "base") as session:
         values = policy.logprobs(share.microbatches, session)
     of = {}

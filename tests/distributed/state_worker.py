@@ -163,7 +163,7 @@ def without_moments(new, saved):
     """The norms of the next updates when Adam's moments are lost."""
     case = new()
     case.load(saved)
-    for optimizer in checkpoint._optimizers(case.policy):
+    for optimizer in case.policy.optimizers:
         for moments in optimizer.optimizer.state.values():
             moments["exp_avg"].zero_()
             moments["exp_avg_sq"].zero_()
@@ -175,7 +175,7 @@ def held(policy):
     found = {f"random.{name}": state for name, state in rng.state().items()} | {"updates": policy.updates}
     for number, chunk in enumerate(policy.chunks):
         found |= {f"{number}.{name}": t for name, t in unwrap(chunk).state_dict().items() if torch.is_tensor(t)}
-    for number, optimizer in enumerate(checkpoint._optimizers(policy)):
+    for number, optimizer in enumerate(policy.optimizers):
         for g, group in enumerate(optimizer.optimizer.param_groups):
             found |= {f"adam{number}.{g}.{name}": value for name, value in group.items() if name != "params"}
             for p, parameter in enumerate(group["params"]):

@@ -14,6 +14,7 @@ from moe_rl.config.load import load_config
 from moe_rl.objectives.advantages import advantages
 from moe_rl.planning.balance import excess, load_of, pack_by_load, round_loads
 from moe_rl.planning.packing import pack, split_groups
+from moe_rl.planning.placement import place
 from moe_rl.proof.batch import LENGTHS, batch
 from moe_rl.report.registry import METRICS, find
 from moe_rl.train.peaks import limit_problem, peaks
@@ -51,6 +52,9 @@ CASES = {
     "by-load": {"overrides": [*SMALL, "train.packing=load"]},
     "by-load-missing-native": {"overrides": [*SMALL, *NATIVE, "train.packing=load"], "missing": [3], "short": [5]},
     "by-load-lost": {"overrides": [*SMALL, "train.packing=load"], "lost": [3]},
+    "placed": {"overrides": [*SMALL, "placement.experts=traced"]},
+    "placed-by-load": {"overrides": [*SMALL, "placement.experts=traced", "train.packing=load"]},
+    "placed-off": {"overrides": [*SMALL, "placement.experts=traced", "replay.mode=off"]},
     "too-many-rows": {"overrides": [*SMALL, "replay.max_rows=40"]},
     "r2-too-many-rows": {"overrides": ["replay.mode=r2", "replay.max_rows=40"]},
     "missing-refused": {"missing": [3]},
@@ -125,7 +129,7 @@ def test_whole_routes_leave_nothing_to_the_router(steps):
 def test_steps_emit_every_metric_of_the_registry_that_is_theirs(steps):
     """Over all cases, and nothing that is not in it."""
     emitted = {find(key).key for first, _ in steps.values() if isinstance(first, dict) for key in first}
-    rooms = ("policy_kl", "policy", "routing", "objective", "correction", "optim")
+    rooms = ("policy_kl", "policy", "routing", "placement", "objective", "correction", "optim")
     assert emitted == {key for key in METRICS if key.split("/")[0] in rooms} | {"reward/kl_penalty"}
 
 
@@ -210,12 +214,16 @@ def test_the_ledger_expects_what_the_config_makes_run_again(steps):
 
 
 @pytest.fixture(scope="module")
-def loads(checkpoint):
-    """Pairs [S, L, 2] of each sequence for either rank."""
+def counts(checkpoint):
+    """Pairs [S, L, E] of each sequence for each expert."""
     _, routes = batch(read_model(checkpoint))
-    return load_of(
-        np.array([[np.bincount(one[:, layer].ravel(), minlength=16) for layer in range(LAYERS)] for one in routes]), 2
-    )
+    return np.array([[np.bincount(one[:, layer].ravel(), minlength=16) for layer in range(LAYERS)] for one in routes])
+
+
+@pytest.fixture(scope="module")
+def loads(counts):
+    """Pairs [S, L, 2] of each sequence for either rank."""
+    return load_of(counts, 2)
 
 
 def test_packing_by_load_does_what_it_plans_and_changes_no_gradient(steps, loads):
@@ -227,6 +235,30 @@ def test_packing_by_load_does_what_it_plans_and_changes_no_gradient(steps, loads
     assert report.planned < report.by_length
     for key in ("objective/loss", "optim/grad_norm", "policy_kl/k3"):
         assert by_load[key] == pytest.approx(by_length[key], rel=1e-5, abs=1e-9)
+
+
+def test_placed_experts_are_loaded_as_planned_and_change_no_gradient(steps, counts):
+    order, report = place(counts.sum(0)[None], 2)
+    loads = load_of(np.take_along_axis(counts, order[None], 2), 2)
+    packed = pack(TOKENS, ranks=2, microbatch_tokens=14)
+    _, by_load = pack_by_load(TOKENS, loads, ranks=2, microbatch_tokens=14)
+    assert report.after < 0.2 * report.before
+    for name, excess_of in (("placed", excess(round_loads(packed, loads, exchange=2))[0]),
+                            ("placed-by-load", by_load.planned)):
+        (placed, _), (natural, _) = steps[name], steps["by-length"]
+        assert placed["placement/excess_before"] == pytest.approx(report.before, rel=1e-9)
+        assert placed["placement/excess_after"] == pytest.approx(report.after, rel=1e-9, abs=1e-12)
+        assert placed["placement/experts_moved"] == report.moved
+        # What was planned from the trace is what the ranks then measure on the rows that they dispatch.
+        assert placed["routing/load_excess"] == pytest.approx(excess_of, rel=1e-9)
+        assert placed["routing/load_excess"] < natural["routing/load_excess"]
+        assert placed["routing/applied_mismatch"] == 0 and placed["routing/planned_fraction"] == 1
+        assert placed["routing/consumed"] == placed["routing/expected"]
+        for key in ("objective/loss", "optim/grad_norm", "policy_kl/k3"):
+            assert placed[key] == pytest.approx(natural[key], rel=1e-5, abs=1e-9)
+    # The trainer's own routes go to placed experts as well.
+    assert steps["placed-off"][0]["placement/experts_moved"] == report.moved
+    assert steps["placed-off"][0]["policy_kl/k3"] == pytest.approx(steps["off"][0]["policy_kl/k3"], rel=1e-5)
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("whole", 2), ("context", 1)])

@@ -26,33 +26,37 @@ def groups_of_ranks(draw):
     return parallel, tensor, experts, routes
 
 
-def sent_by_loop(routes, experts):
-    """(row, expert) of one layer's routes [R, K] in the order of sending."""
-    return [(row, e) for e in range(experts) for row in range(len(routes)) if e in routes[row].tolist()]
+def sent_by_loop(routes, order):
+    """(row, expert) of one layer's routes [R, K] in the order of sending. order: the expert in each slot."""
+    return [(row, e) for e in order for row in range(len(routes)) if e in routes[row].tolist()]
 
 
 @settings(max_examples=60, deadline=None)
-@given(groups_of_ranks())
-def test_a_plan_is_what_a_loop_over_rows_finds(drawn):
+@given(groups_of_ranks(), st.sampled_from([None, 0, 1]))
+def test_a_plan_is_what_a_loop_over_rows_finds(drawn, placed):
     parallel, tensor, experts, routes = drawn
     local, layers = experts // parallel, len(routes[0])
-    counts = np.stack([count(one, experts) for one in routes])
+    lies = np.tile(np.arange(experts), (layers, 1))
+    lies = lies if placed is None else np.random.default_rng(placed).permuted(lies, axis=1)
+    slots = np.argsort(lies, -1)
+    counts = np.take_along_axis(np.stack([count(one, experts) for one in routes]), lies[None], -1)
     for rank in range(parallel * tensor):
         plan = splits(counts, DispatchGroup(experts, parallel, tensor, rank))
-        order = send_order(routes[rank], experts)
+        order = send_order(routes[rank], slots)
         here, place = divmod(rank, tensor)
         for layer in range(layers):
-            sent = sent_by_loop(routes[rank][layer], experts)
+            sent = sent_by_loop(routes[rank][layer], lies[layer])
             assert [divmod(int(entry), experts) for entry in order[layer]] == sent
-            to = [sum(e // local == p for _, e in sent) for p in range(parallel)]
+            at = slots[layer] // local
+            to = [sum(at[e] == p for _, e in sent) for p in range(parallel)]
             assert plan.sent[layer].tolist() == to
             # what arrives, as (rank of the tensor group, expert-parallel rank, expert), run by run
             arrived = [
-                [e for _, e in sent_by_loop(routes[p * tensor + t][layer], experts) if e // local == here]
+                [e for _, e in sent_by_loop(routes[p * tensor + t][layer], lies[layer]) if at[e] == here]
                 for t in range(tensor)
                 for p in range(parallel)
             ]
-            mine = [here * local + n for n in range(local)]
+            mine = lies[layer, here * local :][:local].tolist()
             assert plan.received[layer].tolist() == [[run.count(e) for e in mine] for run in arrived]
             assert plan.per_expert[layer].tolist() == [sum(run.count(e) for run in arrived) for e in mine]
             runs = [len(run) for run in arrived]
@@ -86,7 +90,7 @@ def test_microbatches_and_layers_at_once_are_each_as_alone():
     group = DispatchGroup(8, 2, 1, 1)
     whole = splits(counts, group)
     for m in range(3):
-        assert np.array_equal(send_order(routes, 8)[m], send_order(routes[m], 8))
+        assert np.array_equal(send_order(routes, np.arange(8))[m], send_order(routes[m], np.arange(8)))
         alone = splits(counts[:, m], group)
         for name in ("sent", "got", "gathered", "received", "per_expert"):
             assert np.array_equal(getattr(whole, name)[m], getattr(alone, name))
@@ -96,4 +100,4 @@ def test_microbatches_and_layers_at_once_are_each_as_alone():
 def test_the_highest_expert_and_many_rows_fit(experts, dtype):
     routes = np.full((1, 3000, 1), experts - 1, dtype)
     assert count(routes, experts).tolist() == [[0] * (experts - 1) + [3000]]
-    assert send_order(routes, experts)[0, -1] == 2999 * experts + experts - 1
+    assert send_order(routes, np.arange(experts))[0, -1] == 2999 * experts + experts - 1

@@ -12,10 +12,11 @@ from moe_rl.replay.plans import plan_dispatch
 from tests.replay.test_session import EXPERTS, LAYERS, TOKENS, TOP_K, begin, chosen, run, session, table
 
 ALONE = DispatchGroup(EXPERTS, 1, 1, 0)
+NATURAL = np.tile(np.arange(EXPERTS), (len(LAYERS), 1))
 
 
 def plans_of(tables):
-    return plan_dispatch(tables, LAYERS, ALONE, lambda counts: counts[None])
+    return plan_dispatch(tables, LAYERS, ALONE, lambda counts: counts[None], NATURAL)
 
 
 def native(one):
@@ -32,7 +33,7 @@ def test_every_layer_of_every_microbatch_is_planned_by_one_exchange():
         asked.append(counts)
         return np.stack([counted(other), counts])  # this rank is the second of two
 
-    plans = plan_dispatch(tables, LAYERS, DispatchGroup(EXPERTS, 2, 1, 1), exchange)
+    plans = plan_dispatch(tables, LAYERS, DispatchGroup(EXPERTS, 2, 1, 1), exchange, NATURAL)
     assert len(asked) == 1 and np.array_equal(asked[0], counted(tables))
     for m, one in enumerate(tables):
         assert list(plans[m]) == list(LAYERS)
@@ -50,7 +51,7 @@ def test_every_layer_of_every_microbatch_is_planned_by_one_exchange():
 
 
 def test_no_microbatches_ask_nobody():
-    assert plan_dispatch([], LAYERS, ALONE, None) == []
+    assert plan_dispatch([], LAYERS, ALONE, None, NATURAL) == []
 
 
 @pytest.mark.parametrize("here", [True, False])
@@ -63,7 +64,7 @@ def test_a_microbatch_with_rows_without_a_route_on_any_rank_has_no_plan_on_all(h
         theirs[0] = -1 if not here else abs(counts[0])
         return np.stack([counts, theirs])
 
-    first, second = plan_dispatch(tables, LAYERS, DispatchGroup(EXPERTS, 2, 1, 0), exchange)
+    first, second = plan_dispatch(tables, LAYERS, DispatchGroup(EXPERTS, 2, 1, 0), exchange, NATURAL)
     assert first is None and set(second) == set(LAYERS)
 
 

@@ -92,6 +92,7 @@ def metrics(step: int, replay: bool = True, native: bool = False, total: int = 4
         "optim/skipped": 0,
         "time/sample": sample,
         "time/reward": 0.2,
+        "time/placement": 0.01,
         "time/routes": 0.06,
         "time/logprobs": 0.9 + (0.7 if native else 0),
         "time/train": train,

@@ -1,0 +1,99 @@
+"""Placement of experts by the routes of earlier batches: `python benchmarks/placement.py [--store RUN/trace]
+[--json FILE]`.
+
+Prints a Markdown table. Excess is what the fullest expert-parallel ranks have above the mean, summed over layers, of a
+batch as a whole: what `benchmarks/packing.py` calls the floor of packing. natural: experts in the order of their
+numbers. earlier: placed by the up to four batches before it, of which it knows nothing. window: by the batch and the
+up to three before it, as the trainer does in a step with a plan. itself: by the batch alone. floor: no placement comes
+below it. quarter: as earlier, with at most a quarter of each layer's experts moved. moved: experts that changed their
+rank, of earlier. + 1, + 2: on paper, as earlier, with so many more slots on each rank for second copies within nodes of
+8 ranks, chosen by the batch itself. seconds: of one core, to plan from the batches before.
+
+Recorded: the last steps of a trace store. Synthetic: the generator of `benchmarks/packing.py`, with its assumptions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from packing import EXPERT_PARALLEL, KINDS, recorded, synthetic
+
+from moe_rl.planning.balance import excess
+from moe_rl.planning.placement import place, rank_loads, replicated_excess
+
+_NODE, _WINDOW = 8, 4
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--store", metavar="STORE", help="trace store of a run; left out: none")
+    parser.add_argument("--steps", type=int, default=1, help="shards of the store, the last ones")
+    parser.add_argument("--synthetic", nargs="*", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--sequences", type=int, default=10_000, help="of a synthetic batch")
+    parser.add_argument("--layers", type=int, default=48, help="of a synthetic batch")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    rows = []
+    print("| batch | EP | natural | earlier | window | itself | floor | quarter | moved | + 1 | + 2 | seconds |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
+    for row in measured(options):
+        rows.append(row)
+        print(line(row), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+    return 0
+
+
+def measured(options: argparse.Namespace) -> Iterator[dict[str, object]]:
+    if options.store:
+        for name, _, counts, earlier in recorded(options.store, options.steps):
+            yield from judged(name, counts, earlier)
+    for kind in options.synthetic:
+        _, counts, earlier = synthetic(kind, options.sequences, options.layers, seed=options.seed)
+        yield from judged(kind, counts, earlier)
+
+
+def judged(name: str, counts: np.ndarray, earlier: np.ndarray) -> Iterator[dict[str, object]]:
+    """counts: [S, L, E] of the batch. earlier: [N, L, E] of those before it."""
+    batch = counts.sum(axis=0, dtype=np.int64)[None]
+    for parts in EXPERT_PARALLEL:
+        if counts.shape[2] % parts or not len(earlier):
+            continue
+        _, itself = place(batch, parts)
+        start = time.process_time()
+        order, report = place(earlier, parts)
+        seconds = time.process_time() - start
+        quarter, _ = place(earlier, parts, max_moved=0.25)
+        window, _ = place(np.concatenate([earlier[1 - _WINDOW :], batch]), parts)
+        node = min(_NODE, parts)
+        yield {
+            "batch": name,
+            "expert_parallel": parts,
+            "experts": counts.shape[1] * counts.shape[2],
+            "natural": itself.natural,
+            "itself": itself.after,
+            "window": excess(rank_loads(batch, window, parts))[0],
+            "earlier": excess(rank_loads(batch, order, parts))[0],
+            "quarter": excess(rank_loads(batch, quarter, parts))[0],
+            "floor": itself.floor,
+            "moved": report.moved,
+            "replicated": [replicated_excess(batch, order, parts, spare=spare, node=node) for spare in (1, 2)],
+            "seconds": seconds,
+        }
+
+
+def line(row: dict[str, object]) -> str:
+    percent = (f"{100 * row[key]:.2f}%" for key in ("natural", "earlier", "window", "itself", "floor", "quarter"))
+    copies = (f"{100 * value:.2f}%" for value in row["replicated"])
+    cells = row["batch"], row["expert_parallel"], *percent, f"{row['moved'] / row['experts']:.0%}", *copies
+    return "| " + " | ".join(map(str, cells)) + f" | {row['seconds']:.2f} |"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,197 @@
+"""One of four ranks of the tests of placed experts: layouts one after the other, the same data in each.
+
+    torchrun --nproc-per-node 4 placement_worker.py CHECKPOINT OUT
+
+In each, a policy whose experts move after its first update goes on beside one whose experts never do. Rank r writes
+what it saw to OUT/rank<r>.pt.
+"""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from moe_rl.config.hf import read_model
+from moe_rl.errors import ReplayError
+from moe_rl.megatron import checkpoint, world
+from moe_rl.megatron.dispatcher import PlannedDispatcher
+from moe_rl.megatron.policy import Policy
+from moe_rl.megatron.witness import DispatchWitness
+from moe_rl.planning.placement import natural_order
+from moe_rl.proof.cases import Case
+from moe_rl.proof.share import Share, whole_gradients
+from moe_rl.sync.weights import tensor_digests
+from moe_rl.train.weights import send_weights
+from tests.distributed.state_worker import Engine, held
+
+SHARDED, TOP_4 = "EP2 DP2 bfloat16", "EP2 DP2 top-4"
+CASES = {
+    SHARDED: Case(4, {"expert": 2}, {"dtype": "bfloat16"}),
+    TOP_4: Case(4, {"expert": 2}),
+    "TP2 EP2 ETP2 whole optimizer": Case(
+        4,
+        {"tensor": 2, "expert": 2, "expert_tensor": 2},
+        {"recompute": "moe", "distributed_optimizer": False},
+        plan=False,
+    ),
+    "EP2 PP2": Case(4, {"expert": 2, "pipeline": 2}),
+}
+
+
+def placements(facts):
+    """Two of them: two experts of one layer exchanged, and nearly everything elsewhere."""
+    rng, shape = np.random.default_rng(5), (len(facts.moe_layers), facts.num_experts)
+    near = natural_order(*shape)
+    near[1, [0, -1]] = near[1, [-1, 0]]
+    return near, rng.permuted(natural_order(*shape), axis=1)
+
+
+def different(one, two):
+    """Names of the values, tensors or not, that are not bit for bit the same in two dicts, or are in one only."""
+
+    def same(a, b):
+        return torch.equal(a, b) if torch.is_tensor(a) else a == b
+
+    return one.keys() ^ two.keys() | {name for name in one.keys() & two.keys() if not same(one[name], two[name])}
+
+
+class Run:
+    """A policy new from the model's folder, and what it computes."""
+
+    def __init__(self, facts, case, source):
+        self.facts, self.case = facts, case
+        self.policy = Policy(facts, case.train_config, case.parallel_config, source, temperature=1.0)
+        self.share = Share(facts, case, self.policy)
+
+    def passes(self):
+        """One forward-only pass and one update, seen at the dispatchers."""
+        witness = DispatchWitness().attach(self.policy.chunks)
+        logprobs, first, tables = self.share.first_pass()
+        result, second = self.share.update(tables)
+        dispatch = self.share.judge(witness)
+        for layer in self.policy._moe_layers():  # the witness stands in front of these methods
+            del layer.token_dispatcher.dispatch_preprocess, layer.token_dispatcher.dispatch_postprocess
+        grads = whole_gradients(self.policy, self.facts)
+        return {
+            "logprobs": self.share.by_sequence(logprobs),
+            "grad_norm": result.grad_norm,
+            "grads": grads if self.facts.top_k > 2 else tensor_digests(grads.items()),
+            "weights": tensor_digests(self.policy.export(torch.float32, dense=True, experts=True).items()),
+            "dispatch": dispatch,
+            "mismatch": [s.tally.applied_mismatch for s in (first, second)],
+            "planned": [s.tally.planned for s in (first, second)],
+        }
+
+    def sent(self, folder):
+        """The weights as a sampler gets them."""
+        engine = Engine() if dist.get_rank() == 0 else None
+        send_weights(self.policy, engine, folder, 0, dtype="float32", weights="exact")
+        return engine.weights if engine else {}
+
+    def save(self, folder):
+        checkpoint.save(folder, 1, self.policy, {}, parallel=self.case.parallel_config, keep=1)
+
+    def load(self, folder):
+        checkpoint.load(checkpoint.latest(folder), self.policy, parallel=self.case.parallel_config, seed=1)
+
+
+def compared(facts, case, source, out):
+    """The same two updates with experts in their natural places, and with placements in between, and back. What may
+    not differ at all is compared here."""
+    straight, placed = Run(facts, case, source), Run(facts, case, source)
+    straight.passes()
+    placed.passes()
+    before = held(straight.policy)
+    for placement in placements(facts):
+        placed.policy.place(placement)
+    seen = {"moved": different(before, held(placed.policy))}
+    if case == CASES[SHARDED]:
+        sent = straight.sent(out / "sent"), placed.sent(out / "sent placed")
+        seen |= {"sent": (len(sent[0]), different(*sent)), "loaded": crossed(straight, placed, source, out)}
+    seen |= {"natural": straight.passes(), "placed": placed.passes()}
+    placed.policy.place(natural_order(*placed.policy.placement.shape))
+    seen["back"] = different(held(straight.policy), held(placed.policy))
+    for run in (straight, placed):
+        run.policy.release()
+    return seen
+
+
+def crossed(straight, placed, source, out):
+    """What differs when the checkpoint of the one is loaded by a policy with the placement of the other."""
+    wrong = set()
+    for saver, like in ((straight, placed), (placed, straight)):
+        loader, folder = Run(saver.facts, saver.case, source), out / ("natural" if saver is straight else "placed")
+        loader.policy.place(like.policy.placement)
+        saver.save(folder)
+        loader.load(folder)
+        wrong |= different(held(loader.policy), held(like.policy))
+        loader.policy.release()
+    return wrong
+
+
+def faults(facts, case, source):
+    """{what was planted: the error}, and the names of what a refused placement changed."""
+    told, (near, far) = {}, placements(facts)
+
+    def attempt(name, action):
+        try:
+            action()
+            told[name] = "went through"
+        except ReplayError as error:
+            told[name] = str(error)
+
+    run = Run(facts, case, source)
+    before = held(run.policy)
+    attempt("two placements", lambda: run.policy.place(far if dist.get_rank() == 3 else near))
+    after = held(run.policy)
+    told["touched"] = different(before, after)
+    session = run.share.session(run.share.tables, "replay", "old plans")
+    run.policy.place(far)
+
+    def old_plans():
+        with session:
+            run.policy.logprobs(run.share.microbatches, session)
+
+    attempt("plans of before", old_plans)
+    run.policy.release()
+    only_dispatcher = patch("moe_rl.megatron.policy.move", lambda moe, order, _: moe.token_dispatcher.place(order))
+    only_weights = patch.object(PlannedDispatcher, "place", lambda self, order: None)
+    for name, planted in (("only dispatcher", only_dispatcher), ("only weights", only_weights)):
+        run = Run(facts, case, source)
+        with planted:
+            attempt(name, partial(run.policy.place, near))
+        run.policy.release()
+    return told
+
+
+def main():
+    source, out = map(Path, sys.argv[1:])
+    world.join(timeout_seconds=120)
+    rank, seen = dist.get_rank(), {}
+    two = out / "top-2"
+    if rank == 0:
+        two.mkdir()
+        for file in source.iterdir():
+            (two / file.name).symlink_to(file)
+        (two / "config.json").unlink()
+        config = json.loads((source / "config.json").read_text())
+        (two / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 2}))
+    dist.barrier()
+    for name, case in CASES.items():
+        world.lay_out(case.parallel_config, seed=1)
+        folder = source if name == TOP_4 else two
+        seen[name] = compared(read_model(folder), case, folder, out / name)
+        dist.barrier()
+        if name == SHARDED:
+            seen["faults"] = faults(read_model(folder), case, folder)
+    world.stop()
+    torch.save(seen, out / f"rank{rank}.pt")
+
+
+if __name__ == "__main__":
+    main()

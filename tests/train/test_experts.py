@@ -1,0 +1,45 @@
+"""What a checkpoint keeps of the placement of experts."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+from safetensors.torch import load_file, save_file
+
+from moe_rl.config.load import load_config
+from moe_rl.planning.placement import natural_order
+from moe_rl.train.experts import ExpertPlacement
+
+CONFIG = Path(__file__).parents[2] / "configs/tiny_moe_cpu.yaml"
+
+
+class Placed:
+    """Stands for a policy: remembers where it was told to put experts."""
+
+    def __init__(self):
+        self.placement = natural_order(2, 4)
+
+    def place(self, placement):
+        self.placement = placement
+
+
+def new():
+    config = load_config(CONFIG, ["placement.experts=traced"])
+    return ExpertPlacement(config, Placed(), store=None, spec=SimpleNamespace())
+
+
+def test_a_resumed_run_has_the_experts_where_they_were_and_the_same_window(tmp_path):
+    before, after = new(), new()
+    before.policy.placement = np.array([[3, 1, 2, 0], [0, 2, 1, 3]])
+    before.counts = [np.arange(8).reshape(2, 4), 10 * np.arange(8).reshape(2, 4)]
+    save_file(before.tensors(), tmp_path / "kept")
+    after.restore(load_file(tmp_path / "kept"))
+    assert np.array_equal(after.policy.placement, before.policy.placement)
+    assert len(after.counts) == 2 and all(map(np.array_equal, after.counts, before.counts))
+
+
+def test_before_the_first_plan_there_is_nothing_to_keep():
+    before, after = new(), new()
+    assert before.tensors() == {}
+    after.restore({})
+    assert after.counts == [] and np.array_equal(after.policy.placement, natural_order(2, 4))
