@@ -19,8 +19,10 @@ def facts(read: Fields, *, layers: int, top_k: int, rope: dict[str, Any]) -> dic
     # Pairs of neighbouring dimensions are rotated, which is how megatron reads these weights.
     read.only("rope_interleave", True)
     read.only("moe_layer_freq", 1)
-    read.only("topk_method", "noaux_tc")
-    read.only("scoring_func", "sigmoid")
+    # transformers leaves these out when it saves, having no other routing; vLLM would then route otherwise, or fail.
+    for key, value in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
+        if read.raw.get(key) != value:
+            read.wrong(key, read.raw.get(key), f"{value!r}, said in so many words: vLLM asks for it")
     if "q_lora_rank" not in read.raw:  # transformers then has a default, which is no null
         read.wrong("q_lora_rank", "nothing", "a number or null")
     latent = LatentAttention(

@@ -63,6 +63,7 @@ def test_expected_tensors_are_those_of_transformers(tmp_path, request, writer, n
         ("write_deepseek", {"qk_rope_head_dim": 3}, ["qk_rope_head_dim", "even"]),
         ("write_deepseek", {"rope_interleave": False}, ["rope_interleave", "got False"]),
         ("write_deepseek", {"topk_method": "greedy"}, ["topk_method", "noaux_tc"]),
+        ("write_deepseek", {"scoring_func": None}, ["scoring_func", "vLLM asks for it"]),
         ("write_deepseek", {"rope_scaling": {"type": "linear", "factor": 2}}, ["rope_parameters", "'yarn'"]),
         ("write_gpt_oss", {"layer_types": ["full_attention"]}, ["layer_types", "3 of sliding_attention"]),
         ("write_gpt_oss", {"attention_bias": False}, ["attention_bias", "got False"]),

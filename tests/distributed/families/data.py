@@ -1,5 +1,7 @@
 """Tiny random checkpoints of every model family."""
 
+import json
+
 import numpy as np
 import torch
 
@@ -69,6 +71,10 @@ def write_checkpoint(name, folder):
                 buffer.normal_(0, 0.1)
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
+    if family == "DeepseekV3":  # as published, and not as transformers saves it
+        config = json.loads((folder / "config.json").read_text())
+        config |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+        (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
