@@ -109,12 +109,16 @@ def dispatched_rows(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
     return -(-shape.rows // layout.tensor) * facts.top_k * layout.expert_tensor
 
 
-def experts_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
-    """Dispatched rows x b x (hidden + 6 x the expert's width): its input, what an MLP keeps, and the product with the
-    router's weight. 8 x where the SwiGLU is clamped."""
-    width = facts.moe_intermediate_size // layout.expert_tensor
+def expert_row_bytes(facts: ModelFacts, expert_tensor: int, bytes_each: int) -> int:
+    """Of one dispatched row, b x (hidden + 6 x the expert's width): its input, what an MLP keeps, and the product with
+    the router's weight. 8 x where the SwiGLU is clamped."""
     times = 6 if facts.glu_clamp is None else 8
-    return dispatched_rows(facts, layout, shape) * shape.bytes_each * (facts.hidden_size + times * width)
+    return bytes_each * (facts.hidden_size + times * (facts.moe_intermediate_size // expert_tensor))
+
+
+def experts_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
+    """What the experts keep of all rows that are dispatched to a rank."""
+    return dispatched_rows(facts, layout, shape) * expert_row_bytes(facts, layout.expert_tensor, shape.bytes_each)
 
 
 def router_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:

@@ -103,9 +103,3 @@ def microbatch_counts(
             result[share, number] = counts_SLE[members].sum(axis=0, dtype=np.int64)
             result[share, number] += np.bincount(chosen.ravel(), minlength=experts)
     return result
-
-
-def kept_bytes(hidden_size: int, expert_width: int, bytes_of_a_value: int) -> int:
-    """Bytes that the experts' backward pass needs of one row, at the least: what goes into the first matrix, what comes
-    out of it (gate and up), and what goes into the second. expert_width: on one of the ranks that share an expert."""
-    return (hidden_size + 3 * expert_width) * bytes_of_a_value

@@ -12,8 +12,9 @@ from moe_rl.config.layout import make_layout, stage_layers
 from moe_rl.config.model_facts import ModelFacts
 from moe_rl.config.schema import Config, ParallelConfig
 from moe_rl.errors import TraceError, describe
+from moe_rl.planning.activations import expert_row_bytes
 from moe_rl.planning.balance import Plan, load_of, pack_by_load
-from moe_rl.planning.budgets import Budget, budget, kept_bytes, microbatch_counts, most
+from moe_rl.planning.budgets import Budget, budget, microbatch_counts, most
 from moe_rl.planning.memory import DTYPE_BYTES
 from moe_rl.planning.packing import pack, split_groups
 from moe_rl.planning.plan_table import bytes_text
@@ -25,9 +26,9 @@ class Peaks:
     """What a trace's batches ask of the fullest rank. rows: see `planning.budgets.Budget`; `sent` and `source` are of a
     data-parallel share, whose rows `parallel.tensor` x `parallel.context` ranks send in parts.
 
-    batches: shards of the trace, each taken for one step. layers: MoE layers of the fullest stage. row_bytes: that the
-    experts keep of a row for the backward pass, at the least. exact: False where the ranks of a share dispatch to
-    different copies of the experts; each copy is then taken to get all of its rows: no rank gets more than that.
+    batches: shards of the trace, each taken for one step. layers: MoE layers of the fullest stage. row_bytes: what the
+    experts keep of a row for the backward pass, where it is not recomputed. exact: False where the ranks of a share
+    dispatch to different copies of the experts; each copy is then taken to get all of its rows: no rank gets more.
     """
 
     batches: int
@@ -70,13 +71,12 @@ def peaks(config: Config, facts: ModelFacts, world_size: int, trace: str) -> Pea
                     found.append(budget(of_stage, expert_parallel=parallel.expert, top_k=facts.top_k))
     if not sequences:
         raise TraceError(describe("the trace has no records", where=trace, do="give the trace folder of a run"))
-    width = -(-facts.moe_intermediate_size // parallel.expert_tensor)
     return Peaks(
         batches=batches,
         sequences=sequences,
         layers=max(map(len, columns)),
         rows=most(found),
-        row_bytes=kept_bytes(facts.hidden_size, width, DTYPE_BYTES[config.train.dtype]),
+        row_bytes=expert_row_bytes(facts, parallel.expert_tensor, DTYPE_BYTES[config.train.dtype]),
         exact=parallel.expert * parallel.expert_tensor % (parallel.tensor * parallel.context) == 0,
     )
 
@@ -141,7 +141,7 @@ def render(found: Peaks, config: Config, experts: int) -> str:
         ("rows of an expert", rows.expert, "in a layer of a microbatch"),
         ("rows sent to an expert", rows.sent, f"by one data-parallel share{pads}"),
         ("rows of a microbatch", rows.microbatch, f"of a rank, in its {found.layers} MoE layers"),
-        ("activations of them", bytes_text(kept), "kept for the backward pass, at the least"),
+        ("activations of them", bytes_text(kept), "kept by the experts for the backward pass, without recomputation"),
         ("  were they even", bytes_text(even), ""),
         ("  worst case", bytes_text(worst), ""),
     ]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_rl.planning.budgets import Budget, budget, kept_bytes, microbatch_counts, most
+from moe_rl.planning.budgets import Budget, budget, microbatch_counts, most
 from moe_rl.planning.dispatch import count
 from moe_rl.planning.layout import padded_lengths, padding_experts
 from moe_rl.planning.packing import pack
@@ -82,11 +82,6 @@ def test_what_holds_all_and_what_holds_nothing():
     assert most([]) == budget(np.zeros((1, 0, 2, 4), int), expert_parallel=2, top_k=1) == Budget()
     assert most([Budget(1, 5, 2, 9), Budget(3, 4, 2, 8)]) == Budget(3, 5, 2, 9)
     assert Budget().rank_capacity_factor() == Budget().expert_capacity_factor(8) == 0
-
-
-def test_bytes_by_hand():
-    """bfloat16: 16 values into the first matrix, 2 x 6 out of it, 6 into the second."""
-    assert kept_bytes(16, 6, 2) == 2 * (16 + 12 + 6)
 
 
 def test_experts_that_do_not_divide_are_refused():

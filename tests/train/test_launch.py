@@ -108,6 +108,8 @@ def test_plan_tells_what_a_trace_asks_of_the_ranks_without_torch(tmp_path):
     assert (found["sequences"], found["layers"], found["exact"]) == (2, 8, True)
     assert found["rows"]["rank"] == 2 * (2 * 4 + 6 * 2) and found["rows"]["even"] == 2 * 8 * 4 // 2
     assert found["rows"]["microbatch"] == 8 * found["rows"]["rank"] and found["rows"]["worst"] == 2 * 8 * 4
+    sizes = json.loads((ROOT / "assets/tiny_moe/policy/config.json").read_text())
+    assert found["row_bytes"] == 2 * (sizes["hidden_size"] + 6 * sizes["moe_intermediate_size"])
     assert "worst case" in result.stdout
     refused = launch(*given, "replay.max_rows=39", "train.updates_per_step=1", ranks=0)
     assert refused.returncode == 2 and "replay.max_rows" in refused.stdout and "got 40" in refused.stdout
