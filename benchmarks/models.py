@@ -8,6 +8,14 @@ SHAPES = {
     "tiny": {"hidden_size": 64, "num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 4},
     "deep": {"hidden_size": 64, "num_hidden_layers": 24, "num_experts": 8, "num_experts_per_tok": 2},
     "mid": {"hidden_size": 256, "num_hidden_layers": 12, "num_experts": 64, "num_experts_per_tok": 8},
+    # experts so narrow that a row's way to them and back costs a CPU about what they do
+    "narrow": {
+        "hidden_size": 512,
+        "num_hidden_layers": 4,
+        "num_experts": 32,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 32,
+    },
 }
 
 
@@ -21,7 +29,6 @@ def make_model(shape: str, folder: Path) -> Path:
     config = Qwen3MoeConfig(
         vocab_size=8192,
         intermediate_size=2 * sizes["hidden_size"],
-        moe_intermediate_size=sizes["hidden_size"] // 2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
@@ -31,7 +38,7 @@ def make_model(shape: str, folder: Path) -> Path:
         max_position_embeddings=2048,
         tie_word_embeddings=False,
         initializer_range=0.1,
-        **sizes,
+        **{"moe_intermediate_size": sizes["hidden_size"] // 2, **sizes},
     )
     Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return folder

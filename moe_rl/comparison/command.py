@@ -132,8 +132,9 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None]:
         # A layout is for many ranks; without torchrun there is one, which has all of the model: nothing to overlap, and
         # no loads to even out.
         overlap = {"overlap_expert_parallel_comm": False, "delay_wgrad_compute": False}
-        alone = config.train.model_copy(update=overlap | {"packing": "length"})
-        config = config.model_copy(update={"parallel": ParallelConfig(), "train": alone})
+        train = config.train.model_copy(update=overlap | {"packing": "length"})
+        replay = config.replay.model_copy(update={"overlap_chunks": 0})
+        config = config.model_copy(update={"parallel": ParallelConfig(), "train": train, "replay": replay})
     if len(set(options.sampler_dtype)) != len(options.sampler_dtype):
         raise ConfigError(describe("--sampler-dtype: named twice", got=" ".join(options.sampler_dtype)))
     if options.out and not options.out.is_dir():

@@ -226,6 +226,8 @@ def _replay_problems(config: Config) -> Iterator[str]:
             got=True,
             expected="false or null",
         )
+    if replay.overlap_chunks:
+        yield from _overlap_problems(config)
     unknown = {
         "replay.mode is off": replay.mode == "off",
         "replay.plan is false": replay.plan is False,
@@ -253,6 +255,35 @@ def _replay_problems(config: Config) -> Iterator[str]:
             where=f"replay.stale is {replay.stale}",
             got=replay.max_staleness,
             expected="at least 1" if replay.stale != "refuse" else 0,
+        )
+
+
+def _overlap_problems(config: Config) -> Iterator[str]:
+    replay, where = config.replay, f"replay.overlap_chunks is {config.replay.overlap_chunks}"
+    if replay.mode == "off" or replay.plan is False:
+        key, value = ("replay.mode", "off") if replay.mode == "off" else ("replay.plan", False)
+        yield describe(
+            f"{key}: rows are sent before the router has run by dispatch plans only, which replayed routes have",
+            where=where,
+            got=value,
+            expected="r3 or r2" if value == "off" else "true or null",
+            do="change it, or set replay.overlap_chunks to 0",
+        )
+    if config.parallel.expert == 1:
+        yield describe(
+            "parallel.expert: no rows travel that anything could be computed under",
+            where=where,
+            got=1,
+            expected="at least 2",
+            do="set replay.overlap_chunks to 0",
+        )
+    if config.train.overlap_expert_parallel_comm:
+        yield describe(
+            "train.overlap_expert_parallel_comm: combined 1F1B runs layers in parts of its own, while rows travel",
+            where=where,
+            got=True,
+            expected="false",
+            do="turn one of the two off",
         )
 
 

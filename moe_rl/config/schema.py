@@ -139,6 +139,11 @@ class ReplayConfig(Section):
     """Whether what each rank sends to which expert is computed from the routes once a step, so that no MoE layer asks
     the other ranks for counts or waits for them. The results are the same bit for bit. null: yes where routes are
     replayed (mode r3 and r2)."""
+    overlap_chunks: Annotated[int, Field(ge=0)] = 0
+    """With plans, the rows of an MoE layer leave for the ranks of `parallel.expert` before its router has run, and the
+    layer computes while they travel, forward and backward. 1: all at once, the router and shared experts under way; the
+    results are the same bit for bit. More: in so many chunks, one in the experts while another travels; the gradients
+    of the experts are then sums over chunks. 0: off, Megatron's order."""
     max_rows: Count | None = None
     """Rows, (token, expert) pairs with padding among them, that the experts of a rank may get in a layer of a
     microbatch. A step whose routes would bring more ends the run before the first pass under them. null: any number."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-from moe_rl.replay.plans import LayerPlan
+from moe_rl.replay.plans import ChunkPlan, LayerPlan
 
 
 class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
@@ -23,16 +23,24 @@ class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
         """Rows [S, B, H] in the order in which they are sent [S * B * K, H], and their weights [S * B * K]."""
         if self.plan is None:
             return super().dispatch_preprocess(hidden_states, routing_map, probs)
-        plan, self.probs, self.routing_map = self.plan, probs, routing_map
         self.hidden_shape, rows = hidden_states.shape, hidden_states.view(-1, hidden_states.shape[-1])
         self.hidden_shape_before_permute = rows.shape
-        self.input_splits, self.output_splits, self.output_splits_tp = plan.sent, plan.got, plan.gathered
-        self.num_global_tokens_per_local_expert, self.tokens_per_expert = plan.received, plan.per_expert
+        (whole,) = self.plan.chunks
+        self.follow(whole, routing_map, probs)
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
-        order = torch.div(plan.entries, self.num_experts, rounding_mode="floor").long()
-        self.reversed_local_input_permutation_mapping = order
-        return rows.index_select(0, order), probs.reshape(-1).index_select(0, plan.entries)
+        self.reversed_local_input_permutation_mapping = order = self.send_order()
+        return rows.index_select(0, order), probs.reshape(-1).index_select(0, self.plan.entries)
+
+    def send_order(self) -> torch.Tensor:
+        """int64 [S * B * K]: the rows of the microbatch in the order in which the plan sends them."""
+        return torch.div(self.plan.entries, self.num_experts, rounding_mode="floor").long()
+
+    def follow(self, chunk: ChunkPlan, routing_map: torch.Tensor, probs: torch.Tensor) -> None:
+        """Take the numbers of the rows that go next from the plan, and not from the map, which they agree with."""
+        self.routing_map, self.probs = routing_map, probs
+        self.input_splits, self.output_splits, self.output_splits_tp = chunk.sent, chunk.got, chunk.gathered
+        self.num_global_tokens_per_local_expert, self.tokens_per_expert = chunk.received, chunk.per_expert
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert=None):
         # A plan's sizes are on the host: there is nothing to copy, and nothing to wait for.

@@ -23,8 +23,9 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from moe_rl.errors import ReplayError, describe
-from moe_rl.megatron import world
+from moe_rl.megatron import overlap, world
 from moe_rl.megatron.dispatcher import PlannedDispatcher
+from moe_rl.replay.plans import LayerPlan
 from moe_rl.replay.session import MicrobatchHandle, refuse_lost_key
 
 
@@ -151,22 +152,35 @@ class ReplayMoELayer(MoELayer):
 
     def forward(self, hidden_states, intermediate_tensors=None, padding_mask=None):
         if not (self.recomputed and self.training):
-            return super().forward(hidden_states, intermediate_tensors, padding_mask)
+            return self._forward(hidden_states, intermediate_tensors, padding_mask)
         # The recomputation starts behind the attention, which binds the microbatch; by then the router may have seen
         # the forward of later ones.
-        bound, forward = (self.router.seq_params, self.router.handle), super().forward
+        bound = self.router.seq_params, self.router.handle
 
         def run(hidden_states, padding_mask):
             self.router.seq_params, self.router.handle = bound
-            return forward(hidden_states, intermediate_tensors, padding_mask)
+            return self._forward(hidden_states, intermediate_tensors, padding_mask)
 
         return tensor_parallel.checkpoint(run, False, hidden_states, padding_mask)
 
+    def _forward(self, hidden_states, intermediate_tensors, padding_mask):
+        plan = self._plan(hidden_states[..., 0].numel())
+        if plan is not None and plan.overlapped:  # the router knows the padding without the mask
+            return self.overlapped(hidden_states, plan), None
+        return super().forward(hidden_states, intermediate_tensors, padding_mask)
+
+    def overlapped(self, hidden_states: torch.Tensor, plan: LayerPlan) -> torch.Tensor:
+        """The layer's output [S, B, H], computed while rows travel: see `overlap`."""
+        return overlap.forward(self, hidden_states, self.router.handle, plan)
+
+    def _plan(self, rows: int) -> LayerPlan | None:
+        handle = self.router.handle
+        return None if handle is None else handle.session.plan(handle.microbatch, self.layer_number - 1, rows)
+
     def preprocess(self, hidden_states, probs, routing_map):
         handle = self.router.handle
-        self.token_dispatcher.plan = None
+        self.token_dispatcher.plan = self._plan(len(routing_map))
         if handle is not None:
-            self.token_dispatcher.plan = handle.session.plan(handle.microbatch, self.layer_number - 1)
             handle.session.check_dispatch(handle.microbatch, self.layer_number - 1, routing_map)
         return super().preprocess(hidden_states, probs, routing_map)
 

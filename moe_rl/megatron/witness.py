@@ -19,6 +19,9 @@ _READS = {
     *(torch.Tensor.masked_select, torch.masked_select, torch.Tensor.unique, torch.unique),
 }
 
+# What runs in an MoE layer, in Megatron's order or as one.
+_STAGES = ("route", "preprocess", "dispatch", "routed_experts_compute", "combine", "postprocess", "overlapped")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dispatch:
@@ -56,24 +59,56 @@ class DispatchWitness:
 
     def _watch(self, moe: torch.nn.Module) -> None:
         dispatcher = moe.token_dispatcher
-        preprocess, postprocess = dispatcher.dispatch_preprocess, dispatcher.dispatch_postprocess
-        before: list[tuple[int, bool, torch.Tensor] | None] = []  # None: a microbatch without routes
+        preprocess, postprocess, follow = (
+            dispatcher.dispatch_preprocess,
+            dispatcher.dispatch_postprocess,
+            dispatcher.follow,
+        )
+        before: list[_Begun] = []
+
+        def begin(routing_map, chunks):
+            handle = moe.router.handle
+            microbatch = None if handle is None else handle.microbatch
+            before.append(_Begun(microbatch, torch.is_grad_enabled(), routing_map.detach().bool().clone(), chunks))
 
         def dispatch_preprocess(hidden_states, routing_map, probs):
-            handle = moe.router.handle
-            key = None if handle is None else (handle.microbatch, torch.is_grad_enabled())
-            before.append(key and (*key, routing_map.detach().bool().clone()))
+            begin(routing_map, 1)
             return preprocess(hidden_states, routing_map, probs)
+
+        def following(chunk, routing_map, probs):
+            # An overlapped plan's rows are on their way when there is a map, and no method takes all of it at once.
+            if dispatcher.plan.overlapped and chunk is dispatcher.plan.chunks[0]:
+                begin(routing_map, len(dispatcher.plan.chunks))
+            return follow(chunk, routing_map, probs)
 
         def dispatch_postprocess(*args, **kwargs):
             hidden_states, received, probs = postprocess(*args, **kwargs)
-            if (key := before.pop(0)) is not None:
-                microbatch, with_grad, routing_map = key
-                counts = torch.as_tensor(received).detach().clone().long()
-                self.seen.append(Dispatch(microbatch, moe.layer_number - 1, with_grad, routing_map, counts))
+            begun = before[0]
+            begun.received = begun.received + torch.as_tensor(received).detach().long()
+            begun.chunks -= 1
+            if not begun.chunks:
+                del before[0]
+                if begun.microbatch is not None:
+                    self.seen.append(
+                        Dispatch(
+                            begun.microbatch, moe.layer_number - 1, begun.with_grad, begun.routing_map, begun.received
+                        )
+                    )
             return hidden_states, received, probs
 
         dispatcher.dispatch_preprocess, dispatcher.dispatch_postprocess = dispatch_preprocess, dispatch_postprocess
+        dispatcher.follow = following
+
+
+@dataclass(slots=True, eq=False)
+class _Begun:
+    """A dispatch whose rows have not all arrived. microbatch: None without routes, a filler. chunks: still to come."""
+
+    microbatch: int | None
+    with_grad: bool
+    routing_map: torch.Tensor
+    chunks: int
+    received: torch.Tensor | int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -151,15 +186,22 @@ class LayerWaits:
         for chunk in chunks:
             for layer in unwrap(chunk).decoder.layers:
                 if layer.is_moe_layer:
-                    for name in ("route", "preprocess", "dispatch", "routed_experts_compute", "combine", "postprocess"):
-                        setattr(layer.mlp, name, self._watched(layer.mlp, getattr(layer.mlp, name)))
+                    entered: list[str] = []
+                    for name in _STAGES:
+                        setattr(layer.mlp, name, self._watched(layer.mlp, getattr(layer.mlp, name), entered))
         return self
 
-    def _watched(self, moe: torch.nn.Module, method):
+    def _watched(self, moe: torch.nn.Module, method, entered: list[str]):
         def watched(*args, **kwargs):
-            self.dispatches += method.__name__ == "dispatch"
-            with _Reads(self, moe.token_dispatcher), _Collectives(self), self._events():
+            if entered:  # `overlapped` calls some of the others
                 return method(*args, **kwargs)
+            self.dispatches += method.__name__ in ("dispatch", "overlapped")
+            entered.append(method.__name__)
+            try:
+                with _Reads(self, moe.token_dispatcher), _Collectives(self), self._events():
+                    return method(*args, **kwargs)
+            finally:
+                entered.clear()
 
         return watched
 
@@ -191,7 +233,7 @@ class _Reads(TorchFunctionMode):
     def _on_host(self, tensor: torch.Tensor) -> bool:
         known = [self.dispatcher.sort_input_by_local_experts, self.dispatcher.restore_output_by_local_experts]
         if self.dispatcher.plan is not None:
-            known.append(self.dispatcher.plan.per_expert)
+            known += [chunk.per_expert for chunk in self.dispatcher.plan.chunks]
         return any(tensor is one for one in known)
 
 

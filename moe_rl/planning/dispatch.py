@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -57,6 +58,12 @@ def count(routes: np.ndarray, experts: int) -> np.ndarray:
     # One histogram for all layers: each counts in a range of its own.
     keys = routes.reshape(layers, math.prod(routes.shape[-2:])) + experts * np.arange(layers)[:, None]
     return np.bincount(keys.ravel(), minlength=experts * layers).reshape(*outer, experts)
+
+
+def chunk_rows(rows: int, chunks: int) -> list[int]:
+    """Numbers of rows of so many runs of neighbouring ones, as even as they go; 0 where there are fewer rows."""
+    ends = [rows * number // chunks for number in range(chunks + 1)]
+    return [end - start for start, end in pairwise(ends)]
 
 
 def splits(counts: np.ndarray, group: DispatchGroup) -> Splits:

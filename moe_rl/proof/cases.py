@@ -25,7 +25,8 @@ class Case:
     """One run on `ranks` processes. parallel, train: what differs from the defaults of these config sections.
 
     mode: r3 forces random routes; r2 replays what other router weights chose; native routes freely; observe as well,
-    with the recorded routes at hand for comparison. plan: whether dispatch follows plans of the routes it replays.
+    with the recorded routes at hand for comparison. plan: whether dispatch follows plans of the routes it replays, and
+    overlap_chunks: in how many chunks it computes while rows travel; 0: it does not.
     fault: one to plant, see `proof.faults`. after_failure: an update that was broken off in the middle of its schedule
     comes first.
     """
@@ -35,6 +36,7 @@ class Case:
     train: dict[str, object] = field(default_factory=dict)
     mode: Mode = "r3"
     plan: bool = True
+    overlap_chunks: int = 0
     fault: str = "none"
     after_failure: bool = False
 
@@ -44,6 +46,7 @@ class Case:
         words = [self.layout_name]
         words += [self.mode] if self.mode != "r3" else []
         words += ["unplanned"] if not self.plan else []
+        words += [f"overlap_chunks={self.overlap_chunks}"] if self.overlap_chunks else []
         words += [f"fault={self.fault}"] if self.fault != "none" else []
         words += ["after a failure"] if self.after_failure else []
         return " ".join(words)

@@ -79,7 +79,8 @@ class Share:
     def plans(self, tables: list[MicrobatchRoutes]) -> list[dict[int, LayerPlan] | None]:
         """How the dispatchers are to send the rows of these tables. All ranks call it together."""
         group = world.dispatch_group(self.facts.num_experts)
-        return plan_dispatch(tables, self.layers, group, world.gather_over_dispatch)
+        chunks = self.case.overlap_chunks
+        return plan_dispatch(tables, self.layers, group, world.gather_over_dispatch, overlap_chunks=chunks)
 
     def first_pass(self) -> tuple[list[torch.Tensor], ReplaySession, list[MicrobatchRoutes]]:
         """The forward-only pass: its log-probabilities, its session, and the tables that the update will take."""

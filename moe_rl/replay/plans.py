@@ -1,7 +1,8 @@
 """Dispatch plans of microbatches whose routes are known: made once, taken by every layer's dispatcher in every pass.
 
-Legend: M microbatches, L layers, R rows of this rank in one, K top-k, E experts, and the groups of ranks of
-`planning.dispatch`: P expert-parallel ranks, T that share an expert's matrices, G = P x T, n experts on a rank.
+Legend: M microbatches, C chunks of one, L layers, R rows of this rank in a microbatch, K top-k, E experts, and the
+groups of ranks of `planning.dispatch`: P expert-parallel ranks, T that share an expert's matrices, G = P x T, n experts
+on a rank.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from moe_rl.planning.dispatch import DispatchGroup, count, send_order, splits
+from moe_rl.planning.dispatch import DispatchGroup, chunk_rows, count, send_order, splits
 from moe_rl.replay.session import MicrobatchRoutes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerPlan:
-    """How one microbatch goes through one layer's dispatcher. Everything but `entries` is known to the host.
+class ChunkPlan:
+    """How some neighbouring rows of a microbatch, `rows` of them, go through one layer's dispatcher. Known to the host.
 
-    entries: int32 [R * K] on the device, see `send_order`. sent, got: rows to and from each of the P. gathered: int64
-    [T]. received: int64 [G, n]. per_expert: int64 [n], where Megatron's experts look for it. See `Splits`.
+    sent, got: rows to and from each of the P. gathered: int64 [T]. received: int64 [G, n]. per_expert: int64 [n], where
+    Megatron's experts look for it. See `Splits`.
     """
 
-    entries: torch.Tensor
+    rows: int
     sent: list[int]
     got: list[int]
     gathered: np.ndarray
@@ -32,24 +33,42 @@ class LayerPlan:
     per_expert: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerPlan:
+    """How one microbatch goes through one layer's dispatcher: at once, or one chunk of its rows after the other.
+
+    entries: int32 [R * K] on the device, chunk by chunk, of each what `send_order` gives, counted from the microbatch's
+    first row. overlapped: the first rows are sent before the router has run, and the layer computes while rows travel;
+    otherwise there is one chunk.
+    """
+
+    entries: torch.Tensor
+    chunks: tuple[ChunkPlan, ...]
+    overlapped: bool
+
+
 def plan_dispatch(
     tables: list[MicrobatchRoutes],
     layers: tuple[int, ...],
     group: DispatchGroup,
     exchange: Callable[[np.ndarray], np.ndarray],
+    *,
+    overlap_chunks: int = 0,
 ) -> list[dict[int, LayerPlan] | None]:
     """Plans {layer: plan} of each microbatch. All ranks of a dispatch group call it together, for as many of them.
 
     None for a microbatch in which, on any rank of the group, a router chooses for rows without a route: nobody knows
     its counts beforehand, and Megatron's own dispatcher asks for them.
 
-    exchange: int64 [M, L, E] of this rank -> [G, M, L, E] of all ranks of the group, in their order; called once, not
-    at all for no microbatches. The routes come to the host in one copy, and go back to the device in one a microbatch.
+    exchange: int64 [M, C, L, E] of this rank -> [G, M, C, L, E] of all ranks of the group, in their order; called once,
+    not at all for no microbatches. The routes come to the host in one copy, and go back to the device in one a
+    microbatch. overlap_chunks: C, of an overlapped plan; 0: the plan is not overlapped, and C is 1.
     """
     if not tables:
         return []
-    routes = _on_host(tables, layers)
-    counts = np.stack([count(one, group.experts) for one in routes])
+    chunks = max(1, overlap_chunks)
+    pieces = [_cut(routes, chunks) for routes in _on_host(tables, layers)]
+    counts = np.stack([np.stack([count(piece, group.experts) for piece in of_one]) for of_one in pieces])
     counts[[table.native is not None for table in tables]] = -1
     everyone = exchange(counts)
     numbers, plans = splits(everyone, group), []
@@ -57,17 +76,28 @@ def plan_dispatch(
         if everyone[:, m].min() < 0:
             plans.append(None)
             continue
-        device = table.routes[layers[0]].device
-        entries = torch.from_numpy(send_order(routes[m], group.experts)).to(device)
+        rows = [piece.shape[1] for piece in pieces[m]]
+        orders = [
+            send_order(piece, group.experts) + np.int32(first * group.experts)
+            for piece, first in zip(pieces[m], np.cumsum([0, *rows[:-1]]), strict=True)
+        ]
+        entries = torch.from_numpy(np.concatenate(orders, -1)).to(table.routes[layers[0]].device)
         plans.append(
             {
                 layer: LayerPlan(
                     entries=entries[at],
-                    sent=numbers.sent[m, at].tolist(),
-                    got=numbers.got[m, at].tolist(),
-                    gathered=numbers.gathered[m, at],
-                    received=numbers.received[m, at],
-                    per_expert=torch.from_numpy(numbers.per_expert[m, at]),
+                    chunks=tuple(
+                        ChunkPlan(
+                            rows=rows[c],
+                            sent=numbers.sent[m, c, at].tolist(),
+                            got=numbers.got[m, c, at].tolist(),
+                            gathered=numbers.gathered[m, c, at],
+                            received=numbers.received[m, c, at],
+                            per_expert=torch.from_numpy(numbers.per_expert[m, c, at]),
+                        )
+                        for c in range(chunks)
+                    ),
+                    overlapped=overlap_chunks > 0,
                 )
                 for at, layer in enumerate(layers)
             }
@@ -75,10 +105,15 @@ def plan_dispatch(
     return plans
 
 
+def _cut(routes: np.ndarray, chunks: int) -> list[np.ndarray]:
+    """[L, R, K] -> of each chunk [L, rows, K]."""
+    return np.split(routes, np.cumsum(chunk_rows(routes.shape[1], chunks))[:-1], axis=1)
+
+
 def peak_rows(plans: list[dict[int, LayerPlan] | None]) -> int:
     """The most rows that the experts of this rank get in a layer of a planned microbatch."""
     layers = (plan for planned in plans if planned is not None for plan in planned.values())
-    return max((int(plan.received.sum()) for plan in layers), default=0)
+    return max((int(sum(chunk.per_expert.sum() for chunk in plan.chunks)) for plan in layers), default=0)
 
 
 def _on_host(tables: list[MicrobatchRoutes], layers: tuple[int, ...]) -> list[np.ndarray]:

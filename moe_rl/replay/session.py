@@ -209,17 +209,7 @@ class ReplaySession:
 
     def take(self, microbatch: int, layer: int, tokens: int) -> torch.Tensor:
         """The routes int64 [R, K] to force, counted as taken. tokens: rows the router is about to route."""
-        routes = self.routes(microbatch, layer)
-        self._check_whose(microbatch, layer)
-        if routes.shape[0] != tokens:
-            raise ReplayError(
-                describe(
-                    "routes and tokens differ in number",
-                    where=self._where(microbatch, layer),
-                    got=f"{routes.shape[0]} rows",
-                    expected=f"{tokens} tokens",
-                )
-            )
+        routes = self._routes_of(microbatch, layer, tokens)
         self._taken[microbatch, layer, torch.is_grad_enabled()] += 1
         return routes.long()
 
@@ -262,12 +252,15 @@ class ReplaySession:
             self._check_whose(microbatch, layer)
             self.router_logits[microbatch, layer] = logits.detach().reshape(-1, logits.shape[-1])
 
-    def plan(self, microbatch: int, layer: int) -> LayerPlan | None:
-        """How the dispatcher sends the rows of one (microbatch, layer); None: it has to find out."""
+    def plan(self, microbatch: int, layer: int, tokens: int) -> LayerPlan | None:
+        """How the dispatcher sends the rows of one (microbatch, layer), `tokens` of them; None: it has to find out.
+
+        Refuses what `take` refuses: rows may be sent by the plan before the router asks for their routes.
+        """
         plans = self.plans[microbatch] if self.plans and self.mode == "replay" else None
         if plans is None:
             return None
-        plan, routes = plans[layer], self.microbatches[microbatch].routes[layer]
+        plan, routes = plans[layer], self._routes_of(microbatch, layer, tokens)
         if len(plan.entries) != routes.numel():
             raise ReplayError(
                 describe(
@@ -285,7 +278,7 @@ class ReplaySession:
         Stays on the device."""
         if self.mode != "replay":
             return
-        plan = self.plan(microbatch, layer)
+        plan = self.plan(microbatch, layer, len(routing_map))
         if plan is not None:
             # A plan sends R x K distinct entries. If all are in the map, and the map is the record, they are the map.
             sent = routing_map.reshape(-1).index_select(0, plan.entries)
@@ -297,6 +290,21 @@ class ReplaySession:
         self._applied.append((microbatch, layer, wrong))
         self._dispatched[microbatch, layer, torch.is_grad_enabled()] += 1
         self.tally.applied_checked += len(table.names)
+
+    def _routes_of(self, microbatch: int, layer: int, tokens: int) -> torch.Tensor:
+        """Recorded routes [R, K] for the rows at hand, after every check that needs no value of theirs."""
+        routes = self.routes(microbatch, layer)
+        self._check_whose(microbatch, layer)
+        if routes.shape[0] != tokens:
+            raise ReplayError(
+                describe(
+                    "routes and tokens differ in number",
+                    where=self._where(microbatch, layer),
+                    got=f"{routes.shape[0]} rows",
+                    expected=f"{tokens} tokens",
+                )
+            )
+        return routes
 
     def _check_whose(self, microbatch: int, layer: int) -> None:
         # Backward passes run in between, and in these recomputation: of a microbatch whose key was checked here before.

@@ -193,7 +193,10 @@ class TrainStep:
         if self.config.replay.plan is False:
             return
         tables, group = [t for share in shares for t in share.tables], world.dispatch_group(self.spec.num_experts)
-        plans = plan_dispatch(tables, self.policy.layers, group, world.gather_over_dispatch)
+        chunks = self.config.replay.overlap_chunks
+        plans = plan_dispatch(
+            tables, self.policy.layers, group, world.gather_over_dispatch, overlap_chunks=chunks
+        )
         limit, (peak,) = self.config.replay.max_rows, world.all_reduce([peak_rows(plans)], dist.ReduceOp.MAX)
         if limit is not None and peak > limit:
             raise ReplayError(

@@ -45,15 +45,17 @@ def test_bad_input_is_told_before_anything_starts(run, capsys, monkeypatch, argu
     assert not list(run.glob("routing_kl*"))
 
 
-def test_one_rank_drops_what_only_a_layout_can_have(run, monkeypatch):
+@pytest.mark.parametrize("overlap", ["train.overlap_expert_parallel_comm=true", "replay.overlap_chunks=2"])
+def test_one_rank_drops_what_only_a_layout_can_have(run, monkeypatch, overlap):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    layout = ["parallel.expert=2", "train.overlap_expert_parallel_comm=true", "train.packing=load"]
+    layout = ["parallel.expert=2", overlap, "train.packing=load"]
     trained = load_config(run / "config.yaml", layout)
     (run / "config.yaml").write_text(dump_config(trained))
     config, _ = _configure(_parse(["--run", str(run)]))
     assert problems(trained, 2) == problems(config, 1) == []
     # the layout's settings alone would have been refused on one rank
-    assert problems(config.model_copy(update={"train": trained.train}), 1) != []
+    section = overlap.partition(".")[0]
+    assert problems(config.model_copy(update={section: getattr(trained, section)}), 1) != []
 
 
 def test_a_precision_that_is_none(run, capsys):

@@ -47,6 +47,7 @@ def test_a_good_config_has_no_problems(found):
     assert found() == []
     assert found("replay.mode=off", "replay.native_every=3") == []
     assert found("replay.mode=off", "replay.plan=false") == found("replay.plan=true") == []
+    assert found("replay.overlap_chunks=3", "train.recompute=moe", "replay.plan=true") == []
 
 
 @pytest.mark.parametrize(
@@ -63,6 +64,13 @@ def test_a_good_config_has_no_problems(found):
             ["replay.max_rows", "replay.missing is native"],
         ),
         (["replay.mode=off", "replay.plan=true"], ["replay.plan", "replay.mode is off", "got True"]),
+        (["replay.overlap_chunks=2", "replay.mode=off"], ["replay.mode", "replay.overlap_chunks is 2", "r3 or r2"]),
+        (["replay.overlap_chunks=1", "replay.plan=false"], ["replay.plan", "replay.overlap_chunks is 1", "got False"]),
+        (["replay.overlap_chunks=2", "parallel.expert=1"], ["parallel.expert", "at least 2", "overlap_chunks to 0"]),
+        (
+            ["replay.overlap_chunks=1", "train.overlap_expert_parallel_comm=true"],
+            ["train.overlap_expert_parallel_comm", "combined 1F1B", "expected false"],
+        ),
         (["train.updates_per_step=3"], ["train.updates_per_step", "got 3", "= 4"]),
         (["train.updates_per_step=8"], ["train.updates_per_step", "got 8", "= 4"]),
         (["rollout.prompts_per_step=10"], ["rollout.prompts_per_step", "at most 8"]),

@@ -87,6 +87,14 @@ def test_it_is_planned_on_a_laptop_quickly_and_without_torch(name, tmp_path):
     assert len(written["plan"]["stages"]) == written["plan"]["layout"]["pipeline"]
 
 
+@pytest.mark.parametrize("name", REAL)
+def test_the_documented_memory_is_the_planned_one(name):
+    (smaller, plan, _), (larger, other, _) = planned(name), planned(name, larger_gpus(name))
+    cells = (name, smaller.cluster.gpus, f"{plan.fullest.total_bytes / 2**30:.1f}")
+    cells += (larger.cluster.gpus, f"{other.fullest.total_bytes / 2**30:.1f}")
+    assert f"| {' | '.join(map(str, cells))} |" in (ROOT / "docs/planning.md").read_text()
+
+
 def test_a_checkpoint_must_be_the_published_model(config_file, model, tmp_path):
     from moe_rl.config.check import problems
 

@@ -7,8 +7,8 @@ CASES: JSON, {name: {"overrides": [config overrides], "missing": [sequences with
 first two tokens have none], "lost": [sequences whose record is not in the store], "old": [sequences whose prompt older
 weights routed], "unsupported": [sequences whose last token is not in its own support], "uncounted": [sequences whose
 last token has no support], "first": only so many sequences, "reward": the same for all}}. Rank r writes
-OUT/<name>-rank<r>.json: metrics, or the error with the number of passes that had begun; and what `shared_vocabulary`
-gives to OUT/vocabulary-rank<r>.pt.
+OUT/<name>-rank<r>.json: metrics, or the error with the number of passes that had begun; to OUT/<name>-rank<r>.chunks in
+how many chunks planned layers overlapped in each pass; and what `shared_vocabulary` gives to OUT/vocabulary-rank<r>.pt.
 """
 
 import json
@@ -141,8 +141,14 @@ def one(name, plan, checkpoint, out):
     except MoeRLError as error:
         seen = f"{type(error).__name__}: {error} [{len(passes)} passes]"
     (out / f"{name}-rank{rank}.json").write_text(json.dumps(seen))
+    (out / f"{name}-rank{rank}.chunks").write_text(json.dumps([chunks(given[1]) for given in passes]))
     policy.release()
     dist.barrier()
+
+
+def chunks(plans):
+    layers = [layer for plan in plans if plan is not None for layer in plan.values()]
+    return sorted({len(layer.chunks) * layer.overlapped for layer in layers})
 
 
 if __name__ == "__main__":

@@ -54,10 +54,14 @@ CASES = {
         )
         for settings in [LAYOUTS[layout]]
     }
-    | {f"{name} {layout}": LAYOUTS[layout] for name, layouts in LAID_OUT.items() for layout in layouts},
+    | {f"{name} {layout}": LAYOUTS[layout] for name, layouts in LAID_OUT.items() for layout in layouts}
+    # shared experts are computed while rows travel
+    | {f"glm-groups {layout} 1-chunk": LAYOUTS[layout] | {"overlap_chunks": 1} for layout in ("EP2", "TP2-EP2-uniform")}
+    | {"glm-groups CP2-EP2-moe 3-chunks": LAYOUTS["CP2-EP2-moe"] | {"overlap_chunks": 3}},
 }
 REPLAYED = [(ranks, case) for ranks, cases in CASES.items() for case in cases if "native" not in case]
 EXACT = [one for one in REPLAYED if "bfloat16" not in one[1] and "aux" not in one[1]]
+OVERLAPPED = [one for one in EXACT if one[1].endswith("1-chunk")]
 BALANCED = [one for one in REPLAYED if "aux" in one[1]]
 BIASED = [one for one in EXACT if one[1].startswith(WITH_BIAS)]
 RESUMED = [(ranks, case) for ranks, case in EXACT if "uniform" in case and not case.startswith("qwen")]
@@ -125,6 +129,15 @@ def test_replay_equals_transformers_with_the_same_routes(seen, reference, ranks,
     assert largest(logprobs, free.logprobs) > 1e-2 and largest(gradients, free.gradients) > 1e-2
     routers = [gradient for name, gradient in gradients.items() if name.endswith(ROUTERS)]
     assert routers and all(gradient.abs().max() > 1e-4 for gradient in routers), "no gradient reaches a router"
+
+
+@pytest.mark.parametrize("ranks, case", OVERLAPPED)
+def test_shared_experts_under_an_exchange_change_no_bit(seen, ranks, case):
+    for one, plain in zip(seen(ranks, case), seen(ranks, case.removesuffix(" 1-chunk")), strict=True):
+        for key in ("logprobs", "grads", "updated"):
+            assert one[key].keys() == plain[key].keys()
+            assert all(torch.equal(one[key][name], plain[key][name]) for name in plain[key])
+    assert any("shared_experts" in name for one in seen(ranks, case) for name in one["grads"])
 
 
 @pytest.mark.parametrize("ranks, case", BALANCED)

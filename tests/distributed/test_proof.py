@@ -31,6 +31,18 @@ UNPLANNED = [
     Case(2, TP2_EP2, {"recompute": "moe"}, plan=False),
     Case(2, EP2, OVERLAP, plan=False),
 ]
+# most of them in chunks as well; where ranks share an expert's matrices, they gather every chunk's rows
+OVERLAPPED = [
+    Case(2, EP2, overlap_chunks=1),
+    Case(2, TP2_EP2, overlap_chunks=1),
+    Case(2, {"context": 2, "expert": 2}, overlap_chunks=1),
+    Case(2, EP2, {"recompute": "uniform"}, overlap_chunks=1),
+    Case(2, TP2_EP2, {"recompute": "moe"}, overlap_chunks=1),
+    Case(2, {"expert_tensor": 2}, overlap_chunks=1),
+    Case(4, {"expert": 2, **VPP2}, {"recompute": "moe"}, overlap_chunks=1),
+]
+IN_CHUNKS = [OVERLAPPED[0], OVERLAPPED[2], *OVERLAPPED[4:]]
+CHUNKS = [replace(case, overlap_chunks=2 + number % 2) for number, case in enumerate(IN_CHUNKS)]
 LAYERS = 4
 
 
@@ -177,6 +189,39 @@ def test_a_plan_changes_no_bit_and_saves_an_exchange_and_a_wait_in_every_layer(p
             assert one == {**other, "planned": one["planned"]}
 
 
+@pytest.mark.parametrize("case", OVERLAPPED + CHUNKS, ids=name)
+def test_rows_that_leave_before_the_router_has_run_are_those_of_the_record(proven, case):
+    """Maps, received rows, routes taken, waits: as in Megatron's order."""
+    outcome, plain = proven.outcome(case), proven.outcome(replace(case, overlap_chunks=0))
+    assert outcome.gradients < 1e-6 and outcome.logprobs < 2e-6 < 1e-2 < outcome.free_gradients
+    assert (outcome.wrong_maps, outcome.wrong_received) == (0, 0) and outcome.maps == plain.maps > 0
+    assert outcome.consumed == outcome.expected == plain.expected
+    for rank in proven.ranks(case):
+        first, update = rank["tallies"]
+        assert first["planned"] == first["dispatched"] and update["planned"] == update["dispatched"]
+        dispatches = first["planned"] + update["planned"]
+        assert rank["waits"] == {"counts": 0, "waits": 0, "reads": 0, "dispatches": dispatches}
+
+
+@pytest.mark.parametrize("case", OVERLAPPED, ids=name)
+def test_overlapped_in_one_chunk_no_bit_changes(proven, case):
+    for one, plain in zip(proven.ranks(case), proven.ranks(replace(case, overlap_chunks=0)), strict=True):
+        for key in ("logprobs", "grads", "weights"):
+            assert one[key].keys() == plain[key].keys()
+            assert all(torch.equal(one[key][n], plain[key][n]) for n in plain[key])
+        assert (one["grad_norm"], one["tallies"]) == (plain["grad_norm"], plain["tallies"])
+
+
+@pytest.mark.parametrize("case", CHUNKS, ids=name)
+def test_in_chunks_the_gradient_changes_by_the_rounding_of_its_sums(proven, case):
+    """Of all tensors together; through four layers each adds its rounding to what it got."""
+    chunked, plain = (merged(proven.ranks(one), "grads") for one in (case, replace(case, overlap_chunks=0)))
+    whole, difference = (torch.cat([t.flatten().double() for t in one]) for one in (
+        plain.values(), [chunked[n].double() - plain[n].double() for n in plain]
+    ))  # fmt: skip
+    assert 0 < difference.norm() < 1e-6 * whole.norm()
+
+
 def budget_of(case: Case, checkpoint) -> tuple:
     """The budget from routes, lengths and layout alone, as `--plan --trace` makes it; and whether it is exact."""
     facts, parallel = read_model(checkpoint), case.parallel_config
@@ -293,6 +338,12 @@ OVERLAPPED_VPP2 = (TP2_EP2 | VPP2, OVERLAP)
         (Case(2, TP2_EP2, fault="repeated"), [None, "routes were not taken exactly once (logprobs, rank 1): got "]),
         (Case(2, TP2_EP2, fault="lost key"), [NO_KEY.format("logprobs", 0), NO_KEY.format("logprobs", 1)]),
         (Case(2, EP2, OVERLAP, fault="key lost on one rank"), ["deserted", NO_KEY.format("update", 1)]),
+        # sent before the router went wrong, or not at all
+        (Case(2, TP2_EP2, overlap_chunks=2, fault="swapped"), [None, OTHER_EXPERTS.format("logprobs", 1)]),
+        (
+            Case(2, EP2, overlap_chunks=2, fault="previous key"),
+            [OTHER_KEY.format(rank, 3) + "microbatch 0, expected microbatch 1" for rank in (0, 1)],
+        ),
         (
             Case(2, EP2, OVERLAP, fault="previous key"),
             [OTHER_KEY.format(rank, 3) + "microbatch 0, expected microbatch 1" for rank in (0, 1)],

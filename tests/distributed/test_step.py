@@ -42,6 +42,8 @@ CASES = {
     "off": {"overrides": ["replay.mode=off"]},
     "unplanned": {"overrides": ["replay.plan=false"]},
     "recomputed": {"overrides": ["train.recompute=moe"]},
+    "one-chunk": {"overrides": ["replay.overlap_chunks=1"]},
+    "r2-two-chunks": {"overrides": ["replay.mode=r2", "replay.overlap_chunks=2", "train.recompute=moe"]},
     "r2-overlapped": {
         "overrides": ["replay.mode=r2", "train.dtype=bfloat16", "train.overlap_expert_parallel_comm=true"]
     },
@@ -151,6 +153,17 @@ def test_a_step_is_the_same_with_plans_and_without(steps):
     # a microbatch in which some rank has rows without a route is dispatched Megatron's way on all; others are planned
     for name in ("missing-native", "context-missing-native", "stale-native"):
         assert 0 < steps[name][0]["routing/planned_fraction"] < 1, name
+
+
+def test_a_step_overlaps_in_as_many_chunks_as_asked_for(steps, out):
+    # old log-probabilities, which r2 records in, natively routed ones, and two updates
+    wanted = {"whole": [[0], [], [0], [0]], "one-chunk": [[1], [], [1], [1]], "r2-two-chunks": [[], [2], [2]]}
+    for case, passes in wanted.items():
+        assert all(json.loads((out / f"{case}-rank{rank}.chunks").read_text()) == passes for rank in range(2)), case
+    assert steps["one-chunk"] == steps["whole"]
+    (r2, _), (plain, _) = steps["r2-two-chunks"], steps["r2"]
+    assert r2["routing/planned_fraction"] == 1 and r2["routing/consumed"] == 1.5 * plain["routing/consumed"]
+    assert r2["optim/grad_norm"] == pytest.approx(plain["optim/grad_norm"], rel=1e-5)
 
 
 def test_microbatches_of_padding_are_part_of_a_step_and_change_nothing_in_it(steps):

@@ -177,4 +177,4 @@ def test_the_table_says_what_setup_and_the_pinned_requirements_say():
         if part.distributions and part in ALWAYS:
             assert words & {f"{name}{part.required}" for name in part.distributions}, part
     assert checked == len(ALWAYS) - 1
-    assert ALWAYS[0].required in words
+    assert ALWAYS[0].required in words and "moe-rl = moe_rl.console:main" in words

@@ -49,24 +49,23 @@ def tiny_cases() -> list[Case]:
     shared, whole = ParallelConfig(tensor=2, expert=2, expert_tensor=2), ParallelConfig(tensor=2, expert_tensor=2)
     runs = ParallelConfig(expert=2, pipeline=2, virtual_pipeline=2, context=2)
     return [
-        Case("qwen", facts(), ParallelConfig(expert=2), _train(), 4, range(4)),
-        Case("glm, stages in runs", glm, runs, _train(), 8, (0, 1, 2, 3, 4, 7)),
-        Case("no expert parallelism", facts(kv_heads=2), whole, _train(), 4, range(4)),
+        Case("qwen", facts(), ParallelConfig(expert=2), _train(), 4, (0, 1, 3)),
+        Case("glm, stages in runs", glm, runs, _train(), 8, (0, 3, 4, 7)),
+        Case("no expert parallelism", facts(kv_heads=2), whole, _train(), 4, (0, 3)),
         Case("tied, float32", tied, shared, _train(dtype="float32"), 8, (0, 5)),
         Case("whole optimizer", facts(), ParallelConfig(expert=2), _train(distributed_optimizer=False), 4, (0, 3)),
-        Case("deepseek", deepseek, ParallelConfig(tensor=2, expert=4), _train(), 8, (0, 3, 5, 6)),
+        Case("deepseek", deepseek, ParallelConfig(tensor=2, expert=4), _train(), 8, (0, 3, 6)),
         Case("gpt-oss", gpt_oss, ParallelConfig(tensor=2, expert=2), _train(), 4, (0, 3)),
     ]
 
 
 def real_cases() -> list[Case]:
-    """The shipped configs at their real size: the first rank of the first stage, the last of the last."""
+    """The shipped configs at their real size: the last rank, of the stage that also has the output matrix."""
     found = []
     for file in sorted((ROOT / "configs/models").glob("*.json")):
         config = load_config(ROOT / f"configs/{file.stem}.yaml")
         gpus = config.cluster.gpus
-        ranks = (0,) if config.parallel.pipeline == 1 else (0, gpus - 1)
-        found.append(Case(file.stem, read_published(file), config.parallel, config.train, gpus, ranks))
+        found.append(Case(file.stem, read_published(file), config.parallel, config.train, gpus, (gpus - 1,)))
     return found
 
 

@@ -52,8 +52,8 @@ def test_route_ids_take_two_bytes_above_256_experts(plan_of, config_file):
 
 def test_a_buffer_by_hand():
     """Two parameters. The second starts at 128, a multiple of 64; both copies have half of 256, a multiple of 128."""
-    buffer = Buffer(sizes=(100, 30), copies=2, ranks_between=1)
-    assert (buffer.elements, buffer.padded_elements, buffer.owned()) == (130, 256, [100, 30])
+    buffer = Buffer(sizes=(70, 30), copies=2, ranks_between=1)
+    assert (buffer.elements, buffer.padded_elements, buffer.owned()) == (100, 256, [70, 30])
     assert Buffer((64, 200), 1, 1).owned() == [264] and Buffer((64, 200), 1, 1).padded_elements == 384
     assert Buffer((300,), 3, 1).owned() == [128, 128, 44]
     assert Buffer((), 4, 1).owned() == [0] * 4

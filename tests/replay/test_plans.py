@@ -26,7 +26,7 @@ def test_every_layer_of_every_microbatch_is_planned_by_one_exchange():
     tables, other, asked = [table(0), table(1, tokens=4)], [table(2), table(3)], []
 
     def counted(tables):
-        return np.stack([np.stack([count(t.routes[layer].numpy(), EXPERTS) for layer in LAYERS]) for t in tables])
+        return np.stack([[[count(t.routes[layer].numpy(), EXPERTS) for layer in LAYERS]] for t in tables])
 
     def exchange(counts):
         asked.append(counts)
@@ -36,10 +36,10 @@ def test_every_layer_of_every_microbatch_is_planned_by_one_exchange():
     assert len(asked) == 1 and np.array_equal(asked[0], counted(tables))
     for m, one in enumerate(tables):
         assert list(plans[m]) == list(LAYERS)
-        for layer, plan in plans[m].items():
-            ids = one.routes[layer].tolist()
+        for layer, whole in plans[m].items():
+            (plan,), ids = whole.chunks, one.routes[layer].tolist()
             sent = [(row, e) for e in range(EXPERTS) for row in range(len(ids)) if e in ids[row]]
-            assert [divmod(entry, EXPERTS) for entry in plan.entries.tolist()] == sent
+            assert [divmod(entry, EXPERTS) for entry in whole.entries.tolist()] == sent
             assert plan.sent == [sum(e < 4 for _, e in sent), sum(e >= 4 for _, e in sent)]
             theirs = other[m].routes[layer].flatten().tolist()
             mine = one.routes[layer].flatten().tolist()
@@ -86,7 +86,7 @@ def test_a_pass_that_routes_natively_has_no_plan(mode):
     tables = [table(0)]
     with session(tables, mode=mode, plans=plans_of(tables)) as s:
         begin(s, 0)
-        assert all(s.plan(0, layer) is None for layer in LAYERS)
+        assert all(s.plan(0, layer, TOKENS) is None for layer in LAYERS)
         for layer in LAYERS:
             s.record(0, layer, tables[0].routes[layer])
 
@@ -114,8 +114,10 @@ def test_a_plan_that_sends_one_row_elsewhere_is_refused():
 
 def test_a_plan_of_fewer_rows_is_refused_before_it_is_followed():
     tables = [table(0)]
-    with session([]), pytest.raises(ReplayError, match=f"got {4 * TOP_K} sent rows, expected {TOKENS * TOP_K}"):
-        session(tables, plans=plans_of([table(0, tokens=4)])).plan(0, 0)
+    what = f"got {4 * TOP_K} sent rows, expected {TOKENS * TOP_K}"
+    with pytest.raises(ReplayError, match=what), session(tables, plans=plans_of([table(0, tokens=4)])) as s:
+        begin(s, 0)
+        s.plan(0, 0, TOKENS)
 
 
 def test_the_map_is_held_against_the_record_as_without_a_plan():

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node N worker.py CASES OUT
 
-CASES: JSON {name: {"checkpoint": path, "parallel", "train": as of a proof's case, "mode": replay | native, "resume":
-whether to save and load a checkpoint, "write": a folder for a Hugging Face checkpoint of the loaded weights}}. Rank r
-writes OUT/<name>-rank<r>.pt: what it saw.
+CASES: JSON {name: {"checkpoint": path, "parallel", "train", "overlap_chunks": as of a proof's case, "mode": replay |
+native, "resume": whether to save and load a checkpoint, "write": a folder for a Hugging Face checkpoint of the loaded
+weights}}. Rank r writes OUT/<name>-rank<r>.pt: what it saw.
 """
 
 import json
@@ -51,7 +51,8 @@ def write(policy, facts, folder, out):
 def run(case, out):
     folder, mode = Path(case["checkpoint"]), case.get("mode", "replay")
     facts = read_model(folder)
-    shared = cases.Case(dist.get_world_size(), case["parallel"], case.get("train", {}))
+    chunks = case.get("overlap_chunks", 0)
+    shared = cases.Case(dist.get_world_size(), case["parallel"], case.get("train", {}), overlap_chunks=chunks)
     with computing_as_asked(shared):
         policy = Policy(facts, shared.train_config, shared.parallel_config, folder, temperature=1.0)
     loaded = exported(policy)

@@ -1,0 +1,174 @@
+"""What a planned step costs whose MoE layers compute while rows travel, against one in Megatron's order:
+`python benchmarks/overlap.py [--ranks 2] [--chunks 2 4] [--json FILE] [--picture FILE]`.
+
+Expert-parallel ranks on this machine, gloo without a GPU, a random Qwen3-MoE with experts so narrow that rows take
+about as long on their way as in them. An update (planning, forward, backward, optimizer) is run in turns: by plans in
+Megatron's order, overlapped in one chunk, and in as many as asked for. Prints the medians of the rounds' ratios, with
+quartiles; and of one layer, recorded apart from the timing, how long rows were under way and how long the host did
+nothing but wait for them. The picture shows a forward and a backward pass of this layer in each way.
+
+The threads that carry rows on this machine take turns with those that compute: what a network card or a GPU's copy
+engines would do beside the computation is done in its stead. So the times here show what lies under what, and what it
+costs; not what it gains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from output import tell
+from updates import ReplayedUpdates, arguments, described, on_ranks, ratio, timed
+
+RECORDED = 11  # times that a layer is recorded; the picture has the quickest, which others disturbed least
+LANES = 6  # in the picture, of exchanges under way at a time
+
+
+def main() -> int:
+    parser = arguments(__doc__.splitlines()[0], model="narrow", tokens=512)
+    parser.add_argument("--chunks", type=int, nargs="+", default=[2, 4], help="beside 0, Megatron's order, and 1")
+    parser.add_argument("--rounds", type=int, default=20, help="of all ways")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="a PNG or SVG")
+    options = parser.parse_args()
+    if options.rank_of:
+        run_rank(options)
+        return 0
+    seen = on_ranks(__file__, options)
+    tell(summary(options, seen), options.json)
+    if options.picture:
+        draw(seen["timelines"], options.picture)
+    return 0
+
+
+def name(chunks: int) -> str:
+    return {0: "planned", 1: "overlapped, 1 chunk"}.get(chunks, f"overlapped, {chunks} chunks")
+
+
+def summary(options: argparse.Namespace, seen: dict) -> dict[str, object]:
+    """Medians and quartiles of what the first rank wrote."""
+    result = described(options, seen)
+    for at, clock in enumerate(("clock", "processor")):
+        seconds = {way: [row[str(way)][at] for row in seen["rounds"]] for way in seen["ways"]}
+        for way in seen["ways"]:
+            result[f"{clock} seconds of an update, {name(way)}"] = statistics.median(seconds[way])
+        for way in seen["ways"][1:]:
+            result |= ratio(seconds[way], seconds[0], f"{clock}, {name(way)} : planned")
+    for way in seen["ways"]:
+        under_way, waited, rest = (statistics.median(c) for c in zip(*seen["layers"][str(way)], strict=True))
+        result[f"rows of a layer under way, ms, {name(way)}"] = 1e3 * under_way
+        result[f"the host waits for them, ms, {name(way)}"] = 1e3 * waited
+        result[f"part of it under computation, {name(way)}"] = rest
+    return result
+
+
+def run_rank(options: argparse.Namespace) -> None:
+    import torch.distributed as dist
+
+    from moe_rl.megatron import world
+    from moe_rl.megatron.model import unwrap
+    from moe_rl.megatron.timeline import Timeline
+
+    bench, ways = ReplayedUpdates(options), [0, 1, *options.chunks]
+
+    def update(way):
+        bench.update(bench.plans(way))
+
+    rounds = []
+    for number in range(options.rounds + 1):
+        turn = number % len(ways)
+        row = {way: timed(partial(update, way)) for way in ways[turn:] + ways[:turn]}
+        if number:  # the first warms up
+            rounds.append(row)
+    layer = unwrap(bench.policy.chunks[0]).decoder.layers[-2].mlp
+    layers, timelines = {}, {}
+    for way in ways:
+        recorded, numbers = [], []
+        for _ in range(RECORDED):
+            plans = bench.plans(way)
+            timeline = Timeline(layer, 0, plans[0][layer.layer_number - 1])
+            dist.barrier()
+            with timeline.recording():
+                bench.update(plans)
+            recorded.append(timeline)
+            sums = world.all_reduce([timeline.under_way(), timeline.waited()])
+            numbers.append([*(one / options.ranks for one in sums), 1 - sums[1] / sums[0]])
+        layers[way] = numbers
+        timelines[name(way)] = [asdict(span) for span in min(recorded, key=seconds).spans]
+    if dist.get_rank() == 0:
+        seen = {"model": bench.model, "ways": ways, "rounds": rounds, "layers": layers, "timelines": timelines}
+        (options.rank_of / "seen.json").write_text(json.dumps(seen))
+    bench.stop()
+
+
+def seconds(timeline) -> float:
+    """Of the layer's forward and backward pass together."""
+    return sum(
+        max(span.end for span in timeline.spans if span.backward == backward)
+        - min(span.begin for span in timeline.spans if span.backward == backward)
+        for backward in (False, True)
+    )
+
+
+def draw(timelines: dict[str, list[dict]], file: Path) -> None:
+    """Forward and backward of the layer on the first rank, a row for each way: above what it computes and when it
+    waits, below which rows are under way."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
+
+    colours = {
+        "router": "#d95f02", "shared experts": "#e6ab02", "experts": "#1b6ca8",
+        "rows": "#7fb77e", "weights": "#b8d8b0", "back": "#9d8ec7",
+    }  # fmt: skip
+    figure, axes = plt.subplots(
+        len(timelines), 2, figsize=(11, 0.6 + 1.4 * len(timelines)), sharex="col", squeeze=False
+    )
+    for line, (way, spans) in zip(axes, timelines.items(), strict=True):
+        for axis, backward in zip(line, (False, True), strict=True):
+            here = [span for span in spans if span["backward"] == backward]
+            start = min(span["begin"] for span in here)
+
+            def bar(axis, row, span, begin, end, start=start, **style):
+                left, width = 1e3 * (begin - start), 1e3 * (end - begin)
+                axis.barh(row, width, left=left, edgecolor="black", linewidth=0.3, **style)
+                kind, _, number = span["name"].partition(" ")
+                if number.isdigit() and kind != "weights":
+                    axis.text(left + width / 2, row, number, ha="center", va="center", fontsize=6)
+
+            lanes: list[float] = []  # of each the moment from which it is free
+            for span in here:
+                kind = span["name"].rstrip("0123456789 ")
+                if span["waiting"] is None:
+                    bar(axis, 0, span, span["begin"], span["end"], height=0.9, color=colours[kind])
+                    continue
+                bar(axis, 0, span | {"name": ""}, span["waiting"], span["end"], height=0.9, color="white", hatch="////")
+                lane = next((n for n, free in enumerate(lanes) if free <= span["begin"]), len(lanes))
+                lanes[lane : lane + 1] = [span["arrived"]]
+                bar(axis, -0.75 - 0.45 * lane, span, span["begin"], span["arrived"], height=0.4, color=colours[kind])
+            axis.set_ylim(-0.8 - 0.45 * LANES, 0.6)
+            axis.set_yticks([0, -0.75 - 0.45 * LANES / 2], ["this rank", "under way"], fontsize=7)
+            axis.tick_params(axis="x", labelsize=7)
+            for side in ("top", "right", "left"):
+                axis.spines[side].set_visible(False)
+        line[0].set_title(way, loc="left", fontsize=9)
+        line[1].set_title("backward", loc="right", fontsize=8, color="grey")
+        line[0].set_title("forward", loc="right", fontsize=8, color="grey")
+    for axis in axes[-1]:
+        axis.set_xlabel("ms", fontsize=8)
+    used = {span["name"].rstrip("0123456789 ") for spans in timelines.values() for span in spans}
+    handles = [Patch(color=colour, label=kind) for kind, colour in colours.items() if kind in used]
+    handles.append(Patch(facecolor="white", edgecolor="black", hatch="////", label="waits for rows"))
+    figure.legend(handles=handles, loc="lower center", ncols=len(handles), fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.savefig(file, dpi=110)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""Updates of a random model on expert-parallel ranks of this machine, with its own routes to replay: what benchmarks of
+training steps time in turns.
+
+The routes that are replayed are those that the model's own routers choose, so that native and replayed updates do the
+same work on the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from models import SHAPES, make_model
+
+
+def arguments(description: str, *, model: str, tokens: int) -> argparse.ArgumentParser:
+    """Those that all of them have."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--model", default=model, choices=sorted(SHAPES), help="shape of the random model")
+    parser.add_argument("--ranks", type=int, default=2, help="expert-parallel ranks")
+    parser.add_argument("--microbatches", type=int, default=2, help="of each rank")
+    parser.add_argument("--tokens", type=int, default=tokens, help="of each microbatch")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--rank-of", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)  # the same file on each rank
+    return parser
+
+
+def on_ranks(file: str, options: argparse.Namespace) -> dict:
+    """Run `file` again on every rank, with a folder that has the model; what the first wrote to its seen.json."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = make_model(options.model, Path(folder) / "model")
+        (path / "tokenizer.json").write_text("{}")
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        subprocess.run(
+            [*launcher, str(options.ranks), file, *sys.argv[1:], "--rank-of", folder],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            check=True,
+        )
+        return json.loads((Path(folder) / "seen.json").read_text())
+
+
+def described(options: argparse.Namespace, seen: dict) -> dict[str, object]:
+    """What was run, as the first lines of a result."""
+    return {
+        "model": seen["model"],
+        "expert-parallel ranks": options.ranks,
+        "microbatches of a rank": options.microbatches,
+        "tokens of a microbatch": options.tokens,
+        "rounds": len(seen["rounds"]),
+    }
+
+
+def ratio(above: list[float], below: list[float], name: str) -> dict[str, object]:
+    """The median of the rounds' ratios and their quartiles."""
+    ratios = [a / b for a, b in zip(above, below, strict=True)]
+    quartiles = statistics.quantiles(ratios, n=4)
+    return {name: statistics.median(ratios), f"{name}, quartiles": [round(quartiles[0], 3), round(quartiles[2], 3)]}
+
+
+class ReplayedUpdates:
+    """On one rank: process group, policy, microbatches of random tokens, and the routes that it takes for them."""
+
+    def __init__(self, options: argparse.Namespace):
+        import torch.distributed as dist
+
+        from moe_rl.config.hf import read_model
+        from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
+        from moe_rl.megatron import world
+        from moe_rl.megatron.microbatch import pack
+        from moe_rl.megatron.policy import Policy
+        from moe_rl.replay.routes import SequenceRoutes, microbatch_routes
+        from moe_rl.trace import TraceSpec
+        from moe_rl.types import Sequence
+
+        parallel = ParallelConfig(expert=options.ranks)
+        world.start(parallel, seed=1, timeout_seconds=120)
+        folder = options.rank_of / "model"
+        self.facts = facts = read_model(folder)
+        train = TrainConfig(dtype="float32", microbatch_tokens=options.tokens, optimizer=OptimizerConfig(lr=1e-12))
+        self.policy = Policy(facts, train, parallel, folder, temperature=1.0)
+        self.model = f"{facts.layers} layers, {facts.top_k} of {facts.num_experts} experts, hidden {facts.hidden_size}"
+        self.model += f", experts {facts.moe_intermediate_size} wide"
+        spec = TraceSpec.from_layers("bench", facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
+        rng = np.random.default_rng(dist.get_rank())
+        self.microbatches, unrecorded = [], []
+        for number in range(options.microbatches):
+            tokens = rng.integers(0, facts.vocab, options.tokens + 1).tolist()
+            half = options.tokens // 2
+            nothing = np.zeros(len(tokens) - half, np.float32)
+            one = Sequence(f"s{number}", tuple(tokens[:half]), tuple(tokens[half:]), nothing, 1.0, 0, None)
+            microbatch = pack([one], [0], world.device())
+            fed = microbatch.fed([one])
+            made_up = np.tile(np.arange(facts.top_k, dtype=np.uint8), (len(fed[0]), len(self.policy.layers), 1))
+            self.microbatches.append(microbatch)
+            unrecorded.append(
+                microbatch_routes(
+                    [SequenceRoutes.complete(one.key, fed[0], made_up)], spec, layers=self.policy.layers,
+                    names=[one.key], fed=fed, padded_tokens=sum(microbatch.lengths), rows=microbatch.rows,
+                    expert_parallel=options.ranks, device=world.device(),
+                )
+            )  # fmt: skip
+        with self._session(unrecorded, "record") as own:
+            self.policy.logprobs(self.microbatches, own)
+        self.tables = own.recorded_routes()
+
+    def _session(self, tables, mode, plans=()):
+        import torch.distributed as dist
+
+        from moe_rl.replay.session import ReplaySession
+
+        return ReplaySession(
+            tables, self.policy.layers, mode=mode, name="bench", rank=dist.get_rank(), plans=list(plans)
+        )
+
+    def plans(self, overlap_chunks: int = 0) -> list:
+        """Dispatch plans of the microbatches. All ranks call it together."""
+        from moe_rl.megatron import world
+        from moe_rl.replay.plans import plan_dispatch
+
+        group = world.dispatch_group(self.facts.num_experts)
+        return plan_dispatch(
+            self.tables, self.policy.layers, group, world.gather_over_dispatch, overlap_chunks=overlap_chunks
+        )
+
+    def update(self, plans: list | None) -> None:
+        """Forward, backward and optimizer. None routes natively; [] replays without plans."""
+        if plans is None:
+            self.policy.update(self.microbatches, None, self._loss)
+            return
+        with self._session(self.tables, "replay", plans) as session:
+            self.policy.update(self.microbatches, session, self._loss)
+
+    @staticmethod
+    def _loss(number, logprobs):
+        return -logprobs.sum() / 1e4
+
+    def stop(self) -> None:
+        from moe_rl.megatron import world
+
+        world.stop()
+
+
+def timed(work: Callable[[], None]) -> tuple[float, float]:
+    """Seconds on the clock, of the slowest rank, and of the processors, of all ranks. All ranks call it together."""
+    import torch
+    import torch.distributed as dist
+
+    from moe_rl.megatron import world
+
+    dist.barrier()
+    start, busy = time.perf_counter(), time.process_time()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    busy = time.process_time() - busy
+    (slowest,) = world.all_reduce([time.perf_counter() - start], dist.ReduceOp.MAX)
+    (all_busy,) = world.all_reduce([busy])
+    return slowest, all_busy
