@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -114,10 +115,11 @@ FUSED = {
 def model_with(first, second, buffers=()):
     """What the map asks of a GPTModel of two layers with these parameters."""
     names = [*ENDS, *(f"decoder.layers.{n}.{name}" for n, layer in enumerate((first, second)) for name in layer)]
+    experts = SimpleNamespace(token_dispatcher=SimpleNamespace(order=np.arange(12)))
     return SimpleNamespace(
         named_parameters=lambda: [(name, torch.nn.Parameter(torch.zeros(1))) for name in names],
         named_buffers=lambda: [(name, torch.zeros(1)) for name in buffers],
-        decoder=SimpleNamespace(layers=[SimpleNamespace(layer_number=1), SimpleNamespace(layer_number=2)]),
+        decoder=SimpleNamespace(layers=[SimpleNamespace(layer_number=n, mlp=experts) for n in (1, 2)]),
         pre_process=True,
         post_process=True,
     )
