@@ -21,7 +21,8 @@ from moe_rl.comparison.passes import Batch
 from moe_rl.errors import MoeRLError, describe
 from moe_rl.megatron import world
 from moe_rl.replay.routes import PADDING, read_routes
-from moe_rl.replay.session import MicrobatchRoutes, ReplaySession
+from moe_rl.replay.session import ReplaySession
+from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
 from moe_rl.trace.record import RouteRecord
 from moe_rl.types import Sequence

@@ -21,7 +21,8 @@ from moe_rl.proof.batch import batch
 from moe_rl.proof.cases import MICROBATCH_TOKENS, Case
 from moe_rl.replay.plans import LayerPlan, plan_dispatch
 from moe_rl.replay.routes import SequenceRoutes, microbatch_routes
-from moe_rl.replay.session import MicrobatchRoutes, ReplaySession
+from moe_rl.replay.session import ReplaySession
+from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import TraceSpec
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from moe_rl.planning.dispatch import DispatchGroup, chunk_rows, count, send_order, splits
-from moe_rl.replay.session import MicrobatchRoutes
+from moe_rl.replay.tables import MicrobatchRoutes
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,73 +14,21 @@ padding as one more, layer: global decoder layer, 0-based.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
 from moe_rl.errors import ReplayError, describe
-from moe_rl.replay.checksum import RowSalts
+from moe_rl.replay.ledger import Ledger, first_of
 from moe_rl.replay.native import Compared, totals
-
-if TYPE_CHECKING:
-    from moe_rl.replay.plans import LayerPlan
+from moe_rl.replay.plans import LayerPlan
+from moe_rl.replay.tables import MicrobatchRoutes, Tally
 
 Mode = Literal["replay", "observe", "record"]
 
 _open_session: ReplaySession | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MicrobatchRoutes:
-    """Routes of one packed microbatch, cut to the rows that this rank's routers see.
-
-    names [S]: requests, and "padding". fed: of the rows as they are fed to the model. routes: {layer: integers [R, K]};
-    padding rows have made-up ones. checksums: {layer: int64 [S]} of the replayed rows, from the routes as read.
-    recorded: int64 [N], the rows whose recorded routes a router's own choice is compared with. native: bool [R], the
-    rows that have no route to replay, where the router chooses; None: there are none. replayed_tokens, native_tokens:
-    rows of either kind without the padding. stale_tokens: rows whose recorded routes older weights chose.
-    """
-
-    names: tuple[str, ...]
-    fed: RowSalts
-    routes: dict[int, torch.Tensor]
-    checksums: dict[int, torch.Tensor]
-    recorded: torch.Tensor
-    native: torch.Tensor | None
-    replayed_tokens: int
-    native_tokens: int
-    stale_tokens: int
-
-
-@dataclass(slots=True)
-class Tally:
-    """What a finished session counted. Integers summed over this rank's microbatches.
-
-    consumed, expected: takings of (microbatch, layer), recomputations included.
-    dispatched: of (microbatch, layer) under replay, recomputations included; planned: those of them with a plan.
-    applied_mismatch: (sequence, layer) pairs with a row dispatched to other experts than recorded, of applied_checked.
-    native_mismatch: (token, layer) positions where the router's own top-k set differs from the recorded one, of
-    native_positions; native_by_layer: the same for each layer. native_token_mismatch: tokens with at least one such
-    layer, on any pipeline stage, of native_tokens. native_shared: experts that the two sets have in common, and
-    native_margin: margins (see `native.Compared`), over the positions. The native counts leave padding out.
-    """
-
-    consumed: int = 0
-    expected: int = 0
-    dispatched: int = 0
-    planned: int = 0
-    applied_mismatch: int = 0
-    applied_checked: int = 0
-    native_mismatch: int = 0
-    native_positions: int = 0
-    native_token_mismatch: int = 0
-    native_tokens: int = 0
-    native_shared: int = 0
-    native_margin: float = 0.0
-    native_by_layer: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -118,8 +66,8 @@ class ReplaySession:
     router_logits: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     _forwarding: int | None = None
     _strangers: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    _taken: Counter = field(default_factory=Counter)
-    _dispatched: Counter = field(default_factory=Counter)
+    _taken: Ledger = field(default_factory=lambda: Ledger("taken"))
+    _dispatched: Ledger = field(default_factory=lambda: Ledger("dispatched"))
     _applied: list[tuple[int, int, torch.Tensor]] = field(default_factory=list)
     _misplanned: list[tuple[int, int, torch.Tensor]] = field(default_factory=list)
     _chosen: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
@@ -210,13 +158,13 @@ class ReplaySession:
     def take(self, microbatch: int, layer: int, tokens: int) -> torch.Tensor:
         """The routes int64 [R, K] to force, counted as taken. tokens: rows the router is about to route."""
         routes = self._routes_of(microbatch, layer, tokens)
-        self._taken[microbatch, layer, torch.is_grad_enabled()] += 1
+        self._taken.count(microbatch, layer)
         return routes.long()
 
     def record(self, microbatch: int, layer: int, chosen: torch.Tensor) -> None:
         """Keep what the router chose [R, K], counted as taken."""
         self._check_whose(microbatch, layer)
-        self._taken[microbatch, layer, torch.is_grad_enabled()] += 1
+        self._taken.count(microbatch, layer)
         self._chosen[microbatch, layer] = chosen.detach().to(torch.int16)
 
     def recorded_routes(self) -> list[MicrobatchRoutes]:
@@ -288,7 +236,7 @@ class ReplaySession:
         table = self.microbatches[microbatch]
         wrong = table.fed.applied(layer, routing_map, native=table.native) != table.checksums[layer]
         self._applied.append((microbatch, layer, wrong))
-        self._dispatched[microbatch, layer, torch.is_grad_enabled()] += 1
+        self._dispatched.count(microbatch, layer)
         self.tally.applied_checked += len(table.names)
 
     def _routes_of(self, microbatch: int, layer: int, tokens: int) -> torch.Tensor:
@@ -334,13 +282,17 @@ class ReplaySession:
                 )
             )
         if self.mode != "observe":
-            self._check_ledger("taken", self._taken)
+            self.tally.consumed, self.tally.expected = self._check_ledger(self._taken)
         if self.mode == "replay":
-            self._check_ledger("dispatched", self._dispatched)
+            self._check_ledger(self._dispatched)
             self._check_applied()
             self._check_planned()
         if self.compare_native and self.microbatches:
             self._close_native()
+
+    def _check_ledger(self, ledger: Ledger) -> tuple[int, int]:
+        numbers, where = range(len(self.microbatches)), f"{self.name}, rank {self.rank}"
+        return ledger.check(numbers, self.layers, self.recomputed_layers, where)
 
     def _close_native(self) -> None:
         numbers = range(len(self.microbatches))
@@ -366,7 +318,7 @@ class ReplaySession:
                 describe(
                     "a dispatch plan sent rows to other experts than recorded",
                     where=f"{self.name}, rank {self.rank}",
-                    got=_first(wrong),
+                    got=first_of(wrong),
                     expected="the plan that was made of these routes",
                     do="make plans from the tables that the session replays, in their order",
                 )
@@ -387,40 +339,11 @@ class ReplaySession:
             describe(
                 "tokens were dispatched to other experts than recorded",
                 where=f"{self.name}, rank {self.rank}",
-                got=f"{len(pairs)} of {self.tally.applied_checked} (sequence, layer) pairs: {_first(pairs)}",
+                got=f"{len(pairs)} of {self.tally.applied_checked} (sequence, layer) pairs: {first_of(pairs)}",
                 expected="the experts of the record for every token",
                 do="look for a router or dispatcher setting that changes the routing map, or for rows out of place",
             )
         )
-
-    def _check_ledger(self, verb: str, counts: Counter) -> None:
-        problems = []
-        for microbatch in range(len(self.microbatches)):
-            for layer in self.layers:
-                without_grad, with_grad = counts[microbatch, layer, False], counts[microbatch, layer, True]
-                # A checkpointed forward runs without gradients first and with them when it is recomputed.
-                if layer in self.recomputed_layers:
-                    got = {"forward": without_grad, "recompute": with_grad}
-                else:
-                    got = {"forward": without_grad + with_grad}
-                where = f"microbatch {microbatch} layer {layer}"
-                problems += [f"{where} {phase} {n} times" for phase, n in got.items() if n != 1]
-        known = {(m, layer) for m in range(len(self.microbatches)) for layer in self.layers}
-        problems += [
-            f"microbatch {m} layer {layer} not of this pass" for m, layer, _ in counts if (m, layer) not in known
-        ]
-        expected = len(known) + sum(layer in self.recomputed_layers for _, layer in known)
-        if problems:
-            raise ReplayError(
-                describe(
-                    f"routes were not {verb} exactly once",
-                    where=f"{self.name}, rank {self.rank}",
-                    got=_first(problems),
-                    expected=f"each of {expected} once",
-                )
-            )
-        if verb == "taken":
-            self.tally.consumed, self.tally.expected = sum(counts.values()), expected
 
     def _where(self, microbatch: int, layer: int) -> str:
         return f"{self.name}, rank {self.rank}, microbatch {microbatch}, layer {layer}"
@@ -466,8 +389,3 @@ class MicrobatchHandle:
 
     session: ReplaySession
     microbatch: int
-
-
-def _first(problems: list[str], shown: int = 5) -> str:
-    more = f"; and {len(problems) - shown} more" if len(problems) > shown else ""
-    return "; ".join(problems[:shown]) + more

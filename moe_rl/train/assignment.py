@@ -13,7 +13,7 @@ from moe_rl.errors import MoeRLError, ReplayError, TraceError, describe
 from moe_rl.megatron import world
 from moe_rl.planning.balance import Plan, load_of, pack_by_load
 from moe_rl.planning.packing import fill_rounds, pack
-from moe_rl.replay.session import MicrobatchRoutes
+from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.types import RouteRef, Sequence
 

@@ -16,7 +16,7 @@ from moe_rl.planning.balance import Plan
 from moe_rl.planning.packing import split_groups
 from moe_rl.replay.plans import LayerPlan
 from moe_rl.replay.routes import RowPolicy, microbatch_routes, missing_rows, read_routes
-from moe_rl.replay.session import MicrobatchRoutes
+from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train.assignment import agreed, assign, load_excess
 from moe_rl.train.support import read_support

@@ -24,7 +24,8 @@ from moe_rl.objectives.entropy import entropy_bonus
 from moe_rl.objectives.mismatch import MismatchSums
 from moe_rl.objectives.policy import policy_loss, reference_kl
 from moe_rl.replay.plans import peak_rows, plan_dispatch
-from moe_rl.replay.session import ReplaySession, Tally
+from moe_rl.replay.session import ReplaySession
+from moe_rl.replay.tables import Tally
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train.credit import give_credit
 from moe_rl.train.experts import ExpertPlacement

@@ -6,7 +6,7 @@ import torch
 from moe_rl.config.model_facts import ModelFacts
 from moe_rl.config.schema import OptimizerConfig, TrainConfig
 from moe_rl.replay.routes import SequenceRoutes, microbatch_routes
-from moe_rl.replay.session import MicrobatchRoutes
+from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import TraceSpec
 
 TRAIN = TrainConfig(dtype="float32", microbatch_tokens=40, optimizer=OptimizerConfig(lr=1e-3))
