@@ -231,6 +231,11 @@ _METRICS = (
            "sums over microbatches and layers, by the sampler's routes (under r2 the trainer's own differ a little).",
            "Every layer waits for the fullest rank. Try train.packing: load. It cannot even out what is popular in the "
            "whole batch.", modes=REPLAYED),
+    Metric("routing/packed_by_length", "count", "neutral",
+           "Updates of the step with the microbatches of packing by length: all, but under train.packing: load only "
+           "those for which no more even ones were found.",
+           "Not 0 under train.packing: load: popular experts are the same in all sequences, or there is one round of "
+           "microbatches. Placement can help, packing cannot.", modes=REPLAYED),
     Metric("routing/consumed", "count", "must equal routing/expected",
            "Takings of recorded routes in this step, one for each (microbatch, layer) and pass over it, as counted by "
            "the replay ledger.",

@@ -40,8 +40,9 @@ def agreed[Result](read: Callable[[], Result]) -> Result:
 
 def assign(
     sequences: list[Sequence], config: Config, store: TraceStore, spec: TraceSpec, placement: np.ndarray
-) -> Plan:
-    """The plan of `packing.pack`, by length or by known load as the config says, the same on every rank.
+) -> tuple[Plan, bool]:
+    """The plan of `packing.pack`, by length or by known load as the config says, the same on every rank; and whether it
+    is that of packing by length, as it is too where the search by load finds nothing better.
 
     placement: int64 [L, E], the expert in each slot, of every MoE layer of the model.
     For interleaved stages it is filled up to whole rounds with empty microbatches, which run on padding alone.
@@ -53,8 +54,9 @@ def assign(
     ranks = world.data_parallel()[1]
     budget = config.train.microbatch_tokens
     in_a_round = world.microbatches_in_a_round()
+    by_length = fill_rounds(pack(lengths, ranks=ranks, microbatch_tokens=budget), in_a_round)
     if config.train.packing == "length":
-        return fill_rounds(pack(lengths, ranks=ranks, microbatch_tokens=budget), in_a_round)
+        return by_length, True
     parts = config.parallel.expert
 
     def counted() -> np.ndarray:
@@ -78,7 +80,8 @@ def assign(
         )
         return fill_rounds(plan, in_a_round)
 
-    return world.broadcast(agreed(planned), Plan)
+    plan = world.broadcast(agreed(planned), Plan)
+    return plan, plan == by_length
 
 
 def load_excess(tables: list[MicrobatchRoutes], order: np.ndarray, expert_parallel: int) -> float:

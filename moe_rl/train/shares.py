@@ -72,16 +72,19 @@ class Shares:
         a sampling support that is needed is missing or wrong.
         """
         sequences, group_ids, dropped = self._complete(sequences, group_ids)
-        updates = []
+        updates, by_length = [], 0
         for chosen in split_groups(group_ids, self.config.train.updates_per_step):
             if chosen:
                 ours = [sequences[i] for i in chosen]
-                updates.append((ours, assign(ours, self.config, self.store, self.spec, placement)))
+                plan, as_by_length = assign(ours, self.config, self.store, self.spec, placement)
+                updates.append((ours, plan))
+                by_length += as_by_length
         shares = agreed(lambda: self._read(updates, weight_version))
         tables = [table for share in shares for table in share.tables]
         return shares, {
             **self._fallback(shares, sequences),
             "routing/dropped_sequences": dropped,
+            "routing/packed_by_length": by_length,
             "routing/load_excess": load_excess(tables, self._own(placement), self.config.parallel.expert),
         }
 

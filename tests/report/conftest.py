@@ -116,6 +116,7 @@ def metrics(step: int, replay: bool = True, native: bool = False, total: int = 4
             "routing/dropped_sequences": 0,
             "routing/stale_tokens": 0,
             "routing/load_excess": 0.05,
+            "routing/packed_by_length": 0,
             "routing/consumed": routes,
             "routing/expected": routes,
             "routing/planned_fraction": 1.0,
