@@ -6,17 +6,19 @@ Both ranks go through the layouts of two, and rank 0 is a world of its own befor
 of OUT named after their case; rank r writes what it saw to OUT/rank<r>.pt.
 """
 
+import json
 import os
 import shutil
 import socket
 import sys
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from moe_rl.comparison.sources import weights_digest
 from moe_rl.config.hf import read_model
@@ -222,6 +224,16 @@ def skips(new):
     return seen
 
 
+def of_two_layers(model, folder):
+    """The model without its last layers, as a checkpoint of its own."""
+    shutil.copytree(model, folder)
+    tensors = load_file(model / "model.safetensors")
+    cut = {name: tensor for name, tensor in tensors.items() if ".layers." not in name or int(name.split(".")[2]) < 2}
+    save_file(cut, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+
+
 def refusals(new, saved):
     """What this rank is told of checkpoints of another model, or with a flipped bit, or without a file or their state.
 
@@ -238,9 +250,12 @@ def refusals(new, saved):
         except CheckpointError as error:
             return str(error)
 
-    facts, *rest = case.build
-    smaller = replace(facts, layers=2, moe_layers=facts.moe_layers[:2])
-    told["model"] = attempt(source, Policy(smaller, *rest, temperature=1.0))
+    _, train, parallel, model = case.build
+    smaller = case.out / "smaller"
+    if dist.get_rank() == 0:
+        of_two_layers(model, smaller)
+    dist.barrier()
+    told["model"] = attempt(source, Policy(read_model(smaller), train, parallel, smaller, temperature=1.0))
     for name in ("flipped", "gone", "state"):
         path = case.out / name
         if dist.get_rank() == 0:
