@@ -242,6 +242,15 @@ def test_close_takes_what_verifiers_left_running(make_pool, helpers, tmp_path):
         pool.score([HEALTHY])
 
 
+@pytest.fixture
+def interruptible():
+    """A job that a shell starts in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_exception_leaves_no_process_and_no_descriptor(make_pool, helpers, tmp_path):
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(KeyboardInterrupt), make_pool("misbehave", timeout=600.0, workers=2) as pool:
