@@ -196,6 +196,23 @@ def broadcast(message: object, kind: type, source: int = 0):
     return message if rank == source else messages.decode(data.cpu().numpy().tobytes(), kind)
 
 
+def gather(message: object, kind: type) -> list:
+    """The values of all ranks, in their order, on rank 0; nothing on the others. kind: their type, see `messages`."""
+    rank, payload = dist.get_rank(), bytearray(messages.encode(message))
+    mine = torch.tensor([len(payload)], dtype=torch.int64, device=device())
+    lengths = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, mine)
+    if rank:
+        dist.send(torch.frombuffer(payload, dtype=torch.uint8).to(device()), 0)
+        return []
+    values = [message]
+    for source, length in enumerate(lengths[1:], start=1):
+        data = torch.empty(int(length), dtype=torch.uint8, device=device())
+        dist.recv(data, source)
+        values.append(messages.decode(data.cpu().numpy().tobytes(), kind))
+    return values
+
+
 def all_reduce(values: list[float], op: dist.ReduceOp = dist.ReduceOp.SUM) -> list[float]:
     """Reduce float64 numbers over all ranks; the result is the same everywhere."""
     tensor = torch.tensor(values, dtype=torch.float64, device=device())

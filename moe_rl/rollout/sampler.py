@@ -10,6 +10,9 @@ import numpy as np
 from moe_rl.sync.update import WeightUpdate
 from moe_rl.types import Completion, GenerateRequest
 
+SLEEPING_PARTS = ("weights", "kv_cache")
+"""What a sampler gives back while it sleeps, in the order in which it is taken back. vLLM's own tags."""
+
 
 class Sampler(Protocol):
     """Every call raises EngineError when the sampler is dead, hangs or refuses; it is then as it was before.
@@ -19,6 +22,8 @@ class Sampler(Protocol):
     """
 
     vllm_version: str
+    workers: int
+    """Processes that hold weights. Who drives several engines gives each, by `Broadcast.first_rank`, its own ranks."""
 
     def generate(
         self, requests: Sequence[GenerateRequest], *, shard: str, enough: int | None = None

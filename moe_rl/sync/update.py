@@ -10,7 +10,8 @@ meant, and is confirmed over the memory that the sampler loads (`moe_rl/sync/dig
 
 from __future__ import annotations
 
-from typing import Annotated
+import math
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -21,14 +22,22 @@ Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 ALIGNMENT = 64
 """Tensors in a segment begin at multiples of so many bytes."""
 
+DTypeName = Literal["bfloat16", "float32"]
+_ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+
 
 class TensorInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One tensor under its Hugging Face name. dtype: as torch names it. digest: "" as long as it is not known."""
+    """One tensor under its Hugging Face name. digest: "" as long as it is not known."""
 
     name: str
-    dtype: str
+    dtype: DTypeName
     shape: tuple[Natural, ...]
     digest: str = ""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
 
 class Files(msgspec.Struct, frozen=True, tag="files", forbid_unknown_fields=True):
@@ -150,14 +159,15 @@ def agreement(answers: list[Holding]) -> Holding:
     return Holding(min(answer.version for answer in answers), first.digest, whole, refused)
 
 
-def torn(holding: Holding, where: str) -> WeightSyncError:
-    """The refusal to sample from weights that are not whole."""
+def refusal(holding: Holding) -> WeightSyncError:
+    """Why the last part was refused, or nothing can be sampled; and what the sampler does now."""
+    if holding.whole:
+        return WeightSyncError(f"{holding.refused}. The sampler goes on with version {holding.version}, which it had")
     return WeightSyncError(
         describe(
-            "The sampler holds parts of two sets of weights and samples nothing",
-            where=where,
-            got="an update that was broken off",
-            expected=f"the weights of one version, as {holding.version} was",
-            do="send a whole update, or start the sampler again",
+            holding.refused or "An update was begun and not ended",
+            got="parts of two sets of weights",
+            expected="those of one version",
+            do="send a whole update again, from its first part: until then nothing is sampled",
         )
     )

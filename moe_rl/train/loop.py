@@ -33,7 +33,7 @@ from moe_rl.train.peers import Peers
 from moe_rl.train.rollouts import Rollouts
 from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.step import Clock, TrainStep
-from moe_rl.train.weights import Canary, send_weights
+from moe_rl.train.weights import Canary, WeightSender, way_of
 
 
 def train(config: Config, folder: RunFolder | None) -> Path:
@@ -87,6 +87,7 @@ class Run:
         facts = self.facts
         spec = TraceSpec.from_layers(facts.fingerprint, facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
         self.train_step = TrainStep(config, self.policy, reference, self.store, spec)
+        self.sender = WeightSender(self.policy, config.rollout, way_of(config.rollout), folder.sync)
         self.canary = Canary(world.broadcast(self.rollouts.canary_tokens() if self.is_main else None, tuple[int, ...]))
 
     def steps(self, resumed: bool) -> None:
@@ -155,10 +156,7 @@ class Run:
     def _sync(self, version: int) -> dict[str, float]:
         """Give the sampler the trainer's weights as `version`, and let both score the canary with them."""
         engine = self.rollouts.engine if self.is_main else None
-        rollout = self.config.rollout
-        sent = send_weights(
-            self.policy, engine, self.folder.sync, version, dtype=rollout.dtype, weights=rollout.weights
-        )
+        sent = self.sender.send(engine, version)
         return {"sync/bytes": sent, "sync/canary_abs_diff": self.canary.difference(self.policy, engine)}
 
     def _evaluate(self, step: int) -> None:

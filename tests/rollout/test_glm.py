@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from moe_rl.config.hf import is_mtp_tensor, read_model
 from tests.rollout.conftest import TOP_K, VOCAB
 from tests.rollout.test_recording import agree, play, requests  # noqa: F401 - `play` is a fixture
+from tests.sync.sending import by_disk
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -95,8 +97,6 @@ class GlmRouter:
 def test_recorded_before_and_after_an_update(play, glm, tmp_path):  # noqa: F811
     from safetensors.torch import load_file, save_file
 
-    from moe_rl.sync.weights import expected_digest, write_part
-
     facts = read_model(glm)
     old = load_file(glm / "model.safetensors")
     # What a trainer sends: the decoder alone. The bias is moved by more than any score, so that it decides.
@@ -104,15 +104,13 @@ def test_recorded_before_and_after_an_update(play, glm, tmp_path):  # noqa: F811
     assert len(sent) == len(old) - 1
     for name in filter(lambda name: name.endswith(BIAS), sent):
         sent[name] = torch.randn(16, generator=torch.Generator().manual_seed(3))
-    part = tmp_path / "part.safetensors"
-    write_part(part, sent)
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text((glm / "config.json").read_text())
     (other / "tokenizer.json").write_text("{}")
     save_file(sent, other / "model.safetensors", {"format": "pt"})
 
-    update = {"parts": [str(part)], "digest": expected_digest([part]), "version": 5}
+    update = msgspec.to_builtins(by_disk(tmp_path, sent, version=5))
     outcome = play(
         [
             {"sample": requests(4, 2), "sink": "before"},
