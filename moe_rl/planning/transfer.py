@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from moe_rl.config.schema import Config
 from moe_rl.errors import describe
 
 Way = Literal["shared_memory", "cuda_ipc", "broadcast", "disk"]
@@ -55,3 +56,10 @@ def weight_transfer(wanted: Literal["auto"] | Way, *, gpu: bool, place: Place, o
         )
         return Transfer(None, "", problem)
     return Transfer(wanted, "as rollout.weight_transfer says")
+
+
+def planned_transfer(config: Config, world_size: int) -> Transfer:
+    """Of a run on the GPUs of the config's cluster, or without one on the CPUs of one host."""
+    cluster = config.cluster
+    one_host = cluster is None or world_size <= cluster.gpus_per_node
+    return weight_transfer(config.rollout.weight_transfer, gpu=cluster is not None, place="child", one_host=one_host)

@@ -14,6 +14,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Protocol
 
 import torch
@@ -27,6 +28,7 @@ from vllm.distributed.weight_transfer.packed_tensor import (
 )
 
 from moe_rl.errors import WeightSyncError, describe
+from moe_rl.sync.digest import dtype_name
 from moe_rl.sync.update import Broadcast, TensorInfo
 
 _TIMEOUT = timedelta(minutes=10)
@@ -64,8 +66,13 @@ class Sender:
         """Where the workers of a sampler, whose ranks begin at first_rank, get the next update."""
         return Broadcast(self._address, self._port, self._workers + 1, first_rank, self._bucket_bytes)
 
-    def send(self, tensors: Iterator[tuple[str, Tensor]], stopped: threading.Event) -> bool:
-        """Broadcast tensors as soon as every worker is ready for them. False when `stopped` was set before."""
+    def send(
+        self, infos: Sequence[TensorInfo], tensors: Iterator[tuple[str, Tensor]], stopped: threading.Event
+    ) -> bool:
+        """Broadcast tensors, which must be these, once every worker is ready. False when `stopped` was set before.
+
+        Raises WeightSyncError before it sends anything else: workers cut the stream by what they were announced.
+        """
         keys = [_ready(self._sent, rank) for rank in range(1, self._workers + 1)]
         while not self._store.check(keys):
             if stopped.wait(_POLL_SECONDS):
@@ -74,7 +81,12 @@ class Sender:
         if self._group is None:
             self._group = _connect(self._store, self._address, 0, self._workers + 1, self._device)
         packed_nccl_broadcast_producer(
-            tensors, self._group, 0, lambda item: item[1], self._bucket_bytes, DEFAULT_PACKED_NUM_BUFFERS
+            _checked(infos, tensors),
+            self._group,
+            0,
+            lambda item: item[1],
+            self._bucket_bytes,
+            DEFAULT_PACKED_NUM_BUFFERS,
         )
         return True
 
@@ -121,6 +133,19 @@ class Receiver:
         if self._group is not None:
             self._group.destroy()
         self._group = None
+
+
+def _checked(
+    infos: Sequence[TensorInfo], tensors: Iterator[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    nothing = ("nothing", torch.empty(0))
+    for info, (name, tensor) in zip_longest(infos, tensors, fillvalue=nothing):
+        got = (name, dtype_name(tensor.dtype), tuple(tensor.shape))
+        expected = (info.name, info.dtype, info.shape) if isinstance(info, TensorInfo) else "nothing"
+        if got != expected:
+            message = "Another tensor would be broadcast than was announced"
+            raise WeightSyncError(describe(message, got=got, expected=expected))
+        yield name, tensor
 
 
 def _ready(number: int, rank: int) -> str:

@@ -63,6 +63,7 @@ class Run:
         self.store = TraceStore(folder.trace)
         self.kept = KeptRollouts(folder.rollouts, self.store)
         self.log = self.rollouts = None
+        self.kept_awake = False
         if self.is_main:
             self.log = RunLog(folder.path, total_steps=config.run.steps, mode=config.replay.mode)
             stack.callback(self.log.close)
@@ -146,12 +147,22 @@ class Run:
         if self.is_main:
             with self.peers.phase("rollout", step), self.log.phase(f"step {step}: sampling"):
                 batch = self.rollouts.collect(step, clock)
+                self._rest(clock)
         with self.peers.phase("receive rollout", step):
             batch = world.broadcast(batch, RolloutBatch)
         if self.is_main:
             self.kept.save(step, batch)
             self._retain_rollouts(step)
         return batch
+
+    def _rest(self, clock: Clock) -> None:
+        """Let the sampler give its memory back until it gets weights again."""
+        if level := self.config.rollout.sleep_level:
+            with clock("sleep"):
+                gave_back = self.rollouts.engine.sleep(level)
+            if not gave_back and not self.kept_awake:
+                self.log.note("rollout.sleep_level: the sampler keeps its memory, vLLM does not sleep on a CPU")
+            self.kept_awake = not gave_back
 
     def _sync(self, version: int) -> dict[str, float]:
         """Give the sampler the trainer's weights as `version`, and let both score the canary with them."""
@@ -259,4 +270,5 @@ def engine_settings(config: Config, facts: ModelFacts, folder: RunFolder) -> Eng
         capture=rollout.capture,
         support=rollout.keep_sampling_mask,
         router_logits_fraction=rollout.router_logits_fraction,
+        sleeps=rollout.sleep_level > 0,
     )

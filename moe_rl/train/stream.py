@@ -54,7 +54,7 @@ def send(
                 digests[name] = tensor_digest(name, tensor)
                 yield name, tensor
 
-    sending = _Sending(sender, stream())
+    sending = _Sending(sender, infos, stream())
     try:
         sampler.update_weights(part(number=0, final=False, tensors=infos, source=sender.source()))
     finally:
@@ -67,8 +67,8 @@ def send(
 class _Sending:
     """The broadcast, in a thread: the sampler's call, which waits for the bytes, fails in its own when it does."""
 
-    def __init__(self, sender: Sender, tensors: Iterator[tuple[str, Tensor]]):
-        self._sender, self._tensors = sender, tensors
+    def __init__(self, sender: Sender, infos: list[TensorInfo], tensors: Iterator[tuple[str, Tensor]]):
+        self._sender, self._infos, self._tensors = sender, infos, tensors
         self._stopped, self._error = threading.Event(), None
         self._device = world.device()
         # Left behind when the sampler fails in the middle: nothing can call a thread back that waits in a collective.
@@ -79,7 +79,7 @@ class _Sending:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
-            self._sender.send(self._tensors, self._stopped)
+            self._sender.send(self._infos, self._tensors, self._stopped)
         except Exception as error:
             self._error = error
             self._sender.close()  # else the sampler would wait for the rest

@@ -56,12 +56,17 @@ class WeightSender:
     def send(self, sampler: Sampler | None, version: int) -> int:
         """Have the sampler load and confirm all weights as `version`. Returns the bytes that it got, 0 on other ranks.
 
+        A sampler that sleeps is woken: first for its weights, and for its KV cache when it has them.
         Raises WeightSyncError on rank 0 when the sampler got anything else than what the ranks hold.
         """
         part = partial(
             WeightUpdate, version=version, replaces=self._held, changed=self._policy.moves > self._moves
         )
+        if sampler is not None:
+            sampler.wake("weights")
         sent = self._place(sampler, part) if self._way is not None else self._broadcast(sampler, part)
+        if sampler is not None:
+            sampler.wake("kv_cache")
         self._held, self._moves = version, self._policy.moves
         return sent
 

@@ -320,7 +320,7 @@ def main():
             return Case(source, out, parallel, dtype)
 
         seen[name, "sent"], seen[name, "reference"] = new().send(), new().reference()
-        seen[name, "streamed"] = {way: new().streamed(way) for way in ("disk", "shared_memory")}
+        seen[name, "streamed"] = {way: new().streamed(way) for way in ("disk", "shared_memory", "broadcast")}
         seen[name] = resume(new, "two", f"{name} from two")
         if name != SAVER:
             copy(lambda: new("bfloat16"), "two-bfloat16", f"{name} from two-bfloat16")

@@ -96,7 +96,7 @@ def test_the_sampler_and_the_reference_get_the_weights(checkpoint, folder, seen,
     assert largest(merged(of(seen, (layout, "reference")), "logprobs"), logprobs) < 2e-5
 
 
-@pytest.mark.parametrize("way", ["disk", "shared_memory"])
+@pytest.mark.parametrize("way", ["disk", "shared_memory", "broadcast"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_leave_in_buckets_and_a_rank_holds_no_more_than_these(checkpoint, seen, layout, way):
     """Also a rank of many: EP2 and PP2 ranks have half the model to send, of TP2 ETP2 one has all of it."""
@@ -104,11 +104,13 @@ def test_weights_leave_in_buckets_and_a_rank_holds_no_more_than_these(checkpoint
     (sent, places), _ = seen[0][layout, "streamed"][way]
     assert equal(sent, whole)
     total, largest_tensor = (f(t.nbytes for t in whole.values()) for f in (sum, max))
-    files_or_rounds = sum(places) if way == "disk" else len(places) * (1 if layout == "TP2-ETP2" else 2)
-    assert files_or_rounds >= total // BUCKET >= 17
+    # files, rounds with a segment of each rank, or vLLM's buckets, which the tensor that is too much closes
+    pieces = sum(places) if way == "disk" else len(places)
+    senders = 2 if way == "shared_memory" and layout != "TP2-ETP2" else 1
+    assert pieces * senders >= total // (BUCKET + largest_tensor) >= 13
     for rank in seen:
         tensors, memory = rank[layout, "streamed"][way][1]
-        if way == "disk":
+        if way != "shared_memory":
             assert BUCKET // 2 < tensors <= BUCKET + largest_tensor or (tensors == 0 and layout == "TP2-ETP2")
         else:  # a tensor at a time, in a segment that is kept and one more
             assert tensors <= 2 * largest_tensor

@@ -23,6 +23,7 @@ SHORT = [
     "checkpoint.every_steps=2",
     "replay.native_every=1",
     "rollout.kv_cache_mib=64",
+    "rollout.sleep_level=2",
 ]
 
 
@@ -114,12 +115,12 @@ def config(*overrides):
     return ["--config", "configs/tiny_moe_cpu.yaml", *SHORT, *overrides]
 
 
-def lines(folder):
-    """metrics.jsonl without what may differ between equal runs: times and throughput."""
+def lines(folder, *, times=False):
+    """metrics.jsonl, without what may differ between equal runs unless it is asked for: times and throughput."""
     kept = []
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
-        kept.append({k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))})
+        kept.append({k: v for k, v in row.items() if times or not k.startswith(("time/", "throughput/"))})
     return kept
 
 

@@ -78,6 +78,15 @@ def test_every_step_logs_the_canary_and_its_own_weights(short_run):
     assert len({row["sync/canary_abs_diff"] for row in steps}) == 4
 
 
+def test_a_sampler_that_cannot_sleep_is_said_to_be_awake_once(short_run):
+    """The calls are made all the same: after level 2 nothing could have been sampled without an update."""
+    assert short_run.text().count("the sampler keeps its memory, vLLM does not sleep on a CPU") == 1
+    steps = [row for row in lines(short_run.folder, times=True) if row["kind"] == "train"]
+    assert all(0 < row["time/sleep"] < row["time/step"] for row in steps)
+    log = (short_run.folder / "engine.log").read_text()
+    assert log.count("sleep mode is not supported on CPU") == 3 * len(steps)
+
+
 def test_the_ledger_holds_every_prompt_once(short_run):
     tokenizer = ROOT / "assets/tiny_moe/policy/tokenizer.json"
     prompts = load_prompts(ROOT / "assets/tiny_moe/task/train.jsonl", tokenizer, max_prompt_tokens=24)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from moe_rl.errors import WeightSyncError
 from moe_rl.sync.parts import write_part
 from moe_rl.sync.segments import SegmentWriter
 from moe_rl.sync.update import Files, Received, SharedMemory, TensorInfo, WeightUpdate
@@ -54,10 +55,11 @@ def _in_memory(tensors, **about) -> Iterator[WeightUpdate]:
 def broadcast(sampler, sender, tensors, *, stream=None, **about) -> bool:
     """An update over `sender`. stream: what is really sent, (name, tensor) in turn. Returns whether anything was."""
     stopped, sent, parts = threading.Event(), [], about.pop("parts", 2)
-    thread = threading.Thread(target=lambda: sent.append(_sent(sender, stream or iter(tensors.items()), stopped)))
-    thread.start()
     whole = part(tensors, Received(), number=1, **about)
     infos = [TensorInfo(info.name, info.dtype, info.shape) for info in whole.tensors]
+    arguments = (sender, infos, stream or iter(tensors.items()), stopped)
+    thread = threading.Thread(target=lambda: sent.append(_sent(*arguments)))
+    thread.start()
     try:
         announced = (whole.version, whole.replaces, 0, False, whole.changed, infos, sender.source())
         sampler.update_weights(WeightUpdate(*announced))
@@ -67,13 +69,13 @@ def broadcast(sampler, sender, tensors, *, stream=None, **about) -> bool:
         stopped.set()
         thread.join(20)
         assert not thread.is_alive()
-        broadcast.sent = sent == [True]
-    return broadcast.sent
+        broadcast.sent = sent[0]
+    return broadcast.sent is True
 
 
-def _sent(sender, stream, stopped) -> bool:
+def _sent(sender, infos, stream, stopped) -> bool | str:
     try:
-        return sender.send(stream, stopped)
-    except RuntimeError:  # the other end is gone, or the stream itself failed
+        return sender.send(infos, stream, stopped)
+    except (RuntimeError, WeightSyncError) as error:  # the other end is gone, or the stream itself failed
         sender.close()
-        return False
+        return str(error)

@@ -20,7 +20,7 @@ class Taker:
 
     def __init__(self, checkpoint: Path):
         self.intake, self.weights, self.places = Intake(checkpoint_shapes(checkpoint)), {}, []
-        self.workers, self.link = 1, None
+        self.workers, self.link, self.woken = 1, None, []
 
     def update_weights(self, update):
         update = decode(encode(update))
@@ -52,6 +52,9 @@ class Taker:
         if self.link is None or self.link.source != update.source:
             self.link = Receiver(update.source, update.source.first_rank, torch.device("cpu"))
         self.link.receive(update.tensors, take)
+
+    def wake(self, part):
+        self.woken.append((part, len(self.places)))
 
     def score(self, tokens):
         return np.zeros(len(tokens) - 1, np.float32)
