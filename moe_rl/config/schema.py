@@ -376,6 +376,10 @@ class GuardsConfig(Section):
     """Limit of policy_kl/k3, in nats per token. Healthy runs are below 0.01."""
     max_extreme_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
     """Limit of policy/extreme_fraction. Healthy runs are below 0.001, runs that are about to collapse at 0.1."""
+    max_canary_difference: Positive = 1.0
+    """Limit of sync/canary_abs_diff, in nats: a run whose sampler and trainer differ by more after a sync ends before
+    the next token is sampled. Tiny bfloat16 models stay below 0.3; layers or experts that changed places give 1 to 6,
+    two exchanged experts of one layer too little to be seen (docs/weight_sync.md)."""
 
 
 class ClusterConfig(Section):

@@ -381,7 +381,8 @@ _METRICS = (
     # Does the sampler hold the trainer's weights?
     Metric("sync/canary_abs_diff", "nats", "lower",
            "Mean |logprob difference| of a fixed prompt scored by both engines after the sync.",
-           "A jump that stays: the sampler holds other weights than the trainer."),
+           "A jump that stays: the sampler holds other weights than the trainer. The run ends above "
+           "guards.max_canary_difference."),
     Metric("sync/bytes", "bytes", "neutral",
            "Weights sent to the sampler.",
            "Changes between steps: tensors are missing."),

@@ -20,6 +20,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.packed_tensor import PackedBufferImporter
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.models.utils import get_spec_layer_idx_from_weight_name
@@ -27,7 +28,7 @@ from vllm.model_executor.models.utils import get_spec_layer_idx_from_weight_name
 from moe_rl.errors import MoeRLError
 from moe_rl.sync.intake import Intake
 from moe_rl.sync.parts import checkpoint_shapes
-from moe_rl.sync.update import Broadcast, Received, WeightUpdate, decode
+from moe_rl.sync.update import Broadcast, CudaIpc, Received, WeightUpdate, decode
 from moe_rl.sync.ways import placed
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Part]):
         self.under_way = False
         self._open = False
         self._link: Receiver | None = None
+        self._importer = PackedBufferImporter()
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Nothing to connect to."""
@@ -111,9 +113,14 @@ class WeightReceiver(WeightTransferEngine[NoInit, Part]):
         elif isinstance(update.source, Received):
             self.intake.confirm_received()
         else:
-            tensors = dict(placed(update))
+            tensors = dict(self._unpacked(update) if isinstance(update.source, CudaIpc) else placed(update))
             self.intake.confirm(tensors, self.on_progress)
             self._load(tensors)
+
+    def _unpacked(self, update: WeightUpdate) -> list[tuple[str, Tensor]]:
+        from moe_rl.sync.cuda_ipc import unpacked
+
+        return unpacked(update.source, update.tensors, self.device, self._importer)
 
     def _receive(self, update: WeightUpdate) -> None:
         """Load bucket by bucket what is broadcast; whether it was right, the next part tells."""
@@ -138,6 +145,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Part]):
     def break_off(self, *, complete: bool = False) -> None:
         """Close the model again, whatever was loaded into it."""
         self.under_way = False
+        self._importer.close()
         if self._open:
             self._open = False
             with torch.inference_mode():

@@ -94,9 +94,9 @@ class CudaBuffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CudaIpc(msgspec.Struct, frozen=True, tag="cuda_ipc", forbid_unknown_fields=True):
-    """The tensors lie one directly behind the other in a buffer that every GPU of the sampler has a copy of."""
+    """The tensors lie one directly behind the other in a buffer on the GPU that rank 0 and the sampler share."""
 
-    buffers: list[CudaBuffer]
+    buffer: CudaBuffer
 
 
 Source = Files | SharedMemory | Broadcast | Received | CudaIpc

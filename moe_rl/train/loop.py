@@ -168,7 +168,9 @@ class Run:
         """Give the sampler the trainer's weights as `version`, and let both score the canary with them."""
         engine = self.rollouts.engine if self.is_main else None
         sent = self.sender.send(engine, version)
-        return {"sync/bytes": sent, "sync/canary_abs_diff": self.canary.difference(self.policy, engine)}
+        difference = self.canary.difference(self.policy, engine)
+        self.train_step.guards.after_sync(version, difference)
+        return {"sync/bytes": sent, "sync/canary_abs_diff": difference}
 
     def _evaluate(self, step: int) -> None:
         with self.peers.phase("evaluate", step):

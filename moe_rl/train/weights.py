@@ -50,7 +50,7 @@ class WeightSender:
         self._policy, self._rollout = policy, rollout
         self._bucket_bytes = int(rollout.weight_bucket_mib * 2**20)
         self._way = Disk(folder, dist.get_rank()) if way == "disk" else Shared() if way == "shared_memory" else None
-        self._stream = None
+        self._named, self._sender = way, None
         self._held, self._moves = 0, policy.moves
 
     def send(self, sampler: Sampler | None, version: int) -> int:
@@ -64,7 +64,7 @@ class WeightSender:
         )
         if sampler is not None:
             sampler.wake("weights")
-        sent = self._place(sampler, part) if self._way is not None else self._broadcast(sampler, part)
+        sent = self._place(sampler, part) if self._way is not None else self._stream(sampler, part)
         if sampler is not None:
             sampler.wake("kv_cache")
         self._held, self._moves = version, self._policy.moves
@@ -89,14 +89,18 @@ class WeightSender:
         way.end()
         return sent
 
-    def _broadcast(self, sampler: Sampler | None, part: Callable[..., WeightUpdate]) -> int:
-        # Imported here: vLLM's packed buckets take seconds to import, and only this way needs them.
-        from moe_rl.sync.broadcast import Sender
+    def _stream(self, sampler: Sampler | None, part: Callable[..., WeightUpdate]) -> int:
+        # Imported here: vLLM's packed buckets take seconds to import, and only these ways need them.
         from moe_rl.train import stream
 
-        if self._stream is None and sampler is not None:
-            self._stream = Sender("127.0.0.1", sampler.workers, self._bucket_bytes, world.device())
-        return stream.send(self._stream, sampler, part, self._rounds(host=False))
+        rounds = self._rounds(host=False)
+        if self._named == "cuda_ipc":
+            return stream.by_cuda_ipc(sampler, part, rounds, self._bucket_bytes)
+        if self._sender is None and sampler is not None:
+            from moe_rl.sync.broadcast import Sender
+
+            self._sender = Sender("127.0.0.1", sampler.workers, self._bucket_bytes, world.device())
+        return stream.broadcast(self._sender, sampler, part, rounds)
 
     def _rounds(self, *, host: bool) -> list[Round]:
         dense, experts = world.holds_first_replica()
