@@ -35,7 +35,8 @@ SHAPE = {
 GROUPS = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "first_k_dense_replace": 1}
 GROUPS |= {"routed_scaling_factor": 1.5}
 # vLLM's kernel for latent attention on a CPU takes no other widths of keys than the published ones.
-LATENT = {"initializer_range": 0.08, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": None}
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": None}
+LATENT |= {"initializer_range": 0.08}
 MODELS = {
     "glm": (
         "Glm4Moe",
@@ -146,6 +147,7 @@ def test_recorded_before_and_after_an_update(play, name, tmp_path):  # noqa: F81
             {"sample": requests(4, 2), "sink": "before"},
             {"update": update},
             {"sample": requests(4, 2, seed=9), "sink": "after"},
+            {"update": update | {"version": 6, "lost": "model.layers.1.input_layernorm.weight"}},
         ],
         engine={"model": str(model)},
     )
@@ -154,6 +156,8 @@ def test_recorded_before_and_after_an_update(play, name, tmp_path):  # noqa: F81
     assert agree(outcome, after, act=1, version=5) > 1000
     record = outcome.store.read(outcome.ref(outcome.completions(1)[0]))
     assert record.spec.layer_map == "".join("m" if at in facts.moe_layers else "d" for at in range(4))
+    lost = outcome.result["acts"][2]["failed"]
+    assert "lost a part" in lost and "1 parameters" in lost and "model.layers.1.input_layernorm.weight" in lost
     # the update is what decided: the old model would have chosen otherwise
     completion = outcome.completions(1)[0]
     sets, *_ = before([*completion["prompt"], *completion["token_ids"]])
