@@ -201,6 +201,21 @@ def broadcast(message: object, kind: type, source: int = 0):
     return message if rank == source else messages.decode(data.cpu().numpy().tobytes(), kind)
 
 
+def gather(message: object, kind: type) -> list:
+    """One value of each rank, in their order, on all of them. kind: as in `broadcast`."""
+    payload = messages.encode(message)
+    length = torch.tensor([len(payload)], dtype=torch.int64, device=device())
+    lengths = [torch.empty_like(length) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, length)
+    longest = max(map(int, lengths))
+    padded = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8).to(device())
+    data = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(data, padded)
+    return [
+        messages.decode(one[: int(n)].cpu().numpy().tobytes(), kind) for one, n in zip(data, lengths, strict=True)
+    ]
+
+
 def all_reduce(values: list[float], op: dist.ReduceOp = dist.ReduceOp.SUM) -> list[float]:
     """Reduce float64 numbers over all ranks; the result is the same everywhere."""
     tensor = torch.tensor(values, dtype=torch.float64, device=device())

@@ -20,7 +20,7 @@ from moe_rl.errors import EngineError
 from moe_rl.train.peers import Peers
 folder, rank, how = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 try:
-    with Peers(folder, rank, 2, timeout_seconds=2) as peers:
+    with Peers(folder, rank, 2, timeout_seconds=2, grace_seconds=3) as peers:
         with peers.phase("train", 7):
             print("ready", flush=True)
             if how.startswith("fail"):
