@@ -395,6 +395,11 @@ class CheckpointConfig(Section):
     """Steps between checkpoints. The last step always writes one."""
     keep: Count = 2
     """Checkpoints kept."""
+    asynchronous: bool = True
+    """Copy to host memory what a checkpoint holds, and write it while the run goes on. Off, the run waits."""
+    grace_seconds: Positive = 25.0
+    """A run that is asked to stop (SIGTERM) leaves its sampling, or ends its training step, and saves. It has ended so
+    many seconds later, at the latest. Less than what the scheduler and torchrun (--shutdown-timeout, 30) wait."""
 
 
 class EvalConfig(Section):

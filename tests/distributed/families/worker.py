@@ -18,10 +18,12 @@ import torch.distributed as dist
 
 from moe_rl.config.hf import read_model
 from moe_rl.config.schema import ParallelConfig
+from moe_rl.data import checkpoints
 from moe_rl.megatron import checkpoint, hf_map, world
 from moe_rl.megatron.hf_files import CheckpointReader, write_checkpoint
 from moe_rl.megatron.model import unwrap
 from moe_rl.megatron.policy import Policy
+from moe_rl.megatron.saving import Checkpoints
 from moe_rl.proof import cases
 from moe_rl.proof.rank import computing_as_asked
 from moe_rl.proof.share import Share, whole_gradients
@@ -99,9 +101,9 @@ def run(case, out):
     }
     if case.get("resume"):
         parallel = shared.parallel_config
-        checkpoint.save(out / "checkpoints", 1, policy, {}, parallel=parallel, keep=1)
+        Checkpoints(out / "checkpoints", parallel, keep=1, asynchronous=False).save(1, policy, {})
         resumed = Policy(facts, shared.train_config, parallel, folder, temperature=1.0)
-        checkpoint.load(checkpoint.latest(out / "checkpoints"), resumed, parallel=parallel, seed=1)
+        checkpoint.load(checkpoints.find(out / "checkpoints"), resumed, parallel=parallel, seed=1)
         seen["resumed"] = exported(resumed)
         scale = float("nan")
         skipped, _ = within("skipped", update, recomputed_layers=policy.recomputed_layers)
