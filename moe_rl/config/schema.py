@@ -189,6 +189,9 @@ class ParallelConfig(Section):
     virtual_pipeline: Count = 1
     """Runs of layers that a stage holds, not adjacent ones (interleaved 1F1B). Microbatches of padding alone then
     fill up their number to a multiple of `pipeline`."""
+    layers_per_run: tuple[Count, ...] = ()
+    """Layers of each run, in the model's order: `pipeline` x `virtual_pipeline` numbers, of which stage s has the s-th,
+    the (s + `pipeline`)-th and so on. None: all runs are equally long."""
 
 
 class OptimizerConfig(Section):

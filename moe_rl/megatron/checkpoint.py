@@ -46,7 +46,7 @@ CONTENT = {
 
 def layout(parallel: ParallelConfig) -> dict[str, int]:
     """What a checkpoint says of the ranks that wrote it: their number, and how they are laid out."""
-    return {"ranks": dist.get_world_size(), **parallel.model_dump()}
+    return {"ranks": dist.get_world_size(), **parallel.model_dump(mode="json")}
 
 
 def load(path: Path, policy: Policy, *, parallel: ParallelConfig, seed: int) -> dict:

@@ -40,15 +40,20 @@ def join(*, timeout_seconds: float) -> None:
 def lay_out(parallel: ParallelConfig, *, seed: int) -> None:
     """Make megatron's parallel groups of the ranks that joined, in place of those that were made before."""
     clear()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor,
-        pipeline_model_parallel_size=parallel.pipeline,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
-        context_parallel_size=parallel.context,
-        expert_model_parallel_size=parallel.expert,
-        expert_tensor_parallel_size=parallel.expert_tensor,
-    )
+    parallel_state.initialize_model_parallel(**group_sizes(parallel))
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def group_sizes(parallel: ParallelConfig) -> dict[str, int | None]:
+    """The same as megatron names it."""
+    return {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+    }
 
 
 def clear() -> None:

@@ -22,6 +22,7 @@ from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise
 from vllm.model_executor.models.utils import get_spec_layer_idx_from_weight_name
 
 from moe_rl.errors import WeightSyncError, describe
+from moe_rl.sync.loaded import not_loaded
 from moe_rl.sync.weights import actual_digest, check_complete, checkpoint_shapes, read_parts
 
 BACKEND = "moe_rl_files"
@@ -77,7 +78,17 @@ class FilesWeightTransfer(WeightTransferEngine[FilesInit, FilesUpdate]):
             )
         initialize_layerwise_reload(self.model)
         self.model.load_weights(self._counted(tensors))
+        lost = not_loaded(self.model)
         finalize_layerwise_reload(self.model, self.model_config)
+        if lost:
+            # Too late to refuse: the engine holds some of the new weights and must end.
+            raise RuntimeError(
+                describe(
+                    "vLLM lost a part of the new weights",
+                    got=f"{len(lost)} parameters that nothing was loaded into: {', '.join(lost[:3])}",
+                    do="check the patch series: python tools/apply_patches.py --check",
+                )
+            )
 
     def _counted(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         for item in tensors.items():

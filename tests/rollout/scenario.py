@@ -3,7 +3,7 @@
 SPEC (JSON): engine: arguments of vllm.LLM; recording: of additional_config["moe_rl"]; capture: patch | worker;
 asynchronous: whether to schedule asynchronously, which vLLM's CPU platform switches off; acts: list of
   {"sample": [request, ...], "sink": name, "abort_after": steps}   request: key, prompt, seed, max_tokens, ...
-  {"update": {"parts": [...], "digest": ..., "version": n}}
+  {"update": {"parts": [...], "digest": ..., "version": n, "lost": tensor that the model drops}}
 RESULT (JSON): acts: per "sample", the completions and references; stats of the recorder, prefix hits, and what else the
 tests want as a witness that a scenario took place.
 """
@@ -55,8 +55,14 @@ def main() -> None:
     for act in spec["acts"]:
         if "update" in act:
             update = act["update"]
+            if "lost" in update:
+                llm.collective_rpc(_lose, args=(update["lost"],))
             llm.start_weight_update()
-            llm.update_weights({"update_info": {"parts": update["parts"], "digest": update["digest"]}})
+            try:
+                llm.update_weights({"update_info": {"parts": update["parts"], "digest": update["digest"]}})
+            except RuntimeError as error:
+                results.append({"failed": str(error)})
+                break
             llm.finish_weight_update(str(update["version"]))
             llm.collective_rpc("moe_rl_set_weight_version", args=(update["version"],))
         else:
@@ -75,6 +81,13 @@ def main() -> None:
         )
     sys.stdout.flush()
     os._exit(0)
+
+
+def _lose(worker, name: str) -> None:
+    """From now on the model passes one tensor over."""
+    model = worker.model_runner.get_model()
+    load = model.load_weights
+    model.load_weights = lambda weights: load((key, tensor) for key, tensor in weights if key != name)
 
 
 def _sample(llm, act: dict) -> dict:

@@ -115,9 +115,11 @@ def test_a_rank_that_explained_itself_is_not_explained_again(ranks):
     assert (code, errors) == (EXIT_CODE, "")
 
 
-def test_a_rank_that_fails_is_heard_before_the_others_end(ranks):
-    """torchrun ends all ranks when the first has ended: that one must be the one with something to say."""
-    survivor, failed = ranks("sleep", "fail slowly")
+@pytest.mark.parametrize("other", ["sleep", "broken by a failure"])
+def test_a_rank_that_fails_is_heard_before_the_others_end(ranks, other):
+    """torchrun ends all ranks when the first has ended: that one must be the one with something to say, also where its
+    connections end before it does and a collective of another rank breaks off."""
+    survivor, failed = ranks(other, "fail slowly")
     while failed.poll() is None:
         assert survivor.poll() is None
         time.sleep(0.05)
@@ -132,17 +134,6 @@ def test_a_collective_that_breaks_off_is_laid_to_the_dead_peer(ranks):
     victim.wait()
     code, errors = end(survivor, 10)
     assert code == EXIT_CODE and "rank 1" in errors and "Traceback" not in errors
-
-
-def test_a_collective_that_breaks_off_is_left_to_the_rank_that_failed(ranks):
-    """Its connections end before it does, and before it has said why."""
-    survivor, failed = ranks("broken by a failure", "fail slowly")
-    while failed.poll() is None:
-        assert survivor.poll() is None
-        time.sleep(0.05)
-    assert failed.returncode == 1 and "planted" in failed.stderr.read()
-    code, errors = end(survivor, 10)
-    assert (code, errors) == (EXIT_CODE, "")
 
 
 def test_a_rank_that_finished_is_not_missed(ranks, tmp_path):
