@@ -11,6 +11,7 @@ CUDA. A thread shares neither problem; writing files, it mostly waits outside of
 
 from __future__ import annotations
 
+import gc
 import json
 import queue
 import threading
@@ -65,13 +66,17 @@ class Checkpoints:
         hidden = Path(world.broadcast(str(checkpoints.begin(self.folder, step)) if rank == 0 else None, str))
         # Of this process and this save: the results of another must not be taken for its own.
         filesystem_async._results_queue = queue.Queue()
-        request = dist_checkpointing.save(
-            checkpoint.sharded(policy, loading=False),
-            str(hidden),
-            content_metadata=dict(checkpoint.CONTENT),
-            async_sharded_save=True,
-            async_strategy="mcore",
-        )
+        gc.freeze()  # Megatron collects garbage twice: only what it makes itself need be searched
+        try:
+            request = dist_checkpointing.save(
+                checkpoint.sharded(policy, loading=False),
+                str(hidden),
+                content_metadata=dict(checkpoint.CONTENT),
+                async_sharded_save=True,
+                async_strategy="mcore",
+            )
+        finally:
+            gc.unfreeze()
         own = {f"rng-rank{rank}.safetensors": rng.state()}
         if rank == 0 and tensors:
             own[checkpoint.RUN_TENSORS] = {name: tensor.clone() for name, tensor in tensors.items()}

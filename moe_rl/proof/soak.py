@@ -55,6 +55,8 @@ _SEED, _MAX_PROMPT = 1, 24
 # What a run that lost a process may take to have ended, all of it.
 _END_SECONDS = 30.0
 _LONGEST_DELAY = 0.25
+# Phases of milliseconds in a run this small: a delay would always miss them.
+_SHORT = ("reward", "checkpoint")
 _TOLD = re.compile(
     r"moe_rl: (?:rank \d+: )?((?:rank \d+ \(pid|torchrun \(pid|EngineError|The vLLM engine|CheckpointError|DataError)"
     r"[^\n]{0,300})"
@@ -147,7 +149,7 @@ class Soak:
     def _strike(self, launch: Launch, kill: Kill) -> bool:
         """Wait for the planned phase, some steps from here, and kill. False: the run was over before it came."""
         first = launch.sign().get("step", 0) + self.random.choice((0, 1, 1, 2))
-        delay = self.random.uniform(0.0, _LONGEST_DELAY)
+        delay = 0.0 if kill.planned in _SHORT else self.random.uniform(0.0, _LONGEST_DELAY)
 
         def there() -> bool:
             sign = launch.sign()
