@@ -38,8 +38,8 @@ class Checkpoints:
     """The checkpoints that a run writes into `folder`, one at a time. All ranks make every call together.
 
     parallel: the layout of the ranks. keep: complete ones that stay. asynchronous: write behind the run; else `save`
-    returns when the checkpoint is published. published: told of each that is, the steps done and the seconds it took,
-    but for those that it waited to be asked for.
+    returns when the checkpoint is published. published: told of each that is, the steps done and the seconds it took to
+    begin, to write and to publish.
     """
 
     def __init__(
