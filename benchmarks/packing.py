@@ -42,16 +42,9 @@ _EARLIER = 4  # batches that a placement is planned from
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--store", metavar="STORE", help="trace store of a run, or one shard; left out: none")
-    parser.add_argument("--steps", type=int, default=1, help="shards of the store, the last ones")
-    parser.add_argument("--synthetic", nargs="*", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--sequences", type=int, default=10_000, help="of a synthetic batch")
-    parser.add_argument("--layers", type=int, default=48, help="of a synthetic batch")
+    parser = batch_arguments(__doc__)
     parser.add_argument("--ranks", type=int, default=64, help="data-parallel ranks of a synthetic batch")
     parser.add_argument("--microbatch-tokens", type=int, default=16_384, help="of a synthetic batch")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     rows = []
     print("| batch | EP | DP | rounds x sequences | excess by length | by load | floor | closed | worst layer by "
@@ -63,6 +56,19 @@ def main() -> int:
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
     return 0
+
+
+def batch_arguments(description: str) -> argparse.ArgumentParser:
+    """Which batches are looked at, recorded and synthetic, and where the result goes."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--store", metavar="STORE", help="trace store of a run, or one shard; left out: none")
+    parser.add_argument("--steps", type=int, default=1, help="shards of the store, the last ones")
+    parser.add_argument("--synthetic", nargs="*", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--sequences", type=int, default=10_000, help="of a synthetic batch")
+    parser.add_argument("--layers", type=int, default=48, help="of a synthetic batch")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser
 
 
 def measured(options: argparse.Namespace) -> Iterator[dict[str, object]]:

@@ -18,10 +18,9 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
-from packing import EXPERT_PARALLEL, KINDS, recorded, synthetic
+from packing import EXPERT_PARALLEL, batch_arguments, recorded, synthetic
 
 from moe_rl.planning.balance import excess
 from moe_rl.planning.placement import place, rank_loads, replicated_excess
@@ -30,15 +29,7 @@ _NODE, _WINDOW = 8, 4
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--store", metavar="STORE", help="trace store of a run; left out: none")
-    parser.add_argument("--steps", type=int, default=1, help="shards of the store, the last ones")
-    parser.add_argument("--synthetic", nargs="*", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--sequences", type=int, default=10_000, help="of a synthetic batch")
-    parser.add_argument("--layers", type=int, default=48, help="of a synthetic batch")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    options = parser.parse_args()
+    options = batch_arguments(__doc__).parse_args()
     rows = []
     print("| batch | EP | natural | earlier | window | itself | floor | quarter | moved | + 1 | + 2 | seconds |")
     print("|---|---|---|---|---|---|---|---|---|---|---|---|")

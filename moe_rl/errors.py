@@ -82,5 +82,9 @@ class CheckpointError(MoeRLError):
     """A checkpoint is missing, incomplete, damaged or from another run."""
 
 
+class Stopped(MoeRLError):
+    """The run was asked to stop and did, with what it had done in a checkpoint. Tools exit 5."""
+
+
 class PeerDied(MoeRLError):
     """Another rank, or the sampler, is gone. The message names it and the phase it died in."""

@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 from moe_rl.config.hf import ModelFacts
 from moe_rl.config.schema import Config, RolloutConfig
+from moe_rl.data import checkpoints
 from moe_rl.data.prompts import PromptSource, load_prompts
 from moe_rl.errors import DataError, describe
-from moe_rl.megatron import checkpoint, world
+from moe_rl.megatron import world
 from moe_rl.megatron.model import DTYPES
 from moe_rl.megatron.policy import Policy
 from moe_rl.replay.routes import missing_rows
@@ -50,7 +51,7 @@ class Weights:
 def of_run(folder: RunFolder) -> tuple[int, list[Weights]]:
     """The newest step whose rollouts are kept together with the weights that sampled them: its number, those weights,
     and every later checkpoint. Raises DataError when there is none."""
-    saved = dict(checkpoint.complete(folder.checkpoints))
+    saved = dict(checkpoints.complete(folder.checkpoints))
     steps = KeptRollouts(folder.rollouts, TraceStore(folder.trace)).steps() if folder.trace.is_dir() else []
     scorable = [step for step in steps if step == 1 or step - 1 in saved]
     if not scorable:

@@ -7,11 +7,13 @@ machine. Headers and small files only are read and nobody's code is imported: qu
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterator
 
 from moe_rl.config.check_files import file_problems
+from moe_rl.config.check_stages import stage_problems
 from moe_rl.config.hf import ModelFacts, read_model
-from moe_rl.config.layout import least_ranks, stage_layers
+from moe_rl.config.layout import chunk_layers, least_ranks
 from moe_rl.config.objective import correction_problems, kl_problems
 from moe_rl.config.schema import LOSS_PARAMETERS, Config, ParallelConfig, TrainConfig
 from moe_rl.errors import ConfigError, describe
@@ -298,7 +300,7 @@ def layout_problems(
 def _rank_problems(parallel: ParallelConfig, facts: ModelFacts | None, world_size: int) -> Iterator[str]:
     least = least_ranks(parallel)
     if world_size % least:
-        sizes = ", ".join(f"parallel.{dimension} = {size}" for dimension, size in parallel if size > 1)
+        sizes = ", ".join(f"parallel.{dimension} = {size}" for dimension, size in parallel if size not in (1, ()))
         yield describe(
             "parallel: the number of ranks does not fit it",
             got=f"{world_size} ranks and {sizes}",
@@ -313,27 +315,7 @@ def _rank_problems(parallel: ParallelConfig, facts: ModelFacts | None, world_siz
                 got=ranks,
                 expected=f"a divisor of {size}",
             )
-    runs = parallel.pipeline * parallel.virtual_pipeline
-    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
-        yield describe(
-            "parallel.virtual_pipeline: there is no pipeline to interleave",
-            got=parallel.virtual_pipeline,
-            expected="1 while parallel.pipeline is 1",
-        )
-    elif facts is not None and facts.layers % parallel.pipeline == 0 and facts.layers % runs:
-        yield describe(
-            "parallel.virtual_pipeline: does not divide the layers of a stage",
-            got=parallel.virtual_pipeline,
-            expected=f"a divisor of {facts.layers // parallel.pipeline}",
-        )
-    if facts is not None and facts.layers % runs == 0:
-        bare = [layers for layers in stage_layers(facts, parallel) if not set(layers) & set(facts.moe_layers)]
-        if bare:
-            yield describe(
-                "parallel.pipeline: a stage would hold dense layers only and have no routes to replay",
-                got=f"{parallel.pipeline} stages, one of them with the layers {bare[0]}",
-                do="lower parallel.pipeline, or raise parallel.virtual_pipeline to mix the layers",
-            )
+    yield from stage_problems(parallel, facts)
     if facts is not None and facts.linear_bias and parallel.expert_tensor > 1:
         yield describe(
             "parallel.expert_tensor: megatron cannot share an expert that has biases",
@@ -370,10 +352,10 @@ def _share_problems(config: Config, world_size: int) -> Iterator[str]:
 
 def _schedule_problems(parallel: ParallelConfig, train: TrainConfig, facts: ModelFacts | None) -> Iterator[str]:
     if train.recompute in ("uniform", "block"):
-        held = facts.layers // (parallel.pipeline * parallel.virtual_pipeline) if facts is not None else None
+        held = min(map(len, itertools.chain(*chunk_layers(facts, parallel)))) if facts is not None else None
         if held and train.recompute_layers > held:
             yield describe(
-                "train.recompute_layers: more than the adjacent layers that a stage holds",
+                "train.recompute_layers: more than the layers of the shortest run of adjacent ones",
                 got=train.recompute_layers,
                 expected=f"at most {held}",
             )
@@ -427,7 +409,6 @@ def _schedule_problems(parallel: ParallelConfig, train: TrainConfig, facts: Mode
 
 def _divided_sizes(facts: ModelFacts) -> Iterator[tuple[str, str, int]]:
     """(a dimension of `parallel`, what it must divide, how many of it the model has)."""
-    yield "pipeline", "layers (num_hidden_layers)", facts.layers
     yield "expert", "experts (num_experts)", facts.num_experts
     yield "expert_tensor", "experts' width (moe_intermediate_size)", facts.moe_intermediate_size
     yield "tensor", "key-value heads (num_key_value_heads)", facts.kv_heads

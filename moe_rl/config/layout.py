@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -62,14 +63,11 @@ def chunk_layers(facts: ModelFacts, parallel: ParallelConfig) -> list[list[range
 
     A stage holds every `pipeline`-th run.
     """
-    run = -(-facts.layers // (parallel.pipeline * parallel.virtual_pipeline))
-    return [
-        [
-            range(first, min(first + run, facts.layers))
-            for first in range(stage * run, facts.layers, parallel.pipeline * run)
-        ]
-        for stage in range(parallel.pipeline)
-    ]
+    runs = parallel.pipeline * parallel.virtual_pipeline
+    lengths = parallel.layers_per_run or (-(-facts.layers // runs),) * runs
+    ends = [min(end, facts.layers) for end in itertools.accumulate(lengths)]
+    found = [range(first, end) for first, end in itertools.pairwise([0, *ends])]
+    return [[run for run in found[stage :: parallel.pipeline] if run] for stage in range(parallel.pipeline)]
 
 
 def stage_layers(facts: ModelFacts, parallel: ParallelConfig) -> list[list[int]]:

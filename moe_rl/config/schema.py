@@ -198,6 +198,9 @@ class ParallelConfig(Section):
     virtual_pipeline: Count = 1
     """Runs of layers that a stage holds, not adjacent ones (interleaved 1F1B). Microbatches of padding alone then
     fill up their number to a multiple of `pipeline`."""
+    layers_per_run: tuple[Count, ...] = ()
+    """Layers of each run, in the model's order: `pipeline` x `virtual_pipeline` numbers, of which stage s has the s-th,
+    the (s + `pipeline`)-th and so on. None: all runs are equally long."""
 
 
 class OptimizerConfig(Section):
@@ -405,6 +408,11 @@ class CheckpointConfig(Section):
     """Steps between checkpoints. The last step always writes one."""
     keep: Count = 2
     """Checkpoints kept."""
+    asynchronous: bool = True
+    """Copy to host memory what a checkpoint holds, and write it while the run goes on. Off, the run waits."""
+    grace_seconds: Positive = 25.0
+    """A run that is asked to stop (SIGTERM) leaves its sampling, or ends its training step, and saves. It has ended so
+    many seconds later, at the latest. Less than what the scheduler and torchrun (--shutdown-timeout, 30) wait."""
 
 
 class EvalConfig(Section):

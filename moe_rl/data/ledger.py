@@ -21,7 +21,9 @@ from moe_rl.errors import DataError, describe
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class Entry:
+    """One step, counted from 0: the cursor before it, the ids of its prompts, the digest of what was sampled."""
+
     step: int
     cursor: int
     prompts: list[str]
@@ -37,12 +39,12 @@ class _Entry:
         return json.dumps(body | {"checksum": checksum}).encode("ascii")
 
 
-def _parse(line: bytes) -> _Entry:
+def _parse(line: bytes) -> Entry:
     """ValueError if this is not exactly a line of ours."""
     with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
         record = json.loads(line)
         record.pop("checksum")
-        entry = _Entry(**record)
+        entry = Entry(**record)
         if entry.line() == line:
             return entry
     raise ValueError("damaged line: it does not carry the checksum of its content")
@@ -63,7 +65,7 @@ class PromptLedger:
 
     def record(self, step: int, cursor_before: int, prompt_ids: Iterable[str], completion_digest: str) -> None:
         """Append one step's prompts; durable on return. Raises DataError if it does not follow the last line."""
-        entry = _Entry(int(step), int(cursor_before), list(prompt_ids), completion_digest)
+        entry = Entry(int(step), int(cursor_before), list(prompt_ids), completion_digest)
         expected = self._expected or self._end()
         if (entry.step, entry.cursor) != expected:
             raise DataError(
@@ -85,6 +87,14 @@ class PromptLedger:
         if new:
             _sync_folder(self.path)
         self._expected = (entry.step + 1, entry.next_cursor)
+
+    def find(self, step: int) -> Entry | None:
+        """The line of a step; None when it has none, or a damaged one."""
+        lines, _ = self._read()
+        with contextlib.suppress(IndexError, ValueError):
+            entry = _parse(lines[step])
+            return entry if entry.step == step else None
+        return None
 
     def rewind(self, step: int) -> int:
         """Keep the steps before `step`, drop the rest, a torn line included; return the number of lines dropped.
@@ -144,7 +154,7 @@ class PromptLedger:
             return [], b""
         return lines, tail
 
-    def _entries(self, lines: Sequence[bytes]) -> Iterator[_Entry]:
+    def _entries(self, lines: Sequence[bytes]) -> Iterator[Entry]:
         """The lines' entries, each proved whole and contiguous with the one before; DataError names the first wrong."""
         cursor = 0
         for number, line in enumerate(lines, start=1):

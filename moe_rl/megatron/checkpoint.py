@@ -1,9 +1,8 @@
-"""Checkpoints: megatron's torch_dist format for weights and optimizer, ours for everything else, published whole.
+"""What a checkpoint holds: megatron's torch_dist format for weights and optimizer, ours for everything else.
 
-A checkpoint is the folder `checkpoints/step-000012`: megatron's files, `rng-rank<r>.safetensors` for each rank, the
-run's own tensors in `run.safetensors` where it has some, and `state.json`, which holds the run's other state, the
-layout that wrote it and the digest of every other file. It is written under a hidden name and renamed when every byte
-is on disk, so a folder with that name is complete; it is read only after its digests agree.
+It is a folder of megatron's files, `rng-rank<r>.safetensors` for each rank, the run's own tensors in `run.safetensors`
+where it has some, and `state.json`, which holds the run's other state, the layout that wrote it and the digest of every
+other file. How it is written: saving.py. It is read only after its digests agree.
 
 Megatron's files hold whole tensors, named after their place in the model, so that any layout can read them. Only the
 random generators belong to the ranks: another layout begins theirs anew.
@@ -12,9 +11,7 @@ random generators belong to the ranks: another layout begins theirs anew.
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,18 +24,19 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_rl.config.schema import ParallelConfig
+from moe_rl.data.checkpoints import to_resume_instead
 from moe_rl.errors import CheckpointError, describe
 from moe_rl.megatron import rng, world
 from moe_rl.megatron.model import unwrap
 from moe_rl.megatron.policy import Policy, ReferencePolicy
 
-_NAME = re.compile(r"step-(\d{6})")
-_RUN_TENSORS = "run.safetensors"
-_CONTENT = {
+STATE = "state.json"
+RUN_TENSORS = "run.safetensors"
+CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "singleton_local_shards": False,
     "non_homogeneous_layers": False,
@@ -46,81 +44,9 @@ _CONTENT = {
 }
 
 
-def save(
-    folder: Path,
-    step: int,
-    policy: Policy,
-    state: dict,
-    *,
-    parallel: ParallelConfig,
-    keep: int,
-    tensors: dict[str, torch.Tensor] | None = None,
-) -> Path:
-    """Write the checkpoint after `step` steps. All ranks call it; returns the published folder.
-
-    state: JSON values to give back on load. parallel: the layout of the ranks. keep: older checkpoints beyond so many
-    are removed afterwards. tensors: of the run, equal on all ranks, for `run_tensors`.
-    """
-    rank = dist.get_rank()
-    final, hidden = folder / f"step-{step:06d}", folder / f".step-{step:06d}.tmp"
-    if rank == 0:
-        # A run that was resumed writes again what it wrote before it was cut off.
-        shutil.rmtree(final, ignore_errors=True)
-        shutil.rmtree(hidden, ignore_errors=True)
-        hidden.mkdir(parents=True)
-    dist.barrier()
-    dist_checkpointing.save(_sharded(policy, loading=False), str(hidden), content_metadata=dict(_CONTENT))
-    save_file(rng.state(), hidden / f"rng-rank{rank}.safetensors")
-    dist.barrier()
-    if rank == 0:
-        if tensors:
-            save_file(tensors, hidden / _RUN_TENSORS)
-        files = sorted(p for p in hidden.rglob("*") if p.is_file())
-        whole = {
-            **state,
-            "step": step,
-            "updates": policy.updates,
-            "optimizer_step": _optimizer_step(policy),
-            "layout": layout(parallel),
-            "files": {str(p.relative_to(hidden)): _digest(p) for p in files},
-        }
-        (hidden / "state.json").write_text(json.dumps(whole, indent=1))
-        for path in (*files, hidden / "state.json", hidden):
-            _fsync(path)
-        hidden.rename(final)
-        _fsync(folder)
-        for _, old in complete(folder)[:-keep]:
-            shutil.rmtree(old)
-    dist.barrier()
-    return final
-
-
-def complete(folder: Path) -> list[tuple[int, Path]]:
-    """(steps done, folder) of every complete checkpoint, oldest first."""
-    if not folder.is_dir():
-        return []
-    return sorted((int(m[1]), p) for p in folder.iterdir() if (m := _NAME.fullmatch(p.name)))
-
-
-def latest(folder: Path) -> Path:
-    """The newest complete checkpoint. Raises CheckpointError when there is none."""
-    found = complete(folder)
-    if not found:
-        raise CheckpointError(
-            describe(
-                "the run has no checkpoint to resume from",
-                where=str(folder),
-                got="none",
-                expected="step-<number>",
-                do="start the run anew",
-            )
-        )
-    return found[-1][1]
-
-
 def layout(parallel: ParallelConfig) -> dict[str, int]:
     """What a checkpoint says of the ranks that wrote it: their number, and how they are laid out."""
-    return {"ranks": dist.get_world_size(), **parallel.model_dump()}
+    return {"ranks": dist.get_world_size(), **parallel.model_dump(mode="json")}
 
 
 def load(path: Path, policy: Policy, *, parallel: ParallelConfig, seed: int) -> dict:
@@ -132,7 +58,7 @@ def load(path: Path, policy: Policy, *, parallel: ParallelConfig, seed: int) -> 
     changed then.
     """
     state = _verified(path)
-    loaded = _read_tensors(path, _sharded(policy, loading=True), StrictHandling.RAISE_ALL)
+    loaded = _read_tensors(path, sharded(policy, loading=True), StrictHandling.RAISE_ALL)
     for number, chunk in enumerate(policy.chunks):
         unwrap(chunk).load_state_dict(loaded[f"model{number}"], strict=True)
     for number, optimizer in enumerate(policy.optimizers):
@@ -147,7 +73,7 @@ def load(path: Path, policy: Policy, *, parallel: ParallelConfig, seed: int) -> 
 
 def run_tensors(path: Path) -> dict[str, torch.Tensor]:
     """The `tensors` given to `save`, of a checkpoint that was loaded: its files agree with their digests."""
-    file = path / _RUN_TENSORS
+    file = path / RUN_TENSORS
     return load_file(file) if file.is_file() else {}
 
 
@@ -173,7 +99,7 @@ class _Verdict:
 
 
 def _verified(path: Path) -> dict:
-    """The content of state.json but for the digests, once rank 0 has found every file to agree with them."""
+    """The content of state.json but for the digests, once the ranks, each its share, have found every file to agree."""
     verdict = None
     if dist.get_rank() == 0:
         try:
@@ -183,38 +109,37 @@ def _verified(path: Path) -> dict:
     verdict = world.broadcast(verdict, _Verdict)
     if verdict.error:
         raise CheckpointError(verdict.error)
+    mine = sorted(verdict.state.pop("files").items())[dist.get_rank() :: dist.get_world_size()]
+    found = next(filter(None, (_damage(path / name, expected) for name, expected in mine)), "")
+    for damage in filter(None, world.gather(found, str)):
+        raise CheckpointError(damage)
     return verdict.state
 
 
 def _read_state(path: Path) -> dict:
     try:
-        state = json.loads((path / "state.json").read_text())
-        files = state.pop("files")
-        if missing := {"step", "updates", "optimizer_step", "layout"} - state.keys():
+        state = json.loads((path / STATE).read_text())
+        if missing := {"step", "updates", "optimizer_step", "layout", "files"} - state.keys():
             raise KeyError(*missing)
+        return state
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(
             describe(
                 "a checkpoint's state.json is missing or damaged",
                 where=str(path),
                 got=repr(error),
-                do="remove this checkpoint to resume from an older one",
+                do=to_resume_instead(path),
             )
         ) from error
-    for name, digest in files.items():
-        file = path / name
-        got = _digest(file) if file.is_file() else "no such file"
-        if got != digest:
-            raise CheckpointError(
-                describe(
-                    "a checkpoint file is damaged",
-                    where=str(file),
-                    got=got,
-                    expected=digest,
-                    do="remove this checkpoint to resume from an older one",
-                )
-            )
-    return state
+
+
+def _damage(file: Path, expected: str) -> str:
+    """What is wrong with a file; "" when its digest agrees."""
+    got = digest(file) if file.is_file() else "no such file"
+    if got == expected:
+        return ""
+    do = to_resume_instead(file.parent)
+    return describe("a checkpoint file is damaged", where=str(file), got=got, expected=expected, do=do)
 
 
 def _read_tensors(path: Path, wanted: dict, strict: StrictHandling) -> dict:
@@ -247,12 +172,12 @@ def _shortened(reason: str) -> str:
 
 def _sharded_model(policy: Policy | ReferencePolicy) -> dict:
     return {
-        f"model{number}": unwrap(chunk).sharded_state_dict(metadata=dict(_CONTENT))
+        f"model{number}": unwrap(chunk).sharded_state_dict(metadata=dict(CONTENT))
         for number, chunk in enumerate(policy.chunks)
     }
 
 
-def _sharded(policy: Policy, *, loading: bool) -> dict:
+def sharded(policy: Policy, *, loading: bool) -> dict:
     """Sharded tensors of the model and of its optimizers, and nothing else: a tensor has the name of its parameter,
     whatever chunk or optimizer holds it, while all that is not a tensor (lr, betas, step) would be named after these.
     It comes from the config; the one number among it that changes is in state.json.
@@ -263,19 +188,19 @@ def _sharded(policy: Policy, *, loading: bool) -> dict:
     for number, optimizer in enumerate(policy.optimizers):
         # Adam has no moments before its first step, but a checkpoint always has.
         optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
-        whole = optimizer.sharded_state_dict(model, is_loading=loading, metadata=dict(_CONTENT))
+        whole = optimizer.sharded_state_dict(model, is_loading=loading, metadata=dict(CONTENT))
         optimizers[str(number)], _ = extract_sharded_base(whole)
     return {**model, "optimizer": optimizers}
 
 
 def _set_state(optimizer: MegatronOptimizer, loaded: dict, step: int) -> None:
-    """Give an optimizer its part of what was loaded as `_sharded`."""
+    """Give an optimizer its part of what was loaded as `sharded`."""
     state = optimizer.state_dict()
     of_torch = state.get("optimizer", state)
     for group in of_torch["param_groups"]:
         group["step"] = step
     if isinstance(optimizer, DistributedOptimizer):
-        sharding = _CONTENT["distrib_optim_sharding_type"]
+        sharding = CONTENT["distrib_optim_sharding_type"]
         state |= {"param_state": loaded["param_state"], "param_state_sharding_type": sharding}
     else:
         of_torch["state"] = loaded.get("optimizer", loaded)["state"]
@@ -284,22 +209,16 @@ def _set_state(optimizer: MegatronOptimizer, loaded: dict, step: int) -> None:
     optimizer.load_state_dict(state)
 
 
-def _optimizer_step(policy: Policy) -> int:
+def optimizer_step(policy: Policy) -> int:
+    """Updates that Adam has made: what its bias correction counts."""
     # TransformerEngine's Adam does not count in a group without parameters.
     return max(int(group.get("step", 0)) for group in policy.optimizer.param_groups)
 
 
-def _digest(path: Path) -> str:
-    digest = xxhash.xxh3_128()
+def digest(path: Path) -> str:
+    """xxh3-128 of a file, hex."""
+    state = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+            state.update(block)
+    return state.hexdigest()

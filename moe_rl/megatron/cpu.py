@@ -8,7 +8,7 @@ Megatron-core asks `torch.cuda` four kinds of questions even when every tensor l
 3. make this tensor on "cuda"           `HostDevice`, a TorchFunctionMode, reads that as "cpu"
 4. is this a torch.cuda.FloatTensor?    `HostDevice` answers `Tensor.type()` in the words the optimizer looks for
 
-and five module-level names of megatron-core are assigned, each with its reason beside it. Everything else is
+and four module-level names of megatron-core are assigned, each with its reason beside it. Everything else is
 megatron-core as released.
 """
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import warnings
 
 import torch
@@ -112,11 +111,6 @@ def install() -> None:
     # Gloo gathers and scatters equal shares only; the ranks that share an expert's matrices hold unequal ones.
     mappings._gather_along_first_dim = _gather_rows(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = _reduce_scatter_rows(mappings._reduce_scatter_along_first_dim)
-
-    import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
-
-    # A synchronous save hands its results over in this process: no manager process has to be spawned for them.
-    filesystem_async._results_queue = queue.Queue()
     _installed = True
 
 

@@ -71,6 +71,7 @@ def transformer_config(facts: ModelFacts, train: TrainConfig, parallel: Parallel
         context_parallel_size=parallel.context,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
+        pipeline_model_parallel_layout=_runs(parallel.layers_per_run),
         # Of two stages each is before and behind the other: megatron's batched sends and receives, both to one rank,
         # then pair up crosswise, unnoticed where lengths are equal. Single ones do not.
         overlap_p2p_comm=interleaved,
@@ -100,6 +101,16 @@ def transformer_config(facts: ModelFacts, train: TrainConfig, parallel: Parallel
         for name, value in _yarn(facts.yarn).items():
             setattr(config, f"yarn_{name}", value)
     return config
+
+
+def _runs(layers_per_run: tuple[int, ...]) -> list[list[str]] | None:
+    """What megatron is told of runs that are not equally long: what each is made of."""
+    runs = [["decoder"] * layers for layers in layers_per_run]
+    if not runs:
+        return None
+    runs[0].insert(0, "embedding")
+    runs[-1].append("loss")
+    return runs
 
 
 def _activation(facts: ModelFacts) -> dict:

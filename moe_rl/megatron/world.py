@@ -40,15 +40,20 @@ def join(*, timeout_seconds: float) -> None:
 def lay_out(parallel: ParallelConfig, *, seed: int) -> None:
     """Make megatron's parallel groups of the ranks that joined, in place of those that were made before."""
     clear()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor,
-        pipeline_model_parallel_size=parallel.pipeline,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
-        context_parallel_size=parallel.context,
-        expert_model_parallel_size=parallel.expert,
-        expert_tensor_parallel_size=parallel.expert_tensor,
-    )
+    parallel_state.initialize_model_parallel(**group_sizes(parallel))
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def group_sizes(parallel: ParallelConfig) -> dict[str, int | None]:
+    """The same as megatron names it."""
+    return {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+    }
 
 
 def clear() -> None:
@@ -197,20 +202,18 @@ def broadcast(message: object, kind: type, source: int = 0):
 
 
 def gather(message: object, kind: type) -> list:
-    """The values of all ranks, in their order, on rank 0; nothing on the others. kind: their type, see `messages`."""
-    rank, payload = dist.get_rank(), bytearray(messages.encode(message))
-    mine = torch.tensor([len(payload)], dtype=torch.int64, device=device())
-    lengths = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, mine)
-    if rank:
-        dist.send(torch.frombuffer(payload, dtype=torch.uint8).to(device()), 0)
-        return []
-    values = [message]
-    for source, length in enumerate(lengths[1:], start=1):
-        data = torch.empty(int(length), dtype=torch.uint8, device=device())
-        dist.recv(data, source)
-        values.append(messages.decode(data.cpu().numpy().tobytes(), kind))
-    return values
+    """One value of each rank, in their order, on all of them. kind: as in `broadcast`."""
+    payload = messages.encode(message)
+    length = torch.tensor([len(payload)], dtype=torch.int64, device=device())
+    lengths = [torch.empty_like(length) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, length)
+    longest = max(map(int, lengths))
+    padded = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8).to(device())
+    data = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(data, padded)
+    return [
+        messages.decode(one[: int(n)].cpu().numpy().tobytes(), kind) for one, n in zip(data, lengths, strict=True)
+    ]
 
 
 def all_reduce(values: list[float], op: dist.ReduceOp = dist.ReduceOp.SUM) -> list[float]:

@@ -32,7 +32,7 @@ class Case:
     """
 
     ranks: int
-    parallel: dict[str, int] = field(default_factory=dict)
+    parallel: dict[str, object] = field(default_factory=dict)
     train: dict[str, object] = field(default_factory=dict)
     mode: Mode = "r3"
     plan: bool = True
@@ -62,7 +62,9 @@ class Case:
             "pipeline": "PP",
             "virtual_pipeline": "VPP",
         }
-        words = [f"{short[key]}{size}" for key, size in self.parallel.items() if size > 1]
+        words = [f"{short[key]}{size}" for key, size in self.parallel.items() if key in short and size > 1]
+        if lengths := self.parallel.get("layers_per_run"):
+            words.append("+".join(map(str, lengths)))
         if self.copies > 1:
             words.append(f"DP{self.copies}")
         words += [key if value is True else f"{key}={str(value).lower()}" for key, value in self.train.items()]

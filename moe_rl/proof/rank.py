@@ -8,6 +8,7 @@ forward-only pass and an update on the fixed batch; see `proof.batch`.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -118,19 +119,22 @@ class SchedulePlans:
 def computing_as_asked(case: Case) -> Iterator[None]:
     """Megatron overlaps in bfloat16 only, and asks its config for that when it is made: that of a float32 case says so,
     and computes in float32 all the same."""
-    build = model.TransformerConfig
 
-    def as_if_bfloat16(**settings):
+    def as_if_bfloat16(build, **settings):
         config = build(**settings | {"bf16": True})
         config.bf16 = False
         return config
 
+    builds = {}
     if case.train.get("overlap_expert_parallel_comm") and case.train_config.dtype == "float32":
-        model.TransformerConfig = as_if_bfloat16
+        builds = {name: getattr(model, name) for name in ("TransformerConfig", "MLATransformerConfig")}
+    for name, build in builds.items():
+        setattr(model, name, functools.partial(as_if_bfloat16, build))
     try:
         yield
     finally:
-        model.TransformerConfig = build
+        for name, build in builds.items():
+            setattr(model, name, build)
 
 
 if __name__ == "__main__":

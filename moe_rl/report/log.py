@@ -89,6 +89,7 @@ class RunLog:
         """Log an evaluation of the policy after `step` training steps, 0 for the policy that the run starts from."""
         check_eval(metrics)
         self._write(encode(step, "eval", metrics))
+        self._evaluated.add(step)
         text = f"held-out after step {step}: pass {percent(metrics['eval/pass_rate'])}"
         if "eval/pass_rate_greedy" in metrics:
             text += f", greedy {percent(metrics['eval/pass_rate_greedy'])}"
@@ -98,6 +99,10 @@ class RunLog:
             if key.startswith("eval/level/")
         ]
         self._print(text + (f" ({', '.join(levels)})" if levels else ""))
+
+    def evaluated(self, step: int) -> bool:
+        """Whether there is an evaluation after `step` training steps in the log."""
+        return step in self._evaluated
 
     def note(self, text: str) -> None:
         """Print one line that is not a metric."""
@@ -138,6 +143,7 @@ class RunLog:
             self._print(f"{self._path.name}: dropped {len(rows) - len(kept)} lines of step {before} and later")
         if torn or len(kept) < len(rows) or (rows and not self._path.read_bytes().endswith(b"\n")):
             write_rows(self._path, kept)
+        self._evaluated = {row["step"] for row in kept if row["kind"] == "eval"}
         self._last_step = max((row["step"] for row in kept if row["kind"] == "train"), default=0)
         if self._progress is not None:
             self._progress.update(self._task, completed=self._last_step)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from moe_rl.errors import MoeRLError
+from moe_rl.errors import EngineError, MoeRLError, describe
 from moe_rl.rollout import patches
 from moe_rl.rollout.hooks import attach_recorder
 from moe_rl.sync import receiver  # its import registers what takes updates
@@ -119,12 +119,14 @@ def __getattr__(name: str):
 
     # What a patched vLLM does itself must not be done twice.
     has_hooks = hasattr(gpu_worker, "attach_recorder")
-    prepacks = any("prepack" in name and state == "applied" for name, state in patches.inspect().patches.items())
+    applied = {name[:4] for name, state in patches.inspect().patches.items() if state == "applied"}
+    prepacks = "0002" in applied
 
     class RecordingWorker(RecorderControl, Base):
         """vLLM's worker of this platform with what the patches 0001 and 0002 add."""
 
         def load_model(self, *args, **kwargs) -> None:
+            refuse_unpatched(self.vllm_config, applied, on_cpu=current_platform.is_cpu())
             super().load_model(*args, **kwargs)
             if not has_hooks:
                 attach_recorder(self)
@@ -145,6 +147,27 @@ def __getattr__(name: str):
 
     globals()[name] = RecordingWorker
     return RecordingWorker
+
+
+def refuse_unpatched(config, applied: Set[str], *, on_cpu: bool) -> None:
+    """Raises EngineError where vLLM computes wrong numbers for the model of this VllmConfig, and says nothing, unless
+    its patches are `applied` (their four digits)."""
+    model = config.model_config
+    rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    plain_latent = model.use_mla and rope.get("rope_type", "default") == "default"
+    updated_oss = "GptOssForCausalLM" in model.architectures and config.weight_transfer_config is not None
+    for wrong, patch, why in (
+        (plain_latent and on_cpu, "0006", "plain rotary angles of latent attention on a CPU"),
+        (updated_oss, "0007", "weight updates, which lose the experts and sinks of gpt-oss"),
+    ):
+        if wrong and patch not in applied:
+            raise EngineError(
+                describe(
+                    f"This vLLM is wrong about {why}",
+                    got=f"a vLLM without patch {patch}",
+                    do="python tools/apply_patches.py --apply, and set rollout.capture to patch",
+                )
+            )
 
 
 def _prepack(model) -> None:

@@ -25,8 +25,9 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.models.utils import get_spec_layer_idx_from_weight_name
 
-from moe_rl.errors import MoeRLError
+from moe_rl.errors import MoeRLError, WeightSyncError, describe
 from moe_rl.sync.intake import Intake
+from moe_rl.sync.loaded import not_loaded
 from moe_rl.sync.parts import checkpoint_shapes
 from moe_rl.sync.update import Broadcast, CudaIpc, Received, WeightUpdate, decode
 from moe_rl.sync.ways import placed
@@ -65,6 +66,7 @@ def take(worker, data: bytes) -> dict[str, object]:
             receiver.intake.admit(update)  # which refuses it: it continues nothing
         if update.final:
             worker.finish_weight_update()
+            receiver.check_reached()
     except (MoeRLError, msgspec.MsgspecError) as refusal:
         receiver.break_off()
         return msgspec.to_builtins(receiver.intake.holding(str(refusal)))
@@ -96,6 +98,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Part]):
         self._open = False
         self._link: Receiver | None = None
         self._importer = PackedBufferImporter()
+        self._lost: list[str] = []
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Nothing to connect to."""
@@ -146,14 +149,27 @@ class WeightReceiver(WeightTransferEngine[NoInit, Part]):
         """Close the model again, whatever was loaded into it."""
         self.under_way = False
         self._importer.close()
+        if complete:
+            self._lost = not_loaded(self.model)
         if self._open:
             self._open = False
             with torch.inference_mode():
                 finalize_layerwise_reload(self.model, self.model_config)
-        if complete:
+        if complete and not self._lost:
             self.intake.finish()
         elif not self.intake.holding().whole:
             self._unlink()  # what is still on its way belongs to nothing
+
+    def check_reached(self) -> None:
+        """Raises WeightSyncError when a parameter did not get what came for it."""
+        if self._lost:
+            raise WeightSyncError(
+                describe(
+                    "vLLM lost a part of the new weights",
+                    got=f"{len(self._lost)} parameters that nothing was loaded into: {', '.join(self._lost[:3])}",
+                    do="check the patch series: python tools/apply_patches.py --check",
+                )
+            )
 
     def shutdown(self) -> None:
         self._unlink()

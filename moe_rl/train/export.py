@@ -65,12 +65,13 @@ def _from_run(
     folder: run_folder.RunFolder, config: Config, facts: ModelFacts, step: int | None, out: Path, dtype: str
 ) -> int:
     # Only now torch and megatron are imported: a mistake does not wait for them.
+    from moe_rl.data import checkpoints
     from moe_rl.megatron import checkpoint, hf_map, world
     from moe_rl.megatron.hf_files import CheckpointReader, write_checkpoint
     from moe_rl.megatron.model import DTYPES, unwrap
     from moe_rl.megatron.policy import ReferencePolicy
 
-    path = checkpoint.latest(folder.checkpoints) if step is None else folder.checkpoints / f"step-{step:06d}"
+    path = checkpoints.find(folder.checkpoints, step)
     world.start(config.parallel, seed=config.run.seed, timeout_seconds=3600)
     try:
         model = config.model.path

@@ -30,12 +30,14 @@ _HEAD = b"moe_rl rollout 1 "
 class RolloutBatch:
     """What one step learns from. Sequences whose verification failed are not in it.
 
-    group_ids: number of the prompt of each sequence. metrics: what sampling and verification showed.
+    group_ids: number of the prompt of each sequence. metrics: what sampling and verification showed. digest: of every
+    completion that was sampled for the step, trained on or not, as the prompt ledger has it.
     """
 
     sequences: list[Sequence]
     group_ids: list[int]
     metrics: dict[str, float]
+    digest: str
 
 
 def shard_name(step: int, number: int = 0) -> str:

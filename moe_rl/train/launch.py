@@ -17,20 +17,23 @@ from moe_rl.config.layout import least_ranks
 from moe_rl.config.load import load_config
 from moe_rl.config.model_facts import ModelFacts
 from moe_rl.config.schema import Config
+from moe_rl.data import checkpoints
 from moe_rl.doctor.diagnosis import installation_problems
-from moe_rl.errors import CollapseError, ConfigError, MoeRLError, TraceError, describe
+from moe_rl.errors import CheckpointError, CollapseError, ConfigError, MoeRLError, Stopped, TraceError, describe
 from moe_rl.planning.fit import disk_problems, memory_problems, transfer_problems
 from moe_rl.planning.plan import make_plan
 from moe_rl.planning.plan_table import render
 from moe_rl.train import run_folder
 from moe_rl.train.peaks import limit_problem, peaks
 from moe_rl.train.peaks import render as render_peaks
+from moe_rl.train.peers import STOPPED
 from moe_rl.train.run_folder import RunFolder
 
 COLLAPSED = 4
 EPILOG = """
-Exit status of a rank: 0 done, 2 an error that was explained, 3 another rank or the sampler is gone, 4 the run has
-collapsed (see guards.*) and was ended with a checkpoint and a report. torchrun names it as exitcode and itself exits 1.
+Exit status of a rank: 0 done, 2 an error that was explained, 3 another rank, torchrun or the sampler is gone, 4 the run
+has collapsed (see guards.*) and was ended with a checkpoint and a report, 5 it was asked to stop (SIGTERM) and did: go
+on with --resume. torchrun names the status as exitcode and itself exits 1.
 """
 
 
@@ -42,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config, folder, world_size = _configure(options)
         if options.plan:
             return _plan(config, world_size, options.trace, options.json)
-        _refuse(_problems(config, world_size))
+        _refuse(_problems(config, world_size) + _checkpoint_problems(folder, options.step))
     except MoeRLError as error:
         # Every rank comes to the same finding; one of them tells it.
         if rank == 0:
@@ -52,7 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from moe_rl.train.loop import train
 
     try:
-        path = train(config, folder)
+        path = train(config, folder, options.step)
+    except Stopped as error:
+        if rank == 0:
+            print(f"moe_rl: {error}", file=sys.stderr, flush=True)
+        return STOPPED
     except MoeRLError as error:
         print(f"moe_rl: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return COLLAPSED if isinstance(error, CollapseError) else 2
@@ -69,6 +76,10 @@ def _parser() -> argparse.ArgumentParser:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--config", type=Path, metavar="FILE", help="YAML config of a new run")
     source.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue a run from its newest checkpoint")
+    parser.add_argument(
+        "--step", type=int, metavar="N",
+        help="with --resume: go on from the checkpoint after so many steps, and put newer ones aside; 0: begin again",
+    )
     parser.add_argument(
         "--plan", action="store_true", help="print every derived number and every problem, start nothing"
     )
@@ -94,6 +105,8 @@ def _parser() -> argparse.ArgumentParser:
 def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, int]:
     if options.trace and not options.plan:
         raise ConfigError(describe("--trace is of --plan alone", got=options.trace, do="leave it out, or add --plan"))
+    if options.step is not None and not options.resume:
+        raise ConfigError(describe("--step is of --resume alone", got=options.step, do="leave it out, or add --resume"))
     folder = None
     if options.resume:
         folder, config = run_folder.reopen(options.resume, options.overrides)
@@ -166,6 +179,16 @@ def _problems(config: Config, world_size: int) -> list[str]:
         plan = make_plan(config, facts, world_size)
         found += [*memory_problems(plan), *transfer_problems(plan), *disk_problems(config, plan)]
     return absent + found
+
+
+def _checkpoint_problems(folder: RunFolder | None, step: int | None) -> list[str]:
+    """What --resume wants to go on from is not there."""
+    try:
+        if folder is not None and step != 0:
+            checkpoints.find(folder.checkpoints, step)
+    except CheckpointError as error:
+        return [str(error)]
+    return []
 
 
 def _refuse(found: list[str]) -> None:

@@ -10,17 +10,20 @@ weights.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib.metadata import version
 from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed as dist
 
 from moe_rl.config.hf import ModelFacts, read_model
 from moe_rl.config.schema import Config
-from moe_rl.errors import CollapseError
-from moe_rl.megatron import checkpoint, world
+from moe_rl.data import checkpoints
+from moe_rl.errors import CollapseError, Stopped
+from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy, ReferencePolicy
+from moe_rl.megatron.saving import Checkpoints
 from moe_rl.report.html import write_report
 from moe_rl.report.log import RunLog
 from moe_rl.report.summary import summarize
@@ -29,27 +32,43 @@ from moe_rl.rollout.engine import EngineSettings, VllmEngine
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train import run_folder
 from moe_rl.train.kept import KeptRollouts, RolloutBatch, kept_steps
-from moe_rl.train.peers import Peers
+from moe_rl.train.peers import Peers, StopRequested
+from moe_rl.train.resume import restore
 from moe_rl.train.rollouts import Rollouts
 from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.step import Clock, TrainStep
 from moe_rl.train.weights import Canary, WeightSender, way_of
 
+# The parts of a step that every rank has, and that are ended before a run stops.
+_TRAINING = ("placement", "routes", "logprobs", "train", "sync")
 
-def train(config: Config, folder: RunFolder | None) -> Path:
+
+def train(config: Config, folder: RunFolder | None, step: int | None = None) -> Path:
     """Run, or with `folder` resume, a training run. All ranks call it; returns the run's folder on each.
 
-    The config has been checked (`config.check.problems`), so that what fails here is not the user's writing.
+    step: of the checkpoint to go on from, by default the newest; 0: of none. The config has been checked
+    (`config.check.problems`), so that what fails here is not the user's writing.
     """
     world.start(config.parallel, seed=config.run.seed, timeout_seconds=24 * 3600)
     with ExitStack() as stack:
         stack.callback(world.stop)
         resumed = folder is not None
-        folder = _open_folder(config, folder)
+        folder = _open_folder(config, folder, stack)
+        done = _steps_done(folder, step) if resumed else 0
         peers = stack.enter_context(
-            Peers(folder.ranks, dist.get_rank(), dist.get_world_size(), timeout_seconds=config.run.peer_timeout_seconds)
+            Peers(
+                folder.ranks,
+                dist.get_rank(),
+                dist.get_world_size(),
+                timeout_seconds=config.run.peer_timeout_seconds,
+                grace_seconds=config.checkpoint.grace_seconds,
+            )
         )
-        Run(config, folder, peers, stack).steps(resumed)
+        peers.save_done(done, 0.0)
+        run = Run(config, folder, peers, stack)
+        if resumed:
+            restore(run, done)
+        run.steps(done)
     return folder.path
 
 
@@ -62,7 +81,14 @@ class Run:
         self.facts = read_model(config.model.path)
         self.store = TraceStore(folder.trace)
         self.kept = KeptRollouts(folder.rollouts, self.store)
-        self.log = self.rollouts = None
+        self.checkpoints = Checkpoints(
+            folder.checkpoints,
+            config.parallel,
+            keep=config.checkpoint.keep,
+            asynchronous=config.checkpoint.asynchronous,
+            published=peers.save_done,
+        )
+        self.log = self.rollouts = self.left_behind = None
         self.kept_awake = False
         if self.is_main:
             self.log = RunLog(folder.path, total_steps=config.run.steps, mode=config.replay.mode)
@@ -89,22 +115,22 @@ class Run:
         spec = TraceSpec.from_layers(facts.fingerprint, facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
         self.train_step = TrainStep(config, self.policy, reference, self.store, spec)
         self.sender = WeightSender(self.policy, config.rollout, way_of(config.rollout), folder.sync)
+        self.train_seconds = 0.0  # of the last step, with its sync
         self.canary = Canary(world.broadcast(self.rollouts.canary_tokens() if self.is_main else None, tuple[int, ...]))
 
-    def steps(self, resumed: bool) -> None:
-        """From the first step, or the last checkpoint, to the end of the run and its report."""
-        config, done, saved, collapse = self.config, 0, {}, None
-        if resumed:
-            done = self._restore()
-        if not done and config.rollout.weights != "exact":
-            self._sync(version=0)  # the sampler started with the checkpoint's
-        if not resumed:
-            self._evaluate(0)
+    def steps(self, done: int) -> None:
+        """From what is done, nothing or a checkpoint, to the end of the run and its report."""
+        config, saved, collapse = self.config, {}, None
+        if done or config.rollout.weights != "exact":
+            self._sync(version=done)  # the sampler started with the model's own
+        self._evaluate(done, last=done == config.run.steps)
         for step in range(done + 1, config.run.steps + 1):
-            clock = Clock()
+            clock = Clock(self.peers.part)
             with clock("step"):
                 batch = self._rollout(step, clock)
-                with self.peers.phase("train", step):
+                if batch is None:
+                    self._stop(done)
+                with self.peers.phase("train", step, seconds=self.train_seconds):
                     metrics = self.train_step.run(
                         batch.sequences,
                         batch.group_ids,
@@ -120,18 +146,17 @@ class Run:
                 "throughput/trained_tokens_per_second": trained,
                 **{f"time/{name}": seconds for name, seconds in clock.seconds.items()},
             }
+            self.train_seconds = sum(clock.seconds[part] for part in _TRAINING)
             metrics |= saved
             if self.is_main:
                 self.log.step(step, metrics)
             collapse = self.train_step.guards.after_step(step, metrics)
             # The checkpoint comes last: what it stands for has been logged when it appears.
-            last = step == config.run.steps or collapse is not None
-            if last or step % config.eval.every_steps == 0:
-                self._evaluate(step)
-            saved = {}
-            if last or step % config.checkpoint.every_steps == 0:
-                saved = self._save(step)
-            done = step
+            done, last = step, step == config.run.steps or collapse is not None
+            self._evaluate(step, last=last)
+            if collapse is None and self._asked_to_stop():
+                self._stop(done)
+            saved = self._save(step, whole=last) if last or step % config.checkpoint.every_steps == 0 else self._poll()
             if collapse is not None:
                 break
         with self.peers.phase("report", done):
@@ -141,17 +166,27 @@ class Run:
         if collapse is not None:
             raise collapse
 
-    def _rollout(self, step: int, clock: Clock) -> RolloutBatch:
-        """Rank 0 samples and judges; every rank gets the tokens. Routes stay in the trace store."""
+    def _rollout(self, step: int, clock: Clock) -> RolloutBatch | None:
+        """Rank 0 samples and judges, unless a crash left that behind; every rank gets the tokens. Routes stay in the
+        trace store. None when the run was asked to stop meanwhile."""
         batch = None
         if self.is_main:
-            with self.peers.phase("rollout", step), self.log.phase(f"step {step}: sampling"):
-                batch = self.rollouts.collect(step, clock)
+            cursor, (batch, self.left_behind) = self.rollouts.source.cursor, (self.left_behind, None)
+            if batch is not None:
+                clock.seconds |= {"sample": 0.0, "reward": 0.0}
+            else:
+                with self.peers.phase("rollout", step), suppress(StopRequested), self.peers.to_be_left():
+                    with self.log.phase(f"step {step}: sampling"):
+                        batch = self.rollouts.collect(step, clock)
+                    self.kept.save(step, batch)
+            if self.peers.asked or batch is None:
+                self.rollouts.source.seek(cursor)
+                batch = None
+            if batch is not None:
                 self._rest(clock)
         with self.peers.phase("receive rollout", step):
-            batch = world.broadcast(batch, RolloutBatch)
-        if self.is_main:
-            self.kept.save(step, batch)
+            batch = world.broadcast(batch, RolloutBatch | None)
+        if self.is_main and batch is not None:
             self._retain_rollouts(step)
         return batch
 
@@ -172,56 +207,61 @@ class Run:
         self.train_step.guards.after_sync(version, difference)
         return {"sync/bytes": sent, "sync/canary_abs_diff": difference}
 
-    def _evaluate(self, step: int) -> None:
+    def _evaluate(self, step: int, *, last: bool) -> None:
+        """Where it is time for it, and the log has it not: a run that stopped in it does it when it goes on."""
         with self.peers.phase("evaluate", step):
-            if self.is_main:
-                clock = Clock()
-                with clock("eval"), self.log.phase("evaluating on held-out prompts"):
+            if self.is_main and (last or step % self.config.eval.every_steps == 0) and not self.log.evaluated(step):
+                clock, metrics = Clock(self.peers.part), None
+                saying = self.log.phase("evaluating on held-out prompts")
+                with suppress(StopRequested), self.peers.to_be_left(), clock("eval"), saying:
                     metrics = self.rollouts.evaluate(step)
-                self.log.eval_row(step, metrics | {"time/eval": clock.seconds["eval"]})
+                if metrics is not None:
+                    self.log.eval_row(step, metrics | {"time/eval": clock.seconds["eval"]})
 
-    def _save(self, step: int) -> dict[str, float]:
-        """Write a checkpoint; what it cost is logged with the next step."""
+    def _save(self, step: int, *, whole: bool) -> dict[str, float]:
+        """Begin a checkpoint, and wait for the whole of it or let it be written behind the run. What it cost is logged
+        with the next step."""
         clock, cursor = Clock(), self.rollouts.source.cursor if self.is_main else 0
         with self.peers.phase("checkpoint", step), clock("checkpoint"):
-            checkpoint.save(
-                self.folder.checkpoints,
+            self.checkpoints.save(
                 step,
                 self.policy,
                 {"cursor": cursor, "guards": self.train_step.guards.state()},
-                parallel=self.config.parallel,
-                keep=self.config.checkpoint.keep,
                 tensors=self.train_step.placement.tensors(),
             )
+            if whole:
+                self.checkpoints.finish()
             if self.is_main:
                 self._retain_rollouts(step)
         return {"time/checkpoint": clock.seconds["checkpoint"]}
 
-    def _retain_rollouts(self, step: int) -> None:
-        checkpoints = [done for done, _ in checkpoint.complete(self.folder.checkpoints)]
-        self.kept.retain(kept_steps(step, self.config.replay.keep_shards, checkpoints))
+    def _poll(self) -> dict[str, float]:
+        """Publish a checkpoint that has been written by now."""
+        clock = Clock()
+        with clock("checkpoint"):
+            published = self.checkpoints.poll()
+        return {"time/checkpoint": clock.seconds["checkpoint"]} if published else {}
 
-    def _restore(self) -> int:
-        """Put every part of the run back to the newest checkpoint; returns the steps it had done."""
-        config, path = self.config, checkpoint.latest(self.folder.checkpoints)
-        state = checkpoint.load(path, self.policy, parallel=config.parallel, seed=config.run.seed)
-        done = state["step"]
-        self.train_step.guards.restore(state["guards"])
-        self.train_step.placement.restore(checkpoint.run_tensors(path))
-        if self.is_main:
-            self.rollouts.source.seek(state["cursor"])
-            dropped = self.rollouts.ledger.rewind(done)
-            self.rollouts.ledger.verify(self.rollouts.source, steps=done)
-            self.log.rewind(done + 1)
-            self.kept.retain(range(done + 1))
-            self.store.collect_garbage()
-            self.log.note(f"resumed from {path} after step {done}; {dropped} steps are done again")
-            if (before := state["layout"]) != (now := checkpoint.layout(config.parallel)):
-                changed = [f"{name} {before.get(name)} -> {n}" for name, n in now.items() if before.get(name) != n]
-                self.log.note(f"another layout: {', '.join(changed)}; random generators derived from run.seed anew")
-        if done:
-            self._sync(version=done)
-        return done
+    def _asked_to_stop(self) -> bool:
+        """Whether any rank was, as all of them hear now."""
+        return bool(world.all_reduce([self.peers.asked], dist.ReduceOp.MAX)[0])
+
+    def _stop(self, done: int) -> NoReturn:
+        """Save what is done and end the run, as it was asked to."""
+        if done not in (self.peers.saved, self.checkpoints.pending):
+            self._save(done, whole=True)
+        with self.peers.phase("checkpoint", done):
+            self.checkpoints.finish()
+        self.peers.stopped()
+        raise Stopped(
+            f"the run was asked to stop and did after step {done}, with "
+            + ("a checkpoint" if done else "nothing to save yet")
+            + f"; go on with --resume {self.folder.path}"
+            + ("" if done else " --step 0")
+        )
+
+    def _retain_rollouts(self, step: int) -> None:
+        self.kept.retain(kept_steps(step, self.config.replay.keep_shards, self.checkpoints.steps()))
 
     def _report(self, done: int, collapse: CollapseError | None) -> None:
         self.rollouts.ledger.verify(self.rollouts.source, steps=done)
@@ -245,13 +285,27 @@ class Run:
         }
 
 
-def _open_folder(config: Config, folder: RunFolder | None) -> RunFolder:
-    """Rank 0 makes the run folder, or takes over one that an earlier process left; every rank learns its path."""
+def _open_folder(config: Config, folder: RunFolder | None, stack: ExitStack) -> RunFolder:
+    """Rank 0 makes the run folder, or takes over one that an earlier process left; every rank learns its path and holds
+    it until the stack is left."""
     path = ""
     if dist.get_rank() == 0:
-        folder = run_folder.take_over(folder, config) if folder else run_folder.create(config)
+        resumed, folder = folder is not None, folder or run_folder.create(config)
+        stack.enter_context(run_folder.held(folder, first=True))
+        if resumed:
+            run_folder.take_over(folder, config)
         path = str(folder.path)
-    return RunFolder(Path(world.broadcast(path, str)))
+    folder = RunFolder(Path(world.broadcast(path, str)))
+    if dist.get_rank():
+        stack.enter_context(run_folder.held(folder, first=False))
+    return folder
+
+
+def _steps_done(folder: RunFolder, step: int | None) -> int:
+    """Of the checkpoint to go on from. It was there when the ranks looked, before they waited for the run to end."""
+    if step is None and dist.get_rank() == 0:
+        step = checkpoints.complete(folder.checkpoints)[-1][0]
+    return world.broadcast(step, int)
 
 
 def engine_settings(config: Config, facts: ModelFacts, folder: RunFolder) -> EngineSettings:

@@ -92,7 +92,8 @@ class Rollouts:
             lacking = rollout.prompts_per_step - sum(group.informative for group in groups)
         completions = [c for group in groups for c in group.completions]
         verdicts = [v for group in groups for v in group.verdicts]
-        self.ledger.record(step - 1, cursor, [group.prompt.id for group in groups], _digest(completions))
+        digest = _digest(completions)
+        self.ledger.record(step - 1, cursor, [group.prompt.id for group in groups], digest)
         check_failed_fraction(verdicts, self.config.task.max_failed_fraction)
         metrics = self._metrics(completions, verdicts, clock)
         chosen = groups
@@ -120,7 +121,7 @@ class Rollouts:
             "group/zero_variance": same,
             "group/zero_variance_fraction": same / len(groups),
         }
-        return RolloutBatch(sequences, [number for number, *_ in trained], metrics)
+        return RolloutBatch(sequences, [number for number, *_ in trained], metrics, digest)
 
     def _sample(self, step: int, first: int, shard: str, clock: Clock) -> list[Group]:
         """One round: the next prompts' groups, numbered in the step from `first`."""

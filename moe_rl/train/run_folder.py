@@ -3,7 +3,7 @@
 config.yaml     resolved config           metrics.jsonl   one line a step       prompts.jsonl   the prompt ledger
 trace/          routing-trace shards      sync/           weights in transit    checkpoints/    step-<n>
 rollouts/       what steps learned from   ranks/          signs of life         engine.log      the sampler's output
-summary.json, report.html
+summary.json, report.html                 run.lock        held by every rank while it lives
 
 A step's shard and its rollout file are kept together: of the last `replay.keep_shards` steps; of the step after each
 kept checkpoint, which was sampled from that checkpoint's weights; and of step 1, sampled from the initial model. So
@@ -12,15 +12,20 @@ there are always weights whose own rollouts can be scored again.
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from moe_rl.config.load import dump_config, load_config
 from moe_rl.config.schema import Config
 from moe_rl.errors import ConfigError, describe
+
+# Ranks whose peers died end within a second or two.
+_STILL_ENDING = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,10 @@ class RunFolder:
     @property
     def engine_log(self) -> Path:
         return self.path / "engine.log"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "run.lock"
 
 
 def create(config: Config) -> RunFolder:
@@ -97,6 +106,34 @@ def reopen(path: Path, overrides: Sequence[str] = ()) -> tuple[RunFolder, Config
             )
         )
     return folder, load_config(folder.config, overrides)
+
+
+@contextmanager
+def held(folder: RunFolder, *, first: bool) -> Iterator[None]:
+    """Every rank of a run holds its folder for as long as it lives; the kernel lets go of it for a process that is
+    killed. first: of the ranks, rank 0, before any other: waits for what is left of an earlier process to end.
+
+    Raises ConfigError when the run is still going: two would write into one folder.
+    """
+    with folder.lock.open("ab") as file:
+        deadline = time.monotonic() + _STILL_ENDING
+        while first:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        describe(
+                            "the run is still going",
+                            where=str(folder.path),
+                            got="ranks that hold its run.lock",
+                            do="wait until it has ended, or end it; ranks/ says on which hosts and in which processes",
+                        )
+                    ) from None
+            time.sleep(0.1)
+        fcntl.flock(file, fcntl.LOCK_SH)
+        yield
 
 
 def take_over(folder: RunFolder, config: Config) -> RunFolder:

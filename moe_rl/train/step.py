@@ -7,7 +7,7 @@ sequences are taken from one of the ranks that share them, sums over routed rows
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -54,13 +54,15 @@ _MISMATCH_METRICS = {
 
 
 class Clock:
-    """Seconds spent in named phases; a name used again adds up."""
+    """Seconds spent in named parts of a step; a name used again adds up. begun: told of each part that begins."""
 
-    def __init__(self):
+    def __init__(self, begun: Callable[[str], None] = lambda name: None):
         self.seconds: dict[str, float] = {}
+        self.begun = begun
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        self.begun(name)
         start = time.perf_counter()
         try:
             yield

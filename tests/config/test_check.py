@@ -224,6 +224,14 @@ def test_a_vocabulary_that_cannot_be_cut_is_refused(found, write_model, tmp_path
         (["parallel.virtual_pipeline=3"], 2, ["parallel.virtual_pipeline", "no pipeline"]),
         (["parallel.pipeline=3", "parallel.virtual_pipeline=2"], 6, ["virtual_pipeline", "a divisor of 1"]),
         (["parallel.pipeline=3", "parallel.expert=4"], 6, ["pipeline = 3", "expert = 4", "a multiple of 12"]),
+        (["parallel.pipeline=2", "parallel.layers_per_run=[2, 2]"], 4, ["layers_per_run", "2 + 2 = 4", "3 together"]),
+        (["parallel.pipeline=2", "parallel.layers_per_run=[3]"], 4, ["layers_per_run", "1 numbers", "expected 2"]),
+        (["parallel.layers_per_run=[3]"], 2, ["layers_per_run", "no pipeline", "none"]),
+        (
+            ["parallel.pipeline=2", "parallel.layers_per_run=[2, 1]", "parallel.expert=4"],
+            4,
+            ["pipeline = 2", "layers_per_run = (2, 1)", "a multiple of 8"],
+        ),
     ],
 )
 def test_stages_that_do_not_fit(found, overrides, world_size, parts):
@@ -231,11 +239,20 @@ def test_stages_that_do_not_fit(found, overrides, world_size, parts):
     assert all(part in message for part in parts), message
 
 
+def test_stages_may_be_uneven(found):
+    assert found("parallel.pipeline=2", "parallel.layers_per_run=[2, 1]", world_size=4) == []
+
+
 @pytest.mark.parametrize(
     ("overrides", "world_size", "parts"),
     [
         (["recompute=uniform", "recompute_layers=4"], 2, ["train.recompute_layers", "got 4", "at most 3"]),
         (["recompute=block", "recompute_layers=2", "parallel.pipeline=3"], 6, ["train.recompute_layers", "at most 1"]),
+        (
+            ["recompute=uniform", "recompute_layers=2", "parallel.pipeline=2", "parallel.layers_per_run=[2, 1]"],
+            4,
+            ["train.recompute_layers", "at most 1"],
+        ),
         (["recompute_layers=2"], 2, ["train.recompute_layers", "train.recompute is none"]),
         (["recompute=moe", "recompute_layers=2"], 2, ["train.recompute_layers", "train.recompute is moe"]),
         (["packing=load", "parallel.expert=1"], 2, ["train.packing", "parallel.expert is 1", "expected length"]),

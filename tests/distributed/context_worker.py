@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from moe_rl.config.hf import read_model
 from moe_rl.config.load import load_config
+from moe_rl.data import checkpoints
 from moe_rl.errors import ReplayError, RouteValidationError
 from moe_rl.megatron import world
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
@@ -58,6 +59,7 @@ def main():
     from moe_rl.megatron import checkpoint
     from moe_rl.megatron.microbatch import pack
     from moe_rl.megatron.policy import Policy
+    from moe_rl.megatron.saving import Checkpoints
     from moe_rl.train import shares as shares_of
     from moe_rl.train import step
     from moe_rl.train.weights import Canary
@@ -78,9 +80,9 @@ def main():
     seen["canary"] = Canary((3, 1, 4, 1, 5)).difference(policy, engine)
     seen["sent"] = (engine.weights, engine.places) if engine else ({}, [])
     seen["halves"] = take_step(halves, policy)
-    checkpoint.save(out / "checkpoints", 1, policy, {}, parallel=halves.parallel, keep=1)
+    Checkpoints(out / "checkpoints", halves.parallel, keep=1, asynchronous=False).save(1, policy, {})
     resumed = build(halves)
-    checkpoint.load(checkpoint.latest(out / "checkpoints"), resumed, parallel=halves.parallel, seed=1)
+    checkpoint.load(checkpoints.find(out / "checkpoints"), resumed, parallel=halves.parallel, seed=1)
     seen["next"] = [take_step(halves, p) for p in (policy, resumed)]
     try:
         policy.logprobs([pack(sequences, [0], world.device())], None)

@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 
 from moe_rl.config.hf import read_model
+from moe_rl.data import checkpoints
 from moe_rl.errors import ReplayError
 from moe_rl.megatron import checkpoint, world
 from moe_rl.megatron.dispatcher import PlannedDispatcher
 from moe_rl.megatron.policy import Policy
+from moe_rl.megatron.saving import Checkpoints
 from moe_rl.megatron.witness import DispatchWitness
 from moe_rl.planning.placement import natural_order
 from moe_rl.proof.cases import Case
@@ -93,10 +95,10 @@ class Run:
         return taker.weights if taker else {}
 
     def save(self, folder):
-        checkpoint.save(folder, 1, self.policy, {}, parallel=self.case.parallel_config, keep=1)
+        Checkpoints(folder, self.case.parallel_config, keep=1, asynchronous=False).save(1, self.policy, {})
 
     def load(self, folder):
-        checkpoint.load(checkpoint.latest(folder), self.policy, parallel=self.case.parallel_config, seed=1)
+        checkpoint.load(checkpoints.find(folder), self.policy, parallel=self.case.parallel_config, seed=1)
 
 
 def compared(facts, case, source, out):

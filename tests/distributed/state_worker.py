@@ -11,6 +11,7 @@ import os
 import shutil
 import socket
 import sys
+import threading
 import weakref
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
@@ -24,8 +25,9 @@ from safetensors.torch import load_file, save_file
 from moe_rl.comparison.sources import weights_digest
 from moe_rl.config.hf import read_model
 from moe_rl.config.schema import GuardsConfig, ParallelConfig
+from moe_rl.data import checkpoints
 from moe_rl.errors import CheckpointError, NonFiniteError
-from moe_rl.megatron import checkpoint, rng, world
+from moe_rl.megatron import checkpoint, rng, saving, world
 from moe_rl.megatron.model import unwrap
 from moe_rl.megatron.policy import Policy, ReferencePolicy
 from moe_rl.proof import cases
@@ -71,10 +73,13 @@ class Case:
         return {"drawn": draw(), "norms": [self.update() for _ in range(2)], "final": self.weights()}
 
     def save(self, name):
-        checkpoint.save(self.out / name, STEP, self.policy, {"cursor": 5}, parallel=self.parallel, keep=1)
+        self.saving(name, asynchronous=False).save(STEP, self.policy, {"cursor": 5})
+
+    def saving(self, name, asynchronous=True):
+        return saving.Checkpoints(self.out / name, self.parallel, keep=1, asynchronous=asynchronous)
 
     def load(self, name):
-        path = checkpoint.latest(self.out / name)
+        path = checkpoints.find(self.out / name)
         return checkpoint.load(path, self.policy, parallel=self.parallel, seed=SEED)
 
     def send(self):
@@ -160,8 +165,53 @@ def begin(new, name):
     for _ in range(UPDATES):
         case.update()
     draw()
-    case.save(name)
-    return {"weights": case.weights(), **case.next_two()}
+    seen, writes = {"weights": case.weights()}, case.saving(name)
+    with held_writers() as release:
+        writes.save(STEP, case.policy, {"cursor": 5})
+        seen |= {"published early": writes.poll(), **case.next_two()}
+        seen |= {"pending": (writes.pending, checkpoints.complete(writes.folder))}
+        release()
+        seen["published"] = writes.finish()
+    return seen
+
+
+@contextmanager
+def held_writers():
+    """The threads that write checkpoints do not begin before the function that this gives is called."""
+    go, run = threading.Event(), saving._Writer.run
+
+    def held(writer):
+        go.wait()
+        run(writer)
+
+    with patch.object(saving._Writer, "run", held):
+        yield go.set
+
+
+def broken_writers(new, saved):
+    """What this rank is told when the thread of rank 1 fails at a file, and when it dies; and what is left."""
+    case, told, real = new(), [], checkpoint.digest
+    folder = case.out / "broken"
+    if dist.get_rank() == 0:
+        shutil.copytree(case.out / saved, folder)
+    dist.barrier()
+    for failure in (OSError(28, "No space left on device"), SystemExit("killed")):
+
+        def digest(path, failure=failure):
+            if dist.get_rank() == 1:
+                raise failure
+            return real(path)
+
+        writes = case.saving("broken")
+        with patch("moe_rl.megatron.saving.checkpoint.digest", digest):
+            writes.save(STEP + 1, case.policy, {"cursor": 6})
+            writes._pending.writer.written.wait()
+        dist.barrier()
+        try:
+            told.append(f"published: {writes.poll()}")
+        except CheckpointError as error:
+            told.append(str(error))
+    return {"told": told, "left": [step for step, _ in checkpoints.complete(folder)]}
 
 
 def resume(new, saved, name=""):
@@ -177,7 +227,7 @@ def resume(new, saved, name=""):
 def scored(new, saved):
     """The weights of `saved` alone, in a policy that will not be trained, and their digest."""
     case = new()
-    state = checkpoint.load_weights(checkpoint.latest(case.out / saved), case.policy)
+    state = checkpoint.load_weights(checkpoints.find(case.out / saved), case.policy)
     return {
         "weights": case.weights(),
         "updates": state["updates"],
@@ -272,7 +322,7 @@ def refusals(new, saved):
     """
     case, told = new(), {}
     before = case.weights()
-    source = checkpoint.latest(case.out / saved)
+    source = checkpoints.find(case.out / saved)
 
     def attempt(path, policy):
         try:
@@ -312,6 +362,7 @@ def main():
     world.start(LAYOUTS[SAVER], seed=SEED, timeout_seconds=120)
     seen["begins"] = begin(lambda: Case(source, out, LAYOUTS[SAVER]), "two")
     seen["bfloat16 begins"] = begin(lambda: Case(source, out, LAYOUTS[SAVER], "bfloat16"), "two-bfloat16")
+    seen["broken"] = broken_writers(lambda: Case(source, out, LAYOUTS[SAVER]), "two")
     seen["refusals"] = refusals(lambda: Case(source, out, LAYOUTS[SAVER]), "two")
     for name, parallel in LAYOUTS.items():
         world.lay_out(parallel, seed=SEED)

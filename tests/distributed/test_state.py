@@ -130,6 +130,22 @@ def test_the_same_layout_goes_on_bit_for_bit(seen):
         assert not any(torch.equal(before["drawn"], rank[name, "seeded"]) for rank in seen for name in LAYOUTS)
 
 
+def test_it_is_written_behind_the_run(seen):
+    """Held back until two updates had changed everything: what it holds is proven by those that go on from it."""
+    for rank in of(seen, "begins"):
+        assert (rank["published early"], rank["pending"], rank["published"]) == (False, (STEP, []), True)
+
+
+def test_a_writer_that_fails_or_dies_is_named_on_all_ranks(seen):
+    told = [rank["broken"]["told"] for rank in seen]
+    assert told[0] == told[1] and len(told[0]) == 2
+    reasons = ("OSError(28, 'No space left on device')", "SystemExit('killed')")
+    for message, reason in zip(told[0], reasons, strict=True):
+        assert f"broken/step-{STEP + 1:06d}): got rank 1: {reason}" in message
+        assert f"go on from the last one, after step {STEP}" in message
+    assert seen[0]["broken"]["left"] == [STEP]
+
+
 CROSSINGS = [("begins", name) for name in OTHERS] + [("begins", "one"), ("one begins", ("EP2", "from one"))]
 
 

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import moe_rl.megatron  # noqa: F401  the CPU backend
 from moe_rl.config.schema import ParallelConfig, TrainConfig
-from moe_rl.megatron import cpu, model
+from moe_rl.megatron import cpu, model, world
 from tests.planning.meta_cases import cases
 
 NAMES = {torch.bfloat16: "torch.cuda.BFloat16Tensor", torch.float32: "torch.cuda.FloatTensor"}
@@ -38,15 +38,7 @@ def built(facts, parallel: ParallelConfig, train: TrainConfig, world_size: int, 
     from megatron.core import parallel_state
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor,
-        pipeline_model_parallel_size=parallel.pipeline,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
-        context_parallel_size=parallel.context,
-        expert_model_parallel_size=parallel.expert,
-        expert_tensor_parallel_size=parallel.expert_tensor,
-        create_gloo_process_groups=False,
-    )
+    parallel_state.initialize_model_parallel(**world.group_sizes(parallel), create_gloo_process_groups=False)
     with torch.device("meta"), Meta():
         config = model.transformer_config(facts, train, parallel)
         chunks, optimizer = model.wrap_for_training(model.build_model(facts, config, None), config, train)

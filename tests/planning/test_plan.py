@@ -122,6 +122,8 @@ def test_memory_of_a_stage(plan_of):
         ({"pipeline": 2}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
         ({"pipeline": 2, "virtual_pipeline": 2}, [[0, 1, 4, 5], [2, 3, 6, 7]]),
         ({"pipeline": 4, "virtual_pipeline": 2}, [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        ({"pipeline": 2, "layers_per_run": (5, 3)}, [[0, 1, 2, 3, 4], [5, 6, 7]]),
+        ({"pipeline": 2, "virtual_pipeline": 2, "layers_per_run": (3, 2, 2, 1)}, [[0, 1, 2, 5, 6], [3, 4, 7]]),
     ],
 )
 def test_layers_of_the_stages(model, sizes, stages):

@@ -3,7 +3,7 @@
 SPEC (JSON): engine: arguments of vllm.LLM; recording: of additional_config["moe_rl"]; capture: patch | worker;
 asynchronous: whether to schedule asynchronously, which vLLM's CPU platform switches off; acts: list of
   {"sample": [request, ...], "sink": name, "abort_after": steps}   request: key, prompt, seed, max_tokens, ...
-  {"update": a WeightUpdate}
+  {"update": a WeightUpdate, "lost": tensor that the model drops}
 RESULT (JSON): acts: per "sample", the completions and references; stats of the recorder, prefix hits, and what else the
 tests want as a witness that a scenario took place.
 """
@@ -55,8 +55,12 @@ def main() -> None:
     for act in spec["acts"]:
         if "update" in act:
             update = act["update"]
-            for answer in llm.collective_rpc("moe_rl_update_weights", args=(json.dumps(update).encode(),)):
-                assert answer["whole"] and not answer["refused"], answer
+            if "lost" in act:
+                llm.collective_rpc(_lose, args=(act["lost"],))
+            (answer,) = llm.collective_rpc("moe_rl_update_weights", args=(json.dumps(update).encode(),))
+            if answer["refused"]:
+                results.append({"failed": answer["refused"], "whole": answer["whole"]})
+                break
             llm.update_weight_version(str(update["version"]))
         else:
             results.append(_sample(llm, act))
@@ -74,6 +78,13 @@ def main() -> None:
         )
     sys.stdout.flush()
     os._exit(0)
+
+
+def _lose(worker, name: str) -> None:
+    """From now on the model passes one tensor over."""
+    model = worker.model_runner.get_model()
+    load = model.load_weights
+    model.load_weights = lambda weights: load((key, tensor) for key, tensor in weights if key != name)
 
 
 def _sample(llm, act: dict) -> dict:

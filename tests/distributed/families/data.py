@@ -35,6 +35,7 @@ LATENT = GLM | {
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64}
 OSS_YARN = YARN | {"beta_fast": 8.0, "beta_slow": 1.0, "truncate": False}
 YARN |= {"beta_fast": 8, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.7}
+FIVE = {"num_hidden_layers": 5, "rope_parameters": YARN}
 MODELS = {
     # a dense layer between layers with experts; weights renormalised over the chosen experts, and not
     "qwen-mixed": ("Qwen3Moe", {"num_experts": 16, "mlp_only_layers": [2], "norm_topk_prob": True}),
@@ -43,8 +44,9 @@ MODELS = {
     "glm-groups": ("Glm4Moe", GLM | {"n_group": 4, "topk_group": 2, "use_qk_norm": True, "attention_bias": True}),
     # like the smaller published one: no groups, no query and key norms
     "glm-plain": ("Glm4Moe", GLM | {"attention_bias": True}),
-    # groups of which a token takes as many as experts, so that megatron would rank them by one expert
-    "deepseek": ("DeepseekV3", LATENT | {"q_lora_rank": 24, "n_group": 8, "topk_group": 4, "rope_parameters": YARN}),
+    # groups of which a token takes as many as experts, so that megatron would rank them by one expert; a number of
+    # layers that stages cannot share evenly
+    "deepseek": ("DeepseekV3", LATENT | FIVE | {"q_lora_rank": 24, "n_group": 8, "topk_group": 4}),
     # queries without a down-projection, plain angles, no groups
     "moonlight": ("DeepseekV3", LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
     "gpt-oss": ("GptOss", {"num_local_experts": 16, "sliding_window": 4, "rope_parameters": OSS_YARN}),

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node N worker.py CASES OUT
 
 CASES: JSON {name: {"checkpoint": path, "parallel", "train", "overlap_chunks": as of a proof's case, "mode": replay |
-native, "resume": whether to save and load a checkpoint, "write": a folder for a Hugging Face checkpoint of the loaded
-weights}}. Rank r writes OUT/<name>-rank<r>.pt: what it saw.
+native, "resume": a folder to save a checkpoint in and load it from, "write": one for a Hugging Face checkpoint of the
+loaded weights}}. Rank r writes OUT/<name>-rank<r>.pt: what it saw.
 """
 
 import json
@@ -18,10 +18,12 @@ import torch.distributed as dist
 
 from moe_rl.config.hf import read_model
 from moe_rl.config.schema import ParallelConfig
+from moe_rl.data import checkpoints
 from moe_rl.megatron import checkpoint, hf_map, world
 from moe_rl.megatron.hf_files import CheckpointReader, write_checkpoint
 from moe_rl.megatron.model import unwrap
 from moe_rl.megatron.policy import Policy
+from moe_rl.megatron.saving import Checkpoints
 from moe_rl.proof import cases
 from moe_rl.proof.rank import computing_as_asked
 from moe_rl.proof.share import Share, whole_gradients
@@ -48,7 +50,7 @@ def write(policy, facts, folder, out):
     write_checkpoint(out, tensors, facts, CheckpointReader(folder, facts), torch.float32, shard_bytes=200_000)
 
 
-def run(case, out):
+def run(case):
     folder, mode = Path(case["checkpoint"]), case.get("mode", "replay")
     facts = read_model(folder)
     chunks = case.get("overlap_chunks", 0)
@@ -98,10 +100,10 @@ def run(case, out):
         "tallies": [forward, backward],
     }
     if case.get("resume"):
-        parallel = shared.parallel_config
-        checkpoint.save(out / "checkpoints", 1, policy, {}, parallel=parallel, keep=1)
+        parallel, saved = shared.parallel_config, Path(case["resume"])
+        Checkpoints(saved, parallel, keep=1, asynchronous=False).save(1, policy, {})
         resumed = Policy(facts, shared.train_config, parallel, folder, temperature=1.0)
-        checkpoint.load(checkpoint.latest(out / "checkpoints"), resumed, parallel=parallel, seed=1)
+        checkpoint.load(checkpoints.find(saved), resumed, parallel=parallel, seed=1)
         seen["resumed"] = exported(resumed)
         scale = float("nan")
         skipped, _ = within("skipped", update, recomputed_layers=policy.recomputed_layers)
@@ -117,7 +119,7 @@ def main():
     world.join(timeout_seconds=120)
     for name, case in asked.items():
         world.lay_out(ParallelConfig.model_validate(case["parallel"]), seed=1)
-        torch.save(run(case, out), out / f"{name}-rank{dist.get_rank()}.pt")
+        torch.save(run(case), out / f"{name}-rank{dist.get_rank()}.pt")
         dist.barrier()
     world.stop()
 

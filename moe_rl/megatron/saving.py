@@ -1,0 +1,221 @@
+"""How a checkpoint is written: planned and copied in the step, put on disk behind it, published between steps.
+
+    save    the ranks plan who writes what, and each copies its part to host memory     in the step
+    writer  a thread of each rank writes, syncs and digests the copies                  while the run goes on
+    poll    once every rank's files are written: metadata, digests, the name            between steps
+
+Plan, write and metadata are Megatron's own (its AsyncRequest). What runs the write is not: of Megatron's callers one
+forks a process whose other threads, gloo's among them, hold locks that nobody in the fork will release; the other needs
+CUDA. A thread shares neither problem; writing files, it mostly waits outside of the interpreter.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from safetensors.torch import save_file
+
+from moe_rl.config.schema import ParallelConfig
+from moe_rl.data import checkpoints
+from moe_rl.errors import CheckpointError, describe
+from moe_rl.megatron import checkpoint, rng, world
+from moe_rl.megatron.policy import Policy
+
+
+class Checkpoints:
+    """The checkpoints that a run writes into `folder`, one at a time. All ranks make every call together.
+
+    parallel: the layout of the ranks. keep: complete ones that stay. asynchronous: write behind the run; else `save`
+    returns when the checkpoint is published. published: told of each that is, the steps done and the seconds it took to
+    begin, to write and to publish.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        parallel: ParallelConfig,
+        *,
+        keep: int,
+        asynchronous: bool,
+        published: Callable[[int, float], None] = lambda step, seconds: None,
+    ):
+        self.folder, self.parallel, self.keep, self.asynchronous = folder, parallel, keep, asynchronous
+        self.published = published
+        self._pending: _Pending | None = None
+
+    def save(self, step: int, policy: Policy, state: dict, tensors: dict[str, torch.Tensor] | None = None) -> None:
+        """Begin the checkpoint after `step` steps, once the one before is published.
+
+        state: JSON values to give back on load. tensors: of the run, equal on all ranks, for `run_tensors`. Either may
+        change once this returns. Raises CheckpointError on all ranks when the one before could not be written.
+        """
+        self.finish()
+        rank, began = dist.get_rank(), time.perf_counter()
+        hidden = Path(world.broadcast(str(checkpoints.begin(self.folder, step)) if rank == 0 else None, str))
+        # Of this process and this save: the results of another must not be taken for its own.
+        filesystem_async._results_queue = queue.Queue()
+        gc.freeze()  # Megatron collects garbage twice: only what it makes itself need be searched
+        try:
+            request = dist_checkpointing.save(
+                checkpoint.sharded(policy, loading=False),
+                str(hidden),
+                content_metadata=dict(checkpoint.CONTENT),
+                async_sharded_save=True,
+                async_strategy="mcore",
+            )
+        finally:
+            gc.unfreeze()
+        own = {f"rng-rank{rank}.safetensors": rng.state()}
+        if rank == 0 and tensors:
+            own[checkpoint.RUN_TENSORS] = {name: tensor.clone() for name, tensor in tensors.items()}
+        described = {
+            **state,
+            "step": step,
+            "updates": policy.updates,
+            "optimizer_step": checkpoint.optimizer_step(policy),
+            "layout": checkpoint.layout(self.parallel),
+        }
+        writer = _Writer(request, hidden, own, copy=self.asynchronous)
+        self._pending = _Pending(step, hidden, json.dumps(described), request, writer, time.perf_counter() - began)
+        if self.asynchronous:
+            writer.start()
+        else:
+            writer.run()
+            self.finish()
+
+    @property
+    def pending(self) -> int | None:
+        """Steps done of the checkpoint that is not published yet."""
+        return self._pending and self._pending.step
+
+    def steps(self) -> list[int]:
+        """Steps done of the checkpoints that are kept and of the one under way."""
+        pending = [] if self._pending is None else [self._pending.step]
+        return [done for done, _ in checkpoints.complete(self.folder)] + pending
+
+    def poll(self) -> bool:
+        """Publish the pending checkpoint if every rank has written its part; whether it did. Waits for nobody's disk.
+
+        Raises CheckpointError on all ranks when a part could not be written.
+        """
+        if self._pending is None:
+            return False
+        writer = self._pending.writer
+        writing, failed = world.all_reduce([not writer.written.is_set(), writer.failure != ""])
+        if failed:
+            self._fail(world.gather(writer.failure, str))
+        if writing:
+            return False
+        pending, began = self._pending, time.perf_counter()
+        self._publish(pending)
+        self._pending = None
+        self.published(pending.step, pending.seconds + writer.seconds + time.perf_counter() - began)
+        return True
+
+    def finish(self) -> bool:
+        """As `poll`, once every rank has written its part."""
+        if self._pending is None:
+            return False
+        self._pending.writer.written.wait()
+        return self.poll()
+
+    def _publish(self, pending: _Pending) -> None:
+        for finalize in pending.request.finalize_fns:
+            finalize()
+        digests = world.gather(pending.writer.digests, dict[str, str])
+        failure = ""
+        if dist.get_rank() == 0:
+            try:
+                # Megatron's two files of metadata, which are of no rank.
+                files = {p.name: checkpoint.digest(p) for p in pending.hidden.iterdir() if p.name.endswith("metadata")}
+                files |= {p.name: checkpoint.digest(p) for p in pending.hidden.glob("*.json")}
+                for name in files:
+                    checkpoints.sync(pending.hidden / name)
+                for one in digests:
+                    files |= one
+                state = json.loads(pending.described) | {"files": dict(sorted(files.items()))}
+                (pending.hidden / checkpoint.STATE).write_text(json.dumps(state, indent=1))
+                checkpoints.sync(pending.hidden / checkpoint.STATE)
+                checkpoints.publish(pending.hidden, pending.step, keep=self.keep)
+            except OSError as error:
+                failure = repr(error)
+        if failure := world.broadcast(failure, str):
+            self._fail([failure])
+
+    def _fail(self, failures: list[str]) -> None:
+        pending, self._pending = self._pending, None
+        last = checkpoints.complete(self.folder)
+        raise CheckpointError(
+            describe(
+                "a checkpoint could not be written",
+                where=str(pending.hidden.with_name(checkpoints.name_of(pending.step))),
+                got="; ".join(f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure),
+                do=f"mend the disk and go on from the last one, after step {last[-1][0]}"
+                if last
+                else "mend the disk; there is no other checkpoint to go on from",
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A checkpoint that is being written. described: state.json but for the digests. seconds: that it took to begin."""
+
+    step: int
+    hidden: Path
+    described: str
+    request: AsyncRequest
+    writer: _Writer
+    seconds: float
+
+
+class _Writer(threading.Thread):
+    """Writes this rank's part. `written` is set at the end, then `failure` says what went wrong, if anything did,
+    `digests` what each file holds, `seconds` how long it took."""
+
+    def __init__(self, request: AsyncRequest, hidden: Path, own: dict[str, dict[str, torch.Tensor]], *, copy: bool):
+        super().__init__(name="checkpoint", daemon=True)
+        self.hidden, self.own, self.write = hidden, own, request.async_fn
+        self.written, self.failure, self.digests, self.seconds = threading.Event(), "", {}, 0.0
+        # Megatron has nothing for a rank to write that holds no first replica of any tensor.
+        _, buckets, self.results = request.async_fn_args or (0, [], None)
+        self.buckets = [(path, key, (blobs, _on_host(tensors, copy))) for path, key, (blobs, tensors) in buckets]
+
+    def run(self) -> None:
+        began = time.perf_counter()
+        try:
+            if self.write is not None:
+                self.write(0, self.buckets, self.results)
+                outcome = self.results.get_nowait()
+                if isinstance(outcome, Exception):
+                    raise outcome
+                self.results.put(outcome)  # which Megatron's finalisation collects
+            for name, tensors in self.own.items():
+                save_file(tensors, self.hidden / name)
+                checkpoints.sync(self.hidden / name)
+            names = [Path(path).name for path, *_ in self.buckets] + list(self.own)
+            self.digests = {name: checkpoint.digest(self.hidden / name) for name in names}
+        except BaseException as error:  # noqa: BLE001 - whatever ends a writer must be heard of
+            self.failure = repr(error)
+        finally:
+            self.buckets, self.seconds = [], time.perf_counter() - began
+            self.written.set()
+
+
+def _on_host(tensors: list, copy: bool) -> list:
+    """(what Megatron calls it, tensor) with tensors that nobody else writes to, if `copy`; on the host in any case."""
+    if not copy:
+        return [(item, tensor.cpu()) for item, tensor in tensors]
+    return [(item, torch.empty_like(tensor, device="cpu").copy_(tensor)) for item, tensor in tensors]

@@ -1,0 +1,120 @@
+"""A run put back to a checkpoint, and what an ended process left for the step after it.
+
+Rollouts that were sampled, judged and entered for that step are from the weights that the run goes on with, so it is
+trained on them instead of sampling once more: where sampling is not deterministic, only that gives the step which the
+first process would have made. Whatever is not proven whole is sampled again. Later steps' rollouts go: their weights
+are no more.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moe_rl.data import checkpoints
+from moe_rl.data.ledger import Entry, PromptLedger
+from moe_rl.data.prompts import PromptSource
+from moe_rl.errors import DataError, MoeRLError, describe
+from moe_rl.megatron import checkpoint
+from moe_rl.replay.routes import RowPolicy, read_routes
+from moe_rl.trace import TraceSpec
+from moe_rl.train.kept import KeptRollouts, RolloutBatch
+from moe_rl.train.support import read_support
+
+if TYPE_CHECKING:
+    from moe_rl.train.loop import Run
+
+# What a step does about routes that are missing is decided when it is trained on.
+_ROWS = RowPolicy(missing="native", stale="refuse", max_staleness=0)
+
+
+def restore(run: Run, done: int) -> None:
+    """Put every part of a run back to the checkpoint after `done` steps, with 0 to its beginning. All ranks call it."""
+    parallel, cursor, before = run.config.parallel, 0, None
+    if done:
+        path = checkpoints.find(run.folder.checkpoints, done)
+        state = checkpoint.load(path, run.policy, parallel=parallel, seed=run.config.run.seed)
+        run.train_step.guards.restore(state["guards"])
+        run.train_step.placement.restore(checkpoint.run_tensors(path))
+        cursor, before = state["cursor"], state["layout"]
+    if run.is_main:
+        for aside in checkpoints.abandon_newer(run.folder.checkpoints, done):
+            run.log.note(f"a newer checkpoint was put aside: {aside}")
+        run.rollouts.source.seek(cursor)
+        run.left_behind = _take_left_behind(run, done)
+        entered = done + (run.left_behind is not None)
+        run.rollouts.ledger.verify(run.rollouts.source, steps=entered)
+        run.kept.retain(range(entered + 1))
+        run.store.collect_garbage()
+        run.log.rewind(done + 1)
+        if before not in (None, now := checkpoint.layout(parallel)):
+            changed = [f"{name} {before.get(name)} -> {n}" for name, n in now.items() if before.get(name) != n]
+            run.log.note(f"another layout: {', '.join(changed)}; random generators derived from run.seed anew")
+
+
+def _take_left_behind(run: Run, done: int) -> RolloutBatch | None:
+    """The rollouts of the next step, if they are there and whole. The ledger is cut behind them, else before."""
+    rollouts, step = run.rollouts, done + 1
+    begun = f"resumed after step {done}" if done else "begun again"
+    vocabulary = run.facts.vocab if run.config.rollout.keep_sampling_mask else None
+    try:
+        entry, batch = left_behind(
+            step, rollouts.ledger, rollouts.source, run.kept, run.train_step.spec, vocabulary=vocabulary
+        )
+    except MoeRLError as error:
+        dropped = rollouts.ledger.rewind(done)
+        run.log.note(f"{begun}; {dropped} steps are done again. Step {step} is sampled: {error}")
+        return None
+    dropped = rollouts.ledger.rewind(step)
+    rollouts.source.seek(entry.next_cursor)
+    found = f"{len(batch.sequences)} sequences that were sampled for it before and are whole"
+    run.log.note(f"{begun}; {dropped + 1} steps are done again. Step {step} is trained on the {found}")
+    return batch
+
+
+def left_behind(
+    step: int,
+    ledger: PromptLedger,
+    source: PromptSource,
+    kept: KeptRollouts,
+    spec: TraceSpec,
+    *,
+    vocabulary: int | None,
+) -> tuple[Entry, RolloutBatch]:
+    """The ledger's line and the rollouts of `step`, which follows the checkpoint that the run goes on from.
+
+    source: at that checkpoint's cursor. vocabulary: its size, where sampling supports are needed.
+    Raises MoeRLError with what is missing, damaged, or of other prompts, tokens, weights or model.
+    """
+    entry = ledger.find(step - 1)
+    if entry is None:
+        raise DataError(describe("nothing was sampled for it to the end", got="no line of it in the prompt ledger"))
+    prompts = [prompt.id for prompt in source.peek(source.cursor, len(entry.prompts))]
+    if (entry.cursor, entry.prompts) != (source.cursor, prompts):
+        got, expected = ((at, ids[:1]) for at, ids in ((entry.cursor, entry.prompts), (source.cursor, prompts)))
+        raise _other("prompts", f"{got[1]} from cursor {got[0]}", f"{expected[1]} from cursor {expected[0]}")
+    batch = kept.load(step)
+    if batch.digest != entry.completions:
+        raise _other("completions", f"digest {batch.digest}", f"{entry.completions}, as the prompt ledger has it")
+    for sequence in batch.sequences:
+        if sequence.weight_version != step - 1:
+            raise _other("weights", f"version {sequence.weight_version} in {sequence.key}", f"version {step - 1}")
+        fed = np.array([*sequence.prompt_token_ids, *sequence.token_ids[:-1]], np.int64)
+        read_routes(
+            kept.store,
+            sequence,
+            spec,
+            layers=spec.moe_layers,
+            fed=fed,
+            here=np.ones(len(fed), bool),
+            weight_version=step - 1,
+            policy=_ROWS,
+        )
+        if vocabulary is not None:
+            read_support(kept.store, sequence, vocabulary)
+    return entry, batch
+
+
+def _other(what: str, got: str, expected: str) -> DataError:
+    return DataError(describe(f"what was sampled for it is of other {what}", got=got, expected=expected))

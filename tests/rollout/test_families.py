@@ -1,0 +1,191 @@
+"""The model families in vLLM: recorded routes and log-probabilities equal those of `transformers`, before and after an
+update of every weight. Qwen3-MoE is in test_recording.py."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from moe_rl.config.hf import is_mtp_tensor, read_model
+from moe_rl.errors import EngineError
+from moe_rl.rollout.worker import refuse_unpatched
+from tests.rollout.conftest import TOP_K, VOCAB
+from tests.rollout.test_recording import agree, play, requests  # noqa: F401 - `play` is a fixture
+from tests.sync.sending import by_disk
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+BIAS = "e_score_correction_bias"
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": TOP_K,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.15,
+    "eos_token_id": 1,
+}
+# A dense layer, then 3 with 16 experts in 4 groups, of which a token may use 2, and two shared ones.
+GROUPS = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "first_k_dense_replace": 1}
+GROUPS |= {"routed_scaling_factor": 1.5}
+# vLLM's kernel for latent attention on a CPU takes no other widths of keys than the published ones.
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": None}
+LATENT |= {"initializer_range": 0.08}
+MODELS = {
+    "glm": (
+        "Glm4Moe",
+        GROUPS | {"num_key_value_heads": 2, "head_dim": 32, "use_qk_norm": True, "attention_bias": True},
+    ),
+    # as Moonlight: no query down-projection, plain rotary angles
+    "moonlight": ("DeepseekV3", GROUPS | LATENT | {"num_key_value_heads": 4}),
+    "gpt-oss": (
+        "GptOss",
+        {"num_local_experts": 16, "num_key_value_heads": 2, "head_dim": 32, "sliding_window": 8}
+        | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False}
+           | {"original_max_position_embeddings": 256, "beta_fast": 8.0, "beta_slow": 1.0}},
+    ),
+}  # fmt: skip
+
+
+def make_checkpoint(name, folder):
+    """A random model of MODELS, its biases, sinks and routers spread out; GLM's has a tensor of a layer that predicts
+    further tokens."""
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    family, settings = MODELS[name]
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{family}Config")(**(SHAPE | settings))
+    model = getattr(transformers, f"{family}ForCausalLM")(config).float()
+    with torch.no_grad():
+        for key, tensor in model.state_dict().items():
+            if key.endswith((BIAS, "bias", "sinks", "gate.weight", "router.weight")):
+                tensor.normal_(0, 0.15)
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    if family == "Glm4Moe":
+        file = folder / "model.safetensors"
+        save_file(load_file(file) | {"model.layers.4.eh_proj.weight": torch.zeros(64, 128)}, file, {"format": "pt"})
+    if family == "DeepseekV3":  # as published, and not as transformers saves it
+        config = json.loads((folder / "config.json").read_text())
+        config |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+class FamilyRouter:
+    """The routers of a checkpoint in `transformers`, float32; what they return is what `agree` compares with."""
+
+    def __init__(self, folder):
+        from transformers import AutoModelForCausalLM
+
+        self._facts = read_model(folder)
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._chosen, self._gaps = [], []
+        for layer in self._facts.moe_layers:
+            mlp = self._model.model.layers[layer].mlp
+            (mlp.gate if hasattr(mlp, "gate") else mlp.router).register_forward_hook(self._look)
+
+    def _look(self, router, inputs, output):
+        logits, _, chosen = output
+        self._chosen.append(chosen.sort(-1).values)
+        scores = logits.sigmoid() + getattr(router, BIAS) if self._facts.expert_bias else logits
+        clear = torch.full(scores.shape[:1], torch.inf)
+        if self._facts.groups > 1:
+            by_group = scores.view(len(scores), self._facts.groups, -1)
+            groups = by_group.topk(2, -1).values.sum(-1).topk(self._facts.top_groups + 1, -1)
+            allowed = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(1, groups.indices[:, :-1], True)
+            scores = by_group.masked_fill(~allowed[..., None], -torch.inf).flatten(1)
+            clear = groups.values[:, -2] - groups.values[:, -1]
+        best = scores.topk(TOP_K + 1, -1).values
+        # Either the last expert or the last group could have been another.
+        self._gaps.append(torch.minimum(best[:, -2] - best[:, -1], clear))
+
+    @torch.no_grad()
+    def __call__(self, tokens):
+        """Sorted sets [T, L, K], gaps [T, L], nothing, logprobs [T, V]."""
+        self._chosen.clear()
+        self._gaps.clear()
+        output = self._model(torch.tensor([list(tokens)]), use_cache=False)
+        sets, gaps = torch.stack(self._chosen, 1).numpy(), torch.stack(self._gaps, 1).numpy()
+        return sets, gaps, None, output.logits[0].log_softmax(-1).numpy()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_recorded_before_and_after_an_update(play, name, tmp_path):  # noqa: F811
+    from safetensors.torch import load_file, save_file
+
+    model, other = tmp_path / "model", tmp_path / "other"
+    facts = read_model(make_checkpoint(name, model))
+    old = load_file(model / "model.safetensors")
+    # What a trainer sends: the decoder alone. Every tensor is moved, the bias by more than any score.
+    noise = torch.Generator().manual_seed(3)
+    sent = {
+        key: torch.randn(tensor.shape, generator=noise) * (1.0 if key.endswith(BIAS) else 0.05) + tensor
+        for key, tensor in old.items()
+        if not is_mtp_tensor(facts, key)
+    }
+    assert len(old) - len(sent) == (name == "glm")
+    other.mkdir()
+    (other / "config.json").write_text((model / "config.json").read_text())
+    (other / "tokenizer.json").write_text("{}")
+    save_file(sent, other / "model.safetensors", {"format": "pt"})
+
+    update = msgspec.to_builtins(by_disk(tmp_path, sent, version=5))
+    again = msgspec.to_builtins(by_disk(tmp_path, sent, version=6, replaces=5, changed=False))
+    outcome = play(
+        [
+            {"sample": requests(4, 2), "sink": "before"},
+            {"update": update},
+            {"sample": requests(4, 2, seed=9), "sink": "after"},
+            {"update": again, "lost": "model.layers.1.input_layernorm.weight"},
+        ],
+        engine={"model": str(model)},
+    )
+    before, after = FamilyRouter(model), FamilyRouter(other)
+    assert agree(outcome, before) > 1000
+    assert agree(outcome, after, act=1, version=5) > 1000
+    record = outcome.store.read(outcome.ref(outcome.completions(1)[0]))
+    assert record.spec.layer_map == "".join("m" if at in facts.moe_layers else "d" for at in range(4))
+    lost = outcome.result["acts"][2]["failed"]
+    assert not outcome.result["acts"][2]["whole"]
+    assert "lost a part" in lost and "1 parameters" in lost and "model.layers.1.input_layernorm.weight" in lost
+    # the update is what decided: the old model would have chosen otherwise
+    completion = outcome.completions(1)[0]
+    sets, *_ = before([*completion["prompt"], *completion["token_ids"]])
+    assert (np.sort(record.routes, -1) != sets[:-1]).any(-1).mean() > 0.5
+
+
+@pytest.mark.parametrize(
+    "what, on_cpu, patch",
+    [
+        ({"use_mla": True}, True, "0006"),
+        ({"use_mla": True}, False, None),
+        ({"use_mla": True, "rope": {"rope_type": "yarn"}}, True, None),
+        ({"use_mla": False}, True, None),
+        ({"architectures": ["GptOssForCausalLM"]}, True, "0007"),
+        ({"architectures": ["GptOssForCausalLM"]}, False, "0007"),
+        ({"architectures": ["GptOssForCausalLM"], "updates": None}, False, None),
+    ],
+)
+def test_without_its_patch_a_family_is_refused(what, on_cpu, patch):
+    model = {"use_mla": False, "architectures": ["DeepseekV3ForCausalLM"]} | what
+    text = SimpleNamespace(rope_parameters=model.pop("rope", {"rope_type": "default"}))
+    config = SimpleNamespace(
+        weight_transfer_config=model.pop("updates", "files"),
+        model_config=SimpleNamespace(hf_text_config=text, **model),
+    )
+    refuse_unpatched(config, {"0006", "0007"}, on_cpu=on_cpu)
+    if patch is None:
+        refuse_unpatched(config, set(), on_cpu=on_cpu)
+        return
+    with pytest.raises(EngineError, match=f"wrong about .*patch {patch}"):
+        refuse_unpatched(config, {"0006", "0007"} - {patch}, on_cpu=on_cpu)
