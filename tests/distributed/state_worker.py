@@ -100,7 +100,7 @@ class Case:
                 # On a CPU what is exported in the parameters' precision is the parameter itself.
                 copy = tensor.clone()
                 note(0, copy.nbytes)
-                weakref.finalize(copy, note, 0, -copy.nbytes)
+                weakref.finalize(copy.untyped_storage(), note, 0, -copy.nbytes)  # views keep it
                 yield name, copy
                 del copy
 
