@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from moe_rl.config.hf import ModelFacts, read_model
 from moe_rl.config.schema import Config
-from moe_rl.data import checkpoints
 from moe_rl.errors import CollapseError, Stopped
 from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy, ReferencePolicy
@@ -30,10 +29,9 @@ from moe_rl.report.summary import summarize
 from moe_rl.rewards.pool import VerifierPool
 from moe_rl.rollout.engine import EngineSettings, VllmEngine
 from moe_rl.trace import TraceSpec, TraceStore
-from moe_rl.train import run_folder
 from moe_rl.train.kept import KeptRollouts, RolloutBatch, kept_steps
 from moe_rl.train.peers import Peers, StopRequested
-from moe_rl.train.resume import restore
+from moe_rl.train.resume import open_folder, restore
 from moe_rl.train.rollouts import Rollouts
 from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.step import Clock, TrainStep
@@ -53,8 +51,7 @@ def train(config: Config, folder: RunFolder | None, step: int | None = None) -> 
     with ExitStack() as stack:
         stack.callback(world.stop)
         resumed = folder is not None
-        folder = _open_folder(config, folder, stack)
-        done = _steps_done(folder, step) if resumed else 0
+        folder, done = open_folder(config, folder, step, stack)
         peers = stack.enter_context(
             Peers(
                 folder.ranks,
@@ -271,29 +268,6 @@ class Run:
             "trainer_dtype": config.train.dtype,
             "sampler_dtype": config.rollout.dtype,
         }
-
-
-def _open_folder(config: Config, folder: RunFolder | None, stack: ExitStack) -> RunFolder:
-    """Rank 0 makes the run folder, or takes over one that an earlier process left; every rank learns its path and holds
-    it until the stack is left."""
-    path = ""
-    if dist.get_rank() == 0:
-        resumed, folder = folder is not None, folder or run_folder.create(config)
-        stack.enter_context(run_folder.held(folder, first=True))
-        if resumed:
-            run_folder.take_over(folder, config)
-        path = str(folder.path)
-    folder = RunFolder(Path(world.broadcast(path, str)))
-    if dist.get_rank():
-        stack.enter_context(run_folder.held(folder, first=False))
-    return folder
-
-
-def _steps_done(folder: RunFolder, step: int | None) -> int:
-    """Of the checkpoint to go on from. It was there when the ranks looked, before they waited for the run to end."""
-    if step is None and dist.get_rank() == 0:
-        step = checkpoints.complete(folder.checkpoints)[-1][0]
-    return world.broadcast(step, int)
 
 
 def engine_settings(config: Config, facts: ModelFacts, folder: RunFolder) -> EngineSettings:
