@@ -3,8 +3,8 @@
     torchrun --nproc-per-node N worker.py CASES OUT
 
 CASES: JSON {name: {"checkpoint": path, "parallel", "train", "overlap_chunks": as of a proof's case, "mode": replay |
-native, "resume": whether to save and load a checkpoint, "write": a folder for a Hugging Face checkpoint of the loaded
-weights}}. Rank r writes OUT/<name>-rank<r>.pt: what it saw.
+native, "resume": a folder to save a checkpoint in and load it from, "write": one for a Hugging Face checkpoint of the
+loaded weights}}. Rank r writes OUT/<name>-rank<r>.pt: what it saw.
 """
 
 import json
@@ -50,7 +50,7 @@ def write(policy, facts, folder, out):
     write_checkpoint(out, tensors, facts, CheckpointReader(folder, facts), torch.float32, shard_bytes=200_000)
 
 
-def run(case, out):
+def run(case):
     folder, mode = Path(case["checkpoint"]), case.get("mode", "replay")
     facts = read_model(folder)
     chunks = case.get("overlap_chunks", 0)
@@ -100,10 +100,10 @@ def run(case, out):
         "tallies": [forward, backward],
     }
     if case.get("resume"):
-        parallel = shared.parallel_config
-        Checkpoints(out / "checkpoints", parallel, keep=1, asynchronous=False).save(1, policy, {})
+        parallel, saved = shared.parallel_config, Path(case["resume"])
+        Checkpoints(saved, parallel, keep=1, asynchronous=False).save(1, policy, {})
         resumed = Policy(facts, shared.train_config, parallel, folder, temperature=1.0)
-        checkpoint.load(checkpoints.find(out / "checkpoints"), resumed, parallel=parallel, seed=1)
+        checkpoint.load(checkpoints.find(saved), resumed, parallel=parallel, seed=1)
         seen["resumed"] = exported(resumed)
         scale = float("nan")
         skipped, _ = within("skipped", update, recomputed_layers=policy.recomputed_layers)
@@ -119,7 +119,7 @@ def main():
     world.join(timeout_seconds=120)
     for name, case in asked.items():
         world.lay_out(ParallelConfig.model_validate(case["parallel"]), seed=1)
-        torch.save(run(case, out), out / f"{name}-rank{dist.get_rank()}.pt")
+        torch.save(run(case), out / f"{name}-rank{dist.get_rank()}.pt")
         dist.barrier()
     world.stop()
 
