@@ -111,11 +111,12 @@ class Run:
         spec = TraceSpec.from_layers(facts.fingerprint, facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
         self.train_step = TrainStep(config, self.policy, reference, self.store, spec)
         self.train_seconds = 0.0  # of the last step, with its sync
+        self.saving = Clock()  # since the last step was logged
         self.canary = Canary(world.broadcast(self.rollouts.canary_tokens() if self.is_main else None, tuple[int, ...]))
 
     def steps(self, done: int) -> None:
         """From what is done, nothing or a checkpoint, to the end of the run and its report."""
-        config, saved, collapse = self.config, {}, None
+        config, collapse = self.config, None
         if done or config.rollout.weights != "exact":
             self._sync(version=done)  # the sampler started with the model's own
         self._evaluate(done, last=done == config.run.steps)
@@ -139,10 +140,10 @@ class Run:
             trained = sum(s.forwarded for s in batch.sequences) / clock.seconds["train"]
             metrics |= batch.metrics | {
                 "throughput/trained_tokens_per_second": trained,
-                **{f"time/{name}": seconds for name, seconds in clock.seconds.items()},
+                **{f"time/{name}": seconds for name, seconds in (clock.seconds | self.saving.seconds).items()},
             }
+            self.saving = Clock()
             self.train_seconds = sum(clock.seconds[part] for part in _TRAINING)
-            metrics |= saved
             if self.is_main:
                 self.log.step(step, metrics)
             collapse = self.train_step.guards.after_step(step, metrics)
@@ -151,7 +152,8 @@ class Run:
             self._evaluate(step, last=last)
             if collapse is None and self._asked_to_stop():
                 self._stop(done)
-            saved = self._save(step, whole=last) if last or step % config.checkpoint.every_steps == 0 else self._poll()
+            if last or step % config.checkpoint.every_steps == 0:
+                self._save(step, whole=last)
             if collapse is not None:
                 break
         with self.peers.phase("report", done):
@@ -179,6 +181,9 @@ class Run:
                 batch = None
         with self.peers.phase("receive rollout", step):
             batch = world.broadcast(batch, RolloutBatch | None)
+        if batch is not None and self.checkpoints.pending is not None:
+            with self.peers.phase("checkpoint", step), self.saving("checkpoint"):
+                self.checkpoints.poll()  # sampling has left its writers time
         if self.is_main and batch is not None:
             self._retain_rollouts(step)
         return batch
@@ -203,11 +208,10 @@ class Run:
                 if metrics is not None:
                     self.log.eval_row(step, metrics | {"time/eval": clock.seconds["eval"]})
 
-    def _save(self, step: int, *, whole: bool) -> dict[str, float]:
-        """Begin a checkpoint, and wait for the whole of it or let it be written behind the run. What it cost is logged
-        with the next step."""
-        clock, cursor = Clock(), self.rollouts.source.cursor if self.is_main else 0
-        with self.peers.phase("checkpoint", step), clock("checkpoint"):
+    def _save(self, step: int, *, whole: bool) -> None:
+        """Begin a checkpoint, and wait for the whole of it or let it be written behind the run."""
+        cursor = self.rollouts.source.cursor if self.is_main else 0
+        with self.peers.phase("checkpoint", step), self.saving("checkpoint"):
             self.checkpoints.save(
                 step,
                 self.policy,
@@ -218,14 +222,6 @@ class Run:
                 self.checkpoints.finish()
             if self.is_main:
                 self._retain_rollouts(step)
-        return {"time/checkpoint": clock.seconds["checkpoint"]}
-
-    def _poll(self) -> dict[str, float]:
-        """Publish a checkpoint that has been written by now."""
-        clock = Clock()
-        with clock("checkpoint"):
-            published = self.checkpoints.poll()
-        return {"time/checkpoint": clock.seconds["checkpoint"]} if published else {}
 
     def _asked_to_stop(self) -> bool:
         """Whether any rank was, as all of them hear now."""
