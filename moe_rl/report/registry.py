@@ -360,8 +360,8 @@ _METRICS = (
            "Evaluation on the held-out prompts.",
            "Dominates: raise eval.every_steps.", "when measured"),
     Metric("time/checkpoint", "s", "lower",
-           "What the step before spent on a checkpoint: beginning it (writing all of it with checkpoint.asynchronous: "
-           "false) or publishing it.",
+           "Beginning a checkpoint after the step before (with checkpoint.asynchronous: false, writing all of it), and "
+           "publishing it once it is written.",
            "Dominates: raise checkpoint.every_steps.", "when measured"),
     Metric("time/step", "s", "lower",
            "The whole step, wall time.",

@@ -96,10 +96,6 @@ def test_the_ledger_holds_every_prompt_once(short_run):
     PromptLedger(short_run.folder / "prompts.jsonl").verify(PromptSource(prompts, 1), steps=4)
 
 
-def writing(folder):
-    return any((folder / "checkpoints").glob(".step-*.tmp"))
-
-
 @pytest.fixture
 def launches(tmp_path):
     """The launches of a run, of which a test that fails leaves none behind."""
@@ -110,50 +106,48 @@ def launches(tmp_path):
 
 
 def test_kill_9_and_sigterm_change_nothing(short_run, tmp_path, launches):
-    """One run that is ended four times, and in the end is the one that nobody touched."""
+    """One run that is ended three times, and in the end is the one that nobody touched."""
 
     def until(phase, part, step):
         def there():
             sign = launches[-1].sign()
-            return sign if sign and (sign["phase"], sign["part"], sign["step"]) == (phase, part, step) else None
+            return (sign.get("phase"), sign.get("part"), sign.get("step")) == (phase, part, step)
 
-        return launches[-1].until(there)
+        launches[-1].until(there)
 
-    def end(blow, pid, expected):
+    def end(blow, pids, expected):
         everyone = launches[-1].processes()
-        for each in [pid] if pid else everyone:
+        for pid in pids or everyone:
             with suppress(ProcessLookupError):
-                os.kill(each, blow)
+                os.kill(pid, blow)
         assert launches[-1].wait(60) != 0
         assert not still_running(everyone, 5)
         assert expected in launches[-1].text()
         launches.append(Launch(tmp_path, "--resume", launches[-1].folder))
 
-    # A training step is ended first. torchrun is signalled, as in a pod, and signals the ranks.
+    # A training step is ended first. A rank that is signalled alone tells the others.
     until("train", "logprobs", 1)
-    end(signal.SIGTERM, launches[0].process.pid, "asked to stop and did after step 1, with a checkpoint; go on")
+    end(signal.SIGTERM, [launches[0].rank_pid(1)], "asked to stop and did after step 1, with a checkpoint; go on")
     folder = launches[0].folder
-    assert [row["step"] for row in rows(folder)] == [0, 1]
+    assert "exitcode  : 5" in launches[0].text() and [row["step"] for row in rows(folder)] == [0, 1]
 
-    # Nobody is asked: step 2 was sampled to its end, and is not sampled again.
-    pid = until("train", "train", 2)["pid"]
-    before = shard(folder, 2)
-    end(signal.SIGKILL, pid, f"rank 0 (pid {pid} on ")
+    # Nobody is asked. Step 2 was sampled to its end, and is not sampled again.
+    until("train", "train", 2)
+    pid, before = launches[1].rank_pid(0), shard(folder, 2)
+    end(signal.SIGKILL, [pid], f"rank 0 (pid {pid} on ")
     assert "in phase train of step 2, died" in launches[1].text()
 
-    # A checkpoint under way is ended, and what was done after it saved. A rank that is signalled alone tells the other.
-    launches[-1].until(lambda: writing(folder))
-    assert "after step 1; 1 steps are done again. Step 2 is trained on the" in launches[-1].text()
+    # Sampling is left there and then, the checkpoint of the step before ended. torchrun, engine and verifiers are
+    # signalled too, as by SLURM.
+    until("rollout", "sample", 3)
+    assert "after step 1; 1 steps are done again. Step 2 is trained on the" in launches[2].text()
     assert shard(folder, 2) == before
-    end(signal.SIGTERM, launches[-1].rank_pid(1), "asked to stop and did after step ")
-    assert not writing(folder) and "exitcode  : 5" in launches[2].text()
+    assert [path.name for path in (folder / "checkpoints").iterdir() if path.name[0] == "."] == [".step-000002.tmp"]
+    end(signal.SIGTERM, None, "asked to stop and did after step 2, with a checkpoint; go on")
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-000001", "step-000002"]
 
-    # Sampling is left there and then. Engine and verifiers are signalled too, as by SLURM, and leave it to the trainer.
-    until("rollout", "sample", 4)
-    end(signal.SIGTERM, None, "asked to stop and did after step 3")
-
-    assert launches[-1].wait() == 0, launches[-1].text()[-4000:]
-    assert "resumed after step 3; " in launches[-1].text()
+    assert launches[3].wait() == 0, launches[3].text()[-4000:]
+    assert "resumed after step 2; " in launches[3].text()
     assert rows(folder) == rows(short_run.folder)
     ours, theirs = tensors(folder, tmp_path), tensors(short_run.folder, tmp_path)
     assert ours.keys() == theirs.keys() and len(ours) > 20
