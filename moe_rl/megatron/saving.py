@@ -11,6 +11,7 @@ CUDA. A thread shares neither problem; writing files, it mostly waits outside of
 
 from __future__ import annotations
 
+import gc
 import json
 import queue
 import threading
@@ -37,8 +38,8 @@ class Checkpoints:
     """The checkpoints that a run writes into `folder`, one at a time. All ranks make every call together.
 
     parallel: the layout of the ranks. keep: complete ones that stay. asynchronous: write behind the run; else `save`
-    returns when the checkpoint is published. published: told of each that is, the steps done and the seconds it took,
-    but for those that it waited to be asked for.
+    returns when the checkpoint is published. published: told of each that is, the steps done and the seconds it took to
+    begin, to write and to publish.
     """
 
     def __init__(
@@ -65,13 +66,17 @@ class Checkpoints:
         hidden = Path(world.broadcast(str(checkpoints.begin(self.folder, step)) if rank == 0 else None, str))
         # Of this process and this save: the results of another must not be taken for its own.
         filesystem_async._results_queue = queue.Queue()
-        request = dist_checkpointing.save(
-            checkpoint.sharded(policy, loading=False),
-            str(hidden),
-            content_metadata=dict(checkpoint.CONTENT),
-            async_sharded_save=True,
-            async_strategy="mcore",
-        )
+        gc.freeze()  # Megatron collects garbage twice: only what it makes itself need be searched
+        try:
+            request = dist_checkpointing.save(
+                checkpoint.sharded(policy, loading=False),
+                str(hidden),
+                content_metadata=dict(checkpoint.CONTENT),
+                async_sharded_save=True,
+                async_strategy="mcore",
+            )
+        finally:
+            gc.unfreeze()
         own = {f"rng-rank{rank}.safetensors": rng.state()}
         if rank == 0 and tensors:
             own[checkpoint.RUN_TENSORS] = {name: tensor.clone() for name, tensor in tensors.items()}

@@ -333,7 +333,7 @@ _METRICS = (
            "guards.max_skipped_updates in a row."),
     # Where the time goes.
     Metric("time/sample", "s", "lower",
-           "Sampling the completions.",
+           "Sampling the completions. 0 in a step that is trained on what was sampled before a restart.",
            "Most of the step: usual. Growing: completions grow."),
     Metric("time/reward", "s", "lower",
            "Verification.",
@@ -357,7 +357,8 @@ _METRICS = (
            "Evaluation on the held-out prompts.",
            "Dominates: raise eval.every_steps.", "when measured"),
     Metric("time/checkpoint", "s", "lower",
-           "Writing the checkpoint of the step before.",
+           "What the step before spent on a checkpoint: beginning it (writing all of it with checkpoint.asynchronous: "
+           "false) or publishing it.",
            "Dominates: raise checkpoint.every_steps.", "when measured"),
     Metric("time/step", "s", "lower",
            "The whole step, wall time.",

@@ -94,6 +94,8 @@ def _answer(function: Callable[..., object], call: frames.Call) -> frames.Return
 
 def main(socket_fd: int, parent_pid: int) -> None:
     _die_with(parent_pid)
+    # Schedulers send it to every process of a job: the trainer says when this one ends.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.set_inheritable(socket_fd, False)
     channel = socket.socket(fileno=socket_fd)
     setup = _receive(channel)

@@ -31,6 +31,8 @@ _STEP_TOKENS = 4096
 def main() -> int:
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     _die_with(parent)
+    # Schedulers send it to every process of a job: the trainer says when this one ends.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     channel = wire.Channel(socket.socket(fileno=descriptor), wire.Call)
     try:
         sampler = Sampler(channel.receive(), _Pulse(channel))

@@ -17,7 +17,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ import numpy as np
 import moe_rl
 from moe_rl.errors import EngineError, WeightSyncError, describe
 from moe_rl.rollout import wire
+from moe_rl.rollout.scratch import Scratch
 from moe_rl.types import Completion, GenerateRequest
 
 _POLL_SECONDS = 0.2
@@ -74,7 +74,7 @@ class VllmEngine:
         settings: EngineSettings,
         process: subprocess.Popen,
         channel: wire.Channel,
-        scratch: tempfile.TemporaryDirectory,
+        scratch: Scratch,
     ):
         self._settings = settings
         self._process = process
@@ -93,7 +93,7 @@ class VllmEngine:
         log_path = settings.log_path.absolute()
         log_path.parent.mkdir(parents=True, exist_ok=True)
         # A killed engine cannot remove its temporary files; their folder is removed for it.
-        scratch = tempfile.TemporaryDirectory(prefix="moe_rl-engine-")
+        scratch = Scratch()
         ours, theirs = socket.socketpair()
         with theirs, open(log_path, "ab") as log:
             process = subprocess.Popen(

@@ -19,7 +19,7 @@ from moe_rl.config.model_facts import ModelFacts
 from moe_rl.config.schema import Config
 from moe_rl.data import checkpoints
 from moe_rl.doctor.diagnosis import installation_problems
-from moe_rl.errors import CollapseError, ConfigError, MoeRLError, Stopped, TraceError, describe
+from moe_rl.errors import CheckpointError, CollapseError, ConfigError, MoeRLError, Stopped, TraceError, describe
 from moe_rl.planning.fit import disk_problems, memory_problems
 from moe_rl.planning.plan import make_plan
 from moe_rl.planning.plan_table import render
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config, folder, world_size = _configure(options)
         if options.plan:
             return _plan(config, world_size, options.trace, options.json)
-        _refuse(_problems(config, world_size))
+        _refuse(_problems(config, world_size) + _checkpoint_problems(folder, options.step))
     except MoeRLError as error:
         # Every rank comes to the same finding; one of them tells it.
         if rank == 0:
@@ -110,8 +110,6 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, i
     folder = None
     if options.resume:
         folder, config = run_folder.reopen(options.resume, options.overrides)
-        if options.step != 0 and not options.plan:
-            checkpoints.find(folder.checkpoints, options.step)
     else:
         config = load_config(options.config, options.overrides)
     if "WORLD_SIZE" in os.environ:
@@ -181,6 +179,16 @@ def _problems(config: Config, world_size: int) -> list[str]:
         plan = make_plan(config, facts, world_size)
         found += [*memory_problems(plan), *disk_problems(config, plan)]
     return absent + found
+
+
+def _checkpoint_problems(folder: RunFolder | None, step: int | None) -> list[str]:
+    """What --resume wants to go on from is not there."""
+    try:
+        if folder is not None and step != 0:
+            checkpoints.find(folder.checkpoints, step)
+    except CheckpointError as error:
+        return [str(error)]
+    return []
 
 
 def _refuse(found: list[str]) -> None:

@@ -243,7 +243,9 @@ class Run:
         self.peers.stopped()
         raise Stopped(
             f"the run was asked to stop and did after step {done}, with "
-            + (f"a checkpoint; go on with --resume {self.folder.path}" if done else "nothing to save yet")
+            + ("a checkpoint" if done else "nothing to save yet")
+            + f"; go on with --resume {self.folder.path}"
+            + ("" if done else " --step 0")
         )
 
     def _retain_rollouts(self, step: int) -> None:

@@ -193,7 +193,7 @@ class Peers:
     @property
     def _standing(self) -> str:
         if not self.saved:
-            return "there is no checkpoint yet, what was done is lost"
+            return "there is no checkpoint yet" + (", what was done is lost" if self._step else "")
         if self._step <= self.saved:
             return f"the checkpoint after step {self.saved} stands"
         return f"the checkpoint after step {self.saved} stands, steps {self.saved + 1} to {self._step} are done again"
@@ -240,8 +240,9 @@ class Peers:
                 with suppress(OSError):
                     self._beat()
             if why:
+                again = f"--resume {self.folder.parent}" + ("" if self.saved else " --step 0")
                 print(
-                    f"moe_rl: {why}; the run stops. Continue it with --resume {self.folder.parent}",
+                    f"moe_rl: {why}; the run stops. Continue it with {again}",
                     file=sys.stderr,
                     flush=True,
                 )

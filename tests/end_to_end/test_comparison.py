@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from moe_rl.train.kept import shard_step
-from tests.end_to_end.conftest import ROOT, config, lines
+from tests.end_to_end.conftest import ROOT, config, rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -39,7 +39,7 @@ def compared(short_run, tmp_path_factory):
 def test_the_numbers_are_those_the_run_logged(short_run, compared):
     """Step 3 was sampled from the checkpoint after step 2, and measured both ways by the two ranks that trained."""
     _, _, result, _ = compared
-    logged = next(row for row in lines(short_run.folder) if row["kind"] == "train" and row["step"] == 3)
+    logged = next(row for row in rows(short_run.folder) if row["kind"] == "train" and row["step"] == 3)
     assert result["weights"]["version"] == 2 and result["setup"]["rollouts"].startswith("step 3 of ")
     policy, routing = result["quantities"]["completion"]["policy"], result["quantities"]["all"]["routing"]
     for name, key in (("k1", "policy_kl/k1"), ("k3", "policy_kl/k3")):

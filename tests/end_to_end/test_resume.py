@@ -6,23 +6,25 @@ import shutil
 import pytest
 import yaml
 
-from tests.end_to_end.conftest import Launch, lines
+from tests.end_to_end.conftest import Launch, rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_a_run_goes_on_with_another_layout(short_run, tmp_path):
-    """After step 2 of 4 one rank takes over from two, with the same weights: it samples what those would have."""
+    """After step 2 of 4 one rank takes over from two, with the same weights, the newest checkpoint being damaged."""
     folder = tmp_path / short_run.folder.name
     shutil.copytree(short_run.folder, folder)
-    shutil.rmtree(folder / "checkpoints" / "step-000004")
-    run = Launch(tmp_path, "--resume", folder, "parallel.expert=1", ranks=1)
+    damaged = folder / "checkpoints/step-000004/__0_0.distcp"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    run = Launch(tmp_path, "--resume", folder, "--step", 2, "parallel.expert=1", ranks=1)
     assert run.wait() == 0, run.text()[-4000:]
-    assert "after step 2; 2 steps are done again" in run.text()
+    assert "after step 2; 2 steps are done again. Step 3 is trained on the" in run.text()
+    assert f"a newer checkpoint was put aside: {damaged.parent}.abandoned" in run.text()
     assert "another layout: ranks 2 -> 1, expert 2 -> 1; random generators derived from run.seed anew" in run.text()
     assert yaml.safe_load((folder / "config.yaml").read_text())["parallel"]["expert"] == 1
 
-    ours, theirs = lines(folder), lines(short_run.folder)
+    ours, theirs = rows(folder), rows(short_run.folder)
     done = next(at for at, row in enumerate(ours) if row["kind"] == "train" and row["step"] == 3)
     assert ours[:done] == theirs[:done] and len(ours) == len(theirs)
     third, as_before = ours[done], theirs[done]

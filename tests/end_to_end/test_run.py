@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from contextlib import suppress
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from moe_rl.data.ledger import PromptLedger
 from moe_rl.data.prompts import PromptSource, load_prompts
+from moe_rl.proof.runs import still_running
 from moe_rl.report.registry import METRICS, find
-from tests.end_to_end.conftest import ROOT, Launch, config, lines
+from tests.end_to_end.conftest import ROOT, Launch, config, rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -48,7 +50,7 @@ def test_a_run_proves_its_routes_and_reports(short_run):
 
 
 def test_groups_without_a_difference_are_sampled_again_and_counted(short_run):
-    steps = [row for row in lines(short_run.folder) if row["kind"] == "train"]
+    steps = [row for row in rows(short_run.folder) if row["kind"] == "train"]
     assert {row["group/sampled"] for row in steps} <= {16, 32} and max(row["group/sampled"] for row in steps) == 32
     for row in steps:
         assert row["rollout/sequences"] == 4 * row["group/sampled"]
@@ -63,15 +65,15 @@ def test_groups_without_a_difference_are_sampled_again_and_counted(short_run):
 
 def test_a_run_emits_every_metric_that_is_not_of_the_step_alone(short_run):
     """The others: tests/distributed/test_step.py."""
-    rows = map(json.loads, (short_run.folder / "metrics.jsonl").read_text().splitlines())
-    emitted = {find(key).key for row in rows for key in row if "/" in key}
+    logged = map(json.loads, (short_run.folder / "metrics.jsonl").read_text().splitlines())
+    emitted = {find(key).key for row in logged for key in row if "/" in key}
     rooms = ("reward", "rollout", "group", "time", "throughput", "trace", "sync", "eval")
     owed = {key for key in METRICS if key.split("/")[0] in rooms} - {"reward/kl_penalty"}
     assert owed - emitted == set()
 
 
 def test_every_step_logs_the_canary_and_its_own_weights(short_run):
-    steps = [row for row in lines(short_run.folder) if row["kind"] == "train"]
+    steps = [row for row in rows(short_run.folder) if row["kind"] == "train"]
     assert [row["rollout/weight_version"] for row in steps] == [0, 1, 2, 3]
     # bf16 engines differ a little, never by nothing and never by much: the sampler holds these weights
     assert all(1e-5 < row["sync/canary_abs_diff"] < 0.3 for row in steps)
@@ -84,26 +86,75 @@ def test_the_ledger_holds_every_prompt_once(short_run):
     PromptLedger(short_run.folder / "prompts.jsonl").verify(PromptSource(prompts, 1), steps=4)
 
 
-def test_the_same_seed_gives_the_same_run_and_kill_9_changes_nothing(short_run, tmp_path):
-    run = Launch(tmp_path, *config(f"run.runs_dir={tmp_path}"))
-    metrics = lambda: run.folder and run.folder / "metrics.jsonl"  # noqa: E731
-    # step 3 is logged, the newest checkpoint is of step 2: a step will be lost
-    run.until(lambda: metrics() and metrics().exists() and '"step": 3, "kind": "train"' in metrics().read_text(), 200)
-    pid = run.rank_pid(0)
-    os.kill(pid, signal.SIGKILL)
-    assert run.wait(60) != 0
-    # up to here it repeated the uninterrupted run
-    assert lines(run.folder)[:4] == lines(short_run.folder)[:4]
-    assert [p.name for p in (run.folder / "checkpoints").glob("step-*")] == ["step-000002"], "the kill came too late"
+def writing(folder):
+    return any((folder / "checkpoints").glob(".step-*.tmp"))
 
-    again = Launch(tmp_path, "--resume", run.folder)
-    assert again.wait() == 0, again.text()[-4000:]
-    assert "after step 2; 1 steps are done again" in again.text()
-    assert lines(run.folder) == lines(short_run.folder)
-    ours, theirs = tensors(run.folder, tmp_path), tensors(short_run.folder, tmp_path)
+
+@pytest.fixture
+def launches(tmp_path):
+    """The launches of a run, of which a test that fails leaves none behind."""
+    started = [Launch(tmp_path, *config(f"run.runs_dir={tmp_path}"))]
+    yield started
+    for launch in started:
+        launch.kill()
+
+
+def test_kill_9_and_sigterm_change_nothing(short_run, tmp_path, launches):
+    """One run that is ended four times, and in the end is the one that nobody touched."""
+
+    def until(phase, part, step):
+        def there():
+            sign = launches[-1].sign()
+            return sign if sign and (sign["phase"], sign["part"], sign["step"]) == (phase, part, step) else None
+
+        return launches[-1].until(there)
+
+    def end(blow, pid, expected):
+        everyone = launches[-1].processes()
+        for each in [pid] if pid else everyone:
+            with suppress(ProcessLookupError):
+                os.kill(each, blow)
+        assert launches[-1].wait(60) != 0
+        assert not still_running(everyone, 5)
+        assert expected in launches[-1].text()
+        launches.append(Launch(tmp_path, "--resume", launches[-1].folder))
+
+    # A training step is ended first. torchrun is signalled, as in a pod, and signals the ranks.
+    until("train", "logprobs", 1)
+    end(signal.SIGTERM, launches[0].process.pid, "asked to stop and did after step 1, with a checkpoint; go on")
+    folder = launches[0].folder
+    assert [row["step"] for row in rows(folder)] == [0, 1]
+
+    # Nobody is asked: step 2 was sampled to its end, and is not sampled again.
+    pid = until("train", "train", 2)["pid"]
+    before = shard(folder, 2)
+    end(signal.SIGKILL, pid, f"rank 0 (pid {pid} on ")
+    assert "in phase train of step 2, died" in launches[1].text()
+
+    # A checkpoint under way is ended, and what was done after it saved. A rank that is signalled alone tells the other.
+    launches[-1].until(lambda: writing(folder))
+    assert "after step 1; 1 steps are done again. Step 2 is trained on the" in launches[-1].text()
+    assert shard(folder, 2) == before
+    end(signal.SIGTERM, launches[-1].rank_pid(1), "asked to stop and did after step ")
+    assert not writing(folder) and "exitcode  : 5" in launches[2].text()
+
+    # Sampling is left there and then. Engine and verifiers are signalled too, as by SLURM, and leave it to the trainer.
+    until("rollout", "sample", 4)
+    end(signal.SIGTERM, None, "asked to stop and did after step 3")
+
+    assert launches[-1].wait() == 0, launches[-1].text()[-4000:]
+    assert "resumed after step 3; " in launches[-1].text()
+    assert rows(folder) == rows(short_run.folder)
+    ours, theirs = tensors(folder, tmp_path), tensors(short_run.folder, tmp_path)
     assert ours.keys() == theirs.keys() and len(ours) > 20
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert (run.folder / "prompts.jsonl").read_text() == (short_run.folder / "prompts.jsonl").read_text()
+    assert (folder / "prompts.jsonl").read_text() == (short_run.folder / "prompts.jsonl").read_text()
+
+
+def shard(folder, step):
+    """When the routes of a step were written, and what they are."""
+    path = folder / "trace" / f"step{step:06d}.safetensors"
+    return path.stat().st_mtime_ns, path.read_bytes()
 
 
 def test_without_replay_the_mismatch_is_larger_and_a_limit_to_it_ends_the_run(short_run, tmp_path):
@@ -114,7 +165,7 @@ def test_without_replay_the_mismatch_is_larger_and_a_limit_to_it_ends_the_run(sh
     assert "CollapseError: the run has collapsed (since step 1, now step 2): got policy_kl/k3 = " in text
     assert "exitcode  : 4" in text
     # what there is has been kept: both steps, the last one's checkpoint, the report
-    assert [row["step"] for row in lines(run.folder) if row["kind"] == "train"] == [1, 2]
+    assert [row["step"] for row in rows(run.folder) if row["kind"] == "train"] == [1, 2]
     state = json.loads((run.folder / "checkpoints/step-000002/state.json").read_text())
     assert state["guards"] == {"skipped": 0, "lost": 2}
     assert (run.folder / "report.html").exists()
@@ -123,7 +174,7 @@ def test_without_replay_the_mismatch_is_larger_and_a_limit_to_it_ends_the_run(sh
     assert summary["routes_applied_mismatch"] is None and summary["policy_kl_k3_replay"] is None
     # Before the first update both runs hold the same tokens, weights and sampler logprobs. What one run reports as it
     # trains is then exactly what the other measures natively, beside its own, smaller number under replay.
-    off, replayed = (next(row for row in lines(r.folder) if row["kind"] == "train") for r in (run, short_run))
+    off, replayed = (next(row for row in rows(r.folder) if row["kind"] == "train") for r in (run, short_run))
     for key in ("k1", "k3"):
         assert off[f"policy_kl/{key}"] == replayed[f"policy_kl/{key}_native"]
     assert off["routing/native_mismatch"] == replayed["routing/native_mismatch"]
@@ -144,7 +195,7 @@ def test_ranks_that_share_sequences(short_run, tmp_path, layout):
     """The ranks share matrices and tokens: the same batch and weights, and every sum counts each once."""
     run = Launch(tmp_path, *config(f"run.runs_dir={tmp_path}", *layout, "objective.kl_coef=0.01", "run.steps=2"))
     assert run.wait() == 0, run.text()[-4000:]
-    ours, theirs = ([row for row in lines(r.folder) if row["kind"] == "train"] for r in (run, short_run))
+    ours, theirs = ([row for row in rows(r.folder) if row["kind"] == "train"] for r in (run, short_run))
     # each of the two ranks routes its part of the tokens, and counts how many had routes
     assert all(row["routing/applied_mismatch"] == 0 and row["routing/coverage"] == 1 for row in ours)
     assert all(row["routing/consumed"] == row["routing/expected"] > 0 for row in ours)
@@ -188,7 +239,7 @@ def test_grpo_from_the_samplers_logprobs_with_a_reference_in_float32(short_run, 
         ),
     )
     assert run.wait() == 0, run.text()[-4000:]
-    steps = [row for row in lines(run.folder) if row["kind"] == "train"]
+    steps = [row for row in rows(run.folder) if row["kind"] == "train"]
     assert all(row["routing/applied_mismatch"] == 0 and row["routing/coverage"] == 1 for row in steps)
     # the reference routes natively: other than the policy, which takes the routes of a sampler with rounded weights
     assert steps[0]["objective/kl_ref"] > 0
@@ -200,7 +251,7 @@ def test_grpo_from_the_samplers_logprobs_with_a_reference_in_float32(short_run, 
     # old logprobs are the sampler's: the ratio is not exactly 1 on average
     assert steps[0]["objective/ratio_mean"] != 1.0
     # rounded weights sampled from the first step on
-    exact = next(row for row in lines(short_run.folder) if row["kind"] == "train")
+    exact = next(row for row in rows(short_run.folder) if row["kind"] == "train")
     assert steps[0]["policy_kl/k3"] > 3 * exact["policy_kl/k3"]
     # recomputation takes each route twice a training pass: 2 updates x 8 layers, of either stage 4, x 2
     assert steps[0]["routing/consumed"] == steps[0]["routing/expected"] > 0

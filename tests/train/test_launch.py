@@ -151,6 +151,12 @@ def test_a_run_is_resumed_with_other_ranks_and_nothing_else(tmp_path):
     assert "got run.steps=9 parallelism=2, expected overrides of parallel.*" in refused.stderr
     unfit = launch("--resume", tmp_path, "parallel.expert=3", ranks=3)
     assert unfit.returncode == 2 and "parallel.expert" in unfit.stderr
+    assert "the run has no checkpoint" in unfit.stderr and "in its folder with --step 0" in unfit.stderr
+    (tmp_path / "checkpoints/step-000004").mkdir(parents=True)
+    absent = launch("--resume", tmp_path, "--step", "3", ranks=2)
+    assert absent.returncode == 2 and "got after steps 4, expected step-000003" in absent.stderr
+    alone = launch("--config", CONFIG, "--step", "3", ranks=2)
+    assert alone.returncode == 2 and "--step is of --resume alone" in alone.stderr
 
 
 def test_an_unpatched_vllm_is_refused(monkeypatch, capsys):

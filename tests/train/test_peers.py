@@ -10,18 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from moe_rl.train.peers import EXIT_CODE
+from moe_rl.train.peers import EXIT_CODE, STOPPED
 
 ROOT = Path(__file__).parents[2]
 RANK = """
 import sys, time
 from pathlib import Path
 from moe_rl.errors import EngineError
-from moe_rl.train.peers import Peers
+from moe_rl.train.peers import Peers, StopRequested
 folder, rank, how = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 try:
-    with Peers(folder, rank, 2, timeout_seconds=2, grace_seconds=3) as peers:
-        with peers.phase("train", 7):
+    with Peers(folder, rank, 2, timeout_seconds=2, grace_seconds=60 if how == "patient" else 3) as peers:
+        peers.save_done(5, 0.1)
+        with peers.phase("train", 7, seconds=60 if how == "long step" else 0):
             print("ready", flush=True)
             if how.startswith("fail"):
                 time.sleep(1)
@@ -41,6 +42,15 @@ try:
                         os.kill(json.loads((folder / "rank1.json").read_text())["pid"], 0)
                     except ProcessLookupError:
                         raise RuntimeError("Connection closed by peer") from None
+            if how == "sampling":
+                try:
+                    with peers.to_be_left():
+                        time.sleep(60)
+                except StopRequested:
+                    print("left", flush=True)
+            if how == "in a collective":
+                import ctypes
+                ctypes.CDLL(None).sleep(60)  # no handler runs before it returns
             time.sleep(1 if how == "finish" else 60)
 except EngineError:
     if how == "fail slowly":
@@ -134,8 +144,70 @@ def test_a_rank_that_finished_is_not_missed(ranks, tmp_path):
     assert slower.poll() is None
 
 
-def test_sigterm_without_a_lost_peer_says_so(ranks):
+def test_sigint_ends_it_there_and_then(ranks):
+    asked, other = ranks("sleep", "sleep")
+    asked.send_signal(signal.SIGINT)
+    code, errors = end(asked, 10)
+    assert code == EXIT_CODE and "rank 0, in phase train of step 7, was ended by SIGINT" in errors
+    assert "the checkpoint after step 5 stands, steps 6 to 7 are done again" in errors
+
+
+def test_sigterm_makes_a_rank_leave_its_sampling_and_is_told_to_the_others(ranks, tmp_path):
+    other, sampler = ranks("in a collective", "sampling")
+    other.send_signal(signal.SIGTERM)
+    assert sampler.stdout.readline() == "left\n"
+    # nobody saves here: both have ended when the time is up, and say what stands
+    for process, who in ((sampler, 1), (other, 0)):
+        code, errors = end(process, 15)
+        assert code == STOPPED and f"rank {who}, in phase train of step 7, was asked to stop and did not" in errors
+        assert "checkpoint.grace_seconds = 3; the checkpoint after step 5 stands" in errors
+
+
+def test_what_does_not_fit_into_the_grace_is_not_begun(ranks):
+    asked, other = ranks("long step", "sleep")
+    asked.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    code, errors = end(asked, 10)
+    assert code == STOPPED and time.monotonic() - began < 3
+    assert "to come to a stop and save would take about 6" in errors and "steps 6 to 7 are done again" in errors
+    # it is not taken for dead: the other hears that they were asked, and ends in its own time
+    code, errors = end(other, 15)
+    assert code == STOPPED and "did not within checkpoint.grace_seconds" in errors
+
+
+def test_one_request_may_come_twice(ranks):
     asked, other = ranks("sleep", "sleep")
     asked.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    asked.send_signal(signal.SIGTERM)  # as torchrun does, after a scheduler that signalled both
+    time.sleep(0.5)
+    assert asked.poll() is None
+    assert "was asked to stop and did not" in end(asked, 15)[1]
+
+
+def test_a_second_request_ends_it(ranks):
+    asked, other = ranks("patient", "patient")
+    asked.send_signal(signal.SIGTERM)
+    time.sleep(4)
+    assert asked.poll() is None
+    asked.send_signal(signal.SIGTERM)
     code, errors = end(asked, 10)
-    assert code == EXIT_CODE and "rank 0 was ended by SIGTERM in phase train of step 7" in errors
+    assert code == STOPPED and "was asked to stop a second time" in errors
+
+
+def test_a_rank_whose_torchrun_died_ends(tmp_path):
+    """It would go on alone, beside the run that takes its folder over."""
+    script = "import subprocess, sys; subprocess.Popen([sys.executable, *sys.argv[1:]]); sys.stdin.read()"
+    command = [sys.executable, "-c", script, "-c", RANK, str(tmp_path / "ranks"), "0", "sleep"]
+    agent = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert agent.stdout.readline() == "ready\n"
+    agent.kill()
+    _, errors = agent.communicate(timeout=10)  # which the rank holds open for as long as it lives
+    assert f"torchrun (pid {agent.pid}), which started rank 0, died" in errors

@@ -1,0 +1,48 @@
+"""A temporary folder that does not outlive its process for long, whatever ends it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+_PREFIX = "moe_rl-engine-"
+# A folder that was just made may not be locked yet.
+_FRESH = 60.0
+
+
+class Scratch:
+    """A new folder under the system's temporary one, locked for as long as this process lives.
+
+    A killed process cannot remove its own: folders of the same kind that nobody holds are removed here.
+    """
+
+    def __init__(self):
+        _sweep(Path(tempfile.gettempdir()))
+        self.name = tempfile.mkdtemp(prefix=_PREFIX)
+        self._lock = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def cleanup(self) -> None:
+        """Remove the folder and all that is in it. May be called again."""
+        if self._lock >= 0:
+            shutil.rmtree(self.name, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _sweep(parent: Path) -> None:
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # another user's, or gone by now
+            if time.time() - folder.stat().st_mtime < _FRESH:
+                continue
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+            finally:
+                os.close(fd)

@@ -1,0 +1,40 @@
+"""The engine's temporary folder: its own while its process lives, removed by the next one when that was killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from moe_rl.rollout import scratch
+from moe_rl.rollout.scratch import Scratch
+
+HOLD = "import sys; from moe_rl.rollout.scratch import Scratch; print(Scratch().name, flush=True); sys.stdin.read()"
+
+
+def test_the_next_one_removes_what_a_killed_process_left_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    holders = [
+        subprocess.Popen(
+            [sys.executable, "-c", HOLD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+        )
+        for _ in range(2)
+    ]
+    killed, living = (Path(holder.stdout.readline().strip()) for holder in holders)
+    holders[0].kill()
+    assert holders[0].wait() == -signal.SIGKILL and killed.is_dir()
+    Scratch().cleanup()
+    assert killed.is_dir()  # too fresh to tell
+    monkeypatch.setattr(scratch, "_FRESH", -1.0)
+    mine = Scratch()
+    assert not killed.exists() and living.is_dir() and Path(mine.name).is_dir()
+    (Path(mine.name) / "file").write_text("x")
+    mine.cleanup()
+    mine.cleanup()
+    holders[1].communicate("")
+    assert [path for path in tmp_path.iterdir() if path != living] == []

@@ -1,0 +1,106 @@
+"""Rollouts that an ended process left: trained on when everything agrees, sampled again when anything does not."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from moe_rl.data.ledger import PromptLedger
+from moe_rl.data.prompts import PromptSource
+from moe_rl.errors import MoeRLError
+from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
+from moe_rl.train.kept import KeptRollouts, RolloutBatch, shard_name
+from moe_rl.train.resume import left_behind
+from moe_rl.types import Prompt, Provenance, Sequence, Span
+
+SPEC = TraceSpec("model", 8, 2, "mm")
+DONE, STEP = 1, 2
+
+
+class Left:
+    """What a process left that was killed after it had sampled step 2; the checkpoint is of step 1."""
+
+    def __init__(self, folder, *, version=DONE):
+        (folder / "trace").mkdir()
+        self.source = PromptSource([Prompt(f"p{n}", "?", "!", "1", (1, 2)) for n in range(8)], seed=1)
+        self.ledger = PromptLedger(folder / "prompts.jsonl")
+        self.kept = KeptRollouts(folder / "rollouts", TraceStore(folder / "trace"))
+        ids = [prompt.id for prompt in self.source.take(4)]
+        self.ledger.record(0, 0, ids[:2], "first")
+        self.ledger.record(1, 2, ids[2:], "second")
+        self.source.seek(2)
+        with ShardWriter(folder / "trace", shard_name(STEP), SPEC) as writer:
+            routes = np.tile(np.array([0, 1], np.uint8), (3, 2, 1))
+            routes[1:] += 1
+            ref = writer.add("s2/p0/c0", routes, [1, 2, 3], [Span(3, version, Provenance.DECODE)])
+        logprobs = np.array([-0.5, -1.25], np.float32)
+        sequence = Sequence("s2/p0/c0", (1, 2), (3, 4), logprobs, 0.5, weight_version=DONE, routes=ref)
+        self.batch = RolloutBatch([sequence], [0], {"reward/mean": 0.5}, "second")
+        self.kept.save(STEP, self.batch)
+
+    def find(self):
+        return left_behind(STEP, self.ledger, self.source, self.kept, SPEC, vocabulary=None)
+
+    def change(self, **fields):
+        sequence = dataclasses.replace(self.batch.sequences[0], **fields)
+        self.kept.save(STEP, dataclasses.replace(self.batch, sequences=[sequence]))
+
+
+@pytest.fixture
+def left(tmp_path):
+    return Left(tmp_path)
+
+
+def refused(left):
+    with pytest.raises(MoeRLError) as caught:
+        left.find()
+    return str(caught.value)
+
+
+def test_what_is_whole_is_taken(left):
+    entry, batch = left.find()
+    assert (entry.cursor, entry.next_cursor) == (2, 4)
+    assert [s.token_ids for s in batch.sequences] == [(3, 4)] and batch.metrics == {"reward/mean": 0.5}
+
+
+def test_a_step_that_was_not_entered_is_not_taken(left):
+    left.ledger.rewind(1)
+    assert "no line of it in the prompt ledger" in refused(left)
+    left.ledger.path.write_bytes(left.ledger.path.read_bytes() + b'{"step": 1, "cur')
+    assert "no line of it" in refused(left)
+
+
+def test_a_step_without_its_file_or_with_another_is_not_taken(left):
+    left.kept.save(STEP, dataclasses.replace(left.batch, digest="other"))
+    assert "other completions: got digest other, expected second" in refused(left)
+    path = left.kept.folder / "step000002.rollout"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "damaged" in refused(left)
+    path.unlink()
+    assert "were not kept" in refused(left)
+
+
+def test_other_prompts_are_not_taken(left):
+    left.source.seek(1)
+    assert "of other prompts" in refused(left)
+
+
+def test_other_weights_are_not_taken(left, tmp_path):
+    left.change(weight_version=0)
+    assert "of other weights: got version 0 in s2/p0/c0, expected version 1" in refused(left)
+    (tmp_path / "older").mkdir()
+    assert "weight version 0" in refused(Left(tmp_path / "older", version=0))
+
+
+def test_routes_that_are_damaged_gone_or_of_other_tokens_are_not_taken(left, tmp_path):
+    left.change(token_ids=(5, 4))
+    assert "s2/p0/c0" in refused(left)
+    left.kept.save(STEP, left.batch)
+    left.find()
+    shard = tmp_path / "trace/step000002.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    assert "step000002" in refused(left)
+    shard.unlink()
+    assert "step000002" in refused(left)

@@ -1,0 +1,49 @@
+"""Who may write into a run's folder."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from moe_rl.errors import ConfigError
+from moe_rl.train import run_folder
+from moe_rl.train.run_folder import RunFolder, held
+
+HOLD = """
+import sys
+from pathlib import Path
+from moe_rl.train.run_folder import RunFolder, held
+with held(RunFolder(Path(sys.argv[1])), first=False):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def rank(tmp_path):
+    """A rank of a run that is still going."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_run_that_is_still_going_is_not_taken_over(tmp_path, rank, monkeypatch):
+    monkeypatch.setattr(run_folder, "_STILL_ENDING", 0.3)
+    with pytest.raises(ConfigError, match="the run is still going"), held(RunFolder(tmp_path), first=True):
+        pass
+    with held(RunFolder(tmp_path), first=False):  # its other ranks
+        pass
+
+
+def test_what_is_left_of_a_run_that_was_killed_is_waited_for(tmp_path, rank):
+    subprocess.Popen([sys.executable, "-c", f"import os, time; time.sleep(0.5); os.kill({rank.pid}, 9)"])
+    with held(RunFolder(tmp_path), first=True):
+        assert rank.wait(1) == -9
+        # no later one before this ends, but its own ranks
+        with held(RunFolder(tmp_path), first=False):
+            assert os.path.exists(tmp_path / "run.lock")
