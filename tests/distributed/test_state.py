@@ -117,6 +117,15 @@ def test_weights_leave_in_buckets_and_a_rank_holds_no_more_than_these(checkpoint
             assert BUCKET // 2 < memory <= BUCKET + 64 * len(whole) or (memory == 0 and layout == "TP2-ETP2")
 
 
+def test_weights_of_before_the_update_are_refused_as_stale(seen):
+    stale = seen[0]["stale"]
+    assert len(stale["told"]) == 1 and "stale: got the bytes of version 2 as version 3" in stale["told"][0]
+    assert stale["held"] == [2, 3] and stale["moved"] > 200
+    # woken for the weights first, for the KV cache when they are there
+    assert [part for part, _ in stale["woken"]] == ["weights", "kv_cache"] * 2 + ["weights"] + ["weights", "kv_cache"]
+    assert [parts for _, parts in stale["woken"][:4]] == [0, 1, 1, 2]
+
+
 def test_the_same_layout_goes_on_bit_for_bit(seen):
     """Updates, weights, and what every random stream gives."""
     pairs = [("begins", SAVER)] + [(name, (name, "again")) for name in AGAIN]
