@@ -77,7 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return STOPPED
     except MoeRLError as error:
         print(f"moe_rl: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return COLLAPSED if isinstance(error, CollapseError) else SAMPLER_GONE if isinstance(error, SamplerGone) else 2
+        status = COLLAPSED if isinstance(error, CollapseError) else 2
+        status = SAMPLER_GONE if isinstance(error, SamplerGone) else status
+        # Collectives that broke off leave threads behind, of which the interpreter can die on its way out: seen with
+        # gloo, as a segmentation fault in the place of this status.
+        sys.stdout.flush()
+        os._exit(status)
     if rank == 0 and options.json:
         options.json.write_text((path / "summary.json").read_text())
     return 0

@@ -109,7 +109,8 @@ def test_train_sh_begins_a_run_and_goes_on_with_it(shell, tmp_path):
     assert theirs["--nnodes"] == "2" and theirs["--nproc-per-node"] == "8" and theirs["--local-addr"] == "10.0.0.1"
     assert theirs["--rdzv-endpoint"] == "first:29400" and theirs["--rdzv-backend"] == "c10d"
     assert ours.config == Path("configs/qwen3_30b_a3b.yaml") and ours.resume is None
-    assert ours.overrides == [f"run.runs_dir={runs}", *given]
+    assert ours.overrides == [f"run.runs_dir={runs}", "checkpoint.grace_seconds=540", *given]
+    assert theirs["--shutdown-timeout"] == "570"
 
     (runs / "name-1/checkpoints").mkdir(parents=True)  # begun, and nothing saved yet: begun again
     (arguments,) = shell(*command, **variables)["torchrun"]
@@ -140,6 +141,8 @@ def test_the_slurm_job_starts_servers_and_trainers_that_fit(shell):
     assert not set(training) & {one.host for one in servers} and theirs["--rdzv-endpoint"] == f"{training[0]}:29400"
     devices = [word for call in calls["srun"] for word in call if word.startswith("CUDA_VISIBLE_DEVICES=")]
     assert sorted(devices) == sorted(2 * [f"CUDA_VISIBLE_DEVICES={n},{n + 1}" for n in (0, 2, 4, 6)])
+    (notice,) = [int(line.split("@")[1]) for line in text.splitlines() if line.startswith("#SBATCH --signal=B:TERM@")]
+    assert config.checkpoint.grace_seconds < int(theirs["--shutdown-timeout"]) < notice
     assert len(calls["curl"]) == len(servers) and "requeue" not in str(calls.get("scontrol"))
 
 
@@ -207,6 +210,8 @@ def test_the_pods_commands_fit(manifest, shell, tmp_path):
     pods = training["parallelism"]
     assert training["completions"] == pods == int(theirs["--nnodes"])
     assert pods * int(theirs["--nproc-per-node"]) == config.cluster.gpus
+    grace = training["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert config.checkpoint.grace_seconds < int(theirs["--shutdown-timeout"]) < grace
     both = [spec["template"]["spec"]["containers"][0] for spec in (serving, training)]
     gpus = [one["resources"]["limits"]["nvidia.com/gpu"] for one in both]
     assert gpus == [config.cluster.gpus_per_engine, int(theirs["--nproc-per-node"])]
