@@ -107,7 +107,7 @@ class Cluster:
         ]
 
     def run(self, *arguments: str, fault: Callable[[Path], None] | None = None) -> Outcome:
-        """torchrun on both hosts. fault: called with the run's folder once its first step is logged."""
+        """torchrun on both hosts. fault: called with the run's folder once it has a checkpoint."""
         before = self._folders()
         logs = [self.work / f"train-{host.name}-{time.time_ns()}.log" for host in self.hosts]
         ranks = [
@@ -116,7 +116,8 @@ class Cluster:
         ]
         folder = lambda: next(iter(sorted(self._folders() - before)), None)  # noqa: E731
         if fault is not None:
-            wait_for(lambda: folder() and train_rows(folder()), _RUN_SECONDS, "the first step", ranks)
+            saved = lambda: folder() and list(folder().glob("checkpoints/step-*"))  # noqa: E731
+            wait_for(saved, _RUN_SECONDS, "a checkpoint", ranks)
             fault(folder())
         began = time.monotonic()
         deadline = began + _RUN_SECONDS
@@ -214,7 +215,7 @@ def drill(
             lambda: cluster.restart_server(1),
             f"{ADDRESSES['host-b']}:{_PORT}",
         ),
-        "host": (lambda _: cluster.hosts[1].kill(), cluster.plug_in, "on host-b)"),
+        "host": (lambda _: cluster.hosts[1].kill(), cluster.plug_in, "on host-b"),
     }
     for what, (fault, mend, named) in ((what, faults[what]) for what in kills):
         say(f"a {what} is killed")

@@ -58,6 +58,7 @@ class Peers:
         self._heard = [other for other in range(ranks) if other != rank and (0 in (rank, other) or other in near)]
         self._several_nodes = len(near) < ranks
         self._ended = ""
+        self._hosts: dict[int, str] = {}
         self.timeout, self.grace = timeout_seconds, grace_seconds
         self.saved, self.save_seconds = 0, 0.0
         self._phase, self._part, self._step, self._beats, self._due = "start", "", 0, 0, 0.0
@@ -93,6 +94,8 @@ class Peers:
             patience = time.monotonic() + (self.timeout + 2 * _INTERVAL if elsewhere else 0)
             while (lost := self._lost()) is None and (self._failed_since or time.monotonic() < patience):
                 time.sleep(_INTERVAL / 5)
+                with suppress(OSError):
+                    self._beat()  # who waits here is not the one that is gone
             if lost is not None:
                 self._end(lost)
         signal.set_wakeup_fd(self._wakeup)
@@ -232,11 +235,13 @@ class Peers:
                 if state["asked"] and not self.asked and self._phase != "start":
                     os.kill(os.getpid(), signal.SIGTERM)  # heard by both threads
                 if state["phase"] in ("finished", "stopped"):
+                    self._seen.pop(rank, None)
                     continue
                 if state["ended"]:
                     return state["ended"]
                 who = f"rank {rank} (pid {state['pid']} on {state['host']})"
                 where = f"{who}, {_doing(state)}"
+                self._hosts[rank] = state["host"]
                 local = state["host"] == socket.gethostname()
                 if state["phase"] == "failed":
                     # It is about to say why. Were this rank to end first, torchrun would end that one unheard.
@@ -253,8 +258,14 @@ class Peers:
                     if local:  # stopped or hung: it would outlive the run
                         with suppress(ProcessLookupError):
                             os.kill(state["pid"], signal.SIGKILL)
-                    return f"{where}, gave no sign of life for {self.timeout:g} s"
+                    return f"{where}, gave no sign of life for {self.timeout:g} s{self._silent_too(rank)}"
         return None
+
+    def _silent_too(self, first: int) -> str:
+        """Others that are about to be missed: when a node is gone, a rank that waits for it may fall silent before."""
+        now = time.monotonic()
+        ranks = [r for r, (_, since) in sorted(self._seen.items()) if r != first and now - since > self.timeout / 2]
+        return "".join(f", nor lately rank {rank} on {self._hosts[rank]}" for rank in ranks)
 
     def _end(self, why: str, code: int = EXIT_CODE) -> None:
         with self._said:  # never released: the process ends here

@@ -147,10 +147,12 @@ def test_a_collective_that_breaks_off_is_laid_to_the_dead_peer(ranks):
 
 def test_ranks_on_other_nodes_give_the_same_reason(ranks):
     """Rank 1 hears rank 0 only; its collective broke off, and it waits to be told why."""
-    first, told, victim = ranks("sleep", "broken by a far one", "sleep", apart=True)
-    victim.kill()
-    victim.wait()
+    first, told, victim, other = ranks("sleep", "broken by a far one", "sleep", "sleep", apart=True)
+    for process in (victim, other):
+        process.kill()
+        process.wait()
     said = f"rank 2 (pid {victim.pid} on host2), in phase train of step 7, gave no sign of life for 2 s"
+    said += ", nor lately rank 3 on host3"
     for process in (first, told):
         code, errors = end(process, 15)
         assert code == EXIT_CODE and said in errors and "Traceback" not in errors
