@@ -58,6 +58,10 @@ class EngineError(MoeRLError):
     """The sampler refused a request, answered wrongly or died. The message names the process and its log."""
 
 
+class SamplerGone(EngineError):
+    """A server died, hangs, or lost the run's weights, and the run cannot do without it. Tools exit 3."""
+
+
 class WeightSyncError(EngineError):
     """The sampler does not hold the weights that the trainer sent."""
 
@@ -84,7 +88,3 @@ class CheckpointError(MoeRLError):
 
 class Stopped(MoeRLError):
     """The run was asked to stop and did, with what it had done in a checkpoint. Tools exit 5."""
-
-
-class PeerDied(MoeRLError):
-    """Another rank, or the sampler, is gone. The message names it and the phase it died in."""

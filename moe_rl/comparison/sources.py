@@ -21,9 +21,9 @@ from moe_rl.rollout.engine import VllmEngine
 from moe_rl.sync.digest import tensor_digests, total_digest
 from moe_rl.trace import TraceStore
 from moe_rl.train.kept import KeptRollouts, RolloutBatch, shard_name
-from moe_rl.train.loop import engine_settings
 from moe_rl.train.rollouts import generate_request
 from moe_rl.train.run_folder import RunFolder
+from moe_rl.train.samplers import engine_settings
 from moe_rl.train.weights import WeightSender, way_of
 from moe_rl.types import Sequence
 

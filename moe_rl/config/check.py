@@ -16,6 +16,7 @@ from moe_rl.config.hf import ModelFacts, read_model
 from moe_rl.config.layout import chunk_layers, least_ranks
 from moe_rl.config.objective import correction_problems, kl_problems
 from moe_rl.config.schema import LOSS_PARAMETERS, Config, ParallelConfig, TrainConfig
+from moe_rl.config.servers import server_problems
 from moe_rl.errors import ConfigError, describe
 
 
@@ -38,6 +39,7 @@ def config_problems(config: Config, facts: ModelFacts | None, world_size: int) -
         *_task_problems(config),
         *_batch_problems(config),
         *_sampling_problems(config, facts),
+        *server_problems(config),
         *_objective_problems(config),
         *correction_problems(config.objective),
         *kl_problems(config.objective),

@@ -124,7 +124,16 @@ class RolloutConfig(Section):
     router_logits_fraction: Fraction = 0.0
     """Of the tokens whose router logits the sampler stores with their routes. Not with native capture."""
     startup_timeout_seconds: Positive = 300.0
-    """An engine that is not ready by then is given up."""
+    """An engine that is not ready by then is given up, a server that has not loaded new weights by then too."""
+    servers: tuple[str, ...] = ()
+    """URLs, http://host:port, of the vLLM servers (tools/serve_vllm.py --config) that sample in place of an engine that
+    rank 0 starts; each a replica of the weights, of this run alone. They write below run.runs_dir, which they and all
+    ranks see. Each decodes max_concurrent sequences at once."""
+    token_file: Path | None = None
+    """File of mode 600 with the secret that the servers want of everyone; serve_vllm.py makes it."""
+    max_lost_servers: Annotated[int, Field(ge=0)] = 0
+    """Servers that may die, hang or lose their weights before the run ends; the others sample what these had not given
+    back, and a resumed run wants all of them again."""
 
 
 class ReplayConfig(Section):

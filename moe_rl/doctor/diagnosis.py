@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 from packaging.specifiers import SpecifierSet
 
+from moe_rl.config.hf import read_model
 from moe_rl.config.schema import ClusterConfig, Config
+from moe_rl.config.servers import server_problems
 from moe_rl.doctor.machine import Machine, found_version
 from moe_rl.doctor.versions import ALWAYS, CUDA, NCCL, PYTHON, TRANSFORMER_ENGINE, VLLM, Part
-from moe_rl.errors import describe
+from moe_rl.errors import ConfigError, describe
 from moe_rl.rollout import patches
+from moe_rl.rollout.attach import attach_problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +28,13 @@ class Diagnosis:
 def installation_problems(config: Config | None = None) -> list[str]:
     """Why what is installed cannot do what a run needs, every run or that of a config, one message each.
 
-    Of vLLM it is the patch series that decides.
+    Of vLLM it is the patch series that decides, where it samples here: servers have looked at theirs.
     """
     found = {part: found_version(part) for part in ALWAYS if part is not VLLM}
     unfit = [_unfit(part, version) for part, version in found.items() if not fits(part, version)]
-    problems = patches.problems(capture="patch" if config is None else config.rollout.capture) + unfit
+    problems = list(unfit)
+    if config is None or not config.rollout.servers:
+        problems += patches.problems(capture="patch" if config is None else config.rollout.capture)
     if config is not None and config.train.delay_wgrad_compute:
         problems += _apart_gradients(found_version(TRANSFORMER_ENGINE))
     return problems
@@ -55,7 +60,17 @@ def diagnose(machine: Machine, config: Config | None = None) -> Diagnosis:
     """config None: what every run needs."""
     missing = installation_problems(config)
     missing += _gpu_problems(machine, config)
+    if config is not None and config.rollout.servers:
+        missing += _server_problems(config)
     return Diagnosis(missing, [*_apex(machine), *_without(machine)])
+
+
+def _server_problems(config: Config) -> list[str]:
+    try:
+        written = list(server_problems(config))
+        return written or attach_problems(config, read_model(config.model.path), config.run.runs_dir)
+    except ConfigError as error:
+        return error.problems
 
 
 def _unfit(part: Part, found: str) -> str:

@@ -56,6 +56,13 @@ def group_sizes(parallel: ParallelConfig) -> dict[str, int | None]:
     }
 
 
+def ranks_of_this_node() -> range:
+    """The ranks that torchrun started here, with this one."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    first = dist.get_rank() - int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+    return range(first, first + here)
+
+
 def clear() -> None:
     """Take megatron's parallel groups away. Megatron only forgets them, and of gloo's each keeps a thread awake."""
     parallel_state.destroy_model_parallel()

@@ -52,7 +52,9 @@ def kv_bytes_per_token(facts: ModelFacts, dtype: str, gpus: int) -> int:
 
 def make_sampler(config: Config, facts: ModelFacts, batch: Batch) -> Sampler:
     rollout = config.rollout
-    engines, gpus = (config.cluster.engines, config.cluster.gpus_per_engine) if config.cluster is not None else (1, 1)
+    engines, gpus = max(1, len(rollout.servers)), 1
+    if config.cluster is not None:
+        engines, gpus = config.cluster.engines, config.cluster.gpus_per_engine
     per_token = kv_bytes_per_token(facts, rollout.dtype, gpus)
     tokens = (rollout.kv_cache_mib << 20) // per_token
     return Sampler(

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from moe_rl.config.schema import Config
+from moe_rl.config.schema import Config, RolloutConfig
 from moe_rl.errors import describe
 
 Way = Literal["shared_memory", "cuda_ipc", "broadcast", "disk"]
-Place = Literal["child", "host", "elsewhere"]
-"""Where samplers run: a child of rank 0, on its GPU where there is one; servers on the trainer's host; or not there."""
-_WHERE = {"child": "beside the trainer", "host": "on its host", "elsewhere": "on other hosts"}
+Place = Literal["child", "host", "elsewhere", "servers"]
+"""Where samplers run: a child of rank 0, on its GPU where there is one; on the trainer's host; not there; or they are
+vLLM servers, wherever: these load files."""
+_WHERE = {"child": "beside the trainer", "host": "on its host", "elsewhere": "on other hosts", "servers": "in servers"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +31,15 @@ def weight_transfer(wanted: Literal["auto"] | Way, *, gpu: bool, place: Place, o
     A GPU that trainer and sampler share hands weights over where they are; GPUs that they do not share, over NCCL. On
     CPUs one host has memory, several have a folder.
     """
-    near = place != "elsewhere" and one_host
+    near = place in ("child", "host") and one_host
     if gpu:
         auto: Way = "cuda_ipc" if place == "child" and one_host else "broadcast"
         why = {"cuda_ipc": "one GPU holds both", "broadcast": "from GPU to GPU"}[auto]
     else:
         auto = "shared_memory" if near else "disk"
         why = {"shared_memory": "one host holds both", "disk": "they share a folder, not a host"}[auto]
+    if place == "servers":
+        auto, why = "disk", "servers load files from the run's folder"
     if wanted == "auto":
         return Transfer(auto, f"{why}; chosen by rollout.weight_transfer auto")
     obstacles = {
@@ -45,6 +48,8 @@ def weight_transfer(wanted: Literal["auto"] | Way, *, gpu: bool, place: Place, o
         "broadcast": "",
         "disk": "",
     }
+    if place == "servers" and wanted != "disk":
+        obstacles[wanted] = "an engine that rank 0 starts, not servers"
     if obstacles[wanted]:
         ranks = f"{'GPUs' if gpu else 'CPUs'} of {'one host' if one_host else 'several hosts'}"
         problem = describe(
@@ -62,4 +67,12 @@ def planned_transfer(config: Config, world_size: int) -> Transfer:
     """Of a run on the GPUs of the config's cluster, or without one on the CPUs of one host."""
     cluster = config.cluster
     one_host = cluster is None or world_size <= cluster.gpus_per_node
-    return weight_transfer(config.rollout.weight_transfer, gpu=cluster is not None, place="child", one_host=one_host)
+    rollout = config.rollout
+    return weight_transfer(
+        rollout.weight_transfer, gpu=cluster is not None, place=place_of(rollout), one_host=one_host
+    )
+
+
+def place_of(rollout: RolloutConfig) -> Place:
+    """Where the samplers of a run are."""
+    return "servers" if rollout.servers else "child"

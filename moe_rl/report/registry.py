@@ -80,6 +80,10 @@ _METRICS = (
     Metric("rollout/weight_version", "version", "neutral",
            "Version of the weights that sampled this step's completions.",
            "Stands still while optim/updates grows: the sync does not reach the sampler."),
+    Metric("rollout/lost_servers", "servers", "lower",
+           "Of rollout.servers those that failed since the run began, and are used no more.",
+           "Above 0: the others sample more; stderr says why. Above rollout.max_lost_servers the run ends.",
+           when="when measured"),
     Metric("group/zero_variance", "count", "lower",
            "Sampled prompt groups whose completions all earned the same. What compares rewards within groups learns "
            "nothing from them.",

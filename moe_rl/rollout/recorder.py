@@ -114,9 +114,9 @@ class Recorder:
 
     # Control: called between steps, through the engine's collective_rpc.
 
-    def open(self, sink: str) -> None:
-        """Begin a shard. Raises TraceError when it exists."""
-        self._sinks.open(sink)
+    def open(self, sink: str, folder: str = "") -> None:
+        """Begin a shard of the store in `folder` below the trace root. Raises TraceError when it exists."""
+        self._sinks.open(sink, folder)
 
     def publish(
         self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str] = ()

@@ -35,7 +35,8 @@ class Sampler(Protocol):
         ...
 
     def score(self, token_ids: Sequence[int]) -> np.ndarray:
-        """Logprob of every token but the first, given those before it: [n - 1] float32, natural log, temperature 1."""
+        """Logprob of every token but the first, given those before it: [n - 1] float32, natural log, temperature 1;
+        [servers, n - 1] from several."""
         ...
 
     def update_weights(self, update: WeightUpdate) -> None:

@@ -1,11 +1,10 @@
-"""vLLM's own API server, recording: with a gate in front that wants the run's token, and the recorder's control routes.
+"""vLLM's own API server, recording: behind a gate that wants the run's token (gate.py).
 
-    python tools/serve_vllm.py --model DIR --trace-root DIR [--port N] ... [-- any further argument of vLLM's server]
+    python tools/serve_vllm.py --config FILE [a.b=c ...] [--host ADDRESS] [--port N] [-- further arguments of vLLM's]
+    python tools/serve_vllm.py --model DIR --trace-root DIR ... [-- ...]
 
-    client -- Bearer token --> Gate -- /moe_rl/* --> RecorderControl in the workers ----> trace store
-                                    -- the rest ---> vLLM's routes: /inference/v1/generate takes and gives token ids
-
-vLLM's --api-key leaves many of its control routes open; the gate lets nothing through but GET /health.
+With --config it serves what that run wants of its servers (rollout.servers): its model, precision, lengths, capture and
+token, and any store below run.runs_dir. One server is one replica of the weights, on as many GPUs as they take.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import hmac
 import ipaddress
 import json
 import os
@@ -22,203 +20,47 @@ import signal
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import psutil
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
-from starlette.websockets import WebSocketClose
 
 import moe_rl
 from moe_rl.config.hf import read_model
+from moe_rl.config.load import load_config
+from moe_rl.config.schema import Config
 from moe_rl.errors import EngineError, MoeRLError, describe
 from moe_rl.rollout import patches
+from moe_rl.rollout.control import read_token
+from moe_rl.rollout.gate import GATE, TOKEN_FILE
 from moe_rl.rollout.recording import Recording
-from moe_rl.rollout.server import Publish, Served, Sink, WeightVersion, read_token
 
-GATE = f"{__name__}.Gate"
-TOKEN_FILE = "MOE_RL_TOKEN_FILE"
-
-_SMALL_BODY = 1 << 16
-_PUBLISH_BODY = 1 << 28
-# How long a shard that is published or abandoned waits for the requests that may still add to it: those that ended are
-# told to the workers one step later, those whose client is gone are aborted then.
-_SETTLE_SECONDS = 10.0
-_SETTLE_POLL_SECONDS = 0.005
+# As the child engine has them, see child.py.
+_BLOCK_SIZE = 32
+_STEP_TOKENS = 4096
 # For answers under way when the server is ended. vLLM stops its engine first: some of them never come.
 _LEAVE_SECONDS = 3
-
-
-class Refused(Exception):
-    """A control call that is answered with an error. status: of HTTP."""
-
-    def __init__(self, status: int, message: str):
-        super().__init__(message)
-        self.status = status
-
-
-class Gate:
-    """ASGI middleware, for vLLM's argument `--middleware`: checks the token and answers /moe_rl/*.
-
-    The environment names the token's file. Raises EngineError when that is no secret.
-    """
-
-    def __init__(self, app):
-        self._app = app
-        self._token = read_token(Path(os.environ[TOKEN_FILE])).encode()
-
-    async def __call__(self, scope, receive, send) -> None:
-        kind = scope["type"]
-        free = kind == "lifespan" or (kind == "http" and (scope["method"], scope["path"]) == ("GET", "/health"))
-        if not free and not self._admits(scope["headers"]):
-            refusal = WebSocketClose(1008) if kind == "websocket" else _error(401, "this server wants the run's token")
-            await refusal(scope, receive, send)
-        elif kind == "http" and scope["path"].startswith("/moe_rl/"):
-            await (await _control(Request(scope, receive)))(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
-
-    def _admits(self, headers: Sequence[tuple[bytes, bytes]]) -> bool:
-        given = [value for name, value in headers if name == b"authorization"]
-        if len(given) != 1:
-            return False
-        scheme, _, token = given[0].partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(token, self._token)
-
-
-async def _control(request: Request) -> Response:
-    """Answer one call of the recorder's own routes."""
-    route = _ROUTES.get(request.url.path)
-    engine = request.app.state.engine_client
-    try:
-        if route is None:
-            raise Refused(404, f"no such route: {request.url.path}")
-        method, kind, longest, answer = route
-        if request.method != method:
-            raise Refused(405, f"{request.url.path} wants {method}")
-        message = None
-        if kind is not None:
-            message = msgspec.json.decode(await _body(request, longest), type=kind)
-        return Response(msgspec.json.encode(await answer(engine, message)), media_type="application/json")
-    except Refused as refusal:
-        return _error(refusal.status, str(refusal))
-    except msgspec.DecodeError as error:
-        return _error(400, f"{request.url.path}: {error}")
-    except ClientDisconnect:
-        return _error(400, "the client is gone")
-    except Exception as error:
-        # Of the engine: it may be dead, which vLLM notices and logs itself.
-        return _error(503 if engine.errored else 500, f"{type(error).__name__}: {error}")
-
-
-def _error(status: int, message: str) -> JSONResponse:
-    # What is left of a body that was not read would be taken for the next request.
-    headers = {"Connection": "close"} if status == 413 else {"WWW-Authenticate": "Bearer"} if status == 401 else None
-    return JSONResponse({"error": message}, status, headers)
-
-
-async def _body(request: Request, longest: int) -> bytearray:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > longest:
-            raise Refused(413, f"a body of more than {longest} bytes")
-    return body
-
-
-async def _call(engine, method: str, *args) -> list:
-    """What the recording workers answer to a method of RecorderControl. Raises Refused when one of them does."""
-    answers = await engine.collective_rpc("moe_rl_answer", args=(method, *args))
-    for status, name in ((400, "refused"), (500, "failed")):
-        if errors := [answer[name] for answer in answers if name in answer]:
-            raise Refused(status, errors[0])
-    return [answer["value"] for answer in answers if answer["value"] is not None]
-
-
-async def _settle(engine, sink: str) -> None:
-    """Wait until no request can add to a shard any more."""
-    deadline = time.monotonic() + _SETTLE_SECONDS
-    while unfinished := [key for keys in await _call(engine, "moe_rl_unfinished", sink) for key in keys]:
-        if time.monotonic() > deadline:
-            got = f"{len(unfinished)} requests that are still sampled, as {unfinished[0]}"
-            raise Refused(409, describe("A shard is not finished", where=f"shard {sink}", got=got, do="abort them"))
-        await asyncio.sleep(_SETTLE_POLL_SECONDS)
-
-
-async def _open(engine, message: Sink) -> None:
-    await _call(engine, "moe_rl_open", message.sink)
-
-
-async def _publish(engine, message: Publish) -> dict:
-    from moe_rl.rollout.source import join_parts
-
-    if unknown := set(message.aborted) - message.sequences.keys():
-        raise Refused(400, f"aborted: {min(unknown)!r} is none of the sequences")
-    await _settle(engine, message.sink)
-    answers = await _call(engine, "moe_rl_publish", message.sink, message.sequences, message.aborted)
-    return join_parts(message.sequences, answers)
-
-
-async def _abandon(engine, message: Sink) -> None:
-    await _settle(engine, message.sink)
-    await _call(engine, "moe_rl_abandon", message.sink)
-
-
-async def _weight_version(engine, message: WeightVersion) -> None:
-    await _call(engine, "moe_rl_set_weight_version", message.version)
-    await engine.update_weight_version(str(message.version))
-
-
-async def _stats(engine, _) -> list[dict[str, int]]:
-    return await _call(engine, "moe_rl_stats")
-
-
-async def _recording(engine, _) -> Served:
-    import vllm
-
-    spec = (await _call(engine, "moe_rl_spec"))[0]
-    return Served(
-        moe_rl=moe_rl.__version__,
-        vllm=vllm.__version__,
-        trace_root=engine.vllm_config.additional_config["moe_rl"]["trace_root"],
-        vocab_size=engine.vllm_config.model_config.get_vocab_size(),
-        max_model_len=engine.vllm_config.model_config.max_model_len,
-        weight_version=int(await engine.get_weight_version()),
-        **spec,
-    )
-
-
-# Path: method, body, its longest in bytes, who answers.
-_ROUTES = {
-    "/moe_rl/open": ("POST", Sink, _SMALL_BODY, _open),
-    "/moe_rl/publish": ("POST", Publish, _PUBLISH_BODY, _publish),
-    "/moe_rl/abandon": ("POST", Sink, _SMALL_BODY, _abandon),
-    "/moe_rl/weight_version": ("POST", WeightVersion, _SMALL_BODY, _weight_version),
-    "/moe_rl/stats": ("GET", None, 0, _stats),
-    "/moe_rl/recording": ("GET", None, 0, _recording),
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Exit status 0 then, 2 for what cannot be served."""
     argv = list(sys.argv[1:] if argv is None else argv)
     cut = argv.index("--") if "--" in argv else len(argv)
-    options = _parser().parse_args(argv[:cut])
+    options = parser().parse_args(argv[:cut])
     with contextlib.ExitStack() as cleanup:
         _leave_on_signals(cleanup)
         if options.json is not None:
             options.json.unlink(missing_ok=True)  # of a server that is gone
         try:
+            further = [*_take_config(options), *argv[cut + 1 :]]
             if options.token_file is None:
                 folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="moe_rl-server-"))
                 options.token_file = Path(folder) / "token"
             _make_token(options.token_file)
             read_token(options.token_file)
             listener = cleanup.enter_context(_listener(options.host, options.port))
-            _serve(options, argv[cut + 1 :], listener)
+            _serve(options, further, listener)
         except MoeRLError as error:
             print(error, file=sys.stderr)
             return 2
@@ -242,12 +84,21 @@ def _leave_on_signals(cleanup: contextlib.ExitStack) -> None:
         signal.signal(number, leave)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="Hugging Face checkpoint")
-    parser.add_argument("--trace-root", type=Path, required=True, metavar="DIR", help="trace store that is written")
+def parser() -> argparse.ArgumentParser:
+    """Of the arguments before the "--"."""
+    parser = argparse.ArgumentParser(
+        prog="serve_vllm.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="of the run: all but the address follows from it")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="replace single values of the config")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face checkpoint")
+    parser.add_argument("--trace-root", type=Path, metavar="DIR", help="trace store, or a folder of some")
     parser.add_argument("--model-fingerprint", metavar="TEXT", help="in the trace (default: the one a run has)")
-    parser.add_argument("--capture", choices=("patch", "worker"), default="patch", help="who attaches the recorder")
+    parser.add_argument("--capture", choices=("patch", "worker"), help="who attaches the recorder (default: patch)")
+    parser.add_argument("--support", action="store_true", help="keep sampling masks (rollout.keep_sampling_mask)")
+    parser.add_argument(
+        "--router-logits-fraction", type=float, default=0.0, metavar="X", help="of tokens whose router logits are kept"
+    )
     parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=0, help="port (default: a free one)")
     parser.add_argument(
@@ -255,6 +106,45 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="written when the server listens: its url, pid, ...")
     return parser
+
+
+def _take_config(options: argparse.Namespace) -> list[str]:
+    """Fill in the options that a run's config decides; vLLM's arguments that it does."""
+    own = {name: getattr(options, name) for name in ("model", "trace_root", "capture", "model_fingerprint")}
+    if options.config is None:
+        if options.overrides or options.model is None or options.trace_root is None:
+            got = " ".join(options.overrides) or "neither --config nor both --model and --trace-root"
+            raise EngineError(describe("It is not said what to serve", got=got, do="give --config FILE"))
+        options.capture = options.capture or "patch"
+        return []
+    if given := [f"--{name.replace('_', '-')}" for name, value in own.items() if value is not None]:
+        raise EngineError(describe("--config says this already", got=", ".join(given), do="leave it out"))
+    config = load_config(options.config, options.overrides)
+    if config.rollout.capture == "native":
+        raise EngineError(describe("A server cannot record by vLLM's own capture", got="rollout.capture native"))
+    options.model, options.trace_root, options.capture = config.model.path, config.run.runs_dir, config.rollout.capture
+    options.token_file = options.token_file or config.rollout.token_file
+    options.support = config.rollout.keep_sampling_mask
+    options.router_logits_fraction = config.rollout.router_logits_fraction
+    return engine_arguments(config)
+
+
+def engine_arguments(config: Config) -> list[str]:
+    """vLLM's arguments for a server of this run."""
+    rollout = config.rollout
+    longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
+    gpus = config.cluster.gpus_per_engine if config.cluster is not None else 1
+    values = {
+        "dtype": rollout.dtype,
+        "seed": config.run.seed,
+        "max-model-len": longest,
+        "max-num-seqs": rollout.max_concurrent,
+        "max-num-batched-tokens": max(_STEP_TOKENS, longest, rollout.max_concurrent),
+        "kv-cache-memory-bytes": rollout.kv_cache_mib << 20,
+        "block-size": _BLOCK_SIZE,
+        "tensor-parallel-size": gpus,
+    }
+    return ["--enforce-eager", *(text for name, value in values.items() for text in (f"--{name}", str(value)))]
 
 
 def _make_token(path: Path) -> None:
@@ -300,7 +190,12 @@ def _serve(options: argparse.Namespace, further: Sequence[str], listener: socket
     address, port = listener.getsockname()[:2]
     url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
     fingerprint = options.model_fingerprint or read_model(options.model).fingerprint
-    recording = Recording(str(options.trace_root.absolute()), fingerprint)
+    recording = Recording(
+        str(options.trace_root.absolute()),
+        fingerprint,
+        support=options.support,
+        router_logits_fraction=options.router_logits_fraction,
+    )
     # Imported here: who mistyped should not wait for it.
     import uvloop
 
@@ -316,6 +211,7 @@ def _vllm_arguments(options: argparse.Namespace, recording: Recording, further: 
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from moe_rl.rollout.worker import CONTROL, WORKER
+    from moe_rl.sync.receiver import BACKEND
 
     ours = {
         "model": str(options.model.absolute()),
@@ -328,6 +224,9 @@ def _vllm_arguments(options: argparse.Namespace, recording: Recording, further: 
         # Of the distribution the token was drawn from: after the temperature, not before.
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": CONTROL,
+        "weight_transfer_config": {"backend": BACKEND},
+        # Requests that wait begin in the order of their numbers, whichever came first.
+        "scheduling_policy": "priority",
         "additional_config": {"moe_rl": msgspec.to_builtins(recording)},
         # The last one is the outermost.
         "middleware": [GATE],
@@ -345,6 +244,16 @@ def _vllm_arguments(options: argparse.Namespace, recording: Recording, further: 
         if (given := getattr(arguments, name)) != parser.get_default(name):
             option = f"--{name.replace('_', '-')}"
             raise EngineError(describe("An argument of vLLM is not free here", where=option, got=given))
+    if arguments.data_parallel_size > 1:
+        raise EngineError(
+            describe(
+                "A server is one replica of the weights: data-parallel engines see each other's tokens",
+                where="--data-parallel-size",
+                got=arguments.data_parallel_size,
+                expected=1,
+                do="start so many servers, and name each in rollout.servers",
+            )
+        )
     vars(arguments).update(ours)
     validate_parsed_serve_args(arguments)
     return arguments

@@ -33,25 +33,27 @@ _MAX_FAMILIES = 256
 
 @dataclass(slots=True)
 class _Sink:
-    """writer: of the shard. records: key -> reference to all rows, and their token ids. families: prompt -> a record
-    that begins with it, and the prompt's rows."""
+    """store: the one that the shard is of. writer: of the shard. records: key -> reference to all rows, and their token
+    ids. families: prompt -> a record that begins with it, and the prompt's rows."""
 
+    store: TraceStore
     writer: ShardWriter
     records: dict[str, tuple[RouteRef, np.ndarray]] = field(default_factory=dict)
     families: OrderedDict[bytes, tuple[RouteRef, Rows]] = field(default_factory=OrderedDict)
 
 
 class Sinks:
-    """All shards that one worker fills. layers: those that it sees. suffix: what its shards' names end in."""
+    """All shards that one worker fills. root: folder of the store, or of several, as those of the runs that a server
+    samples for. layers: those that it sees. suffix: what its shards' names end in."""
 
     def __init__(self, root: Path, spec: TraceSpec, *, layers: tuple[int, ...], suffix: str):
         self._root, self._spec, self._layers, self._suffix = root, spec, layers, suffix
-        self._store = TraceStore(root)
         self._open: dict[str, _Sink] = {}
         self._refused: OrderedDict[tuple[str, str], str] = OrderedDict()
 
-    def open(self, name: str) -> _Sink:
-        """Begin the shard `name`; again, if it was begun before. Raises TraceError when it exists."""
+    def open(self, name: str, folder: str = "") -> _Sink:
+        """Begin the shard `name` of the store in `folder` below the root; again, if it was begun before. Raises
+        TraceError when it exists."""
         self.abandon(name)
         if len(self._open) >= _MAX_OPEN:
             raise TraceError(
@@ -62,8 +64,9 @@ class Sinks:
                     do="publish or abandon them",
                 )
             )
-        writer = ShardWriter(self._root, name + self._suffix, self._spec, layers=self._layers)
-        sink = self._open[name] = _Sink(writer)
+        root = self._root / folder
+        writer = ShardWriter(root, name + self._suffix, self._spec, layers=self._layers)
+        sink = self._open[name] = _Sink(TraceStore(root), writer)
         return sink
 
     def add(self, request: Recorded, rows: Rows, aux: Mapping[str, np.ndarray]) -> None:
@@ -72,7 +75,7 @@ class Sinks:
         sink = self._open.get(ask.sink) or self.open(ask.sink)
         if ask.parent is not None:
             parent = self._mine(ask.parent)
-            self._check_parent(parent, rows, ask.key)
+            _check_parent(sink.store, parent, rows, ask.key)
         else:
             parent = self._relative(sink, request, rows) if not ask.start else None
         start = parent.rows if parent is not None else ask.start
@@ -188,18 +191,19 @@ class Sinks:
             )
         return RouteRef(parent.key, parent.rows, tuple(parts))
 
-    def _check_parent(self, parent: RouteRef, rows: Rows, key: str) -> None:
-        theirs = self._store.read(parent, layers=()).token_ids
-        mine = rows.token_ids[: len(theirs)]
-        wrong = np.flatnonzero(mine != theirs[: len(mine)])
-        if wrong.size or len(mine) < len(theirs):
-            at = int(wrong[0]) if wrong.size else len(mine)
-            raise TraceError(
-                describe(
-                    "a sequence does not continue its parent",
-                    where=f"request {key}, parent {parent.key}, position {at}",
-                    got=int(mine[at]) if at < len(mine) else "the end",
-                    expected=int(theirs[at]),
-                    do="give the whole dialogue so far as the prompt",
-                )
+
+def _check_parent(store: TraceStore, parent: RouteRef, rows: Rows, key: str) -> None:
+    theirs = store.read(parent, layers=()).token_ids
+    mine = rows.token_ids[: len(theirs)]
+    wrong = np.flatnonzero(mine != theirs[: len(mine)])
+    if wrong.size or len(mine) < len(theirs):
+        at = int(wrong[0]) if wrong.size else len(mine)
+        raise TraceError(
+            describe(
+                "a sequence does not continue its parent",
+                where=f"request {key}, parent {parent.key}, position {at}",
+                got=int(mine[at]) if at < len(mine) else "the end",
+                expected=int(theirs[at]),
+                do="give the whole dialogue so far as the prompt",
             )
+        )

@@ -42,9 +42,10 @@ class RecorderControl:
 
         return list(moe_modules(self.model_runner.get_model()))
 
-    def moe_rl_open(self, sink: str) -> None:
+    def moe_rl_open(self, sink: str, folder: str = "") -> None:
+        """folder: of the store, below the trace root."""
         if self.moe_rl_recorder is not None:
-            self.moe_rl_recorder.open(sink)
+            self.moe_rl_recorder.open(sink, folder)
 
     def moe_rl_publish(
         self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str] = ()

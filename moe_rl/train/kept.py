@@ -21,7 +21,8 @@ from moe_rl.megatron import messages
 from moe_rl.trace import TraceStore
 from moe_rl.types import Sequence
 
-_SHARD = re.compile(r"step(\d{6,})(?:-round\d+)?")
+# What follows the round is added by who samples: a fleet of servers, the pipeline stages of an engine.
+_SHARD = re.compile(r"step(\d{6,})(?:-round\d+)?(?:-server\d+(?:-again\d+)?)?(?:\.pp\d+of\d+)?")
 _SUFFIX = ".rollout"
 _HEAD = b"moe_rl rollout 1 "
 

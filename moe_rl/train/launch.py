@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,20 +17,32 @@ from moe_rl.config.hf import read_model, read_published
 from moe_rl.config.layout import least_ranks
 from moe_rl.config.load import load_config
 from moe_rl.config.model_facts import ModelFacts
+from moe_rl.config.nodes import node_problems, several_nodes
 from moe_rl.config.schema import Config
+from moe_rl.config.servers import start_problems
 from moe_rl.data import checkpoints
 from moe_rl.doctor.diagnosis import installation_problems
-from moe_rl.errors import CheckpointError, CollapseError, ConfigError, MoeRLError, Stopped, TraceError, describe
+from moe_rl.errors import (
+    CheckpointError,
+    CollapseError,
+    ConfigError,
+    MoeRLError,
+    SamplerGone,
+    Stopped,
+    TraceError,
+    describe,
+)
 from moe_rl.planning.fit import disk_problems, memory_problems, transfer_problems
 from moe_rl.planning.plan import make_plan
 from moe_rl.planning.plan_table import render
+from moe_rl.rollout.attach import attach_problems
 from moe_rl.train import run_folder
 from moe_rl.train.peaks import limit_problem, peaks
 from moe_rl.train.peaks import render as render_peaks
 from moe_rl.train.peers import STOPPED
 from moe_rl.train.run_folder import RunFolder
 
-COLLAPSED = 4
+SAMPLER_GONE, COLLAPSED = 3, 4
 EPILOG = """
 Exit status of a rank: 0 done, 2 an error that was explained, 3 another rank, torchrun or the sampler is gone, 4 the run
 has collapsed (see guards.*) and was ended with a checkpoint and a report, 5 it was asked to stop (SIGTERM) and did: go
@@ -39,17 +52,19 @@ on with --resume. torchrun names the status as exitcode and itself exits 1.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, check, then plan or train. Returns the exit status, see EPILOG."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     rank = int(os.environ.get("RANK", "0"))
     try:
         config, folder, world_size = _configure(options)
         if options.plan:
             return _plan(config, world_size, options.trace, options.json)
-        _refuse(_problems(config, world_size) + _checkpoint_problems(folder, options.step))
+        found = _problems(config, folder, world_size, ask_servers=rank == 0)
+        _refuse(found + _checkpoint_problems(folder, options.step))
     except MoeRLError as error:
-        # Every rank comes to the same finding; one of them tells it.
-        if rank == 0:
-            print(f"moe_rl: {error}", file=sys.stderr)
+        # Every rank of a node comes to the same finding; one of them tells it.
+        if os.environ.get("LOCAL_RANK", str(rank)) == "0":
+            who = f" {socket.gethostname()}:" if several_nodes(os.environ) else ""
+            print(f"moe_rl:{who} {error}", file=sys.stderr)
         return 2
     # Only now torch and megatron are imported: a config with a mistake, and --plan, do not wait for them.
     from moe_rl.train.loop import train
@@ -62,13 +77,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return STOPPED
     except MoeRLError as error:
         print(f"moe_rl: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return COLLAPSED if isinstance(error, CollapseError) else 2
+        status = COLLAPSED if isinstance(error, CollapseError) else 2
+        status = SAMPLER_GONE if isinstance(error, SamplerGone) else status
+        # Collectives that broke off leave threads behind, of which the interpreter can die on its way out: seen with
+        # gloo, as a segmentation fault in the place of this status.
+        sys.stdout.flush()
+        os._exit(status)
     if rank == 0 and options.json:
         options.json.write_text((path / "summary.json").read_text())
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """Of train_moe_rl.py."""
     parser = argparse.ArgumentParser(
         prog="train_moe_rl.py", description="Train a mixture-of-experts policy by RL with routing replay.",
         epilog=EPILOG,
@@ -97,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         "overrides",
         nargs="*",
         metavar="a.b=c",
-        help="replace single values of the config (--resume: of parallel.* only)",
+        help="replace single values of the config (--resume: parallel.*, and where the servers are)",
     )
     return parser
 
@@ -172,12 +193,15 @@ def _model_to_plan(config: Config, world_size: int) -> tuple[ModelFacts | None, 
         return None, found, []  # said among the problems
 
 
-def _problems(config: Config, world_size: int) -> list[str]:
+def _problems(config: Config, folder: RunFolder | None, world_size: int, *, ask_servers: bool) -> list[str]:
     """Everything that speaks against starting here."""
     facts, found, absent = _model_to_plan(config, world_size)
+    found += [*node_problems(os.environ), *start_problems(config)]
     if facts is not None:
         plan = make_plan(config, facts, world_size)
         found += [*memory_problems(plan), *transfer_problems(plan), *disk_problems(config, plan)]
+        if config.rollout.servers and ask_servers and not absent + found:
+            found += attach_problems(config, facts, folder.path.parent if folder else config.run.runs_dir)
     return absent + found
 
 

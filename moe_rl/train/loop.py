@@ -1,8 +1,8 @@
 """The whole story of a run, read from top to bottom.
 
-Every rank trains. Rank 0 also owns the sampler (a vLLM engine in a child process), the verifiers, the prompts and the
-log. One step: sample a batch with routes, judge it, learn from it under the recorded routes, give the sampler the new
-weights.
+Every rank trains. Rank 0 also owns the sampler (a vLLM engine in a child process, or servers), the verifiers, the
+prompts and the log. One step: sample a batch with routes, judge it, learn from it under the recorded routes, give the
+sampler the new weights.
 
     prompts -> rollout (tokens, logprobs, routes) -> rewards -> packing -> old and reference logprobs -> advantages
             -> replay around the forward and backward pass -> loss -> optimizer -> sync -> the next prompts
@@ -10,14 +10,14 @@ weights.
 
 from __future__ import annotations
 
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
 import torch.distributed as dist
 
-from moe_rl.config.hf import ModelFacts, read_model
+from moe_rl.config.hf import read_model
 from moe_rl.config.schema import Config
 from moe_rl.errors import CollapseError, Stopped
 from moe_rl.megatron import world
@@ -27,13 +27,13 @@ from moe_rl.report.html import write_report
 from moe_rl.report.log import RunLog
 from moe_rl.report.summary import summarize
 from moe_rl.rewards.pool import VerifierPool
-from moe_rl.rollout.engine import EngineSettings, VllmEngine
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train.kept import KeptRollouts, RolloutBatch, kept_steps
 from moe_rl.train.peers import Peers, StopRequested
 from moe_rl.train.resume import open_folder, restore
 from moe_rl.train.rollouts import Rollouts
 from moe_rl.train.run_folder import RunFolder
+from moe_rl.train.samplers import start_sampler
 from moe_rl.train.step import Clock, TrainStep
 from moe_rl.train.weights import Canary, WeightSender, way_of
 
@@ -59,6 +59,7 @@ def train(config: Config, folder: RunFolder | None, step: int | None = None) -> 
                 dist.get_world_size(),
                 timeout_seconds=config.run.peer_timeout_seconds,
                 grace_seconds=config.checkpoint.grace_seconds,
+                near=world.ranks_of_this_node(),
             )
         )
         peers.save_done(done, 0.0)
@@ -101,7 +102,7 @@ class Run:
                     workers=config.task.verifier_workers,
                 )
             )
-            engine = stack.enter_context(VllmEngine.start(engine_settings(config, self.facts, folder)))
+            engine = stack.enter_context(closing(start_sampler(config, self.facts, folder)))
             self.rollouts = Rollouts(config, self.facts, engine, verifiers, folder.path, self.store)
         build = (self.facts, config.train, config.parallel, config.model.path)
         self.policy = Policy(*build, temperature=config.rollout.temperature)
@@ -119,8 +120,8 @@ class Run:
     def steps(self, done: int) -> None:
         """From what is done, nothing or a checkpoint, to the end of the run and its report."""
         config, collapse = self.config, None
-        if done or config.rollout.weights != "exact":
-            self._sync(version=done)  # the sampler started with the model's own
+        if done or config.rollout.weights != "exact" or config.rollout.servers:
+            self._sync(version=done)  # an engine started with the model's own; servers hold nothing that counts
         self._evaluate(done, last=done == config.run.steps)
         for step in range(done + 1, config.run.steps + 1):
             clock = Clock(self.peers.part)
@@ -276,25 +277,3 @@ class Run:
             "trainer_dtype": config.train.dtype,
             "sampler_dtype": config.rollout.dtype,
         }
-
-
-def engine_settings(config: Config, facts: ModelFacts, folder: RunFolder) -> EngineSettings:
-    """What the run's engine is started with; trace and log go into the folder."""
-    rollout = config.rollout
-    return EngineSettings(
-        model_path=config.model.path,
-        dtype=rollout.dtype,
-        max_model_len=rollout.max_prompt_tokens + rollout.max_completion_tokens,
-        max_concurrent=rollout.max_concurrent,
-        kv_cache_mib=rollout.kv_cache_mib,
-        trace_root=folder.trace,
-        model_fingerprint=facts.fingerprint,
-        log_path=folder.engine_log,
-        startup_timeout_seconds=rollout.startup_timeout_seconds,
-        seed=config.run.seed,
-        silence_seconds=config.run.peer_timeout_seconds,
-        capture=rollout.capture,
-        support=rollout.keep_sampling_mask,
-        router_logits_fraction=rollout.router_logits_fraction,
-        sleeps=rollout.sleep_level > 0,
-    )

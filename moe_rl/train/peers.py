@@ -4,6 +4,9 @@ Each rank rewrites `ranks/rank<r>.json` in the run folder from a thread of its o
 process of this host that is gone, ends the run: a collective would only wait. Beats are counted and timed on the
 listener's own monotonic clock, so clocks that jump or differ do no harm.
 
+Rank 0 listens to all, the others to rank 0 and to the ranks of their node: a folder that many nodes share is not asked
+for every rank by every rank. Who ends the run leaves the reason in its file, so that all nodes soon give the same one.
+
 SIGTERM asks the run to stop: torchrun forwards the one that it gets, schedulers send it before they kill. The thread
 hears of it at once, also while the main thread waits in a collective, tells the other ranks with its next beat, and
 sees to it that the run has ended `grace_seconds` later, with a checkpoint or without. SIGINT ends it there and then.
@@ -39,8 +42,23 @@ class StopRequested(BaseException):
 class Peers:
     """Context manager that beats and listens from a thread until it is left. Entered on the main thread."""
 
-    def __init__(self, folder: Path, rank: int, ranks: int, *, timeout_seconds: float, grace_seconds: float):
-        self.folder, self.rank, self.ranks = folder, rank, ranks
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        ranks: int,
+        *,
+        timeout_seconds: float,
+        grace_seconds: float,
+        near: range | None = None,
+    ):
+        """near: the ranks of this node, None: all are."""
+        self.folder, self.rank = folder, rank
+        near = range(ranks) if near is None else near
+        self._heard = [other for other in range(ranks) if other != rank and (0 in (rank, other) or other in near)]
+        self._several_nodes = len(near) < ranks
+        self._ended = ""
+        self._hosts: dict[int, str] = {}
         self.timeout, self.grace = timeout_seconds, grace_seconds
         self.saved, self.save_seconds = 0, 0.0
         self._phase, self._part, self._step, self._beats, self._due = "start", "", 0, 0, 0.0
@@ -70,9 +88,14 @@ class Peers:
         self._thread.join()
         if error is not None and not isinstance(error, MoeRLError):
             # Most likely a collective broke off because a peer is gone: then that is what there is to say.
-            # One that failed may still be about to say why.
-            while (lost := self._lost()) is None and self._failed_since:
+            # One that failed may still be about to say why, and of one on another node it is known only when a rank
+            # there has said it, or by its silence.
+            elsewhere = self._several_nodes and isinstance(error, RuntimeError)
+            patience = time.monotonic() + (self.timeout + 2 * _INTERVAL if elsewhere else 0)
+            while (lost := self._lost()) is None and (self._failed_since or time.monotonic() < patience):
                 time.sleep(_INTERVAL / 5)
+                with suppress(OSError):
+                    self._beat()  # who waits here is not the one that is gone
             if lost is not None:
                 self._end(lost)
         signal.set_wakeup_fd(self._wakeup)
@@ -143,6 +166,7 @@ class Peers:
             "part": self._part,
             "step": self._step,
             "asked": self.asked,
+            "ended": self._ended,
         }
 
     def _watch(self) -> None:
@@ -205,17 +229,19 @@ class Peers:
         well."""
         if os.getppid() != self._parent:
             return f"torchrun (pid {self._parent}), which started rank {self.rank}, died"
-        for rank in range(self.ranks):
-            if rank == self.rank:
-                continue
+        for rank in self._heard:
             with suppress(OSError, ValueError):
                 state = json.loads((self.folder / f"rank{rank}.json").read_text())
                 if state["asked"] and not self.asked and self._phase != "start":
                     os.kill(os.getpid(), signal.SIGTERM)  # heard by both threads
                 if state["phase"] in ("finished", "stopped"):
+                    self._seen.pop(rank, None)
                     continue
+                if state["ended"]:
+                    return state["ended"]
                 who = f"rank {rank} (pid {state['pid']} on {state['host']})"
                 where = f"{who}, {_doing(state)}"
+                self._hosts[rank] = state["host"]
                 local = state["host"] == socket.gethostname()
                 if state["phase"] == "failed":
                     # It is about to say why. Were this rank to end first, torchrun would end that one unheard.
@@ -232,15 +258,23 @@ class Peers:
                     if local:  # stopped or hung: it would outlive the run
                         with suppress(ProcessLookupError):
                             os.kill(state["pid"], signal.SIGKILL)
-                    return f"{where}, gave no sign of life for {self.timeout:g} s"
+                    return f"{where}, gave no sign of life for {self.timeout:g} s{self._silent_too(rank)}"
         return None
+
+    def _silent_too(self, first: int) -> str:
+        """Others that are about to be missed: when a node is gone, a rank that waits for it may fall silent before."""
+        now = time.monotonic()
+        ranks = [r for r, (_, since) in sorted(self._seen.items()) if r != first and now - since > self.timeout / 2]
+        return "".join(f", nor lately rank {rank} on {self._hosts[rank]}" for rank in ranks)
 
     def _end(self, why: str, code: int = EXIT_CODE) -> None:
         with self._said:  # never released: the process ends here
             if code == STOPPED:
                 self._phase = "stopped"
-                with suppress(OSError):
-                    self._beat()
+            else:
+                self._ended = why
+            with suppress(OSError):
+                self._beat()
             if why:
                 again = f"--resume {self.folder.parent}" + ("" if self.saved else " --step 0")
                 print(

@@ -26,6 +26,7 @@ from moe_rl.replay.routes import RowPolicy, read_routes
 from moe_rl.trace import TraceSpec
 from moe_rl.train import run_folder
 from moe_rl.train.kept import KeptRollouts, RolloutBatch
+from moe_rl.train.nodes import check_seen
 from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.support import read_support
 
@@ -68,6 +69,7 @@ def open_folder(config: Config, folder: RunFolder | None, step: int | None, stac
     if opened.problem:
         raise ConfigError(opened.problem)
     folder = RunFolder(Path(opened.path))
+    check_seen(folder)
     if dist.get_rank():
         stack.enter_context(run_folder.held(folder, first=False))
     return folder, opened.done

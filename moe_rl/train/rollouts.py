@@ -17,6 +17,7 @@ from moe_rl.errors import RewardError, describe
 from moe_rl.objectives.advantages import has_spread
 from moe_rl.objectives.shaping import overlong_penalty
 from moe_rl.rewards.pool import RewardItem, VerifierPool, check_failed_fraction
+from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.sampler import Sampler
 from moe_rl.trace import TraceStore
 from moe_rl.train.kept import RolloutBatch, shard_name
@@ -113,7 +114,8 @@ class Rollouts:
         sequences = [Sequence.of(completion, reward) for _, completion, reward in trained]
         if self.config.task.overlong is not None:
             metrics["reward/overlong_penalty"] = _mean([self._overlong(c) for c in completions])
-        trace_bytes = sum((self.trace_root / f"{shard}.safetensors").stat().st_size for shard in shards)
+        written = {part.shard for completion in completions for part in completion.routes.parts}
+        trace_bytes = sum((self.trace_root / f"{shard}.safetensors").stat().st_size for shard in written)
         same = sum(group.scored > 1 and not group.informative for group in groups)
         metrics |= {
             "trace/bytes": trace_bytes,
@@ -217,6 +219,7 @@ class Rollouts:
             "rollout/completion_tokens_mean": tokens / len(completions),
             "rollout/truncated_fraction": _mean([float(c.finish_reason == "length") for c in completions]),
             "rollout/weight_version": max(versions),
+            **({"rollout/lost_servers": len(self.engine.lost)} if isinstance(self.engine, ServerFleet) else {}),
             "throughput/sampled_tokens_per_second": tokens / clock.seconds["sample"],
         }
 

@@ -24,6 +24,8 @@ from moe_rl.config.load import dump_config, load_config
 from moe_rl.config.schema import Config
 from moe_rl.errors import ConfigError, describe
 
+# What a resumed run may have otherwise: which ranks train, and where its samplers are.
+_MAY_CHANGE = ("parallel.", "rollout.servers=", "rollout.token_file=")
 # Ranks whose peers died end within a second or two.
 _STILL_ENDING = 10.0
 
@@ -81,17 +83,18 @@ def create(config: Config) -> RunFolder:
 
 
 def reopen(path: Path, overrides: Sequence[str] = ()) -> tuple[RunFolder, Config]:
-    """The folder of an earlier run and the config to go on with: the one it ran with, and `parallel.*=` overrides.
+    """The folder of an earlier run and the config to go on with: the one it ran with, and overrides of `parallel.*` and
+    of where the servers are.
 
     Raises ConfigError when it is no run folder, and for any other override: it would be another run.
     """
-    others = [text for text in overrides if not text.startswith("parallel.")]
+    others = [text for text in overrides if not text.startswith(_MAY_CHANGE)]
     if others:
         raise ConfigError(
             describe(
                 "--resume continues a run as it was",
                 got=" ".join(others),
-                expected="overrides of parallel.* at most: the ranks may be others, and laid out otherwise",
+                expected="overrides of parallel.*, rollout.servers and rollout.token_file at most",
                 do="start a new run to change the config",
             )
         )

@@ -19,7 +19,7 @@ from moe_rl.megatron.microbatch import pack
 from moe_rl.megatron.model import DTYPES
 from moe_rl.megatron.policy import Policy
 from moe_rl.planning.packing import fill_rounds
-from moe_rl.planning.transfer import Way, weight_transfer
+from moe_rl.planning.transfer import Way, place_of, weight_transfer
 from moe_rl.rollout.sampler import Sampler
 from moe_rl.sync.precision import fp8_rounded, is_rounded
 from moe_rl.sync.update import WeightUpdate
@@ -31,7 +31,7 @@ def way_of(rollout: RolloutConfig) -> Way:
     """By which way these ranks give weights to a sampler beside rank 0. Raises ConfigError when there is none."""
     one_host = dist.get_world_size() == int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     gpu = world.device().type == "cuda"
-    transfer = weight_transfer(rollout.weight_transfer, gpu=gpu, place="child", one_host=one_host)
+    transfer = weight_transfer(rollout.weight_transfer, gpu=gpu, place=place_of(rollout), one_host=one_host)
     if transfer.way is None:
         raise ConfigError(transfer.problem)
     return transfer.way
@@ -133,6 +133,9 @@ class Canary:
         self.microbatches = [pack([canary], one, world.device(), world.context_parallel()) for one in plan]
 
     def difference(self, policy: Policy, engine: Sampler | None) -> float:
-        """Mean |log-probability difference| in nats, both routing natively, on rank 0; 0 on the others."""
+        """Mean |log-probability difference| in nats, both routing natively, on rank 0; 0 on the others. Of several
+        samplers that of the worst."""
         ours, *_ = policy.logprobs(self.microbatches, None, temperature=1.0)
-        return float(np.abs(ours.cpu().numpy() - engine.score(self.tokens)).mean()) if engine is not None else 0.0
+        if engine is None:
+            return 0.0
+        return float(np.abs(ours.cpu().numpy() - engine.score(self.tokens)).mean(-1).max())

@@ -1,4 +1,5 @@
-"""A dead or hung engine or rank ends the run, soon, with a message that names it, and leaves no process."""
+"""A hung engine, a dead or hung rank ends the run, soon, with a message that names it, and leaves no process. An engine
+that dies: tests/rollout/test_faults.py; a server: tests/rollout/test_server.py."""
 
 import os
 import signal
@@ -15,7 +16,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 @pytest.mark.parametrize(
     "who, blow, said",
     [
-        pytest.param("engine", signal.SIGKILL, "The vLLM engine died", id="engine-killed"),
         pytest.param("engine", signal.SIGSTOP, "The vLLM engine hangs", id="engine-hung"),
         pytest.param("rank", signal.SIGSTOP, "rank 1 (pid {pid}", id="rank-hung"),
     ],

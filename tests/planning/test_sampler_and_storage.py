@@ -40,6 +40,8 @@ def test_engines_and_links(plan_of):
     assert (plan.sampler.engines, plan.sampler.max_concurrent) == (2, 4)
     assert plan.storage.sync_seconds == {"a": plan.storage.weight_sync_bytes / 2e9}
     assert plan.sampler.fitting == plan.sampler.kv_tokens // 16
+    urls = "rollout.servers=[http://a:1,http://b:1]"
+    assert plan_of(urls, "rollout.token_file=t").sampler.engines == 2
     assert plan_of().storage.sync_seconds == {} and plan_of().sampler.max_concurrent == 8
 
 

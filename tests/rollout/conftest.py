@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -37,10 +38,12 @@ def make_checkpoint(folder: Path, seed: int) -> Path:
         mlp_only_layers=[],
         max_position_embeddings=1024,
         tie_word_embeddings=False,
+        eos_token_id=1,
         initializer_range=0.15,
     )
     model = Qwen3MoeForCausalLM(config).float()
     model.save_pretrained(folder)
+    shutil.copy("assets/tiny_moe/policy/tokenizer.json", folder)
     return folder
 
 

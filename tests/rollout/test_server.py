@@ -5,9 +5,11 @@ One server runs for all of the module; the last test ends it.
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -20,16 +22,25 @@ from pathlib import Path
 from unittest.mock import patch
 
 import httpx
+import msgspec
 import numpy as np
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from moe_rl.config.hf import read_model
+from moe_rl.config.load import load_config
 from moe_rl.errors import EngineError
 from moe_rl.rollout import serve
-from moe_rl.rollout.server import VllmServer, read_token
+from moe_rl.rollout.attach import attach_problems, folder_problem
+from moe_rl.rollout.control import read_token
+from moe_rl.rollout.server import VllmServer
+from moe_rl.sync.parts import write_part
+from moe_rl.sync.update import Files, WeightUpdate
+from moe_rl.sync.ways import info_of
 from moe_rl.trace import TraceStore, validate
-from moe_rl.types import GenerateRequest, Provenance, RoutePart, RouteRef
+from moe_rl.types import GenerateRequest, RoutePart, RouteRef
 
 # The first test waits for the server, which on a busy machine takes long.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]
@@ -37,9 +48,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "serve_vllm.py"
 MAX_LEN = 256
+_CONTROLS = ("open", "publish", "abandon", "hold", "release", "adopt", "update", "score", "challenge", "nothing")
 # A k-th and a (k+1)-th router logit closer than this may change places by rounding in float32.
 TIE = 2e-6
 START_SECONDS, STOP_SECONDS = 600, 60
+UPDATE = {"version": 1, "replaces": 0, "number": 0, "final": True, "changed": True, "tensors": []}
 
 
 @dataclass
@@ -81,7 +94,7 @@ class Running:
 @pytest.fixture(scope="module")
 def server(checkpoint, tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
-    command = [sys.executable, str(TOOL), "--model", str(checkpoint), "--model-fingerprint", "tiny"]
+    command = [sys.executable, str(TOOL), "--model", str(checkpoint)]
     command += ["--trace-root", str(folder / "trace"), "--token-file", str(folder / "token")]
     command += ["--json", str(folder / "ready.json"), "--", "--dtype", "float32", "--max-model-len", str(MAX_LEN)]
     command += ["--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32", "--enforce-eager"]
@@ -268,20 +281,166 @@ def test_a_client_that_goes_away_leaves_the_rows_of_the_tokens_it_saw(server, ro
     assert running and all(float(line.split()[-1]) == 0 for line in running)
 
 
-def test_rows_remember_the_version_of_the_weights(server, requests_of):
-    client = server.client()
-    requests = requests_of(1, 2, max_tokens=5)
+def whole_update(server: Running, checkpoint: Path, version: int, replaces: int) -> WeightUpdate:
+    """All weights of a checkpoint, as one file below the trace root."""
+    tensors = load_file(checkpoint / "model.safetensors")
+    place = Path(server.ready["trace_root"]) / f"sync/v{version}.safetensors"
+    place.parent.mkdir(exist_ok=True)
+    write_part(place, tensors)
+    infos = [info_of(name, tensor) for name, tensor in tensors.items()]
+    return WeightUpdate(version, replaces, 0, True, False, infos, Files([f"sync/{place.name}"]))
+
+
+def test_new_weights_are_sampled_scored_and_remembered(server, router, checkpoint, other_checkpoint, requests_of):
+    """Adopted, the server samples nothing; updated, it is another model; what is refused leaves it as it was."""
+    client, requests = server.client(), requests_of(1, 3, max_tokens=8)
+    first = client.generate(requests, shard="before-update")
+    started = client.recording()
+    assert (started.weight_version, started.weight_digest, started.weights_whole) == (0, "", True)
     try:
-        client.set_weight_version(5)
-        assert client.recording().weight_version == 5
-        changed = [replace(one, prompt_token_ids=one.prompt_token_ids[::-1]) for one in requests]
-        completions = client.generate(changed, shard="version5")
+        asyncio.run(client.adopt())
+        with pytest.raises(EngineError, match="weights are not whole"):
+            client.generate(requests, shard="adopted")
+        with pytest.raises(EngineError, match="not whole"):
+            asyncio.run(client.score([1, 2, 3]))
+        update = whole_update(server, other_checkpoint, 5, replaces=0)
+        torn = [msgspec.structs.replace(update.tensors[0], digest="0" * 32), *update.tensors[1:]]
+        refused = client.update_weights(msgspec.structs.replace(update, tensors=torn)).refused
+        assert "other weights than were sent" in refused
+        assert not client.recording().weights_whole
+        held = client.update_weights(update)
+        assert held.whole and held.version == 5 and not held.refused
+        now = client.recording()
+        assert (now.start, now.weight_version, now.weight_digest) == (started.start, 5, held.digest)
+        assert now.updates == started.updates + 3
+        completions = client.generate(requests, shard="version5")
+        other = Router(other_checkpoint)
+        agree(server.store, other, completions, version=5)
+        assert all(one.weight_version == 5 for one in completions)
+        # Nothing of the old weights' prefix cache, though the prompts are the same ones.
+        for one in completions:
+            assert {span.weight_version for span in server.store.read(one.routes).spans} == {5}
+        assert [one.token_ids for one in completions] != [one.token_ids for one in first]
+        tokens = completions[0].prompt_token_ids + completions[0].token_ids
+        np.testing.assert_allclose(asyncio.run(client.score(tokens)), other(tokens)[2], rtol=0, atol=1e-5)
+        stale = client.update_weights(whole_update(server, checkpoint, 4, replaces=5))
+        assert "stale" in stale.refused and (stale.version, stale.whole) == (5, True)
+        assert client.recording().weight_digest == held.digest
     finally:
-        client.set_weight_version(0)
-    for one in completions:
-        spans = server.store.read(one.routes).spans
-        assert one.weight_version == 5 and {span.weight_version for span in spans} == {5}
-    assert server.store.read(completions[0].routes).spans[-1].provenance is Provenance.DECODE
+        asyncio.run(client.adopt())
+        client.update_weights(whole_update(server, checkpoint, 0, replaces=0))
+    again = client.generate(requests, shard="after-update")
+    assert [one.token_ids for one in again] == [one.token_ids for one in first]
+
+
+def test_alone_the_same_requests_give_the_same_bytes(server, requests_of):
+    """Tokens, logprobs and shards, however the connections came; what others left running is aborted first."""
+    requests = requests_of(3, 4, max_tokens=12)
+    client = server.client(alone=True, timeout_seconds=60)
+    seen = []
+    for at in range(3):
+        completions = client.generate(requests, shard=f"same{at}")
+        shard = Path(server.ready["trace_root"]) / f"same{at}.safetensors"
+        body = shard.read_bytes()[8 + int.from_bytes(shard.read_bytes()[:8], "little") :]
+        seen.append(([(one.token_ids, one.logprobs.tobytes()) for one in completions], body))
+    assert seen[0] == seen[1] == seen[2]
+    stray = GenerateRequest("stray", tuple(range(40)), 1, 200, 1.0, ())
+    with ThreadPoolExecutor(1) as other:
+        under_way = other.submit(server.client().generate, [stray], shard="stray")
+        deadline = time.monotonic() + 60
+        while "num_requests_running{" not in (text := server.http("GET", "/metrics", token=server.token).text) or all(
+            float(line.split()[-1]) == 0 for line in text.splitlines() if line.startswith("vllm:num_requests_running{")
+        ):
+            assert time.monotonic() < deadline and not under_way.done(), "the witness never ran"
+        completions = client.generate(requests, shard="same3")
+        with pytest.raises(EngineError, match="Someone else had the vLLM server abort"):
+            under_way.result()
+    assert [(one.token_ids, one.logprobs.tobytes()) for one in completions] == seen[0][0]
+
+
+def test_a_request_that_is_refused_leaves_nothing_waiting(server, requests_of):
+    """Alone, requests wait for each other: one that never comes ends the call, not the server."""
+    requests = requests_of(2, 2)
+    with pytest.raises(EngineError, match="HTTP 400"):
+        server.client(alone=True).generate([*requests[:3], replace(requests[3], temperature=-1.0)], shard="one-bad")
+    assert "one-bad" not in server.store.shards()
+    alive(server)
+
+
+def test_a_store_below_the_trace_root(server, requests_of, tmp_path):
+    root = Path(server.ready["trace_root"])
+    (one,) = server.client(folder="run7/trace").generate(requests_of(1, 1), shard="below")
+    assert TraceStore(root / "run7/trace").read(one.routes) and "below" not in server.store.shards()
+    (root / "out").symlink_to(tmp_path)
+    for folder in ("out", "../x", "run7/../../x"):
+        answer = server.control("open", {"sink": "elsewhere", "folder": folder})
+        assert (answer.status_code, "not below the trace root" in answer.text) == (403, True), folder
+    assert server.control("open", {"sink": "elsewhere", "folder": "/tmp"}).status_code == 400
+    answer = server.control("challenge", {"folder": "out", "name": ".challenge-" + "0" * 16})
+    assert answer.status_code == 403 and not list(tmp_path.iterdir())
+    (root / "out").unlink()
+
+
+def test_both_sides_prove_that_they_see_one_folder(server, tmp_path):
+    root, client = Path(server.ready["trace_root"]), server.client()
+    assert asyncio.run(folder_problem(client, root, "run8/trace")) == ""
+    assert list((root / "run8/trace").iterdir()) == []
+    problem = asyncio.run(folder_problem(client, tmp_path, "run8"))
+    assert "does not see the folder of this run" in problem and server.url in problem and "No such file" in problem
+    # A folder of the same name with a file of the same name in it is not enough.
+    with patch("secrets.token_hex", lambda size: "ab" * size):
+        (root / "run9").mkdir()
+        (root / "run9/.challenge-abababababababab").write_text("cd")
+        assert "another file of that name" in asyncio.run(folder_problem(client, tmp_path, "run9"))
+
+
+def test_what_a_run_needs_otherwise_is_told_for_each_server(server, checkpoint, tmp_path):
+    """The same server by two addresses, with a config that differs from it in many ways."""
+    named = server.url.replace("127.0.0.1", "localhost")
+    settings = {
+        "model.path": checkpoint,
+        "run.runs_dir": server.ready["trace_root"],
+        "rollout.servers": f"[{server.url},{named}]",
+        "rollout.token_file": server.ready["token_file"],
+        "rollout.dtype": "float32",
+    }
+    facts = read_model(checkpoint)
+
+    def problems(facts=facts, **more) -> list[str]:
+        overrides = [f"{key}={value}" for key, value in (settings | more).items()]
+        config = load_config(ROOT / "configs/tiny_moe_cpu.yaml", overrides)
+        return attach_problems(config, facts, config.run.runs_dir)
+
+    assert problems() == [f"rollout.servers: two addresses of one server: got {server.url} and {named}"]
+    one = {"rollout.servers": f"[{server.url}]"}
+    assert problems(**one) == []
+    for changed, said in (
+        ({"rollout.dtype": "bfloat16"}, "rollout.dtype.*got float32, expected bfloat16"),
+        ({"rollout.capture": "worker"}, "rollout.capture.*got patch, expected worker"),
+        ({"rollout.top_k": 5, "rollout.keep_sampling_mask": "true"}, "keep_sampling_mask.*got False, expected True"),
+        ({"rollout.router_logits_fraction": 0.5}, "router_logits_fraction"),
+        ({"rollout.max_completion_tokens": 1000}, f"shorter sequences.*max_model_len {MAX_LEN}"),
+        ({"cluster": "{gpus: 2, gpu_memory_gib: 1, gpus_per_engine: 4}"}, "gpus_per_engine.*got 1, expected 4"),
+    ):
+        (problem,) = problems(**one | changed)
+        assert re.search(said, problem) and server.url in problem
+    for other, said in (
+        (replace(facts, fingerprint="f"), "fingerprint"),
+        (replace(facts, num_experts=8), "experts"),
+        (replace(facts, layers=5), "layers"),
+    ):
+        assert any(re.search(f"value of .*{said}", problem) for problem in problems(other, **one))
+    (tmp_path / "token").write_text("x" * 43)
+    (tmp_path / "token").chmod(0o644)
+    assert "no secret" in problems(**one | {"rollout.token_file": tmp_path / "token"})[0]
+    (tmp_path / "token").chmod(0o600)
+    assert "HTTP 401" in problems(**one | {"rollout.token_file": tmp_path / "token"})[0]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        gone = f"http://127.0.0.1:{free.getsockname()[1]}"
+    (problem,) = problems(**{"rollout.servers": f"[{server.url},{gone}]"})
+    assert "cannot be reached" in problem and gone in problem
+    assert "does not see the folder" in problems(**one | {"run.runs_dir": tmp_path / "runs"})[0]
 
 
 def test_every_route_wants_the_token(server):
@@ -291,7 +450,7 @@ def test_every_route_wants_the_token(server):
     assert len(routes) > 15 and ("POST", "/inference/v1/generate") in routes
     hidden = ["/openapi.json", "/docs", "/redoc", "/metrics", "/moe_rl/stats", "/moe_rl/recording", "/nothing", "/"]
     routes += [("GET", path) for path in hidden]
-    routes += [("POST", f"/moe_rl/{name}") for name in ("open", "publish", "abandon", "weight_version", "nothing")]
+    routes += [("POST", f"/moe_rl/{name}") for name in _CONTROLS]
     routes += [
         ("OPTIONS", "/v1/models"),
         ("HEAD", "/health"),
@@ -365,9 +524,14 @@ def test_the_token_is_told_to_nobody(server):
         ("publish", {"sink": "s", "sequences": {"k": [-1]}}, 400, "0"),
         ("publish", {"sink": "s", "sequences": {"k": [2**40]}}, 400, "2147483647"),
         ("publish", {"sink": "s", "sequences": {}, "aborted": ["k"]}, 400, "none of the sequences"),
-        ("weight_version", {"version": -1}, 400, "0"),
-        ("weight_version", {"version": 2**80}, 400, "int"),
-        ("weight_version", {"version": "1"}, 400, "int"),
+        ("score", {"token_ids": [1]}, 400, "2"),
+        ("score", {"token_ids": [1, -1]}, 400, "0"),
+        ("release", {"requests": -1}, 400, "0"),
+        ("challenge", {"folder": "", "name": "manifest.jsonl"}, 400, "regex"),
+        ("challenge", {"folder": "", "name": ".challenge-0123456789abcdef"}, 409, "No such file"),
+        ("update", {"version": 1}, 400, "replaces"),
+        ("update", {**UPDATE, "source": {"type": "shared_memory", "segments": []}}, 400, "from files"),
+        ("update", {**UPDATE, "source": {"type": "files", "paths": ["../x"]}}, 403, "not below the trace root"),
         ("nothing", {}, 404, "no such route"),
         ("stats", {}, 405, "GET"),
     ],
@@ -468,19 +632,19 @@ def test_many_threads_may_be_the_first_to_read_an_answer():
     """msgspec looks a type up when it first decodes into it, and dies of two threads that do so at once."""
     script = """
 import importlib, sys, threading
-from moe_rl.rollout import server
+from moe_rl.rollout import token_api
 
 sys.setswitchinterval(1e-6)
 answer = b'{"choices": [{"token_ids": [5], "logprobs": {"content": [{"logprob": -1.5}]}}]}'
 read = []
 for _ in range(40):
-    importlib.reload(server)  # new types, which nobody has decoded into
+    importlib.reload(token_api)  # new types, which nobody has decoded into
     together = threading.Barrier(8)
 
     def first():
         together.wait()
-        sample = server._Sample()
-        sample.add(server._decode(answer, server._ANSWER, "here"), "a")
+        sample = token_api.Sample()
+        sample.add(token_api.ANSWER.decode(answer), "a")
         read.append(sample.token_ids)
 
     threads = [threading.Thread(target=first) for _ in range(8)]
@@ -553,18 +717,77 @@ def test_arguments_of_vllm_that_would_open_a_side_door_are_refused(refused, furt
     assert f"not free here ({option})" in refused("--", *further)
 
 
-def test_sigterm_ends_every_process(server):
-    """The last test of the module, with a request under way."""
+def test_data_parallel_engines_are_refused_in_favour_of_more_servers(refused):
+    said = refused("--", "--data-parallel-size", "2")
+    assert "one replica of the weights" in said and "Start so many servers, and name each in rollout.servers" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--config", "CONFIG", "--model", "m"], "--config says this already: got --model"),
+        (["--config", "CONFIG", "rollout.capture=native"], "own capture"),
+        (["--config", "CONFIG", "rollout.no_such=1"], "rollout.no_such"),
+        (["--model", "m"], "not said what to serve"),
+        (["--model", "m", "--trace-root", "t", "run.seed=1"], "not said what to serve: got run.seed=1"),
+    ],
+)
+def test_what_is_to_be_served_is_said_once(arguments, said, capsys):
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    given = [str(ROOT / "configs/tiny_moe_cpu.yaml") if one == "CONFIG" else one for one in arguments]
+    assert serve.main(given) == 2 and said in capsys.readouterr().err
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_run_on_two_nodes_ends_with_its_server(server, checkpoint, tmp_path):
+    """The last test of the module: two torchrun agents of one rank each, this server as their sampler, ended by SIGTERM
+    with requests under way. Nothing of it is left, and the run says who is missing."""
     processes = server.processes()
     assert len(processes) > 2
-    request = GenerateRequest("long", tuple(range(40)), 1, 200, 1.0, ())
-    with ThreadPoolExecutor(1) as client:
-        under_way = client.submit(server.client(timeout_seconds=STOP_SECONDS).generate, [request], shard="last")
-        time.sleep(0.2)
+    runs, token = Path(server.ready["trace_root"]), server.ready["token_file"]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-id", "two", "--rdzv-endpoint", endpoint, "--local-addr", "127.0.0.1"]
+    command += ["tools/train_moe_rl.py", "--config", "configs/tiny_moe_cpu.yaml", "run.steps=500"]
+    command += [f"model.path={checkpoint}", f"run.runs_dir={runs}", f"rollout.servers=[{server.url}]"]
+    command += [f"rollout.token_file={token}", "rollout.dtype=float32", "train.dtype=float32"]
+    command += ["rollout.prompts_per_step=4", "rollout.group_size=2", "eval.prompts=2", "checkpoint.every_steps=1000"]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "TORCHELASTIC"))}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    outputs = [tmp_path / f"node{node}" for node in range(2)]
+    nodes = []
+    try:
+        for output in outputs:
+            with output.open("w") as out:
+                nodes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT))
+        said = lambda: "\n".join(output.read_text() for output in outputs)  # noqa: E731
+        deadline = time.monotonic() + START_SECONDS
+        while len(rows := [row for path in runs.glob("tiny-moe-*/metrics.jsonl") for row in steps_of(path)]) < 2:
+            assert all(node.poll() is None for node in nodes) and time.monotonic() < deadline, said()[-4000:]
+            time.sleep(0.1)
         server.process.terminate()
         assert server.process.wait(STOP_SECONDS) == 0
-        with pytest.raises(EngineError):
-            under_way.result()
+        codes = [node.wait(STOP_SECONDS) for node in nodes]
+        assert all(codes), said()
+    finally:
+        for node in nodes:
+            for one in [*psutil.Process(node.pid).children(recursive=True), node] if node.poll() is None else ():
+                one.kill()
+    assert "SamplerGone: A server failed and the run cannot do without it" in said() and server.url in said()
+    assert "exitcode  : 3" in said()
     _, left = psutil.wait_procs(processes[1:], timeout=5)
     assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
-    assert "last" not in server.store.shards()
+    assert [row["step"] for row in rows[:2]] == [1, 2]
+    for version, row in enumerate(rows):
+        assert (row["routing/applied_mismatch"], row["routing/coverage"]) == (0, 1)
+        assert (row["rollout/weight_version"], row["rollout/lost_servers"]) == (version, 0)
+        assert row["sync/canary_abs_diff"] < 1e-5 and row["policy_kl/k3"] < 1e-9
+    (trace,) = runs.glob("tiny-moe-*/trace")
+    assert {"step000001-server0", "step000002-server0"} <= set(TraceStore(trace).shards())
+    assert not list(trace.glob(".*.tmp")) or TraceStore(trace).collect_garbage()
+
+
+def steps_of(path: Path) -> list[dict]:
+    return [row for row in map(json.loads, path.read_text().splitlines()) if row["kind"] == "train"]

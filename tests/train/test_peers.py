@@ -18,9 +18,15 @@ import sys, time
 from pathlib import Path
 from moe_rl.errors import EngineError
 from moe_rl.train.peers import Peers, StopRequested
-folder, rank, how = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+folder, rank, how, count, apart = Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+count, apart = int(count), apart == "True"
+if apart:  # each on a host of its own
+    import socket
+    socket.gethostname = lambda: f"host{rank}"
+near = range(rank, rank + 1) if apart else None
+grace = 60 if how == "patient" else 3
 try:
-    with Peers(folder, rank, 2, timeout_seconds=2, grace_seconds=60 if how == "patient" else 3) as peers:
+    with Peers(folder, rank, count, timeout_seconds=2, grace_seconds=grace, near=near) as peers:
         peers.save_done(5, 0.1)
         with peers.phase("train", 7, seconds=60 if how == "long step" else 0):
             print("ready", flush=True)
@@ -31,6 +37,9 @@ try:
                 peer = folder / "rank1.json"
                 while not (peer.exists() and '"phase": "failed"' in peer.read_text()):
                     time.sleep(0.01)
+                raise RuntimeError("Connection closed by peer")
+            if how == "broken by a far one":
+                time.sleep(1)
                 raise RuntimeError("Connection closed by peer")
             if how == "broken collective":
                 while True:
@@ -63,10 +72,10 @@ except EngineError:
 def ranks(tmp_path):
     started = []
 
-    def start(*hows):
+    def start(*hows, apart=False):
         for rank, how in enumerate(hows):
             process = subprocess.Popen(
-                [sys.executable, "-c", RANK, str(tmp_path / "ranks"), str(rank), how],
+                [sys.executable, "-c", RANK, str(tmp_path / "ranks"), str(rank), how, str(len(hows)), str(apart)],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -136,6 +145,19 @@ def test_a_collective_that_breaks_off_is_laid_to_the_dead_peer(ranks):
     assert code == EXIT_CODE and "rank 1" in errors and "Traceback" not in errors
 
 
+def test_ranks_on_other_nodes_give_the_same_reason(ranks):
+    """Rank 1 hears rank 0 only; its collective broke off, and it waits to be told why."""
+    first, told, victim, other = ranks("sleep", "broken by a far one", "sleep", "sleep", apart=True)
+    for process in (victim, other):
+        process.kill()
+        process.wait()
+    said = f"rank 2 (pid {victim.pid} on host2), in phase train of step 7, gave no sign of life for 2 s"
+    said += ", nor lately rank 3 on host3"
+    for process in (first, told):
+        code, errors = end(process, 15)
+        assert code == EXIT_CODE and said in errors and "Traceback" not in errors
+
+
 def test_a_rank_that_finished_is_not_missed(ranks, tmp_path):
     slower, done = ranks("sleep", "finish")
     assert end(done, 10)[0] == 0
@@ -198,7 +220,7 @@ def test_a_second_request_ends_it(ranks):
 def test_a_rank_whose_torchrun_died_ends(tmp_path):
     """It would go on alone, beside the run that takes its folder over."""
     script = "import subprocess, sys; subprocess.Popen([sys.executable, *sys.argv[1:]]); sys.stdin.read()"
-    command = [sys.executable, "-c", script, "-c", RANK, str(tmp_path / "ranks"), "0", "sleep"]
+    command = [sys.executable, "-c", script, "-c", RANK, str(tmp_path / "ranks"), "0", "sleep", "2", "False"]
     agent = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,

@@ -13,7 +13,7 @@ from moe_rl.errors import RewardError
 from moe_rl.train.kept import shard_name, shard_step
 from moe_rl.train.rollouts import Rollouts
 from moe_rl.train.step import Clock
-from moe_rl.types import Completion, Prompt, Verdict
+from moe_rl.types import Completion, Prompt, RoutePart, Verdict
 
 CONFIG = "configs/tiny_moe_cpu.yaml"
 PROMPTS, SIZE = 2, 3
@@ -29,7 +29,7 @@ class Engine:
         assert shard not in self.asked
         self.asked[shard] = [r.key for r in requests]
         (self.root / f"{shard}.safetensors").write_bytes(b"x" * 10)
-        routes = SimpleNamespace(rows=5)
+        routes = SimpleNamespace(rows=5, parts=(RoutePart(shard, ""),))
         tokens = [(7,) * (1 + int(r.key.partition("/c")[2])) for r in requests]
         return [
             Completion(r.key, r.prompt_token_ids, t, np.zeros(len(t), np.float32), "stop", 0, routes)
@@ -162,7 +162,11 @@ def test_shards_are_told_apart_by_their_step():
     assert [shard_step(shard_name(step, number)) for step in (7, 1234567) for number in (0, 1, 9)] == [7] * 3 + [
         1234567
     ] * 3
+    by_server = [f"{shard_name(7, 1)}-server{server}{again}" for server in (0, 12) for again in ("", "-again1")]
+    by_stage = [f"{shard_name(7)}.pp1of2", f"{shard_name(7)}-server0.pp1of2"]
+    assert [shard_step(name) for name in by_server + by_stage] == [7] * 6
     assert [shard_step(name) for name in ("eval-greedy-step000007", "step7", "step000007-r2", "canary")] == [None] * 4
+    assert shard_step("step000007-server") is None
 
 
 def test_tokens_are_removed_where_the_policy_is_sampled_and_not_where_it_is_greedy():

@@ -1,0 +1,243 @@
+"""A run over two hosts with real parts: a vLLM server and two Megatron ranks on each, and what becomes of it when a
+server or a host dies.
+
+    host-a 10.77.0.1   server 0, ranks 0 and 1       shared: the run folder
+    host-b 10.77.0.2   server 1, ranks 2 and 3       not shared: network, processes, /dev/shm, host name
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from moe_rl.errors import ConfigError
+from moe_rl.proof.hosts import INTERFACE, Host, connect, wait_for
+from moe_rl.proof.runs import ROOT, rows
+
+RANKS_PER_HOST = 2
+ADDRESSES = {"host-a": "10.77.0.1", "host-b": "10.77.0.2"}
+_PORT, _RENDEZVOUS = 8000, 29400
+_START_SECONDS, _RUN_SECONDS = 400.0, 900.0
+SHORT = (
+    "rollout.prompts_per_step=8",
+    "rollout.group_size=4",
+    "rollout.kv_cache_mib=64",
+    "eval.prompts=8",
+    "eval.every_steps=100",
+    "checkpoint.every_steps=1",
+    "replay.native_every=1",
+    "run.peer_timeout_seconds=20",
+)
+
+
+@dataclass
+class Outcome:
+    """What became of a run. statuses: of torchrun on each host. seconds: until the last of them had ended."""
+
+    folder: Path | None
+    statuses: list[int]
+    seconds: float
+    text: str
+
+
+@dataclass
+class Cluster:
+    """The two hosts, their servers and the runs on them. overrides: of the tiny config, for every run."""
+
+    work: Path
+    overrides: Sequence[str] = ()
+    serve: Sequence[str] = ()
+    hosts: list[Host] = field(default_factory=list)
+    servers: list[subprocess.Popen] = field(default_factory=list)
+
+    def __enter__(self) -> Cluster:
+        self.plug_in()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for host in self.hosts:
+            host.kill()
+
+    def plug_in(self) -> None:
+        """Make the hosts and start their servers; after a power cut too."""
+        for host in self.hosts:
+            host.kill()
+        names = self.work / "hosts"
+        lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in ADDRESSES.items())]
+        names.write_text("".join(f"{line}\n" for line in lines))
+        self.hosts = [Host(name, address, names) for name, address in ADDRESSES.items()]
+        connect(self.hosts)
+        self.servers = [self._serve(number) for number in range(len(self.hosts))]
+        self.await_servers()
+
+    def restart_server(self, number: int) -> None:
+        self.servers[number] = self._serve(number)
+        self.await_servers()
+
+    def kill_server(self, number: int) -> None:
+        """The server and all of its workers, at once."""
+        for process in psutil.Process(self.servers[number].pid).children(recursive=True):
+            process.kill()
+        self.servers[number].wait()
+
+    def await_servers(self) -> None:
+        ready = lambda: all(self._ready(number).exists() for number in range(len(self.hosts)))  # noqa: E731
+        try:
+            wait_for(ready, _START_SECONDS, "the servers", self.servers)
+        except ConfigError as error:
+            logs = "\n".join(self._log(number).read_text(errors="replace")[-2000:] for number in range(len(self.hosts)))
+            raise ConfigError(f"{error}\n{logs}") from None
+
+    def config(self) -> list[str]:
+        urls = ",".join(f"http://{host.address}:{_PORT}" for host in self.hosts)
+        return [
+            *SHORT,
+            f"run.runs_dir={self.work / 'runs'}",
+            f"rollout.servers=[{urls}]",
+            f"rollout.token_file={self.work / 'token'}",
+            *self.overrides,
+        ]
+
+    def run(self, *arguments: str, fault: Callable[[Path], None] | None = None) -> Outcome:
+        """torchrun on both hosts. fault: called with the run's folder once it has a checkpoint."""
+        before = self._folders()
+        logs = [self.work / f"train-{host.name}-{time.time_ns()}.log" for host in self.hosts]
+        ranks = [
+            host.start(self._torchrun(host, arguments), self._environment(), log, ROOT)
+            for host, log in zip(self.hosts, logs, strict=True)
+        ]
+        folder = lambda: next(iter(sorted(self._folders() - before)), None)  # noqa: E731
+        if fault is not None:
+            saved = lambda: folder() and list(folder().glob("checkpoints/step-*"))  # noqa: E731
+            wait_for(saved, _RUN_SECONDS, "a checkpoint", ranks)
+            fault(folder())
+        began = time.monotonic()
+        deadline = began + _RUN_SECONDS
+        try:
+            statuses = [process.wait(max(1.0, deadline - time.monotonic())) for process in ranks]
+        finally:
+            for process in ranks:
+                with suppress(ProcessLookupError):
+                    process.kill()
+        text = "\n".join(log.read_text(errors="replace") for log in logs)
+        return Outcome(folder(), statuses, time.monotonic() - began, text)
+
+    def _serve(self, number: int) -> subprocess.Popen:
+        self._ready(number).unlink(missing_ok=True)
+        host = self.hosts[number]
+        command = [sys.executable, "tools/serve_vllm.py", "--config", "configs/tiny_moe_cpu.yaml", *self.config()]
+        command += ["--host", host.address, "--port", str(_PORT), "--json", str(self._ready(number))]
+        if self.serve:
+            command += ["--", *self.serve]
+        return host.start(command, self._environment(), self._log(number), ROOT)
+
+    def _torchrun(self, host: Host, arguments: Sequence[str]) -> list[str]:
+        return [
+            sys.executable, "-m", "torch.distributed.run",
+            "--nnodes", str(len(self.hosts)), "--nproc-per-node", str(RANKS_PER_HOST),
+            "--rdzv-backend", "c10d", "--rdzv-id", "drill",
+            "--rdzv-endpoint", f"{self.hosts[0].address}:{_RENDEZVOUS}", "--local-addr", host.address,
+            "tools/train_moe_rl.py", *arguments,
+        ]  # fmt: skip
+
+    def _environment(self) -> Mapping[str, str]:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "TORCHELASTIC"))}
+        return kept | {
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "NCCL_SOCKET_IFNAME": INTERFACE,
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CACHE_ROOT": str(self.work / "cache"),
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TORCH_COMPILE_DISABLE": "1",
+        }
+
+    def _ready(self, number: int) -> Path:
+        return self.work / f"server{number}.json"
+
+    def _log(self, number: int) -> Path:
+        return self.work / f"server{number}.log"
+
+    def _folders(self) -> set[Path]:
+        return {path.parent for path in (self.work / "runs").glob("*/config.yaml")}
+
+
+def drill(
+    cluster: Cluster, *, steps: int = 3, kills: Sequence[str] = ("server", "host"), say: Callable[[str], None] = print
+) -> dict[str, object]:
+    """A run to its end; then for each of `kills` one whose server or host is killed, resumed: it must equal the first.
+
+    Returns what was seen, by name; `wrong` lists what should have been otherwise.
+    """
+    wrong: list[str] = []
+
+    def check(holds: bool, what: str) -> None:
+        say(f"  {'yes' if holds else 'NO '}  {what}")
+        if not holds:
+            wrong.append(what)
+
+    begin = ["--config", "configs/tiny_moe_cpu.yaml", *cluster.config(), f"run.steps={steps}"]
+    say("a run over two hosts")
+    straight = cluster.run(*begin)
+    check(straight.statuses == [0, 0], f"torchrun ended with 0 on both hosts: {straight.statuses}")
+    if straight.statuses != [0, 0]:
+        return {"wrong": wrong, "output": straight.text[-8000:]}
+    trained = train_rows(straight.folder)
+    shards = sorted(path.stem for path in (straight.folder / "trace").glob("step*.safetensors"))
+    last = f"step{steps:06d}"
+    check([row["step"] for row in trained] == list(range(1, steps + 1)), f"{steps} steps")
+    check(all(row["routing/applied_mismatch"] == 0 for row in trained), "applied mismatch 0 in every step")
+    check(all(row["routing/coverage"] == 1 for row in trained), "every token had a recorded route")
+    versions = [row["rollout/weight_version"] for row in trained]
+    check(versions == list(range(steps)), "every step sampled its own version")
+    canaries = [row["sync/canary_abs_diff"] for row in trained]
+    check(all(0 < worst < 0.3 for worst in canaries), "the worst server's canary is near the trainer's")
+    check({f"{last}-server0", f"{last}-server1"} <= set(shards), "both servers published shards")
+    result = {
+        "straight_seconds": straight.seconds,
+        "canary_abs_diff": canaries,
+        "trace_bytes": [row["trace/bytes"] for row in trained],
+        "shards": shards,
+    }
+    faults = {
+        "server": (
+            lambda _: cluster.kill_server(1),
+            lambda: cluster.restart_server(1),
+            f"{ADDRESSES['host-b']}:{_PORT}",
+        ),
+        "host": (lambda _: cluster.hosts[1].kill(), cluster.plug_in, "on host-b"),
+    }
+    for what, (fault, mend, named) in ((what, faults[what]) for what in kills):
+        say(f"a {what} is killed")
+        broken = cluster.run(*begin, fault=fault)
+        mine = broken.statuses if what == "server" else broken.statuses[:1]
+        check(all(mine), f"torchrun ended with an error where it could: {broken.statuses}")
+        check(broken.seconds < 120, f"within {broken.seconds:.0f} s of the blow")
+        check(f"{named}" in broken.text, f"the message names {named}")
+        check("exitcode  : 3" in broken.text, "a rank ended with status 3")
+        lost = [row["step"] for row in train_rows(broken.folder)]
+        check(len(lost) < steps, f"it was under way: steps {lost}")
+        mend()
+        again = cluster.run("--resume", str(broken.folder))
+        check(again.statuses == [0, 0], f"resumed, it ended with 0: {again.statuses}")
+        same = train_rows(broken.folder) == trained
+        check(same, "each step once, and each metric bit for bit that of the run that was left alone")
+        result |= {f"{what}_ended_seconds": broken.seconds, f"{what}_steps_before": lost, f"{what}_same": same}
+        if wrong:
+            result["output"] = (broken.text + again.text)[-8000:]
+    return result | {"wrong": wrong}
+
+
+def train_rows(folder: Path) -> list[dict]:
+    """The lines of metrics.jsonl that are of training steps, without what may differ between equal ones."""
+    return [row for row in rows(folder) if row["kind"] == "train"] if (folder / "metrics.jsonl").exists() else []

@@ -1,0 +1,142 @@
+"""Whether servers are what a run needs: asked before anything is started, every finding names its server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import moe_rl
+from moe_rl.config.model_facts import ModelFacts
+from moe_rl.config.schema import Config
+from moe_rl.errors import EngineError, describe
+from moe_rl.rollout.control import Served
+from moe_rl.rollout.server import VllmServer
+from moe_rl.trace import TraceSpec
+
+
+def attach_problems(config: Config, facts: ModelFacts, runs_dir: Path) -> list[str]:
+    """Why the config's servers cannot sample for a run below `runs_dir`, one message each.
+
+    Writes and removes a small file there, by which both sides prove that they see the same folder.
+    """
+    try:
+        servers = servers_of(config)
+    except EngineError as error:
+        return [str(error)]
+    return asyncio.run(_problems(config, facts, runs_dir, servers))
+
+
+def servers_of(config: Config, folder: str = "") -> list[VllmServer]:
+    """Clients of the config's servers. folder: of the run's trace store, below their trace root. Raises EngineError for
+    a token that is no secret."""
+    return [
+        VllmServer(
+            url,
+            config.rollout.token_file,
+            timeout_seconds=config.run.peer_timeout_seconds,
+            folder=folder,
+            alone=True,
+        )
+        for url in config.rollout.servers
+    ]
+
+
+async def _problems(config: Config, facts: ModelFacts, runs_dir: Path, servers: Sequence[VllmServer]) -> list[str]:
+    answers = await asyncio.gather(*(server.served() for server in servers), return_exceptions=True)
+    found = [str(answer) for answer in answers if isinstance(answer, EngineError)]
+    found += [f"{server.url}: {answer!r}" for server, answer in zip(servers, answers, strict=True) if _unknown(answer)]
+    served = {server: answer for server, answer in zip(servers, answers, strict=True) if isinstance(answer, Served)}
+    for server, answer in served.items():
+        found += _differences(config, facts, server.url, answer)
+    found += _among_each_other({server.url: answer for server, answer in served.items()})
+    if not found:
+        found += [text for server in servers if (text := await folder_problem(server, runs_dir, ""))]
+    return found
+
+
+def _unknown(answer: object) -> bool:
+    return isinstance(answer, Exception) and not isinstance(answer, EngineError)
+
+
+def _differences(config: Config, facts: ModelFacts, url: str, served: Served) -> Iterator[str]:
+    """What the run needs otherwise than this server has it."""
+    rollout = config.rollout
+    spec = TraceSpec.from_layers(facts.fingerprint, facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
+    needed: dict[str, tuple[object, object]] = {
+        "moe_rl": (served.moe_rl, moe_rl.__version__),
+        "the model (fingerprint)": (served.model_fingerprint, spec.model_fingerprint),
+        "experts": (served.num_experts, spec.num_experts),
+        "experts of a token": (served.top_k, spec.top_k),
+        "layers with experts": (served.layer_map, spec.layer_map),
+        "vocabulary": (served.vocab_size, facts.vocab),
+        "rollout.dtype": (served.dtype, rollout.dtype),
+        "rollout.capture": (served.capture, rollout.capture),
+        "rollout.keep_sampling_mask": (served.support, rollout.keep_sampling_mask),
+        "rollout.router_logits_fraction": (served.router_logits_fraction, rollout.router_logits_fraction),
+    }
+    if config.cluster is not None:
+        needed["cluster.gpus_per_engine"] = (served.gpus, config.cluster.gpus_per_engine)
+    for what, (got, expected) in needed.items():
+        if got != expected:
+            yield describe(
+                f"rollout.servers: a server has another value of {what}",
+                where=url,
+                got=got,
+                expected=expected,
+                do="start it with tools/serve_vllm.py --config and this run's config",
+            )
+    longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
+    if served.max_model_len < longest:
+        yield describe(
+            "rollout.servers: a server takes shorter sequences only",
+            where=url,
+            got=f"max_model_len {served.max_model_len}",
+            expected=f"at least rollout.max_prompt_tokens + rollout.max_completion_tokens = {longest}",
+        )
+
+
+def _among_each_other(served: dict[str, Served]) -> Iterator[str]:
+    starts: dict[str, str] = {}
+    for url, answer in served.items():
+        if (other := starts.setdefault(answer.start, url)) != url:
+            yield describe("rollout.servers: two addresses of one server", got=f"{other} and {url}")
+    versions = {answer.vllm for answer in served.values()}
+    if len(versions) > 1:
+        got = ", ".join(f"{url} {answer.vllm}" for url, answer in served.items())
+        yield describe("rollout.servers: they run different versions of vLLM", got=got, expected="the same on all")
+
+
+async def folder_problem(server: VllmServer, root: Path, folder: str) -> str:
+    """Why the server does not see `folder` below its trace root as we see it below `root`; "" when it does.
+
+    A file that we write must be read there, and one that it writes be read here.
+    """
+    ours = root / folder
+    name, text = f".challenge-{secrets.token_hex(8)}", secrets.token_hex(16)
+    challenge, reply = ours / name, ours / f"{name}.answer"
+    where = f"{server.url}, {ours.absolute()}"
+    do = "start it with this run's run.runs_dir as its trace root, on a filesystem that both share"
+    what = "rollout.servers: a server does not see the folder of this run"
+    try:
+        ours.mkdir(parents=True, exist_ok=True)
+        with open(challenge, "x", encoding="ascii") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            answer = await server.challenge(folder, name)
+        except EngineError as error:
+            return describe(what, where=where, got=str(error), do=do)
+        if answer != text:
+            return describe(what, where=where, got="another file of that name", do=do)
+        if not reply.is_file() or reply.read_text(encoding="ascii") != text:
+            return describe(what, where=where, got="a file written there is not seen here", do=do)
+        return ""
+    except OSError as error:
+        return describe("run.runs_dir: cannot be written", where=str(ours), got=error.strerror)
+    finally:
+        for path in (challenge, reply):
+            path.unlink(missing_ok=True)

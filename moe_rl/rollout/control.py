@@ -1,0 +1,113 @@
+"""What a recording vLLM server (gate.py) and its clients (server.py) say to each other, beside vLLM's own routes.
+
+JSON of the structs below. Folders and files are named relative to the server's trace root, which the trainer may have
+mounted elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from moe_rl.errors import EngineError, describe
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+# A path below the trace root; "" is the root itself.
+Below = Annotated[str, msgspec.Meta(max_length=1000, pattern=r"^(?!/)[^\x00]*$")]
+
+_TOKEN = re.compile(r"[A-Za-z0-9_-]{32,256}", re.ASCII)
+
+
+class Sink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of /moe_rl/abandon."""
+
+    sink: str
+
+
+class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of /moe_rl/open. folder: of the store that gets the shard."""
+
+    sink: str
+    folder: Below = ""
+
+
+class Publish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of /moe_rl/publish; answered by {key: RouteRef}. sequences: key -> token ids that had to be forwarded."""
+
+    sink: str
+    sequences: dict[str, list[TokenId]]
+    aborted: list[str] = []
+
+
+class Release(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of /moe_rl/release: how many requests must be there before any begins."""
+
+    requests: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of /moe_rl/score; answered by the logprob of every token but the first."""
+
+    token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=2)]
+
+
+class Challenge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of /moe_rl/challenge; answered by what the file `name` in `folder` holds. The server then writes the same
+    into `name`.answer beside it."""
+
+    folder: Below
+    name: Annotated[str, msgspec.Meta(pattern=r"^\.challenge-[0-9a-f]{16}$")]
+
+
+class Served(msgspec.Struct, frozen=True):
+    """Answer of /moe_rl/recording: what is served, and how it is recorded.
+
+    num_experts, top_k, layer_map: as in trace.record.TraceSpec. capture, support, router_logits_fraction: as in
+    recording.Recording and the config's rollout.capture. gpus: that share the weights. start: differs with every start
+    of the server. updates: calls that changed its weights since then, or tried to. weight_version, weight_digest: of
+    the last set of weights that it held as a whole, "" for those it started with; weights_whole: whether it still does.
+    """
+
+    moe_rl: str
+    vllm: str
+    trace_root: str
+    model_fingerprint: str
+    num_experts: int
+    top_k: int
+    layer_map: str
+    vocab_size: int
+    max_model_len: int
+    dtype: str
+    capture: str
+    support: bool
+    router_logits_fraction: float
+    gpus: int
+    start: str
+    updates: int
+    weight_version: int
+    weight_digest: str
+    weights_whole: bool
+
+
+def read_token(path: Path) -> str:
+    """The token of a run. Raises EngineError for a file that others may read, or that holds no token."""
+    try:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as file:
+            status, text = os.fstat(file.fileno()), file.read(300).decode("ascii", "replace").strip()
+    except OSError as error:
+        raise EngineError(describe("The run's token cannot be read", where=str(path), got=error.strerror)) from None
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        mode = f"owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}"
+        raise EngineError(
+            describe("The run's token is no secret", where=str(path), got=mode, expected="your own file, mode 600")
+        )
+    if not _TOKEN.fullmatch(text):
+        raise EngineError(
+            describe("The file holds no token", where=str(path), expected="32 to 256 letters, digits, - and _")
+        )
+    return text

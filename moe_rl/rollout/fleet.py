@@ -1,0 +1,249 @@
+"""Several vLLM servers as one sampler. Each is a replica of the weights; what a step asks for is shared among them.
+
+    generate    every server proves that it holds the weights that were sent last, then samples its share and publishes
+                it as a shard of its own, step000007-server0, step000007-server1, ...
+    update      sent to all; until each has confirmed it, nothing is sampled anywhere
+    score       every server scores the same tokens
+    loss        a server that fails a call is used no more; within the bound the others sample its share again, into
+                shards of new names. Nothing refers to what it may have published, so nothing is doubled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import msgspec
+import numpy as np
+
+from moe_rl.config.schema import Config
+from moe_rl.errors import EngineError, SamplerGone, WeightSyncError, describe
+from moe_rl.rollout.assign import assign
+from moe_rl.rollout.attach import folder_problem, servers_of
+from moe_rl.rollout.control import Served
+from moe_rl.rollout.server import VllmServer
+from moe_rl.sync.update import Files, Holding, WeightUpdate, refusal
+from moe_rl.types import Completion, GenerateRequest
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """The weights of a server: which start of it holds them, after how many updates, and what they are."""
+
+    start: str
+    updates: int
+    version: int
+    digest: str
+
+    def __str__(self) -> str:
+        return f"version {self.version}, {f'digest {self.digest}' if self.digest else 'no digest'}"
+
+
+class ServerFleet:
+    """A `Sampler`. Servers are called by their numbers, their places in rollout.servers.
+
+    vllm_version, workers: of all. lost: servers that are used no more, each with why.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[VllmServer],
+        root: Path,
+        vllm_version: str,
+        *,
+        workers: int,
+        max_lost: int,
+        load_seconds: float,
+    ):
+        """root: the folder that the servers have as their trace root. load_seconds: for a part of an update."""
+        self.vllm_version, self.workers = vllm_version, workers
+        self.lost: dict[str, str] = {}
+        self._servers = dict(enumerate(servers))
+        self._root = root.resolve()
+        self._max_lost = max_lost
+        self._load_seconds = load_seconds
+        # None before the first update, and after one that not all have confirmed.
+        self._held: dict[int, _Held] | None = None
+
+    @classmethod
+    def attach(cls, config: Config, trace: Path) -> Self:
+        """Take the config's servers for the run that keeps its traces in `trace`. Raises EngineError when one cannot be
+        reached or does not see that folder. What they held before is forgotten: they want weights first."""
+        root = trace.parent.parent
+        folder = str(trace.relative_to(root))
+        servers = servers_of(config, folder)
+
+        async def take(server: VllmServer) -> Served:
+            if problem := await folder_problem(server, root, folder):
+                raise EngineError(problem)
+            await server.adopt()
+            return await server.served()
+
+        async def take_all() -> list[Served]:
+            return await asyncio.gather(*map(take, servers))
+
+        served = asyncio.run(take_all())
+        rollout = config.rollout
+        return cls(
+            servers,
+            root,
+            served[0].vllm,
+            workers=sum(one.gpus for one in served),
+            max_lost=rollout.max_lost_servers,
+            load_seconds=rollout.startup_timeout_seconds,
+        )
+
+    def generate(
+        self, requests: Sequence[GenerateRequest], *, shard: str, enough: int | None = None
+    ) -> list[Completion]:
+        """Sample one completion a request, in the order of the requests; server n publishes `shard`-server<n>.
+
+        Depends on the weights, the requests and which servers there are only. enough: completions that are waited for,
+        of each server its share of them. Raises SamplerGone when more servers are lost than may be.
+        """
+        self._check_whole()
+        return asyncio.run(self._generate(requests, shard, enough))
+
+    def score(self, token_ids: Sequence[int]) -> np.ndarray:
+        """As Sampler.score, of every server: [servers, n - 1]."""
+
+        async def one(number: int) -> np.ndarray:
+            await self._check(number)
+            return await self._servers[number].score(token_ids)
+
+        self._check_whole()
+        return np.stack(list(asyncio.run(self._each(dict.fromkeys(self._servers, one))).values()))
+
+    def update_weights(self, update: WeightUpdate) -> None:
+        """As Sampler.update_weights, for all servers. Raises WeightSyncError naming the first that refuses; nothing is
+        sampled from then on until all have confirmed a whole update."""
+        self._held = None
+        if not isinstance(update.source, Files):
+            raise WeightSyncError(
+                describe("Servers take weights from files", got=type(update.source).__name__, do="sync by disk")
+            )
+        paths = [str(Path(path).resolve().relative_to(self._root)) for path in update.source.paths]
+        sent = msgspec.structs.replace(update, source=Files(paths))
+
+        async def one(number: int) -> tuple[_Held, Holding]:
+            server = self._servers[number]
+            holding = await server.update(sent, seconds=self._load_seconds)
+            return _held(await server.served()), holding
+
+        answers = asyncio.run(self._each(dict.fromkeys(self._servers, one)))
+        for number, (_, holding) in answers.items():
+            if holding.refused:
+                raise WeightSyncError(f"{self._servers[number].url}: {refusal(holding)}")
+        if update.final:
+            self._agree(update.version, {number: held for number, (held, _) in answers.items()})
+
+    def sleep(self, level: int) -> bool:
+        """Servers have GPUs of their own, which nobody waits for: nothing is given back."""
+        return False
+
+    def wake(self, part: str) -> None:
+        """They do not sleep."""
+
+    def alive(self) -> bool:
+        async def all_answer() -> bool:
+            answers = await asyncio.gather(*(s.served() for s in self._servers.values()), return_exceptions=True)
+            return not any(isinstance(answer, Exception) for answer in answers)
+
+        return asyncio.run(all_answer())
+
+    def close(self) -> None:
+        """Servers outlive the run; it only samples no more."""
+        self._held = None
+
+    async def _generate(self, requests: Sequence[GenerateRequest], shard: str, enough: int | None) -> list[Completion]:
+        completions: dict[int, Completion] = {}
+        attempt = 0
+        while lacking := [at for at in range(len(requests)) if at not in completions]:
+            attempt += 1
+            again = f"-again{attempt - 1}" if attempt > 1 else ""
+            shares = assign([requests[at] for at in lacking], list(self._servers))
+            places = {number: [lacking[at] for at in share] for number, share in shares.items()}
+
+            async def sample(number: int, places=places, again=again) -> list[Completion]:
+                mine = [requests[at] for at in places[number]]
+                wanted = None if enough is None else -(-enough * len(mine) // len(requests))
+                await self._check(number)
+                return await self._servers[number].sample(mine, f"{shard}-server{number}{again}", wanted)
+
+            for number, sampled in (await self._each(dict.fromkeys(places, sample))).items():
+                completions |= zip(places[number], sampled, strict=True)
+        return [completions[at] for at in range(len(requests))]
+
+    async def _check(self, number: int) -> None:
+        """Raises WeightSyncError when a server holds anything else than what it confirmed last."""
+        served = await self._servers[number].served()
+        now, expected = _held(served), self._held[number]
+        if now != expected or not served.weights_whole:
+            restarted = "; it was started again" if now.start != expected.start else ""
+            raise WeightSyncError(
+                describe(
+                    "A server does not hold the weights that it was sent",
+                    where=self._servers[number].url,
+                    got=f"{now}, {now.updates} updates{restarted}",
+                    expected=f"{expected}, {expected.updates} updates",
+                    do="see that no other run uses it",
+                )
+            )
+
+    def _check_whole(self) -> None:
+        if self._held is None:
+            raise WeightSyncError(
+                describe("The servers hold no weights that all have confirmed", do="send a whole update")
+            )
+
+    def _agree(self, version: int, held: dict[int, _Held]) -> None:
+        kinds = {(one.version, one.digest) for one in held.values()}
+        if len(kinds) > 1 or {one.version for one in held.values()} != {version}:
+            got = "; ".join(f"{self._servers[number].url} {one}" for number, one in held.items())
+            raise WeightSyncError(describe("The servers came to hold different weights", got=got, expected=version))
+        self._held = held
+
+    async def _each(self, calls: dict[int, Callable[[int], Awaitable]]) -> dict[int, object]:
+        """What every call gives, all at once, by number of the server. Without those that are lost on the way.
+
+        The first failure that is not within the bound ends the others.
+        """
+        tasks = {asyncio.ensure_future(call(number)): number for number, call in calls.items()}
+        pending, results = set(tasks), {}
+        try:
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    try:
+                        results[tasks[task]] = task.result()
+                    except EngineError as error:
+                        self._lose(tasks[task], error)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return dict(sorted(results.items()))
+
+    def _lose(self, number: int, error: EngineError) -> None:
+        """Do without a server from now on. Raises SamplerGone when that is one too many."""
+        server = self._servers.pop(number)
+        self.lost[server.url] = str(error)
+        if len(self.lost) > self._max_lost:
+            raise SamplerGone(
+                describe(
+                    f"A server failed and the run cannot do without it: {error}",
+                    where=f"server {number}, {server.url}",
+                    got=f"{len(self.lost)} lost",
+                    expected=f"at most rollout.max_lost_servers = {self._max_lost}",
+                    do="read its log, start it again, and continue the run with --resume",
+                )
+            ) from error
+        print(f"moe_rl: server {number} is used no more: {error}", file=sys.stderr, flush=True)
+
+
+def _held(served: Served) -> _Held:
+    return _Held(served.start, served.updates, served.weight_version, served.weight_digest)

@@ -1,0 +1,238 @@
+"""The launch files of docs/cluster.md: their shell runs, with stand-ins for what a cluster has, and comes to commands
+that our argument parsers take, for the config that they name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from moe_rl.config.load import load_config
+from moe_rl.config.servers import server_problems, start_problems
+from moe_rl.rollout.serve import engine_arguments
+from moe_rl.rollout.serve import parser as serve_parser
+from moe_rl.train.launch import parser as train_parser
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCH = ROOT / "configs/launch"
+# Writes down its name and arguments; `srun` then runs what it was given, as its tasks would.
+STAND_IN = f"#!{sys.executable}" + """
+import json, os, sys, time
+from pathlib import Path
+name = Path(sys.argv[0]).name
+with open(os.environ["CALLS"], "a") as file:
+    file.write(json.dumps([name, *sys.argv[1:]]) + "\\n")
+if name == "scontrol" and sys.argv[1] == "show":
+    print("\\n".join(f"node{n}" for n in range(int(os.environ["SLURM_NNODES"]))))
+if name == "python" and "-c" in sys.argv:
+    print("t" * 43)
+if name == "curl":  # until the server of this address was started
+    host, port = sys.argv[-1].removeprefix("http://").removesuffix("/health").split(":")
+    wanted = json.dumps(["--host", host, "--port", port])[1:-1]
+    while not any(line.startswith('["python"') and wanted in line for line in open(os.environ["CALLS"])):
+        time.sleep(0.1)
+if name == "srun":
+    at = next(at for at, word in enumerate(sys.argv) if at and not word.startswith("--"))
+    os.environ["SLURMD_NODENAME"] = "node0"
+    os.execvp(sys.argv[at], sys.argv[at:])
+"""
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """Runs a shell command in a copy of the repository's configs; the stand-ins' calls, by name."""
+    folder, tools = tmp_path / "repository", tmp_path / "bin"
+    shutil.copytree(ROOT / "configs", folder / "configs")
+    (folder / ".venv/bin").mkdir(parents=True)
+    (folder / ".venv/bin/activate").touch()
+    tools.mkdir()
+    for name in ("torchrun", "python", "srun", "scontrol", "curl", "install", "ls", "moe-rl"):
+        (tools / name).write_text(STAND_IN)
+        (tools / name).chmod(0o755)
+
+    def run(*command: str, **variables: str) -> dict[str, list[list[str]]]:
+        calls = tmp_path / "calls"
+        calls.unlink(missing_ok=True)
+        environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "CALLS": str(calls)} | variables
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        found: dict[str, list[list[str]]] = {}
+        for name, *arguments in map(json.loads, calls.read_text().splitlines()):
+            found.setdefault(name, []).append(arguments)
+        return found
+
+    return run
+
+
+def trainer(arguments: list[str]) -> tuple[dict[str, str], object]:
+    """torchrun's options and ours of a torchrun command."""
+    at = arguments.index("tools/train_moe_rl.py")
+    theirs = dict(zip(arguments[:at:2], arguments[1:at:2], strict=True))
+    return theirs, train_parser().parse_args(arguments[at + 1 :])
+
+
+def served(arguments: list[str]):
+    """Options of a server's command."""
+    assert arguments[0] == "tools/serve_vllm.py"
+    return serve_parser().parse_args(arguments[1:])
+
+
+def configured(options):
+    return load_config(ROOT / options.config, options.overrides)
+
+
+def check_agreement(train, servers) -> None:
+    """The trainer's config can be started, and each server serves what it wants."""
+    config = configured(train)
+    assert not [*server_problems(config), *start_problems(config)]
+    assert len(servers) == len(config.rollout.servers) == config.cluster.engines
+    for options in servers:
+        theirs = configured(options)
+        assert (theirs.run.runs_dir, theirs.model) == (config.run.runs_dir, config.model)
+        assert engine_arguments(theirs) == engine_arguments(config)
+        assert (options.token_file or theirs.rollout.token_file) == config.rollout.token_file
+
+
+def test_train_sh_begins_a_run_and_goes_on_with_it(shell, tmp_path):
+    runs = tmp_path / "runs"
+    given = ["rollout.servers=[http://a:1]", "parallel.expert=4", "rollout.token_file=t", "train.packing=load"]
+    variables = {"NODES": "2", "GPUS": "8", "MASTER": "first", "ADDRESS": "10.0.0.1"}
+    command = ["bash", "configs/launch/train.sh", "configs/qwen3_30b_a3b.yaml", str(runs), *given]
+    (arguments,) = shell(*command, **variables)["torchrun"]
+    theirs, ours = trainer(arguments)
+    assert theirs["--nnodes"] == "2" and theirs["--nproc-per-node"] == "8" and theirs["--local-addr"] == "10.0.0.1"
+    assert theirs["--rdzv-endpoint"] == "first:29400" and theirs["--rdzv-backend"] == "c10d"
+    assert ours.config == Path("configs/qwen3_30b_a3b.yaml") and ours.resume is None
+    assert ours.overrides == [f"run.runs_dir={runs}", "checkpoint.grace_seconds=540", *given]
+    assert theirs["--shutdown-timeout"] == "570"
+
+    (runs / "name-1/checkpoints").mkdir(parents=True)  # begun, and nothing saved yet: begun again
+    (arguments,) = shell(*command, **variables)["torchrun"]
+    assert trainer(arguments)[1].resume is None
+    (runs / "name-2/checkpoints/step-000004").mkdir(parents=True)
+    (arguments,) = shell(*command, **variables)["torchrun"]
+    ours = trainer(arguments)[1]
+    assert ours.resume == runs / "name-2" and ours.config is None
+    assert ours.overrides == given[:3], "a resumed run takes no other override"
+
+
+def test_the_slurm_job_starts_servers_and_trainers_that_fit(shell):
+    text = (LAUNCH / "slurm.sbatch").read_text()
+    (nodes,) = [line.split("=")[1] for line in text.splitlines() if line.startswith("#SBATCH --nodes")]
+    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[0-5]", "SLURM_NNODES": nodes}
+    calls = shell("bash", "configs/launch/slurm.sbatch", **variables)
+    servers = [served(arguments) for arguments in calls["python"] if arguments[0] != "-c"]
+    (arguments,) = calls["torchrun"]
+    theirs, ours = trainer(arguments)
+    check_agreement(ours, servers)
+    config = configured(ours)
+    assert sorted(config.rollout.servers) == sorted(f"http://{one.host}:{one.port}" for one in servers)
+    assert int(theirs["--nnodes"]) * int(theirs["--nproc-per-node"]) == config.cluster.gpus
+    # Who trains and who samples are different nodes, and together all there are.
+    placed = [next(word for word in call if word.startswith("--nodelist=")) for call in calls["srun"]]
+    training = placed[-1].partition("=")[2].split(",")
+    assert {*training, *(one.host for one in servers)} == {f"node{n}" for n in range(int(nodes))}
+    assert not set(training) & {one.host for one in servers} and theirs["--rdzv-endpoint"] == f"{training[0]}:29400"
+    devices = [word for call in calls["srun"] for word in call if word.startswith("CUDA_VISIBLE_DEVICES=")]
+    assert sorted(devices) == sorted(2 * [f"CUDA_VISIBLE_DEVICES={n},{n + 1}" for n in (0, 2, 4, 6)])
+    (notice,) = [int(line.split("@")[1]) for line in text.splitlines() if line.startswith("#SBATCH --signal=B:TERM@")]
+    assert config.checkpoint.grace_seconds < int(theirs["--shutdown-timeout"]) < notice
+    assert len(calls["curl"]) == len(servers) and "requeue" not in str(calls.get("scontrol"))
+
+
+def test_a_slurm_job_that_is_told_to_end_is_requeued(shell, tmp_path):
+    """SIGTERM comes to the script alone: --signal=B:TERM."""
+    script = (tmp_path / "repository/configs/launch/slurm.sbatch").read_text()
+    assert "#SBATCH --signal=B:TERM@" in script and "#SBATCH --requeue" in script
+    # The trainer ends its script's wait, then itself.
+    slow = script.replace("trainer=$!", 'trainer=$!\n(sleep 2; kill -TERM $$) &', 1).replace(
+        'bash -c \'ADDRESS', "bash -c 'trap \"exit 3\" TERM; sleep 20 & wait; ADDRESS", 1
+    )
+    assert slow.count("sleep 20") == 1
+    path = tmp_path / "repository/slow.sbatch"
+    path.write_text(slow.replace('exit "$status"', 'echo "$status" >status'))
+    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[0-5]", "SLURM_NNODES": "6"}
+    calls = shell("bash", "slow.sbatch", **variables)
+    assert ["requeue", "7"] in calls["scontrol"] and "torchrun" not in calls
+    assert (path.parent / "status").read_text() == "3\n"
+
+
+@pytest.fixture(scope="module")
+def manifest() -> dict[tuple[str, str], dict]:
+    documents = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
+    return {(one["kind"], one["metadata"]["name"]): one for one in documents}
+
+
+def test_the_manifests_names_are_each_others(manifest):
+    claims = {name for kind, name in manifest if kind == "PersistentVolumeClaim"}
+    for kind, name, service in (("StatefulSet", "moe-rl-server", "serviceName"), ("Job", "moe-rl-train", "subdomain")):
+        spec = manifest[kind, name]["spec"]
+        pod = spec["template"]
+        assert (spec | pod["spec"])[service] == name and manifest["Service", name]["spec"]["clusterIP"] == "None"
+        labels = pod["metadata"]["labels"]
+        assert manifest["Service", name]["spec"]["selector"].items() <= labels.items()
+        volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+        (container,) = pod["spec"]["containers"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
+        assert volumes["shared"]["persistentVolumeClaim"]["claimName"] in claims
+        assert volumes["token"]["secret"]["secretName"] == "moe-rl-token"
+    policy = manifest["NetworkPolicy", "moe-rl-server"]["spec"]
+    assert policy["podSelector"]["matchLabels"] == {"app": "moe-rl-server"}
+    assert policy["ingress"][0]["from"] == [{"podSelector": {"matchLabels": {"app": "moe-rl-train"}}}]
+
+
+def test_the_pods_commands_fit(manifest, shell, tmp_path):
+    def run(kind: str, name: str, program: str) -> tuple[list[str], dict]:
+        spec = manifest[kind, name]["spec"]
+        (container,) = spec["template"]["spec"]["containers"]
+        variables = {one["name"]: one.get("value", "10.0.0.9") for one in container["env"]}
+        shared = str(tmp_path / "shared")
+        text = container["args"][0].replace("/shared", shared)
+        (arguments,) = shell(*container["command"], text, **variables)[program]
+        return [argument.replace(shared, "/shared") for argument in arguments], spec
+
+    arguments, serving = run("StatefulSet", "moe-rl-server", "python")
+    options = served(arguments)
+    arguments, training = run("Job", "moe-rl-train", "torchrun")
+    theirs, ours = trainer(arguments)
+    check_agreement(ours, [options] * serving["replicas"])
+    config = configured(ours)
+    assert options.host == "10.0.0.9"
+    assert list(config.rollout.servers) == [
+        f"http://moe-rl-server-{n}.moe-rl-server:{options.port}" for n in range(serving["replicas"])
+    ]
+    pods = training["parallelism"]
+    assert training["completions"] == pods == int(theirs["--nnodes"])
+    assert pods * int(theirs["--nproc-per-node"]) == config.cluster.gpus
+    grace = training["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert config.checkpoint.grace_seconds < int(theirs["--shutdown-timeout"]) < grace
+    both = [spec["template"]["spec"]["containers"][0] for spec in (serving, training)]
+    gpus = [one["resources"]["limits"]["nvidia.com/gpu"] for one in both]
+    assert gpus == [config.cluster.gpus_per_engine, int(theirs["--nproc-per-node"])]
+    assert theirs["--rdzv-endpoint"] == "moe-rl-train-0.moe-rl-train:29400"
+    assert manifest["Service", "moe-rl-server"]["spec"]["ports"][0]["port"] == options.port
+
+
+def test_the_readme_can_be_followed_line_by_line(shell, tmp_path):
+    section = (ROOT / "README.md").read_text().partition("## Real models, on a cluster")[2].partition("\n## ")[0]
+    lines = [line[4:] for line in section.splitlines() if line.startswith("    ") or not line]
+    script = "set -eu\n" + "\n".join(lines).replace("/shared", str(tmp_path / "shared"))
+    calls = shell("bash", "-c", script)
+    plan, secret, server = calls["python"]
+    assert secret[0] == "-c" and (tmp_path / "shared/run1/token").stat().st_mode & 0o777 == 0o600
+    assert plan[0] == "tools/train_moe_rl.py" and train_parser().parse_args(plan[1:]).plan
+    train, export = calls["torchrun"]
+    theirs, ours = trainer(train)
+    config = configured(ours)
+    check_agreement(ours, [served(server)] * len(config.rollout.servers))
+    assert config.cluster.gpus == int(theirs["--nnodes"]) * int(theirs["--nproc-per-node"])
+    assert f"http://{served(server).host}:{served(server).port}" == config.rollout.servers[0]
+    (doctor,) = calls["moe-rl"]
+    assert doctor[:3] == ["doctor", "--config", str(ours.config)] and set(doctor[3:]) < set(ours.overrides)
+    assert export[:2] == ["--", "tools/export_hf.py"] and f"--resume {config.run.runs_dir}/RUN" in script

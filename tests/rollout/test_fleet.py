@@ -1,0 +1,238 @@
+"""Several servers as one sampler: who samples what, what is refused, and what is done when a server is lost.
+
+The servers here are stand-ins that fail on demand; real ones: tests/end_to_end/test_servers.py and tools/two_hosts.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_rl.errors import EngineError, SamplerGone, WeightSyncError
+from moe_rl.rollout.assign import assign
+from moe_rl.rollout.control import Served
+from moe_rl.rollout.fleet import ServerFleet
+from moe_rl.sync.update import Files, Holding, WeightUpdate
+from moe_rl.types import Completion, GenerateRequest
+
+SERVED = Served(
+    moe_rl="0", vllm="0.32.0", trace_root="/t", model_fingerprint="f", num_experts=4, top_k=2, layer_map="m",
+    vocab_size=9, max_model_len=99, dtype="float32", capture="patch", support=False, router_logits_fraction=0.0, gpus=1,
+    start="first", updates=0, weight_version=0, weight_digest="", weights_whole=False,
+)  # fmt: skip
+
+
+def asked(prompt: int, member: int, *, max_tokens: int = 4) -> GenerateRequest:
+    return GenerateRequest(f"p{prompt}/c{member}", (prompt, 1, 2), 10 * prompt + member, max_tokens, 1.0, ())
+
+
+@dataclass
+class Server:
+    """fails: the calls that raise, by name; each as often as it stands there."""
+
+    url: str
+    served_: Served = SERVED
+    fails: list[str] = field(default_factory=list)
+    shards: dict[str, list[str]] = field(default_factory=dict)
+    updates: list[WeightUpdate] = field(default_factory=list)
+    digest: str = ""
+    cancelled: bool = False
+    slow: bool = False
+
+    async def served(self) -> Served:
+        self._may_fail("served")
+        return self.served_
+
+    async def sample(self, requests, shard, enough=None):
+        try:
+            if self.slow:
+                await asyncio.sleep(30)
+            self._may_fail("before")
+            assert shard not in self.shards
+            self.shards[shard] = [request.key for request in requests]
+            self._may_fail("after")  # published, and the answer is lost
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+        return [
+            Completion(r.key, r.prompt_token_ids, (r.seed,), np.zeros(1, np.float32), "stop", 0, None) for r in requests
+        ]
+
+    async def update(self, update, seconds=None):
+        self._may_fail("update")
+        self.updates.append(update)
+        if "refuse" in self.fails:
+            return Holding(self.served_.weight_version, "", True, "torn")
+        digest = self.digest or f"digest{update.version}"
+        self.served_ = replace_served(
+            self.served_, updates=self.served_.updates + 1, version=update.version, digest=digest
+        )
+        return Holding(update.version, digest, True)
+
+    async def score(self, token_ids):
+        return np.full(len(token_ids) - 1, float(self.url[-1]), np.float32)
+
+    def _may_fail(self, call: str) -> None:
+        if call in self.fails:
+            self.fails.remove(call)
+            raise EngineError(f"planted: {call} ({self.url})")
+
+
+def replace_served(served: Served, *, updates: int, version: int, digest: str, start: str = "first") -> Served:
+    return msgspec.structs.replace(
+        served, updates=updates, weight_version=version, weight_digest=digest, weights_whole=True, start=start
+    )
+
+
+@pytest.fixture
+def fleet(tmp_path):
+    def make(count=2, *, max_lost=0, updated=True, **settings):
+        servers = [Server(f"http://host:{n}", **settings) for n in range(count)]
+        made = ServerFleet(servers, tmp_path, "0.32.0", workers=count, max_lost=max_lost, load_seconds=9)
+        if updated:
+            made.update_weights(update(tmp_path, 1))
+        return made, servers
+
+    return make
+
+
+def update(root, version: int) -> WeightUpdate:
+    return WeightUpdate(version, 0, 0, True, True, [], Files([str(root / "run/sync/part0")]))
+
+
+REQUESTS = [asked(prompt, member) for prompt in range(4) for member in range(3)]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(1, 50)), max_size=40),
+    st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True),
+)
+def test_every_request_goes_to_one_server_with_those_of_its_prompt(wanted, servers):
+    requests = [asked(prompt, at, max_tokens=tokens) for at, (prompt, tokens) in enumerate(wanted)]
+    shares = assign(requests, servers)
+    assert sorted(at for share in shares.values() for at in share) == list(range(len(requests)))
+    where = {}
+    for server, share in shares.items():
+        assert server in servers and share and share == sorted(share)
+        for at in share:
+            assert where.setdefault(requests[at].prompt_token_ids, server) == server
+    assert shares == assign(requests, list(servers))
+
+
+def test_the_load_is_spread():
+    """One prompt with long answers weighs as much as three with short ones."""
+    requests = [asked(0, 0, max_tokens=60), *(asked(prompt, 0, max_tokens=18) for prompt in (1, 2, 3))]
+    assert assign(requests, [4, 7]) == {4: [0], 7: [1, 2, 3]}
+    assert {server: len(share) for server, share in assign(REQUESTS, [0, 1]).items()} == {0: 6, 1: 6}
+
+
+def test_completions_come_back_in_order_from_shards_of_their_own(fleet):
+    made, servers = fleet()
+    completions = made.generate(REQUESTS, shard="step000007")
+    assert [(c.key, c.token_ids) for c in completions] == [(r.key, (r.seed,)) for r in REQUESTS]
+    assert [list(server.shards) for server in servers] == [["step000007-server0"], ["step000007-server1"]]
+    assert sorted(key for server in servers for keys in server.shards.values() for key in keys) == sorted(
+        request.key for request in REQUESTS
+    )
+    np.testing.assert_array_equal(made.score([1, 2, 3]), [[0, 0], [1, 1]])
+
+
+def test_weights_are_named_by_their_place_below_the_trace_root(fleet, tmp_path):
+    _, servers = fleet()
+    assert [one.source.paths for server in servers for one in server.updates] == [["run/sync/part0"]] * 2
+
+
+def test_a_lost_server_ends_the_run_and_the_others_calls(fleet):
+    made, servers = fleet()
+    servers[0].slow = True
+    servers[1].fails.append("before")
+    with pytest.raises(SamplerGone, match=r"planted: before.*server 1, http://host:1.*max_lost_servers = 0.*--resume"):
+        made.generate(REQUESTS, shard="step000001")
+    assert servers[0].cancelled and not servers[0].shards
+
+
+@pytest.mark.parametrize("when", ["before", "after", "served"])
+def test_within_the_bound_the_others_sample_what_is_lacking_and_nothing_is_doubled(fleet, when):
+    made, servers = fleet(3, max_lost=1)
+    servers[1].fails.append(when)
+    completions = made.generate(REQUESTS, shard="step000001")
+    assert [c.key for c in completions] == [r.key for r in REQUESTS]
+    assert list(made.lost) == ["http://host:1"] and "planted" in made.lost["http://host:1"]
+    used = [key for server in (servers[0], servers[2]) for keys in server.shards.values() for key in keys]
+    assert sorted(used) == sorted(r.key for r in REQUESTS), "a request was sampled twice by those that are left"
+    again = [name for server in servers for name in server.shards if name.endswith("-again1")]
+    assert again and not servers[1].fails, "the fault did not fire"
+    made.generate(REQUESTS, shard="step000002")
+    assert not any(name.startswith("step000002") for name in servers[1].shards)
+    servers[0].fails.append("before")
+    with pytest.raises(SamplerGone, match="2 lost, expected at most rollout.max_lost_servers = 1"):
+        made.generate(REQUESTS, shard="step000003")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"updates": 0, "version": 0, "digest": "", "start": "second"}, "version 0, no digest, 0 updates; it was st"),
+        ({"updates": 2, "version": 1, "digest": "digest1"}, "2 updates"),
+        ({"updates": 1, "version": 0, "digest": "digest1"}, "got version 0"),
+        ({"updates": 1, "version": 1, "digest": "other"}, "digest other"),
+    ],
+)
+def test_a_server_with_other_weights_samples_and_scores_nothing(fleet, changes, said):
+    made, servers = fleet()
+    servers[1].served_ = replace_served(SERVED, **changes)
+    with pytest.raises(SamplerGone, match=f"http://host:1.*{said}"):
+        made.score([1, 2])
+    made, servers = fleet()
+    servers[1].served_ = replace_served(SERVED, **changes)
+    with pytest.raises(SamplerGone, match=f"http://host:1.*{said}"):
+        made.generate(REQUESTS, shard="step000001")
+    assert not servers[1].shards
+
+
+def test_weights_that_are_not_whole_are_not_sampled_from(fleet):
+    made, servers = fleet()
+    servers[0].served_ = msgspec.structs.replace(servers[0].served_, weights_whole=False)
+    with pytest.raises(SamplerGone, match="http://host:0"):
+        made.generate(REQUESTS, shard="step000001")
+
+
+def test_nothing_is_sampled_before_all_have_the_same_weights(fleet, tmp_path):
+    made, _ = fleet(updated=False)
+    with pytest.raises(WeightSyncError, match="hold no weights that all have confirmed"):
+        made.generate(REQUESTS, shard="step000001")
+    made, servers = fleet()
+    servers[1].fails.append("refuse")
+    with pytest.raises(WeightSyncError, match="http://host:1: torn"):
+        made.update_weights(update(tmp_path, 2))
+    assert servers[0].served_.weight_version == 2, "the witness: one of them has the new weights"
+    with pytest.raises(WeightSyncError, match="hold no weights"):
+        made.generate(REQUESTS, shard="step000002")
+    made, servers = fleet()
+    servers[1].digest = "another"
+    with pytest.raises(WeightSyncError, match="different weights.*digest2.*another"):
+        made.update_weights(update(tmp_path, 2))
+
+
+def test_a_server_may_be_lost_in_an_update(fleet, tmp_path):
+    made, servers = fleet(max_lost=1)
+    servers[0].fails.append("update")
+    made.update_weights(update(tmp_path, 2))
+    assert list(made.lost) == ["http://host:0"]
+    made.generate(REQUESTS, shard="step000001")
+    assert len(servers[1].shards["step000001-server1"]) == len(REQUESTS)
+
+
+def test_some_of_each_servers_share_may_be_enough(fleet):
+    made, servers = fleet()
+    seen = []
+    for server in servers:
+        server.sample = lambda requests, shard, enough, f=server.sample: seen.append(enough) or f(requests, shard)
+    made.generate(REQUESTS, shard="step000001", enough=7)
+    assert seen == [4, 4]
