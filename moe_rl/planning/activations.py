@@ -173,7 +173,7 @@ def in_flight(layout: Layout, stage: int, microbatches: int) -> float:
     """Microbatches of which a stage has forward passes without their backward, in parts of its layers.
 
     1F1B: pipeline - stage, at most all. Interleaved, in runs of layers: 2 (pipeline - stage - 1) + (runs - 1) x
-    pipeline + 1 passes of one run each.
+    pipeline + 1 passes of one run each; runs of different lengths are taken as equally long.
     """
     runs = layout.virtual_pipeline
     if runs == 1:

@@ -35,7 +35,7 @@ from moe_rl.train.resume import open_folder, restore
 from moe_rl.train.rollouts import Rollouts
 from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.step import Clock, TrainStep
-from moe_rl.train.weights import Canary, send_weights
+from moe_rl.train.weights import Canary, WeightSender, way_of
 
 # The parts of a step that every rank has, and that are ended before a run stops.
 _TRAINING = ("placement", "routes", "logprobs", "train", "sync")
@@ -86,6 +86,7 @@ class Run:
             published=peers.save_done,
         )
         self.log = self.rollouts = self.left_behind = None
+        self.kept_awake = False
         if self.is_main:
             self.log = RunLog(folder.path, total_steps=config.run.steps, mode=config.replay.mode)
             stack.callback(self.log.close)
@@ -110,6 +111,7 @@ class Run:
         facts = self.facts
         spec = TraceSpec.from_layers(facts.fingerprint, facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
         self.train_step = TrainStep(config, self.policy, reference, self.store, spec)
+        self.sender = WeightSender(self.policy, config.rollout, way_of(config.rollout), folder.sync)
         self.train_seconds = 0.0  # of the last step, with its sync
         self.saving = Clock()  # since the last step was logged
         self.canary = Canary(world.broadcast(self.rollouts.canary_tokens() if self.is_main else None, tuple[int, ...]))
@@ -179,6 +181,8 @@ class Run:
             if self.peers.asked or batch is None:
                 self.rollouts.source.seek(cursor)
                 batch = None
+            if batch is not None:
+                self._rest(clock)
         with self.peers.phase("receive rollout", step):
             batch = world.broadcast(batch, RolloutBatch | None)
         if batch is not None and self.checkpoints.pending is not None:
@@ -188,14 +192,22 @@ class Run:
             self._retain_rollouts(step)
         return batch
 
+    def _rest(self, clock: Clock) -> None:
+        """Let the sampler give its memory back until it gets weights again."""
+        if level := self.config.rollout.sleep_level:
+            with clock("sleep"):
+                gave_back = self.rollouts.engine.sleep(level)
+            if not gave_back and not self.kept_awake:
+                self.log.note("rollout.sleep_level: the sampler keeps its memory, vLLM does not sleep on a CPU")
+            self.kept_awake = not gave_back
+
     def _sync(self, version: int) -> dict[str, float]:
         """Give the sampler the trainer's weights as `version`, and let both score the canary with them."""
         engine = self.rollouts.engine if self.is_main else None
-        rollout = self.config.rollout
-        sent = send_weights(
-            self.policy, engine, self.folder.sync, version, dtype=rollout.dtype, weights=rollout.weights
-        )
-        return {"sync/bytes": sent, "sync/canary_abs_diff": self.canary.difference(self.policy, engine)}
+        sent = self.sender.send(engine, version)
+        difference = self.canary.difference(self.policy, engine)
+        self.train_step.guards.after_sync(version, difference)
+        return {"sync/bytes": sent, "sync/canary_abs_diff": difference}
 
     def _evaluate(self, step: int, *, last: bool) -> None:
         """Where it is time for it, and the log has it not: a run that stopped in it does it when it goes on."""
@@ -284,4 +296,5 @@ def engine_settings(config: Config, facts: ModelFacts, folder: RunFolder) -> Eng
         capture=rollout.capture,
         support=rollout.keep_sampling_mask,
         router_logits_fraction=rollout.router_logits_fraction,
+        sleeps=rollout.sleep_level > 0,
     )

@@ -20,7 +20,6 @@ ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
 BFLOAT16 = ("glm-groups", "deepseek", "gpt-oss")
 WITH_BIAS = ("glm", "deepseek", "moonlight")
 LAYOUTS = {
-    "EP2": {"parallel": {"expert": 2}, "train": {}},
     "EP2-overlapped": {"parallel": {"expert": 2}, "train": {"overlap_expert_parallel_comm": True}},
     "TP2-EP2-overlapped": {
         "parallel": {"tensor": 2, "expert": 2},
@@ -43,21 +42,20 @@ LAYOUTS = {
 # layers and shared experts, biases and sinks, latent attention.
 LAID_OUT = {
     "qwen-mixed": ("PP2-VPP2-uniform",),
-    "glm-groups": ("EP2", "TP2-EP2-uniform"),
+    "glm-groups": ("TP2-EP2-uniform",),
     "moonlight": ("TP2-ETP2",),
     "gpt-oss": ("CP2-EP2-moe", "TP2-EP2-uniform", "PP2-VPP2-uniform"),
     "deepseek": ("TP2-EP2-overlapped", "CP2-EP2-moe", "PP2-VPP2-uneven-uniform"),
 }
 # {ranks: {case: what it asks of the worker}}; the model comes first in a case's name
 CASES = {
-    1: {f"{name} replay": {"parallel": {}} for name in MODELS}
+    1: {f"{name} replay": {"parallel": {}} for name in MODELS if name not in LAID_OUT}
     | {f"{name} native": {"parallel": {}, "mode": "native"} for name in MODELS}
     | {f"{name} bfloat16": {"parallel": {}, "train": {"dtype": "bfloat16"}} for name in BFLOAT16},
     2: {
         f"{name} {layout}-aux": settings | {"train": settings["train"] | {"router_aux_loss": AUX}}
         for name, layout in (
             ("qwen-mixed", "TP2-EP2-uniform"),
-            ("glm-groups", "EP2"),
             ("glm-groups", "EP2-overlapped"),
             ("glm-groups", "CP2-EP2-moe"),
             ("glm-groups", "PP2-VPP2-uniform"),
@@ -66,7 +64,7 @@ CASES = {
     }
     | {f"{name} {layout}": LAYOUTS[layout] for name, layouts in LAID_OUT.items() for layout in layouts}
     # shared experts are computed while rows travel
-    | {f"glm-groups {layout} 1-chunk": LAYOUTS[layout] | {"overlap_chunks": 1} for layout in ("EP2", "TP2-EP2-uniform")}
+    | {"glm-groups TP2-EP2-uniform 1-chunk": LAYOUTS["TP2-EP2-uniform"] | {"overlap_chunks": 1}}
     | {"glm-groups CP2-EP2-moe 3-chunks": LAYOUTS["CP2-EP2-moe"] | {"overlap_chunks": 3}},
 }
 REPLAYED = [(ranks, case) for ranks, cases in CASES.items() for case in cases if "native" not in case]

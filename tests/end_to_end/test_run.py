@@ -46,7 +46,7 @@ def test_a_run_proves_its_routes_and_reports(short_run):
     report = (folder / "report.html").read_text()
     assert "http://" not in report.replace("http://www.w3.org", "") and "<svg" in report
     assert f"report: {folder / 'report.html'}" in short_run.text()
-    assert not list((folder / "sync").iterdir())
+    assert not (folder / "sync").exists()  # weights went through shared memory
 
 
 def test_groups_without_a_difference_are_sampled_again_and_counted(short_run):
@@ -78,6 +78,16 @@ def test_every_step_logs_the_canary_and_its_own_weights(short_run):
     # bf16 engines differ a little, never by nothing and never by much: the sampler holds these weights
     assert all(1e-5 < row["sync/canary_abs_diff"] < 0.3 for row in steps)
     assert len({row["sync/canary_abs_diff"] for row in steps}) == 4
+
+
+def test_a_sampler_that_cannot_sleep_is_said_to_be_awake_once(short_run):
+    """The calls are made all the same: after level 2 nothing could have been sampled without an update."""
+    assert short_run.text().count("the sampler keeps its memory, vLLM does not sleep on a CPU") == 1
+    logged = map(json.loads, (short_run.folder / "metrics.jsonl").read_text().splitlines())
+    steps = [row for row in logged if row["kind"] == "train"]
+    assert all(0 < row["time/sleep"] < row["time/step"] for row in steps)
+    log = (short_run.folder / "engine.log").read_text()
+    assert log.count("sleep mode is not supported on CPU") == 3 * len(steps)
 
 
 def test_the_ledger_holds_every_prompt_once(short_run):
