@@ -234,6 +234,6 @@ def test_so_many_skipped_updates_in_a_row_end_the_run_on_all_ranks(seen):
 
 def test_state_says_who_wrote_it(seen):
     for name in LAYOUTS:
-        assert seen[0][name]["state"]["layout"] == {"ranks": 2, **LAYOUTS[SAVER].model_dump()}
+        assert seen[0][name]["state"]["layout"] == {"ranks": 2, **LAYOUTS[SAVER].model_dump(mode="json")}
         assert "files" not in seen[0][name]["state"]
     assert seen[0]["EP2", "from one"]["state"]["layout"]["ranks"] == 1
