@@ -18,13 +18,13 @@ from moe_rl.megatron.model import DTYPES
 from moe_rl.megatron.policy import Policy
 from moe_rl.replay.routes import missing_rows
 from moe_rl.rollout.engine import VllmEngine
-from moe_rl.sync.weights import tensor_digests, total_digest
+from moe_rl.sync.digest import tensor_digests, total_digest
 from moe_rl.trace import TraceStore
 from moe_rl.train.kept import KeptRollouts, RolloutBatch, shard_name
 from moe_rl.train.loop import engine_settings
 from moe_rl.train.rollouts import generate_request
 from moe_rl.train.run_folder import RunFolder
-from moe_rl.train.weights import send_weights
+from moe_rl.train.weights import WeightSender, way_of
 from moe_rl.types import Sequence
 
 
@@ -123,7 +123,7 @@ def sample(
             engine = VllmEngine.start(engine_settings(config, facts, folder))
         world.broadcast("ready" if engine else None, str)
         if version or rollout.weights != "exact":  # otherwise the engine has read the initial model itself
-            send_weights(policy, engine, folder.sync, version, dtype=rollout.dtype, weights=rollout.weights)
+            WeightSender(policy, rollout, way_of(rollout), folder.sync).send(engine, version)
         if engine is not None:
             requests = [
                 generate_request(config, key, tokens, facts.eos_token_ids, config.rollout.temperature)
@@ -141,7 +141,7 @@ def sample(
 def weights_digest(policy: Policy, dtype: str) -> str:
     """xxh3-128 of all weights under their Hugging Face names in this precision, in any layout. All ranks call it."""
     dense, experts = world.holds_first_replica()
-    mine = tensor_digests(policy.export(DTYPES[dtype], dense=dense, experts=experts).items())
+    mine = tensor_digests(policy.export(DTYPES[dtype], dense=dense, experts=experts))
     everything = [world.broadcast(mine, dict[str, str], source=rank) for rank in range(dist.get_world_size())]
     return total_digest({name: digest for part in everything for name, digest in part.items()})
 

@@ -105,6 +105,15 @@ class RolloutConfig(Section):
     weights: Literal["exact", "fp8_e4m3"] = "exact"
     """exact: the trainer's, in `dtype`. fp8_e4m3: of attention, experts and dense layers the matrices are rounded to
     what block-scaled float8 holds before the sampler gets them, also the first time; it still computes in `dtype`."""
+    weight_transfer: Literal["auto", "shared_memory", "cuda_ipc", "broadcast", "disk"] = "auto"
+    """How new weights reach the sampler. shared_memory: of one host. cuda_ipc: of GPUs that trainer and sampler share.
+    broadcast: over NCCL, or gloo without GPUs, as vLLM does it. disk: a folder that both see, the run's. auto: the one
+    that --plan shows."""
+    weight_bucket_mib: Positive = 256.0
+    """Weights that a rank holds on their way to the sampler at a time, or one tensor that is larger."""
+    sleep_level: Literal[0, 1, 2] = 0
+    """What a sampler on the trainer's GPUs gives back while the trainer works. 0: nothing. 1: the KV cache; weights go
+    to the host. 2: both; the weights come back with the next update. Does nothing on a CPU."""
     max_concurrent: Count = 256
     """Sequences the engine decodes at once."""
     kv_cache_mib: Count = 512
@@ -370,6 +379,10 @@ class GuardsConfig(Section):
     """Limit of policy_kl/k3, in nats per token. Healthy runs are below 0.01."""
     max_extreme_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
     """Limit of policy/extreme_fraction. Healthy runs are below 0.001, runs that are about to collapse at 0.1."""
+    max_canary_difference: Positive = 1.0
+    """Limit of sync/canary_abs_diff, in nats: a run whose sampler and trainer differ by more after a sync ends before
+    the next token is sampled. Tiny bfloat16 models stay below 0.3; layers or experts that changed places give 1 to 6,
+    two exchanged experts of one layer too little to be seen (docs/weight_sync.md)."""
 
 
 class ClusterConfig(Section):

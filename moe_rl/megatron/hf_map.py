@@ -46,6 +46,11 @@ class Entry:
             return parallel_state.get_expert_tensor_parallel_group()
         return parallel_state.get_tensor_model_parallel_group()
 
+    @property
+    def whole(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Name and shape of the Hugging Face tensors."""
+        return zip(self.names, self.weight.tensors.values(), strict=True)
+
 
 def entries(model: torch.nn.Module, facts: ModelFacts, *, fused: bool = HAVE_TE) -> Iterator[Entry]:
     """Every parameter of an (unwrapped) GPTModel, and its routers' expert biases, by the table of its family.
@@ -160,7 +165,6 @@ def _part(shape: tuple[int, ...], axis: int | None, part: int, parts: int) -> tu
     return tuple(index)
 
 
-@torch.no_grad()
 def export(
     chunks: Iterable[torch.nn.Module],
     facts: ModelFacts,
@@ -177,7 +181,35 @@ def export(
     get nothing.
     get: what to export of a parameter instead of its data; expert biases, which have nothing else, are then left out.
     """
+    everything = (entry for model in chunks for entry in entries(model, facts))
+    return export_entries(everything, facts, dense=dense, experts=experts, get=get)
+
+
+def rounds(
+    chunks: Iterable[torch.nn.Module], facts: ModelFacts, size: Callable[[str, tuple[int, ...]], int], limit: int
+) -> list[list[Entry]]:
+    """The entries of this rank cut into runs of at most `limit` bytes of whole tensors, or of one entry that is larger.
+
+    size: bytes of a tensor by its Hugging Face name and shape. Ranks that share tensors cut at the same entries, so
+    that they can export a run together and then wait for others.
+    """
+    runs, held = [[]], 0
     for entry in (entry for model in chunks for entry in entries(model, facts)):
+        bytes_ = sum(size(*tensor) for tensor in entry.whole)
+        if runs[-1] and held + bytes_ > limit:
+            runs.append([])
+            held = 0
+        runs[-1].append(entry)
+        held += bytes_
+    return runs
+
+
+@torch.no_grad()
+def export_entries(
+    run: Iterable[Entry], facts: ModelFacts, *, dense: bool, experts: bool, get=None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """As `export`, of these entries."""
+    for entry in run:
         if get is not None and not isinstance(entry.parameters[0], torch.nn.Parameter):
             continue
         if not (experts if entry.weight.experts else dense):

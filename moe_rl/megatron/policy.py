@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +15,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from moe_rl.config.hf import ModelFacts
 from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
 from moe_rl.errors import ReplayError, describe
-from moe_rl.megatron import hf_map, rng, schedule, world
-from moe_rl.megatron.hf_files import stored_dtype
+from moe_rl.megatron import rng, schedule, world
+from moe_rl.megatron.export import Round, export_rounds
 from moe_rl.megatron.microbatch import Microbatch
 from moe_rl.megatron.model import build_model, recomputed_layers, transformer_config, unwrap, wrap_for_training
 from moe_rl.megatron.placement import checksum, move
@@ -61,7 +62,7 @@ class Policy:
         config = transformer_config(facts, train, parallel)
         self.chunks, self.optimizer = wrap_for_training(build_model(facts, config, checkpoint), config, train)
         self.placement = natural_order(len(facts.moe_layers), facts.num_experts)
-        self.updates = 0
+        self.updates = self.moves = 0
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -143,6 +144,7 @@ class Policy:
                 group["lr"] = lr
             self.optimizer.step()
             self.updates += 1
+            self.moves += grad_norm > 0
         return UpdateResult(grad_norm=grad_norm, lr=lr, nonfinite=nonfinite, aux_loss=self._finish_aux_loss())
 
     def _nonfinite(self, finite_losses: list[torch.Tensor], grad_norm: float) -> str:
@@ -252,13 +254,18 @@ class Policy:
             )
         self.placement = np.array(placement, np.int64)
 
-    def export(self, dtype: torch.dtype, *, dense: bool, experts: bool) -> dict[str, torch.Tensor]:
-        """Whole weights under Hugging Face names, in the sampler's precision, on the host; see `hf_map.export`.
+    def export(self, dtype: torch.dtype, *, dense: bool, experts: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole weights under Hugging Face names, in the sampler's precision, on the host; see `hf_map.export`."""
+        (only,) = self.export_rounds(dtype, math.inf, dense=dense, experts=experts)
+        return only.tensors
 
-        Expert biases are float32 in the sampler of any precision.
-        """
-        tensors = hf_map.export(map(unwrap, self.chunks), self.facts, dense=dense, experts=experts)
-        return {name: tensor.to("cpu", stored_dtype(name, dtype)).contiguous() for name, tensor in tensors}
+    def export_rounds(
+        self, dtype: torch.dtype, limit: float, *, dense: bool, experts: bool, host: bool = True
+    ) -> list[Round]:
+        """The same in rounds of at most `limit` bytes, see `export.export_rounds`. host: or where the model is."""
+        device = torch.device("cpu") if host else world.device()
+        chunks = map(unwrap, self.chunks)
+        return export_rounds(chunks, self.facts, dtype, limit, dense=dense, experts=experts, device=device)
 
 
 class ReferencePolicy:

@@ -1,8 +1,8 @@
-"""How a checkpoint is written: planned and copied in the step, put on disk behind it, published between steps.
+"""How a checkpoint is written: planned and copied in the step, put on disk behind it, published in a later one.
 
     save    the ranks plan who writes what, and each copies its part to host memory     in the step
     writer  a thread of each rank writes, syncs and digests the copies                  while the run goes on
-    poll    once every rank's files are written: metadata, digests, the name            between steps
+    poll    once every rank's files are written: metadata, digests, the name            after the next sampling
 
 Plan, write and metadata are Megatron's own (its AsyncRequest). What runs the write is not: of Megatron's callers one
 forks a process whose other threads, gloo's among them, hold locks that nobody in the fork will release; the other needs

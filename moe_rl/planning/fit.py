@@ -11,6 +11,11 @@ from moe_rl.errors import describe
 from moe_rl.planning.plan import Plan, Stage
 
 
+def transfer_problems(plan: Plan) -> list[str]:
+    """Why weights cannot reach the samplers; empty when they can."""
+    return [plan.transfer.problem] if plan.transfer.problem else []
+
+
 def memory_problems(plan: Plan) -> list[str]:
     """What is larger than a GPU, one message each; empty when everything fits or no cluster is given."""
     limit = plan.limit_bytes

@@ -18,6 +18,7 @@ from moe_rl.planning.batch import Batch, make_batch
 from moe_rl.planning.memory import DTYPE_BYTES, StageMemory, stage_memory
 from moe_rl.planning.sampler import Sampler, make_sampler
 from moe_rl.planning.storage import Storage, make_storage
+from moe_rl.planning.transfer import Transfer, planned_transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class Plan:
     dispatch_bytes: int
     sampler: Sampler
     storage: Storage
+    transfer: Transfer
 
     @property
     def fullest(self) -> Stage:
@@ -94,6 +96,7 @@ def make_plan(config: Config, facts: ModelFacts, world_size: int) -> Plan:
         dispatch_bytes=rows * facts.hidden_size * DTYPE_BYTES[config.train.dtype],
         sampler=make_sampler(config, facts, batch),
         storage=make_storage(config, facts, layout, batch),
+        transfer=planned_transfer(config, world_size),
     )
 
 

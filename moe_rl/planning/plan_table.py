@@ -130,6 +130,8 @@ def _sampler(plan: Plan) -> list[Row]:
         ("sequences at once", f"{sampler.max_concurrent:,}", f"{fits}; {sampler.fitting:,} do, in an engine"),
         ("per GPU", bytes_text(sampler.total_bytes), _verdict(plan, sampler.total_bytes)),
         ("weight sync", bytes_text(plan.storage.weight_sync_bytes), "to each engine, each time"),
+        ("weights go by", plan.transfer.way or "no way", plan.transfer.why),
+        ("weight bucket", bytes_text(plan.storage.weight_bucket_bytes), "of them that a rank holds, at most"),
         *(
             (f"over {name}", f"{seconds:,.2f} s", "if only the link counts")
             for name, seconds in plan.storage.sync_seconds.items()

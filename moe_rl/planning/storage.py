@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from moe_rl.config.hf import parameter_count
+from moe_rl.config.hf import expected_tensors, parameter_count
 from moe_rl.config.layout import Layout
 from moe_rl.config.model_facts import ModelFacts
 from moe_rl.config.schema import Config
@@ -16,13 +17,15 @@ from moe_rl.planning.memory import DTYPE_BYTES, state_bytes
 class Storage:
     """routes_*: raw ids, one row a forwarded token; of a node those that its ranks read. checkpoint_bytes: parameters
     and optimizer state of the whole model. weight_sync_bytes: the whole model in the sampler's precision.
-    sync_seconds: for it over each link of the cluster, if nothing but the link counts."""
+    sync_seconds: for it over each link of the cluster, if nothing but the link counts. weight_bucket_bytes: that a rank
+    holds of the weights at a time on their way."""
 
     routes_bytes_per_token: int
     max_routes_bytes_per_step: int
     max_routes_bytes_per_node: int
     checkpoint_bytes: int
     weight_sync_bytes: int
+    weight_bucket_bytes: int
     sync_seconds: dict[str, float]
 
 
@@ -51,6 +54,12 @@ def weight_sync_bytes(facts: ModelFacts, dtype: str) -> int:
     return parameter_count(facts).total * DTYPE_BYTES[dtype]
 
 
+def weight_bucket_bytes(facts: ModelFacts, dtype: str, bucket_mib: float) -> int:
+    """The bucket, or the largest weight, which is not cut; of a small model all weights."""
+    largest = max(math.prod(shape) for shape in expected_tensors(facts).values())
+    return min(max(int(bucket_mib * 2**20), largest * DTYPE_BYTES[dtype]), weight_sync_bytes(facts, dtype))
+
+
 def make_storage(config: Config, facts: ModelFacts, layout: Layout, batch: Batch) -> Storage:
     routes, weights = routes_bytes_per_token(facts), weight_sync_bytes(facts, config.rollout.dtype)
     of_step = batch.sampling_rounds * batch.sequences_per_step * (batch.max_sequence_tokens - 1) * routes
@@ -64,6 +73,7 @@ def make_storage(config: Config, facts: ModelFacts, layout: Layout, batch: Batch
         max_routes_bytes_per_node=round(read * share),
         checkpoint_bytes=checkpoint_bytes(facts, config.train.dtype),
         weight_sync_bytes=weights,
+        weight_bucket_bytes=weight_bucket_bytes(facts, config.rollout.dtype, config.rollout.weight_bucket_mib),
         sync_seconds={
             name: weights / (speed * 1e9) for name, speed in (cluster.links_gb_per_second if cluster else {}).items()
         },

@@ -148,7 +148,7 @@ class Soak:
 
     def _strike(self, launch: Launch, kill: Kill) -> bool:
         """Wait for the planned phase, some steps from here, and kill. False: the run was over before it came."""
-        first = launch.sign().get("step", 0) + self.random.choice((0, 1, 1, 2))
+        first = launch.sign().get("step", 0) + self.random.randint(1, 5)
         delay = 0.0 if kill.planned in _SHORT else self.random.uniform(0.0, _LONGEST_DELAY)
 
         def there() -> bool:

@@ -353,12 +353,15 @@ _METRICS = (
     Metric("time/sync", "s", "lower",
            "Weights from the trainer into the sampler, with the digest check.",
            "Not well under time/train: the transport is too slow."),
+    Metric("time/sleep", "s", "lower",
+           "The sampler giving its memory back, with rollout.sleep_level above 0. Waking up is part of time/sync.",
+           "A large share of the step: a lower rollout.sleep_level moves less.", "when measured"),
     Metric("time/eval", "s", "lower",
            "Evaluation on the held-out prompts.",
            "Dominates: raise eval.every_steps.", "when measured"),
     Metric("time/checkpoint", "s", "lower",
-           "What the step before spent on a checkpoint: beginning it (writing all of it with checkpoint.asynchronous: "
-           "false) or publishing it.",
+           "Beginning a checkpoint after the step before (with checkpoint.asynchronous: false, writing all of it), and "
+           "publishing it once it is written.",
            "Dominates: raise checkpoint.every_steps.", "when measured"),
     Metric("time/step", "s", "lower",
            "The whole step, wall time.",
@@ -379,7 +382,8 @@ _METRICS = (
     # Does the sampler hold the trainer's weights?
     Metric("sync/canary_abs_diff", "nats", "lower",
            "Mean |logprob difference| of a fixed prompt scored by both engines after the sync.",
-           "A jump that stays: the sampler holds other weights than the trainer."),
+           "A jump that stays: the sampler holds other weights than the trainer. The run ends above "
+           "guards.max_canary_difference."),
     Metric("sync/bytes", "bytes", "neutral",
            "Weights sent to the sampler.",
            "Changes between steps: tensors are missing."),

@@ -18,7 +18,9 @@ import numpy as np
 from moe_rl.errors import EngineError, MoeRLError, WeightSyncError, describe
 from moe_rl.rollout import patches, wire
 from moe_rl.rollout.recording import Recording, RecordingRequest, as_stored
+from moe_rl.rollout.sampler import SLEEPING_PARTS
 from moe_rl.rollout.versions import one_version
+from moe_rl.sync.update import Holding, agreement, encode, refusal
 from moe_rl.types import GenerateRequest
 
 _PR_SET_PDEATHSIG = 1
@@ -26,6 +28,8 @@ _ALIVE_SECONDS = 0.5
 # The CPU backend takes multiples of 32 only.
 _BLOCK_SIZE = 32
 _STEP_TOKENS = 4096
+# vLLM's level of sleep after which the weights must be sent anew.
+_DISCARDS_WEIGHTS = 2
 
 
 def main() -> int:
@@ -77,10 +81,13 @@ class Sampler:
 
         from moe_rl.rollout.source import NativeSource, WorkerSource
         from moe_rl.rollout.worker import CONTROL, WORKER
-        from moe_rl.sync.vllm_files import BACKEND
+        from moe_rl.sync.receiver import BACKEND
 
         self.vllm_version: str = vllm.__version__
         self._pulse = pulse
+        self._on_cpu: bool = current_platform.is_cpu()
+        self._holding = Holding(version=0, digest="", whole=True)
+        self._asleep: set[str] = set()
         recording = None
         if start.trace_root is not None:
             recording = Recording(
@@ -100,7 +107,7 @@ class Sampler:
             max_model_len=start.max_model_len,
             max_num_seqs=start.max_concurrent,
             # Without patch 0003 a request with a seed that is prefilled in parts kills vLLM on a CPU.
-            enable_chunked_prefill=patches.inspect().summary == "patched" or not current_platform.is_cpu(),
+            enable_chunked_prefill=patches.inspect().summary == "patched" or not self._on_cpu,
             max_num_batched_tokens=max(_STEP_TOKENS, start.max_model_len, start.max_concurrent),
             block_size=_BLOCK_SIZE,
             kv_cache_memory_bytes=start.kv_cache_bytes,
@@ -110,6 +117,7 @@ class Sampler:
             logprobs_mode="processed_logprobs",
             weight_transfer_config={"backend": BACKEND},
             worker_extension_cls=CONTROL,
+            enable_sleep_mode=start.sleeps and not self._on_cpu,
             **_capture_arguments(start.capture, recording, WORKER),
         )
         self._source: WorkerSource | NativeSource | None = None
@@ -127,16 +135,24 @@ class Sampler:
         """Whether nothing is left of a failed call, so that the next one may be taken."""
         return not self._llm.llm_engine.has_unfinished_requests()
 
-    def answer(self, call: wire.Generate | wire.Score | wire.Update) -> wire.Message:
+    def answer(self, call: wire.Message) -> wire.Message:
         """Work on one call. Raises MoeRLError for what can be refused; anything else means that vLLM is broken."""
-        if isinstance(call, wire.Generate):
-            return wire.Generated(self._generate(call.requests, call.shard, call.enough))
-        if isinstance(call, wire.Score):
-            return wire.Scored(self._score(call.token_ids))
-        self._update(call)
-        return wire.Updated()
+        match call:
+            case wire.Generate():
+                return wire.Generated(self._generate(call.requests, call.shard, call.enough))
+            case wire.Score():
+                return wire.Scored(self._score(call.token_ids))
+            case wire.Sleep(level):
+                return wire.Slept(self._sleep(level))
+            case wire.Wake(part):
+                self._wake(part)
+                return wire.Awake()
+            case wire.Update():
+                self._update(call)
+                return wire.Updated()
 
     def _generate(self, requests: list[GenerateRequest], shard: str, enough: int | None) -> list[wire.Sampled]:
+        self._check_ready()
         self._check(requests)
         self._forget_prefixes()
         version = int(self._llm.llm_engine.get_weight_version())
@@ -198,6 +214,7 @@ class Sampler:
     def _score(self, token_ids: list[int]) -> bytes:
         from vllm import SamplingParams
 
+        self._check_ready()
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         self._forget_prefixes()
         (output,) = self._run([(token_ids, params)])
@@ -205,12 +222,40 @@ class Sampler:
         return np.asarray([at[token].logprob for at, token in scored], "<f4").tobytes()
 
     def _update(self, call: wire.Update) -> None:
-        self._llm.start_weight_update()
-        self._llm.update_weights({"update_info": {"parts": call.parts, "digest": call.digest}})
-        self._llm.finish_weight_update(str(call.version))
-        if self._source is not None:
-            self._source.set_weight_version(call.version)
+        self._hear(self._llm.collective_rpc("moe_rl_update_weights", args=(encode(call.update),)))
+        if self._holding.refused:
+            raise refusal(self._holding)
+        if call.update.final:
+            self._llm.update_weight_version(str(call.update.version))
+            if self._source is not None:
+                self._source.set_weight_version(call.update.version)
+            self._forget_prefixes()
+
+    def _hear(self, answers: list[dict[str, object]]) -> None:
+        """What the workers say that they hold."""
+        self._holding = agreement([msgspec.convert(answer, Holding) for answer in answers])
+
+    def _check_ready(self) -> None:
+        """Nothing is sampled from weights that are not whole, or whose memory was given back."""
+        if not self._holding.whole:
+            raise refusal(self._holding)
+        if self._asleep:
+            got = " and ".join(sorted(self._asleep))
+            raise EngineError(describe("The vLLM engine sleeps", got=f"no {got}", do="wake it first"))
+
+    def _sleep(self, level: int) -> bool:
         self._forget_prefixes()
+        self._llm.sleep(level)
+        self._asleep = set(SLEEPING_PARTS)
+        if level == _DISCARDS_WEIGHTS:
+            self._hear(self._llm.collective_rpc("moe_rl_discard_weights"))
+        # vLLM's CPU worker logs that it cannot, and keeps everything.
+        return not self._on_cpu
+
+    def _wake(self, part: str) -> None:
+        if part in self._asleep:
+            self._llm.wake_up([part])
+            self._asleep.discard(part)
 
     def _run(self, prompts: list, enough: int | None = None) -> list[_Output]:
         """What came of (token ids, SamplingParams), in order. enough: finished ones after which the rest is aborted."""

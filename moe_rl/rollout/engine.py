@@ -30,6 +30,7 @@ import moe_rl
 from moe_rl.errors import EngineError, WeightSyncError, describe
 from moe_rl.rollout import wire
 from moe_rl.rollout.scratch import Scratch
+from moe_rl.sync.update import WeightUpdate
 from moe_rl.types import Completion, GenerateRequest
 
 _POLL_SECONDS = 0.2
@@ -46,7 +47,7 @@ class EngineSettings:
     model_path: Hugging Face checkpoint folder; its weights are version 0. dtype: "bfloat16" or "float32".
     max_model_len: prompt + completion, in tokens. max_concurrent: sequences decoded at once. trace_root: folder of the
     trace store, None turns recording off. log_path: gets all output of the engine's process. silence_seconds: an engine
-    that makes no progress in a call for so long is taken for hung and killed.
+    that makes no progress in a call for so long is taken for hung and killed. sleeps: whether it will be told to.
     """
 
     model_path: Path
@@ -64,6 +65,7 @@ class EngineSettings:
     support: bool = False
     log_normalizer: bool = False
     router_logits_fraction: float = 0.0
+    sleeps: bool = False
 
 
 class VllmEngine:
@@ -83,6 +85,7 @@ class VllmEngine:
         self._failure = ""
         self.pid: int = process.pid
         self.vllm_version = ""
+        self.workers = 1
 
     @classmethod
     def start(cls, settings: EngineSettings) -> Self:
@@ -119,6 +122,7 @@ class VllmEngine:
             support=settings.support,
             log_normalizer=settings.log_normalizer,
             router_logits_fraction=settings.router_logits_fraction,
+            sleeps=settings.sleeps,
         )
         try:
             engine.vllm_version = engine._call(start, wire.Ready, settings.startup_timeout_seconds).vllm_version
@@ -161,13 +165,20 @@ class VllmEngine:
             raise EngineError(describe("Too few or many tokens to score", got=len(token_ids), expected=f"2 to {limit}"))
         return np.frombuffer(self._call(wire.Score(list(token_ids)), wire.Scored).logprobs, "<f4")
 
-    def update_weights(self, parts: Sequence[Path], version: int, digest: str) -> None:
-        """Load HF-named tensors from safetensors parts; everything sampled from now on carries `version`.
+    def update_weights(self, update: WeightUpdate) -> None:
+        """Load one part of new weights; after the final one everything sampled carries its version.
 
-        digest: `moe_rl.sync.weights.expected_digest(parts)` as the trainer knows it. Raises WeightSyncError when the
-        engine read other bytes, or not the full set of tensors; it then still holds the weights it had.
+        Raises WeightSyncError when the engine refuses it: the message says what it holds then.
         """
-        self._call(wire.Update([str(part.absolute()) for part in parts], version, digest), wire.Updated)
+        self._call(wire.Update(update), wire.Updated)
+
+    def sleep(self, level: int) -> bool:
+        """See Sampler.sleep. The engine must have been started with `sleeps`."""
+        return self._call(wire.Sleep(level), wire.Slept).gives_back
+
+    def wake(self, part: str) -> None:
+        """See Sampler.wake."""
+        self._call(wire.Wake(part), wire.Awake)
 
     def alive(self) -> bool:
         """Whether the process runs and has failed no call for good."""

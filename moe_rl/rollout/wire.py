@@ -9,6 +9,7 @@ import socket
 
 import msgspec
 
+from moe_rl.sync.update import WeightUpdate
 from moe_rl.types import GenerateRequest, RouteRef
 
 _LONGEST_FRAME = 1 << 30
@@ -21,7 +22,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 class Start(Message):
     """First frame to the engine: fields as in EngineSettings. trace_root None: nothing is recorded.
 
-    Fields from support on: as in recorder.Recording.
+    support to router_logits_fraction: as in recorder.Recording. sleeps: whether it will be told to.
     """
 
     model_path: str
@@ -36,6 +37,7 @@ class Start(Message):
     support: bool
     log_normalizer: bool
     router_logits_fraction: float
+    sleeps: bool
 
 
 class Generate(Message):
@@ -51,9 +53,15 @@ class Score(Message):
 
 
 class Update(Message):
-    parts: list[str]
-    version: int
-    digest: str
+    update: WeightUpdate
+
+
+class Sleep(Message):
+    level: int
+
+
+class Wake(Message):
+    part: str
 
 
 class Close(Message):
@@ -92,15 +100,25 @@ class Updated(Message):
     pass
 
 
+class Slept(Message):
+    """gives_back: whether there was memory to give back."""
+
+    gives_back: bool
+
+
+class Awake(Message):
+    pass
+
+
 class Failed(Message):
-    """The call failed. weights: it was a weight update that was refused, and the engine goes on with the old ones."""
+    """The call failed. weights: for what the weights are, or were to be."""
 
     message: str
     weights: bool = False
 
 
-Call = Start | Generate | Score | Update | Close
-Reply = Ready | Alive | Generated | Scored | Updated | Failed
+Call = Start | Generate | Score | Update | Sleep | Wake | Close
+Reply = Ready | Alive | Generated | Scored | Updated | Slept | Awake | Failed
 # Made by the thread that imports: msgspec dies when two threads are the first to decode into a type.
 _DECODERS = {kind: msgspec.msgpack.Decoder(kind) for kind in (Call, Reply)}
 

@@ -11,9 +11,12 @@ import traceback
 from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from moe_rl.errors import EngineError, MoeRLError, describe
 from moe_rl.rollout import patches
 from moe_rl.rollout.hooks import attach_recorder
+from moe_rl.sync import receiver  # its import registers what takes updates
 
 if TYPE_CHECKING:
     from moe_rl.rollout.recorder import Recorder
@@ -55,6 +58,20 @@ class RecorderControl:
     def moe_rl_abandon(self, sink: str) -> None:
         if self.moe_rl_recorder is not None:
             self.moe_rl_recorder.abandon(sink)
+
+    def moe_rl_update_weights(self, update: bytes) -> dict[str, object]:
+        """One part of new weights, see `sync.update.encode`; returns a `Holding` as plain values."""
+        return receiver.take(self, update)
+
+    def moe_rl_discard_weights(self) -> dict[str, object]:
+        """Their memory was given back; returns as `moe_rl_update_weights`."""
+        self.weight_transfer_engine.intake.touch()
+        return msgspec.to_builtins(self.weight_transfer_engine.intake.holding())
+
+    def moe_rl_forget_weights(self) -> dict[str, object]:
+        """They were another run's: as a worker that has just started, but that nothing is whole before an update."""
+        self.weight_transfer_engine.intake.forget()
+        return msgspec.to_builtins(self.weight_transfer_engine.intake.holding())
 
     def moe_rl_set_weight_version(self, version: int) -> None:
         """Of the weights from the next step on; every row remembers it."""
@@ -123,8 +140,8 @@ def __getattr__(name: str):
                 recorder.after_forward(scheduler_output)
             return output
 
-        def update_weights(self, update_info) -> None:
-            super().update_weights(update_info)
+        def finish_weight_update(self) -> None:
+            super().finish_weight_update()
             if not prepacks and current_platform.is_cpu():
                 _prepack(self.model_runner.get_model())
 

@@ -1,4 +1,4 @@
-"""When to stop: updates that are not finite again and again, and a run that is lost.
+"""When to stop: updates that are not finite again and again, a sampler that holds other weights, a run that is lost.
 
 Every rank counts the same numbers, so that all stop together. The counts are part of a checkpoint: a run that is
 resumed stops where it would have without the interruption.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from moe_rl.config.schema import GuardsConfig
-from moe_rl.errors import CollapseError, NonFiniteError, describe
+from moe_rl.errors import CollapseError, NonFiniteError, WeightSyncError, describe
 from moe_rl.megatron.policy import UpdateResult
 
 
@@ -43,6 +43,24 @@ class Guards:
                     expected=f"fewer than guards.max_skipped_updates = {self.settings.max_skipped_updates}",
                     do="lower train.optimizer.lr or set train.dtype=float32, and start from an earlier checkpoint. "
                     "Weights, optimizer and random generators are as they were before these updates",
+                )
+            )
+
+    def after_sync(self, version: int, difference: float) -> None:
+        """Raises WeightSyncError when the canary says that the sampler holds other weights than the trainer.
+
+        difference: what `Canary.difference` gave after the sync of `version`.
+        """
+        limit = self.settings.max_canary_difference
+        if not (math.isfinite(difference) and difference <= limit):
+            raise WeightSyncError(
+                describe(
+                    "sampler and trainer score the same tokens differently",
+                    where=f"after the sync of version {version}",
+                    got=f"sync/canary_abs_diff {difference:.3g} nats",
+                    expected=f"at most guards.max_canary_difference = {limit:g}",
+                    do="every tensor arrived as it was sent, so look for one that is exported under another's name "
+                    "or in another layout; for a sampler of low precision raise the limit",
                 )
             )
 

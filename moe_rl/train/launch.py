@@ -20,7 +20,7 @@ from moe_rl.config.schema import Config
 from moe_rl.data import checkpoints
 from moe_rl.doctor.diagnosis import installation_problems
 from moe_rl.errors import CheckpointError, CollapseError, ConfigError, MoeRLError, Stopped, TraceError, describe
-from moe_rl.planning.fit import disk_problems, memory_problems
+from moe_rl.planning.fit import disk_problems, memory_problems, transfer_problems
 from moe_rl.planning.plan import make_plan
 from moe_rl.planning.plan_table import render
 from moe_rl.train import run_folder
@@ -136,7 +136,7 @@ def _plan(config: Config, world_size: int, trace: str | None, file: Path | None)
     if facts is not None:
         plan = make_plan(config, facts, world_size)
         print(render(plan))
-        found += memory_problems(plan)
+        found += [*memory_problems(plan), *transfer_problems(plan)]
         (absent if absent else found).extend(disk_problems(config, plan))
     if trace and not found:
         try:
@@ -177,7 +177,7 @@ def _problems(config: Config, world_size: int) -> list[str]:
     facts, found, absent = _model_to_plan(config, world_size)
     if facts is not None:
         plan = make_plan(config, facts, world_size)
-        found += [*memory_problems(plan), *disk_problems(config, plan)]
+        found += [*memory_problems(plan), *transfer_problems(plan), *disk_problems(config, plan)]
     return absent + found
 
 

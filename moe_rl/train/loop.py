@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from moe_rl.config.hf import ModelFacts, read_model
 from moe_rl.config.schema import Config
-from moe_rl.data import checkpoints
 from moe_rl.errors import CollapseError, Stopped
 from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy, ReferencePolicy
@@ -30,14 +29,13 @@ from moe_rl.report.summary import summarize
 from moe_rl.rewards.pool import VerifierPool
 from moe_rl.rollout.engine import EngineSettings, VllmEngine
 from moe_rl.trace import TraceSpec, TraceStore
-from moe_rl.train import run_folder
 from moe_rl.train.kept import KeptRollouts, RolloutBatch, kept_steps
 from moe_rl.train.peers import Peers, StopRequested
-from moe_rl.train.resume import restore
+from moe_rl.train.resume import open_folder, restore
 from moe_rl.train.rollouts import Rollouts
 from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.step import Clock, TrainStep
-from moe_rl.train.weights import Canary, send_weights
+from moe_rl.train.weights import Canary, WeightSender, way_of
 
 # The parts of a step that every rank has, and that are ended before a run stops.
 _TRAINING = ("placement", "routes", "logprobs", "train", "sync")
@@ -53,8 +51,7 @@ def train(config: Config, folder: RunFolder | None, step: int | None = None) -> 
     with ExitStack() as stack:
         stack.callback(world.stop)
         resumed = folder is not None
-        folder = _open_folder(config, folder, stack)
-        done = _steps_done(folder, step) if resumed else 0
+        folder, done = open_folder(config, folder, step, stack)
         peers = stack.enter_context(
             Peers(
                 folder.ranks,
@@ -89,6 +86,7 @@ class Run:
             published=peers.save_done,
         )
         self.log = self.rollouts = self.left_behind = None
+        self.kept_awake = False
         if self.is_main:
             self.log = RunLog(folder.path, total_steps=config.run.steps, mode=config.replay.mode)
             stack.callback(self.log.close)
@@ -113,12 +111,14 @@ class Run:
         facts = self.facts
         spec = TraceSpec.from_layers(facts.fingerprint, facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
         self.train_step = TrainStep(config, self.policy, reference, self.store, spec)
+        self.sender = WeightSender(self.policy, config.rollout, way_of(config.rollout), folder.sync)
         self.train_seconds = 0.0  # of the last step, with its sync
+        self.saving = Clock()  # since the last step was logged
         self.canary = Canary(world.broadcast(self.rollouts.canary_tokens() if self.is_main else None, tuple[int, ...]))
 
     def steps(self, done: int) -> None:
         """From what is done, nothing or a checkpoint, to the end of the run and its report."""
-        config, saved, collapse = self.config, {}, None
+        config, collapse = self.config, None
         if done or config.rollout.weights != "exact":
             self._sync(version=done)  # the sampler started with the model's own
         self._evaluate(done, last=done == config.run.steps)
@@ -142,10 +142,10 @@ class Run:
             trained = sum(s.forwarded for s in batch.sequences) / clock.seconds["train"]
             metrics |= batch.metrics | {
                 "throughput/trained_tokens_per_second": trained,
-                **{f"time/{name}": seconds for name, seconds in clock.seconds.items()},
+                **{f"time/{name}": seconds for name, seconds in (clock.seconds | self.saving.seconds).items()},
             }
+            self.saving = Clock()
             self.train_seconds = sum(clock.seconds[part] for part in _TRAINING)
-            metrics |= saved
             if self.is_main:
                 self.log.step(step, metrics)
             collapse = self.train_step.guards.after_step(step, metrics)
@@ -154,7 +154,8 @@ class Run:
             self._evaluate(step, last=last)
             if collapse is None and self._asked_to_stop():
                 self._stop(done)
-            saved = self._save(step, whole=last) if last or step % config.checkpoint.every_steps == 0 else self._poll()
+            if last or step % config.checkpoint.every_steps == 0:
+                self._save(step, whole=last)
             if collapse is not None:
                 break
         with self.peers.phase("report", done):
@@ -180,20 +181,33 @@ class Run:
             if self.peers.asked or batch is None:
                 self.rollouts.source.seek(cursor)
                 batch = None
+            if batch is not None:
+                self._rest(clock)
         with self.peers.phase("receive rollout", step):
             batch = world.broadcast(batch, RolloutBatch | None)
+        if batch is not None and self.checkpoints.pending is not None:
+            with self.peers.phase("checkpoint", step), self.saving("checkpoint"):
+                self.checkpoints.poll()  # sampling has left its writers time
         if self.is_main and batch is not None:
             self._retain_rollouts(step)
         return batch
 
+    def _rest(self, clock: Clock) -> None:
+        """Let the sampler give its memory back until it gets weights again."""
+        if level := self.config.rollout.sleep_level:
+            with clock("sleep"):
+                gave_back = self.rollouts.engine.sleep(level)
+            if not gave_back and not self.kept_awake:
+                self.log.note("rollout.sleep_level: the sampler keeps its memory, vLLM does not sleep on a CPU")
+            self.kept_awake = not gave_back
+
     def _sync(self, version: int) -> dict[str, float]:
         """Give the sampler the trainer's weights as `version`, and let both score the canary with them."""
         engine = self.rollouts.engine if self.is_main else None
-        rollout = self.config.rollout
-        sent = send_weights(
-            self.policy, engine, self.folder.sync, version, dtype=rollout.dtype, weights=rollout.weights
-        )
-        return {"sync/bytes": sent, "sync/canary_abs_diff": self.canary.difference(self.policy, engine)}
+        sent = self.sender.send(engine, version)
+        difference = self.canary.difference(self.policy, engine)
+        self.train_step.guards.after_sync(version, difference)
+        return {"sync/bytes": sent, "sync/canary_abs_diff": difference}
 
     def _evaluate(self, step: int, *, last: bool) -> None:
         """Where it is time for it, and the log has it not: a run that stopped in it does it when it goes on."""
@@ -206,11 +220,10 @@ class Run:
                 if metrics is not None:
                     self.log.eval_row(step, metrics | {"time/eval": clock.seconds["eval"]})
 
-    def _save(self, step: int, *, whole: bool) -> dict[str, float]:
-        """Begin a checkpoint, and wait for the whole of it or let it be written behind the run. What it cost is logged
-        with the next step."""
-        clock, cursor = Clock(), self.rollouts.source.cursor if self.is_main else 0
-        with self.peers.phase("checkpoint", step), clock("checkpoint"):
+    def _save(self, step: int, *, whole: bool) -> None:
+        """Begin a checkpoint, and wait for the whole of it or let it be written behind the run."""
+        cursor = self.rollouts.source.cursor if self.is_main else 0
+        with self.peers.phase("checkpoint", step), self.saving("checkpoint"):
             self.checkpoints.save(
                 step,
                 self.policy,
@@ -221,14 +234,6 @@ class Run:
                 self.checkpoints.finish()
             if self.is_main:
                 self._retain_rollouts(step)
-        return {"time/checkpoint": clock.seconds["checkpoint"]}
-
-    def _poll(self) -> dict[str, float]:
-        """Publish a checkpoint that has been written by now."""
-        clock = Clock()
-        with clock("checkpoint"):
-            published = self.checkpoints.poll()
-        return {"time/checkpoint": clock.seconds["checkpoint"]} if published else {}
 
     def _asked_to_stop(self) -> bool:
         """Whether any rank was, as all of them hear now."""
@@ -273,29 +278,6 @@ class Run:
         }
 
 
-def _open_folder(config: Config, folder: RunFolder | None, stack: ExitStack) -> RunFolder:
-    """Rank 0 makes the run folder, or takes over one that an earlier process left; every rank learns its path and holds
-    it until the stack is left."""
-    path = ""
-    if dist.get_rank() == 0:
-        resumed, folder = folder is not None, folder or run_folder.create(config)
-        stack.enter_context(run_folder.held(folder, first=True))
-        if resumed:
-            run_folder.take_over(folder, config)
-        path = str(folder.path)
-    folder = RunFolder(Path(world.broadcast(path, str)))
-    if dist.get_rank():
-        stack.enter_context(run_folder.held(folder, first=False))
-    return folder
-
-
-def _steps_done(folder: RunFolder, step: int | None) -> int:
-    """Of the checkpoint to go on from. It was there when the ranks looked, before they waited for the run to end."""
-    if step is None and dist.get_rank() == 0:
-        step = checkpoints.complete(folder.checkpoints)[-1][0]
-    return world.broadcast(step, int)
-
-
 def engine_settings(config: Config, facts: ModelFacts, folder: RunFolder) -> EngineSettings:
     """What the run's engine is started with; trace and log go into the folder."""
     rollout = config.rollout
@@ -314,4 +296,5 @@ def engine_settings(config: Config, facts: ModelFacts, folder: RunFolder) -> Eng
         capture=rollout.capture,
         support=rollout.keep_sampling_mask,
         router_logits_fraction=rollout.router_logits_fraction,
+        sleeps=rollout.sleep_level > 0,
     )

@@ -76,6 +76,8 @@ class Peers:
             if lost is not None:
                 self._end(lost)
         signal.set_wakeup_fd(self._wakeup)
+        self._signals.close()
+        self._signalled.close()
         for number, handler in self._handlers.items():
             # Ranks that stop as they were asked to are not hurried by the first that is done.
             signal.signal(number, signal.SIG_IGN if isinstance(error, Stopped) else handler)

@@ -1,4 +1,4 @@
-"""A run put back to a checkpoint, and what an ended process left for the step after it.
+"""A run folder taken over, the run put back to a checkpoint, and what an ended process left for the step after it.
 
 Rollouts that were sampled, judged and entered for that step are from the weights that the run goes on with, so it is
 trained on them instead of sampling once more: where sampling is not deterministic, only that gives the step which the
@@ -8,18 +8,25 @@ are no more.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch.distributed as dist
 
+from moe_rl.config.schema import Config
 from moe_rl.data import checkpoints
 from moe_rl.data.ledger import Entry, PromptLedger
 from moe_rl.data.prompts import PromptSource
-from moe_rl.errors import DataError, MoeRLError, describe
-from moe_rl.megatron import checkpoint
+from moe_rl.errors import ConfigError, DataError, MoeRLError, describe
+from moe_rl.megatron import checkpoint, world
 from moe_rl.replay.routes import RowPolicy, read_routes
 from moe_rl.trace import TraceSpec
+from moe_rl.train import run_folder
 from moe_rl.train.kept import KeptRollouts, RolloutBatch
+from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.support import read_support
 
 if TYPE_CHECKING:
@@ -27,6 +34,43 @@ if TYPE_CHECKING:
 
 # What a step does about routes that are missing is decided when it is trained on.
 _ROWS = RowPolicy(missing="native", stale="refuse", max_staleness=0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """What rank 0 tells the others of the run folder: its path and the steps done to go on from, or what is wrong."""
+
+    path: str = ""
+    done: int = 0
+    problem: str = ""
+
+
+def open_folder(config: Config, folder: RunFolder | None, step: int | None, stack: ExitStack) -> tuple[RunFolder, int]:
+    """The run's folder, new or, if it is given, taken over, and the steps done to go on from: `step`, or those of the
+    newest checkpoint. Every rank holds the folder until the stack is left. All ranks call it.
+
+    Raises ConfigError on all ranks when the run that the folder is of is still going.
+    """
+    opened = None
+    if dist.get_rank() == 0:
+        resumed = folder is not None
+        try:
+            folder = folder or run_folder.create(config)
+            stack.enter_context(run_folder.held(folder, first=True))
+            if resumed and step is None:
+                step, _ = checkpoints.complete(folder.checkpoints)[-1]  # there when the ranks looked
+            if resumed:
+                run_folder.take_over(folder, config)
+            opened = _Opened(str(folder.path), step or 0)
+        except ConfigError as error:
+            opened = _Opened(problem=str(error))
+    opened = world.broadcast(opened, _Opened)
+    if opened.problem:
+        raise ConfigError(opened.problem)
+    folder = RunFolder(Path(opened.path))
+    if dist.get_rank():
+        stack.enter_context(run_folder.held(folder, first=False))
+    return folder, opened.done
 
 
 def restore(run: Run, done: int) -> None:

@@ -17,7 +17,7 @@ from moe_rl.errors import RewardError, describe
 from moe_rl.objectives.advantages import has_spread
 from moe_rl.objectives.shaping import overlong_penalty
 from moe_rl.rewards.pool import RewardItem, VerifierPool, check_failed_fraction
-from moe_rl.rollout.engine import VllmEngine
+from moe_rl.rollout.sampler import Sampler
 from moe_rl.trace import TraceStore
 from moe_rl.train.kept import RolloutBatch, shard_name
 from moe_rl.train.step import Clock
@@ -63,7 +63,7 @@ class Rollouts:
         self,
         config: Config,
         facts: ModelFacts,
-        engine: VllmEngine,
+        engine: Sampler,
         verifiers: VerifierPool,
         run_dir: Path,
         store: TraceStore,

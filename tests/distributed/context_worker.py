@@ -20,6 +20,7 @@ from moe_rl.errors import ReplayError, RouteValidationError
 from moe_rl.megatron import world
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
 from moe_rl.types import Provenance, Sequence, Span
+from tests.sync.taking import taken
 
 CONFIG = Path(__file__).parents[2] / "configs/tiny_moe_cpu.yaml"
 # Of prompt and completion. 1 and 2 tokens are fed of some, where there are 4 chunks; no length is as any other.
@@ -43,19 +44,6 @@ def batch(facts, folder):
     return sequences, TraceStore(folder), spec
 
 
-class Engine:
-    """Takes the weights where a sampler would."""
-
-    def update_weights(self, files, version, digest):
-        from moe_rl.sync.weights import read_parts
-
-        self.weights = {name: tensor.clone() for name, tensor in read_parts(files)}
-        self.writers = [file.name for file in files]
-
-    def score(self, tokens):
-        return np.zeros(len(tokens) - 1, np.float32)
-
-
 def main():
     path, out = map(Path, sys.argv[1:])
     facts, seen = read_model(path), {}
@@ -74,7 +62,7 @@ def main():
     from moe_rl.megatron.saving import Checkpoints
     from moe_rl.train import shares as shares_of
     from moe_rl.train import step
-    from moe_rl.train.weights import Canary, send_weights
+    from moe_rl.train.weights import Canary
 
     rank = dist.get_rank()
     sequences, store, spec = batch(facts, out / f"trace{rank}")
@@ -87,10 +75,10 @@ def main():
         whole = step.TrainStep(config, policy, None, store, spec)
         return whole.run(sequences, groups, step=1, weight_version=0, measure_native=True, clock=clock)
 
-    policy, engine = build(halves), Engine() if rank == 0 else None
-    send_weights(policy, engine, out / "parts", 0, dtype="float32", weights="exact")
+    policy = build(halves)
+    engine = taken(policy, path, out / "parts")
     seen["canary"] = Canary((3, 1, 4, 1, 5)).difference(policy, engine)
-    seen["engine"] = vars(engine) if engine else {}
+    seen["sent"] = (engine.weights, engine.places) if engine else ({}, [])
     seen["halves"] = take_step(halves, policy)
     Checkpoints(out / "checkpoints", halves.parallel, keep=1, asynchronous=False).save(1, policy, {})
     resumed = build(halves)

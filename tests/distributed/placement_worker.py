@@ -27,9 +27,9 @@ from moe_rl.megatron.witness import DispatchWitness
 from moe_rl.planning.placement import natural_order
 from moe_rl.proof.cases import Case
 from moe_rl.proof.share import Share, whole_gradients
-from moe_rl.sync.weights import tensor_digests
-from moe_rl.train.weights import send_weights
-from tests.distributed.state_worker import Engine, held
+from moe_rl.sync.digest import tensor_digests
+from tests.distributed.state_worker import held
+from tests.sync.taking import taken
 
 SHARDED, TOP_4 = "EP2 DP2 bfloat16", "EP2 DP2 top-4"
 CASES = {
@@ -66,7 +66,7 @@ class Run:
     """A policy new from the model's folder, and what it computes."""
 
     def __init__(self, facts, case, source):
-        self.facts, self.case = facts, case
+        self.facts, self.case, self.source = facts, case, source
         self.policy = Policy(facts, case.train_config, case.parallel_config, source, temperature=1.0)
         self.share = Share(facts, case, self.policy)
 
@@ -83,7 +83,7 @@ class Run:
             "logprobs": self.share.by_sequence(logprobs),
             "grad_norm": result.grad_norm,
             "grads": grads if self.facts.top_k > 2 else tensor_digests(grads.items()),
-            "weights": tensor_digests(self.policy.export(torch.float32, dense=True, experts=True).items()),
+            "weights": tensor_digests(self.policy.export(torch.float32, dense=True, experts=True)),
             "dispatch": dispatch,
             "mismatch": [s.tally.applied_mismatch for s in (first, second)],
             "planned": [s.tally.planned for s in (first, second)],
@@ -91,9 +91,8 @@ class Run:
 
     def sent(self, folder):
         """The weights as a sampler gets them."""
-        engine = Engine() if dist.get_rank() == 0 else None
-        send_weights(self.policy, engine, folder, 0, dtype="float32", weights="exact")
-        return engine.weights if engine else {}
+        taker = taken(self.policy, self.source, folder)
+        return taker.weights if taker else {}
 
     def save(self, folder):
         Checkpoints(folder, self.case.parallel_config, keep=1, asynchronous=False).save(1, self.policy, {})

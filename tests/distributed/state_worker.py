@@ -12,8 +12,9 @@ import shutil
 import socket
 import sys
 import threading
-from contextlib import contextmanager
-from dataclasses import asdict
+import weakref
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -31,8 +32,9 @@ from moe_rl.megatron.model import unwrap
 from moe_rl.megatron.policy import Policy, ReferencePolicy
 from moe_rl.proof import cases
 from moe_rl.proof.share import Share
+from moe_rl.sync.segments import SegmentWriter
 from moe_rl.train.guards import Guards
-from moe_rl.train.weights import send_weights
+from tests.sync.taking import taken
 
 ONE = ParallelConfig()
 SAVER = "TP2-EP2"
@@ -45,16 +47,7 @@ LAYOUTS = {
 # Resumed once more, from a checkpoint of their own.
 AGAIN = ("TP2-ETP2", "PP2-VPP2")
 SEED, STEP, UPDATES = 1, 1, 2
-
-
-class Engine:
-    """Takes the weights where a sampler would."""
-
-    def update_weights(self, files, version, digest):
-        from moe_rl.sync.weights import read_parts
-
-        self.weights = {name: tensor.clone() for name, tensor in read_parts(files)}
-        self.writers = len(files)
+BUCKET = 150_000  # bytes
 
 
 class Case:
@@ -72,7 +65,7 @@ class Case:
         return self.policy.update(self.share.microbatches, None, self.share.loss).grad_norm
 
     def weights(self):
-        exported = self.policy.export(torch.float32, dense=True, experts=True)
+        exported = dict(self.policy.export(torch.float32, dense=True, experts=True))
         return {name: tensor.clone() for name, tensor in exported.items()}
 
     def next_two(self):
@@ -90,14 +83,52 @@ class Case:
         return checkpoint.load(path, self.policy, parallel=self.parallel, seed=SEED)
 
     def send(self):
-        """The weights as a sampler gets them, and how many ranks wrote them."""
-        engine = Engine() if dist.get_rank() == 0 else None
-        send_weights(self.policy, engine, self.out / "parts", 0, dtype="float32", weights="exact")
-        return (engine.weights, engine.writers) if engine else ({}, 0)
+        """The weights as a sampler gets them by disk, and how many ranks wrote them."""
+        taker = taken(self.policy, self.build[-1], self.out / "parts")
+        return (taker.weights, taker.places) if taker else ({}, [])
+
+    def streamed(self, way):
+        """The same in buckets, and the most bytes that a rank held of exported tensors, and of shared memory."""
+        held, most = [0, 0], [0, 0]
+
+        def note(which, number):
+            held[which] += number
+            most[which] = max(most[which], held[which])
+
+        def watched(run):
+            for name, tensor in run:
+                # On a CPU what is exported in the parameters' precision is the parameter itself.
+                copy = tensor.clone()
+                note(0, copy.nbytes)
+                weakref.finalize(copy.untyped_storage(), note, 0, -copy.nbytes)  # views keep it
+                yield name, copy
+                del copy
+
+        def rounds(*arguments, **more):
+            return [replace(run, tensors=watched(run.tensors)) for run in export_rounds(*arguments, **more)]
+
+        def append(writer, tensor):
+            write(writer, tensor)
+            note(1, sum(os.fstat(int(link)).st_size for link in segments()) - held[1])
+
+        export_rounds, write = self.policy.export_rounds, SegmentWriter.append
+        with patch.object(self.policy, "export_rounds", rounds), patch.object(SegmentWriter, "append", append):
+            taker = taken(self.policy, self.build[-1], self.out / "parts", way, weight_bucket_mib=BUCKET / 2**20)
+        return (taker.weights, taker.places) if taker else ({}, []), most
 
     def reference(self):
         logprobs = ReferencePolicy(*self.build, temperature=1.0).logprobs(self.share.microbatches)
         return {"logprobs": self.share.by_sequence(logprobs)}
+
+
+def segments():
+    """Descriptors of this process's shared memory."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            if os.readlink(link).startswith("/memfd:moe_rl-weights"):
+                found.append(link.name)
+    return found
 
 
 def draw():
@@ -340,6 +371,7 @@ def main():
             return Case(source, out, parallel, dtype)
 
         seen[name, "sent"], seen[name, "reference"] = new().send(), new().reference()
+        seen[name, "streamed"] = {way: new().streamed(way) for way in ("disk", "shared_memory", "broadcast")}
         seen[name] = resume(new, "two", f"{name} from two")
         if name != SAVER:
             copy(lambda: new("bfloat16"), "two-bfloat16", f"{name} from two-bfloat16")

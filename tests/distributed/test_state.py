@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from moe_rl.proof.matrix import largest, merged
 from tests.distributed.conftest import torchrun
-from tests.distributed.state_worker import AGAIN, LAYOUTS, SAVER, STEP, UPDATES
+from tests.distributed.state_worker import AGAIN, BUCKET, LAYOUTS, SAVER, STEP, UPDATES
 
 # The first test waits for all layouts, which on a busy machine takes long.
 pytestmark = pytest.mark.timeout(900)
@@ -91,9 +91,30 @@ def test_the_sampler_and_the_reference_get_the_weights(checkpoint, folder, seen,
     """The checkpoint that the ranks cut up, whole and bit for bit."""
     sent, wrote = seen[0][layout, "sent"]
     assert equal(sent, load_file(checkpoint / "model.safetensors"))
-    assert wrote == writers and not list((folder / "parts").iterdir())
+    assert wrote == [writers] and not list((folder / "parts").iterdir())
     logprobs = reference(forced=False).logprobs
     assert largest(merged(of(seen, (layout, "reference")), "logprobs"), logprobs) < 2e-5
+
+
+@pytest.mark.parametrize("way", ["disk", "shared_memory", "broadcast"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_leave_in_buckets_and_a_rank_holds_no_more_than_these(checkpoint, seen, layout, way):
+    """Also a rank of many: EP2 and PP2 ranks have half the model to send, of TP2 ETP2 one has all of it."""
+    whole = load_file(checkpoint / "model.safetensors")
+    (sent, places), _ = seen[0][layout, "streamed"][way]
+    assert equal(sent, whole)
+    total, largest_tensor = (f(t.nbytes for t in whole.values()) for f in (sum, max))
+    # files, rounds with a segment of each rank, or vLLM's buckets, which the tensor that is too much closes
+    pieces = sum(places) if way == "disk" else len(places)
+    senders = 2 if way == "shared_memory" and layout != "TP2-ETP2" else 1
+    assert pieces * senders >= total // (BUCKET + largest_tensor) >= 13
+    for rank in seen:
+        tensors, memory = rank[layout, "streamed"][way][1]
+        if way != "shared_memory":
+            assert BUCKET // 2 < tensors <= BUCKET + 2 * largest_tensor or (tensors == 0 and layout == "TP2-ETP2")
+        else:  # a tensor at a time, in a segment that is kept and one more
+            assert tensors <= 2 * largest_tensor
+            assert BUCKET < memory <= 2 * (BUCKET + 64 * len(whole)) or (memory == 0 and layout == "TP2-ETP2")
 
 
 def test_the_same_layout_goes_on_bit_for_bit(seen):

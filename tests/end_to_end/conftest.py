@@ -17,6 +17,7 @@ SHORT = [
     "checkpoint.every_steps=2",
     "replay.native_every=1",
     "rollout.kv_cache_mib=64",
+    "rollout.sleep_level=2",
 ]
 
 

@@ -84,7 +84,7 @@ class Run:
         return [layer for chunk in self.policy.chunks for layer in unwrap(chunk).decoder.layers]
 
     def weights(self):
-        exported = self.policy.export(torch.float32, dense=True, experts=True)
+        exported = dict(self.policy.export(torch.float32, dense=True, experts=True))
         return {name: tensor.clone() for name, tensor in exported.items()}
 
 

@@ -3,7 +3,7 @@
 SPEC (JSON): engine: arguments of vllm.LLM; recording: of additional_config["moe_rl"]; capture: patch | worker;
 asynchronous: whether to schedule asynchronously, which vLLM's CPU platform switches off; acts: list of
   {"sample": [request, ...], "sink": name, "abort_after": steps}   request: key, prompt, seed, max_tokens, ...
-  {"update": {"parts": [...], "digest": ..., "version": n, "lost": tensor that the model drops}}
+  {"update": a WeightUpdate, "lost": tensor that the model drops}
 RESULT (JSON): acts: per "sample", the completions and references; stats of the recorder, prefix hits, and what else the
 tests want as a witness that a scenario took place.
 """
@@ -26,7 +26,7 @@ def main() -> None:
     import vllm
 
     from moe_rl.rollout.worker import CONTROL, WORKER
-    from moe_rl.sync.vllm_files import BACKEND
+    from moe_rl.sync.receiver import BACKEND
 
     arguments = {
         "skip_tokenizer_init": True,
@@ -55,16 +55,13 @@ def main() -> None:
     for act in spec["acts"]:
         if "update" in act:
             update = act["update"]
-            if "lost" in update:
-                llm.collective_rpc(_lose, args=(update["lost"],))
-            llm.start_weight_update()
-            try:
-                llm.update_weights({"update_info": {"parts": update["parts"], "digest": update["digest"]}})
-            except RuntimeError as error:
-                results.append({"failed": str(error)})
+            if "lost" in act:
+                llm.collective_rpc(_lose, args=(act["lost"],))
+            (answer,) = llm.collective_rpc("moe_rl_update_weights", args=(json.dumps(update).encode(),))
+            if answer["refused"]:
+                results.append({"failed": answer["refused"], "whole": answer["whole"]})
                 break
-            llm.finish_weight_update(str(update["version"]))
-            llm.collective_rpc("moe_rl_set_weight_version", args=(update["version"],))
+            llm.update_weight_version(str(update["version"]))
         else:
             results.append(_sample(llm, act))
     metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}

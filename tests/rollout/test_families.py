@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,6 +16,7 @@ from moe_rl.errors import EngineError
 from moe_rl.rollout.worker import refuse_unpatched
 from tests.rollout.conftest import TOP_K, VOCAB
 from tests.rollout.test_recording import agree, play, requests  # noqa: F401 - `play` is a fixture
+from tests.sync.sending import by_disk
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -121,8 +123,6 @@ class FamilyRouter:
 def test_recorded_before_and_after_an_update(play, name, tmp_path):  # noqa: F811
     from safetensors.torch import load_file, save_file
 
-    from moe_rl.sync.weights import expected_digest, write_part
-
     model, other = tmp_path / "model", tmp_path / "other"
     facts = read_model(make_checkpoint(name, model))
     old = load_file(model / "model.safetensors")
@@ -134,20 +134,19 @@ def test_recorded_before_and_after_an_update(play, name, tmp_path):  # noqa: F81
         if not is_mtp_tensor(facts, key)
     }
     assert len(old) - len(sent) == (name == "glm")
-    part = tmp_path / "part.safetensors"
-    write_part(part, sent)
     other.mkdir()
     (other / "config.json").write_text((model / "config.json").read_text())
     (other / "tokenizer.json").write_text("{}")
     save_file(sent, other / "model.safetensors", {"format": "pt"})
 
-    update = {"parts": [str(part)], "digest": expected_digest([part]), "version": 5}
+    update = msgspec.to_builtins(by_disk(tmp_path, sent, version=5))
+    again = msgspec.to_builtins(by_disk(tmp_path, sent, version=6, replaces=5, changed=False))
     outcome = play(
         [
             {"sample": requests(4, 2), "sink": "before"},
             {"update": update},
             {"sample": requests(4, 2, seed=9), "sink": "after"},
-            {"update": update | {"version": 6, "lost": "model.layers.1.input_layernorm.weight"}},
+            {"update": again, "lost": "model.layers.1.input_layernorm.weight"},
         ],
         engine={"model": str(model)},
     )
@@ -157,6 +156,7 @@ def test_recorded_before_and_after_an_update(play, name, tmp_path):  # noqa: F81
     record = outcome.store.read(outcome.ref(outcome.completions(1)[0]))
     assert record.spec.layer_map == "".join("m" if at in facts.moe_layers else "d" for at in range(4))
     lost = outcome.result["acts"][2]["failed"]
+    assert not outcome.result["acts"][2]["whole"]
     assert "lost a part" in lost and "1 parameters" in lost and "model.layers.1.input_layernorm.weight" in lost
     # the update is what decided: the old model would have chosen otherwise
     completion = outcome.completions(1)[0]

@@ -21,7 +21,7 @@ import moe_rl
 from moe_rl.errors import EngineError
 from moe_rl.rollout import patches
 from moe_rl.rollout.engine import VllmEngine
-from moe_rl.sync.weights import expected_digest, write_part
+from tests.sync.sending import by_disk
 
 pytestmark = pytest.mark.slow
 
@@ -51,9 +51,7 @@ def start(settings, folder: Path, **changes) -> VllmEngine:
 def reload_same(engine, checkpoint, folder: Path) -> tuple[np.ndarray, np.ndarray]:
     """Scores of the canary before and after loading the very same weights."""
     before = engine.score(CANARY)
-    part = folder / "same.safetensors"
-    write_part(part, load_file(checkpoint / "model.safetensors"))
-    engine.update_weights([part], 1, expected_digest([part]))
+    engine.update_weights(by_disk(folder, load_file(checkpoint / "model.safetensors"), version=1))
     return before, engine.score(CANARY)
 
 

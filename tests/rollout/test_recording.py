@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -21,6 +22,7 @@ from moe_rl.rollout.recording import from_start
 from moe_rl.trace import TraceStore, validate
 from moe_rl.types import Provenance, RoutePart, RouteRef
 from tests.rollout.conftest import LAYERS, TOP_K, VOCAB
+from tests.sync.sending import by_disk
 
 # An engine takes 20 s to start and to be compiled for; on a busy machine a multiple.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -259,11 +261,7 @@ def test_a_weight_update_between_two_requests(play, router, other_checkpoint, tm
     """The prefix cache is kept: rows of the old weights stay under a prompt, and say so."""
     from safetensors.torch import load_file
 
-    from moe_rl.sync.weights import expected_digest, write_part
-
-    part = tmp_path / "part.safetensors"
-    write_part(part, load_file(other_checkpoint / "model.safetensors"))
-    update = {"parts": [str(part)], "digest": expected_digest([part]), "version": 5}
+    update = msgspec.to_builtins(by_disk(tmp_path, load_file(other_checkpoint / "model.safetensors"), version=5))
     again = requests(2, 1, prompt=100)
     fresh = requests(2, 1, prompt=100, seed=9)
     outcome = play(

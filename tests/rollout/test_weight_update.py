@@ -1,27 +1,24 @@
-"""Weights into the running engine: exactly what was sent, or refused with the old ones still in place."""
+"""Weights into the running engine: exactly what was sent, or refused before a token is sampled from anything else."""
 
 from __future__ import annotations
 
+import itertools
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
-from moe_rl.errors import WeightSyncError
-from moe_rl.sync.weights import expected_digest, write_part
+from moe_rl.errors import EngineError, WeightSyncError
+from tests.sync.sending import broadcast, by_disk, by_memory
 
 pytestmark = pytest.mark.slow
 
 CANARY = np.random.default_rng(9).integers(0, 512, 64).tolist()
-
-
-def send(engine, folder, tensors, version, parts=2):
-    """Write tensors as `parts` files and load them. Returns the paths."""
-    names = sorted(tensors)
-    paths = [folder / f"v{version}-{at}.safetensors" for at in range(parts)]
-    for at, path in enumerate(paths):
-        write_part(path, {name: tensors[name] for name in names[at::parts]})
-    engine.update_weights(paths, version, expected_digest(paths))
-    return paths
+SHARDS = (f"update-{number}" for number in itertools.count())
 
 
 @pytest.fixture(scope="session")
@@ -29,90 +26,172 @@ def weights(checkpoint):
     return load_file(checkpoint / "model.safetensors")
 
 
+@pytest.fixture(scope="session")
+def others(other_checkpoint):
+    return load_file(other_checkpoint / "model.safetensors")
+
+
+class Sent:
+    """The shared engine and how to send to it: `way` puts tensors somewhere and gives the parts of an update."""
+
+    def __init__(self, engine, requests_of, folder: Path):
+        self.engine, self.requests_of, self.folder = engine, requests_of, folder
+        self.stack = ExitStack()
+
+    def version(self) -> int:
+        (completion,) = self.engine.generate(self.requests_of(1, 1, max_tokens=1), shard=next(SHARDS))
+        return completion.weight_version
+
+    def parts(self, way, tensors, *, parts=1, version=None, **about):
+        held = about.pop("replaces") if "replaces" in about else self.version()
+        about |= {"version": version or held + 1, "replaces": held}
+        if way == "disk":
+            return [by_disk(self.folder, tensors, **about)]
+        return [self.stack.enter_context(one) for one in by_memory(tensors, parts=parts, **about)]
+
+    def __call__(self, way, tensors, **about):
+        for one in self.parts(way, tensors, **about):
+            self.engine.update_weights(one)
+
+    def refused(self, parts, message):
+        """The refusal by the last of the parts."""
+        for one in parts[:-1]:
+            self.engine.update_weights(one)
+        with pytest.raises(WeightSyncError, match=f"(?s){message}.*pid {self.engine.pid}") as refusal:
+            self.engine.update_weights(parts[-1])
+        return str(refusal.value)
+
+    def goes_on(self, canary, version) -> bool:
+        np.testing.assert_array_equal(self.engine.score(CANARY), canary)
+        return self.version() == version
+
+
 @pytest.fixture
-def restored(engine, weights, tmp_path):
-    """The shared engine, with its first weights back when the test is over."""
-    yield engine
-    send(engine, tmp_path, weights, 0)
+def send(engine, weights, requests_of, tmp_path):
+    """Gives the engine its first weights back when the test is over; its version has then risen."""
+    sent = Sent(engine, requests_of, tmp_path)
+    with sent.stack:
+        before = sent.version()
+        yield sent
+        sent("memory", weights, version=before + 10, changed=False)
 
 
-def test_same_weights_leave_every_bit(restored, weights, requests_of, tmp_path):
-    requests = requests_of(4, 4)
-    before, scored = restored.generate(requests, shard="same-0"), restored.score(CANARY)
-    send(restored, tmp_path, weights, 1)
-    np.testing.assert_array_equal(restored.score(CANARY), scored)
-    for one, other in zip(before, restored.generate(requests, shard="same-1"), strict=True):
+@pytest.mark.parametrize("way, parts", [("disk", 1), ("memory", 7)])
+def test_same_weights_leave_every_bit(send, weights, requests_of, way, parts):
+    requests, engine = requests_of(4, 4), send.engine
+    before, scored, version = engine.generate(requests, shard=next(SHARDS)), engine.score(CANARY), send.version()
+    send(way, weights, parts=parts, changed=False)
+    np.testing.assert_array_equal(engine.score(CANARY), scored)
+    for one, other in zip(before, engine.generate(requests, shard=next(SHARDS)), strict=True):
         assert one.token_ids == other.token_ids
         np.testing.assert_array_equal(one.logprobs, other.logprobs)
-        assert (one.weight_version, other.weight_version) == (0, 1)
+        assert (one.weight_version, other.weight_version) == (version, version + 1)
 
 
-def test_new_weights_are_sampled_from(restored, other_checkpoint, other_reference, settings, requests_of, tmp_path):
+@pytest.mark.parametrize("way, parts", [("disk", 1), ("memory", 7)])
+def test_new_weights_are_sampled_from(send, others, other_reference, settings, requests_of, way, parts):
     from moe_rl.trace import TraceStore
 
-    before = restored.score(CANARY)
-    send(restored, tmp_path, load_file(other_checkpoint / "model.safetensors"), 41)
+    engine = send.engine
+    before, version = engine.score(CANARY), send.version() + 5
+    send(way, others, parts=parts, version=version)
     routes, logprobs = other_reference(CANARY)
-    np.testing.assert_allclose(restored.score(CANARY), logprobs, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(engine.score(CANARY), logprobs, rtol=0, atol=1e-4)
     assert np.abs(before - logprobs).mean() > 0.1
     # The same prompts were cached under the old weights: none of their rows may come back.
-    for completion in restored.generate(requests_of(4, 4), shard="new"):
+    for completion in engine.generate(requests_of(4, 4), shard=next(SHARDS)):
         tokens = completion.prompt_token_ids + completion.token_ids
         record = TraceStore(settings.trace_root).read(completion.routes)
         np.testing.assert_array_equal(np.sort(record.routes, -1), other_reference(tokens)[0][:-1])
-        assert completion.weight_version == 41 and {span.weight_version for span in record.spans} == {41}
+        assert completion.weight_version == version and {span.weight_version for span in record.spans} == {version}
 
 
-def test_one_changed_expert_is_seen_by_the_canary(restored, reference, weights, tmp_path):
+def test_one_changed_expert_is_seen_by_the_canary(send, reference, weights):
     """Moving the weights of a single expert moves the canary, if its tokens go there at all."""
-    before = restored.score(CANARY)
+    before = send.engine.score(CANARY)
     expert = np.bincount(reference(CANARY)[0][:, 2].ravel()).argmax()
     name = f"model.layers.2.mlp.experts.{expert}.down_proj.weight"
-    send(restored, tmp_path, weights | {name: weights[name] * 1.5}, 2)
-    assert np.abs(restored.score(CANARY) - before).max() > 1e-4
+    send("memory", weights | {name: weights[name] * 1.5})
+    assert np.abs(send.engine.score(CANARY) - before).max() > 1e-4
 
 
-@pytest.mark.parametrize(
-    "fault, message",
-    [
-        ("digest", "other weights than were sent.*expected"),
-        ("byte", "other weights than were sent.*digest"),
-        ("missing", "lack tensors of the model.*experts.3.up_proj.weight"),
-        ("extra", "hold tensors that the model has not.*surplus"),
-        ("shape", r"of another shape.*norm.weight \(32,\) for \(64,\)"),
-        ("truncated", "missing or damaged.*v7-1"),
-        ("gone", "missing or damaged.*v7-1"),
-        ("twice", "lies in two parts"),
-    ],
-)
-def test_wrong_weights_are_refused_and_the_old_ones_stay(engine, weights, requests_of, tmp_path, fault, message):
-    before = engine.score(CANARY)
-    tensors = {name: tensor * 1.25 for name, tensor in weights.items()}
-    if fault == "missing":
-        del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
-    elif fault == "extra":
-        tensors["surplus"] = tensors["model.norm.weight"]
-    elif fault == "shape":
-        tensors["model.norm.weight"] = tensors["model.norm.weight"][:32]
-    names = sorted(tensors)
-    parts = [tmp_path / "v7-0", tmp_path / "v7-1"]
-    write_part(parts[0], {name: tensors[name] for name in names[::2]})
-    write_part(parts[1], {name: tensors[name] for name in names[1::2]})
-    digest = expected_digest(parts)
-    if fault == "digest":
-        digest = digest[::-1]
-    elif fault == "byte":
-        content = bytearray(parts[1].read_bytes())
-        content[-1000] ^= 1
-        parts[1].write_bytes(content)
-    elif fault == "truncated":
-        parts[1].write_bytes(parts[1].read_bytes()[:-1])
-    elif fault == "gone":
-        parts[1].unlink()
-    elif fault == "twice":
-        parts.append(parts[0])
-    with pytest.raises(WeightSyncError, match=f"(?s){message}.*pid {engine.pid}"):
-        engine.update_weights(parts, 7, digest)
-    np.testing.assert_array_equal(engine.score(CANARY), before)
-    (completion,) = engine.generate(requests_of(1, 1), shard=f"refused-{fault}")
-    assert completion.weight_version == 0
+# Every single fault is in tests/sync/test_intake.py; here is what a real engine does then.
+
+
+def another(update, name):
+    """The update with another digest for one tensor, as if a bit of it had been flipped on the way."""
+    tensors = [msgspec.structs.replace(i, digest="0" * 32) if i.name == name else i for i in update.tensors]
+    assert tensors != update.tensors
+    return msgspec.structs.replace(update, tensors=tensors)
+
+
+@pytest.mark.parametrize("way", ["disk", "memory"])
+def test_other_bytes_than_the_trainer_meant_are_refused_and_the_old_weights_stay(send, others, way):
+    before, version = send.engine.score(CANARY), send.version()
+    (update,) = send.parts(way, others)
+    said = send.refused([another(update, "lm_head.weight")], "got other weights than were sent.*lm_head.weight")
+    assert f"goes on with version {version}" in said and send.goes_on(before, version)
+
+
+@pytest.mark.parametrize("fault", ["broken off", "damaged"])
+def test_a_torn_update_leaves_an_engine_that_samples_nothing_until_a_whole_one(send, weights, others, fault):
+    before, version = send.engine.score(CANARY), send.version()
+    parts = send.parts("memory", others, parts=4, replaces=version, version=version + 1)
+    for one in parts[:2]:
+        send.engine.update_weights(one)
+    if fault == "damaged":
+        damaged = another(parts[2], parts[2].tensors[-1].name)
+        assert "until then nothing is sampled" in send.refused([damaged], "got other weights than were sent")
+    for call in (lambda: send.engine.score(CANARY), send.version):
+        with pytest.raises(WeightSyncError, match="parts of two sets of weights.*nothing is sampled"):
+            call()
+    send("memory", weights, replaces=version, version=version + 2, parts=3, changed=False)
+    assert send.goes_on(before, version + 2)
+
+
+def test_a_broadcast_is_loaded_bucket_by_bucket(send, weights, others, other_reference):
+    """In vLLM's packed buckets, over gloo; one that breaks off is as any torn update."""
+    from moe_rl.sync.broadcast import Sender
+
+    engine, version = send.engine, send.version()
+
+    def sender():
+        return Sender("127.0.0.1", engine.workers, 100_000, torch.device("cpu"))
+
+    again = sender()
+    assert broadcast(engine, again, others, version=version + 1, replaces=version)
+    np.testing.assert_allclose(engine.score(CANARY), other_reference(CANARY)[1], rtol=0, atol=1e-4)
+    experts = [f"model.layers.1.mlp.experts.{expert}.up_proj.weight" for expert in (3, 5)]
+    turned = ((name, weights[dict([experts, experts[::-1]]).get(name, name)]) for name in weights)
+    with pytest.raises(WeightSyncError, match="(?s)got other weights than were sent.*until then nothing is sampled"):
+        broadcast(engine, again, weights, stream=turned, version=version + 2, replaces=version + 1)
+    with pytest.raises(WeightSyncError, match="nothing is sampled"):
+        engine.score(CANARY)
+    assert broadcast(engine, sender(), weights, version=version + 2, replaces=version + 1)
+    assert send.version() == version + 2
+
+
+def test_an_engine_that_sleeps_answers_nothing_until_it_is_awake(send, weights, others):
+    """On a CPU vLLM keeps the memory; the order of the calls is the same."""
+    engine = send.engine
+    before, version = engine.score(CANARY), send.version()
+    log = engine._settings.log_path
+    seen = log.read_text().count("sleep mode is not supported on CPU")
+    assert engine.sleep(1) is False
+    with pytest.raises(EngineError, match="The vLLM engine sleeps: got no kv_cache and weights. Wake it first"):
+        send.version()
+    engine.wake("weights")
+    with pytest.raises(EngineError, match="sleeps: got no kv_cache"):
+        engine.score(CANARY)
+    engine.wake("kv_cache")
+    engine.wake("kv_cache")
+    assert send.goes_on(before, version)
+    assert log.read_text().count("sleep mode is not supported on CPU") == seen + 3, "vLLM was not asked"
+    # Level 2 gives the weights away: only an update brings them back.
+    engine.sleep(2)
+    engine.wake("weights")
+    engine.wake("kv_cache")
+    with pytest.raises(WeightSyncError, match="nothing is sampled"):
+        engine.score(CANARY)
+    send("memory", weights, replaces=version, version=version + 1, changed=False)
+    assert send.goes_on(before, version + 1)

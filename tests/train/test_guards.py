@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from moe_rl.config.schema import GuardsConfig
-from moe_rl.errors import NonFiniteError
+from moe_rl.errors import NonFiniteError, WeightSyncError
 from moe_rl.train.guards import Guards
 
 HEALTHY = {
@@ -89,3 +89,13 @@ def test_counts_outlive_a_restart():
     assert "since step 1, now step 3" in told(after, [RAMBLING], first=3)[0]
     with pytest.raises(NonFiniteError):
         after.after_update(BAD, step=3, update=0)
+
+
+@pytest.mark.parametrize("difference", [1.01, 5.6, math.inf, math.nan])
+def test_a_sampler_with_other_weights_ends_the_run_before_it_samples(difference):
+    guard = guards()
+    guard.after_sync(3, 0.26)
+    guard.after_sync(3, 1.0)
+    with pytest.raises(WeightSyncError, match="after the sync of version 4.*at most guards.max_canary_difference = 1"):
+        guard.after_sync(4, difference)
+    guards(max_canary_difference=9.0).after_sync(4, 5.6)

@@ -32,7 +32,7 @@ FINALIZE = "megatron.core.distributed.finalize_model_grads"
 
 
 def exported(policy):
-    return {name: t.clone() for name, t in policy.export(torch.float32, dense=True, experts=True).items()}
+    return {name: t.clone() for name, t in policy.export(torch.float32, dense=True, experts=True)}
 
 
 def read_again(policy, facts, folder):

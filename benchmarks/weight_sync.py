@@ -1,0 +1,226 @@
+"""Weights from a trainer to a sampler: GB/s of each way that runs on a CPU, beside a plain copy of the same bytes.
+
+    python benchmarks/weight_sync.py [--rounds N] [--mib N] [--ways disk shared_memory broadcast] [--json FILE]
+
+A random Qwen3-MoE in bfloat16 of about --mib is sent by `moe_rl.train.weights.WeightSender`, one rank, as a run sends
+it: exported from host memory, digested, moved, digested again by the other process. `received`: until all of it has
+been confirmed in the sampler's memory, by a process that then drops it. `loaded`: the same into a real vLLM engine,
+until it could sample. copy: one tensor copied to another, the same bytes, memory that was used before. digest: of one
+side. Ways take turns in every round; ratios are to the copy of the same round: median and quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from output import tell
+from safetensors.torch import load_file
+
+from moe_rl.config.schema import ParallelConfig, RolloutConfig
+from moe_rl.megatron import world
+from moe_rl.megatron.export import Round
+from moe_rl.rollout.engine import EngineSettings, VllmEngine
+from moe_rl.sync.digest import tensor_digests
+from moe_rl.sync.update import decode, encode
+from moe_rl.train.weights import WeightSender
+
+WAYS = ("disk", "shared_memory", "broadcast")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--mib", type=float, default=400, help="size of the weights")
+    parser.add_argument("--bucket-mib", type=float, default=64)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    with tempfile.TemporaryDirectory(prefix="moe_rl-sync-") as folder:
+        tell(measure(Path(folder), options), options.json)
+    return 0
+
+
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, object]:
+    model = make_checkpoint(folder / "model", options.mib)
+    tensors = {n: t for part in sorted(model.glob("*.safetensors")) for n, t in load_file(part).items()}
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    world.start(ParallelConfig(), seed=0, timeout_seconds=600)
+    engine = VllmEngine.start(settings(model, folder))
+    drain = Drain(model)
+    seconds: dict[str, list[float]] = {}
+    octets = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()])
+    target = octets.clone()
+    senders = {
+        (to, way): WeightSender(Held(tensors), rollout(options), way, folder / f"{to}-{way}")
+        for to in ("received", "loaded")
+        for way in options.ways
+    }
+    samplers, versions = {"received": drain, "loaded": engine}, dict.fromkeys(("received", "loaded"), 0)
+    try:
+        for _ in range(options.rounds + 1):
+            clocked(seconds, "copy", lambda: target.copy_(octets))
+            clocked(seconds, "digest", lambda: tensor_digests(tensors.items()))
+            for (to, way), sender in senders.items():
+                # One sampler has several senders here: each is told what it holds by now.
+                sender._held, versions[to] = versions[to], versions[to] + 1
+                clocked(seconds, f"{way} {to}", lambda s=sender, to=to: s.send(samplers[to], versions[to]))
+    finally:
+        engine.close()
+        drain.close()
+        world.stop()
+    return result(seconds, size, len(tensors), options)
+
+
+def clocked(seconds: dict[str, list[float]], name: str, act: Callable) -> None:
+    start = time.perf_counter()
+    act()
+    seconds.setdefault(name, []).append(time.perf_counter() - start)
+
+
+def result(seconds: dict[str, list[float]], size: int, tensors: int, options: argparse.Namespace) -> dict[str, object]:
+    """The first round warms up and is left out."""
+    out: dict[str, object] = {"bytes": size, "tensors": tensors, "bucket MiB": options.bucket_mib}
+    copies = np.array(seconds["copy"][1:])
+    for name, values in seconds.items():
+        times = np.array(values[1:])
+        low, middle, high = np.percentile(size / 1e9 / times, [25, 50, 75])
+        out[f"{name}, GB/s"] = float(middle)
+        out[f"{name}, GB/s, quartiles"] = f"{low:.3g} to {high:.3g}"
+        if name != "copy":
+            low, middle, high = np.percentile(copies / times, [25, 50, 75])
+            out[f"{name} : copy"] = float(middle)
+            out[f"{name} : copy, quartiles"] = f"{low:.3g} to {high:.3g}"
+    return out
+
+
+class Held:
+    """A policy of one rank that holds just these tensors, and gives them as `Policy.export_rounds` does."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]):
+        self._tensors, self.moves = tensors, 0
+
+    def export_rounds(self, dtype: torch.dtype, limit: float, **_) -> list[Round]:
+        runs, held = [{}], 0
+        for name, tensor in self._tensors.items():
+            if runs[-1] and held + tensor.nbytes > limit:
+                runs.append({})
+                held = 0
+            runs[-1][name] = tensor
+            held += tensor.nbytes
+        whole = [[(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in run.items()] for run in runs]
+        return [Round(described, iter(run.items())) for described, run in zip(whole, runs, strict=True)]
+
+
+class Drain:
+    """A sampler in a process of its own that confirms what it gets and drops it."""
+
+    workers = 1
+
+    def __init__(self, model: Path):
+        context = get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_drain, args=(theirs, model), daemon=True)
+        self._process.start()
+        self._pipe.recv_bytes()
+
+    def update_weights(self, update) -> None:
+        self._pipe.send_bytes(encode(update))
+        if error := self._pipe.recv_bytes():
+            raise RuntimeError(error.decode())
+
+    def wake(self, part: str) -> None:
+        pass
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _drain(pipe, model: Path) -> None:
+    from moe_rl.sync.broadcast import Receiver
+    from moe_rl.sync.intake import Intake
+    from moe_rl.sync.parts import checkpoint_shapes
+    from moe_rl.sync.update import Broadcast, Received
+    from moe_rl.sync.ways import placed
+
+    torch.set_num_threads(1)
+    intake, link = Intake(checkpoint_shapes(model)), SimpleNamespace(source=None)
+    pipe.send_bytes(b"ready")
+    while True:
+        update = decode(pipe.recv_bytes())
+        error = b""
+        try:
+            intake.admit(update)
+            if isinstance(update.source, Broadcast):
+                if link.source != update.source:
+                    link = Receiver(update.source, update.source.first_rank, torch.device("cpu"))
+                link.receive(update.tensors, lambda tensors: intake.received(tensors, lambda: None))
+            elif isinstance(update.source, Received):
+                intake.confirm_received()
+            else:
+                intake.confirm(dict(placed(update)), lambda: None)
+            intake.touch()
+            if update.final:
+                intake.finish()
+        except Exception as failure:
+            error = str(failure).encode()
+        pipe.send_bytes(error)
+
+
+def rollout(options: argparse.Namespace) -> RolloutConfig:
+    lengths = {"prompts_per_step": 1, "group_size": 2, "max_prompt_tokens": 1, "max_completion_tokens": 1}
+    return RolloutConfig(**lengths, dtype="bfloat16", weight_bucket_mib=options.bucket_mib)
+
+
+def settings(model: Path, folder: Path) -> EngineSettings:
+    return EngineSettings(
+        model_path=model,
+        dtype="bfloat16",
+        max_model_len=128,
+        max_concurrent=8,
+        kv_cache_mib=64,
+        trace_root=None,
+        model_fingerprint="",
+        log_path=folder / "engine.log",
+        startup_timeout_seconds=600.0,
+        seed=0,
+        silence_seconds=120.0,
+    )
+
+
+def make_checkpoint(folder: Path, mib: float) -> Path:
+    """A random Qwen3-MoE of about so many MiB in bfloat16: 32 experts of 512 x 384 in as many layers as it takes."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    of_layer = 2 * (32 * 3 * 512 * 384 + 3 * 512 * 512) / 2**20
+    config = Qwen3MoeConfig(
+        vocab_size=8192,
+        hidden_size=512,
+        intermediate_size=1024,
+        moe_intermediate_size=384,
+        num_hidden_layers=max(1, round((mib - 16) / of_layer)),
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        num_experts=32,
+        num_experts_per_tok=4,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(1)
+    Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(folder)
+    return folder
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,65 @@
+"""By which way new weights reach the samplers, from what is known before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from moe_rl.config.schema import Config
+from moe_rl.errors import describe
+
+Way = Literal["shared_memory", "cuda_ipc", "broadcast", "disk"]
+Place = Literal["child", "host", "elsewhere"]
+"""Where samplers run: a child of rank 0, on its GPU where there is one; servers on the trainer's host; or not there."""
+_WHERE = {"child": "beside the trainer", "host": "on its host", "elsewhere": "on other hosts"}
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """way: None where `problem` says why it cannot work. why: in words, for --plan."""
+
+    way: Way | None
+    why: str
+    problem: str = ""
+
+
+def weight_transfer(wanted: Literal["auto"] | Way, *, gpu: bool, place: Place, one_host: bool) -> Transfer:
+    """The way that `rollout.weight_transfer` stands for. gpu: whether trainer and samplers compute on GPUs. one_host:
+    whether all trainer ranks run on one host.
+
+    A GPU that trainer and sampler share hands weights over where they are; GPUs that they do not share, over NCCL. On
+    CPUs one host has memory, several have a folder.
+    """
+    near = place != "elsewhere" and one_host
+    if gpu:
+        auto: Way = "cuda_ipc" if place == "child" and one_host else "broadcast"
+        why = {"cuda_ipc": "one GPU holds both", "broadcast": "from GPU to GPU"}[auto]
+    else:
+        auto = "shared_memory" if near else "disk"
+        why = {"shared_memory": "one host holds both", "disk": "they share a folder, not a host"}[auto]
+    if wanted == "auto":
+        return Transfer(auto, f"{why}; chosen by rollout.weight_transfer auto")
+    obstacles = {
+        "shared_memory": "" if near else "samplers on the host of all trainer ranks",
+        "cuda_ipc": "" if gpu and place == "child" and one_host else "a sampler on the GPUs of a trainer on one host",
+        "broadcast": "",
+        "disk": "",
+    }
+    if obstacles[wanted]:
+        ranks = f"{'GPUs' if gpu else 'CPUs'} of {'one host' if one_host else 'several hosts'}"
+        problem = describe(
+            "rollout.weight_transfer: no such way between this trainer and its samplers",
+            where=f"a trainer on {ranks}, samplers {_WHERE[place]}",
+            got=wanted,
+            expected=obstacles[wanted],
+            do=f"set it to auto, which is {auto} here",
+        )
+        return Transfer(None, "", problem)
+    return Transfer(wanted, "as rollout.weight_transfer says")
+
+
+def planned_transfer(config: Config, world_size: int) -> Transfer:
+    """Of a run on the GPUs of the config's cluster, or without one on the CPUs of one host."""
+    cluster = config.cluster
+    one_host = cluster is None or world_size <= cluster.gpus_per_node
+    return weight_transfer(config.rollout.weight_transfer, gpu=cluster is not None, place="child", one_host=one_host)

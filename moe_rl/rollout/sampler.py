@@ -1,0 +1,69 @@
+"""What the loop knows of whoever samples: one engine in a child process, or vLLM servers. No vLLM, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from moe_rl.sync.update import WeightUpdate
+from moe_rl.types import Completion, GenerateRequest
+
+SLEEPING_PARTS = ("weights", "kv_cache")
+"""What a sampler gives back while it sleeps, in the order in which it is taken back. vLLM's own tags."""
+
+
+class Sampler(Protocol):
+    """Every call raises EngineError when the sampler is dead, hangs or refuses; it is then as it was before.
+
+    A sampler whose weights are not whole refuses `generate` and `score` with WeightSyncError; one that sleeps refuses
+    them with EngineError.
+    """
+
+    vllm_version: str
+    workers: int
+    """Processes that hold weights. Who drives several engines gives each, by `Broadcast.first_rank`, its own ranks."""
+
+    def generate(
+        self, requests: Sequence[GenerateRequest], *, shard: str, enough: int | None = None
+    ) -> list[Completion]:
+        """Sample one completion a request, in the order of the requests; routes are published as trace shard `shard`.
+
+        enough: completions that are waited for; the others are aborted and come back as far as they got.
+        """
+        ...
+
+    def score(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Logprob of every token but the first, given those before it: [n - 1] float32, natural log, temperature 1."""
+        ...
+
+    def update_weights(self, update: WeightUpdate) -> None:
+        """One part of an update, see `sync.update`; returns when it is loaded. May be called from another thread than
+        the one that broadcasts the bytes.
+
+        Raises WeightSyncError when any worker refuses it or workers come to hold different weights; the message says
+        whether the sampler goes on with the weights it had. After the final part everything sampled carries its
+        version.
+        """
+        ...
+
+    def sleep(self, level: int) -> bool:
+        """Give memory back: level 1, the KV cache, weights are kept on the host; level 2, both. Returns whether any
+        could be given back: on a CPU none is. The sampler then refuses to sample until it is awake.
+
+        The wake-up goes in two: `wake("weights")`, then, after level 2, a whole update, then `wake("kv_cache")`.
+        """
+        ...
+
+    def wake(self, part: str) -> None:
+        """Take the memory of "weights" or of "kv_cache" back. Nothing happens to what is awake."""
+        ...
+
+    def alive(self) -> bool:
+        """Whether it runs and has failed no call for good."""
+        ...
+
+    def close(self) -> None:
+        """End what was started for it. May be called at any time and again."""
+        ...

@@ -1,0 +1,150 @@
+"""Updates that rank 0 sends alone, by broadcast or CUDA IPC: the tensors of all ranks as one stream."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_rl.errors import WeightSyncError
+from moe_rl.megatron import world
+from moe_rl.megatron.export import Round
+from moe_rl.rollout.sampler import Sampler
+from moe_rl.sync.digest import dtype_name, tensor_digest
+from moe_rl.sync.update import Received, TensorInfo, WeightUpdate
+
+if TYPE_CHECKING:
+    from moe_rl.sync.broadcast import Sender
+
+_LEAVE_SECONDS = 5.0
+
+
+class Announced(msgspec.Struct, frozen=True):
+    """What a rank will export, round by round."""
+
+    rounds: list[list[TensorInfo]]
+
+
+class Stream:
+    """What all ranks will give, as one stream on rank 0: round by round, rank by rank. All ranks make one together."""
+
+    def __init__(self, rounds: list[Round]):
+        everyone = world.gather(Announced([[_info(*one) for one in run.whole] for run in rounds]), Announced)
+        count = max((len(one.rounds) for one in everyone), default=0)
+        self._order = [(rank, at) for at in range(count) for rank, one in enumerate(everyone) if at < len(one.rounds)]
+        self._rounds, self._everyone = rounds, everyone
+        self.infos = [info for rank, at in self._order for info in everyone[rank].rounds[at]]
+        """On rank 0: what will come, without digests."""
+        self._digests: dict[str, str] = {}
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """On rank 0, once. It holds one round of one rank."""
+        for rank, at in self._order:
+            infos = self._everyone[rank].rounds[at]
+            for name, tensor in self._rounds[at].tensors if rank == 0 else _taken(rank, infos):
+                self._digests[name] = tensor_digest(name, tensor)
+                yield name, tensor
+
+    def digested(self, infos: list[TensorInfo]) -> list[TensorInfo]:
+        """These of `infos`, which have been given, with their digests."""
+        return [msgspec.structs.replace(info, digest=self._digests[info.name]) for info in infos]
+
+    def hand_over(self) -> int:
+        """On the other ranks: give rank 0 every round, as one run of bytes. Returns 0, the bytes that a sampler got."""
+        for run in self._rounds:
+            octets = [tensor.view(-1).view(torch.uint8) for _, tensor in run.tensors]
+            if octets:
+                dist.send(torch.cat(octets), 0)
+        return 0
+
+
+def broadcast(
+    sender: Sender | None, sampler: Sampler | None, part: Callable[..., WeightUpdate], rounds: list[Round]
+) -> int:
+    """Send the rounds of all ranks in two parts: the bytes, then their digests. Rank 0 has `sender` and `sampler`.
+
+    part: makes a part of the update from number, final, tensors and source. Returns the bytes sent, 0 on other ranks.
+    """
+    stream = Stream(rounds)
+    if sampler is None:
+        return stream.hand_over()
+    sending = _Sending(sender, stream)
+    try:
+        sampler.update_weights(part(number=0, final=False, tensors=stream.infos, source=sender.source()))
+    finally:
+        sending.stop()
+    sampler.update_weights(part(number=1, final=True, tensors=stream.digested(stream.infos), source=Received()))
+    return sum(info.size for info in stream.infos)
+
+
+def by_cuda_ipc(
+    sampler: Sampler | None, part: Callable[..., WeightUpdate], rounds: list[Round], bucket_bytes: int
+) -> int:
+    """As `broadcast`, in one part for each filling of a buffer on the GPU that rank 0 and the sampler share.
+
+    Never run.
+    """
+    from moe_rl.sync.cuda_ipc import packed
+
+    stream = Stream(rounds)
+    if sampler is None:
+        return stream.hand_over()
+    gpu = str(torch.cuda.get_device_properties(world.device()).uuid)
+    largest, sent = max(info.size for info in stream.infos), 0
+    for number, (names, source) in enumerate(packed(iter(stream), max(bucket_bytes, largest), gpu)):
+        infos = stream.digested(stream.infos[sent : sent + len(names)])
+        sent += len(names)
+        sampler.update_weights(part(number=number, final=sent == len(stream.infos), tensors=infos, source=source))
+    torch.cuda.ipc_collect()
+    return sum(info.size for info in stream.infos)
+
+
+class _Sending:
+    """The broadcast, in a thread: the sampler's call, which waits for the bytes, fails in its own when it does."""
+
+    def __init__(self, sender: Sender, stream: Stream):
+        self._sender, self._stream = sender, stream
+        self._stopped, self._error = threading.Event(), None
+        self._device = world.device()
+        # Left behind when the sampler fails in the middle: nothing can call a thread back that waits in a collective.
+        self._thread = threading.Thread(target=self._run, name="broadcast", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+            self._sender.send(self._stream.infos, iter(self._stream), self._stopped)
+        except Exception as error:
+            self._error = error
+            self._sender.close()  # else the sampler would wait for the rest
+
+    def stop(self) -> None:
+        """The sampler's call is over: so is the broadcast, or it never will be."""
+        self._stopped.set()
+        self._thread.join(_LEAVE_SECONDS)
+        if self._error is not None:
+            raise WeightSyncError(f"The broadcast of weights failed on the trainer: {self._error}") from self._error
+
+
+def _info(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorInfo:
+    return TensorInfo(name, dtype_name(dtype), shape)
+
+
+def _taken(rank: int, infos: list[TensorInfo]) -> Iterator[tuple[str, Tensor]]:
+    """A round of another rank."""
+    if not infos:
+        return
+    octets = torch.empty(sum(info.size for info in infos), dtype=torch.uint8, device=world.device())
+    dist.recv(octets, rank)
+    for info, piece in zip(infos, octets.split([info.size for info in infos]), strict=True):
+        # Tensors begin at multiples of their own size only where those before are as wide.
+        dtype = getattr(torch, info.dtype)
+        aligned = piece if piece.storage_offset() % dtype.itemsize == 0 else piece.clone()
+        yield info.name, aligned.view(dtype).view(info.shape)
+

@@ -1,0 +1,64 @@
+"""By which way weights go, for every kind of trainer and sampler, and what is said where one cannot."""
+
+import itertools
+
+import pytest
+
+from moe_rl.planning.fit import transfer_problems
+from moe_rl.planning.transfer import weight_transfer
+
+WAYS = ("shared_memory", "cuda_ipc", "broadcast", "disk")
+AUTO = {
+    # (GPUs, where samplers run, trainer on one host)
+    (False, "child", True): "shared_memory",
+    (False, "host", True): "shared_memory",
+    (False, "elsewhere", True): "disk",
+    (False, "child", False): "disk",
+    (False, "host", False): "disk",
+    (False, "elsewhere", False): "disk",
+    (True, "child", True): "cuda_ipc",
+    (True, "host", True): "broadcast",
+    (True, "elsewhere", True): "broadcast",
+    (True, "child", False): "broadcast",
+    (True, "host", False): "broadcast",
+    (True, "elsewhere", False): "broadcast",
+}
+
+
+@pytest.mark.parametrize("known", AUTO)
+def test_auto_is_a_way_that_may_be_named_there_too(known):
+    gpu, place, one_host = known
+    auto = weight_transfer("auto", gpu=gpu, place=place, one_host=one_host)
+    assert auto.way == AUTO[known] and "auto" in auto.why and not auto.problem
+    named = weight_transfer(auto.way, gpu=gpu, place=place, one_host=one_host)
+    assert named.way == auto.way and not named.problem
+
+
+def test_what_cannot_work_is_refused_with_what_does():
+    refused = {
+        (way, *known)
+        for way, known in itertools.product(WAYS, AUTO)
+        if weight_transfer(way, gpu=known[0], place=known[1], one_host=known[2]).problem
+    }
+    memory = {("shared_memory", *known) for known in AUTO if known[1] == "elsewhere" or not known[2]}
+    ipc = {("cuda_ipc", *known) for known in AUTO if known != (True, "child", True)}
+    assert refused == memory | ipc
+    problem = weight_transfer("cuda_ipc", gpu=False, place="child", one_host=True)
+    assert problem.way is None and "got cuda_ipc, expected a sampler on the GPUs" in problem.problem
+    assert problem.problem.endswith("Set it to auto, which is shared_memory here")
+
+
+def test_the_plan_says_the_way_and_what_a_rank_holds(plan_of):
+    plan = plan_of()
+    assert plan.transfer.way == "shared_memory"
+    # a tiny model is smaller than a bucket: all of it
+    assert plan.storage.weight_bucket_bytes == plan.storage.weight_sync_bytes
+    small = plan_of("rollout.weight_bucket_mib=0.0001").storage
+    assert 105 < small.weight_bucket_bytes < small.weight_sync_bytes / 2
+    cluster = ("cluster.gpus=2", "cluster.gpu_memory_gib=1")
+    assert plan_of(*cluster).transfer.way == "cuda_ipc"
+    assert plan_of(*cluster, "cluster.gpus_per_node=1").transfer.way == "broadcast"
+    assert plan_of("rollout.weight_transfer=disk").transfer.way == "disk"
+    refused = plan_of("rollout.weight_transfer=cuda_ipc")
+    assert refused.transfer.way is None and transfer_problems(refused) == [refused.transfer.problem]
+    assert transfer_problems(plan) == []

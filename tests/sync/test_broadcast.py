@@ -1,0 +1,112 @@
+"""Broadcasts in vLLM's own packed buckets, over gloo: order, buckets, digests, and one that breaks off."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import psutil
+import pytest
+import torch
+
+from moe_rl.errors import WeightSyncError
+from tests.sync.sending import broadcast
+from tests.sync.test_intake import BYTES, equal
+
+BUCKET = 400  # bytes
+
+
+@pytest.fixture(scope="module")
+def open_sender():
+    from moe_rl.sync.broadcast import Sender
+
+    def start(workers=1, bucket=BUCKET):
+        return Sender("127.0.0.1", workers, bucket, torch.device("cpu"))
+
+    return start
+
+
+def test_every_tensor_comes_in_buckets_update_after_update(taker, open_sender, weights, others):
+    sender = open_sender()
+    for version, tensors in ((1, others), (2, weights)):
+        assert broadcast(taker, sender, tensors, version=version, replaces=version - 1)
+        assert equal(taker.weights, tensors) and taker.intake.holding().version == version
+    sizes = [tensor.nbytes for tensor in others.values()]
+    assert sum(taker.places) == 2 * len(others) and sum(sizes) // BUCKET <= len(taker.places) // 2 <= len(others) // 2
+    # a bucket is closed by the tensor that makes it too large
+    assert all(count >= 2 for count in taker.places)
+
+
+@pytest.mark.parametrize("fault", BYTES)
+def test_other_bytes_than_the_trainer_meant_are_refused(taker, open_sender, others, weights, fault):
+    sender = open_sender()
+    with pytest.raises(WeightSyncError, match="got other weights than were sent"):
+        broadcast(taker, sender, others, stream=iter(BYTES[fault](others).items()), version=1)
+    assert broadcast.sent is True and not equal(taker.weights, others), "the fault was not planted"
+    assert not taker.intake.holding().whole
+    assert broadcast(taker, sender, weights, version=2, changed=False) and taker.intake.holding().whole
+
+
+@pytest.mark.parametrize("fault", ["another order", "one too many", "one too few"])
+def test_a_stream_that_is_not_what_was_announced_is_broken_off(taker, open_sender, others, fault):
+    """Both ends cut by their own lists: what came would be taken for something else."""
+    items = list(others.items())
+    more = [*items, ("more", torch.ones(1))]
+    stream = {"another order": items[::-1], "one too many": more, "one too few": items[:-1]}
+    with pytest.raises(WeightSyncError, match="broke off|lack"):
+        broadcast(taker, open_sender(), others, stream=iter(stream[fault]), version=1)
+    assert "Another tensor would be broadcast" in broadcast.sent and not taker.intake.holding().version
+
+
+def test_a_broadcast_that_breaks_off_leaves_nothing_whole(taker, open_sender, others):
+    def half():
+        yield from list(others.items())[:9]
+        raise RuntimeError("the optimizer has gone")
+
+    with pytest.raises(WeightSyncError, match="broadcast of weights broke off"):
+        broadcast(taker, open_sender(), others, stream=half(), version=1)
+    assert 0 < len(taker.weights) < len(others) and not taker.intake.holding().whole
+    assert broadcast(taker, open_sender(), others, version=2)  # a trainer that is started again
+    assert equal(taker.weights, others) and taker.intake.holding().whole
+
+
+def test_what_is_not_confirmed_is_not_whole(taker, open_sender, others):
+    assert broadcast(taker, open_sender(), others, version=1, parts=1)
+    assert equal(taker.weights, others) and not taker.intake.holding().whole
+
+
+@pytest.mark.parametrize("about", [{"version": 1, "replaces": 5}, {"version": 0, "replaces": 1}])
+def test_a_refused_update_is_not_even_begun(taker, open_sender, others, about):
+    sender = open_sender()
+    with pytest.raises(WeightSyncError, match="takes the sampler for one with other weights"):
+        broadcast(taker, sender, others, **about)
+    assert broadcast.sent is False and not taker.weights and taker.intake.holding().whole
+    assert broadcast(taker, sender, others, version=1), "the way is open still"
+
+
+def test_several_workers_get_the_same(taker, open_sender, others, weights, tmp_path):
+    """As those of a tensor-parallel sampler, or of several samplers."""
+    from moe_rl.sync.update import agreement
+    from tests.sync.taking import Taker
+
+    class Both:
+        takers = taker, Taker(tmp_path / "checkpoint")
+
+        def update_weights(self, update):
+            sources = [update.source] * 2
+            if hasattr(update.source, "first_rank"):
+                sources = [msgspec.structs.replace(update.source, first_rank=rank) for rank in (1, 2)]
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(lambda one, source: one.update_weights(msgspec.structs.replace(update, source=source)),
+                              self.takers, sources))  # fmt: skip
+
+    assert broadcast(Both(), open_sender(workers=2), others, version=1)
+    assert all(equal(one.weights, others) for one in Both.takers)
+    agreed = agreement([one.intake.holding() for one in Both.takers])
+    assert agreed.whole and not agreed.refused and agreed.version == 1
+
+
+def test_the_port_is_open_to_the_named_address_alone(open_sender):
+    sender = open_sender()
+    ours = [one.laddr for one in psutil.Process().net_connections() if one.status == "LISTEN"]
+    assert [address.ip for address in ours if address.port == sender.source().port] == ["127.0.0.1"]
