@@ -9,10 +9,9 @@ from moe_rl.config.schema import Config, RolloutConfig
 from moe_rl.errors import describe
 
 Way = Literal["shared_memory", "cuda_ipc", "broadcast", "disk"]
-Place = Literal["child", "host", "elsewhere", "servers"]
-"""Where samplers run: a child of rank 0, on its GPU where there is one; on the trainer's host; not there; or they are
-vLLM servers, wherever: these load files."""
-_WHERE = {"child": "beside the trainer", "host": "on its host", "elsewhere": "on other hosts", "servers": "in servers"}
+Place = Literal["child", "servers"]
+"""Where samplers run: a child of rank 0, on its GPU where there is one; or they are vLLM servers, on whichever host."""
+_WHERE = {"child": "beside rank 0", "servers": "in servers"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,25 +30,21 @@ def weight_transfer(wanted: Literal["auto"] | Way, *, gpu: bool, place: Place, o
     A GPU that trainer and sampler share hands weights over where they are; GPUs that they do not share, over NCCL. On
     CPUs one host has memory, several have a folder.
     """
-    near = place in ("child", "host") and one_host
+    near = place == "child" and one_host
     if gpu:
-        auto: Way = "cuda_ipc" if place == "child" and one_host else "broadcast"
+        auto: Way = "cuda_ipc" if near else "broadcast"
         why = {"cuda_ipc": "one GPU holds both", "broadcast": "from GPU to GPU"}[auto]
     else:
         auto = "shared_memory" if near else "disk"
         why = {"shared_memory": "one host holds both", "disk": "they share a folder, not a host"}[auto]
-    if place == "servers":
-        auto, why = "disk", "servers load files from the run's folder"
     if wanted == "auto":
         return Transfer(auto, f"{why}; chosen by rollout.weight_transfer auto")
     obstacles = {
-        "shared_memory": "" if near else "samplers on the host of all trainer ranks",
-        "cuda_ipc": "" if gpu and place == "child" and one_host else "a sampler on the GPUs of a trainer on one host",
+        "shared_memory": "" if near else "an engine that rank 0 starts, on the host of all trainer ranks",
+        "cuda_ipc": "" if gpu and near else "an engine that rank 0 starts, on the GPUs of a trainer on one host",
         "broadcast": "",
         "disk": "",
     }
-    if place == "servers" and wanted != "disk":
-        obstacles[wanted] = "an engine that rank 0 starts, not servers"
     if obstacles[wanted]:
         ranks = f"{'GPUs' if gpu else 'CPUs'} of {'one host' if one_host else 'several hosts'}"
         problem = describe(

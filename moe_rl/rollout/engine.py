@@ -85,7 +85,7 @@ class VllmEngine:
         self._failure = ""
         self.pid: int = process.pid
         self.vllm_version = ""
-        self.workers = 1
+        self.workers, self.address = 1, "127.0.0.1"
 
     @classmethod
     def start(cls, settings: EngineSettings) -> Self:

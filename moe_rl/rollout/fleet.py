@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
+from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
@@ -26,7 +27,8 @@ from moe_rl.rollout.assign import assign
 from moe_rl.rollout.attach import folder_problem, servers_of
 from moe_rl.rollout.control import Served
 from moe_rl.rollout.server import VllmServer
-from moe_rl.sync.update import Files, Holding, WeightUpdate, refusal
+from moe_rl.sync.address import reached_by_all
+from moe_rl.sync.update import Broadcast, Files, Holding, Received, Source, WeightUpdate, refusal
 from moe_rl.types import Completion, GenerateRequest
 
 
@@ -55,14 +57,16 @@ class ServerFleet:
         root: Path,
         vllm_version: str,
         *,
-        workers: int,
+        workers: Sequence[int],
         max_lost: int,
         load_seconds: float,
     ):
-        """root: the folder that the servers have as their trace root. load_seconds: for a part of an update."""
-        self.vllm_version, self.workers = vllm_version, workers
+        """root: the folder that the servers have as their trace root. workers: of each server, the processes that hold
+        its weights. load_seconds: for a part of an update."""
+        self.vllm_version = vllm_version
         self.lost: dict[str, str] = {}
         self._servers = dict(enumerate(servers))
+        self._workers = dict(enumerate(workers))
         self._root = root.resolve()
         self._max_lost = max_lost
         self._load_seconds = load_seconds
@@ -92,10 +96,21 @@ class ServerFleet:
             servers,
             root,
             served[0].vllm,
-            workers=sum(one.gpus for one in served),
+            workers=[one.gpus for one in served],
             max_lost=rollout.max_lost_servers,
             load_seconds=rollout.startup_timeout_seconds,
         )
+
+    @property
+    def workers(self) -> int:
+        """Of all servers that are not lost."""
+        return sum(self._workers[number] for number in self._servers)
+
+    @property
+    def address(self) -> str:
+        """Of this host, as the servers reach it."""
+        urls = (urlsplit(server.url) for server in self._servers.values())
+        return reached_by_all([(url.hostname, url.port) for url in urls])
 
     def generate(
         self, requests: Sequence[GenerateRequest], *, shard: str, enough: int | None = None
@@ -122,15 +137,10 @@ class ServerFleet:
         """As Sampler.update_weights, for all servers. Raises WeightSyncError naming the first that refuses; nothing is
         sampled from then on until all have confirmed a whole update."""
         self._held = None
-        if not isinstance(update.source, Files):
-            raise WeightSyncError(
-                describe("Servers take weights from files", got=type(update.source).__name__, do="sync by disk")
-            )
-        paths = [str(Path(path).resolve().relative_to(self._root)) for path in update.source.paths]
-        sent = msgspec.structs.replace(update, source=Files(paths))
+        sources = self._sources(update.source)
 
         async def one(number: int) -> tuple[_Held, Holding]:
-            server = self._servers[number]
+            server, sent = self._servers[number], msgspec.structs.replace(update, source=sources[number])
             holding = await server.update(sent, seconds=self._load_seconds)
             return _held(await server.served()), holding
 
@@ -193,6 +203,22 @@ class ServerFleet:
                     do="see that no other run uses it",
                 )
             )
+
+    def _sources(self, source: Source) -> dict[int, Source]:
+        """Where each server gets the bytes: files by paths below its trace root, a broadcast by ranks of its own."""
+        if isinstance(source, Files):
+            paths = [str(Path(path).resolve().relative_to(self._root)) for path in source.paths]
+            return dict.fromkeys(self._servers, Files(paths))
+        if isinstance(source, Broadcast):
+            found, rank = {}, source.first_rank
+            for number in self._servers:
+                found[number] = msgspec.structs.replace(source, first_rank=rank)
+                rank += self._workers[number]
+            return found
+        if isinstance(source, Received):
+            return dict.fromkeys(self._servers, source)
+        message = "Servers share no memory with the trainer"
+        raise WeightSyncError(describe(message, got=type(source).__name__, do="sync by disk or broadcast"))
 
     def _check_whole(self) -> None:
         if self._held is None:

@@ -24,7 +24,7 @@ from starlette.websockets import WebSocketClose
 import moe_rl
 from moe_rl.errors import describe
 from moe_rl.rollout.control import Challenge, Open, Publish, Release, Score, Served, Sink, read_token
-from moe_rl.sync.update import Files, Holding, WeightUpdate, agreement, encode
+from moe_rl.sync.update import Broadcast, Files, Holding, Received, WeightUpdate, agreement, encode
 
 GATE = f"{__name__}.Gate"
 TOKEN_FILE = "MOE_RL_TOKEN_FILE"
@@ -170,10 +170,11 @@ class Control:
                 await engine.resume_generation()
 
     async def _update(self, engine, message: WeightUpdate) -> Holding:
-        if not isinstance(message.source, Files):
-            raise Refused(400, f"a server takes weights from files, not by {type(message.source).__name__}")
-        paths = [str(_inside(_trace_root(engine), path)) for path in message.source.paths]
-        message = msgspec.structs.replace(message, source=Files(paths))
+        if isinstance(message.source, Files):
+            paths = [str(_inside(_trace_root(engine), path)) for path in message.source.paths]
+            message = msgspec.structs.replace(message, source=Files(paths))
+        elif not isinstance(message.source, Broadcast | Received):
+            raise Refused(400, f"a server shares no memory with a trainer, got {type(message.source).__name__}")
         async with self._updating:
             await self._hold(engine, None)
             try:

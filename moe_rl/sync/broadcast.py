@@ -28,6 +28,7 @@ from vllm.distributed.weight_transfer.packed_tensor import (
 )
 
 from moe_rl.errors import WeightSyncError, describe
+from moe_rl.sync.address import own_address
 from moe_rl.sync.digest import dtype_name
 from moe_rl.sync.update import Broadcast, TensorInfo
 
@@ -44,11 +45,11 @@ class Group(Protocol):
 
 
 class Sender:
-    """The trainer's end. It listens on `address` alone, for `workers` workers of samplers."""
+    """The trainer's end. It listens on `address` alone, of this host, for `workers` workers of samplers."""
 
     def __init__(self, address: str, workers: int, bucket_bytes: int, device: torch.device):
-        listener = socket.create_server((address, 0))
-        self._port, self._workers, self._device = listener.getsockname()[1], workers, device
+        listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        self.workers, self._port, self._device = workers, listener.getsockname()[1], device
         self._address, self._bucket_bytes = address, bucket_bytes
         self._store = dist.TCPStore(
             address,
@@ -64,7 +65,7 @@ class Sender:
 
     def source(self, first_rank: int = 1) -> Broadcast:
         """Where the workers of a sampler, whose ranks begin at first_rank, get the next update."""
-        return Broadcast(self._address, self._port, self._workers + 1, first_rank, self._bucket_bytes)
+        return Broadcast(self._address, self._port, self.workers + 1, first_rank, self._bucket_bytes)
 
     def send(
         self, infos: Sequence[TensorInfo], tensors: Iterator[tuple[str, Tensor]], stopped: threading.Event
@@ -73,13 +74,13 @@ class Sender:
 
         Raises WeightSyncError before it sends anything else: workers cut the stream by what they were announced.
         """
-        keys = [_ready(self._sent, rank) for rank in range(1, self._workers + 1)]
+        keys = [_ready(self._sent, rank) for rank in range(1, self.workers + 1)]
         while not self._store.check(keys):
             if stopped.wait(_POLL_SECONDS):
                 return False
         self._sent += 1
         if self._group is None:
-            self._group = _connect(self._store, self._address, 0, self._workers + 1, self._device)
+            self._group = _connect(self._store, self._address, 0, self.workers + 1, self._device)
         packed_nccl_broadcast_producer(
             _checked(infos, tensors),
             self._group,
@@ -119,12 +120,12 @@ class Receiver:
             self._store.set(_ready(self._received, self._rank), b"1")
             self._received += 1
             if self._group is None:
-                size = self.source.world_size
-                self._group = _connect(self._store, self.source.address, self._rank, size, self._device)
+                own, size = own_address(self.source.address, self.source.port), self.source.world_size
+                self._group = _connect(self._store, own, self._rank, size, self._device)
             packed_nccl_broadcast_consumer(
                 expected, self._group, 0, take, self.source.bucket_bytes, DEFAULT_PACKED_NUM_BUFFERS, self._device
             )
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             got = str(error).splitlines()[0]
             do = "see what ended the trainer, or the network between"
             raise WeightSyncError(describe("The broadcast of weights broke off", got=got, do=do)) from error
@@ -167,12 +168,12 @@ class GlooGroup:
     """Broadcasts over gloo, apart from the process group that torch.distributed was started with."""
 
     def __init__(self, store: dist.Store, address: str, rank: int, size: int):
-        # gloo asks the host's name for its address otherwise, which need not lead back here.
-        loopback = address.startswith("127.") or address == "::1"
+        """address: of this host, which the others reach it by."""
         gloo = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = _TIMEOUT
-        options._devices = [gloo.create_device(hostname=address) if loopback else gloo.create_default_device()]
+        # gloo asks the host's name for its address otherwise, which need not lead back here.
+        options._devices = [gloo.create_device(hostname=address)]
         self._group = gloo(dist.PrefixStore("moe_rl/gloo", store), rank, size, options)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:

@@ -95,10 +95,10 @@ class WeightSender:
         rounds = self._rounds(host=False)
         if self._named == "cuda_ipc":
             return stream.by_cuda_ipc(sampler, part, rounds, self._bucket_bytes)
-        if self._sender is None and sampler is not None:
+        if sampler is not None and (self._sender is None or self._sender.workers != sampler.workers):
             from moe_rl.sync.broadcast import Sender
 
-            self._sender = Sender("127.0.0.1", sampler.workers, self._bucket_bytes, world.device())
+            self._sender = Sender(sampler.address, sampler.workers, self._bucket_bytes, world.device())
         return stream.broadcast(self._sender, sampler, part, rounds)
 
     def _rounds(self, *, host: bool) -> list[Round]:

@@ -11,17 +11,13 @@ WAYS = ("shared_memory", "cuda_ipc", "broadcast", "disk")
 AUTO = {
     # (GPUs, where samplers run, trainer on one host)
     (False, "child", True): "shared_memory",
-    (False, "host", True): "shared_memory",
-    (False, "elsewhere", True): "disk",
+    (False, "servers", True): "disk",
     (False, "child", False): "disk",
-    (False, "host", False): "disk",
-    (False, "elsewhere", False): "disk",
+    (False, "servers", False): "disk",
     (True, "child", True): "cuda_ipc",
-    (True, "host", True): "broadcast",
-    (True, "elsewhere", True): "broadcast",
+    (True, "servers", True): "broadcast",
     (True, "child", False): "broadcast",
-    (True, "host", False): "broadcast",
-    (True, "elsewhere", False): "broadcast",
+    (True, "servers", False): "broadcast",
 }
 
 
@@ -40,11 +36,11 @@ def test_what_cannot_work_is_refused_with_what_does():
         for way, known in itertools.product(WAYS, AUTO)
         if weight_transfer(way, gpu=known[0], place=known[1], one_host=known[2]).problem
     }
-    memory = {("shared_memory", *known) for known in AUTO if known[1] == "elsewhere" or not known[2]}
+    memory = {("shared_memory", *known) for known in AUTO if known[1] == "servers" or not known[2]}
     ipc = {("cuda_ipc", *known) for known in AUTO if known != (True, "child", True)}
     assert refused == memory | ipc
     problem = weight_transfer("cuda_ipc", gpu=False, place="child", one_host=True)
-    assert problem.way is None and "got cuda_ipc, expected a sampler on the GPUs" in problem.problem
+    assert problem.way is None and "got cuda_ipc, expected an engine that rank 0 starts, on the GPUs" in problem.problem
     assert problem.problem.endswith("Set it to auto, which is shared_memory here")
 
 
@@ -59,6 +55,8 @@ def test_the_plan_says_the_way_and_what_a_rank_holds(plan_of):
     assert plan_of(*cluster).transfer.way == "cuda_ipc"
     assert plan_of(*cluster, "cluster.gpus_per_node=1").transfer.way == "broadcast"
     assert plan_of("rollout.weight_transfer=disk").transfer.way == "disk"
+    servers = ("rollout.servers=[http://10.0.0.5:8000]", "rollout.token_file=token")
+    assert plan_of(*servers).transfer.way == "disk" and plan_of(*servers, *cluster).transfer.way == "broadcast"
     refused = plan_of("rollout.weight_transfer=cuda_ipc")
     assert refused.transfer.way is None and transfer_problems(refused) == [refused.transfer.problem]
     assert transfer_problems(plan) == []

@@ -1,15 +1,17 @@
 """Several servers as one sampler: who samples what, what is refused, and what is done when a server is lost.
 
-The servers here are stand-ins that fail on demand; real ones: tests/end_to_end/test_servers.py and tools/two_hosts.py.
+The servers here are stand-ins that fail on demand; real ones: test_server.py and tools/two_hosts.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +20,8 @@ from moe_rl.errors import EngineError, SamplerGone, WeightSyncError
 from moe_rl.rollout.assign import assign
 from moe_rl.rollout.control import Served
 from moe_rl.rollout.fleet import ServerFleet
-from moe_rl.sync.update import Files, Holding, WeightUpdate
+from moe_rl.sync.address import own_address, reached_by_all
+from moe_rl.sync.update import Broadcast, Files, Holding, SharedMemory, WeightUpdate
 from moe_rl.types import Completion, GenerateRequest
 
 SERVED = Served(
@@ -94,7 +97,7 @@ def replace_served(served: Served, *, updates: int, version: int, digest: str, s
 def fleet(tmp_path):
     def make(count=2, *, max_lost=0, updated=True, **settings):
         servers = [Server(f"http://host:{n}", **settings) for n in range(count)]
-        made = ServerFleet(servers, tmp_path, "0.32.0", workers=count, max_lost=max_lost, load_seconds=9)
+        made = ServerFleet(servers, tmp_path, "0.32.0", workers=[1, 2, 1][:count], max_lost=max_lost, load_seconds=9)
         if updated:
             made.update_weights(update(tmp_path, 1))
         return made, servers
@@ -218,6 +221,33 @@ def test_nothing_is_sampled_before_all_have_the_same_weights(fleet, tmp_path):
     servers[1].digest = "another"
     with pytest.raises(WeightSyncError, match="different weights.*digest2.*another"):
         made.update_weights(update(tmp_path, 2))
+
+
+def test_a_broadcast_has_ranks_for_the_workers_of_every_server_that_is_left(fleet, tmp_path):
+    made, servers = fleet(3, max_lost=1)
+    sent = Broadcast("10.0.0.1", 29000, 1 + made.workers, 1, 1024)
+    made.update_weights(msgspec.structs.replace(update(tmp_path, 2), source=sent))
+    assert [server.updates[-1].source.first_rank for server in servers] == [1, 2, 4] and made.workers == 4
+    servers[1].fails.append("sample")
+    made.generate(REQUESTS, shard="step000001")
+    assert made.workers == 2
+    made.update_weights(msgspec.structs.replace(update(tmp_path, 3), source=sent))
+    assert [servers[at].updates[-1].source.first_rank for at in (0, 2)] == [1, 2]
+    with pytest.raises(WeightSyncError, match="share no memory"):
+        made.update_weights(msgspec.structs.replace(update(tmp_path, 4), source=SharedMemory([])))
+
+
+def test_the_trainer_is_reached_by_an_outer_address_if_any_server_is_elsewhere():
+    assert own_address("127.0.0.1", 80) == "127.0.0.1" == reached_by_all([("127.0.0.1", 80), ("localhost", 81)])
+    own = {name: address for name, address in hosts().items() if name != "lo"}
+    for address in own.values():
+        assert reached_by_all([("127.0.0.1", 80), (address, 80)]) == address
+
+
+def hosts() -> dict[str, str]:
+    """IPv4 addresses of this host, by interface."""
+    found = psutil.net_if_addrs().items()
+    return {name: one.address for name, addresses in found for one in addresses if one.family == socket.AF_INET}
 
 
 def test_a_server_may_be_lost_in_an_update(fleet, tmp_path):
