@@ -6,13 +6,10 @@ import fcntl
 import os
 import shutil
 import tempfile
-import time
 from contextlib import suppress
 from pathlib import Path
 
 _PREFIX = "moe_rl-engine-"
-# A folder that was just made may not be locked yet.
-_FRESH = 60.0
 
 
 class Scratch:
@@ -23,9 +20,11 @@ class Scratch:
 
     def __init__(self):
         _sweep(Path(tempfile.gettempdir()))
-        self.name = tempfile.mkdtemp(prefix=_PREFIX)
-        self._lock = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        made = Path(tempfile.mkdtemp(prefix="new-"))
+        self._lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        # It has the name that is looked for only now that it is held.
+        self.name = str(made.rename(made.with_name(_PREFIX + made.name.removeprefix("new-"))))
 
     def cleanup(self) -> None:
         """Remove the folder and all that is in it. May be called again."""
@@ -38,8 +37,6 @@ class Scratch:
 def _sweep(parent: Path) -> None:
     for folder in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # another user's, or gone by now
-            if time.time() - folder.stat().st_mtime < _FRESH:
-                continue
             fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
