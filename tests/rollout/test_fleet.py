@@ -228,7 +228,7 @@ def test_a_broadcast_has_ranks_for_the_workers_of_every_server_that_is_left(flee
     sent = Broadcast("10.0.0.1", 29000, 1 + made.workers, 1, 1024)
     made.update_weights(msgspec.structs.replace(update(tmp_path, 2), source=sent))
     assert [server.updates[-1].source.first_rank for server in servers] == [1, 2, 4] and made.workers == 4
-    servers[1].fails.append("sample")
+    servers[1].fails.append("before")
     made.generate(REQUESTS, shard="step000001")
     assert made.workers == 2
     made.update_weights(msgspec.structs.replace(update(tmp_path, 3), source=sent))
