@@ -60,11 +60,15 @@ def to_resume_instead(path: Path) -> str:
     return f"{begin}: there are those after steps {', '.join(map(str, steps))}" if steps else f"{begin}, N = 0: anew"
 
 
-def begin(folder: Path, step: int) -> Path:
-    """A new hidden folder to write the checkpoint into. Those that dead processes left are removed: a run has one at a
-    time."""
+def sweep(folder: Path) -> None:
+    """Remove what processes that were killed had begun."""
     for left in folder.glob(".step-*.tmp"):
         shutil.rmtree(left)
+
+
+def begin(folder: Path, step: int) -> Path:
+    """A new hidden folder to write the checkpoint into; a run has one at a time."""
+    sweep(folder)
     hidden = folder / f".{name_of(step)}.tmp"
     hidden.mkdir(parents=True)
     return hidden

@@ -24,7 +24,8 @@ from pathlib import Path
 from moe_rl.data import checkpoints
 from moe_rl.data.ledger import PromptLedger
 from moe_rl.data.prompts import PromptSource, load_prompts
-from moe_rl.proof.runs import Launch, RunEnded, rows, running, still_running
+from moe_rl.errors import DataError
+from moe_rl.proof.runs import ROOT, Launch, RunEnded, rows, running, still_running
 
 VICTIMS = ("rank 0", "rank 1", "engine", "torchrun", "all")
 # In the words of the ranks' signs of life: (phase, part). A checkpoint is written while its hidden folder is there.
@@ -98,7 +99,7 @@ class Soak:
         self.problems: list[str] = []
         self.temporary = work / "tmp"
         self.temporary.mkdir(parents=True)
-        self.reference = self._run_untouched()
+        self.reference: Path | None = None
 
     def plan(self, kills: int) -> list[tuple[str, str]]:
         """(victim, phase) of every kill: each pair before any again, in an order of the seed."""
@@ -111,6 +112,7 @@ class Soak:
 
     def run(self, pairs: list[tuple[str, str]], *, until: float = float("inf")) -> None:
         """Work the plan off, in one run after the other. until: of time.monotonic(), after which nobody is killed."""
+        self.reference = self._run_untouched()
         pairs, number = list(pairs), 0
         while pairs and time.monotonic() < until:
             number += 1
@@ -234,16 +236,19 @@ class Soak:
         return launch.folder
 
     def _differences(self, folder: Path) -> list[str]:
-        """What a run that was killed has else than the untouched one."""
+        """What is not as in the untouched run, or was left behind."""
         found, ours, theirs = [], rows(folder), rows(self.reference)
         if ours != theirs:
             pairs = enumerate(zip_longest(ours, theirs), start=1)
             found.append(f"line {next(at for at, (a, b) in pairs if a != b)} of metrics.jsonl differs")
         if (folder / "prompts.jsonl").read_bytes() != (self.reference / "prompts.jsonl").read_bytes():
             found.append("the prompt ledgers differ")
-        config = "assets/tiny_moe/task/train.jsonl", "assets/tiny_moe/policy/tokenizer.json"
-        source = PromptSource(load_prompts(*config, max_prompt_tokens=_MAX_PROMPT), _SEED)
-        PromptLedger(folder / "prompts.jsonl").verify(source, steps=len([r for r in ours if r["kind"] == "train"]))
+        files = ROOT / "assets/tiny_moe/task/train.jsonl", ROOT / "assets/tiny_moe/policy/tokenizer.json"
+        source = PromptSource(load_prompts(*files, max_prompt_tokens=_MAX_PROMPT), _SEED)
+        try:
+            PromptLedger(folder / "prompts.jsonl").verify(source, steps=sum(row["kind"] == "train" for row in ours))
+        except DataError as error:
+            found.append(str(error))
         if _tensors(folder) != _tensors(self.reference):
             found.append("the tensors of the last checkpoints differ")
         for pattern in ("checkpoints/.*", "checkpoints/*.abandoned", "sync/*", "trace/.*", "rollouts/*.tmp"):

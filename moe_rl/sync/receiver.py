@@ -29,7 +29,7 @@ from moe_rl.errors import MoeRLError, WeightSyncError, describe
 from moe_rl.sync.intake import Intake
 from moe_rl.sync.loaded import not_loaded
 from moe_rl.sync.parts import checkpoint_shapes
-from moe_rl.sync.update import Broadcast, CudaIpc, Received, WeightUpdate, decode
+from moe_rl.sync.update import Broadcast, CudaIpc, Received, SharedMemory, WeightUpdate, decode
 from moe_rl.sync.ways import placed
 
 if TYPE_CHECKING:
@@ -117,6 +117,9 @@ class WeightReceiver(WeightTransferEngine[NoInit, Part]):
             self.intake.confirm_received()
         else:
             tensors = dict(self._unpacked(update) if isinstance(update.source, CudaIpc) else placed(update))
+            if isinstance(update.source, SharedMemory) and not (update.final and update.number == 0):
+                # A layer that is not complete yet is loaded when the trainer has written there again.
+                tensors = {name: tensor.clone() for name, tensor in tensors.items()}
             self.intake.confirm(tensors, self.on_progress)
             self._load(tensors)
 

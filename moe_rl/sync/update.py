@@ -57,7 +57,7 @@ class Segment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class SharedMemory(msgspec.Struct, frozen=True, tag="shared_memory", forbid_unknown_fields=True):
-    """The tensors lie in these segments, in order."""
+    """The tensors lie in these segments, in order. The trainer writes there again once the call is answered."""
 
     segments: list[Segment]
 

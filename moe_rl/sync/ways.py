@@ -62,9 +62,6 @@ class Disk:
         """Where the sampler finds the tensors of the buckets of all ranks, in their order."""
         return Files([bucket.place for bucket in buckets])
 
-    def loaded(self) -> None:
-        """The sampler has read what was written since the last call of it."""
-
     def end(self) -> None:
         """The update is over on all ranks."""
         if self._rank == 0:
@@ -72,43 +69,32 @@ class Disk:
 
 
 class Shared:
-    """By shared memory of one host. The sampler is called for each round of buckets."""
+    """By shared memory of one host. The sampler is called for each round of buckets; a rank has one segment, which it
+    fills again and again."""
 
     one_call = False
 
     def __init__(self):
-        self._kept = SegmentWriter()
-        self._more: list[SegmentWriter] = []
-        self._taken = 0
+        self._writer = SegmentWriter()
 
     def begin(self) -> None:
-        self._kept.clear()
-        self._taken = 0
+        """Nothing has to be made ready."""
 
     def bucket(self, tensors: Iterable[tuple[str, Tensor]]) -> Bucket:
-        """As Disk.bucket. The first bucket of an update lies in the segment that is kept. vLLM may read a bucket until
-        the update is over, when a layer's tensors are in several: each further one gets a segment of its own."""
-        writer, infos = self._kept, []
-        if self._taken:
-            writer = SegmentWriter()
-            self._more.append(writer)
-        self._taken += 1
+        """As Disk.bucket, in place of the bucket before, which the sampler has read."""
+        infos = []
+        self._writer.clear()
         for name, tensor in tensors:
             infos.append(info_of(name, tensor))
-            writer.append(tensor)
-        return Bucket(infos, writer.segment() if infos else None)
+            self._writer.append(tensor)
+        return Bucket(infos, self._writer.segment() if infos else None)
 
     def source(self, buckets: Sequence[Bucket]) -> Source:
+        """As Disk.source."""
         return SharedMemory([bucket.place for bucket in buckets])
 
-    def loaded(self) -> None:
-        """The sampler has mapped what it still reads."""
-        for writer in self._more:
-            writer.close()
-        self._more.clear()
-
     def end(self) -> None:
-        """What is kept stays until the sender goes."""
+        """The segment stays until the sender goes."""
 
 
 def placed(update: WeightUpdate) -> Iterator[tuple[str, Tensor]]:

@@ -85,6 +85,7 @@ def restore(run: Run, done: int) -> None:
         run.train_step.placement.restore(checkpoint.run_tensors(path))
         cursor, before = state["cursor"], state["layout"]
     if run.is_main:
+        checkpoints.sweep(run.folder.checkpoints)
         for aside in checkpoints.abandon_newer(run.folder.checkpoints, done):
             run.log.note(f"a newer checkpoint was put aside: {aside}")
         run.rollouts.source.seek(cursor)

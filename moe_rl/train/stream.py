@@ -60,6 +60,7 @@ class Stream:
             octets = [tensor.view(-1).view(torch.uint8) for _, tensor in run.tensors]
             if octets:
                 dist.send(torch.cat(octets), 0)
+            del octets  # else they would lie beside those of the next round
         return 0
 
 

@@ -85,7 +85,6 @@ class WeightSender:
                 sampler.update_weights(part(number=number, final=final, tensors=infos, source=way.source(buckets)))
                 sent, number, waiting = sent + sum(info.size for info in infos), number + 1, []
             dist.barrier()  # what the sampler reads stays until it has read it
-            way.loaded()
         way.end()
         return sent
 

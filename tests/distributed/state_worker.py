@@ -26,15 +26,16 @@ from moe_rl.comparison.sources import weights_digest
 from moe_rl.config.hf import read_model
 from moe_rl.config.schema import GuardsConfig, ParallelConfig
 from moe_rl.data import checkpoints
-from moe_rl.errors import CheckpointError, NonFiniteError
+from moe_rl.errors import CheckpointError, NonFiniteError, WeightSyncError
 from moe_rl.megatron import checkpoint, rng, saving, world
+from moe_rl.megatron.export import Round
 from moe_rl.megatron.model import unwrap
 from moe_rl.megatron.policy import Policy, ReferencePolicy
 from moe_rl.proof import cases
 from moe_rl.proof.share import Share
 from moe_rl.sync.segments import SegmentWriter
 from moe_rl.train.guards import Guards
-from tests.sync.taking import taken
+from tests.sync.taking import Taker, sender_of, taken
 
 ONE = ParallelConfig()
 SAVER = "TP2-EP2"
@@ -283,6 +284,26 @@ def spoiled(case, what):
     return case.policy.update(case.share.microbatches, None, loss)
 
 
+def stale(new):
+    """Updates of the sampler: by weights that did not move, by old ones after they did, and by the new ones."""
+    case = new()
+    taker, sender = Taker(case.build[-1]), sender_of(case.policy, case.out / "parts", "shared_memory")
+    told, copies = [], [(name, tensor.clone()) for name, tensor in case.weights().items()]
+    for version in (1, 2):
+        sender.send(taker, version)
+    case.update()
+    before = lambda *_, **__: [Round([], iter(copies))]  # noqa: E731 - an export that the optimizer has not reached
+    with patch.object(case.policy, "export_rounds", before):
+        try:
+            sender.send(taker, 3)
+        except WeightSyncError as error:
+            told.append(str(error))
+    held = taker.intake.holding().version
+    sender.send(taker, 3)
+    moved = [name for name, tensor in copies if not torch.equal(tensor, taker.weights[name])]
+    return {"told": told, "held": [held, taker.intake.holding().version], "moved": len(moved), "woken": taker.woken}
+
+
 def skips(new):
     """An update, one with a spoiled loss, one with a spoiled gradient, a good one; then the same without these two."""
     case, guards = new(), Guards(GuardsConfig(max_skipped_updates=2))
@@ -388,6 +409,7 @@ def main():
         with alone():
             seen["one"] = resume(lambda: Case(source, out, ONE), "two")
             seen["one", "seeded"] = seeded()
+            seen["stale"] = stale(lambda: Case(source, out, ONE))
     torch.save(seen, out / f"rank{int(not first)}.pt")
 
 

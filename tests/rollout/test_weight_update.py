@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from moe_rl.errors import EngineError, WeightSyncError
-from tests.sync.sending import broadcast, by_disk, by_memory
+from moe_rl.sync.segments import SegmentWriter
+from moe_rl.sync.update import SharedMemory
+from tests.sync.sending import broadcast, by_disk, by_memory, part
 
 pytestmark = pytest.mark.slow
 
@@ -104,6 +106,20 @@ def test_new_weights_are_sampled_from(send, others, other_reference, settings, r
         record = TraceStore(settings.trace_root).read(completion.routes)
         np.testing.assert_array_equal(np.sort(record.routes, -1), other_reference(tokens)[0][:-1])
         assert completion.weight_version == version and {span.weight_version for span in record.spans} == {version}
+
+
+def test_a_trainer_fills_its_segment_again_once_a_part_is_loaded(send, others, other_reference):
+    """vLLM loads a layer when its last tensor has come: what it keeps until then must not be the trainer's memory."""
+    writer, names, version = SegmentWriter(), sorted(others), send.version()
+    runs = [names[at::5] for at in range(5)]  # tensors of every layer in every part
+    for number, run in enumerate(runs):
+        writer.clear()
+        for name in run:
+            writer.append(others[name])
+        about = {"version": version + 1, "replaces": version, "number": number, "final": number == 4}
+        tensors = {name: others[name] for name in run}
+        send.engine.update_weights(part(tensors, SharedMemory([writer.segment()]), **about))
+    np.testing.assert_allclose(send.engine.score(CANARY), other_reference(CANARY)[1], rtol=0, atol=1e-4)
 
 
 def test_one_changed_expert_is_seen_by_the_canary(send, reference, weights):

@@ -60,13 +60,17 @@ class Taker:
         return np.zeros(len(tokens) - 1, np.float32)
 
 
-def taken(policy, checkpoint: Path, folder: Path, way: str = "disk", **settings) -> Taker | None:
-    """What the policy's ranks, which all call it, send to a new Taker; on rank 0. settings: of rollout."""
+def sender_of(policy, folder: Path, way: str, **settings):
+    """A WeightSender of these ranks. settings: of rollout."""
     from moe_rl.train.weights import WeightSender
 
     lengths = {"prompts_per_step": 1, "group_size": 2, "max_prompt_tokens": 1, "max_completion_tokens": 1}
     rollout = RolloutConfig(**lengths, **{"dtype": "float32"} | settings)
+    return WeightSender(policy, rollout, way, folder)
+
+
+def taken(policy, checkpoint: Path, folder: Path, way: str = "disk", **settings) -> Taker | None:
+    """What the policy's ranks, which all call it, send to a new Taker; on rank 0. settings: of rollout."""
     taker = Taker(checkpoint) if dist.get_rank() == 0 else None
-    sender = WeightSender(policy, rollout, way, folder)
-    sender.send(taker, 1)
+    sender_of(policy, folder, way, **settings).send(taker, 1)
     return taker
