@@ -63,10 +63,17 @@ def server_problems(config: Config) -> Iterator[str]:
         )
 
 
-def start_problems(config: Config) -> Iterator[str]:
-    """What may be planned, but not started: without servers rank 0 starts one engine, on one GPU."""
+def has_servers(config: Config) -> bool:
+    """Whether a run samples from servers, named or only planned: rank 0 itself starts one engine, on one GPU."""
     cluster = config.cluster
-    if cluster is not None and not config.rollout.servers and (cluster.engines, cluster.gpus_per_engine) != (1, 1):
+    planned = cluster is not None and (cluster.engines, cluster.gpus_per_engine) != (1, 1)
+    return planned or bool(config.rollout.servers)
+
+
+def start_problems(config: Config) -> Iterator[str]:
+    """What may be planned, but not started."""
+    cluster = config.cluster
+    if has_servers(config) and not config.rollout.servers:
         yield describe(
             "rollout.servers: the cluster's engines are servers, and none is named",
             where=f"cluster.engines is {cluster.engines}, cluster.gpus_per_engine is {cluster.gpus_per_engine}",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from moe_rl.config.schema import Config, RolloutConfig
+from moe_rl.config.schema import Config
+from moe_rl.config.servers import has_servers
 from moe_rl.errors import describe
 
 Way = Literal["shared_memory", "cuda_ipc", "broadcast", "disk"]
@@ -62,12 +63,5 @@ def planned_transfer(config: Config, world_size: int) -> Transfer:
     """Of a run on the GPUs of the config's cluster, or without one on the CPUs of one host."""
     cluster = config.cluster
     one_host = cluster is None or world_size <= cluster.gpus_per_node
-    rollout = config.rollout
-    return weight_transfer(
-        rollout.weight_transfer, gpu=cluster is not None, place=place_of(rollout), one_host=one_host
-    )
-
-
-def place_of(rollout: RolloutConfig) -> Place:
-    """Where the samplers of a run are."""
-    return "servers" if rollout.servers else "child"
+    place: Place = "servers" if has_servers(config) else "child"
+    return weight_transfer(config.rollout.weight_transfer, gpu=cluster is not None, place=place, one_host=one_host)

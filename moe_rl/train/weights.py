@@ -19,7 +19,7 @@ from moe_rl.megatron.microbatch import pack
 from moe_rl.megatron.model import DTYPES
 from moe_rl.megatron.policy import Policy
 from moe_rl.planning.packing import fill_rounds
-from moe_rl.planning.transfer import Way, place_of, weight_transfer
+from moe_rl.planning.transfer import Way, weight_transfer
 from moe_rl.rollout.sampler import Sampler
 from moe_rl.sync.precision import fp8_rounded, is_rounded
 from moe_rl.sync.update import WeightUpdate
@@ -31,7 +31,8 @@ def way_of(rollout: RolloutConfig) -> Way:
     """By which way these ranks give weights to a sampler beside rank 0. Raises ConfigError when there is none."""
     one_host = dist.get_world_size() == int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     gpu = world.device().type == "cuda"
-    transfer = weight_transfer(rollout.weight_transfer, gpu=gpu, place=place_of(rollout), one_host=one_host)
+    place = "servers" if rollout.servers else "child"
+    transfer = weight_transfer(rollout.weight_transfer, gpu=gpu, place=place, one_host=one_host)
     if transfer.way is None:
         raise ConfigError(transfer.problem)
     return transfer.way

@@ -54,6 +54,8 @@ def test_the_plan_says_the_way_and_what_a_rank_holds(plan_of):
     cluster = ("cluster.gpus=2", "cluster.gpu_memory_gib=1")
     assert plan_of(*cluster).transfer.way == "cuda_ipc"
     assert plan_of(*cluster, "cluster.gpus_per_node=1").transfer.way == "broadcast"
+    # engines of their own, whose servers are named later
+    assert plan_of(*cluster, "cluster.engines=2").transfer.way == "broadcast"
     assert plan_of("rollout.weight_transfer=disk").transfer.way == "disk"
     servers = ("rollout.servers=[http://10.0.0.5:8000]", "rollout.token_file=token")
     assert plan_of(*servers).transfer.way == "disk" and plan_of(*servers, *cluster).transfer.way == "broadcast"
