@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl.errors import MoeRLError, describe
-from moe_rl.report.registry import Mode
+from moe_rl.report.metrics import Mode
 
 FILE = "metrics.jsonl"
 Row = dict[str, Any]

@@ -17,7 +17,8 @@ from rich.text import Text
 from moe_rl.errors import describe
 from moe_rl.report.format import duration, percent, scientific
 from moe_rl.report.lines import FILE, encode, read_rows, write_rows
-from moe_rl.report.registry import Mode, check_eval, check_step
+from moe_rl.report.metrics import Mode
+from moe_rl.report.registry import check_eval, check_step
 
 _HEADER_EVERY = 20
 _ETA_OVER = 10  # steps

@@ -65,7 +65,7 @@ class Guards:
             )
 
     def after_step(self, step: int, metrics: dict[str, float]) -> CollapseError | None:
-        """What to end the run with after this step, or None. metrics: of the step, see report/registry.py."""
+        """What to end the run with after this step, or None. metrics: of the step, see report/metrics.py."""
         reasons = self._reasons(metrics)
         self.lost = self.lost + 1 if reasons else 0
         limit = self.settings.collapse_steps

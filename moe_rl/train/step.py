@@ -104,7 +104,7 @@ class TrainStep:
         measure_native: bool,
         clock: Clock,
     ) -> dict[str, float]:
-        """Learn from one rollout batch; returns the step's metrics (see report/registry.py), equal on every rank.
+        """Learn from one rollout batch; returns the step's metrics (see report/metrics.py), equal on every rank.
 
         group_ids: the prompt each sequence belongs to. measure_native: also score the batch with native routing.
         """
