@@ -26,7 +26,7 @@ def micro_measurements(experts: int, top_k: int, hidden: int, rows: int) -> dict
     """
     rng = np.random.default_rng(dist.get_rank())
     routes = np.argsort(rng.random((rows, experts)), -1)[:, :top_k].astype(np.int16)
-    entries, chosen = torch.from_numpy(send_order(routes, experts)), torch.from_numpy(routes)
+    entries, chosen = torch.from_numpy(send_order(routes, np.arange(experts))), torch.from_numpy(routes)
     scores, states = torch.rand(rows, experts), torch.randn(rows, hidden)
     routing_map = torch.zeros(rows, experts, dtype=torch.bool).scatter_(1, chosen.long(), True)
     weights, salts = scores * routing_map, torch.from_numpy(row_salts("micro", np.arange(rows)))

@@ -22,11 +22,8 @@ from updates import ReplayedUpdates, arguments, described, on_ranks, ratio, time
 def main() -> int:
     parser = arguments(__doc__.splitlines()[0], model="mid", tokens=256)
     parser.add_argument("--pairs", type=int, default=10, help="rounds of both")
-    options = parser.parse_args()
-    if options.rank_of:
-        run_rank(options)
-        return 0
-    tell(summary(options, on_ranks(__file__, options)), options.json)
+    options, seen = on_ranks(__file__, parser, run_rank)
+    tell(summary(options, seen), options.json)
     return 0
 
 

@@ -34,11 +34,7 @@ def main() -> int:
     parser.add_argument("--chunks", type=int, nargs="+", default=[2, 4], help="beside 0, Megatron's order, and 1")
     parser.add_argument("--rounds", type=int, default=20, help="of all ways")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="a PNG or SVG")
-    options = parser.parse_args()
-    if options.rank_of:
-        run_rank(options)
-        return 0
-    seen = on_ranks(__file__, options)
+    options, seen = on_ranks(__file__, parser, run_rank)
     tell(summary(options, seen), options.json)
     if options.picture:
         draw(seen["timelines"], options.picture)

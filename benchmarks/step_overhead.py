@@ -30,11 +30,8 @@ KINDS = ("native", "replayed", "planned")
 def main() -> int:
     parser = arguments(__doc__.splitlines()[0], model="mid", tokens=256)
     parser.add_argument("--pairs", type=int, default=20, help="rounds of all three")
-    options = parser.parse_args()
-    if options.rank_of:
-        run_rank(options)
-        return 0
-    tell(summary(options, on_ranks(__file__, options)), options.json)
+    options, seen = on_ranks(__file__, parser, run_rank)
+    tell(summary(options, seen), options.json)
     return 0
 
 

@@ -34,8 +34,15 @@ def arguments(description: str, *, model: str, tokens: int) -> argparse.Argument
     return parser
 
 
-def on_ranks(file: str, options: argparse.Namespace) -> dict:
-    """Run `file` again on every rank, with a folder that has the model; what the first wrote to its seen.json."""
+def on_ranks(
+    file: str, parser: argparse.ArgumentParser, run_rank: Callable[[argparse.Namespace], None]
+) -> tuple[argparse.Namespace, dict]:
+    """The parsed arguments, and what run_rank wrote to seen.json on the first rank. Each rank runs `file` again, with a
+    folder that has the model, and does not return from here."""
+    options = parser.parse_args()
+    if options.rank_of:
+        run_rank(options)
+        sys.exit()
     with tempfile.TemporaryDirectory() as folder:
         path = make_model(options.model, Path(folder) / "model")
         (path / "tokenizer.json").write_text("{}")
@@ -45,7 +52,7 @@ def on_ranks(file: str, options: argparse.Namespace) -> dict:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             check=True,
         )
-        return json.loads((Path(folder) / "seen.json").read_text())
+        return options, json.loads((Path(folder) / "seen.json").read_text())
 
 
 def described(options: argparse.Namespace, seen: dict) -> dict[str, object]:
