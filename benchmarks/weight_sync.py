@@ -124,7 +124,7 @@ class Held:
 class Drain:
     """A sampler in a process of its own that confirms what it gets and drops it."""
 
-    workers = 1
+    workers, address = 1, "127.0.0.1"
 
     def __init__(self, model: Path):
         context = get_context("spawn")

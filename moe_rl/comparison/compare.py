@@ -351,7 +351,7 @@ def _setup(asked: Asked, facts, group: _Group, step: int, budget: int | None, sp
         "microbatches_on_rank_0": len(batch.microbatches),
         "other_packing_microbatch_tokens": budget,
         "ranks": dist.get_world_size(),
-        "layout": {name: size for name, size in config.parallel if size > 1},
+        "layout": {name: size for name, size in config.parallel if size not in (1, ())},
         "seed": config.run.seed,
         "bootstrap_resamples": quantities.RESAMPLES,
         "confidence": quantities.CONFIDENCE,

@@ -530,7 +530,7 @@ def test_the_token_is_told_to_nobody(server):
         ("challenge", {"folder": "", "name": "manifest.jsonl"}, 400, "regex"),
         ("challenge", {"folder": "", "name": ".challenge-0123456789abcdef"}, 409, "No such file"),
         ("update", {"version": 1}, 400, "replaces"),
-        ("update", {**UPDATE, "source": {"type": "shared_memory", "segments": []}}, 400, "from files"),
+        ("update", {**UPDATE, "source": {"type": "shared_memory", "segments": []}}, 400, "shares no memory"),
         ("update", {**UPDATE, "source": {"type": "files", "paths": ["../x"]}}, 403, "not below the trace root"),
         ("nothing", {}, 404, "no such route"),
         ("stats", {}, 405, "GET"),

@@ -20,7 +20,7 @@ class Taker:
 
     def __init__(self, checkpoint: Path):
         self.intake, self.weights, self.places = Intake(checkpoint_shapes(checkpoint)), {}, []
-        self.workers, self.link, self.woken = 1, None, []
+        self.workers, self.address, self.link, self.woken = 1, "127.0.0.1", None, []
 
     def update_weights(self, update):
         update = decode(encode(update))
