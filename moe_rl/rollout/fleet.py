@@ -144,7 +144,9 @@ class ServerFleet:
             holding = await server.update(sent, seconds=self._load_seconds)
             return _held(await server.served()), holding
 
-        answers = asyncio.run(self._each(dict.fromkeys(self._servers, one)))
+        # The broadcast waits for all of its workers: without one of them the others would get nothing.
+        spares = not isinstance(update.source, Broadcast)
+        answers = asyncio.run(self._each(dict.fromkeys(self._servers, one), spares=spares))
         for number, (_, holding) in answers.items():
             if holding.refused:
                 raise WeightSyncError(f"{self._servers[number].url}: {refusal(holding)}")
@@ -233,10 +235,10 @@ class ServerFleet:
             raise WeightSyncError(describe("The servers came to hold different weights", got=got, expected=version))
         self._held = held
 
-    async def _each(self, calls: dict[int, Callable[[int], Awaitable]]) -> dict[int, object]:
+    async def _each(self, calls: dict[int, Callable[[int], Awaitable]], *, spares: bool = True) -> dict[int, object]:
         """What every call gives, all at once, by number of the server. Without those that are lost on the way.
 
-        The first failure that is not within the bound ends the others.
+        The first failure that is not within the bound ends the others. spares: whether any may be lost.
         """
         tasks = {asyncio.ensure_future(call(number)): number for number, call in calls.items()}
         pending, results = set(tasks), {}
@@ -247,24 +249,25 @@ class ServerFleet:
                     try:
                         results[tasks[task]] = task.result()
                     except EngineError as error:
-                        self._lose(tasks[task], error)
+                        self._lose(tasks[task], error, self._max_lost if spares else 0)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         return dict(sorted(results.items()))
 
-    def _lose(self, number: int, error: EngineError) -> None:
-        """Do without a server from now on. Raises SamplerGone when that is one too many."""
+    def _lose(self, number: int, error: EngineError, bound: int) -> None:
+        """Do without a server from now on. Raises SamplerGone when that is one too many, any with a bound of 0."""
         server = self._servers.pop(number)
         self.lost[server.url] = str(error)
-        if len(self.lost) > self._max_lost:
+        if not bound or len(self.lost) > bound:
             raise SamplerGone(
                 describe(
                     f"A server failed and the run cannot do without it: {error}",
                     where=f"server {number}, {server.url}",
                     got=f"{len(self.lost)} lost",
-                    expected=f"at most rollout.max_lost_servers = {self._max_lost}",
+                    expected=f"at most rollout.max_lost_servers = {bound}" if bound or not self._max_lost
+                    else "none while weights are broadcast",
                     do="read its log, start it again, and continue the run with --resume",
                 )
             ) from error

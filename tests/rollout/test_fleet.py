@@ -224,7 +224,7 @@ def test_nothing_is_sampled_before_all_have_the_same_weights(fleet, tmp_path):
 
 
 def test_a_broadcast_has_ranks_for_the_workers_of_every_server_that_is_left(fleet, tmp_path):
-    made, servers = fleet(3, max_lost=1)
+    made, servers = fleet(3, max_lost=2)
     sent = Broadcast("10.0.0.1", 29000, 1 + made.workers, 1, 1024)
     made.update_weights(msgspec.structs.replace(update(tmp_path, 2), source=sent))
     assert [server.updates[-1].source.first_rank for server in servers] == [1, 2, 4] and made.workers == 4
@@ -233,6 +233,9 @@ def test_a_broadcast_has_ranks_for_the_workers_of_every_server_that_is_left(flee
     assert made.workers == 2
     made.update_weights(msgspec.structs.replace(update(tmp_path, 3), source=sent))
     assert [servers[at].updates[-1].source.first_rank for at in (0, 2)] == [1, 2]
+    servers[0].fails.append("update")
+    with pytest.raises(SamplerGone, match="none while weights are broadcast"):
+        made.update_weights(msgspec.structs.replace(update(tmp_path, 4), source=sent))
     with pytest.raises(WeightSyncError, match="share no memory"):
         made.update_weights(msgspec.structs.replace(update(tmp_path, 4), source=SharedMemory([])))
 
