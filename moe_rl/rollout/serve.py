@@ -19,7 +19,6 @@ import secrets
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,6 +34,7 @@ from moe_rl.rollout import patches
 from moe_rl.rollout.control import read_token
 from moe_rl.rollout.gate import GATE, TOKEN_FILE
 from moe_rl.rollout.recording import Recording
+from moe_rl.rollout.scratch import Scratch
 
 # As the child engine has them, see child.py.
 _BLOCK_SIZE = 32
@@ -54,9 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.json.unlink(missing_ok=True)  # of a server that is gone
         try:
             further = [*_take_config(options), *argv[cut + 1 :]]
-            if options.token_file is None:
-                folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="moe_rl-server-"))
-                options.token_file = Path(folder) / "token"
+            scratch = Scratch()
+            cleanup.callback(scratch.cleanup)
+            # A killed server cannot remove its sockets; the next one removes their folder.
+            os.environ["VLLM_RPC_BASE_PATH"] = scratch.name
+            options.token_file = options.token_file or Path(scratch.name) / "token"
             _make_token(options.token_file)
             read_token(options.token_file)
             listener = cleanup.enter_context(_listener(options.host, options.port))

@@ -15,6 +15,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -62,6 +63,7 @@ class Running:
     process: subprocess.Popen
     ready: dict
     log: Path
+    temporary: Path
     web: httpx.Client
 
     @property
@@ -92,7 +94,14 @@ class Running:
 
 
 @pytest.fixture(scope="module")
-def server(checkpoint, tmp_path_factory):
+def temporary():
+    """The system's temporary folder as the server sees it. The path of a socket may have 107 characters."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint, temporary, tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     command = [sys.executable, str(TOOL), "--model", str(checkpoint)]
     command += ["--trace-root", str(folder / "trace"), "--token-file", str(folder / "token")]
@@ -105,6 +114,7 @@ def server(checkpoint, tmp_path_factory):
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TORCH_COMPILE_DISABLE": "1",
+        "TMPDIR": str(temporary),
     }
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=folder)
@@ -117,7 +127,7 @@ def server(checkpoint, tmp_path_factory):
         ready = json.loads((folder / "ready.json").read_text())
         limits = httpx.Limits(keepalive_expiry=1)
         with httpx.Client(base_url=ready["url"], timeout=30, trust_env=False, limits=limits) as web:
-            yield Running(process, ready, folder / "log", web)
+            yield Running(process, ready, folder / "log", temporary, web)
     finally:
         if process.poll() is None:
             for one in psutil.Process(process.pid).children(recursive=True):
@@ -745,6 +755,8 @@ def test_a_run_on_two_nodes_ends_with_its_server(server, checkpoint, tmp_path):
     with requests under way. Nothing of it is left, and the run says who is missing."""
     processes = server.processes()
     assert len(processes) > 2
+    (scratch,) = server.temporary.glob("moe_rl-engine-*")
+    assert any(path.is_socket() for path in scratch.iterdir())
     runs, token = Path(server.ready["trace_root"]), server.ready["token_file"]
     with socket.create_server(("127.0.0.1", 0)) as free:
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
@@ -780,6 +792,7 @@ def test_a_run_on_two_nodes_ends_with_its_server(server, checkpoint, tmp_path):
     assert "exitcode  : 3" in said()
     _, left = psutil.wait_procs(processes[1:], timeout=5)
     assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
+    assert [path for path in server.temporary.rglob("*") if path == scratch or path.is_socket()] == []
     assert [row["step"] for row in rows[:2]] == [1, 2]
     for version, row in enumerate(rows):
         assert (row["routing/applied_mismatch"], row["routing/coverage"]) == (0, 1)
