@@ -19,6 +19,7 @@ import secrets
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -56,8 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             further = [*_take_config(options), *argv[cut + 1 :]]
             scratch = Scratch()
             cleanup.callback(scratch.cleanup)
-            # A killed server cannot remove its sockets; the next one removes their folder.
-            os.environ["VLLM_RPC_BASE_PATH"] = scratch.name
+            # vLLM leaves sockets and files there. A killed server cannot remove them; the next one removes the folder.
+            cleanup.callback(setattr, tempfile, "tempdir", None)
+            os.environ["TMPDIR"] = os.environ["VLLM_RPC_BASE_PATH"] = tempfile.tempdir = scratch.name
             options.token_file = options.token_file or Path(scratch.name) / "token"
             _make_token(options.token_file)
             read_token(options.token_file)
