@@ -26,7 +26,7 @@ from moe_rl.trace import TraceStore
 RANKS_PER_HOST = 2
 ADDRESSES = {"host-a": "10.77.0.1", "host-b": "10.77.0.2"}
 _PORT, _RENDEZVOUS = 8000, 29400
-_START_SECONDS, _RUN_SECONDS = 400.0, 900.0
+_START_SECONDS, _RUN_SECONDS = 900.0, 900.0
 KILLS = ("server", "host", "spare")
 _PROMPTS, _GROUP = 8, 4
 SHORT = (
@@ -81,8 +81,11 @@ class Cluster:
         self.servers = [self._serve(number) for number in range(len(self.hosts))]
         self.await_servers()
 
-    def restart_server(self, number: int) -> None:
-        self.servers[number] = self._serve(number)
+    def mend(self) -> None:
+        """Start the servers again that do not run."""
+        for number, server in enumerate(self.servers):
+            if server.poll() is not None:
+                self.servers[number] = self._serve(number)
         self.await_servers()
 
     def kill_server(self, number: int) -> None:
@@ -224,9 +227,10 @@ class Drill:
         equal the first."""
         cluster = self._cluster
         fault, mend, named = {
-            "server": (lambda _: cluster.kill_server(1), lambda: cluster.restart_server(1), cluster.address(1)),
+            "server": (lambda _: cluster.kill_server(1), cluster.mend, cluster.address(1)),
             "host": (lambda _: cluster.hosts[1].kill(), cluster.plug_in, "on host-b"),
         }[what]
+        cluster.mend()
         self._say(f"a {what} is killed")
         broken = cluster.run(*self._begin, fault=fault)
         mine = broken.statuses if what == "server" else broken.statuses[:1]
@@ -253,6 +257,7 @@ class Drill:
             wait_for(lambda: cluster.samples(1) == sampling, _RUN_SECONDS, f"a server that {when}")
             cluster.kill_server(1)
 
+        cluster.mend()
         self._say(f"a server that may be lost is killed while it {when}")
         more = ["rollout.max_lost_servers=1", f"replay.keep_shards={self._steps}"]
         run = cluster.run(*self._begin, *more, fault=kill)
@@ -273,7 +278,6 @@ class Drill:
         name = f"spare_{when}"
         self.seen |= {f"{name}_lost": lost, f"{name}_shards": shards, f"{name}_seconds": run.seconds}
         self._keep_output(run.text)
-        cluster.restart_server(1)
 
     def _check_steps(self, trained: Sequence[dict]) -> None:
         steps = [row["step"] for row in trained]

@@ -258,6 +258,14 @@ def _vllm_arguments(options: argparse.Namespace, recording: Recording, further: 
                 do="start so many servers, and name each in rollout.servers",
             )
         )
+    if arguments.enable_eplb:
+        raise EngineError(
+            describe(
+                "A server takes new weights, and vLLM loads them as if its load balancer had moved no expert",
+                where="--enable-eplb",
+                do="leave it out",
+            )
+        )
     vars(arguments).update(ours)
     validate_parsed_serve_args(arguments)
     return arguments

@@ -1,6 +1,7 @@
 """A recording server of two workers, tensor and expert parallel: both get and confirm the weights, one records.
 
-One server runs for all of the module. Its second worker can be given other bytes than the first, see faulty_server.py.
+One server runs for all of the module; the last test ends it. Its second worker can be given other bytes than the first,
+see faulty_server.py.
 """
 
 from __future__ import annotations
@@ -141,3 +142,16 @@ def test_workers_listen_on_loopback(server):
     ]
     assert len({pid for pid, _ in found}) > WORKERS, "the witness: workers talk to each other, beside the server"
     assert all(ipaddress.ip_address(address).is_loopback for _, address in found), found
+
+
+def test_it_ends_and_leaves_nothing(server):
+    """The last test of the module: processes, files in the temporary folder, memory that its workers share."""
+    processes = server.processes()
+    maps = {mapped.path for process in processes for mapped in process.memory_maps()}
+    shared = [Path(path) for path in maps if path.startswith("/dev/shm/") and Path(path).exists()]
+    assert len(processes) > WORKERS + 1 and shared and any(server.temporary.iterdir()), "the witness"
+    server.process.terminate()
+    assert server.process.wait(60) == 0
+    _, left = psutil.wait_procs(processes[1:], timeout=5)
+    assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
+    assert [path for path in shared if path.exists()] == [] == list(server.temporary.iterdir())

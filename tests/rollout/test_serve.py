@@ -102,6 +102,11 @@ def test_data_parallel_engines_are_refused_in_favour_of_more_servers(refused):
     assert "one replica of the weights" in said and "Start so many servers, and name each in rollout.servers" in said
 
 
+def test_experts_that_move_are_refused(refused):
+    said = refused("--", "--tensor-parallel-size", "2", "--enable-expert-parallel", "--enable-eplb")
+    assert "as if its load balancer had moved no expert (--enable-eplb)" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
