@@ -57,9 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             further = [*_take_config(options), *argv[cut + 1 :]]
             scratch = Scratch()
             cleanup.callback(scratch.cleanup)
-            # vLLM leaves sockets and files there. A killed server cannot remove them; the next one removes the folder.
-            cleanup.callback(setattr, tempfile, "tempdir", None)
-            os.environ["TMPDIR"] = os.environ["VLLM_RPC_BASE_PATH"] = tempfile.tempdir = scratch.name
+            _use_temporary(scratch.name, cleanup)
             options.token_file = options.token_file or Path(scratch.name) / "token"
             _make_token(options.token_file)
             read_token(options.token_file)
@@ -86,6 +84,14 @@ def _leave_on_signals(cleanup: contextlib.ExitStack) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, leave)
+
+
+def _use_temporary(folder: str, cleanup: contextlib.ExitStack) -> None:
+    """vLLM leaves sockets and files in the temporary folder. In one of their own they go with the server; those of a
+    killed one are removed by the next. What torch compiles stays where it is found again."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+    cleanup.callback(setattr, tempfile, "tempdir", None)
+    os.environ["TMPDIR"] = os.environ["VLLM_RPC_BASE_PATH"] = tempfile.tempdir = folder
 
 
 def parser() -> argparse.ArgumentParser:
