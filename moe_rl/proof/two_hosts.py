@@ -96,7 +96,7 @@ class Cluster:
 
     def samples(self, number: int) -> bool:
         """Whether a server has begun a shard that it has not published, by its log; of a dead one, when it died."""
-        log = self._log(number).read_text(errors="replace")
+        log = self._log(number).read_text(errors="replace").rpartition("serving on ")[2]  # since it started last
         return log.count('"POST /moe_rl/open ') > log.count('"POST /moe_rl/publish ')
 
     def address(self, number: int) -> str:
@@ -120,8 +120,8 @@ class Cluster:
             *self.overrides,
         ]
 
-    def run(self, *arguments: str, fault: Callable[[Path], None] | None = None) -> Outcome:
-        """torchrun on both hosts. fault: called with the run's folder once it has a checkpoint."""
+    def run(self, *arguments: str, fault: Callable[[Sequence[subprocess.Popen]], None] | None = None) -> Outcome:
+        """torchrun on both hosts. fault: called with these two once the run has a checkpoint."""
         before = self._folders()
         logs = [self.work / f"train-{host.name}-{time.time_ns()}.log" for host in self.hosts]
         ranks = [
@@ -132,7 +132,7 @@ class Cluster:
         if fault is not None:
             saved = lambda: folder() and list(folder().glob("checkpoints/step-*"))  # noqa: E731
             wait_for(saved, _RUN_SECONDS, "a checkpoint", ranks)
-            fault(folder())
+            fault(ranks)
         began = time.monotonic()
         deadline = began + _RUN_SECONDS
         try:
@@ -253,8 +253,8 @@ class Drill:
         other one to its end."""
         cluster, when = self._cluster, "samples" if sampling else "idles"
 
-        def kill(_) -> None:
-            wait_for(lambda: cluster.samples(1) == sampling, _RUN_SECONDS, f"a server that {when}")
+        def kill(ranks: Sequence[subprocess.Popen]) -> None:
+            wait_for(lambda: cluster.samples(1) == sampling, _RUN_SECONDS, f"a server that {when}", ranks)
             cluster.kill_server(1)
 
         cluster.mend()
