@@ -335,20 +335,16 @@ def test_compiled(play, router):
     assert recording != off
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [{"tensor_parallel_size": 2, "enable_expert_parallel": True}, {"pipeline_parallel_size": 2}],
-    ids=["tensor+expert", "pipeline"],
-)
-def test_several_workers(play, router, layout):
+def test_pipeline_stages_record_their_own_layers(play, router):
+    """Tensor and expert parallel workers: test_parallel_server.py."""
     outcome = play(
         [{"sample": requests(4, 4), "sink": "s"}],
-        engine=layout | {"distributed_executor_backend": "mp"},
+        engine={"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
         environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
         timeout=600,
     )
     agree(outcome, router)
-    assert len(outcome.completions()[0]["parts"]) == layout.get("pipeline_parallel_size", 1)
+    assert all(len(one["parts"]) == 2 for one in outcome.completions())
 
 
 @pytest.mark.parametrize("preempt", [False, True])
