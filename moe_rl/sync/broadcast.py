@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 from vllm.distributed.weight_transfer import packed_tensor
 from vllm.distributed.weight_transfer.packed_tensor import (
-    DEFAULT_PACKED_NUM_BUFFERS,
     packed_nccl_broadcast_consumer,
     packed_nccl_broadcast_producer,
 )
@@ -34,6 +33,10 @@ from moe_rl.sync.update import Broadcast, TensorInfo
 
 _TIMEOUT = timedelta(minutes=10)
 _POLL_SECONDS = 0.01
+# vLLM gives each buffer a CUDA stream. With more than one, memory that was allocated on one stream is still read on the
+# other when its last tensor is let go: a round of another rank here, what vLLM keeps of a layer there. The allocator
+# does not know, gives it to the next bucket, and what is loaded are other bytes than were digested.
+_BUFFERS = 1
 
 
 class Group(Protocol):
@@ -81,14 +84,8 @@ class Sender:
         self._sent += 1
         if self._group is None:
             self._group = _connect(self._store, self._address, 0, self.workers + 1, self._device)
-        packed_nccl_broadcast_producer(
-            _checked(infos, tensors),
-            self._group,
-            0,
-            lambda item: item[1],
-            self._bucket_bytes,
-            DEFAULT_PACKED_NUM_BUFFERS,
-        )
+        checked = _checked(infos, tensors)
+        packed_nccl_broadcast_producer(checked, self._group, 0, lambda item: item[1], self._bucket_bytes, _BUFFERS)
         return True
 
     def close(self) -> None:
@@ -123,7 +120,7 @@ class Receiver:
                 own, size = own_address(self.source.address, self.source.port), self.source.world_size
                 self._group = _connect(self._store, own, self._rank, size, self._device)
             packed_nccl_broadcast_consumer(
-                expected, self._group, 0, take, self.source.bucket_bytes, DEFAULT_PACKED_NUM_BUFFERS, self._device
+                expected, self._group, 0, take, self.source.bucket_bytes, _BUFFERS, self._device
             )
         except (RuntimeError, OSError) as error:
             got = str(error).splitlines()[0]

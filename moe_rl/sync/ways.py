@@ -24,10 +24,6 @@ class Bucket(msgspec.Struct, frozen=True):
     tensors: list[TensorInfo]
     place: str | Segment | None
 
-    @property
-    def size(self) -> int:
-        return sum(info.size for info in self.tensors)
-
 
 def info_of(name: str, tensor: Tensor) -> TensorInfo:
     """A tensor as it is announced, with the digest of what lies in this process's memory."""

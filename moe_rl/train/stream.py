@@ -120,6 +120,7 @@ class _Sending:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
+                torch.cuda.synchronize()  # what still writes the weights: vLLM packs them on a stream of its own
             self._sender.send(self._stream.infos, iter(self._stream), self._stopped)
         except Exception as error:
             self._error = error
