@@ -143,12 +143,12 @@ class Intake:
         self._name("hold tensors that the model has not", set(names) - self._expected.keys())
         self._name("hold tensors of another shape", [f"{i.name} {i.shape} for {self._expected[i.name]}" for i in wrong])
         self._name("hold tensors twice", repeated)
-        if rounded := [info.name for info in update.tensors if _FINER[info.dtype] < _FINER[self._dtype]]:
+        if rounded := [info for info in update.tensors if _FINER[info.dtype] < _FINER[self._dtype]]:
             raise WeightSyncError(
                 describe(
                     "The new weights are of less precision than the sampler computes in",
-                    where=rounded[0],
-                    got=f"{len(rounded)} tensors in less than {self._dtype}",
+                    where=rounded[0].name,
+                    got=f"{rounded[0].dtype} in {len(rounded)} of {len(names)} tensors",
                     expected=self._dtype,
                     do="start the sampler with the precision that rollout.dtype says",
                 )

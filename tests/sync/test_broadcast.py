@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import msgspec
 import psutil
@@ -35,6 +38,22 @@ def test_every_tensor_comes_in_buckets_update_after_update(taker, open_sender, w
     assert sum(taker.places) == 2 * len(others) and sum(sizes) // BUCKET <= len(taker.places) // 2 <= len(others) // 2
     # a bucket is closed by the tensor that makes it too large
     assert all(count >= 2 for count in taker.places)
+
+
+def test_buckets_follow_each_other_on_one_stream(taker, open_sender, others, monkeypatch):
+    """On a GPU. With two, what vLLM keeps of a bucket is read on one when it has been given to a bucket of the other."""
+    from vllm.distributed.weight_transfer import packed_tensor
+
+    sender, asked, used = open_sender(), Counter(), []
+    monkeypatch.setattr("moe_rl.sync.broadcast._lend_streams", lambda device: None)
+
+    def streams(device, count):
+        asked[threading.get_ident()] += count
+        return [SimpleNamespace(synchronize=lambda at=at: used.append(at)) for at in range(count)]
+
+    monkeypatch.setattr(packed_tensor, "_get_streams", streams)
+    assert broadcast(taker, sender, others, version=1) and equal(taker.weights, others)
+    assert list(asked.values()) == [1, 1] and len(used) > 2 * len(taker.places) > 6
 
 
 @pytest.mark.parametrize("fault", BYTES)
@@ -110,3 +129,17 @@ def test_the_port_is_open_to_the_named_address_alone(open_sender):
     sender = open_sender()
     ours = [one.laddr for one in psutil.Process().net_connections() if one.status == "LISTEN"]
     assert [address.ip for address in ours if address.port == sender.source().port] == ["127.0.0.1"]
+
+
+def test_a_sampler_that_lost_workers_gets_a_way_of_its_own_and_the_old_one_is_closed(tmp_path, monkeypatch):
+    from moe_rl.train import stream
+    from tests.sync.taking import sender_of
+
+    sender = sender_of(SimpleNamespace(moves=0), tmp_path, "broadcast")
+    used, closed = [], []
+    monkeypatch.setattr(sender, "_rounds", lambda *, host: [])
+    monkeypatch.setattr(stream, "broadcast", lambda way, *_: used.append(way) or 0)
+    for workers in (2, 2, 1):
+        sender.send(SimpleNamespace(workers=workers, address="127.0.0.1", wake=lambda part: None), len(used) + 1)
+        monkeypatch.setattr(used[-1], "close", lambda way=used[-1]: closed.append(way))
+    assert used[0] is used[1] and closed == used[:1] and [way.workers for way in used] == [2, 2, 1]
