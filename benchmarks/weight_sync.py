@@ -27,7 +27,8 @@ from safetensors.torch import load_file
 from moe_rl.config.schema import ParallelConfig, RolloutConfig
 from moe_rl.megatron import world
 from moe_rl.megatron.export import Round
-from moe_rl.rollout.engine import EngineSettings, VllmEngine
+from moe_rl.rollout.engine import VllmEngine
+from moe_rl.rollout.settings import EngineSettings
 from moe_rl.sync.digest import tensor_digests
 from moe_rl.sync.update import decode, encode
 from moe_rl.train.weights import WeightSender

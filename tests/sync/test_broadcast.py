@@ -41,7 +41,7 @@ def test_every_tensor_comes_in_buckets_update_after_update(taker, open_sender, w
 
 
 def test_buckets_follow_each_other_on_one_stream(taker, open_sender, others, monkeypatch):
-    """On a GPU. With two, what vLLM keeps of a bucket is read on one when it has been given to a bucket of the other."""
+    """On a GPU. With two, what vLLM keeps of a bucket is read on one while the other fills its memory again."""
     from vllm.distributed.weight_transfer import packed_tensor
 
     sender, asked, used = open_sender(), Counter(), []
