@@ -28,10 +28,15 @@ class Taker:
         try:
             self.reader.take(update)
         except Exception:
-            self.intake.abandon()
+            self._end()
             raise
         if update.final:
             self.intake.finish()
+            self._end()
+
+    def _end(self):
+        self.intake.abandon()
+        self.reader.release()
 
     def _keep(self, tensors):
         self.weights |= {name: tensor.clone() for name, tensor in tensors.items()}
