@@ -29,6 +29,8 @@ _ALIVE_SECONDS = 0.5
 # The CPU backend takes multiples of 32 only.
 _BLOCK_SIZE = 32
 _STEP_TOKENS = 4096
+# vLLM will not start on a GPU of which less is free, though the KV cache's size is given: a trainer may be there first.
+_FREE_AT_START = 0.01
 # vLLM's level of sleep after which the weights must be sent anew.
 _DISCARDS_WEIGHTS = 2
 
@@ -112,6 +114,7 @@ class Sampler:
             max_num_batched_tokens=max(_STEP_TOKENS, settings.max_model_len, settings.max_concurrent),
             block_size=_BLOCK_SIZE,
             kv_cache_memory_bytes=settings.kv_cache_mib << 20,
+            gpu_memory_utilization=_FREE_AT_START,
             enable_prefix_caching=True,
             enforce_eager=True,
             # Of the distribution the token was drawn from: after the temperature, not before.

@@ -86,9 +86,10 @@ def broadcast(
 def by_cuda_ipc(
     sampler: Sampler | None, part: Callable[..., WeightUpdate], rounds: list[Round], bucket_bytes: int
 ) -> int:
-    """As `broadcast`, in one part for each filling of a buffer on the GPU that rank 0 and the sampler share.
+    """As `broadcast`, in one part for each filling of a buffer on the GPU that rank 0 and the sampler share. The one
+    before has been copied when its call is answered.
 
-    Never run.
+    Never run on a GPU.
     """
     from moe_rl.sync.cuda_ipc import packed
 
