@@ -39,16 +39,15 @@ def _lacking(layer: torch.nn.Module, info: LayerReloadingInfo, own: list[str]) -
     if isinstance(layer, LinearBase):
         return own  # has no padding: of query, key and value, or gate and up, one is missing
     if isinstance(layer, RoutedExperts):
-        return [key for key in own if _pieces(info, key) < _expected_pieces(layer, key)]
+        return [key for key in own if _lacks_experts(layer, info, key)]
     return []
 
 
-def _pieces(info: LayerReloadingInfo, key: str) -> int:
-    """Of how many (gate, up or down; expert) something came."""
-    calls = (bound.arguments for parameter, bound in info.loaded_weights if parameter == key)
-    return len({(call["shard_id"], call["expert_id"]) for call in calls})
-
-
-def _expected_pieces(layer: RoutedExperts, key: str) -> int:
+def _lacks_experts(layer: RoutedExperts, info: LayerReloadingInfo, key: str) -> bool:
+    """Whether a parameter that came expert by expert lacks one, or its gate or up. Experts of other ranks come too."""
+    calls = [bound.arguments for parameter, bound in info.loaded_weights if parameter == key]
+    if not all("expert_id" in call for call in calls):
+        return False  # stacked, and so came whole
     halves = 2 if key.startswith("w13") and layer.moe_config.is_act_and_mul else 1
-    return halves * layer.moe_config.num_logical_experts
+    came = {(call["shard_id"], call["expert_id"]) for call in calls}
+    return len(came) < halves * layer.moe_config.num_logical_experts

@@ -70,15 +70,23 @@ def broadcast(
     """Send the rounds of all ranks in two parts: the bytes, then their digests. Rank 0 has `sender` and `sampler`.
 
     part: makes a part of the update from number, final, tensors and source. Returns the bytes sent, 0 on other ranks.
+    Raises what the sampler does; of a WeightSyncError both ends tell, since either may have brought the other down.
     """
     stream = Stream(rounds)
     if sampler is None:
         return stream.hand_over()
-    sending = _Sending(sender, stream)
+    sending, refused = _Sending(sender, stream), None
     try:
         sampler.update_weights(part(number=0, final=False, tensors=stream.infos, source=sender.source()))
+    except WeightSyncError as error:
+        refused = error
     finally:
-        sending.stop()
+        failed = sending.stop()
+    if failed is not None:
+        theirs = f"{refused}. " if refused is not None else ""
+        raise WeightSyncError(f"{theirs}The broadcast of weights failed on the trainer: {failed}") from failed
+    if refused is not None:
+        raise refused
     sampler.update_weights(part(number=1, final=True, tensors=stream.digested(stream.infos), source=Received()))
     return sum(info.size for info in stream.infos)
 
@@ -127,12 +135,11 @@ class _Sending:
             self._error = error
             self._sender.close()  # else the sampler would wait for the rest
 
-    def stop(self) -> None:
-        """The sampler's call is over: so is the broadcast, or it never will be."""
+    def stop(self) -> Exception | None:
+        """The sampler's call is over: so is the broadcast, or it never will be. Returns what it failed of."""
         self._stopped.set()
         self._thread.join(_LEAVE_SECONDS)
-        if self._error is not None:
-            raise WeightSyncError(f"The broadcast of weights failed on the trainer: {self._error}") from self._error
+        return self._error
 
 
 def _info(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorInfo:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import msgspec
@@ -12,7 +13,10 @@ import psutil
 import pytest
 import torch
 
-from moe_rl.errors import WeightSyncError
+from moe_rl.errors import SamplerGone, WeightSyncError
+from moe_rl.sync.intake import Intake
+from moe_rl.sync.reader import Reader
+from moe_rl.sync.update import Broadcast, WeightUpdate
 from tests.sync.sending import broadcast
 from tests.sync.test_intake import BYTES, equal
 
@@ -89,6 +93,18 @@ def test_a_broadcast_that_breaks_off_leaves_nothing_whole(taker, open_sender, ot
     assert equal(taker.weights, others) and taker.intake.holding().whole
 
 
+def test_a_trainer_does_not_wait_for_a_sampler_that_could_not_load(open_sender):
+    tensors = {name: torch.zeros(8 << 20) for name in "abc"}  # more than a connection buffers
+
+    def load(_):
+        raise KeyError("layers.7")
+
+    reader = Reader(Intake(dict.fromkeys(tensors, (8 << 20,))), load, torch.device("cpu"))
+    with pytest.raises(KeyError, match="layers.7"):
+        broadcast(SimpleNamespace(update_weights=reader.take), open_sender(), tensors, version=1)
+    assert isinstance(broadcast.sent, str), "the trainer had sent everything before"
+
+
 def test_what_is_not_confirmed_is_not_whole(taker, open_sender, others):
     assert broadcast(taker, open_sender(), others, version=1, parts=1)
     assert equal(taker.weights, others) and not taker.intake.holding().whole
@@ -143,3 +159,31 @@ def test_a_sampler_that_lost_workers_gets_a_way_of_its_own_and_the_old_one_is_cl
         sender.send(SimpleNamespace(workers=workers, address="127.0.0.1", wake=lambda part: None), len(used) + 1)
         monkeypatch.setattr(used[-1], "close", lambda way=used[-1]: closed.append(way))
     assert used[0] is used[1] and closed == used[:1] and [way.workers for way in used] == [2, 2, 1]
+
+
+@pytest.mark.parametrize("sampler_says", [WeightSyncError("vLLM lost a part"), SamplerGone("server 1 is gone"), None])
+def test_of_a_broadcast_that_failed_both_ends_tell(monkeypatch, sampler_says):
+    """When a server dies the sender fails of it too: the run must end for the server."""
+    from moe_rl.train import stream
+
+    closed = threading.Event()
+
+    def send(*_):
+        raise RuntimeError("Connection closed by peer")
+
+    def update_weights(update):
+        assert closed.wait(20)
+        if sampler_says is not None:
+            raise sampler_says
+
+    monkeypatch.setattr(stream.world, "gather", lambda message, kind: [message])
+    source = Broadcast("127.0.0.1", 1, 2, 1, BUCKET)
+    sender = SimpleNamespace(send=send, close=closed.set, source=lambda: source)
+    part = partial(WeightUpdate, version=1, replaces=0, changed=True)
+    with pytest.raises((WeightSyncError, SamplerGone)) as error:
+        stream.broadcast(sender, SimpleNamespace(update_weights=update_weights), part, [])
+    if isinstance(sampler_says, SamplerGone):
+        assert error.value is sampler_says
+    else:
+        assert "failed on the trainer: Connection closed by peer" in str(error.value)
+        assert sampler_says is None or str(error.value).startswith("vLLM lost a part. ")
