@@ -29,7 +29,8 @@ _ALIVE_SECONDS = 0.5
 # The CPU backend takes multiples of 32 only.
 _BLOCK_SIZE = 32
 _STEP_TOKENS = 4096
-# vLLM will not start on a GPU of which less is free, though the KV cache's size is given: a trainer may be there first.
+# The share of a GPU that vLLM wants free at its start. It has no other use where the KV cache's size is given, and a
+# trainer may be there first.
 _FREE_AT_START = 0.01
 # vLLM's level of sleep after which the weights must be sent anew.
 _DISCARDS_WEIGHTS = 2
