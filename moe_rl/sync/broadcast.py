@@ -14,7 +14,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from itertools import zip_longest
 from typing import Protocol
 
 import torch
@@ -28,8 +27,8 @@ from vllm.distributed.weight_transfer.packed_tensor import (
 
 from moe_rl.errors import WeightSyncError, describe
 from moe_rl.sync.address import own_address
-from moe_rl.sync.digest import dtype_name
 from moe_rl.sync.update import Broadcast, TensorInfo
+from moe_rl.sync.ways import as_announced
 
 _TIMEOUT = timedelta(minutes=10)
 _POLL_SECONDS = 0.01
@@ -84,7 +83,7 @@ class Sender:
         self._sent += 1
         if self._group is None:
             self._group = _connect(self._store, self._address, 0, self.workers + 1, self._device)
-        checked = _checked(infos, tensors)
+        checked = as_announced(infos, tensors)
         packed_nccl_broadcast_producer(checked, self._group, 0, lambda item: item[1], self._bucket_bytes, _BUFFERS)
         return True
 
@@ -131,19 +130,6 @@ class Receiver:
         if self._group is not None:
             self._group.destroy()
         self._group = None
-
-
-def _checked(
-    infos: Sequence[TensorInfo], tensors: Iterator[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
-    nothing = ("nothing", torch.empty(0))
-    for info, (name, tensor) in zip_longest(infos, tensors, fillvalue=nothing):
-        got = (name, dtype_name(tensor.dtype), tuple(tensor.shape))
-        expected = (info.name, info.dtype, info.shape) if isinstance(info, TensorInfo) else "nothing"
-        if got != expected:
-            message = "Another tensor would be broadcast than was announced"
-            raise WeightSyncError(describe(message, got=got, expected=expected))
-        yield name, tensor
 
 
 def _ready(number: int, rank: int) -> str:

@@ -17,6 +17,7 @@ from moe_rl.megatron.export import Round
 from moe_rl.rollout.sampler import Sampler
 from moe_rl.sync.digest import dtype_name, tensor_digest
 from moe_rl.sync.update import Received, TensorInfo, WeightUpdate
+from moe_rl.sync.ways import as_announced
 
 if TYPE_CHECKING:
     from moe_rl.sync.broadcast import Sender
@@ -55,9 +56,12 @@ class Stream:
         return [msgspec.structs.replace(info, digest=self._digests[info.name]) for info in infos]
 
     def hand_over(self) -> int:
-        """On the other ranks: give rank 0 every round, as one run of bytes. Returns 0, the bytes that a sampler got."""
-        for run in self._rounds:
-            octets = [tensor.view(-1).view(torch.uint8) for _, tensor in run.tensors]
+        """On the other ranks: give rank 0 every round, as one run of bytes. Returns 0, the bytes that a sampler got.
+
+        Raises WeightSyncError for a tensor that rank 0 would take for another.
+        """
+        for run, infos in zip(self._rounds, self._everyone[dist.get_rank()].rounds, strict=True):
+            octets = [tensor.view(-1).view(torch.uint8) for _, tensor in as_announced(infos, run.tensors)]
             if octets:
                 dist.send(torch.cat(octets), 0)
             del octets  # else they would lie beside those of the next round

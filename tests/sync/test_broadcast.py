@@ -78,7 +78,7 @@ def test_a_stream_that_is_not_what_was_announced_is_broken_off(taker, open_sende
     stream = {"another order": items[::-1], "one too many": more, "one too few": items[:-1]}
     with pytest.raises(WeightSyncError, match="broke off|lack"):
         broadcast(taker, open_sender(), others, stream=iter(stream[fault]), version=1)
-    assert "Another tensor would be broadcast" in broadcast.sent and not taker.intake.holding().version
+    assert "Another tensor would be sent" in broadcast.sent and not taker.intake.holding().version
 
 
 def test_a_broadcast_that_breaks_off_leaves_nothing_whole(taker, open_sender, others):
@@ -187,3 +187,21 @@ def test_of_a_broadcast_that_failed_both_ends_tell(monkeypatch, sampler_says):
     else:
         assert "failed on the trainer: Connection closed by peer" in str(error.value)
         assert sampler_says is None or str(error.value).startswith("vLLM lost a part. ")
+
+
+def test_what_a_rank_hands_over_is_what_it_announced(monkeypatch):
+    """Rank 0 takes the digests of what comes, under the names that it was told: two experts that changed places would
+    be right to it."""
+    from moe_rl.megatron.export import Round
+    from moe_rl.train import stream
+
+    sent, tensors = [], {"up.0": torch.zeros(2, 3), "up.1": torch.ones(2, 3)}
+    whole = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    monkeypatch.setattr(stream.world, "gather", lambda message, kind: [kind([]), message])
+    monkeypatch.setattr(stream.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(stream.dist, "send", lambda octets, to: sent.append((octets.clone(), to)))
+    stream.Stream([Round(whole, iter(tensors.items()))]).hand_over()
+    assert len(sent) == 1 and torch.equal(sent[0][0].view(torch.float32), torch.arange(12) // 6.0) and sent[0][1] == 0
+    with pytest.raises(WeightSyncError, match="would be sent than was announced.*got ..up.1.*expected ..up.0"):
+        stream.Stream([Round(whole, iter(reversed(tensors.items())))]).hand_over()
+    assert len(sent) == 1
