@@ -131,12 +131,12 @@ class WeightReceiver(WeightTransferEngine[NoInit, Part]):
             self.intake.abandon()
 
     def check_reached(self) -> None:
-        """Raises WeightSyncError when a parameter did not get what came for it."""
+        """Raises WeightSyncError when a parameter did not get all that came for it."""
         if self._lost:
             raise WeightSyncError(
                 describe(
                     "vLLM lost a part of the new weights",
-                    got=f"{len(self._lost)} parameters that nothing was loaded into: {', '.join(self._lost[:3])}",
+                    got=f"{len(self._lost)} parameters that did not come whole: {', '.join(self._lost[:3])}",
                     do="check the patch series: python tools/apply_patches.py --check",
                 )
             )
