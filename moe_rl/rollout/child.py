@@ -234,7 +234,6 @@ class Sampler:
             self._llm.update_weight_version(str(call.update.version))
             if self._source is not None:
                 self._source.set_weight_version(call.update.version)
-            self._forget_prefixes()
 
     def _hear(self, answers: list[dict[str, object]]) -> None:
         """What the workers say that they hold."""

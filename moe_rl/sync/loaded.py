@@ -24,7 +24,8 @@ def not_loaded(model: torch.nn.Module) -> list[str]:
         info = get_layerwise_info(layer)
         if not info.can_load() or is_deferred_attention_layer(layer):
             continue
-        own = [key for key, parameter in layer.named_parameters(recurse=False) if parameter.numel()]
+        parameters = layer.named_parameters(recurse=False)
+        own = [key for key, parameter in parameters if parameter.numel() and key not in SKIP_LOAD_TENSORS]
         lost += [f"{name}.{key}" if name else key for key in _lacking(layer, info, own)]
     return lost
 
@@ -32,7 +33,7 @@ def not_loaded(model: torch.nn.Module) -> list[str]:
 def _lacking(layer: torch.nn.Module, info: LayerReloadingInfo, own: list[str]) -> list[str]:
     """Which of its own parameters a layer still waits for. What it waits for may be padding, that nobody sends: rows of
     a vocabulary, or of experts for some kernels."""
-    came = {parameter for parameter, _ in info.loaded_weights} | SKIP_LOAD_TENSORS
+    came = {parameter for parameter, _ in info.loaded_weights}
     lacking = [key for key in own if key not in came]
     if lacking:
         return lacking

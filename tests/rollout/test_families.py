@@ -15,7 +15,7 @@ from moe_rl.config.hf import is_mtp_tensor, read_model
 from moe_rl.errors import EngineError
 from moe_rl.rollout.worker import refuse_unpatched
 from tests.rollout.conftest import TOP_K, VOCAB
-from tests.rollout.test_recording import agree, play, requests  # noqa: F401 - `play` is a fixture
+from tests.rollout.test_recording import agree, play, requests, scenarios  # noqa: F401 - two are fixtures
 from tests.sync.sending import by_disk
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -58,7 +58,7 @@ def broadcast(sampler, sender, tensors, *, stream=None, **about) -> bool:
     whole = part(tensors, Received(), number=1, **about)
     infos = [TensorInfo(info.name, info.dtype, info.shape) for info in whole.tensors]
     arguments = (sender, infos, stream or iter(tensors.items()), stopped)
-    thread = threading.Thread(target=lambda: sent.append(_sent(*arguments)))
+    thread = threading.Thread(target=lambda: sent.append(_sent(*arguments)), daemon=True)
     thread.start()
     try:
         announced = (whole.version, whole.replaces, 0, False, whole.changed, infos, sender.source())
