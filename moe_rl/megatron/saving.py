@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -70,8 +71,10 @@ class Checkpoints:
         filesystem_async._results_queue = queue.Queue()
         gc.freeze()  # Megatron collects garbage twice: only what it makes itself need be searched
         try:
+            sharded = checkpoint.sharded(policy, loading=False)
+            in_use = _storages(sharded) if self.asynchronous else set()
             request = dist_checkpointing.save(
-                checkpoint.sharded(policy, loading=False),
+                sharded,
                 str(hidden),
                 content_metadata=dict(checkpoint.CONTENT),
                 async_sharded_save=True,
@@ -79,6 +82,7 @@ class Checkpoints:
             )
         finally:
             gc.unfreeze()
+        del sharded  # what was gathered for it is not needed beside what is written
         own = {f"rng-rank{rank}.safetensors": rng.state()}
         if rank == 0 and tensors:
             own[checkpoint.RUN_TENSORS] = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -89,7 +93,7 @@ class Checkpoints:
             "optimizer_step": checkpoint.optimizer_step(policy),
             "layout": checkpoint.layout(self.parallel),
         }
-        writer = _Writer(request, hidden, own, copy=self.asynchronous)
+        writer = _Writer(request, hidden, own, in_use)
         self._pending = _Pending(step, hidden, json.dumps(described), request, writer, time.perf_counter() - began)
         if self.asynchronous:
             writer.start()
@@ -203,14 +207,15 @@ class _Writer(threading.Thread):
     """Writes this rank's part. `written` is set at the end, then `failure` says what went wrong, if anything did,
     `digests` what each file holds, `seconds` how long it took."""
 
-    def __init__(self, request: AsyncRequest, hidden: Path, own: dict[str, dict[str, torch.Tensor]], *, copy: bool):
+    def __init__(self, request: AsyncRequest, hidden: Path, own: dict[str, dict[str, torch.Tensor]], in_use: set[int]):
+        """own: the files that are not Megatron's. in_use: addresses of storages that the run goes on writing to."""
         super().__init__(name="checkpoint", daemon=True)
         self.hidden, self.own = hidden, own
         self.written, self.failure, self.digests, self.seconds = threading.Event(), "", {}, 0.0
         # Megatron has nothing for a rank to write that holds no first replica of any tensor.
         _, buckets, self.results = request.async_fn_args or (0, [], None)
         self.transforms = request.async_fn.args[0] if buckets else []
-        self.buckets = [(path, key, (blobs, _on_host(tensors, copy))) for path, key, (blobs, tensors) in buckets]
+        self.buckets = [(path, key, (blobs, _on_host(tensors, in_use))) for path, key, (blobs, tensors) in buckets]
 
     def run(self) -> None:
         began = time.perf_counter()
@@ -236,17 +241,24 @@ class _Writer(threading.Thread):
             self.written.set()
 
 
-def _on_host(tensors: list, copy: bool) -> list:
-    """(what Megatron calls it, tensor) with tensors that nobody else writes to, if `copy`; on the host in any case.
+def _on_host(tensors: list, in_use: set[int]) -> list:
+    """(what Megatron calls it, tensor on the host that nobody else writes to). On a CPU most of what Megatron gives are
+    copies already: it makes one of each part of a larger storage.
 
-    They are taken out of the list: Megatron would keep its own, gathered over the ranks, until the checkpoint is
-    published, on a GPU or a second time on the host.
+    They are taken out of the list: Megatron would keep its own until the checkpoint is published.
     """
     taken = []
     for at, (item, tensor) in enumerate(tensors):
-        taken.append((item, torch.empty_like(tensor, device="cpu").copy_(tensor) if copy else tensor.cpu()))
+        host = tensor.cpu()
+        taken.append((item, host.clone() if host.untyped_storage().data_ptr() in in_use else host))
         tensors[at] = None
     return taken
+
+
+def _storages(sharded: dict) -> set[int]:
+    """Addresses of the storages of all tensors in a sharded state dict."""
+    tensors = (one.data for one in nested_values(sharded) if torch.is_tensor(one.data))
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def _told(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from moe_rl.megatron.saving import _Writer
+from moe_rl.megatron.saving import _storages, _Writer
 
 
 def request_of(folder, tensor):
@@ -28,11 +28,12 @@ def request_of(folder, tensor):
     )
 
 
-@pytest.mark.parametrize("copy, seen", [(True, 1.0), (False, 0.0)])
-def test_what_is_written_behind_the_run_is_what_was_there_when_the_save_began(tmp_path, copy, seen):
+@pytest.mark.parametrize("used, seen", [(True, 1.0), (False, 0.0)])
+def test_what_is_written_behind_the_run_is_what_was_there_when_the_save_began(tmp_path, used, seen):
     """Without a copy the trainer's next step would be written: the witness that the tensor did change."""
     tensor = torch.ones(4)
-    writer = _Writer(request_of(tmp_path, tensor), tmp_path, {}, copy=copy)
+    in_use = _storages({"model": [SimpleNamespace(data=tensor if used else b"")]})
+    writer = _Writer(request_of(tmp_path, tensor), tmp_path, {}, in_use)
     tensor.zero_()
     writer.run()
     assert (writer.failure, list(writer.digests)) == ("", ["__0_0.distcp"])
@@ -47,7 +48,7 @@ def test_megatrons_own_tensors_do_not_stay_beside_the_copies(tmp_path):
     request, alive = request_of(tmp_path, gathered), weakref.ref(gathered)
     del gathered
     assert alive() is not None
-    writer = _Writer(request, tmp_path, {}, copy=True)
+    writer = _Writer(request, tmp_path, {}, _storages({"optimizer": SimpleNamespace(data=alive())}))
     assert alive() is None
     writer.run()
     assert writer.failure == "" and torch.load(tmp_path / "__0_0.distcp").tolist() == [1.0] * 4
@@ -55,7 +56,7 @@ def test_megatrons_own_tensors_do_not_stay_beside_the_copies(tmp_path):
 
 def test_a_write_that_the_system_refuses_is_told_in_its_words(tmp_path):
     """A limit to the size of files stands for a full disk: the system's own refusal, in the middle of a tensor."""
-    writer = _Writer(request_of(tmp_path, torch.ones(1 << 20)), tmp_path, {}, copy=True)
+    writer = _Writer(request_of(tmp_path, torch.ones(1 << 20)), tmp_path, {}, set())
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:
