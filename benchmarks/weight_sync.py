@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -28,7 +27,8 @@ from safetensors.torch import load_file
 from moe_rl.config.schema import ParallelConfig, RolloutConfig
 from moe_rl.megatron import world
 from moe_rl.megatron.export import Round
-from moe_rl.rollout.engine import EngineSettings, VllmEngine
+from moe_rl.rollout.engine import VllmEngine
+from moe_rl.rollout.settings import EngineSettings
 from moe_rl.sync.digest import tensor_digests
 from moe_rl.sync.update import decode, encode
 from moe_rl.train.weights import WeightSender
@@ -147,29 +147,19 @@ class Drain:
 
 
 def _drain(pipe, model: Path) -> None:
-    from moe_rl.sync.broadcast import Receiver
     from moe_rl.sync.intake import Intake
     from moe_rl.sync.parts import checkpoint_shapes
-    from moe_rl.sync.update import Broadcast, Received
-    from moe_rl.sync.ways import placed
+    from moe_rl.sync.reader import Reader
 
     torch.set_num_threads(1)
-    intake, link = Intake(checkpoint_shapes(model)), SimpleNamespace(source=None)
+    intake = Intake(checkpoint_shapes(model))
+    reader = Reader(intake, lambda tensors: None, torch.device("cpu"))
     pipe.send_bytes(b"ready")
     while True:
         update = decode(pipe.recv_bytes())
         error = b""
         try:
-            intake.admit(update)
-            if isinstance(update.source, Broadcast):
-                if link.source != update.source:
-                    link = Receiver(update.source, update.source.first_rank, torch.device("cpu"))
-                link.receive(update.tensors, lambda tensors: intake.received(tensors, lambda: None))
-            elif isinstance(update.source, Received):
-                intake.confirm_received()
-            else:
-                intake.confirm(dict(placed(update)), lambda: None)
-            intake.touch()
+            reader.take(update)
             if update.final:
                 intake.finish()
         except Exception as failure:

@@ -1,4 +1,4 @@
-"""Run over two hosts, made of namespaces on this machine, and kill first a server, then a host.
+"""Run over two hosts, made of namespaces on this machine, and kill a server, a host, and servers that may be lost.
 
     python tools/two_hosts.py [--steps N] [--work DIR] [--json FILE] [a.b=c ...] [-- arguments of vLLM's server]
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from moe_rl.errors import MoeRLError
 from moe_rl.proof.hosts import enter
-from moe_rl.proof.two_hosts import Cluster, drill
+from moe_rl.proof.two_hosts import KILLS, Cluster, drill
 
 
 def main(argv: list[str]) -> int:
@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="of configs/tiny_moe_cpu.yaml")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="of each run (default: 3)")
-    parser.add_argument("--kill", action="append", choices=("server", "host"), help="only that; may be repeated")
+    parser.add_argument("--kill", action="append", choices=KILLS, help="only that; may be repeated")
     parser.add_argument("--work", type=Path, metavar="DIR", help="keep runs and logs there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was seen there")
     options = parser.parse_args(argv[:cut])
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
             work.mkdir(parents=True, exist_ok=True)
             overrides = ["parallel.expert=4", *options.overrides]
             with Cluster(work, overrides, argv[cut + 1 :]) as cluster:
-                result = drill(cluster, steps=options.steps, kills=options.kill or ("server", "host"))
+                result = drill(cluster, steps=options.steps, kills=options.kill or KILLS)
     except (MoeRLError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

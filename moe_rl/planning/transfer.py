@@ -28,12 +28,13 @@ def weight_transfer(wanted: Literal["auto"] | Way, *, gpu: bool, place: Place, o
     """The way that `rollout.weight_transfer` stands for. gpu: whether trainer and samplers compute on GPUs. one_host:
     whether all trainer ranks run on one host.
 
-    A GPU that trainer and sampler share hands weights over where they are; GPUs that they do not share, over NCCL. On
-    CPUs one host has memory, several have a folder.
+    A GPU that trainer and sampler share hands weights over where they are; GPUs that they do not share, over NCCL,
+    which takes no two processes on one. On CPUs one host has memory, several have a folder.
     """
-    near = place == "child" and one_host
+    child = place == "child"
+    near = child and one_host
     if gpu:
-        auto: Way = "cuda_ipc" if near else "broadcast"
+        auto: Way = "cuda_ipc" if child else "broadcast"
         why = {"cuda_ipc": "one GPU holds both", "broadcast": "from GPU to GPU"}[auto]
     else:
         auto = "shared_memory" if near else "disk"
@@ -42,8 +43,8 @@ def weight_transfer(wanted: Literal["auto"] | Way, *, gpu: bool, place: Place, o
         return Transfer(auto, f"{why}; chosen by rollout.weight_transfer auto")
     obstacles = {
         "shared_memory": "" if near else "an engine that rank 0 starts, on the host of all trainer ranks",
-        "cuda_ipc": "" if gpu and near else "an engine that rank 0 starts, on the GPUs of a trainer on one host",
-        "broadcast": "",
+        "cuda_ipc": "" if gpu and child else "an engine that rank 0 starts, on its GPU",
+        "broadcast": "servers, on GPUs of their own: NCCL takes no two processes on one" if gpu and child else "",
         "disk": "",
     }
     if obstacles[wanted]:

@@ -19,6 +19,7 @@ from moe_rl.errors import EngineError, MoeRLError, WeightSyncError, describe
 from moe_rl.rollout import patches, wire
 from moe_rl.rollout.recording import Recording, RecordingRequest, as_stored
 from moe_rl.rollout.sampler import SLEEPING_PARTS
+from moe_rl.rollout.settings import EngineSettings
 from moe_rl.rollout.versions import one_version
 from moe_rl.sync.update import Holding, agreement, encode, refusal
 from moe_rl.types import GenerateRequest
@@ -28,6 +29,9 @@ _ALIVE_SECONDS = 0.5
 # The CPU backend takes multiples of 32 only.
 _BLOCK_SIZE = 32
 _STEP_TOKENS = 4096
+# The share of a GPU that vLLM wants free at its start. It has no other use where the KV cache's size is given, and a
+# trainer may be there first.
+_FREE_AT_START = 0.01
 # vLLM's level of sleep after which the weights must be sent anew.
 _DISCARDS_WEIGHTS = 2
 
@@ -39,7 +43,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     channel = wire.Channel(socket.socket(fileno=descriptor), wire.Call)
     try:
-        sampler = Sampler(channel.receive(), _Pulse(channel))
+        sampler = Sampler(channel.receive().settings, _Pulse(channel))
     except Exception as error:
         traceback.print_exc()
         channel.send(wire.Failed(_message(error)))
@@ -71,8 +75,8 @@ def main() -> int:
 class Sampler:
     """vLLM in this process, told to be deterministic and to say what it did."""
 
-    def __init__(self, start: wire.Start, pulse: Callable[[], None]):
-        faults = patches.problems(capture=start.capture)
+    def __init__(self, settings: EngineSettings, pulse: Callable[[], None]):
+        faults = patches.problems(capture=settings.capture)
         if faults:
             raise EngineError("\n".join(faults))
         # Imported here: a parent that is told of a wrong vLLM should not wait for its import.
@@ -89,43 +93,44 @@ class Sampler:
         self._holding = Holding(version=0, digest="", whole=True)
         self._asleep: set[str] = set()
         recording = None
-        if start.trace_root is not None:
+        if settings.trace_root is not None:
             recording = Recording(
-                trace_root=start.trace_root,
-                model_fingerprint=start.model_fingerprint,
-                support=start.support,
-                log_normalizer=start.log_normalizer,
-                router_logits_fraction=start.router_logits_fraction,
+                trace_root=str(settings.trace_root.absolute()),
+                model_fingerprint=settings.model_fingerprint,
+                support=settings.support,
+                log_normalizer=settings.log_normalizer,
+                router_logits_fraction=settings.router_logits_fraction,
             )
         self._llm = vllm.LLM(
-            model=start.model_path,
+            model=str(settings.model_path.absolute()),
             skip_tokenizer_init=True,
             # Else vLLM would take stop tokens and sampling parameters from the checkpoint.
             generation_config="vllm",
-            dtype=start.dtype,
-            seed=start.seed,
-            max_model_len=start.max_model_len,
-            max_num_seqs=start.max_concurrent,
+            dtype=settings.dtype,
+            seed=settings.seed,
+            max_model_len=settings.max_model_len,
+            max_num_seqs=settings.max_concurrent,
             # Without patch 0003 a request with a seed that is prefilled in parts kills vLLM on a CPU.
             enable_chunked_prefill=patches.inspect().summary == "patched" or not self._on_cpu,
-            max_num_batched_tokens=max(_STEP_TOKENS, start.max_model_len, start.max_concurrent),
+            max_num_batched_tokens=max(_STEP_TOKENS, settings.max_model_len, settings.max_concurrent),
             block_size=_BLOCK_SIZE,
-            kv_cache_memory_bytes=start.kv_cache_bytes,
+            kv_cache_memory_bytes=settings.kv_cache_mib << 20,
+            gpu_memory_utilization=_FREE_AT_START,
             enable_prefix_caching=True,
             enforce_eager=True,
             # Of the distribution the token was drawn from: after the temperature, not before.
             logprobs_mode="processed_logprobs",
             weight_transfer_config={"backend": BACKEND},
             worker_extension_cls=CONTROL,
-            enable_sleep_mode=start.sleeps and not self._on_cpu,
-            **_capture_arguments(start.capture, recording, WORKER),
+            enable_sleep_mode=settings.sleeps and not self._on_cpu,
+            **_capture_arguments(settings.capture, recording, WORKER),
         )
         self._source: WorkerSource | NativeSource | None = None
         if recording is not None:
-            if start.capture == "native":
+            if settings.capture == "native":
                 self._source = NativeSource(self._llm, recording)
             else:
-                self._source = WorkerSource(self._llm, start.capture)
+                self._source = WorkerSource(self._llm, settings.capture)
         (transfer,) = self._llm.collective_rpc(lambda worker: worker.weight_transfer_engine)
         transfer.on_progress = pulse
         self._vocabulary: int = self._llm.llm_engine.vllm_config.model_config.get_vocab_size()

@@ -20,7 +20,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -30,6 +29,7 @@ import moe_rl
 from moe_rl.errors import EngineError, WeightSyncError, describe
 from moe_rl.rollout import wire
 from moe_rl.rollout.scratch import Scratch
+from moe_rl.rollout.settings import EngineSettings
 from moe_rl.sync.update import WeightUpdate
 from moe_rl.types import Completion, GenerateRequest
 
@@ -38,34 +38,6 @@ _CLOSE_SECONDS = 10.0
 _LOG_TAIL_LINES = 15
 # What torchrun tells its ranks would make the engine believe that it is one of them.
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_NUM_THREADS")
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """What an engine is started with.
-
-    model_path: Hugging Face checkpoint folder; its weights are version 0. dtype: "bfloat16" or "float32".
-    max_model_len: prompt + completion, in tokens. max_concurrent: sequences decoded at once. trace_root: folder of the
-    trace store, None turns recording off. log_path: gets all output of the engine's process. silence_seconds: an engine
-    that makes no progress in a call for so long is taken for hung and killed. sleeps: whether it will be told to.
-    """
-
-    model_path: Path
-    dtype: str
-    max_model_len: int
-    max_concurrent: int
-    kv_cache_mib: int
-    trace_root: Path | None
-    model_fingerprint: str
-    log_path: Path
-    startup_timeout_seconds: float
-    seed: int
-    silence_seconds: float = 60.0
-    capture: str = "patch"
-    support: bool = False
-    log_normalizer: bool = False
-    router_logits_fraction: float = 0.0
-    sleeps: bool = False
 
 
 class VllmEngine:
@@ -109,23 +81,9 @@ class VllmEngine:
                 start_new_session=True,
             )
         engine = cls(settings, process, wire.Channel(ours, wire.Reply), scratch)
-        start = wire.Start(
-            model_path=str(settings.model_path.absolute()),
-            dtype=settings.dtype,
-            max_model_len=settings.max_model_len,
-            max_concurrent=settings.max_concurrent,
-            kv_cache_bytes=settings.kv_cache_mib << 20,
-            trace_root=str(settings.trace_root.absolute()) if settings.trace_root is not None else None,
-            model_fingerprint=settings.model_fingerprint,
-            seed=settings.seed,
-            capture=settings.capture,
-            support=settings.support,
-            log_normalizer=settings.log_normalizer,
-            router_logits_fraction=settings.router_logits_fraction,
-            sleeps=settings.sleeps,
-        )
         try:
-            engine.vllm_version = engine._call(start, wire.Ready, settings.startup_timeout_seconds).vllm_version
+            ready = engine._call(wire.Start(settings), wire.Ready, settings.startup_timeout_seconds)
+            engine.vllm_version = ready.vllm_version
         except BaseException:
             engine.close()
             raise

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _PREFIX = "moe_rl-engine-"
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 class Scratch:
@@ -29,7 +30,7 @@ class Scratch:
     def cleanup(self) -> None:
         """Remove the folder and all that is in it. May be called again."""
         if self._lock >= 0:
-            shutil.rmtree(self.name, ignore_errors=True)
+            _remove(Path(self.name))
             os.close(self._lock)
             self._lock = -1
 
@@ -40,6 +41,14 @@ def _sweep(parent: Path) -> None:
             fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder)
+                _remove(folder)
             finally:
                 os.close(fd)
+
+
+def _remove(folder: Path) -> None:
+    # vLLM's workers meet by a file there. On CPUs they name memory that they share after it, and never remove that.
+    for met in folder.glob("vllm_dist_*"):
+        for memory in _SHARED_MEMORY.glob(f"{met.name}-*"):
+            memory.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)

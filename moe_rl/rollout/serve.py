@@ -19,6 +19,7 @@ import secrets
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -56,8 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             further = [*_take_config(options), *argv[cut + 1 :]]
             scratch = Scratch()
             cleanup.callback(scratch.cleanup)
-            # A killed server cannot remove its sockets; the next one removes their folder.
-            os.environ["VLLM_RPC_BASE_PATH"] = scratch.name
+            _use_temporary(scratch.name, cleanup)
             options.token_file = options.token_file or Path(scratch.name) / "token"
             _make_token(options.token_file)
             read_token(options.token_file)
@@ -84,6 +84,14 @@ def _leave_on_signals(cleanup: contextlib.ExitStack) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, leave)
+
+
+def _use_temporary(folder: str, cleanup: contextlib.ExitStack) -> None:
+    """vLLM leaves sockets and files in the temporary folder. In one of their own they go with the server; those of a
+    killed one are removed by the next. What torch compiles stays where it is found again."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+    cleanup.callback(setattr, tempfile, "tempdir", None)
+    os.environ["TMPDIR"] = os.environ["VLLM_RPC_BASE_PATH"] = tempfile.tempdir = folder
 
 
 def parser() -> argparse.ArgumentParser:
@@ -254,6 +262,14 @@ def _vllm_arguments(options: argparse.Namespace, recording: Recording, further: 
                 got=arguments.data_parallel_size,
                 expected=1,
                 do="start so many servers, and name each in rollout.servers",
+            )
+        )
+    if arguments.enable_eplb:
+        raise EngineError(
+            describe(
+                "A server takes new weights, and vLLM loads them as if its load balancer had moved no expert",
+                where="--enable-eplb",
+                do="leave it out",
             )
         )
     vars(arguments).update(ours)

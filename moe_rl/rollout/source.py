@@ -46,7 +46,7 @@ class WorkerSource:
         self._llm.collective_rpc("moe_rl_abandon", args=(sink,))
 
     def set_weight_version(self, version: int) -> None:
-        self._llm.collective_rpc("moe_rl_set_weight_version", args=(version,))
+        """The workers have seen it themselves."""
 
     def stats(self) -> dict[str, int]:
         return next(stats for stats in self._llm.collective_rpc("moe_rl_stats") if stats is not None)

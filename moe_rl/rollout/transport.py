@@ -85,7 +85,7 @@ class Transport:
             got = f"no sign of life for {seconds or self.timeout:g} s"
             raise EngineError(describe("The vLLM server hangs", where=where, got=got, do="read its log")) from None
         except httpx.TransportError as error:
-            got = f"{type(error).__name__}: {error}"
+            got = f"{type(error).__name__}: {error}".removesuffix(": ")  # a connection that was reset says no more
             raise EngineError(
                 describe("The vLLM server cannot be reached", where=where, got=got, do="see whether it runs")
             ) from None

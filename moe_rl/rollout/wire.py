@@ -5,10 +5,12 @@ A frame is eight bytes of length, little-endian, and that much MessagePack of on
 
 from __future__ import annotations
 
+import os
 import socket
 
 import msgspec
 
+from moe_rl.rollout.settings import EngineSettings
 from moe_rl.sync.update import WeightUpdate
 from moe_rl.types import GenerateRequest, RouteRef
 
@@ -20,24 +22,9 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 class Start(Message):
-    """First frame to the engine: fields as in EngineSettings. trace_root None: nothing is recorded.
+    """First frame to the engine."""
 
-    support to router_logits_fraction: as in recorder.Recording. sleeps: whether it will be told to.
-    """
-
-    model_path: str
-    dtype: str
-    max_model_len: int
-    max_concurrent: int
-    kv_cache_bytes: int
-    trace_root: str | None
-    model_fingerprint: str
-    seed: int
-    capture: str
-    support: bool
-    log_normalizer: bool
-    router_logits_fraction: float
-    sleeps: bool
+    settings: EngineSettings
 
 
 class Generate(Message):
@@ -120,7 +107,8 @@ class Failed(Message):
 Call = Start | Generate | Score | Update | Sleep | Wake | Close
 Reply = Ready | Alive | Generated | Scored | Updated | Slept | Awake | Failed
 # Made by the thread that imports: msgspec dies when two threads are the first to decode into a type.
-_DECODERS = {kind: msgspec.msgpack.Decoder(kind) for kind in (Call, Reply)}
+# Paths, which MessagePack does not know, are strings on the way.
+_DECODERS = {kind: msgspec.msgpack.Decoder(kind, dec_hook=lambda path, text: path(text)) for kind in (Call, Reply)}
 
 
 class Channel:
@@ -128,7 +116,7 @@ class Channel:
 
     def __init__(self, end: socket.socket, incoming: type):
         self.socket = end
-        self._encoder = msgspec.msgpack.Encoder()
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=os.fspath)
         self._decoder = _DECODERS[incoming]
         self._buffer = bytearray()
 

@@ -74,11 +74,6 @@ class RecorderControl:
         self.weight_transfer_engine.intake.forget()
         return msgspec.to_builtins(self.weight_transfer_engine.intake.holding())
 
-    def moe_rl_set_weight_version(self, version: int) -> None:
-        """Of the weights from the next step on; every row remembers it."""
-        if self.moe_rl_recorder is not None:
-            self.moe_rl_recorder.weight_version = version
-
     def moe_rl_stats(self) -> dict[str, int] | None:
         return dict(self.moe_rl_recorder.stats) if self.moe_rl_recorder is not None else None
 

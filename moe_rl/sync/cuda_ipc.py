@@ -1,4 +1,6 @@
-"""An update through a buffer on a GPU that trainer rank 0 and the sampler share: vLLM's packed IPC chunks. Never run.
+"""An update through a buffer on a GPU that trainer rank 0 and the sampler share: vLLM's packed IPC chunks.
+
+Never run on a GPU: tests have a buffer of one process in place of one that two map.
 
 The handle of the buffer travels as typed fields, not pickled as vLLM sends it over HTTP. What the buffer holds is
 copied by vLLM before the call is answered, so the trainer may fill it again then.

@@ -20,7 +20,7 @@ import xxhash
 from torch import Tensor
 
 _WORDS = 1 << 20
-"""Words that share a salt of the second kind: 8 MiB while they are summed."""
+"""Words that share a salt of the second kind: 8 MiB as int64, in which they are summed."""
 
 
 def tensor_digest(name: str, tensor: Tensor) -> str:
@@ -62,8 +62,9 @@ def word_sum(octets: Tensor) -> int:
     """The sum above, of bytes [N] on any device; they are padded with zeros to whole words."""
     of_words, of_runs = _salts(octets.device)
     total = torch.zeros((), dtype=torch.int64, device=octets.device)
-    padded = torch.nn.functional.pad(octets, (0, -len(octets) % 4)).view(torch.int32)
-    for number, words in enumerate(padded.split(_WORDS)):
+    if len(octets) % 4 or octets.storage_offset() % 4:  # else the copy would be as large as the tensor
+        octets = torch.nn.functional.pad(octets, (0, -len(octets) % 4))
+    for number, words in enumerate(octets.view(torch.int32).split(_WORDS)):
         total += (words.long() * of_words[: len(words)]).sum() * of_runs[number]
     return int(total) & 0xFFFFFFFFFFFFFFFF
 

@@ -13,16 +13,18 @@ from torch import Tensor
 
 from moe_rl.errors import WeightSyncError, describe
 from moe_rl.sync.digest import dtype_name, tensor_digest, total_digest
-from moe_rl.sync.update import Broadcast, Holding, Received, TensorInfo, WeightUpdate
+from moe_rl.sync.update import Broadcast, DTypeName, Holding, Received, TensorInfo, WeightUpdate
 
 _LONGEST_LIST = 5
+_FINER = {"bfloat16": 0, "float32": 1}
 
 
 class Intake:
-    """expected: shapes by name of the tensors that a whole update brings."""
+    """expected: shapes by name of the tensors that a whole update brings. dtype: that the sampler computes in; tensors
+    may come in a wider one, as float32 biases do."""
 
-    def __init__(self, expected: Mapping[str, tuple[int, ...]]):
-        self._expected = expected
+    def __init__(self, expected: Mapping[str, tuple[int, ...]], dtype: DTypeName = "bfloat16"):
+        self._expected, self._dtype = expected, dtype
         self._version, self._digest, self._whole = 0, "", True
         self._update: WeightUpdate | None = None
         self._digests: dict[str, str] = {}
@@ -54,14 +56,17 @@ class Intake:
         """Check the bytes of the part that was admitted, over the memory that is loaded afterwards. Raises
         WeightSyncError naming the first tensor that is another than the trainer announced."""
         update = self._part()
+        announced = {info.name for info in update.tensors}
+        for name in sorted(announced ^ tensors.keys()):
+            was = "was announced but is not there" if name in announced else "is there but was not announced"
+            raise WeightSyncError(describe(f"The tensor {name} {was}"))
         for info in update.tensors:
-            if info.name not in tensors:
-                self._refuse(describe(f"The tensor {info.name} was announced but is not there"))
             tensor = tensors[info.name]
             if (dtype_name(tensor.dtype), tuple(tensor.shape)) != (info.dtype, info.shape):
                 got = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
                 expected = f"{info.dtype} {info.shape}"
-                self._refuse(describe(f"The tensor {info.name} is of another kind", got=got, expected=expected))
+                message = f"The tensor {info.name} is of another kind"
+                raise WeightSyncError(describe(message, got=got, expected=expected))
             self._agree(info, tensor_digest(info.name, tensor))
             on_tensor()
         if update.final:
@@ -83,9 +88,13 @@ class Intake:
         """The model is opened for loading: from now on nothing is whole."""
         self._whole = False
 
+    def abandon(self) -> None:
+        """A part was refused, or the trainer begins anew: nothing continues the update under way."""
+        self._update = None
+
     @property
     def complete(self) -> bool:
-        """Whether the final part has been confirmed."""
+        """Whether the final part has come, and none was refused."""
         return self._update is not None and self._update.final
 
     def finish(self) -> None:
@@ -97,10 +106,6 @@ class Intake:
         if self._update is None:
             raise WeightSyncError(describe("No update is under way"))
         return self._update
-
-    def _refuse(self, message: str) -> None:
-        self._update = None
-        raise WeightSyncError(message)
 
     def _check_order(self, update: WeightUpdate, before: WeightUpdate | None) -> None:
         known = (before.version, before.replaces, before.changed, before.number + 1) if before is not None else None
@@ -138,6 +143,16 @@ class Intake:
         self._name("hold tensors that the model has not", set(names) - self._expected.keys())
         self._name("hold tensors of another shape", [f"{i.name} {i.shape} for {self._expected[i.name]}" for i in wrong])
         self._name("hold tensors twice", repeated)
+        if rounded := [info for info in update.tensors if _FINER[info.dtype] < _FINER[self._dtype]]:
+            raise WeightSyncError(
+                describe(
+                    "The new weights are of less precision than the sampler computes in",
+                    where=rounded[0].name,
+                    got=f"{rounded[0].dtype} in {len(rounded)} of {len(names)} tensors",
+                    expected=self._dtype,
+                    do="start the sampler with the precision that rollout.dtype says",
+                )
+            )
         if update.final or isinstance(update.source, Broadcast):
             self._name("lack tensors of the model", self._expected.keys() - self._digests.keys() - set(names))
 
@@ -156,7 +171,7 @@ class Intake:
 
     def _agree(self, info: TensorInfo, digest: str) -> None:
         if digest != info.digest:
-            self._refuse(
+            raise WeightSyncError(
                 describe(
                     "The sampler got other weights than were sent",
                     where=info.name,
@@ -169,7 +184,7 @@ class Intake:
 
     def _check_stale(self) -> None:
         if self._update.changed and total_digest(self._digests) == self._digest:
-            self._refuse(
+            raise WeightSyncError(
                 describe(
                     "The new weights are stale",
                     got=f"the bytes of version {self._version} as version {self._update.version}",

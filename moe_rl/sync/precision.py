@@ -27,7 +27,7 @@ def is_rounded(name: str) -> bool:
 
 
 def fp8_rounded(weight: Tensor) -> Tensor:
-    """The nearest values to weight [rows, columns] that float8 e4m3 holds, in the weight's dtype.
+    """The nearest values to weight [rows, columns] that float8 e4m3 holds, in the weight's dtype, contiguous.
 
     Each block of 128 x 128 has a float32 scale that maps its largest |value| to 448 (DeepSeek-V3, arXiv 2412.19437,
     section 3.3.2).
@@ -43,4 +43,4 @@ def fp8_rounded(weight: Tensor) -> Tensor:
     scale = blocks.abs().amax((1, 3), keepdim=True) / _LARGEST
     scale = torch.where(scale > 0, scale, 1.0)
     held = (blocks / scale).clamp(-_LARGEST, _LARGEST).to(_FP8).float() * scale
-    return held.flatten(2, 3).flatten(0, 1)[:rows, :columns].to(weight.dtype)
+    return held.flatten(2, 3).flatten(0, 1)[:rows, :columns].to(weight.dtype).contiguous()

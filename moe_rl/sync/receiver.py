@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -20,20 +19,17 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.packed_tensor import PackedBufferImporter
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.models.utils import get_spec_layer_idx_from_weight_name
 
 from moe_rl.errors import MoeRLError, WeightSyncError, describe
+from moe_rl.sync.digest import dtype_name
 from moe_rl.sync.intake import Intake
 from moe_rl.sync.loaded import not_loaded
 from moe_rl.sync.parts import checkpoint_shapes
-from moe_rl.sync.update import Broadcast, CudaIpc, Received, SharedMemory, WeightUpdate, decode
-from moe_rl.sync.ways import placed
-
-if TYPE_CHECKING:
-    from moe_rl.sync.broadcast import Receiver
+from moe_rl.sync.reader import Reader
+from moe_rl.sync.update import WeightUpdate, decode
 
 BACKEND = "moe_rl"
 
@@ -67,9 +63,11 @@ def take(worker, data: bytes) -> dict[str, object]:
         if update.final:
             worker.finish_weight_update()
             receiver.check_reached()
-    except (MoeRLError, msgspec.MsgspecError) as refusal:
+    except Exception as error:
         receiver.break_off()
-        return msgspec.to_builtins(receiver.intake.holding(str(refusal)))
+        if not isinstance(error, MoeRLError | msgspec.MsgspecError):
+            raise
+        return msgspec.to_builtins(receiver.intake.holding(str(error)))
     if update.final and worker.moe_rl_recorder is not None:
         worker.moe_rl_recorder.weight_version = update.version
     return msgspec.to_builtins(receiver.intake.holding())
@@ -93,65 +91,34 @@ class WeightReceiver(WeightTransferEngine[NoInit, Part]):
         # Of multi-token-prediction layers, which the model leaves out, nobody sends anything.
         config = self.model_config.hf_config
         sent = (name for name in shapes if get_spec_layer_idx_from_weight_name(config, name) is None)
-        self.intake = Intake({name: shapes[name] for name in sent})
+        self.intake = Intake({name: shapes[name] for name in sent}, dtype_name(self.model_config.dtype))
+        parallel = self.parallel_config
+        rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        told = lambda: self.on_progress()  # noqa: E731 - which is set later
+        self._reader = Reader(self.intake, self._load, self.device, rank=rank, on_tensor=told)
         self.under_way = False
         self._open = False
-        self._link: Receiver | None = None
-        self._importer = PackedBufferImporter()
         self._lost: list[str] = []
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Nothing to connect to."""
 
     def start_weight_update(self) -> None:
-        """The model is opened for loading only when the first part has proved right: see `receive_weights`."""
+        """The model is opened for loading only when the first part has proved right: see `Reader.take`."""
         self.under_way = True
 
     @torch.inference_mode()
     def receive_weights(self, update_info: Part) -> None:
-        update = update_info.update
-        self.intake.admit(update)
-        if isinstance(update.source, Broadcast):
-            self._receive(update)
-        elif isinstance(update.source, Received):
-            self.intake.confirm_received()
-        else:
-            tensors = dict(self._unpacked(update) if isinstance(update.source, CudaIpc) else placed(update))
-            if isinstance(update.source, SharedMemory) and not (update.final and update.number == 0):
-                # A layer that is not complete yet is loaded when the trainer has written there again.
-                tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-            self.intake.confirm(tensors, self.on_progress)
-            self._load(tensors)
-
-    def _unpacked(self, update: WeightUpdate) -> list[tuple[str, Tensor]]:
-        from moe_rl.sync.cuda_ipc import unpacked
-
-        return unpacked(update.source, update.tensors, self.device, self._importer)
-
-    def _receive(self, update: WeightUpdate) -> None:
-        """Load bucket by bucket what is broadcast; whether it was right, the next part tells."""
-        from moe_rl.sync.broadcast import Receiver
-
-        if self._link is None or self._link.source != update.source:
-            self._unlink()
-            parallel = self.parallel_config
-            rank = update.source.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
-            self._link = Receiver(update.source, rank, self.device)
-
-        def take(tensors: list[tuple[str, Tensor]]) -> None:
-            self.intake.received(tensors, self.on_progress)
-            self._load(dict(tensors))
-
-        self._link.receive(update.tensors, take)
+        self._reader.take(update_info.update)
 
     def finish_weight_update(self) -> None:
         """Called after the final part; before it, when the trainer begins an update anew."""
         self.break_off(complete=self.intake.complete)
 
     def break_off(self, *, complete: bool = False) -> None:
-        """Close the model again, whatever was loaded into it."""
+        """Close the model again, whatever was loaded into it. Nothing continues the update."""
         self.under_way = False
-        self._importer.close()
+        self._reader.release()
         if complete:
             self._lost = not_loaded(self.model)
         if self._open:
@@ -160,30 +127,24 @@ class WeightReceiver(WeightTransferEngine[NoInit, Part]):
                 finalize_layerwise_reload(self.model, self.model_config)
         if complete and not self._lost:
             self.intake.finish()
-        elif not self.intake.holding().whole:
-            self._unlink()  # what is still on its way belongs to nothing
+        else:
+            self.intake.abandon()
 
     def check_reached(self) -> None:
-        """Raises WeightSyncError when a parameter did not get what came for it."""
+        """Raises WeightSyncError when a parameter did not get all that came for it."""
         if self._lost:
             raise WeightSyncError(
                 describe(
                     "vLLM lost a part of the new weights",
-                    got=f"{len(self._lost)} parameters that nothing was loaded into: {', '.join(self._lost[:3])}",
+                    got=f"{len(self._lost)} parameters that did not come whole: {', '.join(self._lost[:3])}",
                     do="check the patch series: python tools/apply_patches.py --check",
                 )
             )
 
     def shutdown(self) -> None:
-        self._unlink()
-
-    def _unlink(self) -> None:
-        if self._link is not None:
-            self._link.close()
-            self._link = None
+        self._reader.close()
 
     def _load(self, tensors: dict[str, Tensor]) -> None:
-        self.intake.touch()
         if not self._open:
             self._open = True
             initialize_layerwise_reload(self.model)

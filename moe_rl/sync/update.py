@@ -147,13 +147,13 @@ def agreement(answers: list[Holding]) -> Holding:
     """What all workers of a sampler hold, by their own words; when they hold different things, nothing whole."""
     first = answers[0]
     refused = next((answer.refused for answer in answers if answer.refused), "")
-    alike = {(answer.version, answer.digest) for answer in answers}
+    alike = dict.fromkeys((answer.version, answer.digest) for answer in answers)
     if len(alike) > 1:
         refused = describe(
             "The workers of one sampler hold different weights",
             got="; ".join(f"version {version}, digest {digest or 'of the checkpoint'}" for version, digest in alike),
             expected="the same on all",
-            do="send a whole update again",
+            do="continue the run with --resume, which takes the sampler anew: no one update replaces both",
         ) + (f". One refused: {refused}" if refused else "")
     whole = len(alike) == 1 and all(answer.whole for answer in answers)
     return Holding(min(answer.version for answer in answers), first.digest, whole, refused)

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 import msgspec
+import torch
 from torch import Tensor
 
+from moe_rl.errors import WeightSyncError, describe
 from moe_rl.sync.digest import dtype_name, tensor_digest
 from moe_rl.sync.parts import read_parts, write_part
 from moe_rl.sync.segments import SegmentWriter, read_segments
@@ -24,14 +27,25 @@ class Bucket(msgspec.Struct, frozen=True):
     tensors: list[TensorInfo]
     place: str | Segment | None
 
-    @property
-    def size(self) -> int:
-        return sum(info.size for info in self.tensors)
-
 
 def info_of(name: str, tensor: Tensor) -> TensorInfo:
     """A tensor as it is announced, with the digest of what lies in this process's memory."""
     return TensorInfo(name, dtype_name(tensor.dtype), tuple(tensor.shape), tensor_digest(name, tensor))
+
+
+def as_announced(
+    infos: Sequence[TensorInfo], tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors, for a reader that cuts a run of bytes by their announcement alone. Raises WeightSyncError at the
+    first that is another than was announced, or lacks, or is one too many."""
+    nothing = ("nothing", torch.empty(0))
+    for info, (name, tensor) in zip_longest(infos, tensors, fillvalue=nothing):
+        got = (name, dtype_name(tensor.dtype), tuple(tensor.shape))
+        expected = (info.name, info.dtype, info.shape) if isinstance(info, TensorInfo) else "nothing"
+        if got != expected:
+            message = "Another tensor would be sent than was announced"
+            raise WeightSyncError(describe(message, got=got, expected=expected))
+        yield name, tensor
 
 
 class Disk:

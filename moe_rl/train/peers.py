@@ -31,6 +31,8 @@ from moe_rl.errors import MoeRLError, Stopped
 _INTERVAL = 0.5
 # A scheduler signals torchrun and its ranks, and torchrun them again: one request.
 _SAME_REQUEST = 3.0
+# From where a dying process has closed its connections to where the kernel has done with it.
+_DYING_SECONDS = 5.0
 EXIT_CODE = 3
 STOPPED = 5
 
@@ -88,10 +90,11 @@ class Peers:
         self._thread.join()
         if error is not None and not isinstance(error, MoeRLError):
             # Most likely a collective broke off because a peer is gone: then that is what there is to say.
-            # One that failed may still be about to say why, and of one on another node it is known only when a rank
-            # there has said it, or by its silence.
-            elsewhere = self._several_nodes and isinstance(error, RuntimeError)
-            patience = time.monotonic() + (self.timeout + 2 * _INTERVAL if elsewhere else 0)
+            # One that failed may still be about to say why, one that was killed about to die, and of one on another
+            # node it is known only when a rank there has said it, or by its silence.
+            patience = time.monotonic()
+            if isinstance(error, RuntimeError):
+                patience += self.timeout + 2 * _INTERVAL if self._several_nodes else _DYING_SECONDS
             while (lost := self._lost()) is None and (self._failed_since or time.monotonic() < patience):
                 time.sleep(_INTERVAL / 5)
                 with suppress(OSError):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from moe_rl.config.hf import ModelFacts
 from moe_rl.config.schema import Config
-from moe_rl.rollout.engine import EngineSettings, VllmEngine
+from moe_rl.rollout.engine import VllmEngine
 from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.sampler import Sampler
+from moe_rl.rollout.settings import EngineSettings
 from moe_rl.train.run_folder import RunFolder
 
 

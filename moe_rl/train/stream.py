@@ -17,6 +17,7 @@ from moe_rl.megatron.export import Round
 from moe_rl.rollout.sampler import Sampler
 from moe_rl.sync.digest import dtype_name, tensor_digest
 from moe_rl.sync.update import Received, TensorInfo, WeightUpdate
+from moe_rl.sync.ways import as_announced
 
 if TYPE_CHECKING:
     from moe_rl.sync.broadcast import Sender
@@ -55,9 +56,12 @@ class Stream:
         return [msgspec.structs.replace(info, digest=self._digests[info.name]) for info in infos]
 
     def hand_over(self) -> int:
-        """On the other ranks: give rank 0 every round, as one run of bytes. Returns 0, the bytes that a sampler got."""
-        for run in self._rounds:
-            octets = [tensor.view(-1).view(torch.uint8) for _, tensor in run.tensors]
+        """On the other ranks: give rank 0 every round, as one run of bytes. Returns 0, the bytes that a sampler got.
+
+        Raises WeightSyncError for a tensor that rank 0 would take for another.
+        """
+        for run, infos in zip(self._rounds, self._everyone[dist.get_rank()].rounds, strict=True):
+            octets = [tensor.view(-1).view(torch.uint8) for _, tensor in as_announced(infos, run.tensors)]
             if octets:
                 dist.send(torch.cat(octets), 0)
             del octets  # else they would lie beside those of the next round
@@ -70,15 +74,23 @@ def broadcast(
     """Send the rounds of all ranks in two parts: the bytes, then their digests. Rank 0 has `sender` and `sampler`.
 
     part: makes a part of the update from number, final, tensors and source. Returns the bytes sent, 0 on other ranks.
+    Raises what the sampler does; of a WeightSyncError both ends tell, since either may have brought the other down.
     """
     stream = Stream(rounds)
     if sampler is None:
         return stream.hand_over()
-    sending = _Sending(sender, stream)
+    sending, refused = _Sending(sender, stream), None
     try:
         sampler.update_weights(part(number=0, final=False, tensors=stream.infos, source=sender.source()))
+    except WeightSyncError as error:
+        refused = error
     finally:
-        sending.stop()
+        failed = sending.stop()
+    if failed is not None:
+        theirs = f"{refused}. " if refused is not None else ""
+        raise WeightSyncError(f"{theirs}The broadcast of weights failed on the trainer: {failed}") from failed
+    if refused is not None:
+        raise refused
     sampler.update_weights(part(number=1, final=True, tensors=stream.digested(stream.infos), source=Received()))
     return sum(info.size for info in stream.infos)
 
@@ -86,9 +98,10 @@ def broadcast(
 def by_cuda_ipc(
     sampler: Sampler | None, part: Callable[..., WeightUpdate], rounds: list[Round], bucket_bytes: int
 ) -> int:
-    """As `broadcast`, in one part for each filling of a buffer on the GPU that rank 0 and the sampler share.
+    """As `broadcast`, in one part for each filling of a buffer on the GPU that rank 0 and the sampler share. The one
+    before has been copied when its call is answered.
 
-    Never run.
+    Never run on a GPU.
     """
     from moe_rl.sync.cuda_ipc import packed
 
@@ -120,17 +133,17 @@ class _Sending:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
+                torch.cuda.synchronize()  # what still writes the weights: vLLM packs them on a stream of its own
             self._sender.send(self._stream.infos, iter(self._stream), self._stopped)
         except Exception as error:
             self._error = error
             self._sender.close()  # else the sampler would wait for the rest
 
-    def stop(self) -> None:
-        """The sampler's call is over: so is the broadcast, or it never will be."""
+    def stop(self) -> Exception | None:
+        """The sampler's call is over: so is the broadcast, or it never will be. Returns what it failed of."""
         self._stopped.set()
         self._thread.join(_LEAVE_SECONDS)
-        if self._error is not None:
-            raise WeightSyncError(f"The broadcast of weights failed on the trainer: {self._error}") from self._error
+        return self._error
 
 
 def _info(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorInfo:

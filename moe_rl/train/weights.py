@@ -78,13 +78,14 @@ class WeightSender:
         dist.barrier()
         sent, number, waiting = 0, 0, []
         for at in range(count):
-            waiting += world.gather(way.bucket(rounds[at].tensors if at < len(rounds) else ()), Bucket)
+            everyone = world.gather(way.bucket(rounds[at].tensors if at < len(rounds) else ()), Bucket)
             final = at == count - 1
-            if sampler is not None and (final or not way.one_call):
-                buckets = [bucket for bucket in waiting if bucket.tensors]
-                infos = [info for bucket in buckets for info in bucket.tensors]
-                sampler.update_weights(part(number=number, final=final, tensors=infos, source=way.source(buckets)))
-                sent, number, waiting = sent + sum(info.size for info in infos), number + 1, []
+            if sampler is not None:
+                waiting += [bucket for bucket in everyone if bucket.tensors]
+                if final or not way.one_call:
+                    infos = [info for bucket in waiting for info in bucket.tensors]
+                    sampler.update_weights(part(number=number, final=final, tensors=infos, source=way.source(waiting)))
+                    sent, number, waiting = sent + sum(info.size for info in infos), number + 1, []
             dist.barrier()  # what the sampler reads stays until it has read it
         way.end()
         return sent
@@ -99,6 +100,8 @@ class WeightSender:
         if sampler is not None and (self._sender is None or self._sender.workers != sampler.workers):
             from moe_rl.sync.broadcast import Sender
 
+            if self._sender is not None:
+                self._sender.close()
             self._sender = Sender(sampler.address, sampler.workers, self._bucket_bytes, world.device())
         return stream.broadcast(self._sender, sampler, part, rounds)
 

@@ -16,7 +16,7 @@ AUTO = {
     (False, "servers", False): "disk",
     (True, "child", True): "cuda_ipc",
     (True, "servers", True): "broadcast",
-    (True, "child", False): "broadcast",
+    (True, "child", False): "cuda_ipc",
     (True, "servers", False): "broadcast",
 }
 
@@ -37,10 +37,11 @@ def test_what_cannot_work_is_refused_with_what_does():
         if weight_transfer(way, gpu=known[0], place=known[1], one_host=known[2]).problem
     }
     memory = {("shared_memory", *known) for known in AUTO if known[1] == "servers" or not known[2]}
-    ipc = {("cuda_ipc", *known) for known in AUTO if known != (True, "child", True)}
-    assert refused == memory | ipc
+    ipc = {("cuda_ipc", *known) for known in AUTO if known[:2] != (True, "child")}
+    one_gpu = {("broadcast", *known) for known in AUTO if known[:2] == (True, "child")}
+    assert refused == memory | ipc | one_gpu
     problem = weight_transfer("cuda_ipc", gpu=False, place="child", one_host=True)
-    assert problem.way is None and "got cuda_ipc, expected an engine that rank 0 starts, on the GPUs" in problem.problem
+    assert problem.way is None and "got cuda_ipc, expected an engine that rank 0 starts, on its GPU" in problem.problem
     assert problem.problem.endswith("Set it to auto, which is shared_memory here")
 
 
@@ -53,7 +54,7 @@ def test_the_plan_says_the_way_and_what_a_rank_holds(plan_of):
     assert 105 < small.weight_bucket_bytes < small.weight_sync_bytes / 2
     cluster = ("cluster.gpus=2", "cluster.gpu_memory_gib=1")
     assert plan_of(*cluster).transfer.way == "cuda_ipc"
-    assert plan_of(*cluster, "cluster.gpus_per_node=1").transfer.way == "broadcast"
+    assert plan_of(*cluster, "cluster.gpus_per_node=1").transfer.way == "cuda_ipc", "rank 0's engine is on its GPU"
     # engines of their own, whose servers are named later
     assert plan_of(*cluster, "cluster.engines=2").transfer.way == "broadcast"
     assert plan_of("rollout.weight_transfer=disk").transfer.way == "disk"

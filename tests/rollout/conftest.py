@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from moe_rl.rollout.engine import EngineSettings, VllmEngine
+from moe_rl.rollout.engine import VllmEngine
+from moe_rl.rollout.settings import EngineSettings
 from moe_rl.types import GenerateRequest
 
 torch.set_num_threads(1)

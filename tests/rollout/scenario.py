@@ -1,10 +1,13 @@
-"""One engine, started with whatever a test wants, driven step by step: `python scenario.py SPEC RESULT`.
+"""Engines, each started with whatever a test wants and driven step by step, in a process of its own.
 
-SPEC (JSON): engine: arguments of vllm.LLM; recording: of additional_config["moe_rl"]; capture: patch | worker;
+`python scenario.py` imports vLLM, which takes longer than most scenarios, then forks for every line of its input, an
+object with the paths spec, result and log, and answers with the exit status of each.
+
+spec (JSON): engine: arguments of vllm.LLM; recording: of additional_config["moe_rl"]; capture: patch | worker;
 asynchronous: whether to schedule asynchronously, which vLLM's CPU platform switches off; acts: list of
   {"sample": [request, ...], "sink": name, "abort_after": steps}   request: key, prompt, seed, max_tokens, ...
   {"update": a WeightUpdate, "lost": tensor that the model drops}
-RESULT (JSON): acts: per "sample", the completions and references; stats of the recorder, prefix hits, and what else the
+result (JSON): acts: per "sample", the completions and references; stats of the recorder, prefix hits, and what else the
 tests want as a witness that a scenario took place.
 """
 
@@ -13,13 +16,37 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
+from typing import NoReturn
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_NO_USAGE_STATS": "1"}
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
 def main() -> None:
-    with open(sys.argv[1]) as file:
+    import vllm.entrypoints.llm  # noqa: F401
+
+    from moe_rl.rollout import worker  # noqa: F401
+    from moe_rl.sync import receiver  # noqa: F401
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints is no answer
+    for line in sys.stdin:
+        order = json.loads(line)
+        if not (pid := os.fork()):
+            log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            os.dup2(log, 1), os.dup2(log, 2)
+            try:
+                play(order["spec"], order["result"])
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=answers, flush=True)
+
+
+def play(given: str, result: str) -> NoReturn:
+    """The process ends here."""
+    with open(given) as file:
         spec = json.load(file)
     if spec.get("asynchronous"):
         _schedule_asynchronously()
@@ -65,7 +92,7 @@ def main() -> None:
         else:
             results.append(_sample(llm, act))
     metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
-    with open(sys.argv[2], "w") as file:
+    with open(result, "w") as file:
         json.dump(
             {
                 "acts": results,

@@ -10,150 +10,43 @@ import ipaddress
 import json
 import os
 import re
-import signal
 import socket
 import stat
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
-import httpx
 import msgspec
 import numpy as np
 import psutil
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from moe_rl.config.hf import read_model
 from moe_rl.config.load import load_config
 from moe_rl.errors import EngineError
 from moe_rl.rollout import serve
 from moe_rl.rollout.attach import attach_problems, folder_problem
-from moe_rl.rollout.control import read_token
 from moe_rl.rollout.server import VllmServer
-from moe_rl.sync.parts import write_part
-from moe_rl.sync.update import Files, WeightUpdate
-from moe_rl.sync.ways import info_of
 from moe_rl.trace import TraceStore, validate
 from moe_rl.types import GenerateRequest, RoutePart, RouteRef
+from tests.rollout.serving import MAX_LEN, ROOT, START_SECONDS, Router, agree, alive, serving, whole_update
 
 # The first test waits for the server, which on a busy machine takes long.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]
 
-ROOT = Path(__file__).resolve().parents[2]
-TOOL = ROOT / "tools" / "serve_vllm.py"
-MAX_LEN = 256
 _CONTROLS = ("open", "publish", "abandon", "hold", "release", "adopt", "update", "score", "challenge", "nothing")
-# A k-th and a (k+1)-th router logit closer than this may change places by rounding in float32.
-TIE = 2e-6
-START_SECONDS, STOP_SECONDS = 600, 60
+STOP_SECONDS = 60
 UPDATE = {"version": 1, "replaces": 0, "number": 0, "final": True, "changed": True, "tensors": []}
 
 
-@dataclass
-class Running:
-    """The server's process, what it announced, its log, and connections to it."""
-
-    process: subprocess.Popen
-    ready: dict
-    log: Path
-    temporary: Path
-    web: httpx.Client
-
-    @property
-    def url(self) -> str:
-        return self.ready["url"]
-
-    @property
-    def token(self) -> str:
-        return read_token(Path(self.ready["token_file"]))
-
-    @property
-    def store(self) -> TraceStore:
-        return TraceStore(Path(self.ready["trace_root"]))
-
-    def client(self, **settings) -> VllmServer:
-        return VllmServer(self.url, Path(self.ready["token_file"]), **settings)
-
-    def http(self, method: str, path: str, *, token: str | None = None, **more) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
-        return self.web.request(method, path, headers=headers, **more)
-
-    def control(self, path: str, body: object) -> httpx.Response:
-        return self.http("POST", f"/moe_rl/{path}", token=self.token, json=body)
-
-    def processes(self) -> list[psutil.Process]:
-        main = psutil.Process(self.ready["pid"])
-        return [main, *main.children(recursive=True)]
-
-
 @pytest.fixture(scope="module")
-def temporary():
-    """The system's temporary folder as the server sees it. The path of a socket may have 107 characters."""
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder)
-
-
-@pytest.fixture(scope="module")
-def server(checkpoint, temporary, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("server")
-    command = [sys.executable, str(TOOL), "--model", str(checkpoint)]
-    command += ["--trace-root", str(folder / "trace"), "--token-file", str(folder / "token")]
-    command += ["--json", str(folder / "ready.json"), "--", "--dtype", "float32", "--max-model-len", str(MAX_LEN)]
-    command += ["--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32", "--enforce-eager"]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CACHE_ROOT": str(folder / "cache"),
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TORCH_COMPILE_DISABLE": "1",
-        "TMPDIR": str(temporary),
-    }
-    with open(folder / "log", "wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=folder)
-    try:
-        deadline = time.monotonic() + START_SECONDS
-        while not (folder / "ready.json").exists():
-            tail = (folder / "log").read_text(errors="replace")[-4000:]
-            assert process.poll() is None and time.monotonic() < deadline, tail
-            time.sleep(0.1)
-        ready = json.loads((folder / "ready.json").read_text())
-        limits = httpx.Limits(keepalive_expiry=1)
-        with httpx.Client(base_url=ready["url"], timeout=30, trust_env=False, limits=limits) as web:
-            yield Running(process, ready, folder / "log", temporary, web)
-    finally:
-        if process.poll() is None:
-            for one in psutil.Process(process.pid).children(recursive=True):
-                one.kill()
-            process.kill()
-            process.wait()
-
-
-class Router:
-    """The routers of a checkpoint in `transformers`, float32: chosen sets and by how much they were chosen."""
-
-    def __init__(self, folder: Path):
-        from transformers import Qwen3MoeForCausalLM
-
-        self._model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-    @torch.no_grad()
-    def __call__(self, tokens) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Sorted sets [T, L, K], gaps [T, L] to the next logit, logprobs [T - 1] of all tokens but the first."""
-        ids = torch.tensor([list(tokens)])
-        output = self._model(ids, output_router_logits=True, use_cache=False)
-        top_k = self._model.config.num_experts_per_tok
-        best = torch.stack(list(output.router_logits), 1).topk(top_k + 1, -1)
-        sets, gaps = best.indices[..., :-1].sort(-1).values, best.values[..., -2] - best.values[..., -1]
-        logprobs = output.logits[0].log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0]
-        return sets.numpy(), gaps.numpy(), logprobs.numpy()
+def server(checkpoint, tmp_path_factory):
+    with serving(checkpoint, tmp_path_factory.mktemp("server")) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -161,36 +54,8 @@ def router(checkpoint) -> Router:
     return Router(checkpoint)
 
 
-def agree(store: TraceStore, router: Router, completions, *, version: int = 0) -> None:
-    """Every completion: valid, from its tokens, sampled and routed as `transformers` does, but for ties.
-
-    Behind a tie that fell otherwise the hidden states differ, so the rest of that sequence is not compared; there may
-    be few of them.
-    """
-    skipped = 0
-    for one in completions:
-        tokens = [*one.prompt_token_ids, *one.token_ids]
-        record = store.read(one.routes)
-        validate(record, token_ids=tokens[:-1], spec=record.spec, weight_version=version, ref=one.routes)
-        sets, gaps, logprobs = router(tokens)
-        wrong = np.argwhere((np.sort(record.routes, -1) != sets[:-1]).any(-1))
-        if wrong.size:
-            assert gaps[tuple(wrong[0])] < TIE, f"{one.key}: a set differs though its k-th expert was clear"
-            skipped += 1
-            continue
-        np.testing.assert_allclose(one.logprobs, logprobs[len(one.prompt_token_ids) - 1 :], rtol=0, atol=1e-5)
-    assert skipped <= len(completions) / 50
-
-
 def grow(requests, max_tokens: int) -> list[GenerateRequest]:
     return [replace(request, max_tokens=max_tokens) for request in requests]
-
-
-def alive(server: Running) -> None:
-    """The server still samples and records."""
-    client, name = server.client(), f"alive-{time.monotonic_ns()}"
-    (one,) = client.generate([GenerateRequest("a", (1, 2, 3), 1, 4, 1.0, ())], shard=name)
-    assert len(one.token_ids) == 4 and server.store.info(one.routes).rows == 6
 
 
 def test_groups_of_eight_clients_agree_with_transformers(server, router, requests_of):
@@ -289,16 +154,6 @@ def test_a_client_that_goes_away_leaves_the_rows_of_the_tokens_it_saw(server, ro
     metrics = server.http("GET", "/metrics", token=server.token).text
     running = [line for line in metrics.splitlines() if line.startswith("vllm:num_requests_running")]
     assert running and all(float(line.split()[-1]) == 0 for line in running)
-
-
-def whole_update(server: Running, checkpoint: Path, version: int, replaces: int) -> WeightUpdate:
-    """All weights of a checkpoint, as one file below the trace root."""
-    tensors = load_file(checkpoint / "model.safetensors")
-    place = Path(server.ready["trace_root"]) / f"sync/v{version}.safetensors"
-    place.parent.mkdir(exist_ok=True)
-    write_part(place, tensors)
-    infos = [info_of(name, tensor) for name, tensor in tensors.items()]
-    return WeightUpdate(version, replaces, 0, True, False, infos, Files([f"sync/{place.name}"]))
 
 
 def test_new_weights_are_sampled_scored_and_remembered(server, router, checkpoint, other_checkpoint, requests_of):
@@ -616,28 +471,6 @@ def test_clients_say_what_is_wrong(server, requests_of, tmp_path):
     alive(server)
 
 
-@pytest.mark.parametrize(
-    ("mode", "text", "message"),
-    [
-        (0o644, "x" * 43, "no secret"),
-        (0o600, "short", "no token"),
-        (0o600, "x" * 42 + "!", "no token"),
-        (None, "", "read"),
-    ],
-)
-def test_tokens_that_are_no_secret_are_refused(tmp_path, mode, text, message):
-    path = tmp_path / "token"
-    if mode is not None:
-        path.write_text(text)
-        path.chmod(mode)
-    with pytest.raises(EngineError, match=message):
-        read_token(path)
-    link = tmp_path / "link"
-    link.symlink_to(path)
-    with pytest.raises(EngineError, match="cannot be"):
-        read_token(link)
-
-
 def test_many_threads_may_be_the_first_to_read_an_answer():
     """msgspec looks a type up when it first decodes into it, and dies of two threads that do so at once."""
     script = """
@@ -666,88 +499,6 @@ assert read == [[5]] * 320, len(read)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=100)
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-def test_a_token_is_made_once(tmp_path):
-    serve._make_token(tmp_path / "token")
-    token = read_token(tmp_path / "token")
-    serve._make_token(tmp_path / "token")
-    assert read_token(tmp_path / "token") == token and stat.S_IMODE((tmp_path / "token").stat().st_mode) == 0o600
-
-
-def test_other_machines_are_listened_to_only_when_told(capsys):
-    with serve._listener(None, 0) as listener:
-        assert listener.getsockname()[0] == "127.0.0.1"
-    assert capsys.readouterr().err == ""
-    with serve._listener("0.0.0.0", 0) as listener:
-        assert listener.getsockname()[0] == "0.0.0.0"
-    assert "warning: 0.0.0.0" in capsys.readouterr().err
-
-
-@pytest.fixture
-def refused(checkpoint, tmp_path, capsys):
-    """Calls the tool's main with bad arguments; what it says."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    tokens = tmp_path / "token"
-
-    def call(*changes: str) -> str:
-        usual = ["--model", str(checkpoint), "--model-fingerprint", "tiny", "--trace-root", str(tmp_path / "trace")]
-        assert serve.main([*usual, "--token-file", str(tokens), *changes]) == 2
-        assert not (tmp_path / "trace").exists()
-        return capsys.readouterr().err
-
-    with patch.dict(os.environ):
-        yield call
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-def test_what_cannot_be_served_is_refused_at_once(refused, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert "cannot listen" in refused("--port", str(taken.getsockname()[1]))
-    assert "cannot listen" in refused("--host", "192.0.2.77")
-    assert "no such folder" in refused("--model", str(tmp_path / "nowhere"), "--model-fingerprint", "")
-    (tmp_path / "open").write_text("x" * 43)
-    (tmp_path / "open").chmod(0o640)
-    assert "no secret" in refused("--token-file", str(tmp_path / "open"))
-
-
-@pytest.mark.parametrize(
-    ("further", "option"),
-    [
-        (["--host", "0.0.0.0"], "--host"),
-        (["--uds", "socket"], "--uds"),
-        (["--middleware", "a.b"], "--middleware"),
-        (["--api-key", "k"], "--api-key"),
-        (["--additional-config", '{"moe_rl": {}}'], "--additional-config"),
-        (["--worker_extension_cls=a.b"], "--worker-extension-cls"),
-    ],
-)
-def test_arguments_of_vllm_that_would_open_a_side_door_are_refused(refused, further, option):
-    assert f"not free here ({option})" in refused("--", *further)
-
-
-def test_data_parallel_engines_are_refused_in_favour_of_more_servers(refused):
-    said = refused("--", "--data-parallel-size", "2")
-    assert "one replica of the weights" in said and "Start so many servers, and name each in rollout.servers" in said
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--config", "CONFIG", "--model", "m"], "--config says this already: got --model"),
-        (["--config", "CONFIG", "rollout.capture=native"], "own capture"),
-        (["--config", "CONFIG", "rollout.no_such=1"], "rollout.no_such"),
-        (["--model", "m"], "not said what to serve"),
-        (["--model", "m", "--trace-root", "t", "run.seed=1"], "not said what to serve: got run.seed=1"),
-    ],
-)
-def test_what_is_to_be_served_is_said_once(arguments, said, capsys):
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    given = [str(ROOT / "configs/tiny_moe_cpu.yaml") if one == "CONFIG" else one for one in arguments]
-    assert serve.main(given) == 2 and said in capsys.readouterr().err
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def test_a_run_on_two_nodes_ends_with_its_server(server, checkpoint, tmp_path):

@@ -171,19 +171,16 @@ def test_a_broadcast_is_loaded_bucket_by_bucket(send, weights, others, other_ref
 
     engine, version = send.engine, send.version()
 
-    def sender():
-        return Sender("127.0.0.1", engine.workers, 100_000, torch.device("cpu"))
-
-    again = sender()
-    assert broadcast(engine, again, others, version=version + 1, replaces=version)
+    sender = Sender("127.0.0.1", engine.workers, 100_000, torch.device("cpu"))
+    assert broadcast(engine, sender, others, version=version + 1, replaces=version)
     np.testing.assert_allclose(engine.score(CANARY), other_reference(CANARY)[1], rtol=0, atol=1e-4)
     experts = [f"model.layers.1.mlp.experts.{expert}.up_proj.weight" for expert in (3, 5)]
     turned = ((name, weights[dict([experts, experts[::-1]]).get(name, name)]) for name in weights)
     with pytest.raises(WeightSyncError, match="(?s)got other weights than were sent.*until then nothing is sampled"):
-        broadcast(engine, again, weights, stream=turned, version=version + 2, replaces=version + 1)
+        broadcast(engine, sender, weights, stream=turned, version=version + 2, replaces=version + 1)
     with pytest.raises(WeightSyncError, match="nothing is sampled"):
         engine.score(CANARY)
-    assert broadcast(engine, sender(), weights, version=version + 2, replaces=version + 1)
+    assert broadcast(engine, sender, weights, version=version + 2, replaces=version + 1), "the way is open still"
     assert send.version() == version + 2
 
 

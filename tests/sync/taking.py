@@ -11,47 +11,42 @@ import torch.distributed as dist
 from moe_rl.config.schema import RolloutConfig
 from moe_rl.sync.intake import Intake
 from moe_rl.sync.parts import checkpoint_shapes
-from moe_rl.sync.update import Broadcast, Received, SharedMemory, decode, encode
-from moe_rl.sync.ways import placed
+from moe_rl.sync.reader import Reader
+from moe_rl.sync.update import DTypeName, Files, SharedMemory, decode, encode
 
 
 class Taker:
     """places: for each part that came, how many files or segments it named; for each bucket, how many tensors."""
 
-    def __init__(self, checkpoint: Path):
-        self.intake, self.weights, self.places = Intake(checkpoint_shapes(checkpoint)), {}, []
-        self.workers, self.address, self.link, self.woken = 1, "127.0.0.1", None, []
+    def __init__(self, checkpoint: Path, dtype: DTypeName = "bfloat16"):
+        self.intake, self.weights, self.places = Intake(checkpoint_shapes(checkpoint), dtype), {}, []
+        self.reader = Reader(self.intake, self._keep, torch.device("cpu"))
+        self.workers, self.address, self.woken = 1, "127.0.0.1", []
 
     def update_weights(self, update):
-        update = decode(encode(update))
-        self.intake.admit(update)
-        if isinstance(update.source, Broadcast):
-            self._receive(update)
-        elif isinstance(update.source, Received):
-            self.intake.confirm_received()
-        else:
-            tensors = dict(placed(update))
-            self.intake.confirm(tensors, lambda: None)
-            shared = isinstance(update.source, SharedMemory)
-            self._keep(tensors, len(update.source.segments if shared else update.source.paths))
+        update = self.update = decode(encode(update))
+        try:
+            self.reader.take(update)
+        except Exception:
+            self._end()
+            raise
         if update.final:
             self.intake.finish()
+            self._end()
 
-    def _keep(self, tensors, places):
-        self.intake.touch()
+    def _end(self):
+        self.intake.abandon()
+        self.reader.release()
+
+    def _keep(self, tensors):
         self.weights |= {name: tensor.clone() for name, tensor in tensors.items()}
-        self.places.append(places)
-
-    def _receive(self, update):
-        from moe_rl.sync.broadcast import Receiver
-
-        def take(tensors):
-            self.intake.received(tensors, lambda: None)
-            self._keep(dict(tensors), len(tensors))
-
-        if self.link is None or self.link.source != update.source:
-            self.link = Receiver(update.source, update.source.first_rank, torch.device("cpu"))
-        self.link.receive(update.tensors, take)
+        match self.update.source:
+            case SharedMemory(segments):
+                self.places.append(len(segments))
+            case Files(paths):
+                self.places.append(len(paths))
+            case _:
+                self.places.append(len(tensors))
 
     def wake(self, part):
         self.woken.append((part, len(self.places)))

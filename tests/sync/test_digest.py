@@ -84,3 +84,26 @@ def test_the_sum_of_a_device_is_what_it_is_said_to_be():
     first, second = (int(np.random.PCG64(seed).random_raw()) | 1 for seed in (1, 2))
     next_ = int(np.random.PCG64(1).random_raw(2)[1]) | 1
     assert word_sum(octets) == ((1 - 2**31) * first + (255 + 7 * 256) * next_) * second % 2**64
+
+
+def test_the_sum_of_a_device_copies_no_tensor_that_it_can_read_in_place():
+    """On a GPU that the model fills there is no room for another of its largest tensors."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    made = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+            out = function(*arguments, **(keywords or {}))
+            tensors = (one for one in tree_leaves(out) if isinstance(one, torch.Tensor))
+            made.extend(one.nbytes for one in tensors if one.untyped_storage().data_ptr() != place)
+            return out
+
+    octets = torch.randint(0, 256, (4 * 3_000_000 + 8,), dtype=torch.uint8)
+    place, before = octets.untyped_storage().data_ptr(), word_sum(octets[4:-4])
+    with Watch():
+        assert word_sum(octets[4:-4]) == before
+    assert len(made) > 10 and max(made) <= 8 << 20
+    shifted = torch.cat((octets[:1], octets[4:-4]))[1:]
+    assert shifted.storage_offset() % 4 and word_sum(shifted) == before

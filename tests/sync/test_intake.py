@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from moe_rl.errors import WeightSyncError
-from moe_rl.sync.update import Broadcast, Received, TensorInfo, decode, encode
+from moe_rl.sync.update import Broadcast, Received, SharedMemory, TensorInfo, decode, encode
 from tests.sync.conftest import ATTENTION, EXPERT
 from tests.sync.sending import by_disk, by_memory, part
+from tests.sync.taking import Taker
 
 WAYS = ("disk", "memory")
 
@@ -134,6 +135,7 @@ def test_names_that_changed_places_on_the_way_are_seen(taker, put, others, way):
         ("gone", "missing or damaged .*v1-1.safetensors"),
         ("twice", "lies in two parts .*v1-0.safetensors"),
         ("half", "was announced but is not there"),
+        ("surplus", "tensor surplus is there but was not announced"),
         ("of the version before", "got other weights than were sent"),
         ("of another precision", "is of another kind: got bfloat16.*expected float32"),
     ],
@@ -149,6 +151,8 @@ def test_damaged_files_are_refused(taker, put, weights, others, fault, message):
         update.source.paths.append(update.source.paths[0])
     elif fault == "half":
         del update.source.paths[1]
+    elif fault == "surplus":
+        update = changed(put("disk", others | {"surplus": torch.zeros(1)})[0], tensors=update.tensors)
     elif fault == "of the version before":
         put("disk", weights)  # under the same names
     else:
@@ -247,6 +251,28 @@ def test_a_torn_update_is_refused_and_nothing_is_whole_until_a_whole_one(taker, 
         assert not taker.intake.holding().whole
     taker.update_weights(again[-1])
     assert taker.intake.holding().whole and equal(taker.weights, others)
+
+
+def test_a_part_after_one_that_could_not_be_read_continues_nothing(taker, put, others):
+    parts = put("memory", others, parts=4)
+    segments = parts[1].source.segments
+    gone = msgspec.structs.replace(segments[0], descriptor=100_000)
+    lost = changed(parts[1], source=SharedMemory([gone, segments[1]]))
+    assert refused(taker, [parts[0], lost], "cannot be mapped", whole=False)
+    assert refused(taker, [parts[2]], "part 2 of version 1, expected part 0 of an update", whole=False)
+
+
+def test_a_sampler_takes_no_weights_of_less_precision_than_it_computes_in(weights, others, put, taker, tmp_path):
+    """Digests and kinds agree: the trainer rounded before it announced."""
+    float32 = Taker(tmp_path / "checkpoint", "float32")
+    as_float32 = {name: tensor.float() for name, tensor in others.items()}
+    rounded = as_float32 | {"model.norm.weight": as_float32["model.norm.weight"].bfloat16()}
+    said = "less precision .*model.norm.weight.: got bfloat16 in 1 of 16 tensors, expected float32"
+    assert refused(float32, put("disk", rounded), said) and not float32.weights
+    (update,) = put("disk", as_float32)
+    float32.update_weights(update)
+    taker.update_weights(put("disk", as_float32)[0])  # of bfloat16: more is welcome, as float32 biases are
+    assert equal(float32.weights, as_float32) and equal(taker.weights, as_float32)
 
 
 def test_a_trainer_that_is_gone_in_the_middle_leaves_nothing_whole(taker, put, others):

@@ -35,6 +35,7 @@ def test_every_value_becomes_the_nearest_of_its_block(shape):
             error = abs(rounded[row, column].item() - weight[row, column].item())
             assert error == pytest.approx(nearest, rel=1e-3, abs=1e-6 * scale)
     assert not torch.equal(rounded, weight)
+    assert rounded.is_contiguous(), "a rank sends it to rank 0 as a run of bytes"
 
 
 def test_what_float8_holds_stays_and_is_the_same_when_rounded_again():

@@ -43,7 +43,7 @@ try:
                 while not (peer.exists() and '"phase": "failed"' in peer.read_text()):
                     time.sleep(0.01)
                 raise RuntimeError("Connection closed by peer")
-            if how == "broken by a far one":
+            if how == "broken off":
                 time.sleep(1)
                 raise RuntimeError("Connection closed by peer")
             if how == "broken collective":
@@ -157,9 +157,18 @@ def test_a_collective_that_breaks_off_is_laid_to_the_dead_peer(ranks):
     assert code == EXIT_CODE and "rank 1" in errors and "Traceback" not in errors
 
 
+def test_a_peer_that_is_still_dying_when_the_collective_breaks_off_is_named(ranks):
+    survivor, dying = ranks("broken off", "sleep")
+    time.sleep(2)
+    assert survivor.poll() is None  # it has had its error for a second
+    dying.kill()
+    code, errors = end(survivor, 10)
+    assert code == EXIT_CODE and f"rank 1 (pid {dying.pid} on " in errors and "died" in errors
+
+
 def test_ranks_on_other_nodes_give_the_same_reason(ranks):
     """Rank 1 hears rank 0 only; its collective broke off, and it waits to be told why."""
-    first, told, victim, other = ranks("sleep", "broken by a far one", "sleep", "sleep", apart=True)
+    first, told, victim, other = ranks("sleep", "broken off", "sleep", "sleep", apart=True)
     for process in (victim, other):
         process.kill()
         process.wait()

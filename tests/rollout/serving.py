@@ -1,0 +1,168 @@
+"""A recording server in a process of its own, for tests, and what its completions are held against."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import numpy as np
+import psutil
+import torch
+from safetensors.torch import load_file
+
+from moe_rl.rollout.control import read_token
+from moe_rl.rollout.server import VllmServer
+from moe_rl.sync.parts import write_part
+from moe_rl.sync.update import Files, WeightUpdate
+from moe_rl.sync.ways import info_of
+from moe_rl.trace import TraceStore, validate
+from moe_rl.types import GenerateRequest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools" / "serve_vllm.py"
+MAX_LEN = 256
+# A k-th and a (k+1)-th router logit closer than this may change places by rounding in float32.
+TIE = 2e-6
+START_SECONDS = 600
+
+
+@dataclass
+class Running:
+    """The server's process, what it announced, its log, the system's temporary folder as it sees it, connections."""
+
+    process: subprocess.Popen
+    ready: dict
+    log: Path
+    temporary: Path
+    web: httpx.Client
+
+    @property
+    def url(self) -> str:
+        return self.ready["url"]
+
+    @property
+    def token(self) -> str:
+        return read_token(Path(self.ready["token_file"]))
+
+    @property
+    def store(self) -> TraceStore:
+        return TraceStore(Path(self.ready["trace_root"]))
+
+    def client(self, **settings) -> VllmServer:
+        return VllmServer(self.url, Path(self.ready["token_file"]), **settings)
+
+    def http(self, method: str, path: str, *, token: str | None = None, **more) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
+        return self.web.request(method, path, headers=headers, **more)
+
+    def control(self, path: str, body: object) -> httpx.Response:
+        return self.http("POST", f"/moe_rl/{path}", token=self.token, json=body)
+
+    def processes(self) -> list[psutil.Process]:
+        main = psutil.Process(self.ready["pid"])
+        return [main, *main.children(recursive=True)]
+
+
+@contextmanager
+def serving(checkpoint: Path, folder: Path, *further: str, tool: Path = TOOL) -> Iterator[Running]:
+    """A server that listens; store, token and log are in `folder`. further: arguments of vLLM's. Killed at the end."""
+    command = [sys.executable, str(tool), "--model", str(checkpoint)]
+    command += ["--trace-root", str(folder / "trace"), "--token-file", str(folder / "token")]
+    command += ["--json", str(folder / "ready.json"), "--", "--dtype", "float32", "--max-model-len", str(MAX_LEN)]
+    command += ["--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32", "--enforce-eager", *further]
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CACHE_ROOT": str(folder / "cache"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TORCH_COMPILE_DISABLE": "1",
+    }
+    # Not below the folder, whose path may be long: that of a socket may have 107 characters.
+    with tempfile.TemporaryDirectory() as temporary, open(folder / "log", "wb") as log:
+        environment |= {"TMPDIR": temporary}
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=folder)
+        try:
+            deadline = time.monotonic() + START_SECONDS
+            while not (folder / "ready.json").exists():
+                tail = (folder / "log").read_text(errors="replace")[-4000:]
+                assert process.poll() is None and time.monotonic() < deadline, tail
+                time.sleep(0.1)
+            ready = json.loads((folder / "ready.json").read_text())
+            limits = httpx.Limits(keepalive_expiry=1)
+            with httpx.Client(base_url=ready["url"], timeout=30, trust_env=False, limits=limits) as web:
+                yield Running(process, ready, folder / "log", Path(temporary), web)
+        finally:
+            if process.poll() is None:
+                for one in psutil.Process(process.pid).children(recursive=True):
+                    one.kill()
+                process.kill()
+                process.wait()
+
+
+class Router:
+    """The routers of a checkpoint in `transformers`, float32: chosen sets and by how much they were chosen."""
+
+    def __init__(self, folder: Path):
+        from transformers import Qwen3MoeForCausalLM
+
+        self._model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def __call__(self, tokens) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Sorted sets [T, L, K], gaps [T, L] to the next logit, logprobs [T - 1] of all tokens but the first."""
+        ids = torch.tensor([list(tokens)])
+        output = self._model(ids, output_router_logits=True, use_cache=False)
+        top_k = self._model.config.num_experts_per_tok
+        best = torch.stack(list(output.router_logits), 1).topk(top_k + 1, -1)
+        sets, gaps = best.indices[..., :-1].sort(-1).values, best.values[..., -2] - best.values[..., -1]
+        logprobs = output.logits[0].log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0]
+        return sets.numpy(), gaps.numpy(), logprobs.numpy()
+
+
+def agree(store: TraceStore, router: Router, completions, *, version: int = 0) -> None:
+    """Every completion: valid, from its tokens, sampled and routed as `transformers` does, but for ties.
+
+    Behind a tie that fell otherwise the hidden states differ, so the rest of that sequence is not compared; there may
+    be few of them.
+    """
+    skipped = 0
+    for one in completions:
+        tokens = [*one.prompt_token_ids, *one.token_ids]
+        record = store.read(one.routes)
+        validate(record, token_ids=tokens[:-1], spec=record.spec, weight_version=version, ref=one.routes)
+        sets, gaps, logprobs = router(tokens)
+        wrong = np.argwhere((np.sort(record.routes, -1) != sets[:-1]).any(-1))
+        if wrong.size:
+            assert gaps[tuple(wrong[0])] < TIE, f"{one.key}: a set differs though its k-th expert was clear"
+            skipped += 1
+            continue
+        np.testing.assert_allclose(one.logprobs, logprobs[len(one.prompt_token_ids) - 1 :], rtol=0, atol=1e-5)
+    assert skipped <= len(completions) / 50
+
+
+def alive(server: Running) -> None:
+    """The server still samples and records."""
+    client, name = server.client(), f"alive-{time.monotonic_ns()}"
+    (one,) = client.generate([GenerateRequest("a", (1, 2, 3), 1, 4, 1.0, ())], shard=name)
+    assert len(one.token_ids) == 4 and server.store.info(one.routes).rows == 6
+
+
+def whole_update(server: Running, checkpoint: Path, version: int, replaces: int) -> WeightUpdate:
+    """All weights of a checkpoint, as one file below the trace root."""
+    tensors = load_file(checkpoint / "model.safetensors")
+    place = Path(server.ready["trace_root"]) / f"sync/v{version}.safetensors"
+    place.parent.mkdir(exist_ok=True)
+    write_part(place, tensors)
+    infos = [info_of(name, tensor) for name, tensor in tensors.items()]
+    return WeightUpdate(version, replaces, 0, True, False, infos, Files([f"sync/{place.name}"]))

@@ -1,0 +1,125 @@
+"""What is refused before a recording server starts: arguments, addresses, tokens that are no secret. None runs here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+from unittest.mock import patch
+
+import pytest
+
+from moe_rl.errors import EngineError
+from moe_rl.rollout import serve
+from moe_rl.rollout.control import read_token
+from tests.rollout.serving import ROOT
+
+
+@pytest.mark.parametrize(
+    ("mode", "text", "message"),
+    [
+        (0o644, "x" * 43, "no secret"),
+        (0o600, "short", "no token"),
+        (0o600, "x" * 42 + "!", "no token"),
+        (None, "", "read"),
+    ],
+)
+def test_tokens_that_are_no_secret_are_refused(tmp_path, mode, text, message):
+    path = tmp_path / "token"
+    if mode is not None:
+        path.write_text(text)
+        path.chmod(mode)
+    with pytest.raises(EngineError, match=message):
+        read_token(path)
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    with pytest.raises(EngineError, match="cannot be"):
+        read_token(link)
+
+
+def test_a_token_is_made_once(tmp_path):
+    serve._make_token(tmp_path / "token")
+    token = read_token(tmp_path / "token")
+    serve._make_token(tmp_path / "token")
+    assert read_token(tmp_path / "token") == token and stat.S_IMODE((tmp_path / "token").stat().st_mode) == 0o600
+
+
+def test_other_machines_are_listened_to_only_when_told(capsys):
+    with serve._listener(None, 0) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+    assert capsys.readouterr().err == ""
+    with serve._listener("0.0.0.0", 0) as listener:
+        assert listener.getsockname()[0] == "0.0.0.0"
+    assert "warning: 0.0.0.0" in capsys.readouterr().err
+
+
+@pytest.fixture
+def refused(checkpoint, tmp_path, capsys):
+    """Calls the tool's main with bad arguments; what it says."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    tokens = tmp_path / "token"
+
+    def call(*changes: str) -> str:
+        usual = ["--model", str(checkpoint), "--model-fingerprint", "tiny", "--trace-root", str(tmp_path / "trace")]
+        assert serve.main([*usual, "--token-file", str(tokens), *changes]) == 2
+        assert not (tmp_path / "trace").exists()
+        return capsys.readouterr().err
+
+    with patch.dict(os.environ):
+        yield call
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_what_cannot_be_served_is_refused_at_once(refused, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert "cannot listen" in refused("--port", str(taken.getsockname()[1]))
+    assert "cannot listen" in refused("--host", "192.0.2.77")
+    assert "no such folder" in refused("--model", str(tmp_path / "nowhere"), "--model-fingerprint", "")
+    (tmp_path / "open").write_text("x" * 43)
+    (tmp_path / "open").chmod(0o640)
+    assert "no secret" in refused("--token-file", str(tmp_path / "open"))
+
+
+@pytest.mark.parametrize(
+    ("further", "option"),
+    [
+        (["--host", "0.0.0.0"], "--host"),
+        (["--uds", "socket"], "--uds"),
+        (["--middleware", "a.b"], "--middleware"),
+        (["--api-key", "k"], "--api-key"),
+        (["--additional-config", '{"moe_rl": {}}'], "--additional-config"),
+        (["--worker_extension_cls=a.b"], "--worker-extension-cls"),
+    ],
+)
+def test_arguments_of_vllm_that_would_open_a_side_door_are_refused(refused, further, option):
+    assert f"not free here ({option})" in refused("--", *further)
+
+
+def test_data_parallel_engines_are_refused_in_favour_of_more_servers(refused):
+    said = refused("--", "--data-parallel-size", "2")
+    assert "one replica of the weights" in said and "Start so many servers, and name each in rollout.servers" in said
+
+
+def test_experts_that_move_are_refused(refused):
+    said = refused("--", "--tensor-parallel-size", "2", "--enable-expert-parallel", "--enable-eplb")
+    assert "as if its load balancer had moved no expert (--enable-eplb)" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--config", "CONFIG", "--model", "m"], "--config says this already: got --model"),
+        (["--config", "CONFIG", "rollout.capture=native"], "own capture"),
+        (["--config", "CONFIG", "rollout.no_such=1"], "rollout.no_such"),
+        (["--model", "m"], "not said what to serve"),
+        (["--model", "m", "--trace-root", "t", "run.seed=1"], "not said what to serve: got run.seed=1"),
+    ],
+)
+def test_what_is_to_be_served_is_said_once(arguments, said, capsys):
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    given = [str(ROOT / "configs/tiny_moe_cpu.yaml") if one == "CONFIG" else one for one in arguments]
+    assert serve.main(given) == 2 and said in capsys.readouterr().err
+    for number, handler in before.items():
+        signal.signal(number, handler)
