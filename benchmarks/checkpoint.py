@@ -4,9 +4,8 @@
 Expert-parallel ranks on this machine, a random Qwen3-MoE in float32 with Adam's moments. Checkpoints are written in
 turns with checkpoint.asynchronous off and on; behind the run, updates go on until it is published. Prints the medians
 over the rounds and the ratios with their quartiles: of the seconds that steps lose to a checkpoint (its beginning and
-its publication), and of an update beside a writer to one alone. Times are of the slowest rank. Memory is of all ranks
-together: the most that was resident meanwhile, less the most during an update alone; and what was resident once the
-writers had begun, less what was before the save.
+its publication), and of an update beside a writer to one alone. Times are of the slowest rank. Memory is the most that
+was resident meanwhile, of all ranks together, with what the allocator kept from before.
 
 Then two new policies are put back to the last checkpoint, one in the same layout and one in pipeline stages. Each saves
 it again, and what it saved is compared with what it read: in the same layout the bytes of the files, in the other the
@@ -42,10 +41,6 @@ def summary(options: argparse.Namespace, seen: dict) -> dict[str, object]:
     lost = [a + b for a, b in zip(column["begin"], column["publish"], strict=True)]
     result |= {"bytes of a checkpoint": seen["bytes"]}
     result |= {name: statistics.median(values) for name, values in column.items()}
-    for way in ("whole", "behind"):
-        more = [a - b for a, b in zip(column[f"memory, {way}"], column["memory, update"], strict=True)]
-        result[f"memory beside an update's, {way} : checkpoint"] = statistics.median(more) / seen["bytes"]
-    result["memory of the writers : checkpoint"] = result["memory of the writers"] / seen["bytes"]
     result |= ratio(lost, column["whole"], "lost to it, behind : whole")
     result |= ratio(column["update beside a writer"], column["update alone"], "update, beside a writer : alone")
     return result | seen["resumed"]
@@ -73,9 +68,8 @@ def run_rank(options: argparse.Namespace, bench: ReplayedUpdates) -> dict:
         row["whole"] = timed(lambda: whole.save(number, bench.policy, {}))[0]
 
     def written_behind(row, number):
-        behind, published, before, began = saving(True), [], _resident("VmRSS"), time.perf_counter()
+        behind, published, began = saving(True), [], time.perf_counter()
         row["begin"] = timed(lambda: behind.save(number, bench.policy, {}))[0]
-        row["memory of the writers"] = _resident("VmRSS") - before
         while not published or not published[-1]:
             seconds, _ = timed(update)
             row.setdefault("update beside a writer", seconds)
@@ -90,7 +84,7 @@ def run_rank(options: argparse.Namespace, bench: ReplayedUpdates) -> dict:
             dist.barrier()
             Path("/proc/self/clear_refs").write_text("5")  # the kernel's high-water mark is reset
             ways[way](row, next(numbers))
-            row[f"memory, {way}"] = _resident("VmHWM")
+            row[f"memory, {way}"] = _most_resident()
         if number:  # the first warms up
             rounds.append(row)
     done, last = checkpoints.complete(folder)[-1]
@@ -168,11 +162,11 @@ def _same_tensors(one: Path, other: Path) -> bool:
     return True
 
 
-def _resident(which: str) -> float:
-    """Bytes of host memory of all ranks: VmRSS now, VmHWM the most since it was reset. All ranks call it."""
+def _most_resident() -> float:
+    """Bytes of host memory of all ranks, the most since the kernel's mark was reset. All ranks call it."""
     from moe_rl.megatron import world
 
-    (kibibytes,) = re.findall(rf"{which}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    (kibibytes,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return world.all_reduce([1024 * int(kibibytes)])[0]
 
 
