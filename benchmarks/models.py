@@ -8,6 +8,8 @@ SHAPES = {
     "tiny": {"hidden_size": 64, "num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 4},
     "deep": {"hidden_size": 64, "num_hidden_layers": 24, "num_experts": 8, "num_experts_per_tok": 2},
     "mid": {"hidden_size": 256, "num_hidden_layers": 12, "num_experts": 64, "num_experts_per_tok": 8},
+    # its checkpoint, with float32 weights and Adam's moments, is of 1.4 GB
+    "large": {"hidden_size": 512, "num_hidden_layers": 6, "num_experts": 32, "num_experts_per_tok": 4},
     # experts so narrow that a row's way to them and back costs a CPU about what they do
     "narrow": {
         "hidden_size": 512,

@@ -15,15 +15,13 @@ costs; not what it gains.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from output import tell
-from updates import ReplayedUpdates, arguments, described, on_ranks, ratio, timed
+from updates import ReplayedUpdates, arguments, described, measured, ratio, timed
 
 RECORDED = 11  # times that a layer is recorded; the picture has the quickest, which others disturbed least
 LANES = 6  # in the picture, of exchanges under way at a time
@@ -34,8 +32,7 @@ def main() -> int:
     parser.add_argument("--chunks", type=int, nargs="+", default=[2, 4], help="beside 0, Megatron's order, and 1")
     parser.add_argument("--rounds", type=int, default=20, help="of all ways")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="a PNG or SVG")
-    options, seen = on_ranks(__file__, parser, run_rank)
-    tell(summary(options, seen), options.json)
+    options, seen = measured(__file__, parser, run_rank, summary)
     if options.picture:
         draw(seen["timelines"], options.picture)
     return 0
@@ -62,14 +59,14 @@ def summary(options: argparse.Namespace, seen: dict) -> dict[str, object]:
     return result
 
 
-def run_rank(options: argparse.Namespace) -> None:
+def run_rank(options: argparse.Namespace, bench: ReplayedUpdates) -> dict:
     import torch.distributed as dist
 
     from moe_rl.megatron import world
     from moe_rl.megatron.model import unwrap
     from moe_rl.megatron.timeline import Timeline
 
-    bench, ways = ReplayedUpdates(options), [0, 1, *options.chunks]
+    ways = [0, 1, *options.chunks]
 
     def update(way):
         bench.update(bench.plans(way))
@@ -95,10 +92,7 @@ def run_rank(options: argparse.Namespace) -> None:
             numbers.append([*(one / options.ranks for one in sums), 1 - sums[1] / sums[0]])
         layers[way] = numbers
         timelines[name(way)] = [asdict(span) for span in min(recorded, key=seconds).spans]
-    if dist.get_rank() == 0:
-        seen = {"model": bench.model, "ways": ways, "rounds": rounds, "layers": layers, "timelines": timelines}
-        (options.rank_of / "seen.json").write_text(json.dumps(seen))
-    bench.stop()
+    return {"ways": ways, "rounds": rounds, "layers": layers, "timelines": timelines}
 
 
 def seconds(timeline) -> float:

@@ -14,15 +14,13 @@ these times. Last what the parts of a dispatch take on their own, for `simulate_
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from dataclasses import asdict
 from functools import partial
 
-from output import tell
-from updates import ReplayedUpdates, arguments, described, on_ranks, ratio, timed
+from updates import ReplayedUpdates, arguments, described, measured, ratio, timed
 
 KINDS = ("native", "replayed", "planned")
 
@@ -30,8 +28,7 @@ KINDS = ("native", "replayed", "planned")
 def main() -> int:
     parser = arguments(__doc__.splitlines()[0], model="mid", tokens=256)
     parser.add_argument("--pairs", type=int, default=20, help="rounds of all three")
-    options, seen = on_ranks(__file__, parser, run_rank)
-    tell(summary(options, seen), options.json)
+    measured(__file__, parser, run_rank, summary)
     return 0
 
 
@@ -51,13 +48,12 @@ def summary(options: argparse.Namespace, seen: dict) -> dict[str, object]:
     return result
 
 
-def run_rank(options: argparse.Namespace) -> None:
-    import torch.distributed as dist
+def run_rank(options: argparse.Namespace, bench: ReplayedUpdates) -> dict:
     from calibration import micro_measurements
 
     from moe_rl.megatron.witness import LayerWaits
 
-    bench, planning = ReplayedUpdates(options), []
+    planning = []
 
     def update(kind):
         if kind == "native":
@@ -81,10 +77,7 @@ def run_rank(options: argparse.Namespace) -> None:
         counter.counts = counter.waits = counter.reads = counter.dispatches = 0
         update(kind)
         waits[kind] = asdict(counter)
-    if dist.get_rank() == 0:
-        seen = {"model": bench.model, "rounds": rounds, "planning": planning[1:], "waits": waits, "micro": micro}
-        (options.rank_of / "seen.json").write_text(json.dumps(seen))
-    bench.stop()
+    return {"rounds": rounds, "planning": planning[1:], "waits": waits, "micro": micro}
 
 
 if __name__ == "__main__":

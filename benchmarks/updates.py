@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 from models import SHAPES, make_model
+from output import tell
 
 
 def arguments(description: str, *, model: str, tokens: int) -> argparse.ArgumentParser:
@@ -34,14 +35,19 @@ def arguments(description: str, *, model: str, tokens: int) -> argparse.Argument
     return parser
 
 
-def on_ranks(
-    file: str, parser: argparse.ArgumentParser, run_rank: Callable[[argparse.Namespace], None]
+def measured(
+    file: str,
+    parser: argparse.ArgumentParser,
+    run_rank: Callable[[argparse.Namespace, ReplayedUpdates], dict],
+    summary: Callable[[argparse.Namespace, dict], dict],
 ) -> tuple[argparse.Namespace, dict]:
-    """The parsed arguments, and what run_rank wrote to seen.json on the first rank. Each rank runs `file` again, with a
-    folder that has the model, and does not return from here."""
+    """Run run_rank on every rank and tell the summary of what the first one returned; the parsed arguments and that,
+    with "model" in words. Each rank runs `file` again, with a folder that has the model, and does not return from
+    here."""
     options = parser.parse_args()
     if options.rank_of:
-        run_rank(options)
+        bench = ReplayedUpdates(options)
+        bench.leave(run_rank(options, bench))
         sys.exit()
     with tempfile.TemporaryDirectory() as folder:
         path = make_model(options.model, Path(folder) / "model")
@@ -52,7 +58,9 @@ def on_ranks(
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             check=True,
         )
-        return options, json.loads((Path(folder) / "seen.json").read_text())
+        seen = json.loads((Path(folder) / "seen.json").read_text())
+    tell(summary(options, seen), options.json)
+    return options, seen
 
 
 def described(options: argparse.Namespace, seen: dict) -> dict[str, object]:
@@ -80,20 +88,17 @@ class ReplayedUpdates:
         import torch.distributed as dist
 
         from moe_rl.config.hf import read_model
-        from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
+        from moe_rl.config.schema import ParallelConfig
         from moe_rl.megatron import world
         from moe_rl.megatron.microbatch import pack
-        from moe_rl.megatron.policy import Policy
         from moe_rl.replay.routes import SequenceRoutes, microbatch_routes
         from moe_rl.trace import TraceSpec
         from moe_rl.types import Sequence
 
-        parallel = ParallelConfig(expert=options.ranks)
-        world.start(parallel, seed=1, timeout_seconds=120)
-        folder = options.rank_of / "model"
-        self.facts = facts = read_model(folder)
-        train = TrainConfig(dtype="float32", microbatch_tokens=options.tokens, optimizer=OptimizerConfig(lr=1e-12))
-        self.policy = Policy(facts, train, parallel, folder, temperature=1.0)
+        self.options, self.parallel = options, ParallelConfig(expert=options.ranks)
+        world.start(self.parallel, seed=1, timeout_seconds=120)
+        self.facts = facts = read_model(options.rank_of / "model")
+        self.policy = self.new_policy(self.parallel)
         self.model = f"{facts.layers} layers, {facts.top_k} of {facts.num_experts} experts, hidden {facts.hidden_size}"
         self.model += f", experts {facts.moe_intermediate_size} wide"
         spec = TraceSpec.from_layers("bench", facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
@@ -118,6 +123,15 @@ class ReplayedUpdates:
         with self._session(unrecorded, "record") as own:
             self.policy.logprobs(self.microbatches, own)
         self.tables = own.recorded_routes()
+
+    def new_policy(self, parallel):
+        """The model as it was made, on ranks that are laid out so."""
+        from moe_rl.config.schema import OptimizerConfig, TrainConfig
+        from moe_rl.megatron.policy import Policy
+
+        optimizer = OptimizerConfig(lr=1e-12)
+        train = TrainConfig(dtype="float32", microbatch_tokens=self.options.tokens, optimizer=optimizer)
+        return Policy(self.facts, train, parallel, self.options.rank_of / "model", temperature=1.0)
 
     def _session(self, tables, mode, plans=()):
         import torch.distributed as dist
@@ -150,9 +164,13 @@ class ReplayedUpdates:
     def _loss(number, logprobs):
         return -logprobs.sum() / 1e4
 
-    def stop(self) -> None:
+    def leave(self, seen: dict) -> None:
+        import torch.distributed as dist
+
         from moe_rl.megatron import world
 
+        if dist.get_rank() == 0:
+            (self.options.rank_of / "seen.json").write_text(json.dumps({"model": self.model, **seen}))
         world.stop()
 
 

@@ -68,9 +68,12 @@ def sweep(folder: Path) -> None:
 
 def begin(folder: Path, step: int) -> Path:
     """A new hidden folder to write the checkpoint into; a run has one at a time."""
+    if not folder.is_dir():
+        folder.mkdir(parents=True)
+        sync(folder.parent)  # else a power cut could take all of them
     sweep(folder)
     hidden = folder / f".{name_of(step)}.tmp"
-    hidden.mkdir(parents=True)
+    hidden.mkdir()
     return hidden
 
 
@@ -98,6 +101,8 @@ def abandon_newer(folder: Path, step: int) -> list[Path]:
             aside.append(path.with_name(f"{path.name}.abandoned"))
             shutil.rmtree(aside[-1], ignore_errors=True)
             path.rename(aside[-1])
+    if aside:
+        sync(folder)  # the ledger is cut next: a newer checkpoint must not come back
     return aside
 
 

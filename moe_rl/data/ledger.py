@@ -96,6 +96,10 @@ class PromptLedger:
             return entry if entry.step == step else None
         return None
 
+    def digest(self, steps: int) -> str:
+        """xxh3-128, hex, of the lines of the first so many steps: what a checkpoint after them was preceded by."""
+        return xxhash.xxh3_128_hexdigest(b"\n".join(self._read()[0][:steps]))
+
     def rewind(self, step: int) -> int:
         """Keep the steps before `step`, drop the rest, a torn line included; return the number of lines dropped.
 

@@ -1,8 +1,8 @@
 """What a checkpoint holds: megatron's torch_dist format for weights and optimizer, ours for everything else.
 
 It is a folder of megatron's files, `rng-rank<r>.safetensors` for each rank, the run's own tensors in `run.safetensors`
-where it has some, and `state.json`, which holds the run's other state, the layout that wrote it and the digest of every
-other file. How it is written: saving.py. It is read only after its digests agree.
+where it has some, and `state.json`, which holds the run's other state, the layout that wrote it, the digest of every
+other file and one of itself. How it is written: saving.py. It is read only after its digests agree.
 
 Megatron's files hold whole tensors, named after their place in the model, so that any layout can read them. Only the
 random generators belong to the ranks: another layout begins theirs anew.
@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_rl.config.schema import ParallelConfig
-from moe_rl.data.checkpoints import to_resume_instead
+from moe_rl.data.checkpoints import name_of, to_resume_instead
 from moe_rl.errors import CheckpointError, describe
 from moe_rl.megatron import rng, world
 from moe_rl.megatron.model import unwrap
@@ -54,8 +54,8 @@ def load(path: Path, policy: Policy, *, parallel: ParallelConfig, seed: int) -> 
     and the `layout` that wrote it. All ranks call it.
 
     The layout may be another than the one that saved. Then the generators are seeded from seed, the run's, and the
-    step. Raises CheckpointError, on all ranks, when a file is missing or damaged or of another model; the policy is not
-    changed then.
+    step. Raises CheckpointError, on all ranks, when a file is missing, damaged, not of it or of another model; the
+    policy is not changed then.
     """
     state = _verified(path)
     loaded = _read_tensors(path, sharded(policy, loading=True), StrictHandling.RAISE_ALL)
@@ -116,13 +116,21 @@ def _verified(path: Path) -> dict:
     return verdict.state
 
 
+def sealed(state: dict) -> str:
+    """The text of state.json: JSON with a digest of all the rest of it."""
+    return json.dumps(state | {"digest": xxhash.xxh3_128_hexdigest(json.dumps(state).encode())}, indent=1)
+
+
 def _read_state(path: Path) -> dict:
+    """What was given to `sealed`, of a folder with the right name and no other files than it should have."""
     try:
-        state = json.loads((path / STATE).read_text())
-        if missing := {"step", "updates", "optimizer_step", "layout", "files"} - state.keys():
-            raise KeyError(*missing)
-        return state
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+        text = (path / STATE).read_text()
+        state = json.loads(text)
+        got = state.pop("digest", "no digest")
+        if sealed(state) != text:
+            raise ValueError(f"{got}, which is not the digest of the rest of it")
+        names = {file.name for file in path.iterdir()}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(
             describe(
                 "a checkpoint's state.json is missing or damaged",
@@ -131,11 +139,34 @@ def _read_state(path: Path) -> dict:
                 do=to_resume_instead(path),
             )
         ) from error
+    if path.name != name_of(state["step"]):
+        raise CheckpointError(
+            describe(
+                "a checkpoint is of another step than its folder is named after",
+                where=str(path),
+                got=f"step {state['step']}",
+                do=f"give it back the name {name_of(state['step'])}, or {to_resume_instead(path)}",
+            )
+        )
+    if foreign := sorted(names - state["files"].keys() - {STATE}):
+        raise CheckpointError(
+            describe(
+                "a checkpoint's folder has files that are not of it",
+                where=str(path),
+                got=", ".join(foreign),
+                expected="those that state.json names",
+                do="remove them",
+            )
+        )
+    return state
 
 
 def _damage(file: Path, expected: str) -> str:
     """What is wrong with a file; "" when its digest agrees."""
-    got = digest(file) if file.is_file() else "no such file"
+    try:
+        got = digest(file)
+    except OSError as error:  # not there, or on a disk that cannot read it any more
+        got = str(error)
     if got == expected:
         return ""
     do = to_resume_instead(file.parent)

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 
+from moe_rl.config.load import load_config
 from moe_rl.data import checkpoints
 from moe_rl.data.ledger import PromptLedger
 from moe_rl.data.prompts import PromptSource, load_prompts
@@ -52,7 +53,6 @@ CONFIG = [
     "checkpoint.every_steps=2",
     "replay.native_every=4",
 ]
-_SEED, _MAX_PROMPT = 1, 24
 # What a run that lost a process may take to have ended, all of it.
 _END_SECONDS = 30.0
 _LONGEST_DELAY = 0.25
@@ -145,8 +145,9 @@ class Soak:
         if launch.wait() != 0:
             self.problems.append(f"{runs.name}: ended with an error:\n{launch.text()[-2000:]}")
             return
-        self.problems += [f"{runs.name}: {problem}" for problem in self._differences(launch.folder)]
-        self.say(f"{runs.name} is done, and {'equals' if not self.problems else 'DIFFERS FROM'} the untouched one")
+        differences = self._differences(launch.folder)
+        self.problems += [f"{runs.name}: {difference}" for difference in differences]
+        self.say(f"{runs.name} is done, and {'DIFFERS FROM' if differences else 'equals'} the untouched one")
 
     def _strike(self, launch: Launch, kill: Kill) -> bool:
         """Wait for the planned phase, some steps from here, and kill. False: the run was over before it came."""
@@ -243,8 +244,9 @@ class Soak:
             found.append(f"line {next(at for at, (a, b) in pairs if a != b)} of metrics.jsonl differs")
         if (folder / "prompts.jsonl").read_bytes() != (self.reference / "prompts.jsonl").read_bytes():
             found.append("the prompt ledgers differ")
-        files = ROOT / "assets/tiny_moe/task/train.jsonl", ROOT / "assets/tiny_moe/policy/tokenizer.json"
-        source = PromptSource(load_prompts(*files, max_prompt_tokens=_MAX_PROMPT), _SEED)
+        config = load_config(folder / "config.yaml")
+        files, limit = (ROOT / config.task.train, ROOT / config.model.path / "tokenizer.json"), config.rollout
+        source = PromptSource(load_prompts(*files, max_prompt_tokens=limit.max_prompt_tokens), config.run.seed)
         try:
             PromptLedger(folder / "prompts.jsonl").verify(source, steps=sum(row["kind"] == "train" for row in ours))
         except DataError as error:

@@ -177,8 +177,9 @@ class Run:
             else:
                 with self.peers.phase("rollout", step), suppress(StopRequested), self.peers.to_be_left():
                     with self.log.phase(f"step {step}: sampling"):
-                        batch = self.rollouts.collect(step, clock)
-                    self.kept.save(step, batch)
+                        sampled = self.rollouts.collect(step, clock)
+                    self.kept.save(step, sampled)
+                    batch = sampled
             if self.peers.asked or batch is None:
                 self.rollouts.source.seek(cursor)
                 batch = None
@@ -223,12 +224,14 @@ class Run:
 
     def _save(self, step: int, *, whole: bool) -> None:
         """Begin a checkpoint, and wait for the whole of it or let it be written behind the run."""
-        cursor = self.rollouts.source.cursor if self.is_main else 0
+        state = {"guards": self.train_step.guards.state()}
+        if self.is_main:
+            state |= {"cursor": self.rollouts.source.cursor, "ledger": self.rollouts.ledger.digest(step)}
         with self.peers.phase("checkpoint", step), self.saving("checkpoint"):
             self.checkpoints.save(
                 step,
                 self.policy,
-                {"cursor": cursor, "guards": self.train_step.guards.state()},
+                state,
                 tensors=self.train_step.placement.tensors(),
             )
             if whole:

@@ -108,7 +108,8 @@ class Peers:
             # Ranks that stop as they were asked to are not hurried by the first that is done.
             signal.signal(number, signal.SIG_IGN if isinstance(error, Stopped) else handler)
         self._phase = "stopped" if isinstance(error, Stopped) else "failed" if error is not None else "finished"
-        self._beat()
+        with suppress(OSError):  # a full disk may be what `error` is about to tell
+            self._beat()
 
     @contextmanager
     def phase(self, name: str, step: int, *, seconds: float = 0.0) -> Iterator[None]:

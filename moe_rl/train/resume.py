@@ -20,7 +20,7 @@ from moe_rl.config.schema import Config
 from moe_rl.data import checkpoints
 from moe_rl.data.ledger import Entry, PromptLedger
 from moe_rl.data.prompts import PromptSource
-from moe_rl.errors import ConfigError, DataError, MoeRLError, describe
+from moe_rl.errors import CheckpointError, ConfigError, DataError, MoeRLError, describe
 from moe_rl.megatron import checkpoint, world
 from moe_rl.replay.routes import RowPolicy, read_routes
 from moe_rl.trace import TraceSpec
@@ -84,6 +84,8 @@ def restore(run: Run, done: int) -> None:
         run.train_step.guards.restore(state["guards"])
         run.train_step.placement.restore(checkpoint.run_tensors(path))
         cursor, before = state["cursor"], state["layout"]
+        if run.is_main:
+            check_of_this_run(path, state["ledger"], run.rollouts.ledger.digest(done))
     if run.is_main:
         checkpoints.sweep(run.folder.checkpoints)
         for aside in checkpoints.abandon_newer(run.folder.checkpoints, done):
@@ -98,6 +100,23 @@ def restore(run: Run, done: int) -> None:
         if before not in (None, now := checkpoint.layout(parallel)):
             changed = [f"{name} {before.get(name)} -> {n}" for name, n in now.items() if before.get(name) != n]
             run.log.note(f"another layout: {', '.join(changed)}; random generators derived from run.seed anew")
+
+
+def check_of_this_run(path: Path, expected: str, got: str) -> None:
+    """Raises CheckpointError unless the prompt ledger, up to its step, is the one that the checkpoint was written with.
+
+    expected: the ledger's digest then; got: now.
+    """
+    if got != expected:
+        raise CheckpointError(
+            describe(
+                "a checkpoint and the prompt ledger are of different runs, or the ledger was changed",
+                where=str(path),
+                got=f"{got}, the digest of the ledger's lines up to its step",
+                expected=expected,
+                do=checkpoints.to_resume_instead(path),
+            )
+        )
 
 
 def _take_left_behind(run: Run, done: int) -> RolloutBatch | None:

@@ -48,6 +48,8 @@ LAYOUTS = {
 # Resumed once more, from a checkpoint of their own.
 AGAIN = ("TP2-ETP2", "PP2-VPP2")
 SEED, STEP, UPDATES = 1, 1, 2
+# Of a checkpoint that two ranks wrote.
+FILES = (".metadata", "__0_0.distcp", "__1_0.distcp", "metadata.json", "rng-rank0.safetensors", "rng-rank1.safetensors")
 BUCKET = 150_000  # bytes
 
 
@@ -190,7 +192,8 @@ def held_writers():
 
 
 def broken_writers(new, saved):
-    """What this rank is told when the thread of rank 1 fails at a file, and when it dies; and what is left."""
+    """What this rank is told when the thread of rank 1 fails at a file, when it dies, and when rank 0 cannot make the
+    folder; and what is left."""
     case, told, real = new(), [], checkpoint.digest
     folder = case.out / "broken"
     if dist.get_rank() == 0:
@@ -212,7 +215,27 @@ def broken_writers(new, saved):
             told.append(f"published: {writes.poll()}")
         except CheckpointError as error:
             told.append(str(error))
-    return {"told": told, "left": [step for step, _ in checkpoints.complete(folder)]}
+    full = OSError(28, "No space left on device")
+    with patch("moe_rl.megatron.saving.checkpoints.begin", side_effect=full) as begun:
+        try:
+            case.saving("broken").save(STEP + 1, case.policy, {"cursor": 6})
+        except CheckpointError as error:
+            told.append(str(error))
+    witness = begun.call_count == (dist.get_rank() == 0)
+    return {"told": told, "left": [step for step, _ in checkpoints.complete(folder)], "witness": witness}
+
+
+def broken_metadata(new):
+    """What the only rank is told when the disk is full once the tensors are written, and what is there then."""
+    case, told = new(), []
+    full = OSError(28, "No space left on device")
+    with patch.object(saving.FileSystemWriterAsync, "finish", side_effect=full) as finished:
+        try:
+            case.save("unfinished")
+        except CheckpointError as error:
+            told.append(str(error))
+    left = [path.name for path in (case.out / "unfinished").iterdir()]
+    return {"told": told, "left": left, "witness": finished.call_count == 1}
 
 
 def resume(new, saved, name=""):
@@ -336,11 +359,34 @@ def of_two_layers(model, folder):
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
 
 
-def refusals(new, saved):
-    """What this rank is told of checkpoints of another model, or with a flipped bit, or without a file or their state.
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
 
-    None of them is loaded.
-    """
+
+def replace_text(file, old, new):
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+
+
+# What happens to a checkpoint's folder. Some give it another name.
+DAMAGES = {
+    **{f"flipped {name}": (lambda path, name=name: flip(path / name)) for name in FILES},
+    "truncated": lambda path: os.truncate(path / "__1_0.distcp", (path / "__1_0.distcp").stat().st_size - 1),
+    "gone": lambda path: (path / "__1_0.distcp").unlink(),
+    "state gone": lambda path: (path / "state.json").unlink(),
+    "other count": lambda path: replace_text(path / "state.json", f'"updates": {UPDATES}', f'"updates": {UPDATES + 1}'),
+    "unsealed": lambda path: replace_text(path / "state.json", ' "digest": ', ' "digested": '),
+    "foreign": lambda path: shutil.copy(path / "rng-rank0.safetensors", path / "run.safetensors") and None,
+    "of rank 0": lambda path: shutil.copy(path / "__0_0.distcp", path / "__1_0.distcp") and None,
+    "renamed": lambda path: path.rename(path.with_name(checkpoints.name_of(STEP + 1))),
+}
+
+
+def refusals(new, saved):
+    """What this rank is told of checkpoints of another model, and of DAMAGES. None of them is loaded."""
     case, told = new(), {}
     before = case.weights()
     source = checkpoints.find(case.out / saved)
@@ -358,18 +404,12 @@ def refusals(new, saved):
         of_two_layers(model, smaller)
     dist.barrier()
     told["model"] = attempt(source, Policy(read_model(smaller), train, parallel, smaller, temperature=1.0))
-    for name in ("flipped", "gone", "state"):
-        path = case.out / name
+    for name, damage in DAMAGES.items():
+        path = case.out / name / source.name
         if dist.get_rank() == 0:
             shutil.copytree(source, path)
-            file = path / "__1_0.distcp"
-            if name == "flipped":
-                content = bytearray(file.read_bytes())
-                content[len(content) // 2] ^= 1
-                file.write_bytes(content)
-            else:
-                (file if name == "gone" else path / "state.json").unlink()
-        dist.barrier()
+            path = damage(path) or path
+        path = Path(world.broadcast(str(path), str))
         told[name] = attempt(path, case.policy)
     return {"told": told, "weights": (before, case.weights())}
 
@@ -410,6 +450,7 @@ def main():
             seen["one"] = resume(lambda: Case(source, out, ONE), "two")
             seen["one", "seeded"] = seeded()
             seen["stale"] = stale(lambda: Case(source, out, ONE))
+            seen["broken metadata"] = broken_metadata(lambda: Case(source, out, ONE))
     torch.save(seen, out / f"rank{int(not first)}.pt")
 
 

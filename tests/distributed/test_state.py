@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from moe_rl.data import checkpoints
 from moe_rl.proof.matrix import largest, merged
 from tests.distributed.conftest import torchrun
-from tests.distributed.state_worker import AGAIN, BUCKET, LAYOUTS, SAVER, STEP, UPDATES
+from tests.distributed.state_worker import AGAIN, BUCKET, DAMAGES, FILES, LAYOUTS, SAVER, STEP, UPDATES
 
 # The first test waits for all layouts, which on a busy machine takes long.
 pytestmark = pytest.mark.timeout(900)
@@ -147,12 +148,20 @@ def test_it_is_written_behind_the_run(seen):
 
 def test_a_writer_that_fails_or_dies_is_named_on_all_ranks(seen):
     told = [rank["broken"]["told"] for rank in seen]
-    assert told[0] == told[1] and len(told[0]) == 2
-    reasons = ("OSError(28, 'No space left on device')", "SystemExit('killed')")
+    assert told[0] == told[1] and len(told[0]) == 3 and all(rank["broken"]["witness"] for rank in seen)
+    full = "OSError: [Errno 28] No space left on device"
+    reasons = (f"rank 1: {full}", "rank 1: SystemExit: killed", f"rank 0: {full}")
     for message, reason in zip(told[0], reasons, strict=True):
-        assert f"broken/step-{STEP + 1:06d}): got rank 1: {reason}" in message
-        assert f"go on from the last one, after step {STEP}" in message
+        assert f"broken/step-{STEP + 1:06d}): got {reason}. Mend the disk; --resume " in message
+        assert f"goes on from the last one, after step {STEP}" in message
     assert seen[0]["broken"]["left"] == [STEP]
+
+
+def test_metadata_that_cannot_be_written_is_told_and_the_folder_gets_no_name(seen):
+    broken = seen[0]["broken metadata"]
+    assert broken["witness"] and broken["left"] == [f".step-{STEP:06d}.tmp"]
+    (told,) = broken["told"]
+    assert "rank 0: OSError: [Errno 28] No space left on device" in told and "--step 0 begins the run again" in told
 
 
 CROSSINGS = [("begins", name) for name in OTHERS] + [("begins", "one"), ("one begins", ("EP2", "from one"))]
@@ -207,12 +216,24 @@ def test_a_layout_writes_the_checkpoint_it_read(whole, saved, again):
 
 def test_a_wrong_checkpoint_is_refused_by_all_ranks_alike(seen):
     told = [rank["refusals"]["told"] for rank in seen]
-    assert told[0] == told[1]
-    assert "is damaged" in told[0]["flipped"] and "flipped/__1_0.distcp" in told[0]["flipped"]
-    assert "no such file" in told[0]["gone"] and "gone/__1_0.distcp" in told[0]["gone"]
-    assert "state.json is missing" in told[0]["state"]
-    assert "is not of this model" in told[0]["model"] and "two/step-000001" in told[0]["model"]
+    assert told[0] == told[1] and told[0].keys() == {"model", *DAMAGES}
+    told, folder = told[0], checkpoints.name_of(STEP)
+    for name in FILES:
+        assert "is damaged" in told[f"flipped {name}"] and f"{folder}/{name})" in told[f"flipped {name}"]
+    for name in ("truncated", "of rank 0"):
+        assert "is damaged" in told[name] and f"{name}/{folder}/__1_0.distcp" in told[name]
+    assert "No such file" in told["gone"] and f"gone/{folder}/__1_0.distcp" in told["gone"]
+    for name in ("state gone", "other count", "unsealed"):
+        assert "state.json is missing or damaged" in told[name] and f"{name}/{folder})" in told[name]
+    assert f"foreign/{folder}): got run.safetensors" in told["foreign"] and "Remove them" in told["foreign"]
+    assert f"renamed/{checkpoints.name_of(STEP + 1)}): got step {STEP}" in told["renamed"]
+    assert "is not of this model" in told["model"] and f"two/{folder}" in told["model"]
     assert all(equal(*rank["refusals"]["weights"]) for rank in seen)
+
+
+def test_every_file_of_a_checkpoint_is_among_those_that_were_damaged(folder):
+    names = {path.name for path in (folder / "two" / checkpoints.name_of(STEP)).iterdir()}
+    assert names == {*FILES, "state.json"}
 
 
 def test_what_one_rank_finds_not_finite_changes_nothing_on_any(seen):

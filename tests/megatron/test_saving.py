@@ -1,29 +1,67 @@
 """The writer of a checkpoint by itself; whole checkpoints: tests/distributed/test_state.py."""
 
 import queue
+import resource
+import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from moe_rl.megatron.saving import _Writer
+from moe_rl.megatron.saving import _storages, _Writer
 
 
-@pytest.mark.parametrize("copy, seen", [(True, 1.0), (False, 0.0)])
-def test_what_is_written_behind_the_run_is_what_was_there_when_the_save_began(tmp_path, copy, seen):
+def request_of(folder, tensor):
+    """What Megatron asks to be written of a rank that has one tensor."""
+    size = tensor.shape
+    data = TensorWriteData(ChunkStorageMetadata(torch.Size([0]), size), TensorProperties(tensor.dtype), size)
+    item = WriteItem(MetadataIndex("weight"), WriteItemType.TENSOR, tensor_data=data)
+    file = folder / "__0_0.distcp"
+    return SimpleNamespace(
+        async_fn=partial(FileSystemWriterAsync.write_preloaded_data_multithread, [_StorageWriterTransforms()], False),
+        async_fn_args=[0, [(str(file), file.name, ([], [(item, tensor)]))], queue.Queue()],
+    )
+
+
+@pytest.mark.parametrize("used, seen", [(True, 1.0), (False, 0.0)])
+def test_what_is_written_behind_the_run_is_what_was_there_when_the_save_began(tmp_path, used, seen):
     """Without a copy the trainer's next step would be written: the witness that the tensor did change."""
-    tensor, file, written = torch.ones(4), tmp_path / "__0_0.distcp", []
-
-    def write(_, buckets, results):
-        for path, _, (_, tensors) in buckets:
-            written.extend(float(value.mean()) for _, value in tensors)
-            torch.save({}, path)
-        results.put((0, {}))
-
-    buckets = [(str(file), "key", ([], [("item", tensor)]))]
-    request = SimpleNamespace(async_fn=write, async_fn_args=(0, buckets, queue.Queue()))
-    writer = _Writer(request, tmp_path, {}, copy=copy)
+    tensor = torch.ones(4)
+    in_use = _storages({"model": [SimpleNamespace(data=tensor if used else b"")]})
+    writer = _Writer(request_of(tmp_path, tensor), tmp_path, {}, in_use)
     tensor.zero_()
     writer.run()
-    assert (writer.failure, list(writer.digests)) == ("", [file.name])
-    assert written == [seen]
+    assert (writer.failure, list(writer.digests)) == ("", ["__0_0.distcp"])
+    assert torch.load(tmp_path / "__0_0.distcp").tolist() == [seen] * 4
+    (written,) = writer.results.get_nowait()[0]
+    assert written.index.fqn == "weight" and written.storage_data.relative_path == "__0_0.distcp"
+
+
+def test_megatrons_own_tensors_do_not_stay_beside_the_copies(tmp_path):
+    """The request outlives the writing, and what it names was gathered from all ranks."""
+    gathered = torch.ones(4)
+    request, alive = request_of(tmp_path, gathered), weakref.ref(gathered)
+    del gathered
+    assert alive() is not None
+    writer = _Writer(request, tmp_path, {}, _storages({"optimizer": SimpleNamespace(data=alive())}))
+    assert alive() is None
+    writer.run()
+    assert writer.failure == "" and torch.load(tmp_path / "__0_0.distcp").tolist() == [1.0] * 4
+
+
+def test_a_write_that_the_system_refuses_is_told_in_its_words(tmp_path):
+    """A limit to the size of files stands for a full disk: the system's own refusal, in the middle of a tensor."""
+    writer = _Writer(request_of(tmp_path, torch.ones(1 << 20)), tmp_path, {}, set())
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        writer.run()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert writer.failure == "OSError: [Errno 27] File too large"
+    assert writer.written.is_set() and writer.results.empty()

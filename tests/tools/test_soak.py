@@ -22,6 +22,7 @@ def finished(folder):
     """A run of two steps that is done."""
     last = folder / "checkpoints/step-000002"
     last.mkdir(parents=True)
+    shutil.copy(ROOT / "configs/tiny_moe_cpu.yaml", folder / "config.yaml")
     (last / "state.json").write_text(json.dumps({"files": {"__0_0.distcp": "aa", ".metadata": folder.name}}))
     train = [{"step": step, "kind": "train", "reward/mean": 0.5, "time/step": step} for step in (1, 2)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in train))

@@ -32,6 +32,11 @@ try:
             print("ready", flush=True)
             if how.startswith("fail"):
                 time.sleep(1)
+                if how == "fail on a full disk":
+                    import errno
+                    def no_space(*_):
+                        raise OSError(errno.ENOSPC, "No space left on device")
+                    Path.write_text = no_space
                 raise EngineError("planted")
             if how == "broken by a failure":
                 peer = folder / "rank1.json"
@@ -122,6 +127,13 @@ def test_a_rank_that_explained_itself_is_not_explained_again(ranks):
     assert end(failed, 10)[0] == 1
     code, errors = end(survivor, 10)
     assert (code, errors) == (EXIT_CODE, "")
+
+
+def test_a_full_disk_does_not_take_the_place_of_what_a_rank_has_to_say(ranks):
+    survivor, failed = ranks("sleep", "fail on a full disk")
+    code, errors = end(failed, 10)
+    assert code == 1 and errors.splitlines()[-1].endswith("EngineError: planted") and "No space left" not in errors
+    assert f"rank 1 (pid {failed.pid} on " in end(survivor, 10)[1]  # its last beat did not arrive
 
 
 @pytest.mark.parametrize("other", ["sleep", "broken by a failure"])

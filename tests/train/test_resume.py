@@ -7,10 +7,10 @@ import pytest
 
 from moe_rl.data.ledger import PromptLedger
 from moe_rl.data.prompts import PromptSource
-from moe_rl.errors import MoeRLError
+from moe_rl.errors import CheckpointError, MoeRLError
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
 from moe_rl.train.kept import KeptRollouts, RolloutBatch, shard_name
-from moe_rl.train.resume import left_behind
+from moe_rl.train.resume import check_of_this_run, left_behind
 from moe_rl.types import Prompt, Provenance, Sequence, Span
 
 SPEC = TraceSpec("model", 8, 2, "mm")
@@ -104,3 +104,19 @@ def test_routes_that_are_damaged_gone_or_of_other_tokens_are_not_taken(left, tmp
     assert "step000002" in refused(left)
     shard.unlink()
     assert "step000002" in refused(left)
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    """Of the same config, so that nothing else about it is wrong: steps, prompts and shapes are the same."""
+    (tmp_path / "other").mkdir()
+    ledgers = [PromptLedger(tmp_path / name / "prompts.jsonl") for name in (".", "other")]
+    for ledger, completions in zip(ledgers, ("first", "sampled otherwise"), strict=True):
+        ledger.record(0, 0, ["p0"], completions)
+        ledger.record(1, 1, ["p1"], "second")
+    ours, theirs = (ledger.digest(1) for ledger in ledgers)
+    path = tmp_path / "checkpoints/step-000001"
+    check_of_this_run(path, ours, ledgers[0].digest(1))
+    ledgers[0].rewind(1)
+    assert ledgers[0].digest(1) == ours != ledgers[1].digest(2)
+    with pytest.raises(CheckpointError, match=f"step-000001.*got {ours}.*expected {theirs}.*--resume {tmp_path}"):
+        check_of_this_run(path, theirs, ours)
