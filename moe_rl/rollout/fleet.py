@@ -28,7 +28,7 @@ from moe_rl.rollout.attach import folder_problem, servers_of
 from moe_rl.rollout.control import Served
 from moe_rl.rollout.server import VllmServer
 from moe_rl.sync.address import reached_by_all
-from moe_rl.sync.update import Broadcast, Files, Holding, Received, Source, WeightUpdate, refusal
+from moe_rl.sync.update import Broadcast, Files, Received, Source, WeightUpdate, refusal
 from moe_rl.types import Completion, GenerateRequest
 
 
@@ -43,6 +43,10 @@ class _Held:
 
     def __str__(self) -> str:
         return f"version {self.version}, {f'digest {self.digest}' if self.digest else 'no digest'}"
+
+
+class _Refused(WeightSyncError):
+    """By a server that works: it is not lost, and what it refused was the trainer's."""
 
 
 class ServerFleet:
@@ -139,19 +143,18 @@ class ServerFleet:
         self._held = None
         sources = self._sources(update.source)
 
-        async def one(number: int) -> tuple[_Held, Holding]:
+        async def one(number: int) -> _Held:
             server, sent = self._servers[number], msgspec.structs.replace(update, source=sources[number])
             holding = await server.update(sent, seconds=self._load_seconds)
-            return _held(await server.served()), holding
+            if holding.refused:
+                raise _Refused(f"{server.url}: {refusal(holding)}")
+            return _held(await server.served())
 
         # The broadcast waits for all of its workers: without one of them the others would get nothing.
         spares = not isinstance(update.source, Broadcast)
-        answers = asyncio.run(self._each(dict.fromkeys(self._servers, one), spares=spares))
-        for number, (_, holding) in answers.items():
-            if holding.refused:
-                raise WeightSyncError(f"{self._servers[number].url}: {refusal(holding)}")
+        held = asyncio.run(self._each(dict.fromkeys(self._servers, one), spares=spares))
         if update.final:
-            self._agree(update.version, {number: held for number, (held, _) in answers.items()})
+            self._agree(update.version, held)
 
     def sleep(self, level: int) -> bool:
         """Servers have GPUs of their own, which nobody waits for: nothing is given back."""
@@ -238,7 +241,7 @@ class ServerFleet:
     async def _each(self, calls: dict[int, Callable[[int], Awaitable]], *, spares: bool = True) -> dict[int, object]:
         """What every call gives, all at once, by number of the server. Without those that are lost on the way.
 
-        The first failure that is not within the bound ends the others. spares: whether any may be lost.
+        The first refusal, or failure that is not within the bound, ends the others. spares: whether any may be lost.
         """
         tasks = {asyncio.ensure_future(call(number)): number for number, call in calls.items()}
         pending, results = set(tasks), {}
@@ -248,6 +251,8 @@ class ServerFleet:
                 for task in done:
                     try:
                         results[tasks[task]] = task.result()
+                    except _Refused:
+                        raise
                     except EngineError as error:
                         self._lose(tasks[task], error, self._max_lost if spares else 0)
         finally:

@@ -70,6 +70,8 @@ class Server:
     async def update(self, update, seconds=None):
         self._may_fail("update")
         self.updates.append(update)
+        if "wait" in self.fails:  # for a broadcast that another has refused
+            await asyncio.sleep(30)
         if "refuse" in self.fails:
             return Holding(self.served_.weight_version, "", True, "torn")
         digest = self.digest or f"digest{update.version}"
@@ -217,6 +219,12 @@ def test_nothing_is_sampled_before_all_have_the_same_weights(fleet, tmp_path):
     assert servers[0].served_.weight_version == 2, "the witness: one of them has the new weights"
     with pytest.raises(WeightSyncError, match="hold no weights"):
         made.generate(REQUESTS, shard="step000002")
+    made, servers = fleet(max_lost=1)
+    servers[0].fails.append("wait")
+    servers[1].fails.append("refuse")
+    with pytest.raises(WeightSyncError, match="http://host:1: torn"):
+        made.update_weights(update(tmp_path, 2))
+    assert len(servers[0].updates) == 2 and not made.lost, "one that works is not lost, and ends the wait of the other"
     made, servers = fleet()
     servers[1].digest = "another"
     with pytest.raises(WeightSyncError, match="different weights.*digest2.*another"):
