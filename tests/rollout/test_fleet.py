@@ -71,7 +71,7 @@ class Server:
         self._may_fail("update")
         self.updates.append(update)
         if "wait" in self.fails:  # for a broadcast that another has refused
-            await asyncio.sleep(30)
+            await asyncio.sleep(3600)
         if "refuse" in self.fails:
             return Holding(self.served_.weight_version, "", True, "torn")
         digest = self.digest or f"digest{update.version}"
