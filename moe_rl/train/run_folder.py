@@ -22,6 +22,7 @@ from pathlib import Path
 
 from moe_rl.config.load import dump_config, load_config
 from moe_rl.config.schema import Config
+from moe_rl.data.checkpoints import sync
 from moe_rl.errors import ConfigError, describe
 
 # What a resumed run may have otherwise: which ranks train, and where its samplers are.
@@ -77,7 +78,7 @@ def create(config: Config) -> RunFolder:
         except FileExistsError:
             continue
         folder = RunFolder(path)
-        folder.config.write_text(dump_config(config))
+        _write_config(folder, config)
         return folder
     raise ConfigError(describe("run.runs_dir: no free name for a run folder", where=str(config.run.runs_dir), got=name))
 
@@ -144,7 +145,14 @@ def take_over(folder: RunFolder, config: Config) -> RunFolder:
     could be taken for new."""
     for path in (folder.ranks, folder.sync):
         shutil.rmtree(path, ignore_errors=True)
+    _write_config(folder, config)
+    return folder
+
+
+def _write_config(folder: RunFolder, config: Config) -> None:
+    """Whole, also after a power cut: without it no checkpoint is of use."""
     unfinished = folder.config.with_suffix(".tmp")
     unfinished.write_text(dump_config(config))
+    sync(unfinished)
     unfinished.replace(folder.config)
-    return folder
+    sync(folder.path)
