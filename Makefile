@@ -25,7 +25,7 @@ demo: $(READY) ## teach a small Qwen3-MoE arithmetic on this CPU, with routing r
 	@OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --nproc-per-node 2 tools/train_moe_rl.py --config configs/tiny_moe_cpu.yaml
 
 test: $(READY) ## run the whole test suite
-	@$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile
+	@$(VENV)/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 lint: $(READY) ## check the style
 	@$(VENV)/bin/ruff check .
