@@ -47,8 +47,10 @@ def main() -> int:
     parser.add_argument("--microbatch-tokens", type=int, default=16_384, help="of a synthetic batch")
     options = parser.parse_args()
     rows = []
-    print("| batch | EP | DP | rounds x sequences | excess by length | by load | floor | closed | worst layer by "
-          "length | by load | uneven tokens by length | by load | seconds |")
+    print(
+        "| batch | EP | DP | rounds x sequences | excess by length | by load | floor | closed | worst layer by "
+        "length | by load | uneven tokens by length | by load | seconds |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|---|---|---|")
     for row in measured(options):
         rows.append(row)
@@ -183,9 +185,12 @@ def waiting(plan: Plan, lengths: list[int]) -> float:
 def line(row: dict[str, object]) -> str:
     closed = "-" if row["closed"] is None else f"{row['closed']:.0%}"
     cells = (
-        row["batch"], row["expert_parallel"], row["data_parallel"],
+        row["batch"],
+        row["expert_parallel"],
+        row["data_parallel"],
         f"{row['rounds']} x {row['sequences'] / row['rounds']:.0f}",
-        *(f"{100 * row[key]:.2f}%" for key in ("excess_by_length", "excess_by_load", "floor")), closed,
+        *(f"{100 * row[key]:.2f}%" for key in ("excess_by_length", "excess_by_load", "floor")),
+        closed,
         *(f"{100 * max(row[key]):.1f}%" for key in ("layers_by_length", "layers_by_load")),
         *(f"{100 * row[key]:.2f}%" for key in ("tokens_by_length", "tokens_by_load")),
         f"{row['cpu_seconds']:.2f}",

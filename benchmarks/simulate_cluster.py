@@ -116,8 +116,10 @@ def read_costs(path: Path) -> tuple[str, Costs]:
 
 def simulated(options: argparse.Namespace) -> Iterator[dict[str, object]]:
     name, costs = read_costs(options.costs)
-    print(f"A model, not a measurement: {name}, Qwen3-30B-A3B's sizes, {options.ranks} ranks, microbatches of "
-          f"{options.microbatch_tokens:,} tokens.\nStep time / native's; each variant with those to its left.\n")
+    print(
+        f"A model, not a measurement: {name}, Qwen3-30B-A3B's sizes, {options.ranks} ranks, microbatches of "
+        f"{options.microbatch_tokens:,} tokens.\nStep time / native's; each variant with those to its left.\n"
+    )
     print(f"| batch | EP | native, s | {' | '.join(VARIANTS[1:])} | ideal : overlap | host planning, s |")
     print("|" + "---|" * (len(VARIANTS) + 4))
     for batch, top_k, past, lengths, counts in batches_of(options):
@@ -127,8 +129,11 @@ def simulated(options: argparse.Namespace) -> Iterator[dict[str, object]]:
             seconds = variants(costs, past, lengths, counts, parts, options.ranks, options.microbatch_tokens)
             ratios = [f"{seconds[kind] / seconds['native']:.3f}" for kind in VARIANTS[1:]]
             planning = sum(lengths) / options.ranks * top_k * counts.shape[1] / costs.planning_rate
-            print(f"| {batch} | {parts} | {seconds['native']:.3g} | {' | '.join(ratios)} | "
-                  f"{seconds['ideal'] / seconds['overlap']:.3f} | {planning:.3g} |", flush=True)
+            print(
+                f"| {batch} | {parts} | {seconds['native']:.3g} | {' | '.join(ratios)} | "
+                f"{seconds['ideal'] / seconds['overlap']:.3f} | {planning:.3g} |",
+                flush=True,
+            )
             yield {"costs": name, "batch": batch, "expert_parallel": parts, "seconds": seconds, "planning": planning}
 
 
@@ -262,8 +267,10 @@ def checked(file: Path) -> Iterator[dict[str, object]]:
     # Rows and weights go out and rows come back, and so do their gradients. An expert is 3 / 4 of the matrix that was
     # timed (benchmarks/models.py: half as wide as the hidden size), forward once, backward twice.
     exchanges, matrices = 6 * micro["all-to-all"] * dispatches, 3 * 0.75 * micro["gemm"] * dispatches
-    print(f"  of native, by the parts alone: exchanges {exchanges / native:.0%}, experts' matrices "
-          f"{matrices / native:.0%}; the rest, which is not modelled, is Python, attention, optimizer, waiting")
+    print(
+        f"  of native, by the parts alone: exchanges {exchanges / native:.0%}, experts' matrices "
+        f"{matrices / native:.0%}; the rest, which is not modelled, is Python, attention, optimizer, waiting"
+    )
     for kind, change in changes.items():
         predicted, measured = 1 + change / native, seen[f"clock, {kind} : native"]
         quartiles = seen[f"clock, {kind} : native, quartiles"]

@@ -1,8 +1,8 @@
 """Sampler against trainer, natively routed and under replay: the "routing KL" as four numbers that are kept apart.
 
-    python tools/compare_routing_kl.py --run RUN_DIR [--sampler-dtype bfloat16 float32]
-    python tools/compare_routing_kl.py --config FILE [a.b=c ...]
-    torchrun --nproc-per-node N -- tools/compare_routing_kl.py ... parallel.expert=N
+python tools/compare_routing_kl.py --run RUN_DIR [--sampler-dtype bfloat16 float32]
+python tools/compare_routing_kl.py --config FILE [a.b=c ...]
+torchrun --nproc-per-node N -- tools/compare_routing_kl.py ... parallel.expert=N
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Write a run's weights, or the unpacked ones of a packed checkpoint, as a Hugging Face checkpoint folder.
 
-    torchrun --nproc-per-node N -- tools/export_hf.py --run runs/RUN [--step 12] --out FOLDER [parallel.b=c ...]
-    torchrun --nproc-per-node N -- tools/export_hf.py --model FOLDER --out FOLDER
+torchrun --nproc-per-node N -- tools/export_hf.py --run runs/RUN [--step 12] --out FOLDER [parallel.b=c ...]
+torchrun --nproc-per-node N -- tools/export_hf.py --model FOLDER --out FOLDER
 """
 
 import sys

@@ -191,9 +191,7 @@ class _Group:
         found["router_kl"] = None if None in kl else dict(zip(("before", "after"), kl, strict=True))
         if part == "completion":
             tokens = np.bincount(self.layout.tokens, minlength=self.layout.sequences)
-            differences = {
-                name: self.bootstrap.difference(before[name], after[name], tokens) for name in POLICY
-            }
+            differences = {name: self.bootstrap.difference(before[name], after[name], tokens) for name in POLICY}
             found["policy"] = _three(
                 self.policy(self.passes["native"]), self.policy(self.passes["R3"]), _estimates(differences)
             )

@@ -226,5 +226,3 @@ def _shown(text: str) -> str:
 def _distances(detail: Detail) -> tuple[np.ndarray, np.ndarray]:
     sampler = detail.layout.rollout_logprobs.astype(np.float64)
     return detail.before.logprobs - sampler, detail.after.logprobs - sampler
-
-

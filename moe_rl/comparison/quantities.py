@@ -44,9 +44,7 @@ class Bootstrap:
     Raises ValueError for fewer than two to draw from: nothing can be said then of how they vary.
     """
 
-    def __init__(
-        self, sequences: int, *, seed: int, resamples: int = RESAMPLES, clusters: np.ndarray | None = None
-    ):
+    def __init__(self, sequences: int, *, seed: int, resamples: int = RESAMPLES, clusters: np.ndarray | None = None):
         clusters = np.arange(sequences) if clusters is None else np.asarray(clusters)
         drawn = len(np.unique(clusters))
         if drawn < 2:

@@ -261,7 +261,7 @@ def _table(result: Result) -> str:
         )
     return (
         f"<table>{head}{''.join(rows)}</table>"
-        '<p class="under">Set mismatch is of the router\'s own choice in that forward against the sampler\'s record, '
+        "<p class=\"under\">Set mismatch is of the router's own choice in that forward against the sampler's record, "
         "also under R2, which replays another one. Under R2 applied mismatch is against the routes that R2 "
         "recorded.</p>"
     )

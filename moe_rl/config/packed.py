@@ -1,8 +1,8 @@
 """Tensors that published checkpoints store in fewer bits, with scales beside them.
 
-    fp8    X in float8 e4m3, X_scale_inv one float32 for each 128 x 128 block (DeepSeek-V3)
-    mxfp4  X_blocks [..., rows, groups, 16] two 4-bit floats a byte, X_scales [..., rows, groups] one 8-bit exponent for
-           each 32 of them (gpt-oss); X itself is [..., columns, rows]
+fp8    X in float8 e4m3, X_scale_inv one float32 for each 128 x 128 block (DeepSeek-V3)
+mxfp4  X_blocks [..., rows, groups, 16] two 4-bit floats a byte, X_scales [..., rows, groups] one 8-bit exponent for
+       each 32 of them (gpt-oss); X itself is [..., columns, rows]
 """
 
 from __future__ import annotations

@@ -74,9 +74,7 @@ def grouped_query_attention(facts: ModelFacts) -> tuple[Weight, ...]:
             _norm(f"self_attention.{one}_layernorm.weight", f"self_attn.{one}_norm.weight", head_dim) for one in "qk"
         ]
     if facts.sinks:
-        out.append(
-            Weight("self_attention.core_attention.softmax_offset", {"self_attn.sinks": (facts.heads,)}, axis=0)
-        )
+        out.append(Weight("self_attention.core_attention.softmax_offset", {"self_attn.sinks": (facts.heads,)}, axis=0))
     return tuple(out)
 
 
@@ -99,9 +97,7 @@ def latent_attention(facts: ModelFacts) -> tuple[Weight, ...]:
             at + "linear_kv_up_proj.layer_norm_weight",
         ),
         Weight(at + "linear_kv_up_proj.weight", {theirs + "kv_b_proj.weight": kv_up}, axis=0),
-        Weight(
-            at + "linear_proj.weight", {theirs + "o_proj.weight": (hidden, facts.heads * latent.value_dim)}, axis=1
-        ),
+        Weight(at + "linear_proj.weight", {theirs + "o_proj.weight": (hidden, facts.heads * latent.value_dim)}, axis=1),
     ]
     if not latent.q_rank:
         out.append(Weight(at + "linear_q_proj.weight", {theirs + "q_proj.weight": (queries, hidden)}, axis=0))

@@ -44,7 +44,7 @@ def look(parts: tuple[Part, ...]) -> Machine:
 
 
 def found_version(part: Part) -> str:
-    """"" where the part is absent."""
+    """ "" where the part is absent."""
     if part is PYTHON:
         return platform.python_version()
     if part is CUDA:

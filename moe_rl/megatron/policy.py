@@ -152,10 +152,13 @@ class Policy:
 
         Of gradients a rank is named whose own part, before ranks sum theirs, is not finite.
         """
-        ranks, parts = dist.get_world_size(), {
-            "loss": finite_losses,
-            "gradient": [chunk.own_gradients_finite for chunk in self.chunks],
-        }
+        ranks, parts = (
+            dist.get_world_size(),
+            {
+                "loss": finite_losses,
+                "gradient": [chunk.own_gradients_finite for chunk in self.chunks],
+            },
+        )
         mine = [0] * (len(parts) * ranks)
         for row, flags in enumerate(parts.values()):
             mine[row * ranks + dist.get_rank()] = int(bool(flags) and not torch.stack(flags).all())

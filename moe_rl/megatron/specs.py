@@ -122,9 +122,7 @@ def _torch_latent(config: TransformerConfig, provider: LocalSpecProvider) -> _At
         q_layernorm=RMSNorm,
         kv_layernorm=RMSNorm,
     )
-    attention = ModuleSpec(
-        TorchLatentAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules
-    )
+    attention = ModuleSpec(TorchLatentAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
     return attention, {
         "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
         "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",

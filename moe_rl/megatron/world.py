@@ -218,9 +218,7 @@ def gather(message: object, kind: type) -> list:
     padded = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8).to(device())
     data = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(data, padded)
-    return [
-        messages.decode(one[: int(n)].cpu().numpy().tobytes(), kind) for one, n in zip(data, lengths, strict=True)
-    ]
+    return [messages.decode(one[: int(n)].cpu().numpy().tobytes(), kind) for one, n in zip(data, lengths, strict=True)]
 
 
 def all_reduce(values: list[float], op: dist.ReduceOp = dist.ReduceOp.SUM) -> list[float]:

@@ -91,9 +91,7 @@ ADVANTAGES: dict[str, Callable[[Rewards, Sequence[int], Sequence[int]], list[flo
 }
 
 
-def advantages(
-    name: str, rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[int]
-) -> list[float | None]:
+def advantages(name: str, rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[int]) -> list[float | None]:
     """The advantages of one batch by the estimator `name` of ADVANTAGES, in the order given.
 
     rewards: None is a verification that failed; its advantage is None, and only its. Such a completion must not be
@@ -103,17 +101,35 @@ def advantages(
     different length.
     """
     if name not in ADVANTAGES:
-        raise ConfigError(describe("unknown advantage estimator", where="objective.advantage", got=repr(name),
-                                   expected=" or ".join(ADVANTAGES), do="set objective.advantage to one of these"))
+        raise ConfigError(
+            describe(
+                "unknown advantage estimator",
+                where="objective.advantage",
+                got=repr(name),
+                expected=" or ".join(ADVANTAGES),
+                do="set objective.advantage to one of these",
+            )
+        )
     if not len(rewards) == len(group_ids) == len(lengths):
-        raise ValueError(describe("every reward needs a group id and a length",
-                                  got=f"{len(group_ids)} group ids and {len(lengths)} lengths", expected=len(rewards),
-                                  do="pass one of each for every reward"))
+        raise ValueError(
+            describe(
+                "every reward needs a group id and a length",
+                got=f"{len(group_ids)} group ids and {len(lengths)} lengths",
+                expected=len(rewards),
+                do="pass one of each for every reward",
+            )
+        )
     for index, (reward, group) in enumerate(zip(rewards, group_ids, strict=True)):
         if reward is not None and not math.isfinite(reward):
-            raise RewardError(describe("a reward is not finite", where=f"completion {index}, group {group}", got=reward,
-                                       expected="a finite number, or None for a failed verification",
-                                       do="mend the reward function"))
+            raise RewardError(
+                describe(
+                    "a reward is not finite",
+                    where=f"completion {index}, group {group}",
+                    got=reward,
+                    expected="a finite number, or None for a failed verification",
+                    do="mend the reward function",
+                )
+            )
     return ADVANTAGES[name](rewards, group_ids, lengths)
 
 

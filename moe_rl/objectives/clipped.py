@@ -21,23 +21,42 @@ from moe_rl.objectives.parts import (
 )
 
 
-def grpo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_ids: Tensor, *,
-         clip_low: float, clip_high: float, denominator: int, weights: Tensor | None = None) -> PolicyLoss:
+def grpo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_ids: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    denominator: int,
+    weights: Tensor | None = None,
+) -> PolicyLoss:
     """Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300, equation 3, without its KL term).
 
     loss = -(1 / denominator) sum_i (1 / n_i) sum_t c_t
 
     denominator: non-empty sequences: a mean over sequences of means over tokens.
     """
-    check_loss(logprobs, old_logprobs, advantages, sequence_ids, denominator, weights,
-               clip_low=clip_low, clip_high=clip_high)
+    check_loss(
+        logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, clip_low=clip_low, clip_high=clip_high
+    )
     of_token = token_advantages(advantages, sequence_ids, weights)
     scale = 1 / own_length(sequence_ids)
     return _clipped(logprobs, old_logprobs, of_token, scale, clip_low, clip_high, denominator)
 
 
-def dr_grpo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_ids: Tensor, *,
-            clip_low: float, clip_high: float, denominator: int, weights: Tensor | None = None) -> PolicyLoss:
+def dr_grpo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_ids: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    denominator: int,
+    weights: Tensor | None = None,
+) -> PolicyLoss:
     """Dr. GRPO (arXiv 2503.20783): GRPO without the division by a sequence's own length.
 
     loss = -(1 / denominator) sum_i sum_t c_t
@@ -45,29 +64,50 @@ def dr_grpo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence
     denominator: sequences, empty ones too, x the longest completion allowed: a constant of the run's shape, so that
     no token's weight depends on how long its sequence became. The method's advantages are R - mean, without std.
     """
-    check_loss(logprobs, old_logprobs, advantages, sequence_ids, denominator, weights,
-               clip_low=clip_low, clip_high=clip_high)
+    check_loss(
+        logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, clip_low=clip_low, clip_high=clip_high
+    )
     of_token = token_advantages(advantages, sequence_ids, weights)
     return _clipped(logprobs, old_logprobs, of_token, torch.ones_like(of_token), clip_low, clip_high, denominator)
 
 
-def dapo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_ids: Tensor, *,
-         clip_low: float, clip_high: float, denominator: int, weights: Tensor | None = None) -> PolicyLoss:
+def dapo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_ids: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    denominator: int,
+    weights: Tensor | None = None,
+) -> PolicyLoss:
     """The loss of DAPO (arXiv 2503.14476): clip-higher and token-level. Its other parts are no part of a loss.
 
     loss = -(1 / denominator) sum_i sum_t c_t
 
     denominator: tokens: every token of the batch weighs the same. Published: clip_low 0.2, clip_high 0.28.
     """
-    check_loss(logprobs, old_logprobs, advantages, sequence_ids, denominator, weights,
-               clip_low=clip_low, clip_high=clip_high)
+    check_loss(
+        logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, clip_low=clip_low, clip_high=clip_high
+    )
     of_token = token_advantages(advantages, sequence_ids, weights)
     return _clipped(logprobs, old_logprobs, of_token, torch.ones_like(of_token), clip_low, clip_high, denominator)
 
 
-def decoupled(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_ids: Tensor, *,
-              rollout_logprobs: Tensor, clip_low: float, clip_high: float, weight_cap: float,
-              denominator: int, weights: Tensor | None = None) -> PolicyLoss:
+def decoupled(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_ids: Tensor,
+    *,
+    rollout_logprobs: Tensor,
+    clip_low: float,
+    clip_high: float,
+    weight_cap: float,
+    denominator: int,
+    weights: Tensor | None = None,
+) -> PolicyLoss:
     """Decoupled PPO (AReaL, arXiv 2505.24298): clipped around a proximal policy, weighted for the one that sampled.
 
     loss = -(1 / denominator) sum_i sum_t w_t c_t,   w_t = sg[min(exp(l_old_t - l_rollout_t), weight_cap)]
@@ -75,16 +115,32 @@ def decoupled(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequen
     old_logprobs are the proximal policy's: the trainer's before the step. rollout_logprobs are the sampler's.
     denominator: tokens, those with a truncated weight among them. The ratio counted and clipped is r_t, without w_t.
     """
-    check_loss(logprobs, old_logprobs, advantages, sequence_ids, denominator, weights,
-               clip_low=clip_low, clip_high=clip_high, weight_cap=weight_cap)
+    check_loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        sequence_ids,
+        denominator,
+        weights,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        weight_cap=weight_cap,
+    )
     check_tokens(logprobs, rollout_logprobs, sequence_ids, denominator)
     of_token = token_advantages(advantages, sequence_ids, weights)
     scale = (old_logprobs.detach().double() - rollout_logprobs.detach().double()).exp().clamp(max=weight_cap)
     return _clipped(logprobs, old_logprobs, of_token, scale, clip_low, clip_high, denominator)
 
 
-def _clipped(logprobs: Tensor, old_logprobs: Tensor, of_token: Tensor, scale: Tensor,
-             clip_low: float, clip_high: float, denominator: int) -> PolicyLoss:
+def _clipped(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    of_token: Tensor,
+    scale: Tensor,
+    clip_low: float,
+    clip_high: float,
+    denominator: int,
+) -> PolicyLoss:
     """of_token [T]: see `token_advantages`. scale [T] float64: of each token's c_t, before the denominator."""
     log_ratio = logprobs.double() - old_logprobs.detach().double()
     surrogate, ratio, clipped = clipped_surrogate(log_ratio, of_token, clip_low, clip_high)

@@ -16,7 +16,12 @@ def entropy_bonus(entropies: Tensor, tokens: int) -> Tensor:
     not depend on how the update was cut. Scalar in the entropies' dtype. Raises ValueError when tokens is below 1.
     """
     if tokens < 1:
-        raise ValueError(describe("the denominator must be at least 1", got=tokens,
-                                  expected="the completion tokens of the whole optimizer update",
-                                  do="skip an update that has no completion token"))
+        raise ValueError(
+            describe(
+                "the denominator must be at least 1",
+                got=tokens,
+                expected="the completion tokens of the whole optimizer update",
+                do="skip an update that has no completion token",
+            )
+        )
     return (entropies.double().sum() / tokens).to(entropies.dtype)

@@ -169,19 +169,41 @@ def _rank(group: dist.ProcessGroup | None) -> int:
 
 def _check(logits: Tensor, targets: Tensor, temperature: float, support: Support | None) -> None:
     if not logits.is_floating_point() or targets.dtype != torch.int64:
-        raise TypeError(describe("wrong dtypes for token logprobs",
-                                 got=f"logits {logits.dtype}, targets {targets.dtype}",
-                                 expected="floating-point logits, int64 targets", do="convert the targets"))
+        raise TypeError(
+            describe(
+                "wrong dtypes for token logprobs",
+                got=f"logits {logits.dtype}, targets {targets.dtype}",
+                expected="floating-point logits, int64 targets",
+                do="convert the targets",
+            )
+        )
     if logits.ndim != 2 or targets.shape != logits.shape[:1]:
-        raise ValueError(describe("logits and targets do not belong together",
-                                  got=f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)}",
-                                  expected="[T, V] and [T]", do="flatten batch and positions, then cut both alike"))
+        raise ValueError(
+            describe(
+                "logits and targets do not belong together",
+                got=f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)}",
+                expected="[T, V] and [T]",
+                do="flatten batch and positions, then cut both alike",
+            )
+        )
     if not 0 < temperature < float("inf"):
-        raise ValueError(describe("the temperature must be positive and finite", got=temperature, expected="> 0",
-                                  do="use the temperature that the tokens were sampled at"))
+        raise ValueError(
+            describe(
+                "the temperature must be positive and finite",
+                got=temperature,
+                expected="> 0",
+                do="use the temperature that the tokens were sampled at",
+            )
+        )
     if support is not None and len(support) != len(targets):
-        raise ValueError(describe("the support is not of these tokens", got=f"that of {len(support)} tokens",
-                                  expected=len(targets), do="cut logits, targets and support alike"))
+        raise ValueError(
+            describe(
+                "the support is not of these tokens",
+                got=f"that of {len(support)} tokens",
+                expected=len(targets),
+                do="cut logits, targets and support alike",
+            )
+        )
 
 
 def _working_dtype(logits: Tensor) -> torch.dtype:

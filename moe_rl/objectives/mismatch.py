@@ -69,13 +69,24 @@ class MismatchSums:
         """
         for name, tensor in (("logprobs", logprobs), ("rollout_logprobs", rollout_logprobs)):
             if tensor.dtype not in (torch.float32, torch.float64):
-                raise TypeError(describe(f"{name} are too coarse to compare", got=tensor.dtype,
-                                         expected="torch.float32", do="keep logprobs in float32 from where they arise"))
+                raise TypeError(
+                    describe(
+                        f"{name} are too coarse to compare",
+                        got=tensor.dtype,
+                        expected="torch.float32",
+                        do="keep logprobs in float32 from where they arise",
+                    )
+                )
         if logprobs.ndim != 1 or not logprobs.shape == rollout_logprobs.shape == sequence_ids.shape:
             shapes = [tuple(t.shape) for t in (logprobs, rollout_logprobs, sequence_ids)]
-            raise ValueError(describe("logprobs and sequence ids must belong to the same tokens",
-                                      got=" and ".join(map(str, shapes)), expected="[T] each",
-                                      do="cut all to the completion tokens"))
+            raise ValueError(
+                describe(
+                    "logprobs and sequence ids must belong to the same tokens",
+                    got=" and ".join(map(str, shapes)),
+                    expected="[T] each",
+                    do="cut all to the completion tokens",
+                )
+            )
         train, rollout = logprobs.detach().double(), rollout_logprobs.detach().double()
         d = train - rollout
         size = d.abs()
@@ -124,9 +135,14 @@ class MismatchSums:
     def from_tensor(cls, rows: Tensor) -> MismatchSums:
         """From one `to_tensor` [W], or merged from several, [N, W] with N >= 1 (one row a rank, in rank order)."""
         if rows.dtype != torch.float64 or rows.ndim not in (1, 2) or rows.shape[-1] != _WIDTH or not rows.numel():
-            raise ValueError(describe("this is no tensor of mismatch sums", got=f"{tuple(rows.shape)} {rows.dtype}",
-                                      expected=f"[{_WIDTH}] or [N, {_WIDTH}] torch.float64",
-                                      do="pass what to_tensor returned, one row a rank"))
+            raise ValueError(
+                describe(
+                    "this is no tensor of mismatch sums",
+                    got=f"{tuple(rows.shape)} {rows.dtype}",
+                    expected=f"[{_WIDTH}] or [N, {_WIDTH}] torch.float64",
+                    do="pass what to_tensor returned, one row a rank",
+                )
+            )
         rows = rows.reshape(-1, _WIDTH)
         return cls(torch.cat((rows[:, :-1].sum(0), rows[:, -1:].amax(0))))
 

@@ -100,44 +100,93 @@ def with_counts(loss: Tensor, ratio: Tensor, clipped: Tensor, counted: Tensor) -
 def check_tokens(logprobs: Tensor, other: Tensor, sequence_ids: Tensor, denominator: int) -> None:
     """Raises TypeError or ValueError unless these are logprobs of the same tokens, in float32 or both in float64."""
     if logprobs.dtype not in (torch.float32, torch.float64):
-        raise TypeError(describe("logprobs are too coarse for a policy ratio", got=logprobs.dtype,
-                                 expected="torch.float32", do="use token_logprobs, which computes them in float32"))
+        raise TypeError(
+            describe(
+                "logprobs are too coarse for a policy ratio",
+                got=logprobs.dtype,
+                expected="torch.float32",
+                do="use token_logprobs, which computes them in float32",
+            )
+        )
     if other.dtype != logprobs.dtype:
-        raise TypeError(describe("the two sets of logprobs differ in dtype", got=f"{logprobs.dtype} and {other.dtype}",
-                                 expected="the same dtype", do="compute and keep both in float32"))
+        raise TypeError(
+            describe(
+                "the two sets of logprobs differ in dtype",
+                got=f"{logprobs.dtype} and {other.dtype}",
+                expected="the same dtype",
+                do="compute and keep both in float32",
+            )
+        )
     if sequence_ids.dtype != torch.int64:
-        raise TypeError(describe("sequence_ids have the wrong dtype", got=sequence_ids.dtype, expected=torch.int64,
-                                 do="build them as int64"))
+        raise TypeError(
+            describe(
+                "sequence_ids have the wrong dtype",
+                got=sequence_ids.dtype,
+                expected=torch.int64,
+                do="build them as int64",
+            )
+        )
     if not logprobs.ndim == 1 or not logprobs.shape == other.shape == sequence_ids.shape:
-        raise ValueError(describe("per-token tensors must share one flat shape [T]",
-                                  got=[tuple(t.shape) for t in (logprobs, other, sequence_ids)],
-                                  expected="[T] for logprobs, the other logprobs and sequence_ids",
-                                  do="drop prompt and padding tokens from all of them alike"))
+        raise ValueError(
+            describe(
+                "per-token tensors must share one flat shape [T]",
+                got=[tuple(t.shape) for t in (logprobs, other, sequence_ids)],
+                expected="[T] for logprobs, the other logprobs and sequence_ids",
+                do="drop prompt and padding tokens from all of them alike",
+            )
+        )
     if denominator < 1:
-        raise ValueError(describe("the denominator must be at least 1", got=denominator,
-                                  expected="global_denominator of the whole optimizer batch",
-                                  do="skip an update that has no completion token"))
+        raise ValueError(
+            describe(
+                "the denominator must be at least 1",
+                got=denominator,
+                expected="global_denominator of the whole optimizer batch",
+                do="skip an update that has no completion token",
+            )
+        )
 
 
 def check_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_ids: Tensor, denominator: int,
-    weights: Tensor | None, **parameters: float,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_ids: Tensor,
+    denominator: int,
+    weights: Tensor | None,
+    **parameters: float,
 ) -> None:
     """`check_tokens`, and the same for advantages and weights. parameters: the loss's own, by name; all must be
     positive."""
     check_tokens(logprobs, old_logprobs, sequence_ids, denominator)
     if advantages.dtype != logprobs.dtype:
-        raise TypeError(describe("advantages have the wrong dtype", got=advantages.dtype, expected=logprobs.dtype,
-                                 do="build them in the logprobs' dtype"))
+        raise TypeError(
+            describe(
+                "advantages have the wrong dtype",
+                got=advantages.dtype,
+                expected=logprobs.dtype,
+                do="build them in the logprobs' dtype",
+            )
+        )
     if advantages.ndim != 1:
-        raise ValueError(describe("advantages must be one per sequence", got=tuple(advantages.shape), expected="[B]",
-                                  do="pass them per sequence, not per token"))
+        raise ValueError(
+            describe(
+                "advantages must be one per sequence",
+                got=tuple(advantages.shape),
+                expected="[B]",
+                do="pass them per sequence, not per token",
+            )
+        )
     if weights is not None and (weights.dtype != torch.float64 or weights.shape != logprobs.shape):
-        raise ValueError(describe("the weights do not belong to these tokens",
-                                  got=f"{tuple(weights.shape)} {weights.dtype}",
-                                  expected=f"{tuple(logprobs.shape)} torch.float64",
-                                  do="pass what corrections.token_weights returned for the same microbatch"))
+        raise ValueError(
+            describe(
+                "the weights do not belong to these tokens",
+                got=f"{tuple(weights.shape)} {weights.dtype}",
+                expected=f"{tuple(logprobs.shape)} torch.float64",
+                do="pass what corrections.token_weights returned for the same microbatch",
+            )
+        )
     for name, value in parameters.items():
         if not value > 0:
-            raise ValueError(describe(f"{name} must be positive", got=value, expected="above 0",
-                                      do=f"mend objective.{name}"))
+            raise ValueError(
+                describe(f"{name} must be positive", got=value, expected="above 0", do=f"mend objective.{name}")
+            )

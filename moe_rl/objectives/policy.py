@@ -76,9 +76,18 @@ def nonempty(lengths: Iterable[int]) -> int:
     return sum(length > 0 for length in lengths)
 
 
-def policy_loss(name: str, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_ids: Tensor, *,
-                rollout_logprobs: Tensor, denominator: int, weights: Tensor | None = None,
-                **parameters: float) -> PolicyLoss:
+def policy_loss(
+    name: str,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_ids: Tensor,
+    *,
+    rollout_logprobs: Tensor,
+    denominator: int,
+    weights: Tensor | None = None,
+    **parameters: float,
+) -> PolicyLoss:
     """The loss called `name` in POLICY_LOSSES, on one microbatch; minimise it.
 
     logprobs, old_logprobs, rollout_logprobs [T]: float32 (or all float64), natural log, of the trainer now, of the
@@ -93,12 +102,20 @@ def policy_loss(name: str, logprobs: Tensor, old_logprobs: Tensor, advantages: T
     _check_name(name)
     if name in _USE_ROLLOUT_LOGPROBS:
         parameters["rollout_logprobs"] = rollout_logprobs
-    return POLICY_LOSSES[name](logprobs, old_logprobs, advantages, sequence_ids, denominator=denominator,
-                               weights=weights, **parameters)
+    return POLICY_LOSSES[name](
+        logprobs, old_logprobs, advantages, sequence_ids, denominator=denominator, weights=weights, **parameters
+    )
 
 
-def reference_kl(logprobs: Tensor, ref_logprobs: Tensor, sequence_ids: Tensor, denominator: int, *, estimator: str,
-                 old_logprobs: Tensor | None = None) -> Tensor:
+def reference_kl(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    sequence_ids: Tensor,
+    denominator: int,
+    *,
+    estimator: str,
+    old_logprobs: Tensor | None = None,
+) -> Tensor:
     """KL(policy || reference) in nats per token; a scalar in the logprobs' dtype, with gradient.
 
     (1 / denominator) sum_i (1 / n_i) sum_t k(d_t),   d_t = l_ref_t - l_t   (DeepSeekMath, arXiv 2402.03300, equation 4)
@@ -123,5 +140,12 @@ def reference_kl(logprobs: Tensor, ref_logprobs: Tensor, sequence_ids: Tensor, d
 
 def _check_name(name: str) -> None:
     if name not in POLICY_LOSSES:
-        raise ConfigError(describe("unknown policy loss", where="objective.name", got=repr(name),
-                                   expected=" or ".join(POLICY_LOSSES), do="set objective.name to one of these"))
+        raise ConfigError(
+            describe(
+                "unknown policy loss",
+                where="objective.name",
+                got=repr(name),
+                expected=" or ".join(POLICY_LOSSES),
+                do="set objective.name to one of these",
+            )
+        )

@@ -24,8 +24,17 @@ from moe_rl.objectives.parts import (
 )
 
 
-def gspo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_ids: Tensor, *,
-         clip_low: float, clip_high: float, denominator: int, weights: Tensor | None = None) -> PolicyLoss:
+def gspo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_ids: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    denominator: int,
+    weights: Tensor | None = None,
+) -> PolicyLoss:
     """Group Sequence Policy Optimization (arXiv 2507.18071, equations 5 and 7).
 
     loss = -(1 / denominator) sum_i min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i)
@@ -33,8 +42,9 @@ def gspo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_id
 
     A sequence is a clip event where the clipped branch is strictly the smaller one. Published: 3e-4 and 4e-4.
     """
-    check_loss(logprobs, old_logprobs, advantages, sequence_ids, denominator, weights,
-               clip_low=clip_low, clip_high=clip_high)
+    check_loss(
+        logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, clip_low=clip_low, clip_high=clip_high
+    )
     advantages = sequence_advantages(advantages, sequence_ids, weights)
     log_ratio = mean_by_sequence(logprobs.double() - old_logprobs.detach().double(), advantages, sequence_ids)
     nonempty = torch.zeros_like(advantages, dtype=torch.bool).index_fill(0, sequence_ids, True)
@@ -43,8 +53,17 @@ def gspo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_id
     return with_counts(loss.to(logprobs.dtype), ratio, clipped, nonempty)
 
 
-def gspo_token(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_ids: Tensor, *,
-               clip_low: float, clip_high: float, denominator: int, weights: Tensor | None = None) -> PolicyLoss:
+def gspo_token(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_ids: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    denominator: int,
+    weights: Tensor | None = None,
+) -> PolicyLoss:
     """GSPO-token (arXiv 2507.18071, section 4.3), the form that verl calls gspo.
 
     loss    = -(1 / denominator) sum_i (1 / n_i) sum_t min(s_{i,t} A_i, clip(s_{i,t}, 1 - clip_low, 1 + clip_high) A_i)
@@ -53,8 +72,9 @@ def gspo_token(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, seque
     With one advantage per sequence, all there is here, value and gradient are GSPO's. Counted are tokens, each with the
     ratio of its sequence: long sequences weigh more in the clip fraction than under gspo.
     """
-    check_loss(logprobs, old_logprobs, advantages, sequence_ids, denominator, weights,
-               clip_low=clip_low, clip_high=clip_high)
+    check_loss(
+        logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, clip_low=clip_low, clip_high=clip_high
+    )
     of_token = token_advantages(advantages, sequence_ids, weights)
     current, old = logprobs.double(), old_logprobs.detach().double()
     of_sequence = mean_by_sequence(current.detach() - old, advantages, sequence_ids)[sequence_ids]
@@ -64,8 +84,17 @@ def gspo_token(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, seque
     return with_counts(loss.to(logprobs.dtype), ratio, clipped, torch.ones_like(clipped))
 
 
-def gmpo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_ids: Tensor, *,
-         clip_low: float, clip_high: float, denominator: int, weights: Tensor | None = None) -> PolicyLoss:
+def gmpo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_ids: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    denominator: int,
+    weights: Tensor | None = None,
+) -> PolicyLoss:
     """Geometric-Mean Policy Optimization (arXiv 2507.20673): tokens are clipped before the mean, not the mean after.
 
     loss = -(1 / denominator) sum_i A_i exp((1 / n_i) sum_t b_t),   d_t = l_t - l_old_t
@@ -75,16 +104,20 @@ def gmpo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_id
     nothing. A token is a clip event where its b_t is not its d_t: the sequence still counts, this token has no
     gradient. The ratio counted is exp(d_t) of each token.
     """
-    check_loss(logprobs, old_logprobs, advantages, sequence_ids, denominator, weights,
-               clip_low=clip_low, clip_high=clip_high)
+    check_loss(
+        logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, clip_low=clip_low, clip_high=clip_high
+    )
     low, high = math.log(1 - clip_low) if clip_low < 1 else -math.inf, math.log1p(clip_high)
     advantages = sequence_advantages(advantages, sequence_ids, weights)
     of_token = advantages[sequence_ids]
     log_ratio = logprobs.double() - old_logprobs.detach().double()
     clipped = ((of_token > 0) & (log_ratio > high)) | ((of_token < 0) & (log_ratio < low))
     # Advantage 0: bounded above, so that an overflow that does not count leaves no NaN, and without a gradient.
-    bounded = torch.where(of_token > 0, log_ratio.clamp(max=high),
-                          torch.where(of_token < 0, log_ratio.clamp(min=low), log_ratio.detach().clamp(max=high)))
+    bounded = torch.where(
+        of_token > 0,
+        log_ratio.clamp(max=high),
+        torch.where(of_token < 0, log_ratio.clamp(min=low), log_ratio.detach().clamp(max=high)),
+    )
     surrogate = mean_by_sequence(bounded, advantages, sequence_ids).exp() * advantages
     nonempty = torch.zeros_like(advantages, dtype=torch.bool).index_fill(0, sequence_ids, True)
     loss = -torch.where(nonempty, surrogate, 0.0).sum() / denominator

@@ -8,8 +8,17 @@ from torch import Tensor
 from moe_rl.objectives.parts import PolicyLoss, check_loss, own_length, token_advantages, with_counts
 
 
-def sapo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_ids: Tensor, *,
-         tau_positive: float, tau_negative: float, denominator: int, weights: Tensor | None = None) -> PolicyLoss:
+def sapo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_ids: Tensor,
+    *,
+    tau_positive: float,
+    tau_negative: float,
+    denominator: int,
+    weights: Tensor | None = None,
+) -> PolicyLoss:
     """Soft Adaptive Policy Optimization (arXiv 2511.20347).
 
     loss = -(1 / denominator) sum_i (1 / n_i) sum_t (4 / tau) sigmoid(tau (r_t - 1)) A_i,   r_t = exp(l_t - l_old_t)
@@ -19,8 +28,16 @@ def sapo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_id
     denominator: non-empty sequences: a mean over sequences of means over tokens. A token is a clip event where its
     gate is below 1/2 and A_i is not 0. Shapes, dtypes and errors: see `policy.py`. Published: 1.0 and 1.05.
     """
-    check_loss(logprobs, old_logprobs, advantages, sequence_ids, denominator, weights,
-               tau_positive=tau_positive, tau_negative=tau_negative)
+    check_loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        sequence_ids,
+        denominator,
+        weights,
+        tau_positive=tau_positive,
+        tau_negative=tau_negative,
+    )
     of_token = token_advantages(advantages, sequence_ids, weights)
     log_ratio = logprobs.double() - old_logprobs.detach().double()
     tau = torch.where(of_token > 0, torch.full_like(of_token, tau_positive), tau_negative)

@@ -12,8 +12,16 @@ from torch import Tensor
 from moe_rl.objectives.parts import PolicyLoss, check_loss, check_tokens, token_advantages, with_counts
 
 
-def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_ids: Tensor, *,
-          weight_cap: float, denominator: int, weights: Tensor | None = None) -> PolicyLoss:
+def cispo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_ids: Tensor,
+    *,
+    weight_cap: float,
+    denominator: int,
+    weights: Tensor | None = None,
+) -> PolicyLoss:
     """Clipped IS-weight Policy Optimization (MiniMax-M1, arXiv 2506.13585, equations 4 and 5), bounded above only.
 
     loss = -(1 / denominator) sum_i sum_t sg[min(r_t, weight_cap)] A_i l_t,   r_t = exp(l_t - l_old_t)
@@ -29,9 +37,18 @@ def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_i
     return _weighted(logprobs, of_token, ratio.clamp(max=weight_cap), ratio, capped, denominator)
 
 
-def dppo_tv(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_ids: Tensor, *,
-            delta_low: float, delta_high: float, weight_cap: float, denominator: int,
-            weights: Tensor | None = None) -> PolicyLoss:
+def dppo_tv(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_ids: Tensor,
+    *,
+    delta_low: float,
+    delta_high: float,
+    weight_cap: float,
+    denominator: int,
+    weights: Tensor | None = None,
+) -> PolicyLoss:
     """Divergence Proximal Policy Optimization, binary total variation (arXiv 2602.04879).
 
     loss = -(1 / denominator) sum_i sum_t M_t sg[min(r_t, weight_cap)] A_i l_t,   r_t = exp(l_t - l_old_t)
@@ -41,8 +58,17 @@ def dppo_tv(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence
     is the one that sampled: pass the sampler's logprobs as old_logprobs. denominator: tokens, masked ones among them,
     as in TRL. A token is a clip event where M_t is 0. Published weight_cap: 20.
     """
-    check_loss(logprobs, old_logprobs, advantages, sequence_ids, denominator, weights,
-               delta_low=delta_low, delta_high=delta_high, weight_cap=weight_cap)
+    check_loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        sequence_ids,
+        denominator,
+        weights,
+        delta_low=delta_low,
+        delta_high=delta_high,
+        weight_cap=weight_cap,
+    )
     of_token = token_advantages(advantages, sequence_ids, weights)
     current, old = logprobs.detach().double(), old_logprobs.detach().double()
     ratio, moved = (current - old).exp(), current.exp() - old.exp()
@@ -51,9 +77,19 @@ def dppo_tv(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence
     return _weighted(logprobs, of_token, scale, ratio, masked, denominator)
 
 
-def minirl(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_ids: Tensor, *,
-           rollout_logprobs: Tensor, clip_low: float, clip_high: float, weight_cap: float,
-           denominator: int, weights: Tensor | None = None) -> PolicyLoss:
+def minirl(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_ids: Tensor,
+    *,
+    rollout_logprobs: Tensor,
+    clip_low: float,
+    clip_high: float,
+    weight_cap: float,
+    denominator: int,
+    weights: Tensor | None = None,
+) -> PolicyLoss:
     """MiniRL (arXiv 2512.01374, equation 7): masked by staleness, weighted by staleness and sampler mismatch together.
 
     loss = -(1 / denominator) sum_i sum_t M_t sg[min(exp(l_t - l_rollout_t), weight_cap)] A_i l_t
@@ -64,8 +100,17 @@ def minirl(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_
     length. A token is a clip event where M_t is 0; the ratio counted is r_t. The method's advantages are R - mean.
     Published: clip_low 0.2, clip_high 0.27, weight_cap 5.
     """
-    check_loss(logprobs, old_logprobs, advantages, sequence_ids, denominator, weights,
-               clip_low=clip_low, clip_high=clip_high, weight_cap=weight_cap)
+    check_loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        sequence_ids,
+        denominator,
+        weights,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        weight_cap=weight_cap,
+    )
     check_tokens(logprobs, rollout_logprobs, sequence_ids, denominator)
     of_token = token_advantages(advantages, sequence_ids, weights)
     current = logprobs.detach().double()
@@ -75,8 +120,9 @@ def minirl(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_
     return _weighted(logprobs, of_token, scale, ratio, masked, denominator)
 
 
-def _weighted(logprobs: Tensor, of_token: Tensor, scale: Tensor, ratio: Tensor, clipped: Tensor,
-              denominator: int) -> PolicyLoss:
+def _weighted(
+    logprobs: Tensor, of_token: Tensor, scale: Tensor, ratio: Tensor, clipped: Tensor, denominator: int
+) -> PolicyLoss:
     """of_token [T]: see `token_advantages`. scale [T] float64: of each token's A l, before the denominator."""
     loss = -(scale * of_token * logprobs.double()).sum() / denominator
     return with_counts(loss.to(logprobs.dtype), ratio, clipped, torch.ones_like(clipped))

@@ -54,9 +54,14 @@ def load_of(counts_SLE: np.ndarray, expert_parallel: int) -> np.ndarray:
     """
     counts_SLE = np.asarray(counts_SLE)
     if counts_SLE.ndim != 3 or expert_parallel < 1 or counts_SLE.shape[2] % expert_parallel:
-        raise ValueError(describe("experts do not divide among ranks", got=f"counts of shape {counts_SLE.shape} for "
-                                  f"{expert_parallel} ranks", expected="[S, L, E], E a multiple of the ranks",
-                                  do="mend the caller"))
+        raise ValueError(
+            describe(
+                "experts do not divide among ranks",
+                got=f"counts of shape {counts_SLE.shape} for {expert_parallel} ranks",
+                expected="[S, L, E], E a multiple of the ranks",
+                do="mend the caller",
+            )
+        )
     sequences, layers, experts = counts_SLE.shape
     grouped = counts_SLE.reshape(sequences, layers, expert_parallel, experts // expert_parallel)
     return grouped.sum(axis=3, dtype=np.int32)
@@ -123,8 +128,14 @@ def pack_by_load(
     elif exchange < 1 or ranks % exchange or slack < 0:
         problem = f"ranks={ranks}, exchange={exchange}, slack={slack}"
     if problem:
-        raise ValueError(describe("cannot pack by load", got=problem, expected="integers [S, L, R] of 0 or more; an "
-                                  "exchange that divides ranks; slack 0 or more", do="mend the caller"))
+        raise ValueError(
+            describe(
+                "cannot pack by load",
+                got=problem,
+                expected="integers [S, L, R] of 0 or more; an exchange that divides ranks; slack 0 or more",
+                do="mend the caller",
+            )
+        )
     start = pack(lengths, ranks=ranks, microbatch_tokens=microbatch_tokens)
     before, _ = excess(round_loads(start, loads_SLR, exchange=exchange))
     floor, _ = excess(loads_SLR.sum(axis=0, keepdims=True, dtype=np.int64))
@@ -151,9 +162,7 @@ class _Search:
     2]: sums of sizes; limits [N, 2]: of every bin in a round. load [N, R, L], cost [N]: its sum of maxima.
     """
 
-    def __init__(
-        self, lengths: list[int], loads_SLR: np.ndarray, plan: Plan, exchange: int, budget: int, slack: float
-    ):
+    def __init__(self, lengths: list[int], loads_SLR: np.ndarray, plan: Plan, exchange: int, budget: int, slack: float):
         self.ranks, self.exchange, self.microbatches = len(plan), exchange, len(plan[0])
         self.loads = np.ascontiguousarray(loads_SLR.transpose(0, 2, 1), np.float32)
         self.sizes = np.array(lengths, np.float64)[:, None] ** (1, 2)

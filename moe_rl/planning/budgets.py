@@ -59,9 +59,14 @@ def budget(counts_SMLE: np.ndarray, *, expert_parallel: int, top_k: int) -> Budg
     """
     counts = np.asarray(counts_SMLE)
     if counts.ndim != 4 or expert_parallel < 1 or counts.shape[3] % expert_parallel:
-        raise ValueError(describe("experts do not divide among ranks", got=f"counts of shape {counts.shape} for "
-                                  f"{expert_parallel} ranks", expected="[S, M, L, E], E a multiple of the ranks",
-                                  do="mend the caller"))
+        raise ValueError(
+            describe(
+                "experts do not divide among ranks",
+                got=f"counts of shape {counts.shape} for {expert_parallel} ranks",
+                expected="[S, M, L, E], E a multiple of the ranks",
+                do="mend the caller",
+            )
+        )
     if not counts.size:
         return Budget()
     local = counts.shape[3] // expert_parallel

@@ -27,22 +27,38 @@ def pack(lengths: list[int], *, ranks: int, microbatch_tokens: int) -> list[list
     Raises ConfigError when a sequence alone exceeds the budget, ValueError for a negative length or a count below 1.
     """
     if ranks < 1 or microbatch_tokens < 1:
-        raise ValueError(describe("cannot pack", got=f"ranks={ranks}, microbatch_tokens={microbatch_tokens}",
-                                  expected="both at least 1", do="mend the caller"))
+        raise ValueError(
+            describe(
+                "cannot pack",
+                got=f"ranks={ranks}, microbatch_tokens={microbatch_tokens}",
+                expected="both at least 1",
+                do="mend the caller",
+            )
+        )
     if not lengths:
         return [[] for _ in range(ranks)]
     if min(lengths) < 0:
-        raise ValueError(describe("a sequence has a negative length", where=f"sequence {lengths.index(min(lengths))}",
-                                  got=min(lengths), expected="0 or more", do="mend the caller"))
+        raise ValueError(
+            describe(
+                "a sequence has a negative length",
+                where=f"sequence {lengths.index(min(lengths))}",
+                got=min(lengths),
+                expected="0 or more",
+                do="mend the caller",
+            )
+        )
     longest = max(lengths)
     if longest > microbatch_tokens:
         count = sum(length > microbatch_tokens for length in lengths)
-        raise ConfigError(describe(
-            "a sequence does not fit into a microbatch",
-            where=f"sequence {lengths.index(longest)}, {count} too long in all",
-            got=f"{longest} tokens", expected=f"at most train.microbatch_tokens = {microbatch_tokens}",
-            do=f"set train.microbatch_tokens to at least {longest}, or shorten prompts or completions",
-        ))
+        raise ConfigError(
+            describe(
+                "a sequence does not fit into a microbatch",
+                where=f"sequence {lengths.index(longest)}, {count} too long in all",
+                got=f"{longest} tokens",
+                expected=f"at most train.microbatch_tokens = {microbatch_tokens}",
+                do=f"set train.microbatch_tokens to at least {longest}, or shorten prompts or completions",
+            )
+        )
 
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     fitted = _best_fit(lengths, order, microbatch_tokens)
@@ -71,8 +87,11 @@ def split_groups(group_ids: Sequence[int], updates: int) -> list[list[int]]:
     Raises ValueError when updates is below 1.
     """
     if updates < 1:
-        raise ValueError(describe("cannot split groups", got=f"updates={updates}", expected="at least 1",
-                                  do="mend train.updates_per_step"))
+        raise ValueError(
+            describe(
+                "cannot split groups", got=f"updates={updates}", expected="at least 1", do="mend train.updates_per_step"
+            )
+        )
     rank_of = {group: position for position, group in enumerate(dict.fromkeys(group_ids))}
     small, larger = divmod(len(rank_of), updates)
     share_of = [update for update in range(updates) for _ in range(small + (update < larger))]

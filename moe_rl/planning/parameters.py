@@ -127,5 +127,3 @@ def _expert_elements(facts: ModelFacts, weight: Weight, layout: Layout) -> int:
 
 def _up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-

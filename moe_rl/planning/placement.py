@@ -69,13 +69,25 @@ def check_order(order_LE: np.ndarray, layers: int, experts: int) -> None:
     """Raises ValueError unless it is one: in each of so many layers every one of so many experts once."""
     order_LE = np.asarray(order_LE)
     if order_LE.shape != (layers, experts) or order_LE.dtype.kind not in "iu":
-        raise ValueError(describe("this is no placement of the model's experts", got=f"{order_LE.dtype} "
-                                  f"{order_LE.shape}", expected=f"integers {(layers, experts)}", do="mend the caller"))
+        raise ValueError(
+            describe(
+                "this is no placement of the model's experts",
+                got=f"{order_LE.dtype} {order_LE.shape}",
+                expected=f"integers {(layers, experts)}",
+                do="mend the caller",
+            )
+        )
     wrong = (np.sort(order_LE, axis=1) != np.arange(experts)).any(axis=1)
     if wrong.any():
         layer = int(wrong.argmax())
-        raise ValueError(describe("a placement does not hold every expert once", where=f"MoE layer {layer}",
-                                  got=order_LE[layer].tolist(), expected=f"a permutation of 0 ... {experts - 1}"))
+        raise ValueError(
+            describe(
+                "a placement does not hold every expert once",
+                where=f"MoE layer {layer}",
+                got=order_LE[layer].tolist(),
+                expected=f"a permutation of 0 ... {experts - 1}",
+            )
+        )
 
 
 def place(
@@ -145,8 +157,14 @@ def replicated_excess(
     counts_NLE = np.asarray(counts_NLE)
     _check(counts_NLE, expert_parallel, 1.0, 0.0, 0.0)
     if spare < 0 or node < 1 or expert_parallel % node:
-        raise ValueError(describe("cannot replicate experts", got=f"spare {spare}, node {node}", expected="spare >= 0 "
-                                  f"and a node that divides {expert_parallel} ranks", do="mend the caller"))
+        raise ValueError(
+            describe(
+                "cannot replicate experts",
+                got=f"spare {spare}, node {node}",
+                expected=f"spare >= 0 and a node that divides {expert_parallel} ranks",
+                do="mend the caller",
+            )
+        )
     loads = rank_loads(counts_NLE, order_LE, expert_parallel).astype(np.float64)
     run = counts_NLE.shape[2] // expert_parallel * node
     for layer in range(counts_NLE.shape[1]):
@@ -162,12 +180,23 @@ def replicated_excess(
 def _check(counts_NLE: np.ndarray, expert_parallel: int, max_moved: float, min_gain: float, price: float) -> None:
     shaped = counts_NLE.ndim == 3 and counts_NLE.size > 0 and counts_NLE.dtype.kind in "iu"
     if not shaped or counts_NLE.min() < 0 or expert_parallel < 1 or counts_NLE.shape[2] % expert_parallel:
-        raise ValueError(describe("experts cannot be placed", got=f"counts {counts_NLE.dtype} {counts_NLE.shape} for "
-                                  f"{expert_parallel} ranks", expected="integers [N, L, E], none negative, at least "
-                                  "one of each, E a multiple of the ranks", do="mend the caller"))
+        raise ValueError(
+            describe(
+                "experts cannot be placed",
+                got=f"counts {counts_NLE.dtype} {counts_NLE.shape} for {expert_parallel} ranks",
+                expected="integers [N, L, E], none negative, at least one of each, E a multiple of the ranks",
+                do="mend the caller",
+            )
+        )
     if not (0 <= max_moved <= 1 and 0 <= min_gain < 1 and price >= 0):
-        raise ValueError(describe("experts cannot be placed", got=f"max_moved {max_moved}, min_gain {min_gain}, price "
-                                  f"{price}", expected="fractions, and a price >= 0", do="mend the caller"))
+        raise ValueError(
+            describe(
+                "experts cannot be placed",
+                got=f"max_moved {max_moved}, min_gain {min_gain}, price {price}",
+                expected="fractions, and a price >= 0",
+                do="mend the caller",
+            )
+        )
 
 
 def _ranks(order_LE: np.ndarray, share: int) -> np.ndarray:
@@ -182,9 +211,7 @@ def _floor(counts_NLE: np.ndarray, expert_parallel: int) -> float:
     return float(least.sum() / mean.sum()) - 1 if mean.sum() else 0.0
 
 
-def _place_layer(
-    counts_NE: np.ndarray, current_E: np.ndarray, ranks: int, most_moved: int, price: float
-) -> np.ndarray:
+def _place_layer(counts_NE: np.ndarray, current_E: np.ndarray, ranks: int, most_moved: int, price: float) -> np.ndarray:
     """An order [E] of one layer, the better of the two ways."""
     was = _ranks(current_E, len(current_E) // ranks)
     move = price * counts_NE.sum() / ranks

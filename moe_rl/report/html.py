@@ -54,9 +54,7 @@ def _header(run_dir: Path, run: Run, summary: dict[str, Any], config: dict | Non
     planned = ((config or {}).get("run") or {}).get("steps")
     steps = summary["steps"]
     facts = [f"{steps} steps" if not planned or planned == steps else f"{steps} of {planned} steps"]
-    facts.append(
-        f"routing replay {run.mode}" if run.train else "no training step logged"
-    )
+    facts.append(f"routing replay {run.mode}" if run.train else "no training step logged")
     for key, label in (
         ("objective", "{}"),
         ("seed", "seed {}"),

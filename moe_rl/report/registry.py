@@ -45,8 +45,7 @@ def check_step(keys: Iterable[str], *, mode: Mode) -> None:
     problems += [
         f"{metric.key} is missing: it is promised for every step"
         for metric in ALL
-        if metric.when == "every step" and not metric.family and metric.key not in keys
-        and mode in metric.modes
+        if metric.when == "every step" and not metric.family and metric.key not in keys and mode in metric.modes
     ]
     _refuse(problems, "training metrics")
 
@@ -74,8 +73,14 @@ def _unknown(keys: set[str]) -> list[str]:
 
 def _refuse(problems: list[str], where: str) -> None:
     if problems:
-        raise ValueError(describe("metrics do not match the registry", where=where, got="; ".join(problems),
-                                  do="mend the caller, or add the metric to moe_rl/report/metrics.py"))
+        raise ValueError(
+            describe(
+                "metrics do not match the registry",
+                where=where,
+                got="; ".join(problems),
+                do="mend the caller, or add the metric to moe_rl/report/metrics.py",
+            )
+        )
 
 
 _ROOMS = {
@@ -104,11 +109,11 @@ def metrics_markdown() -> str:
         "",
         "Generated from `moe_rl/report/metrics.py` by `python -m moe_rl.report.registry > docs/metrics.md`.",
         "",
-        "Each training step is one line of `metrics.jsonl` with `\"kind\": \"train\"`, each evaluation one with "
-        "`\"kind\": \"eval\"`. A value that is not finite is written as `null` and its key is listed under "
+        'Each training step is one line of `metrics.jsonl` with `"kind": "train"`, each evaluation one with '
+        '`"kind": "eval"`. A value that is not finite is written as `null` and its key is listed under '
         "`nonfinite`.",
         "",
-        "There is no single \"routing KL\". Four numbers are kept apart: the policy KL (`policy_kl/*`), the set "
+        'There is no single "routing KL". Four numbers are kept apart: the policy KL (`policy_kl/*`), the set '
         "mismatch (`routing/native_mismatch` before replay, `routing/shadow_mismatch` inside it), the applied mismatch "
         "(`routing/applied_mismatch`, an integrity check that is 0 by construction and proves no improvement), and "
         "the KL between router distributions, which needs the sampler's router logits and is given by "

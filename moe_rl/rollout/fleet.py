@@ -1,11 +1,11 @@
 """Several vLLM servers as one sampler. Each is a replica of the weights; what a step asks for is shared among them.
 
-    generate    every server proves that it holds the weights that were sent last, then samples its share and publishes
-                it as a shard of its own, step000007-server0, step000007-server1, ...
-    update      sent to all; until each has confirmed it, nothing is sampled anywhere
-    score       every server scores the same tokens
-    loss        a server that fails a call is used no more; within the bound the others sample its share again, into
-                shards of new names. Nothing refers to what it may have published, so nothing is doubled.
+generate    every server proves that it holds the weights that were sent last, then samples its share and publishes
+            it as a shard of its own, step000007-server0, step000007-server1, ...
+update      sent to all; until each has confirmed it, nothing is sampled anywhere
+score       every server scores the same tokens
+loss        a server that fails a call is used no more; within the bound the others sample its share again, into
+            shards of new names. Nothing refers to what it may have published, so nothing is doubled.
 """
 
 from __future__ import annotations
@@ -271,7 +271,8 @@ class ServerFleet:
                     f"A server failed and the run cannot do without it: {error}",
                     where=f"server {number}, {server.url}",
                     got=f"{len(self.lost)} lost",
-                    expected=f"at most rollout.max_lost_servers = {bound}" if bound or not self._max_lost
+                    expected=f"at most rollout.max_lost_servers = {bound}"
+                    if bound or not self._max_lost
                     else "none while weights are broadcast",
                     do="read its log, start it again, and continue the run with --resume",
                 )

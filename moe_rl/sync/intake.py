@@ -1,7 +1,7 @@
 """What a sampler's worker checks of an update, and what it holds. Knows no engine.
 
-    idle -- number 0 --> under way -- ... --> final part confirmed --> idle, with the new version
-    before the first tensor is loaded a refusal leaves what is held; after it nothing is whole until a final part is
+idle -- number 0 --> under way -- ... --> final part confirmed --> idle, with the new version
+before the first tensor is loaded a refusal leaves what is held; after it nothing is whole until a final part is
 """
 
 from __future__ import annotations

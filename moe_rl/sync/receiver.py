@@ -1,7 +1,7 @@
 """The sampler's side of an update: a vLLM weight-transfer backend. Runs in every worker; importing it registers it.
 
-    Sampler.update_weights --> take() in each worker: vLLM's start_weight_update, update_weights, finish_weight_update
-                                --> WeightReceiver: admit, read, confirm, load --> Holding, by which the workers agree
+Sampler.update_weights --> take() in each worker: vLLM's start_weight_update, update_weights, finish_weight_update
+                            --> WeightReceiver: admit, read, confirm, load --> Holding, by which the workers agree
 """
 
 from __future__ import annotations

@@ -33,9 +33,7 @@ def info_of(name: str, tensor: Tensor) -> TensorInfo:
     return TensorInfo(name, dtype_name(tensor.dtype), tuple(tensor.shape), tensor_digest(name, tensor))
 
 
-def as_announced(
-    infos: Sequence[TensorInfo], tensors: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
+def as_announced(infos: Sequence[TensorInfo], tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """The tensors, for a reader that cuts a run of bytes by their announcement alone. Raises WeightSyncError at the
     first that is another than was announced, or lacks, or is one too many."""
     nothing = ("nothing", torch.empty(0))

@@ -75,9 +75,7 @@ def assign(
         if dist.get_rank():
             return None
         exchange = world.dispatching_shares()
-        plan, _ = pack_by_load(
-            lengths, loads.cpu().numpy(), ranks=ranks, microbatch_tokens=budget, exchange=exchange
-        )
+        plan, _ = pack_by_load(lengths, loads.cpu().numpy(), ranks=ranks, microbatch_tokens=budget, exchange=exchange)
         return fill_rounds(plan, in_a_round)
 
     plan = world.broadcast(agreed(planned), Plan)

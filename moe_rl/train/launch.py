@@ -91,14 +91,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """Of train_moe_rl.py."""
     parser = argparse.ArgumentParser(
-        prog="train_moe_rl.py", description="Train a mixture-of-experts policy by RL with routing replay.",
+        prog="train_moe_rl.py",
+        description="Train a mixture-of-experts policy by RL with routing replay.",
         epilog=EPILOG,
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--config", type=Path, metavar="FILE", help="YAML config of a new run")
     source.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue a run from its newest checkpoint")
     parser.add_argument(
-        "--step", type=int, metavar="N",
+        "--step",
+        type=int,
+        metavar="N",
         help="with --resume: go on from the checkpoint after so many steps, and put newer ones aside; 0: begin again",
     )
     parser.add_argument(

@@ -242,8 +242,6 @@ def generate_request(
     )
 
 
-
-
 def _mean(values: Seq[float | None]) -> float:
     known = [v for v in values if v is not None]
     return sum(known) / len(known) if known else float("nan")

@@ -50,9 +50,7 @@ class Shares:
     layers: global numbers of the MoE layers this rank holds; of no other are routes read. vocabulary: its size.
     """
 
-    def __init__(
-        self, config: Config, layers: tuple[int, ...], store: TraceStore, spec: TraceSpec, *, vocabulary: int
-    ):
+    def __init__(self, config: Config, layers: tuple[int, ...], store: TraceStore, spec: TraceSpec, *, vocabulary: int):
         self.config, self.layers, self.store, self.spec = config, layers, store, spec
         self.vocabulary = vocabulary
         replay = config.replay

@@ -363,9 +363,7 @@ def _mismatch(microbatches: list[Microbatch], logprobs: list[torch.Tensor]) -> M
     total = MismatchSums.empty(world.device())
     for microbatch, values in zip(microbatches, logprobs, strict=True):
         sequences = len(microbatch.indices)
-        total = total.merge(
-            MismatchSums.of(values, microbatch.rollout_logprobs, microbatch.sequence_ids, sequences)
-        )
+        total = total.merge(MismatchSums.of(values, microbatch.rollout_logprobs, microbatch.sequence_ids, sequences))
     return total
 
 

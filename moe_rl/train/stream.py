@@ -161,4 +161,3 @@ def _taken(rank: int, infos: list[TensorInfo]) -> Iterator[tuple[str, Tensor]]:
         dtype = getattr(torch, info.dtype)
         aligned = piece if piece.storage_offset() % dtype.itemsize == 0 else piece.clone()
         yield info.name, aligned.view(dtype).view(info.shape)
-

@@ -28,30 +28,48 @@ def read_support(store: TraceStore, sequence: Sequence, vocabulary: int) -> Samp
     tokens = np.asarray(sequence.token_ids, np.int64)
     counts, ids = counts.astype(np.int64), ids.astype(np.int64)
     if len(counts) != len(tokens):
-        raise _refused(sequence, "sampling support is not of these tokens", got=f"that of {len(counts)} tokens",
-                       expected=len(tokens))
+        raise _refused(
+            sequence,
+            "sampling support is not of these tokens",
+            got=f"that of {len(counts)} tokens",
+            expected=len(tokens),
+        )
     if counts.sum() != len(ids):
-        raise _refused(sequence, "sampling support is not what its counts say", got=f"{len(ids)} ids",
-                       expected=int(counts.sum()))
+        raise _refused(
+            sequence, "sampling support is not what its counts say", got=f"{len(ids)} ids", expected=int(counts.sum())
+        )
     owner = np.repeat(np.arange(len(tokens)), counts)
     beyond = np.flatnonzero((ids < 0) | (ids >= vocabulary))
     if beyond.size:
         at = beyond[0]
-        raise _refused(sequence, "sampling support has an id that is not in the vocabulary", token=owner[at],
-                       got=ids[at], expected=f"0 to {vocabulary - 1}")
+        raise _refused(
+            sequence,
+            "sampling support has an id that is not in the vocabulary",
+            token=owner[at],
+            got=ids[at],
+            expected=f"0 to {vocabulary - 1}",
+        )
     # One number for each (token, id): ascending exactly when the ids of each token are.
     keys = owner * vocabulary + ids
     unordered = np.flatnonzero(np.diff(keys) <= 0)
     if unordered.size:
         at = unordered[0] + 1
-        raise _refused(sequence, "sampling support is not in ascending order", token=owner[at],
-                       got=f"id {ids[at]} behind {ids[at - 1]}")
+        raise _refused(
+            sequence,
+            "sampling support is not in ascending order",
+            token=owner[at],
+            got=f"id {ids[at]} behind {ids[at - 1]}",
+        )
     restricted = np.flatnonzero(counts)
     absent = restricted[~np.isin(restricted * vocabulary + tokens[restricted], keys)]
     if absent.size:
         at = absent[0]
-        raise _refused(sequence, "the sampled token is not in its own sampling support", token=at,
-                       got=f"token {tokens[at]} and {counts[at]} other ids")
+        raise _refused(
+            sequence,
+            "the sampled token is not in its own sampling support",
+            token=at,
+            got=f"token {tokens[at]} and {counts[at]} other ids",
+        )
     return SamplingSupport(counts, ids)
 
 

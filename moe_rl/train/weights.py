@@ -60,9 +60,7 @@ class WeightSender:
         A sampler that sleeps is woken: first for its weights, and for its KV cache when it has them.
         Raises WeightSyncError on rank 0 when the sampler got anything else than what the ranks hold.
         """
-        part = partial(
-            WeightUpdate, version=version, replaces=self._held, changed=self._policy.moves > self._moves
-        )
+        part = partial(WeightUpdate, version=version, replaces=self._held, changed=self._policy.moves > self._moves)
         if sampler is not None:
             sampler.wake("weights")
         sent = self._place(sampler, part) if self._way is not None else self._stream(sampler, part)

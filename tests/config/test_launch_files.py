@@ -22,7 +22,9 @@ from moe_rl.train.launch import parser as train_parser
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "configs/launch"
 # Writes down its name and arguments; `srun` then runs what it was given, as its tasks would.
-STAND_IN = f"#!{sys.executable}" + """
+STAND_IN = (
+    f"#!{sys.executable}"
+    + """
 import json, os, sys, time
 from pathlib import Path
 name = Path(sys.argv[0]).name
@@ -42,6 +44,7 @@ if name == "srun":
     os.environ["SLURMD_NODENAME"] = "node0"
     os.execvp(sys.argv[at], sys.argv[at:])
 """
+)
 
 
 @pytest.fixture
@@ -151,8 +154,8 @@ def test_a_slurm_job_that_is_told_to_end_is_requeued(shell, tmp_path):
     script = (tmp_path / "repository/configs/launch/slurm.sbatch").read_text()
     assert "#SBATCH --signal=B:TERM@" in script and "#SBATCH --requeue" in script
     # The trainer ends its script's wait, then itself.
-    slow = script.replace("trainer=$!", 'trainer=$!\n(sleep 2; kill -TERM $$) &', 1).replace(
-        'bash -c \'ADDRESS', "bash -c 'trap \"exit 3\" TERM; sleep 20 & wait; ADDRESS", 1
+    slow = script.replace("trainer=$!", "trainer=$!\n(sleep 2; kill -TERM $$) &", 1).replace(
+        "bash -c 'ADDRESS", 'bash -c \'trap "exit 3" TERM; sleep 20 & wait; ADDRESS', 1
     )
     assert slow.count("sleep 20") == 1
     path = tmp_path / "repository/slow.sbatch"

@@ -35,8 +35,12 @@ CORRECTED = {
     ),
     "corrected by sequence": (
         "gspo",
-        [f"objective.corrections={BY_SEQUENCE}", "objective.kl_coef=0.5", "objective.kl_estimator=k1",
-         "objective.kl_unbiased=true"],
+        [
+            f"objective.corrections={BY_SEQUENCE}",
+            "objective.kl_coef=0.5",
+            "objective.kl_estimator=k1",
+            "objective.kl_unbiased=true",
+        ],
     ),  # fmt: skip
 }
 

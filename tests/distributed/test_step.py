@@ -244,8 +244,10 @@ def test_placed_experts_are_loaded_as_planned_and_change_no_gradient(steps, coun
     packed = pack(TOKENS, ranks=2, microbatch_tokens=14)
     _, by_load = pack_by_load(TOKENS, loads, ranks=2, microbatch_tokens=14)
     assert report.after < 0.2 * report.before
-    for name, excess_of in (("placed", excess(round_loads(packed, loads, exchange=2))[0]),
-                            ("placed-by-load", by_load.planned)):
+    for name, excess_of in (
+        ("placed", excess(round_loads(packed, loads, exchange=2))[0]),
+        ("placed-by-load", by_load.planned),
+    ):
         (placed, _), (natural, _) = steps[name], steps["by-length"]
         assert placed["placement/excess_before"] == pytest.approx(report.before, rel=1e-9)
         assert placed["placement/excess_after"] == pytest.approx(report.after, rel=1e-9, abs=1e-12)
@@ -448,6 +450,7 @@ def test_a_support_that_cannot_be_right_is_refused_before_any_pass(steps):
     ):
         mine = [rank.startswith(f"SupportError: {message}") for rank in steps[case]]
         assert sorted(mine) == [False, True], steps[case]
-        assert f"another rank refused what was recorded of its sequences: got rank {mine.index(True)}" in (
-            steps[case][mine.index(False)]
+        assert (
+            f"another rank refused what was recorded of its sequences: got rank {mine.index(True)}"
+            in (steps[case][mine.index(False)])
         )

@@ -45,9 +45,7 @@ class Layer:
 
     def plans(self, chunks):
         alone, natural = DispatchGroup(EXPERTS, 1, 1, 0), np.arange(EXPERTS)[None]
-        return plan_dispatch(
-            self.tables, (0,), alone, lambda counts: counts[None], natural, overlap_chunks=chunks
-        )
+        return plan_dispatch(self.tables, (0,), alone, lambda counts: counts[None], natural, overlap_chunks=chunks)
 
     def session(self, plans, microbatches=1):
         tables, plans = microbatches * self.tables, microbatches * plans

@@ -21,10 +21,15 @@ def corrections():
         return st.builds(CorrectionConfig, level=level, rule=st.just(name), low=low, high=high)
 
     optional_low, optional_high = st.one_of(st.none(), low), st.one_of(st.none(), high)
-    return st.lists(st.one_of(
-        rule("truncate", st.none(), high), rule("mask", optional_low, high),
-        rule("reject", optional_low, optional_high),
-        rule("veto", low, st.none(), st.just("token"))), max_size=3)
+    return st.lists(
+        st.one_of(
+            rule("truncate", st.none(), high),
+            rule("mask", optional_low, high),
+            rule("reject", optional_low, optional_high),
+            rule("veto", low, st.none(), st.just("token")),
+        ),
+        max_size=3,
+    )
 
 
 def scalar_weights(chosen, delta, batch):
@@ -36,9 +41,13 @@ def scalar_weights(chosen, delta, batch):
         for c in chosen:
             low, high = 0.0 if c.low is None else c.low, math.inf if c.high is None else c.high
             for t in tokens:
-                ratio = math.exp({
-                    "token": d[t], "sequence": math.fsum(d.values()), "geometric": math.fsum(d.values()) / len(d),
-                }[c.level])
+                ratio = math.exp(
+                    {
+                        "token": d[t],
+                        "sequence": math.fsum(d.values()),
+                        "geometric": math.fsum(d.values()) / len(d),
+                    }[c.level]
+                )
                 inside = low <= ratio <= high
                 if c.rule == "truncate":
                     weights[t] *= min(ratio, high)
@@ -58,10 +67,14 @@ def scalar_weights(chosen, delta, batch):
 
 def run(chosen, delta, batch, dtype=F64):
     return token_weights(
-        chosen, delta, logprobs=torch.tensor(batch.l, dtype=dtype), old_logprobs=torch.tensor(batch.old, dtype=dtype),
+        chosen,
+        delta,
+        logprobs=torch.tensor(batch.l, dtype=dtype),
+        old_logprobs=torch.tensor(batch.old, dtype=dtype),
         rollout_logprobs=torch.tensor(batch.rollout, dtype=dtype),
         advantages=torch.tensor(batch.advantages, dtype=dtype),
-        sequence_ids=torch.tensor(batch.ids, dtype=torch.int64))
+        sequence_ids=torch.tensor(batch.ids, dtype=torch.int64),
+    )
 
 
 @st.composite
@@ -85,8 +98,15 @@ def test_weights_and_sums_equal_the_scalar_reference(chosen, delta, batch):
     assert close(got.values.tolist(), weights)
     sequences = [i for i in range(len(batch.advantages)) if i in batch.ids]
     gone = [i for i in sequences if all(w == 0 for w, o in zip(weights, batch.ids, strict=True) if o == i)]
-    expected = [len(weights), math.fsum(weights), math.fsum(w * w for w in weights), weights.count(0.0),
-                sum(truncated), len(sequences), len(gone)]
+    expected = [
+        len(weights),
+        math.fsum(weights),
+        math.fsum(w * w for w in weights),
+        weights.count(0.0),
+        sum(truncated),
+        len(sequences),
+        len(gone),
+    ]
     assert len(got.sums) == SUMS and close(got.sums.tolist(), expected)
     assert [got.sums[n].item() for n in (0, 3, 4, 5, 6)] == [expected[n] for n in (0, 3, 4, 5, 6)]
 
@@ -110,8 +130,13 @@ def test_no_weight_depends_on_the_cut_and_sums_add_up(chosen, delta, batch, data
 
 # d of the tokens: log 4, log 1/2 | log 2 | nothing | log 1/2, log 1/2, log 1/8. The policy moved away from the last.
 HAND = Batch(
-    l=[-1.0, -1.0, -1.0, -3.0, -3.0, -3.0], old=[-1.0] * 6, advantages=[1.0, -1.0, 2.0, -1.0], ids=[0, 0, 1, 3, 3, 3],
-    low=0.2, high=0.2, rollout=[-1.0 - math.log(r) for r in (4, 0.5, 2, 0.5, 0.5, 0.125)],
+    l=[-1.0, -1.0, -1.0, -3.0, -3.0, -3.0],
+    old=[-1.0] * 6,
+    advantages=[1.0, -1.0, 2.0, -1.0],
+    ids=[0, 0, 1, 3, 3, 3],
+    low=0.2,
+    high=0.2,
+    rollout=[-1.0 - math.log(r) for r in (4, 0.5, 2, 0.5, 0.5, 0.125)],
 )
 BY_HAND = [
     (("token", "truncate", None, 3.0), [3, 0.5, 2, 0.5, 0.5, 0.125]),
@@ -144,19 +169,34 @@ def test_the_off_policy_mask_by_hand():
 
 
 def test_several_multiply():
-    chosen = [CorrectionConfig(level="token", rule="truncate", high=3.0),
-              CorrectionConfig(level="token", rule="veto", low=0.3),
-              CorrectionConfig(level="geometric", rule="reject", high=1.6)]
+    chosen = [
+        CorrectionConfig(level="token", rule="truncate", high=3.0),
+        CorrectionConfig(level="token", rule="veto", low=0.3),
+        CorrectionConfig(level="geometric", rule="reject", high=1.6),
+    ]
     assert close(run(chosen, None, HAND).values.tolist(), [3, 0.5, 0, 0, 0, 0], 1e-14)
 
 
 def test_metrics_by_hand():
-    got = run([CorrectionConfig(level="token", rule="truncate", high=3.0),
-               CorrectionConfig(level="token", rule="veto", low=0.3)], None, HAND)
+    got = run(
+        [
+            CorrectionConfig(level="token", rule="truncate", high=3.0),
+            CorrectionConfig(level="token", rule="veto", low=0.3),
+        ],
+        None,
+        HAND,
+    )
     total, squares = 3 + 0.5 + 2, 9 + 0.25 + 4
-    assert metrics(got.sums.tolist()) == pytest.approx({
-        "weight_mean": total / 6, "zero_token_fraction": 0.5, "truncated_token_fraction": 1 / 6,
-        "zero_sequence_fraction": 1 / 3, "ess_token_fraction": total**2 / (6 * squares)}, rel=1e-14)
+    assert metrics(got.sums.tolist()) == pytest.approx(
+        {
+            "weight_mean": total / 6,
+            "zero_token_fraction": 0.5,
+            "truncated_token_fraction": 1 / 6,
+            "zero_sequence_fraction": 1 / 3,
+            "ess_token_fraction": total**2 / (6 * squares),
+        },
+        rel=1e-14,
+    )
     assert metrics([4, 0, 0, 4, 0, 2, 2])["ess_token_fraction"] == 0
     assert metrics([4, 2, 1, 0, 0, 2, 0])["ess_token_fraction"] == 1
     assert all(math.isnan(value) for value in metrics([0] * SUMS).values())
@@ -194,8 +234,15 @@ def test_a_nan_is_shown_and_stays_in_its_sequence(level, rule):
 def test_weights_have_no_gradient_and_resolve_float32_logprobs():
     logprobs = torch.full((3,), -1.0, requires_grad=True)
     one = CorrectionConfig(level="sequence", rule="truncate", high=2.0)
-    got = token_weights([one], 0.5, logprobs=logprobs, old_logprobs=logprobs, rollout_logprobs=logprobs.detach() + 1e-7,
-                        advantages=torch.ones(1), sequence_ids=torch.zeros(3, dtype=torch.int64))
+    got = token_weights(
+        [one],
+        0.5,
+        logprobs=logprobs,
+        old_logprobs=logprobs,
+        rollout_logprobs=logprobs.detach() + 1e-7,
+        advantages=torch.ones(1),
+        sequence_ids=torch.zeros(3, dtype=torch.int64),
+    )
     assert not got.values.requires_grad and got.values.dtype == F64
     d = float(logprobs[0].detach()) - float((logprobs.detach() + 1e-7)[0])
     assert d != 0 and close(got.values.tolist(), [math.exp(3 * d)] * 3, 1e-15)

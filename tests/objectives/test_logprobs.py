@@ -109,9 +109,9 @@ def test_gradient_equals_finite_differences_and_autograd(monkeypatch, rows_per_c
     logits.requires_grad_()
     assert torch.autograd.gradcheck(lambda x: token_logprobs(x, targets, 0.7), logits)
     weights = torch.arange(1.0, 6.0, dtype=torch.float64)
-    ours, = torch.autograd.grad((token_logprobs(logits, targets, 0.7) * weights).sum(), logits)
+    (ours,) = torch.autograd.grad((token_logprobs(logits, targets, 0.7) * weights).sum(), logits)
     plain = (logits / 0.7).log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    theirs, = torch.autograd.grad((plain * weights).sum(), logits)
+    (theirs,) = torch.autograd.grad((plain * weights).sum(), logits)
     assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-14)
 
 
@@ -178,14 +178,17 @@ def test_the_support_of_other_tokens_is_refused():
         token_logprobs(logits, targets, 1.0, support=Support.of(np.zeros(4), np.zeros(0), logits.device))
 
 
-@pytest.mark.parametrize(("logits", "targets", "temperature", "error", "message"), [
-    (torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), 1.0, TypeError, "int64"),
-    (torch.zeros(2, 3), torch.zeros(2, dtype=torch.int32), 1.0, TypeError, "int32"),
-    (torch.zeros(2, 3), torch.zeros(3, dtype=torch.int64), 1.0, ValueError, r"\(2, 3\).*\(3,\)"),
-    (torch.zeros(1, 2, 3), torch.zeros(1, 2, dtype=torch.int64), 1.0, ValueError, r"\(1, 2, 3\)"),
-    (torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), 0.0, ValueError, "temperature"),
-    (torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), math.nan, ValueError, "temperature"),
-])
+@pytest.mark.parametrize(
+    ("logits", "targets", "temperature", "error", "message"),
+    [
+        (torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), 1.0, TypeError, "int64"),
+        (torch.zeros(2, 3), torch.zeros(2, dtype=torch.int32), 1.0, TypeError, "int32"),
+        (torch.zeros(2, 3), torch.zeros(3, dtype=torch.int64), 1.0, ValueError, r"\(2, 3\).*\(3,\)"),
+        (torch.zeros(1, 2, 3), torch.zeros(1, 2, dtype=torch.int64), 1.0, ValueError, r"\(1, 2, 3\)"),
+        (torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), 0.0, ValueError, "temperature"),
+        (torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), math.nan, ValueError, "temperature"),
+    ],
+)
 def test_bad_input_is_refused(logits, targets, temperature, error, message):
     with pytest.raises(error, match=message):
         token_logprobs(logits, targets, temperature)

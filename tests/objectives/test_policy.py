@@ -32,8 +32,15 @@ class Batch:
     low: float
     high: float
     rollout: list[float] | None = None
-    others: dict[str, float] = field(default_factory=lambda: {
-        "weight_cap": 2.0, "tau_positive": 1.0, "tau_negative": 1.05, "delta_low": 0.15, "delta_high": 0.2})
+    others: dict[str, float] = field(
+        default_factory=lambda: {
+            "weight_cap": 2.0,
+            "tau_positive": 1.0,
+            "tau_negative": 1.05,
+            "delta_low": 0.15,
+            "delta_high": 0.2,
+        }
+    )
     weights: list[float] | None = None
 
     @property
@@ -51,10 +58,15 @@ class Batch:
         """The loss and its gradient in the current logprobs."""
         logprobs = torch.tensor(self.l, dtype=dtype, requires_grad=True)
         result = policy_loss(
-            name, logprobs, torch.tensor(self.old, dtype=dtype), torch.tensor(self.advantages, dtype=dtype),
-            torch.tensor(self.ids, dtype=torch.int64), denominator=denominator or self.denominator(name),
+            name,
+            logprobs,
+            torch.tensor(self.old, dtype=dtype),
+            torch.tensor(self.advantages, dtype=dtype),
+            torch.tensor(self.ids, dtype=torch.int64),
+            denominator=denominator or self.denominator(name),
             rollout_logprobs=torch.tensor(self.rollout or self.old, dtype=dtype),
-            weights=None if self.weights is None else torch.tensor(self.weights, dtype=F64), **self.parameters(name),
+            weights=None if self.weights is None else torch.tensor(self.weights, dtype=F64),
+            **self.parameters(name),
         )
         result.loss.backward()
         return result, logprobs.grad.tolist()
@@ -62,10 +74,17 @@ class Batch:
     def cut(self, sequences):
         """The microbatch that holds these sequences, renumbered, and the positions of its tokens."""
         positions = [t for t, i in enumerate(self.ids) if i in sequences]
-        return Batch([self.l[t] for t in positions], [self.old[t] for t in positions],
-                     [self.advantages[i] for i in sequences], [sequences.index(self.ids[t]) for t in positions],
-                     self.low, self.high, self.rollout and [self.rollout[t] for t in positions],
-                     self.others, self.weights and [self.weights[t] for t in positions]), positions
+        return Batch(
+            [self.l[t] for t in positions],
+            [self.old[t] for t in positions],
+            [self.advantages[i] for i in sequences],
+            [sequences.index(self.ids[t]) for t in positions],
+            self.low,
+            self.high,
+            self.rollout and [self.rollout[t] for t in positions],
+            self.others,
+            self.weights and [self.weights[t] for t in positions],
+        ), positions
 
 
 @st.composite
@@ -84,11 +103,21 @@ def batches(draw):
     low, high = draw(st.sampled_from([(3e-4, 4e-4), (0.2, 0.28), (1.5, 5.0)]))
     others = {
         "weight_cap": draw(st.sampled_from([1.05, 2.0, 20.0])),
-        "tau_positive": draw(st.sampled_from([1.0, 0.3])), "tau_negative": draw(st.sampled_from([1.05, 4.0])),
-        "delta_low": draw(st.sampled_from([1e-3, 0.15])), "delta_high": draw(st.sampled_from([1e-3, 0.2])),
+        "tau_positive": draw(st.sampled_from([1.0, 0.3])),
+        "tau_negative": draw(st.sampled_from([1.05, 4.0])),
+        "delta_low": draw(st.sampled_from([1e-3, 0.15])),
+        "delta_high": draw(st.sampled_from([1e-3, 0.2])),
     }
-    return Batch([o + d for o, d in zip(old, deltas, strict=True)], old, advantages, ids, low, high,
-                 [o + d for o, d in zip(old, rollout, strict=True)], others)
+    return Batch(
+        [o + d for o, d in zip(old, deltas, strict=True)],
+        old,
+        advantages,
+        ids,
+        low,
+        high,
+        [o + d for o, d in zip(old, rollout, strict=True)],
+        others,
+    )
 
 
 @st.composite
@@ -129,8 +158,12 @@ def scalar_sequence(name, batch, advantage, tokens):
         value = -min(ratio * advantage, clip(ratio, batch) * advantage)
         counted = weights[:1] if name == "gspo" else weights
         slopes = [0.0 if clipped else -w * ratio * advantage / n for w in weights]
-        return math.fsum(w * value / n for w in weights), slopes, [ratio] * len(counted), sum(
-            clipped and w > 0 for w in counted)
+        return (
+            math.fsum(w * value / n for w in weights),
+            slopes,
+            [ratio] * len(counted),
+            sum(clipped and w > 0 for w in counted),
+        )
     if name == "gmpo":
         # The product that the paper writes, token by token: min(r, hi) for A > 0, max(r, lo) for A < 0.
         product, events = 0.0, []
@@ -140,8 +173,12 @@ def scalar_sequence(name, batch, advantage, tokens):
             bounded = 1 + batch.high if advantage > 0 else 1 - batch.low
             product += math.log(bounded) if events[-1] else d
         value = -weights[0] * advantage * math.exp(product / n)
-        return value, [0.0 if e else value / n for e in events], [math.exp(d) for d in deltas], sum(
-            e and weights[0] > 0 for e in events)
+        return (
+            value,
+            [0.0 if e else value / n for e in events],
+            [math.exp(d) for d in deltas],
+            sum(e and weights[0] > 0 for e in events),
+        )
     value, gradient, ratios, events = 0.0, [], [], 0
     for t, d, correction in zip(tokens, deltas, weights, strict=True):
         ratio = math.exp(d)
@@ -219,8 +256,12 @@ def test_values_gradients_and_counts_equal_the_scalar_reference(name, data):
 
 
 FIXED = Batch(
-    l=[-1.0, -0.5, -2.0, -0.3, -0.9, -1.1, -0.2], old=[-1.1, -0.4, -2.5, -0.3001, -0.2, -1.0, -0.9],
-    advantages=[1.5, 0.0, -0.5, -2.0, 0.7, 1.0], ids=[0, 0, 2, 3, 4, 4, 5], low=0.2, high=0.28,
+    l=[-1.0, -0.5, -2.0, -0.3, -0.9, -1.1, -0.2],
+    old=[-1.1, -0.4, -2.5, -0.3001, -0.2, -1.0, -0.9],
+    advantages=[1.5, 0.0, -0.5, -2.0, 0.7, 1.0],
+    ids=[0, 0, 2, 3, 4, 4, 5],
+    low=0.2,
+    high=0.28,
     rollout=[-1.2, -0.3, -2.4, -0.4, -0.2, -2.1, -0.95],
 )
 
@@ -231,8 +272,9 @@ def test_gradients_equal_finite_differences(name):
     old, rollout = torch.tensor(FIXED.old, dtype=F64), torch.tensor(FIXED.rollout, dtype=F64)
 
     def loss(logprobs):
-        return policy_loss(name, logprobs, old, advantages, ids, rollout_logprobs=rollout, denominator=5,
-                           **FIXED.parameters(name)).loss
+        return policy_loss(
+            name, logprobs, old, advantages, ids, rollout_logprobs=rollout, denominator=5, **FIXED.parameters(name)
+        ).loss
 
     assert torch.autograd.gradcheck(loss, torch.tensor(FIXED.l, dtype=F64, requires_grad=True), atol=1e-8)
 
@@ -260,8 +302,13 @@ def test_by_hand():
 
 # Lengths 1, 0, 3. Ratios: 2; 1, 1/4, 1. Advantages 3 and -1. Trainer's old policy / sampler: 1, 1/2, 1, 16.
 HAND = Batch(
-    [math.log(p) for p in (0.5, 0.5, 0.125, 0.5)], [math.log(p) for p in (0.25, 0.5, 0.5, 0.5)], [3.0, 5.0, -1.0],
-    [0, 2, 2, 2], 0.5, 0.5, [math.log(p) for p in (0.25, 1.0, 0.5, 0.03125)],
+    [math.log(p) for p in (0.5, 0.5, 0.125, 0.5)],
+    [math.log(p) for p in (0.25, 0.5, 0.5, 0.5)],
+    [3.0, 5.0, -1.0],
+    [0, 2, 2, 2],
+    0.5,
+    0.5,
+    [math.log(p) for p in (0.25, 1.0, 0.5, 0.03125)],
     {"weight_cap": 1.75, "tau_positive": 1.0, "tau_negative": 2.0, "delta_low": 0.3, "delta_high": 0.5},
 )
 BY_HAND = {  # gradients times the denominator, and the denominator
@@ -347,8 +394,7 @@ def test_an_overflowing_ratio_is_bounded_by_the_losses_that_truncate_or_fade(nam
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_an_overflow_of_a_token_that_has_weight_0_leaves_no_nan(name, advantage):
     """The other sequence's gradient is what it is without the first: its denominator stays."""
-    batch = Batch([0.0, -1.0], [-2000.0, -1.0], [advantage, 1.0], [0, 1], 0.2, 0.2, [-2000.0, -1.0],
-                  weights=[0.0, 1.0])
+    batch = Batch([0.0, -1.0], [-2000.0, -1.0], [advantage, 1.0], [0, 1], 0.2, 0.2, [-2000.0, -1.0], weights=[0.0, 1.0])
     result, gradient = batch.run(name, denominator=2)
     assert result.ratio_max.item() == math.inf and math.isfinite(result.loss.item())
     assert gradient == [0.0, -0.5] and result.clip_events.item() == 0 and result.clip_units.item() == 2
@@ -395,8 +441,16 @@ def test_float32_gradients_do_not_depend_on_the_cut(name):
 def test_no_gradient_reaches_anything_but_the_logprobs(name):
     logprobs, old, rollout = (torch.tensor([-1.0, -2.0], requires_grad=True) for _ in range(3))
     advantages = torch.tensor([1.0], requires_grad=True)
-    policy_loss(name, logprobs, old, advantages, torch.zeros(2, dtype=torch.int64), rollout_logprobs=rollout,
-                denominator=1, **LOSS_PARAMETERS[name]).loss.backward()
+    policy_loss(
+        name,
+        logprobs,
+        old,
+        advantages,
+        torch.zeros(2, dtype=torch.int64),
+        rollout_logprobs=rollout,
+        denominator=1,
+        **LOSS_PARAMETERS[name],
+    ).loss.backward()
     ids = torch.zeros(2, dtype=torch.int64)
     reference_kl(logprobs, old, ids, 1, estimator="k3", old_logprobs=rollout).backward()
     assert old.grad is None and rollout.grad is None and advantages.grad is None and logprobs.grad.abs().sum() > 0
@@ -406,8 +460,17 @@ def test_denominators():
     lengths = [3, 0, 2, 0]
     got = {name: global_denominator(name, iter(lengths), 10) for name in POLICY_LOSSES}
     assert got == {
-        "gspo": 2, "gspo_token": 2, "grpo": 2, "sapo": 2, "gmpo": 2,
-        "dapo": 5, "cispo": 5, "dppo_tv": 5, "decoupled": 5, "minirl": 4, "dr_grpo": 40,
+        "gspo": 2,
+        "gspo_token": 2,
+        "grpo": 2,
+        "sapo": 2,
+        "gmpo": 2,
+        "dapo": 5,
+        "cispo": 5,
+        "dppo_tv": 5,
+        "decoupled": 5,
+        "minirl": 4,
+        "dr_grpo": 40,
     }
     assert {global_denominator(name, [], 10) for name in POLICY_LOSSES} == {0}
     assert nonempty(lengths) == 2
@@ -422,24 +485,33 @@ def test_config_and_losses_agree_on_names_and_parameters():
         assert [k for k in keywords if k not in of_every_loss] == list(LOSS_PARAMETERS[name])
 
 
-VALID = {"logprobs": torch.zeros(2), "old_logprobs": torch.zeros(2), "advantages": torch.zeros(1),
-         "sequence_ids": torch.zeros(2, dtype=torch.int64), "rollout_logprobs": torch.zeros(2), "denominator": 1}
+VALID = {
+    "logprobs": torch.zeros(2),
+    "old_logprobs": torch.zeros(2),
+    "advantages": torch.zeros(1),
+    "sequence_ids": torch.zeros(2, dtype=torch.int64),
+    "rollout_logprobs": torch.zeros(2),
+    "denominator": 1,
+}
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-@pytest.mark.parametrize(("change", "error", "message"), [
-    ({"logprobs": torch.zeros(2).bfloat16(), "old_logprobs": torch.zeros(2).bfloat16()}, TypeError, "bfloat16"),
-    ({"logprobs": torch.zeros(2).half()}, TypeError, "float16"),
-    ({"old_logprobs": torch.zeros(2).double()}, TypeError, "float64"),
-    ({"advantages": torch.zeros(1).double()}, TypeError, "advantages"),
-    ({"advantages": torch.zeros(1, 1)}, ValueError, "one per sequence"),
-    ({"sequence_ids": torch.zeros(2, dtype=torch.int32)}, TypeError, "int32"),
-    ({"sequence_ids": torch.zeros(3, dtype=torch.int64)}, ValueError, r"\(3,\)"),
-    ({"old_logprobs": torch.zeros(1)}, ValueError, r"\(1,\)"),
-    ({"denominator": 0}, ValueError, "denominator"),
-    ({"weights": torch.ones(2)}, ValueError, "weights.*float32"),
-    ({"weights": torch.ones(1, dtype=F64)}, ValueError, r"weights.*\(1,\)"),
-])
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"logprobs": torch.zeros(2).bfloat16(), "old_logprobs": torch.zeros(2).bfloat16()}, TypeError, "bfloat16"),
+        ({"logprobs": torch.zeros(2).half()}, TypeError, "float16"),
+        ({"old_logprobs": torch.zeros(2).double()}, TypeError, "float64"),
+        ({"advantages": torch.zeros(1).double()}, TypeError, "advantages"),
+        ({"advantages": torch.zeros(1, 1)}, ValueError, "one per sequence"),
+        ({"sequence_ids": torch.zeros(2, dtype=torch.int32)}, TypeError, "int32"),
+        ({"sequence_ids": torch.zeros(3, dtype=torch.int64)}, ValueError, r"\(3,\)"),
+        ({"old_logprobs": torch.zeros(1)}, ValueError, r"\(1,\)"),
+        ({"denominator": 0}, ValueError, "denominator"),
+        ({"weights": torch.ones(2)}, ValueError, "weights.*float32"),
+        ({"weights": torch.ones(1, dtype=F64)}, ValueError, r"weights.*\(1,\)"),
+    ],
+)
 def test_bad_input_is_refused(name, change, error, message):
     policy_loss(name, **VALID, **LOSS_PARAMETERS[name])
     with pytest.raises(error, match=message):

@@ -24,8 +24,14 @@ def test_values_and_gradients_equal_the_scalar_reference(estimator, unbiased, ba
     """The reference is the batch's old policy here, the ratio that to the one that sampled."""
     logprobs = torch.tensor(batch.l, dtype=F64, requires_grad=True)
     ids, denominator = torch.tensor(batch.ids, dtype=torch.int64), max(1, nonempty(batch.lengths))
-    got = reference_kl(logprobs, torch.tensor(batch.old, dtype=F64), ids, denominator, estimator=estimator,
-                       old_logprobs=torch.tensor(batch.rollout, dtype=F64) if unbiased else None)
+    got = reference_kl(
+        logprobs,
+        torch.tensor(batch.old, dtype=F64),
+        ids,
+        denominator,
+        estimator=estimator,
+        old_logprobs=torch.tensor(batch.rollout, dtype=F64) if unbiased else None,
+    )
     got.backward()
     value, gradient = 0.0, []
     for current, reference, old, i in zip(batch.l, batch.old, batch.rollout, batch.ids, strict=True):
@@ -48,11 +54,17 @@ def test_directions_of_value_and_gradient(estimator, unbiased):
     for outcome, drawn in enumerate(old.exp()):
         at = slice(outcome, outcome + 1)
         token = policy.detach()[at].requires_grad_()
-        kl = reference_kl(token, reference[at], torch.zeros(1, dtype=torch.int64), 1, estimator=estimator,
-                          old_logprobs=old[at] if unbiased else None)
+        kl = reference_kl(
+            token,
+            reference[at],
+            torch.zeros(1, dtype=torch.int64),
+            1,
+            estimator=estimator,
+            old_logprobs=old[at] if unbiased else None,
+        )
         value += drawn * kl.detach()
         slope[outcome] = drawn * torch.autograd.grad(kl, token)[0][0]
-    gradient, = torch.autograd.grad(policy, theta, slope, retain_graph=True)
+    (gradient,) = torch.autograd.grad(policy, theta, slope, retain_graph=True)
     forward = (policy.exp() * (policy - reference)).sum()
     backward = (reference.exp() * (reference - policy)).sum()
     of_k2 = (policy.exp() * (policy - reference) ** 2 / 2).sum()
@@ -63,7 +75,7 @@ def test_directions_of_value_and_gradient(estimator, unbiased):
     }[estimator, unbiased]  # fmt: skip
     assert math.isclose(value.item(), expected[0].item(), rel_tol=1e-12)
     for direction in (forward, backward, of_k2, zero):
-        other, = torch.autograd.grad(direction, theta, retain_graph=True)
+        (other,) = torch.autograd.grad(direction, theta, retain_graph=True)
         assert torch.allclose(gradient, other, atol=1e-12) == (direction is expected[1])
 
 

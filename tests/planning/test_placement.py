@@ -49,9 +49,7 @@ def test_what_every_placement_keeps(problem, max_moved, min_gain, price):
     check_order(order, layers, experts)
     natural = np.tile(np.arange(experts), (layers, 1))
     before = natural if current is None else current
-    sums = [
-        [cost(counts[:, layer], one[layer], ranks) for layer in range(layers)] for one in (natural, before, order)
-    ]
+    sums = [[cost(counts[:, layer], one[layer], ranks) for layer in range(layers)] for one in (natural, before, order)]
     mean = counts.sum() / ranks
     excesses = [sum(each) / mean - 1 if mean else 0.0 for each in sums]
     assert (report.natural, report.before, report.after) == pytest.approx(excesses)

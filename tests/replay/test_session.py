@@ -458,8 +458,9 @@ def test_router_logits_are_kept_when_they_are_asked_for(keep):
 
 
 def test_logits_of_another_microbatch_are_refused():
-    with pytest.raises(ReplayError, match="another microbatch"), session(
-        [table(0), table(1)], mode="observe", keep_router_logits=True
-    ) as s:
+    with (
+        pytest.raises(ReplayError, match="another microbatch"),
+        session([table(0), table(1)], mode="observe", keep_router_logits=True) as s,
+    ):
         begin(s, 0)
         s.observe_logits(1, 1, FLAT)

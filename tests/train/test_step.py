@@ -19,9 +19,7 @@ def test_sums_wait_for_the_end_of_the_update(monkeypatch):
         CorrectionConfig(level="sequence", rule="truncate", high=2.0),
         CorrectionConfig(level="geometric", rule="reject", high=2.0),
     )
-    objective = ObjectiveConfig(
-        clip_low=0.1, clip_high=0.1, kl_coef=0.5, corrections=corrections, off_policy_delta=0.5
-    )
+    objective = ObjectiveConfig(clip_low=0.1, clip_high=0.1, kl_coef=0.5, corrections=corrections, off_policy_delta=0.5)
     step.config, step.reference = SimpleNamespace(objective=objective), True
     logprobs, old, ref = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -2.0, -0.4]), torch.full((3,), -1.0)
     microbatch = SimpleNamespace(
