@@ -13,7 +13,7 @@ setup(
     version=VERSION,
     description="Routing replay and GSPO for mixture-of-experts models: vLLM samples, Megatron-core trains",
     packages=find_packages(include=["moe_rl", "moe_rl.*"]),
-    entry_points={"console_scripts": ["moe-rl = moe_rl.console:main"]},
+    entry_points={"console_scripts": ["moe-rl = moe_rl.cli:main"]},
     python_requires=">=3.12,<3.13",
     install_requires=[
         "fsspec>=2025.3",

@@ -49,7 +49,7 @@ def summary(options: argparse.Namespace, seen: dict) -> dict[str, object]:
 def run_rank(options: argparse.Namespace, bench: ReplayedUpdates) -> dict:
     import torch.distributed as dist
 
-    from moe_rl.data import checkpoints
+    from moe_rl import checkpoint_folder as checkpoints
     from moe_rl.megatron.saving import Checkpoints
 
     folder = options.rank_of / "saved"

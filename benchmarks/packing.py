@@ -31,8 +31,8 @@ from pathlib import Path
 import numpy as np
 
 from moe_rl.planning.balance import Plan, excess, load_of, pack_by_load, round_loads
+from moe_rl.planning.expert_placement import place
 from moe_rl.planning.packing import pack
-from moe_rl.planning.placement import place
 from moe_rl.trace.selection import references, select
 
 KINDS = ("zipf", "topics", "drift")

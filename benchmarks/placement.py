@@ -23,7 +23,7 @@ import numpy as np
 from packing import EXPERT_PARALLEL, batch_arguments, recorded, synthetic
 
 from moe_rl.planning.balance import excess
-from moe_rl.planning.placement import place, rank_loads, replicated_excess
+from moe_rl.planning.expert_placement import place, rank_loads, replicated_excess
 
 _NODE, _WINDOW = 8, 4
 

@@ -44,7 +44,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
     import psutil
     import vllm
 
-    from moe_rl.rollout.worker import CONTROL
+    from moe_rl.vllm.worker import CONTROL
 
     process = psutil.Process()
     recording = {"trace_root": str(folder / "trace"), "model_fingerprint": options.model}

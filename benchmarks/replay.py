@@ -71,11 +71,11 @@ class Timer:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
-    from moe_rl.config.hf import read_model
     from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
     from moe_rl.megatron import world
     from moe_rl.megatron.microbatch import pack
     from moe_rl.megatron.policy import Policy
+    from moe_rl.models.hf import read_model
     from moe_rl.replay.routes import SequenceRoutes, microbatch_routes
     from moe_rl.replay.session import ReplaySession
     from moe_rl.trace import TraceSpec

@@ -21,7 +21,7 @@ gradient reduction, pipeline, loading, the cost of moving placed experts; kernel
     replay         the same, and the comparison with the record
     plan           no exchange of counts, no wait
     load           packing by load (moe_rl/planning/balance.py)
-    placement      experts placed by the batches before (moe_rl/planning/placement.py), then packed by load
+    placement      experts placed by the batches before (moe_rl/planning/expert_placement.py), then packed by load
     overlap        dispatch, experts and combine in chunks, two at once (of exchange and computation, the longer one)
     ideal          tokens and rows even on all ranks in all layers, with plan and overlap and nothing to check
 
@@ -47,8 +47,8 @@ import packing as batches
 import yaml
 
 from moe_rl.planning.balance import Plan, load_of, pack_by_load
+from moe_rl.planning.expert_placement import natural_order, place
 from moe_rl.planning.packing import pack
-from moe_rl.planning.placement import natural_order, place
 
 VARIANTS = ("native", "replay", "plan", "load", "placement", "overlap", "ideal")
 

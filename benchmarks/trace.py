@@ -28,8 +28,8 @@ from routes import random_routes, recorded_routes  # noqa: E402
 from slices import STAGE  # noqa: E402
 
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore  # noqa: E402
+from moe_rl.trace.bounds import order0_bits, set_bits  # noqa: E402
 from moe_rl.trace.codec import decode_chunk, encode_chunk  # noqa: E402
-from moe_rl.trace.entropy import order0_bits, set_bits  # noqa: E402
 from moe_rl.trace.frame import count_experts  # noqa: E402
 from moe_rl.types import Provenance, Span  # noqa: E402
 

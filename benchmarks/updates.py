@@ -87,10 +87,10 @@ class ReplayedUpdates:
     def __init__(self, options: argparse.Namespace):
         import torch.distributed as dist
 
-        from moe_rl.config.hf import read_model
         from moe_rl.config.schema import ParallelConfig
         from moe_rl.megatron import world
         from moe_rl.megatron.microbatch import pack
+        from moe_rl.models.hf import read_model
         from moe_rl.replay.routes import SequenceRoutes, microbatch_routes
         from moe_rl.trace import TraceSpec
         from moe_rl.types import Sequence

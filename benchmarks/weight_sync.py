@@ -26,12 +26,12 @@ from safetensors.torch import load_file
 
 from moe_rl.config.schema import ParallelConfig, RolloutConfig
 from moe_rl.megatron import world
-from moe_rl.megatron.export import Round
+from moe_rl.megatron.hf_export import Round
 from moe_rl.rollout.engine import VllmEngine
 from moe_rl.rollout.settings import EngineSettings
-from moe_rl.sync.digest import tensor_digests
-from moe_rl.sync.update import decode, encode
 from moe_rl.train.weights import WeightSender
+from moe_rl.weights.digest import tensor_digests
+from moe_rl.weights.update import decode, encode
 
 WAYS = ("disk", "shared_memory", "broadcast")
 
@@ -147,9 +147,9 @@ class Drain:
 
 
 def _drain(pipe, model: Path) -> None:
-    from moe_rl.sync.intake import Intake
-    from moe_rl.sync.parts import checkpoint_shapes
-    from moe_rl.sync.reader import Reader
+    from moe_rl.weights.intake import Intake
+    from moe_rl.weights.reader import Reader
+    from moe_rl.weights.shared_disk import checkpoint_shapes
 
     torch.set_num_threads(1)
     intake = Intake(checkpoint_shapes(model))

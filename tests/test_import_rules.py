@@ -13,16 +13,19 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 LEVELS = (
-    ("errors", "types"),
+    ("errors", "types", "messages", "checkpoint_folder"),
+    ("models",),
     ("config",),
-    ("trace", "objectives", "planning", "rewards", "data"),
-    ("replay", "rollout", "sync", "megatron"),
-    ("train", "report", "proof", "comparison", "doctor"),
-    ("tools", "console"),
+    ("trace", "objectives", "planning", "tasks"),
+    ("replay", "vllm", "weights"),
+    ("rollout", "megatron"),
+    ("train", "report"),
+    ("proof", "comparison", "doctor"),
+    ("cli", "tools"),
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
-ONLY_IN = {"megatron": {"megatron"}, "vllm": {"rollout", "sync"}}
-TORCH_FREE = ("errors", "types", "config", "trace", "rewards", "data", "planning", "report")
+ONLY_IN = {"megatron": {"megatron"}, "vllm": {"rollout", "vllm", "weights"}}
+TORCH_FREE = ("errors", "types", "messages", "models", "config", "trace", "tasks", "planning", "report")
 NEEDS_TORCH = {"torch", "transformers", "megatron", "vllm", "safetensors.torch"}
 UNSAFE_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle"}
 UNSAFE_BUILTINS = {"eval", "exec"}
@@ -138,7 +141,7 @@ def test_torch_free_rooms_import_without_torch():
         ("from vllm import LLM", "train"),
         ("import torch.nn", "trace"),
         ("from torch import Tensor", "report"),
-        ("from safetensors.torch import load_file", "data"),
+        ("from safetensors.torch import load_file", "tasks"),
     ],
 )
 def test_planted_imports_are_found(text, room):

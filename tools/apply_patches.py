@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from moe_rl.errors import MoeRLError
-from moe_rl.rollout import patches
+from moe_rl.vllm import patches
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3MoeForCausalLM
 
-from moe_rl.data.arithmetic import build_splits, write_jsonl
+from moe_rl.tasks.arithmetic import build_splits, write_jsonl
 from moe_rl.train import warm_start as ws
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from moe_rl.rollout.serve import main  # noqa: E402
+from moe_rl.vllm.serve import main  # noqa: E402
 
 # vLLM starts processes that import this file again.
 if __name__ == "__main__":

@@ -18,14 +18,14 @@ import re
 import sys
 from pathlib import Path
 
-from moe_rl.config.hf import read_model
 from moe_rl.errors import MoeRLError, TraceError, describe
+from moe_rl.models.hf import read_model
 from moe_rl.report.format import binary
 from moe_rl.trace import TraceSpec, recover
+from moe_rl.trace.adapters.importing import FORMATS, import_lines, import_npy, lint_lines, lint_npy
 from moe_rl.trace.audit import faults
-from moe_rl.trace.export import export_parquet
-from moe_rl.trace.importing import FORMATS, import_lines, import_npy, lint_lines, lint_npy
 from moe_rl.trace.inspection import inspect
+from moe_rl.trace.parquet import export_parquet
 from moe_rl.trace.selection import references, select
 from moe_rl.trace.speed import measure
 
@@ -185,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("--layers", type=_numbers, metavar="0-11,13", help="global numbers of MoE layers")
     added.add_argument("--rows", type=_range, metavar="FIRST:LAST", help="rows of each record, last not included")
     added = command(
-        "import", _import, "replies or arrays of other samplers into a new shard; see moe_rl.trace.importing"
+        "import", _import, "replies or arrays of other samplers into a new shard; see moe_rl.trace.adapters.importing"
     )
     added.add_argument("store", type=Path)
     added.add_argument("file", type=Path)

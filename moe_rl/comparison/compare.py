@@ -17,11 +17,11 @@ from moe_rl.comparison import faults, quantities, sources
 from moe_rl.comparison.passes import Batch, Layout, Pass, other_budget
 from moe_rl.comparison.quantities import Bootstrap, Estimate
 from moe_rl.comparison.sources import Source, Weights
-from moe_rl.config.hf import read_model
 from moe_rl.config.schema import Config
 from moe_rl.errors import DataError, describe
 from moe_rl.megatron import checkpoint, world
 from moe_rl.megatron.policy import Policy
+from moe_rl.models.hf import read_model
 from moe_rl.objectives.mismatch import MismatchSums
 from moe_rl.trace import TraceSpec
 from moe_rl.train.run_folder import RunFolder

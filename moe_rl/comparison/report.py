@@ -8,11 +8,11 @@ from typing import Any
 from moe_rl.comparison.compare import Detail
 from moe_rl.comparison.plots import panels, row_name
 from moe_rl.comparison.quantities import ROUTING
-from moe_rl.config.hf import read_model
 from moe_rl.config.schema import Config
-from moe_rl.data.prompts import TextCodec
+from moe_rl.models.hf import read_model
 from moe_rl.report.format import count, percent, scientific, short
 from moe_rl.report.page import figure, moved, render, tile
+from moe_rl.tasks.prompts import TextCodec
 
 Result = dict[str, Any]
 

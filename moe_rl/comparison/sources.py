@@ -8,17 +8,16 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from moe_rl.config.hf import ModelFacts
+from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.schema import Config, RolloutConfig
-from moe_rl.data import checkpoints
-from moe_rl.data.prompts import PromptSource, load_prompts
 from moe_rl.errors import DataError, describe
 from moe_rl.megatron import world
 from moe_rl.megatron.model import DTYPES
 from moe_rl.megatron.policy import Policy
+from moe_rl.models.hf import ModelFacts
 from moe_rl.replay.routes import missing_rows
 from moe_rl.rollout.engine import VllmEngine
-from moe_rl.sync.digest import tensor_digests, total_digest
+from moe_rl.tasks.prompts import PromptSource, load_prompts
 from moe_rl.trace import TraceStore
 from moe_rl.train.kept import KeptRollouts, RolloutBatch, shard_name
 from moe_rl.train.rollouts import generate_request
@@ -26,6 +25,7 @@ from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.samplers import engine_settings
 from moe_rl.train.weights import WeightSender, way_of
 from moe_rl.types import Sequence
+from moe_rl.weights.digest import tensor_digests, total_digest
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 from moe_rl.config.check_files import file_problems
 from moe_rl.config.check_stages import stage_problems
-from moe_rl.config.hf import ModelFacts, read_model
 from moe_rl.config.layout import chunk_layers, least_ranks
 from moe_rl.config.objective import correction_problems, kl_problems
 from moe_rl.config.schema import LOSS_PARAMETERS, Config, ParallelConfig, TrainConfig
 from moe_rl.config.servers import server_problems
 from moe_rl.errors import ConfigError, describe
+from moe_rl.models.hf import ModelFacts, read_model
 
 
 def problems(config: Config, world_size: int) -> list[str]:

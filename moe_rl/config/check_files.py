@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moe_rl.config.dotted_path import dotted_path_problem
-from moe_rl.config.hf import (
+from moe_rl.config.prompt_file import count_prompts
+from moe_rl.config.schema import Config
+from moe_rl.errors import ConfigError, describe
+from moe_rl.models.facts import ModelFacts
+from moe_rl.models.hf import (
     checkpoint_tensors,
     decoder_problems,
     read_published,
     tokenizer_vocabulary,
 )
-from moe_rl.config.model_facts import ModelFacts
-from moe_rl.config.packed import unpacked
-from moe_rl.config.prompt_file import count_prompts
-from moe_rl.config.schema import Config
-from moe_rl.errors import ConfigError, describe
+from moe_rl.models.packed import unpacked
 
 # What the published figures need not have in common with a checkpoint: who wrote it, and how.
 NOT_COMPARED = ("fingerprint", "dtype", "eos_token_ids")

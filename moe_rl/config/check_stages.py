@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moe_rl.config.layout import stage_layers
-from moe_rl.config.model_facts import ModelFacts
 from moe_rl.config.schema import ParallelConfig
 from moe_rl.errors import describe
+from moe_rl.models.facts import ModelFacts
 
 
 def stage_problems(parallel: ParallelConfig, facts: ModelFacts | None) -> Iterator[str]:

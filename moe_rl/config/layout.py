@@ -6,8 +6,8 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from moe_rl.config.model_facts import ModelFacts
 from moe_rl.config.schema import ParallelConfig
+from moe_rl.models.facts import ModelFacts
 
 
 @dataclass(frozen=True, slots=True)

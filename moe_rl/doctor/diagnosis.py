@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from packaging.specifiers import SpecifierSet
 
-from moe_rl.config.hf import read_model
 from moe_rl.config.schema import ClusterConfig, Config
 from moe_rl.config.servers import server_problems
 from moe_rl.doctor.machine import Machine, found_version
 from moe_rl.doctor.versions import ALWAYS, CUDA, NCCL, PYTHON, TRANSFORMER_ENGINE, VLLM, Part
 from moe_rl.errors import ConfigError, describe
-from moe_rl.rollout import patches
+from moe_rl.models.hf import read_model
 from moe_rl.rollout.attach import attach_problems
+from moe_rl.vllm import patches
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Literal
 
 from moe_rl.doctor.versions import CUDA, PYTHON, Part
 from moe_rl.errors import PatchError
-from moe_rl.rollout import patches
+from moe_rl.vllm import patches
 
 ApexKind = Literal["absent", "NVIDIA's", "NVIDIA's, without its CUDA extensions", "unrelated"]
 

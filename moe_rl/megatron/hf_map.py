@@ -1,10 +1,10 @@
 """Hugging Face tensors <-> the parameters that one rank holds of a megatron GPTModel, both ways.
 
-What they are called and how they are laid out is in the table of the model's family, see `moe_rl/config/weights.py`. A
-rank holds the experts in the slots s with s // (num_experts / EP) equal to its expert rank; which expert lies in a
-slot, the layer's dispatcher says (`placement`): when a model is loaded, that of the slot's number. Of a tensor that
-ranks share it holds an equal run of rows or of columns, and it reads no other bytes of it; of query, key and value rows
-that is whole key-value groups, of gate and up rows its run of each.
+What they are called and how they are laid out is in the table of the model's family, see
+`moe_rl/models/weight_table.py`. A rank holds the experts in the slots s with s // (num_experts / EP) equal to its
+expert rank; which expert lies in a slot, the layer's dispatcher says (`placement`): when a model is loaded, that of
+the slot's number. Of a tensor that ranks share it holds an equal run of rows or of columns, and it reads no other
+bytes of it; of query, key and value rows that is whole key-value groups, of gate and up rows its run of each.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE
 
-from moe_rl.config.hf import ModelFacts, layer_weights
-from moe_rl.config.weights import Weight, ends
 from moe_rl.errors import ConfigError, describe
 from moe_rl.megatron import world
 from moe_rl.megatron.hf_files import CheckpointReader
+from moe_rl.models.hf import ModelFacts, layer_weights
+from moe_rl.models.weight_table import Weight, ends
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import RowParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
-from moe_rl.planning.layout import positions_of
+from moe_rl.planning.token_layout import positions_of
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -14,7 +14,7 @@ import torch
 
 from moe_rl.megatron.router import ReplaySeqParams
 from moe_rl.objectives.support import Support
-from moe_rl.planning.layout import padded_lengths, rows_of
+from moe_rl.planning.token_layout import padded_lengths, rows_of
 from moe_rl.replay.session import ReplaySession
 from moe_rl.types import SamplingSupport, Sequence
 

@@ -13,7 +13,6 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from moe_rl.config.model_facts import ModelFacts, Yarn
 from moe_rl.config.schema import ParallelConfig, TrainConfig
 from moe_rl.megatron import hf_map
 from moe_rl.megatron.bypasses import refuse_bypasses
@@ -21,6 +20,7 @@ from moe_rl.megatron.hf_files import CheckpointReader
 from moe_rl.megatron.layers import PackedRotaryEmbedding
 from moe_rl.megatron.router import ReplayRouter
 from moe_rl.megatron.specs import block_spec
+from moe_rl.models.facts import ModelFacts, Yarn
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 

@@ -12,17 +12,17 @@ import torch.distributed as dist
 import xxhash
 from megatron.core.optimizer import MegatronOptimizer
 
-from moe_rl.config.hf import ModelFacts
 from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
 from moe_rl.errors import ReplayError, describe
 from moe_rl.megatron import rng, schedule, world
-from moe_rl.megatron.export import Round, export_rounds
+from moe_rl.megatron.expert_order import checksum, move
+from moe_rl.megatron.hf_export import Round, export_rounds
 from moe_rl.megatron.microbatch import Microbatch
 from moe_rl.megatron.model import build_model, recomputed_layers, transformer_config, unwrap, wrap_for_training
-from moe_rl.megatron.placement import checksum, move
 from moe_rl.megatron.router import ReplayMoELayer, ReplayRouter
 from moe_rl.megatron.schedule import LossFunction
-from moe_rl.planning.placement import check_order, natural_order
+from moe_rl.models.hf import ModelFacts
+from moe_rl.planning.expert_placement import check_order, natural_order
 from moe_rl.replay.session import ReplaySession
 
 

@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from moe_rl.errors import ReplayError, describe
 from moe_rl.megatron import overlap, world
 from moe_rl.megatron.dispatcher import PlannedDispatcher
-from moe_rl.megatron.placement import relocated
+from moe_rl.megatron.expert_order import relocated
 from moe_rl.replay.plans import LayerPlan
 from moe_rl.replay.session import MicrobatchHandle, refuse_lost_key
 

@@ -15,8 +15,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from moe_rl.errors import ReplayError, describe
 from moe_rl.megatron import world
-from moe_rl.megatron.logprobs import completion_logprobs
 from moe_rl.megatron.microbatch import Microbatch
+from moe_rl.megatron.token_logprobs import completion_logprobs
 from moe_rl.replay.session import ReplaySession, require_open
 
 # (microbatch number, logprobs [N] with gradient) -> the microbatch's share of the loss, divided by its denominator.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_rl.objectives.parts import (
+from moe_rl.objectives.loss_parts import (
     PolicyLoss,
     check_loss,
     check_tokens,

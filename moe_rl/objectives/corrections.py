@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from moe_rl.config.schema import CorrectionConfig
-from moe_rl.objectives.parts import mean_by_sequence, sum_by_sequence
+from moe_rl.objectives.loss_parts import mean_by_sequence, sum_by_sequence
 
 
 @dataclass(frozen=True, slots=True)

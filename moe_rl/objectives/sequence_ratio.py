@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from moe_rl.objectives.parts import (
+from moe_rl.objectives.loss_parts import (
     PolicyLoss,
     check_loss,
     clipped_surrogate,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_rl.objectives.parts import PolicyLoss, check_loss, own_length, token_advantages, with_counts
+from moe_rl.objectives.loss_parts import PolicyLoss, check_loss, own_length, token_advantages, with_counts
 
 
 def sapo(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_rl.objectives.parts import PolicyLoss, check_loss, check_tokens, token_advantages, with_counts
+from moe_rl.objectives.loss_parts import PolicyLoss, check_loss, check_tokens, token_advantages, with_counts
 
 
 def cispo(

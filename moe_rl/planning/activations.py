@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_rl.config.layout import Layout
-from moe_rl.config.model_facts import ModelFacts
 from moe_rl.config.schema import TrainConfig
+from moe_rl.models.facts import ModelFacts
 from moe_rl.planning.memory import DTYPE_BYTES
 
 FLOAT32 = 4

@@ -17,7 +17,7 @@ import numpy as np
 
 from moe_rl.errors import describe
 from moe_rl.planning.balance import Plan
-from moe_rl.planning.layout import padded_lengths, padding_experts
+from moe_rl.planning.token_layout import padded_lengths, padding_experts
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_rl.config.layout import Layout, chunk_layers
-from moe_rl.config.model_facts import ModelFacts
 from moe_rl.config.schema import Config, TrainConfig
+from moe_rl.models.facts import ModelFacts
 from moe_rl.planning.parameters import Buffer, chunk_buffers
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}

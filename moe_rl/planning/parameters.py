@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from moe_rl.config.hf import layer_weights
 from moe_rl.config.layout import Layout
-from moe_rl.config.model_facts import ModelFacts
-from moe_rl.config.weights import Weight, ends
+from moe_rl.models.facts import ModelFacts
+from moe_rl.models.hf import layer_weights
+from moe_rl.models.weight_table import Weight, ends
 
 # Order of a layer's modules in megatron; it decides where a buffer's padding lies.
 MODULES = (

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_rl.config.hf import parameter_count
 from moe_rl.config.layout import Layout, chunk_layers, make_layout
-from moe_rl.config.model_facts import ModelFacts
 from moe_rl.config.prompt_file import count_prompts
 from moe_rl.config.schema import ClusterConfig, Config
+from moe_rl.models.facts import ModelFacts
+from moe_rl.models.hf import parameter_count
 from moe_rl.planning.activations import Activations, Shape, stage_activations
-from moe_rl.planning.batch import Batch, make_batch
+from moe_rl.planning.batch_sizes import Batch, make_batch
 from moe_rl.planning.memory import DTYPE_BYTES, StageMemory, stage_memory
-from moe_rl.planning.sampler import Sampler, make_sampler
+from moe_rl.planning.sampler_memory import Sampler, make_sampler
 from moe_rl.planning.storage import Storage, make_storage
 from moe_rl.planning.transfer import Transfer, planned_transfer
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from moe_rl.config.hf import expected_tensors, parameter_count
 from moe_rl.config.layout import Layout
-from moe_rl.config.model_facts import ModelFacts
 from moe_rl.config.schema import Config
-from moe_rl.planning.batch import Batch
+from moe_rl.models.facts import ModelFacts
+from moe_rl.models.hf import expected_tensors, parameter_count
+from moe_rl.planning.batch_sizes import Batch
 from moe_rl.planning.memory import DTYPE_BYTES, state_bytes
 
 

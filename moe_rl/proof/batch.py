@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_rl.config.hf import ModelFacts
+from moe_rl.models.hf import ModelFacts
 from moe_rl.types import Sequence
 
 # (prompt, completion) tokens: uneven, completions of a single token, and sequences of fewer tokens than context

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from moe_rl.config.check import layout_problems
-from moe_rl.config.hf import read_model
 from moe_rl.errors import ConfigError, ReplayError, describe
+from moe_rl.models.hf import read_model
 from moe_rl.proof.batch import batch
 from moe_rl.proof.cases import ENDING, Case
 from moe_rl.proof.reference import Reference, reference

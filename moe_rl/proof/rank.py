@@ -20,11 +20,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from moe_rl.config.hf import ModelFacts, read_model
 from moe_rl.megatron import hf_map, model, world
 from moe_rl.megatron.model import unwrap
 from moe_rl.megatron.policy import Policy
 from moe_rl.megatron.witness import DispatchWitness, LayerWaits, OrderWitness
+from moe_rl.models.hf import ModelFacts, read_model
 from moe_rl.proof import faults
 from moe_rl.proof.cases import ENDING, Case
 from moe_rl.proof.share import Share, whole_gradients

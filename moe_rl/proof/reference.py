@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from moe_rl.config.hf import ModelFacts, expected_tensors, read_model
+from moe_rl.models.hf import ModelFacts, expected_tensors, read_model
 from moe_rl.proof.batch import batch, quiet
 
 

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moe_rl.config.hf import ModelFacts
 from moe_rl.megatron import hf_map, world
 from moe_rl.megatron.microbatch import Microbatch, pack
 from moe_rl.megatron.model import unwrap
 from moe_rl.megatron.policy import Policy
 from moe_rl.megatron.schedule import LossFunction
 from moe_rl.megatron.witness import DispatchWitness
+from moe_rl.models.hf import ModelFacts
 from moe_rl.planning.packing import fill_rounds
 from moe_rl.planning.packing import pack as assign
 from moe_rl.proof.batch import batch

@@ -21,12 +21,12 @@ from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 
+from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.load import load_config
-from moe_rl.data import checkpoints
-from moe_rl.data.ledger import PromptLedger
-from moe_rl.data.prompts import PromptSource, load_prompts
 from moe_rl.errors import DataError
 from moe_rl.proof.runs import ROOT, Launch, RunEnded, rows, running, still_running
+from moe_rl.tasks.prompt_ledger import PromptLedger
+from moe_rl.tasks.prompts import PromptSource, load_prompts
 
 VICTIMS = ("rank 0", "rank 1", "engine", "torchrun", "all")
 # In the words of the ranks' signs of life: (phase, part). A checkpoint is written while its hidden folder is there.

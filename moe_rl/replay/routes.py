@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from moe_rl.errors import ReplayError, TraceError, describe
-from moe_rl.planning.layout import padding_experts
+from moe_rl.planning.token_layout import padding_experts
 from moe_rl.replay.checksum import RowSalts, expected, row_salts
 from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import TraceSpec, TraceStore, validate

@@ -23,7 +23,7 @@ from moe_rl.report.figures import BLUE, GREY, ORANGE, STYLE, Panel, from_zero, p
 from moe_rl.report.format import binary, count, percent
 from moe_rl.report.lines import write_atomic
 from moe_rl.report.page import render
-from moe_rl.trace.comparison import Disagreement, compare
+from moe_rl.trace.difference import Disagreement, compare
 from moe_rl.trace.inspection import coactivation, expert_counts, inspect
 from moe_rl.trace.selection import Selection
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import moe_rl
-from moe_rl.config.model_facts import ModelFacts
 from moe_rl.config.schema import Config
 from moe_rl.errors import EngineError, describe
-from moe_rl.rollout.control import Served
+from moe_rl.models.facts import ModelFacts
 from moe_rl.rollout.server import VllmServer
 from moe_rl.trace import TraceSpec
+from moe_rl.vllm.control import Served
 
 
 def attach_problems(config: Config, facts: ModelFacts, runs_dir: Path) -> list[str]:

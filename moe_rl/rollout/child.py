@@ -16,13 +16,14 @@ import msgspec
 import numpy as np
 
 from moe_rl.errors import EngineError, MoeRLError, WeightSyncError, describe
-from moe_rl.rollout import patches, wire
-from moe_rl.rollout.recording import Recording, RecordingRequest, as_stored
+from moe_rl.rollout import wire
 from moe_rl.rollout.sampler import SLEEPING_PARTS
 from moe_rl.rollout.settings import EngineSettings
-from moe_rl.rollout.versions import one_version
-from moe_rl.sync.update import Holding, agreement, encode, refusal
 from moe_rl.types import GenerateRequest
+from moe_rl.vllm import patches
+from moe_rl.vllm.recording import Recording, RecordingRequest, as_stored
+from moe_rl.vllm.weight_versions import one_version
+from moe_rl.weights.update import Holding, agreement, encode, refusal
 
 _PR_SET_PDEATHSIG = 1
 _ALIVE_SECONDS = 0.5
@@ -83,9 +84,9 @@ class Sampler:
         import vllm
         from vllm.platforms import current_platform
 
-        from moe_rl.rollout.source import NativeSource, WorkerSource
-        from moe_rl.rollout.worker import CONTROL, WORKER
-        from moe_rl.sync.receiver import BACKEND
+        from moe_rl.vllm.route_source import NativeSource, WorkerSource
+        from moe_rl.vllm.worker import CONTROL, WORKER
+        from moe_rl.weights.receiver import BACKEND
 
         self.vllm_version: str = vllm.__version__
         self._pulse = pulse

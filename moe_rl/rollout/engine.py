@@ -30,8 +30,8 @@ from moe_rl.errors import EngineError, WeightSyncError, describe
 from moe_rl.rollout import wire
 from moe_rl.rollout.scratch import Scratch
 from moe_rl.rollout.settings import EngineSettings
-from moe_rl.sync.update import WeightUpdate
 from moe_rl.types import Completion, GenerateRequest
+from moe_rl.weights.update import WeightUpdate
 
 _POLL_SECONDS = 0.2
 _CLOSE_SECONDS = 10.0

@@ -25,11 +25,11 @@ from moe_rl.config.schema import Config
 from moe_rl.errors import EngineError, SamplerGone, WeightSyncError, describe
 from moe_rl.rollout.assign import assign
 from moe_rl.rollout.attach import folder_problem, servers_of
-from moe_rl.rollout.control import Served
 from moe_rl.rollout.server import VllmServer
-from moe_rl.sync.address import reached_by_all
-from moe_rl.sync.update import Broadcast, Files, Received, Source, WeightUpdate, refusal
 from moe_rl.types import Completion, GenerateRequest
+from moe_rl.vllm.control import Served
+from moe_rl.weights.address import reached_by_all
+from moe_rl.weights.update import Broadcast, Files, Received, Source, WeightUpdate, refusal
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
-from moe_rl.sync.update import WeightUpdate
 from moe_rl.types import Completion, GenerateRequest
+from moe_rl.weights.update import WeightUpdate
 
 SLEEPING_PARTS = ("weights", "kv_cache")
 """What a sampler gives back while it sleeps, in the order in which it is taken back. vLLM's own tags."""

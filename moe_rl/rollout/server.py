@@ -22,12 +22,12 @@ import msgspec
 import numpy as np
 
 from moe_rl.errors import EngineError, describe
-from moe_rl.rollout.control import Challenge, Open, Publish, Release, Score, Served, Sink
-from moe_rl.rollout.recording import RecordingRequest, as_stored
 from moe_rl.rollout.token_api import ANSWER, GENERATE, Sample, body, check
 from moe_rl.rollout.transport import Transport
-from moe_rl.sync.update import Holding, WeightUpdate
 from moe_rl.types import Completion, GenerateRequest, RouteRef
+from moe_rl.vllm.control import Challenge, Open, Publish, Release, Score, Served, Sink
+from moe_rl.vllm.recording import RecordingRequest, as_stored
+from moe_rl.weights.update import Holding, WeightUpdate
 
 _TIDY_SECONDS = 12.0
 # Made while the module is imported, by one thread: msgspec dies when two threads are the first to decode into a type.

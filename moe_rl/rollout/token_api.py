@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from moe_rl.errors import EngineError, describe
-from moe_rl.rollout.control import Served
-from moe_rl.rollout.recording import RecordingRequest
-from moe_rl.rollout.versions import one_version
 from moe_rl.types import GenerateRequest
+from moe_rl.vllm.control import Served
+from moe_rl.vllm.recording import RecordingRequest
+from moe_rl.vllm.weight_versions import one_version
 
 GENERATE = "/inference/v1/generate"
 

@@ -11,7 +11,7 @@ import httpx
 import msgspec
 
 from moe_rl.errors import EngineError, describe
-from moe_rl.rollout.control import read_token
+from moe_rl.vllm.control import read_token
 
 # A server closes a connection that was idle for 5 s; one that is used again at that very moment fails.
 _KEEPALIVE_SECONDS = 1.0

@@ -11,8 +11,8 @@ import socket
 import msgspec
 
 from moe_rl.rollout.settings import EngineSettings
-from moe_rl.sync.update import WeightUpdate
 from moe_rl.types import GenerateRequest, RouteRef
+from moe_rl.weights.update import WeightUpdate
 
 _LONGEST_FRAME = 1 << 30
 

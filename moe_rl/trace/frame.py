@@ -20,7 +20,7 @@ import xxhash
 
 from moe_rl.errors import TraceError, describe
 from moe_rl.trace.codec import encode_chunk
-from moe_rl.trace.packing import pack_bytes, pack_ints
+from moe_rl.trace.compression import pack_bytes, pack_ints
 from moe_rl.trace.record import MAX_ROWS, check_key, check_name
 from moe_rl.trace.shard import ShardHeader
 from moe_rl.trace.varint import Cursor, varint

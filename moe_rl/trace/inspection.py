@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moe_rl.errors import TraceError, describe
+from moe_rl.trace.bounds import order0_bits, set_bits
 from moe_rl.trace.codec import Codec
-from moe_rl.trace.entropy import order0_bits, set_bits
 from moe_rl.trace.frame import count_experts
 from moe_rl.trace.library import Found, Library, Reading, ShardIndex
 from moe_rl.trace.record import TraceSpec

@@ -9,7 +9,7 @@ import numpy as np
 
 from moe_rl.errors import TraceError, describe
 from moe_rl.trace.library import Reading, Segment
-from moe_rl.trace.plan import Plan
+from moe_rl.trace.read_plan import Plan
 from moe_rl.trace.record import MAX_ROWS, TraceSpec, check_key
 from moe_rl.trace.spans import cut_spans, merge_spans
 from moe_rl.types import RoutePart, RouteRef, Span

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_rl.trace.envelopes import moe_columns
+from moe_rl.trace.adapters.envelopes import moe_columns
 from moe_rl.trace.record import TraceSpec
 
 # Shorter sequences may repeat themselves by chance.

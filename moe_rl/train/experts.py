@@ -11,7 +11,7 @@ import torch.distributed as dist
 from moe_rl.config.schema import Config
 from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy
-from moe_rl.planning.placement import place
+from moe_rl.planning.expert_placement import place
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train.assignment import agreed, expert_counts
 from moe_rl.types import Sequence

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_rl.config.check import layout_problems
-from moe_rl.config.hf import ModelFacts, expected_tensors, read_model
 from moe_rl.config.schema import Config, ParallelConfig
 from moe_rl.errors import ConfigError, MoeRLError, describe
+from moe_rl.models.hf import ModelFacts, expected_tensors, read_model
 from moe_rl.train import run_folder
 
 EPILOG = """
@@ -65,7 +65,7 @@ def _from_run(
     folder: run_folder.RunFolder, config: Config, facts: ModelFacts, step: int | None, out: Path, dtype: str
 ) -> int:
     # Only now torch and megatron are imported: a mistake does not wait for them.
-    from moe_rl.data import checkpoints
+    from moe_rl import checkpoint_folder as checkpoints
     from moe_rl.megatron import checkpoint, hf_map, world
     from moe_rl.megatron.hf_files import CheckpointReader, write_checkpoint
     from moe_rl.megatron.model import DTYPES, unwrap

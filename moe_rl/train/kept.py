@@ -2,7 +2,7 @@
 
 `rollouts/step000012.rollout` holds everything that step 12 learned from but the routes, which lie in the step's trace
 shards: keys, tokens, sampler logprobs, rewards, weight versions, references to routes. It is one line,
-`moe_rl rollout 1 <xxh3-128 of the rest>`, and the batch as it went to the ranks (`megatron/messages.py`).
+`moe_rl rollout 1 <xxh3-128 of the rest>`, and the batch as it went to the ranks (`messages.py`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from moe_rl import messages
 from moe_rl.errors import DataError, describe
-from moe_rl.megatron import messages
 from moe_rl.trace import TraceStore
 from moe_rl.types import Sequence
 

@@ -11,16 +11,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.check import config_problems, problems
 from moe_rl.config.check_files import file_problems
-from moe_rl.config.hf import read_model, read_published
 from moe_rl.config.layout import least_ranks
 from moe_rl.config.load import load_config
-from moe_rl.config.model_facts import ModelFacts
 from moe_rl.config.nodes import node_problems, several_nodes
 from moe_rl.config.schema import Config
 from moe_rl.config.servers import start_problems
-from moe_rl.data import checkpoints
 from moe_rl.doctor.diagnosis import installation_problems
 from moe_rl.errors import (
     CheckpointError,
@@ -32,6 +30,8 @@ from moe_rl.errors import (
     TraceError,
     describe,
 )
+from moe_rl.models.facts import ModelFacts
+from moe_rl.models.hf import read_model, read_published
 from moe_rl.planning.fit import disk_problems, memory_problems, transfer_problems
 from moe_rl.planning.plan import make_plan
 from moe_rl.planning.plan_table import render

@@ -17,16 +17,16 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from moe_rl.config.hf import read_model
 from moe_rl.config.schema import Config
 from moe_rl.errors import CollapseError, Stopped
 from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy, ReferencePolicy
 from moe_rl.megatron.saving import Checkpoints
+from moe_rl.models.hf import read_model
 from moe_rl.report.html import write_report
 from moe_rl.report.log import RunLog
 from moe_rl.report.summary import summarize
-from moe_rl.rewards.pool import VerifierPool
+from moe_rl.tasks.verifiers import VerifierPool
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train.kept import KeptRollouts, RolloutBatch, kept_steps
 from moe_rl.train.peers import Peers, StopRequested

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_rl.config.layout import make_layout, stage_layers
-from moe_rl.config.model_facts import ModelFacts
 from moe_rl.config.schema import Config, ParallelConfig
 from moe_rl.errors import TraceError, describe
+from moe_rl.models.facts import ModelFacts
 from moe_rl.planning.activations import expert_row_bytes
 from moe_rl.planning.balance import Plan, load_of, pack_by_load
 from moe_rl.planning.budgets import Budget, budget, microbatch_counts, most

@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch.distributed as dist
 
+from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.schema import Config
-from moe_rl.data import checkpoints
-from moe_rl.data.ledger import Entry, PromptLedger
-from moe_rl.data.prompts import PromptSource
 from moe_rl.errors import CheckpointError, ConfigError, DataError, MoeRLError, describe
 from moe_rl.megatron import checkpoint, world
 from moe_rl.replay.routes import RowPolicy, read_routes
+from moe_rl.tasks.prompt_ledger import Entry, PromptLedger
+from moe_rl.tasks.prompts import PromptSource
 from moe_rl.trace import TraceSpec
 from moe_rl.train import run_folder
 from moe_rl.train.kept import KeptRollouts, RolloutBatch
 from moe_rl.train.nodes import check_seen
 from moe_rl.train.run_folder import RunFolder
-from moe_rl.train.support import read_support
+from moe_rl.train.sampling_support import read_support
 
 if TYPE_CHECKING:
     from moe_rl.train.loop import Run

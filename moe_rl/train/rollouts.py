@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from moe_rl.config.hf import ModelFacts
 from moe_rl.config.schema import Config
-from moe_rl.data.ledger import PromptLedger
-from moe_rl.data.prompts import PromptSource, TextCodec, load_prompts
 from moe_rl.errors import RewardError, describe
+from moe_rl.models.hf import ModelFacts
 from moe_rl.objectives.advantages import has_spread
 from moe_rl.objectives.shaping import overlong_penalty
-from moe_rl.rewards.pool import RewardItem, VerifierPool, check_failed_fraction
 from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.sampler import Sampler
+from moe_rl.tasks.prompt_ledger import PromptLedger
+from moe_rl.tasks.prompts import PromptSource, TextCodec, load_prompts
+from moe_rl.tasks.verifiers import RewardItem, VerifierPool, check_failed_fraction
 from moe_rl.trace import TraceStore
 from moe_rl.train.kept import RolloutBatch, shard_name
 from moe_rl.train.step import Clock

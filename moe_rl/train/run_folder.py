@@ -20,9 +20,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_rl.checkpoint_folder import sync
 from moe_rl.config.load import dump_config, load_config
 from moe_rl.config.schema import Config
-from moe_rl.data.checkpoints import sync
 from moe_rl.errors import ConfigError, describe
 
 # What a resumed run may have otherwise: which ranks train, and where its samplers are.

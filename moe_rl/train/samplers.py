@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from moe_rl.config.hf import ModelFacts
 from moe_rl.config.schema import Config
+from moe_rl.models.hf import ModelFacts
 from moe_rl.rollout.engine import VllmEngine
 from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.sampler import Sampler

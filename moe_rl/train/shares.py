@@ -11,7 +11,7 @@ from moe_rl.config.schema import Config
 from moe_rl.errors import ReplayError, describe
 from moe_rl.megatron import world
 from moe_rl.megatron.microbatch import Microbatch, pack
-from moe_rl.objectives.policy import global_denominator, nonempty
+from moe_rl.objectives.losses import global_denominator, nonempty
 from moe_rl.planning.balance import Plan
 from moe_rl.planning.packing import split_groups
 from moe_rl.replay.plans import LayerPlan
@@ -19,7 +19,7 @@ from moe_rl.replay.routes import RowPolicy, microbatch_routes, missing_rows, rea
 from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train.assignment import agreed, assign, load_excess
-from moe_rl.train.support import read_support
+from moe_rl.train.sampling_support import read_support
 from moe_rl.types import SamplingSupport, Sequence
 
 

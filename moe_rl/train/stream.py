@@ -13,14 +13,14 @@ from torch import Tensor
 
 from moe_rl.errors import WeightSyncError
 from moe_rl.megatron import world
-from moe_rl.megatron.export import Round
+from moe_rl.megatron.hf_export import Round
 from moe_rl.rollout.sampler import Sampler
-from moe_rl.sync.digest import dtype_name, tensor_digest
-from moe_rl.sync.update import Received, TensorInfo, WeightUpdate
-from moe_rl.sync.ways import as_announced
+from moe_rl.weights.digest import dtype_name, tensor_digest
+from moe_rl.weights.update import Received, TensorInfo, WeightUpdate
+from moe_rl.weights.ways import as_announced
 
 if TYPE_CHECKING:
-    from moe_rl.sync.broadcast import Sender
+    from moe_rl.weights.broadcast import Sender
 
 _LEAVE_SECONDS = 5.0
 
@@ -103,7 +103,7 @@ def by_cuda_ipc(
 
     Never run on a GPU.
     """
-    from moe_rl.sync.cuda_ipc import packed
+    from moe_rl.weights.cuda_ipc import packed
 
     stream = Stream(rounds)
     if sampler is None:

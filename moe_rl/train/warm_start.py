@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from moe_rl.data.arithmetic import Problem, problem_stream, wanted_completion
+from moe_rl.tasks.arithmetic import Problem, problem_stream, wanted_completion
 
 VOCAB_SIZE = 320
 PAD, EOS = "<|pad|>", "<|end|>"

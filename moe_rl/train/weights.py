@@ -14,17 +14,17 @@ from torch import Tensor
 from moe_rl.config.schema import RolloutConfig
 from moe_rl.errors import ConfigError
 from moe_rl.megatron import world
-from moe_rl.megatron.export import Round
+from moe_rl.megatron.hf_export import Round
 from moe_rl.megatron.microbatch import pack
 from moe_rl.megatron.model import DTYPES
 from moe_rl.megatron.policy import Policy
 from moe_rl.planning.packing import fill_rounds
 from moe_rl.planning.transfer import Way, weight_transfer
 from moe_rl.rollout.sampler import Sampler
-from moe_rl.sync.precision import fp8_rounded, is_rounded
-from moe_rl.sync.update import WeightUpdate
-from moe_rl.sync.ways import Bucket, Disk, Shared
 from moe_rl.types import Sequence
+from moe_rl.weights.precision import fp8_rounded, is_rounded
+from moe_rl.weights.update import WeightUpdate
+from moe_rl.weights.ways import Bucket, Disk, Shared
 
 
 def way_of(rollout: RolloutConfig) -> Way:
@@ -96,7 +96,7 @@ class WeightSender:
         if self._named == "cuda_ipc":
             return stream.by_cuda_ipc(sampler, part, rounds, self._bucket_bytes)
         if sampler is not None and (self._sender is None or self._sender.workers != sampler.workers):
-            from moe_rl.sync.broadcast import Sender
+            from moe_rl.weights.broadcast import Sender
 
             if self._sender is not None:
                 self._sender.close()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from moe_rl.config.hf import expected_tensors, read_model
+from moe_rl.models.hf import expected_tensors, read_model
 
 HF_CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -447,7 +447,7 @@ from moe_rl.config.schema import LOSS_PARAMETERS
 from moe_rl.planning.plan import make_plan
 from moe_rl.planning.plan_table import render
 from moe_rl.config.check import problems
-from moe_rl.config.hf import read_model
+from moe_rl.models.hf import read_model
 config = load_config(sys.argv[1])
 print(render(make_plan(config, read_model(config.model.path), 2)))
 print("PROBLEMS", problems(config, 2))

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from moe_rl.config.check import config_problems
-from moe_rl.config.hf import parameter_count, read_published
 from moe_rl.config.load import load_config
+from moe_rl.models.hf import parameter_count, read_published
 from moe_rl.planning.fit import memory_problems
 from moe_rl.planning.plan import make_plan
 

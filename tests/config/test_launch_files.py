@@ -15,9 +15,9 @@ import yaml
 
 from moe_rl.config.load import load_config
 from moe_rl.config.servers import server_problems, start_problems
-from moe_rl.rollout.serve import engine_arguments
-from moe_rl.rollout.serve import parser as serve_parser
 from moe_rl.train.launch import parser as train_parser
+from moe_rl.vllm.serve import engine_arguments
+from moe_rl.vllm.serve import parser as serve_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "configs/launch"

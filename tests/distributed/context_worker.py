@@ -13,14 +13,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moe_rl.config.hf import read_model
+from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.load import load_config
-from moe_rl.data import checkpoints
 from moe_rl.errors import ReplayError, RouteValidationError
 from moe_rl.megatron import world
+from moe_rl.models.hf import read_model
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
 from moe_rl.types import Provenance, Sequence, Span
-from tests.sync.taking import taken
+from tests.weights.taking import taken
 
 CONFIG = Path(__file__).parents[2] / "configs/tiny_moe_cpu.yaml"
 # Of prompt and completion. 1 and 2 tokens are fed of some, where there are 4 chunks; no length is as any other.

@@ -21,9 +21,9 @@ class Run:
         self.config, self.peers = config, peers
 
     def steps(self, resumed):
-        from moe_rl.config.hf import read_model
         from moe_rl.megatron import world
         from moe_rl.megatron.policy import Policy
+        from moe_rl.models.hf import read_model
         from moe_rl.proof.share import Share
 
         parallel = dict(self.config.parallel)

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moe_rl.config.hf import read_model
 from moe_rl.config.load import load_config
 from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy
-from moe_rl.objectives.policy import global_denominator
+from moe_rl.models.hf import read_model
+from moe_rl.objectives.losses import global_denominator
 from moe_rl.proof.share import whole_gradients
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
 from moe_rl.train.step import TrainStep, UpdateSums

@@ -16,20 +16,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moe_rl.config.hf import read_model
-from moe_rl.data import checkpoints
+from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.errors import ReplayError
 from moe_rl.megatron import checkpoint, world
 from moe_rl.megatron.dispatcher import PlannedDispatcher
 from moe_rl.megatron.policy import Policy
 from moe_rl.megatron.saving import Checkpoints
 from moe_rl.megatron.witness import DispatchWitness
-from moe_rl.planning.placement import natural_order
+from moe_rl.models.hf import read_model
+from moe_rl.planning.expert_placement import natural_order
 from moe_rl.proof.cases import Case
 from moe_rl.proof.share import Share, whole_gradients
-from moe_rl.sync.digest import tensor_digests
+from moe_rl.weights.digest import tensor_digests
 from tests.distributed.state_worker import held
-from tests.sync.taking import taken
+from tests.weights.taking import taken
 
 SHARDED, TOP_4 = "EP2 DP2 bfloat16", "EP2 DP2 top-4"
 CASES = {

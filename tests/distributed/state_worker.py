@@ -22,20 +22,20 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.comparison.sources import weights_digest
-from moe_rl.config.hf import read_model
 from moe_rl.config.schema import GuardsConfig, ParallelConfig
-from moe_rl.data import checkpoints
 from moe_rl.errors import CheckpointError, NonFiniteError, WeightSyncError
 from moe_rl.megatron import checkpoint, rng, saving, world
-from moe_rl.megatron.export import Round
+from moe_rl.megatron.hf_export import Round
 from moe_rl.megatron.model import unwrap
 from moe_rl.megatron.policy import Policy, ReferencePolicy
+from moe_rl.models.hf import read_model
 from moe_rl.proof import cases
 from moe_rl.proof.share import Share
-from moe_rl.sync.segments import SegmentWriter
 from moe_rl.train.guards import Guards
-from tests.sync.taking import Taker, sender_of, taken
+from moe_rl.weights.shared_memory import SegmentWriter
+from tests.weights.taking import Taker, sender_of, taken
 
 ONE = ParallelConfig()
 SAVER = "TP2-EP2"

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moe_rl.config.hf import read_model
 from moe_rl.config.load import load_config
 from moe_rl.errors import MoeRLError
 from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy, ReferencePolicy
+from moe_rl.models.hf import read_model
 from moe_rl.objectives import logprobs as logprobs_module
 from moe_rl.objectives.logprobs import token_logprobs, token_logprobs_and_entropies
 from moe_rl.objectives.support import Support

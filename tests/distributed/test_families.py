@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moe_rl.config.hf import read_model
+from moe_rl.models.hf import read_model
 from moe_rl.proof.batch import LENGTHS, batch
 from moe_rl.proof.matrix import largest, merged
 from moe_rl.proof.reference import reference as transformers

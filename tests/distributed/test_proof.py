@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_rl.config.hf import read_model
+from moe_rl.models.hf import read_model
 from moe_rl.planning.budgets import budget, microbatch_counts, most
 from moe_rl.planning.dispatch import count
 from moe_rl.planning.packing import pack

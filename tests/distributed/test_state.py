@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from moe_rl.data import checkpoints
+from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.proof.matrix import largest, merged
 from tests.distributed.conftest import torchrun
 from tests.distributed.state_worker import AGAIN, BUCKET, DAMAGES, FILES, LAYOUTS, SAVER, STEP, UPDATES

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from moe_rl.config.hf import read_model
 from moe_rl.config.load import load_config
+from moe_rl.models.hf import read_model
 from moe_rl.objectives.advantages import advantages
 from moe_rl.planning.balance import excess, load_of, pack_by_load, round_loads
+from moe_rl.planning.expert_placement import place
 from moe_rl.planning.packing import pack, split_groups
-from moe_rl.planning.placement import place
 from moe_rl.proof.batch import LENGTHS, batch
 from moe_rl.report.registry import METRICS, find
 from moe_rl.train.peaks import limit_problem, peaks

@@ -15,7 +15,7 @@ from moe_rl.doctor.command import verdict
 from moe_rl.doctor.diagnosis import diagnose, fits, installation_problems
 from moe_rl.doctor.machine import Gpu, Machine, apex_kind, gpus, look
 from moe_rl.doctor.versions import ALWAYS, APEX, CUDA, NCCL, PARTS, TORCH, TRANSFORMER_ENGINE, VLLM, markdown
-from moe_rl.rollout import patches
+from moe_rl.vllm import patches
 
 ROOT = Path(__file__).resolve().parents[2]
 SERIES = {path.name for path in (ROOT / "patches/vllm/0.32.0").glob("*.patch")}
@@ -178,4 +178,4 @@ def test_the_table_says_what_setup_and_the_pinned_requirements_say():
         if part.distributions and part in ALWAYS:
             assert words & {f"{name}{part.required}" for name in part.distributions}, part
     assert checked == len(ALWAYS) - 1
-    assert ALWAYS[0].required in words and "moe-rl = moe_rl.console:main" in words
+    assert ALWAYS[0].required in words and "moe-rl = moe_rl.cli:main" in words

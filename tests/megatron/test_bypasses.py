@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_rl.config.hf import read_model
 from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
 from moe_rl.errors import ConfigError
+from moe_rl.models.hf import read_model
 from moe_rl.replay.session import MicrobatchHandle
 
 POLICY = Path(__file__).parents[2] / "assets/tiny_moe/policy"

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from moe_rl.config.hf import expected_tensors
-from moe_rl.config.model_facts import LatentAttention
 from moe_rl.errors import ConfigError
+from moe_rl.models.facts import LatentAttention
+from moe_rl.models.hf import expected_tensors
 from tests.megatron.models import facts
 
 
@@ -141,7 +141,7 @@ def test_megatron_saves_a_norm_under_the_name_that_transformer_engine_has(one_ra
     """Its own table of the two names agrees with ours."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
 
-    from moe_rl.config.hf import layer_weights
+    from moe_rl.models.hf import layer_weights
 
     theirs = get_gpt_layer_local_submodules(normalization="RMSNorm").sharded_state_dict_keys_map
     weights = layer_weights(facts(moe_layers=(1,)), 0)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moe_rl.megatron.microbatch import pack
 from moe_rl.megatron.policy import learning_rate
-from moe_rl.planning.layout import PAD_MULTIPLE, padded_length
+from moe_rl.planning.token_layout import PAD_MULTIPLE, padded_length
 from moe_rl.types import SamplingSupport, Sequence
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from moe_rl.config.hf import read_model
 from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
 from moe_rl.errors import ReplayError
+from moe_rl.models.hf import read_model
 from moe_rl.replay.routes import SequenceRoutes, microbatch_routes
 from moe_rl.replay.session import ReplaySession
 from moe_rl.trace import TraceSpec

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moe_rl.config.schema import LOSS_PARAMETERS, ObjectiveConfig
 from moe_rl.errors import ConfigError
-from moe_rl.objectives.policy import POLICY_LOSSES, global_denominator, gspo, nonempty, policy_loss, reference_kl
+from moe_rl.objectives.losses import POLICY_LOSSES, global_denominator, gspo, nonempty, policy_loss, reference_kl
 
 F64 = torch.float64
 MAX_TOKENS = 7  # longest completion allowed, for dr_grpo

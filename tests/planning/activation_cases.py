@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_rl.config.model_facts import LatentAttention, ModelFacts
 from moe_rl.config.schema import OptimizerConfig, TrainConfig
+from moe_rl.models.facts import LatentAttention, ModelFacts
 
 EVEN = ((64, 64), (64, 64), (64, 64), (64, 65))
 LONG_PROMPTS = ((200, 56), (240, 16))

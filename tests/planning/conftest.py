@@ -2,8 +2,8 @@
 
 import pytest
 
-from moe_rl.config.hf import read_model
 from moe_rl.config.load import load_config
+from moe_rl.models.hf import read_model
 from moe_rl.planning.plan import make_plan
 from tests.config.conftest import config_file, model  # noqa: F401  fixtures
 

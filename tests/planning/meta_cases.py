@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_rl.config.hf import read_published
 from moe_rl.config.load import load_config
-from moe_rl.config.model_facts import LatentAttention, ModelFacts
 from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
+from moe_rl.models.facts import LatentAttention, ModelFacts
+from moe_rl.models.hf import read_published
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_rl.planning.placement import (
+from moe_rl.planning.expert_placement import (
     check_order,
     natural_order,
     place,

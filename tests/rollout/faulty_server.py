@@ -9,8 +9,8 @@ import sys
 
 import torch
 
-from moe_rl.rollout.serve import main
-from moe_rl.sync.intake import Intake
+from moe_rl.vllm.serve import main
+from moe_rl.weights.intake import Intake
 
 UNLUCKY = 13
 DAMAGED = "model.norm.weight"

@@ -26,9 +26,6 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 def main() -> None:
     import vllm.entrypoints.llm  # noqa: F401
 
-    from moe_rl.rollout import worker  # noqa: F401
-    from moe_rl.sync import receiver  # noqa: F401
-
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints is no answer
     for line in sys.stdin:
@@ -52,8 +49,8 @@ def play(given: str, result: str) -> NoReturn:
         _schedule_asynchronously()
     import vllm
 
-    from moe_rl.rollout.worker import CONTROL, WORKER
-    from moe_rl.sync.receiver import BACKEND
+    from moe_rl.vllm.worker import CONTROL, WORKER
+    from moe_rl.weights.receiver import BACKEND
 
     arguments = {
         "skip_tokenizer_init": True,

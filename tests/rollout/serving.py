@@ -19,13 +19,13 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from moe_rl.rollout.control import read_token
 from moe_rl.rollout.server import VllmServer
-from moe_rl.sync.parts import write_part
-from moe_rl.sync.update import Files, WeightUpdate
-from moe_rl.sync.ways import info_of
 from moe_rl.trace import TraceStore, validate
 from moe_rl.types import GenerateRequest
+from moe_rl.vllm.control import read_token
+from moe_rl.weights.shared_disk import write_part
+from moe_rl.weights.update import Files, WeightUpdate
+from moe_rl.weights.ways import info_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "serve_vllm.py"

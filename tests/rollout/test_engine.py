@@ -13,7 +13,7 @@ from moe_rl.objectives.logprobs import token_logprobs
 from moe_rl.objectives.support import Support
 from moe_rl.rollout.engine import VllmEngine
 from moe_rl.trace import TraceStore
-from moe_rl.train.support import read_support
+from moe_rl.train.sampling_support import read_support
 from moe_rl.types import Sequence
 from tests.rollout.conftest import VOCAB
 

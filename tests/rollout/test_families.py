@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from moe_rl.config.hf import is_mtp_tensor, read_model
 from moe_rl.errors import EngineError
-from moe_rl.rollout.worker import refuse_unpatched
+from moe_rl.models.hf import is_mtp_tensor, read_model
+from moe_rl.vllm.worker import refuse_unpatched
 from tests.rollout.conftest import TOP_K, VOCAB
 from tests.rollout.test_recording import agree, play, requests, scenarios  # noqa: F401 - two are fixtures
-from tests.sync.sending import by_disk
+from tests.weights.sending import by_disk
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 
 import moe_rl
 from moe_rl.errors import EngineError
-from moe_rl.rollout import patches
 from moe_rl.rollout.engine import VllmEngine
-from tests.sync.sending import by_disk
+from moe_rl.vllm import patches
+from tests.weights.sending import by_disk
 
 pytestmark = pytest.mark.slow
 

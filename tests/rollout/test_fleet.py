@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from moe_rl.errors import EngineError, SamplerGone, WeightSyncError
 from moe_rl.rollout.assign import assign
-from moe_rl.rollout.control import Served
 from moe_rl.rollout.fleet import ServerFleet
-from moe_rl.sync.address import own_address, reached_by_all
-from moe_rl.sync.update import Broadcast, Files, Holding, SharedMemory, WeightUpdate
 from moe_rl.types import Completion, GenerateRequest
+from moe_rl.vllm.control import Served
+from moe_rl.weights.address import own_address, reached_by_all
+from moe_rl.weights.update import Broadcast, Files, Holding, SharedMemory, WeightUpdate
 
 SERVED = Served(
     moe_rl="0", vllm="0.32.0", trace_root="/t", model_fingerprint="f", num_experts=4, top_k=2, layer_map="m",

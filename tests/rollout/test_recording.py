@@ -20,11 +20,11 @@ import psutil
 import pytest
 import torch
 
-from moe_rl.rollout.recording import from_start
 from moe_rl.trace import TraceStore, validate
 from moe_rl.types import Provenance, RoutePart, RouteRef
+from moe_rl.vllm.recording import from_start
 from tests.rollout.conftest import LAYERS, TOP_K, VOCAB
-from tests.sync.sending import by_disk
+from tests.weights.sending import by_disk
 
 # An engine takes 20 s to start and to be compiled for; on a busy machine a multiple.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -225,7 +225,7 @@ def test_what_requests_do(play, router):
 
 def test_worker_class_without_a_patch(play, router, tmp_path):
     """The same recorder through `worker_cls`, in a copy of vLLM that was given back as it was published."""
-    from moe_rl.rollout import patches
+    from moe_rl.vllm import patches
 
     outcome = play(
         [{"sample": requests(3, 4), "sink": "s"}, {"sample": requests(1, 2, top_k=8, top_p=0.9), "sink": "cut"}],

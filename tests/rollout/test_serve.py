@@ -11,8 +11,8 @@ from unittest.mock import patch
 import pytest
 
 from moe_rl.errors import EngineError
-from moe_rl.rollout import serve
-from moe_rl.rollout.control import read_token
+from moe_rl.vllm import serve
+from moe_rl.vllm.control import read_token
 from tests.rollout.serving import ROOT
 
 

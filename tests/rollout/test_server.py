@@ -25,14 +25,14 @@ import numpy as np
 import psutil
 import pytest
 
-from moe_rl.config.hf import read_model
 from moe_rl.config.load import load_config
 from moe_rl.errors import EngineError
-from moe_rl.rollout import serve
+from moe_rl.models.hf import read_model
 from moe_rl.rollout.attach import attach_problems, folder_problem
 from moe_rl.rollout.server import VllmServer
 from moe_rl.trace import TraceStore, validate
 from moe_rl.types import GenerateRequest, RoutePart, RouteRef
+from moe_rl.vllm import serve
 from tests.rollout.serving import MAX_LEN, ROOT, START_SECONDS, Router, agree, alive, serving, whole_update
 
 # The first test waits for the server, which on a busy machine takes long.

@@ -10,10 +10,10 @@ import pytest
 
 from moe_rl.errors import EngineError, RouteValidationError
 from moe_rl.rollout.engine import VllmEngine
-from moe_rl.rollout.recording import Recording, RecordingRequest
-from moe_rl.rollout.source import NativeSource
 from moe_rl.trace import TraceStore
 from moe_rl.types import Provenance, Span
+from moe_rl.vllm.recording import Recording, RecordingRequest
+from moe_rl.vllm.route_source import NativeSource
 
 LAYERS, EXPERTS, TOP_K = (1, 3), 16, 4
 

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from moe_rl.errors import EngineError, WeightSyncError
-from moe_rl.sync.segments import SegmentWriter
-from moe_rl.sync.update import SharedMemory
-from tests.sync.sending import broadcast, by_disk, by_memory, part
+from moe_rl.weights.shared_memory import SegmentWriter
+from moe_rl.weights.update import SharedMemory
+from tests.weights.sending import broadcast, by_disk, by_memory, part
 
 pytestmark = pytest.mark.slow
 
@@ -131,7 +131,7 @@ def test_one_changed_expert_is_seen_by_the_canary(send, reference, weights):
     assert np.abs(send.engine.score(CANARY) - before).max() > 1e-4
 
 
-# Every single fault is in tests/sync/test_intake.py; here is what a real engine does then.
+# Every single fault is in tests/weights/test_intake.py; here is what a real engine does then.
 
 
 def another(update, name):
@@ -167,7 +167,7 @@ def test_a_torn_update_leaves_an_engine_that_samples_nothing_until_a_whole_one(s
 
 def test_a_broadcast_is_loaded_bucket_by_bucket(send, weights, others, other_reference):
     """In vLLM's packed buckets, over gloo; one that breaks off is as any torn update."""
-    from moe_rl.sync.broadcast import Sender
+    from moe_rl.weights.broadcast import Sender
 
     engine, version = send.engine, send.version()
 

@@ -16,10 +16,17 @@ from hypothesis import strategies as st
 
 from moe_rl.errors import RouteValidationError, TraceError
 from moe_rl.trace import TraceSpec, TraceStore
-from moe_rl.trace.envelopes import decode_lists, decode_nemo, decode_npy, decode_sglang, decode_vllm, take_routes
-from moe_rl.trace.importing import import_lines, import_npy, lint_lines
+from moe_rl.trace.adapters.envelopes import (
+    decode_lists,
+    decode_nemo,
+    decode_npy,
+    decode_sglang,
+    decode_vllm,
+    take_routes,
+)
+from moe_rl.trace.adapters.importing import import_lines, import_npy, lint_lines
+from moe_rl.trace.adapters.replies import from_nemo, from_sglang, from_vllm
 from moe_rl.trace.lint import lint
-from moe_rl.trace.replies import from_nemo, from_sglang, from_vllm
 from moe_rl.types import Provenance, Span
 
 FIXTURES = Path(__file__).parent / "fixtures"

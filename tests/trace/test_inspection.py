@@ -11,8 +11,8 @@ from moe_rl.errors import TraceError
 from moe_rl.report.traces import write_plots
 from moe_rl.trace import ShardWriter, TraceSpec
 from moe_rl.trace.audit import faults
-from moe_rl.trace.comparison import compare
-from moe_rl.trace.entropy import order0_bits, set_bits
+from moe_rl.trace.bounds import order0_bits, set_bits
+from moe_rl.trace.difference import compare
 from moe_rl.trace.inspection import coactivation, expert_counts, inspect
 from moe_rl.trace.selection import references, select
 from moe_rl.trace.speed import measure

@@ -7,7 +7,7 @@ import numpy as np
 from safetensors.torch import load_file, save_file
 
 from moe_rl.config.load import load_config
-from moe_rl.planning.placement import natural_order
+from moe_rl.planning.expert_placement import natural_order
 from moe_rl.train.experts import ExpertPlacement
 
 CONFIG = Path(__file__).parents[2] / "configs/tiny_moe_cpu.yaml"

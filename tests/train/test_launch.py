@@ -160,8 +160,8 @@ def test_a_run_is_resumed_with_other_ranks_and_nothing_else(tmp_path):
 
 
 def test_an_unpatched_vllm_is_refused(monkeypatch, capsys):
-    from moe_rl.rollout import patches
     from moe_rl.train import launch as launch_module
+    from moe_rl.vllm import patches
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     fault = "vLLM is not patched: run tools/apply_patches.py --apply"

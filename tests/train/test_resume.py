@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from moe_rl.data.ledger import PromptLedger
-from moe_rl.data.prompts import PromptSource
 from moe_rl.errors import CheckpointError, MoeRLError
+from moe_rl.tasks.prompt_ledger import PromptLedger
+from moe_rl.tasks.prompts import PromptSource
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
 from moe_rl.train.kept import KeptRollouts, RolloutBatch, shard_name
 from moe_rl.train.resume import check_of_this_run, left_behind

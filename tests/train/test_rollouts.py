@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from moe_rl.config.load import load_config
-from moe_rl.data.ledger import PromptLedger
 from moe_rl.errors import RewardError
+from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.train.kept import shard_name, shard_step
 from moe_rl.train.rollouts import Rollouts
 from moe_rl.train.step import Clock

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_rl.config.schema import LOSS_PARAMETERS, CorrectionConfig, ObjectiveConfig
-from moe_rl.objectives.policy import POLICY_LOSSES, reference_kl
+from moe_rl.objectives.losses import POLICY_LOSSES, reference_kl
 from moe_rl.train.shares import Share
 from moe_rl.train.step import TrainStep, UpdateSums
 

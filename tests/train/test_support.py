@@ -5,7 +5,7 @@ import pytest
 
 from moe_rl.errors import SupportError
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
-from moe_rl.train.support import read_support
+from moe_rl.train.sampling_support import read_support
 from moe_rl.types import Provenance, Sequence, Span
 
 VOCABULARY = 50

@@ -16,14 +16,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from moe_rl.config.hf import read_model
+from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.schema import ParallelConfig
-from moe_rl.data import checkpoints
 from moe_rl.megatron import checkpoint, hf_map, world
 from moe_rl.megatron.hf_files import CheckpointReader, write_checkpoint
 from moe_rl.megatron.model import unwrap
 from moe_rl.megatron.policy import Policy
 from moe_rl.megatron.saving import Checkpoints
+from moe_rl.models.hf import read_model
 from moe_rl.proof import cases
 from moe_rl.proof.rank import computing_as_asked
 from moe_rl.proof.share import Share, whole_gradients

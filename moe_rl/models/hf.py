@@ -1,0 +1,310 @@
+"""What a Hugging Face checkpoint folder says about its model, read without torch or transformers.
+
+Decoders of the families in FAMILIES, of which each has a file, and no others.
+Checkpoint files are input, not trusted: header sizes are bounded and file names may not leave the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_rl.errors import ConfigError, describe
+from moe_rl.models import deepseek_v3, glm4_moe, gpt_oss, qwen3_moe
+from moe_rl.models.facts import Fields, ModelFacts
+from moe_rl.models.safetensors_header import Tensor, read_header
+from moe_rl.models.weight_table import Shape, Weight, ends
+
+FAMILIES = {family.ARCHITECTURE: family for family in (qwen3_moe, glm4_moe, deepseek_v3, gpt_oss)}
+FLOAT_DTYPES = ("F32", "BF16", "F16")
+MAX_JSON_BYTES = 256 << 20
+SHOWN = 3
+"""How many tensor names a message lists before it only counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCount:
+    """dense: every parameter outside the experts. cut: those of them that tensor-parallel ranks share; norms and
+    routers are whole on every rank. expert: those of the experts, all of them."""
+
+    dense: int
+    cut: int
+    expert: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.expert
+
+
+def read_model(path: str | Path) -> ModelFacts:
+    """Read `config.json` of the checkpoint folder `path`. Raises ConfigError with every problem of the folder."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(describe("model.path: there is no such folder", got=folder, do="give a checkpoint folder"))
+    problems = []
+    if not (folder / "tokenizer.json").is_file():
+        problems.append(describe("model.path: the checkpoint has no tokenizer.json", where=str(folder)))
+    if not any(folder.glob("*.safetensors")):
+        problems.append(describe("model.path: the checkpoint has no *.safetensors", where=str(folder)))
+    if not (folder / "config.json").is_file():
+        raise ConfigError([describe("model.path: the checkpoint has no config.json", where=str(folder)), *problems])
+    try:
+        facts = _facts(folder / "config.json")
+    except ConfigError as error:
+        raise ConfigError(error.problems + problems) from None
+    if problems:
+        raise ConfigError(problems)
+    return facts
+
+
+def read_published(file: str | Path) -> ModelFacts:
+    """Read the figures of a published config.json. Raises ConfigError."""
+    return _facts(Path(file))
+
+
+def _facts(file: Path) -> ModelFacts:
+    where = str(file)
+    raw = _read_json(file)
+    architectures = raw.get("architectures") or []
+    architecture = next((name for name in architectures if name in FAMILIES), None)
+    if architecture is None:
+        shown = ", ".join(str(name) for name in architectures) or raw.get("model_type", "no architecture")
+        sparse = any(key in raw for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+        what = "unsupported architecture" if sparse else "a dense model has no experts to route to"
+        expected = " or ".join(FAMILIES)
+        raise ConfigError(describe(f"model.path: {what}", where=where, got=shown, expected=expected))
+
+    read = Fields(raw, where)
+    layers = read.count("num_hidden_layers", most=512)
+    hidden, heads = read.count("hidden_size"), read.count("num_attention_heads")
+    kv_heads, head_dim = read.count("num_key_value_heads"), read.count("head_dim", default=hidden // heads)
+    if heads % kv_heads:
+        read.wrong("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}")
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        read.wrong("rope_parameters", rope, "a mapping")
+        rope = {}
+    read.only("hidden_act", "silu")
+    top_k = read.count("num_experts_per_tok")
+    common = {
+        "architecture": architecture,
+        "vocab": read.count("vocab_size"),
+        "hidden_size": hidden,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": read.count("intermediate_size"),
+        "top_k": top_k,
+        "rope_theta": read.number("rope_theta", rope.get("rope_theta", raw.get("rope_theta", 10000.0))),
+        "rms_norm_eps": read.number("rms_norm_eps", raw.get("rms_norm_eps")),
+        "max_position_embeddings": read.count("max_position_embeddings"),
+        "tie_word_embeddings": read.flag("tie_word_embeddings", False),
+        "eos_token_ids": _eos(raw, file.parent),
+        "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+        "fingerprint": _fingerprint(raw),
+    }
+    own = FAMILIES[architecture].facts(read, layers=layers, top_k=top_k, rope=rope)
+    facts = ModelFacts(**(common | own))
+    if top_k > facts.num_experts:
+        read.wrong("num_experts_per_tok", top_k, f"at most num_experts = {facts.num_experts}")
+    if facts.rotary_fraction > 1 or int(facts.head_dim * facts.rotary_fraction) % 2:
+        read.wrong("partial_rotary_factor", facts.rotary_fraction, f"an even share of head_dim = {facts.head_dim}")
+    if read.problems:
+        raise ConfigError(read.problems)
+    return facts
+
+
+def _eos(raw: dict[str, Any], folder: Path) -> tuple[int, ...]:
+    generation = folder / "generation_config.json"
+    values = [raw.get("eos_token_id"), _read_json(generation).get("eos_token_id") if generation.is_file() else None]
+    flat = [item for value in values for item in (value if isinstance(value, list) else [value]) if item is not None]
+    if any(type(item) is not int for item in flat):
+        raise ConfigError(describe("model.path: eos_token_id", where=str(folder), got=flat, expected="token ids"))
+    return tuple(dict.fromkeys(flat))
+
+
+def _fingerprint(raw: dict[str, Any]) -> str:
+    kept = {key: value for key, value in raw.items() if key not in ("transformers_version", "_name_or_path")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def layer_weights(facts: ModelFacts, layer: int) -> tuple[Weight, ...]:
+    """The weights of the layer with this 0-based number, as its family's file lists them."""
+    return FAMILIES[facts.architecture].layer_weights(facts, has_experts=layer in facts.moe_layers)
+
+
+def _stage_weights(
+    facts: ModelFacts, layers: Iterable[int], *, first: bool, last: bool
+) -> Iterator[tuple[str, Weight]]:
+    """(what stands before the names of its tensors, weight) of some layers, and of the model's ends."""
+    front, back = ends(facts)
+    yield from (("", weight) for weight in front if first)
+    for layer in layers:
+        yield from ((f"model.layers.{layer}.", weight) for weight in layer_weights(facts, layer))
+    yield from (("", weight) for weight in back if last)
+
+
+def _tensors(facts: ModelFacts, prefix: str, weight: Weight) -> Iterator[tuple[str, Shape]]:
+    for name, shape in weight.tensors.items():
+        if weight.experts == "each":
+            yield from ((prefix + name.format(expert=expert), shape) for expert in range(facts.num_experts))
+        else:
+            yield prefix + name, shape
+
+
+def expected_tensors(facts: ModelFacts) -> dict[str, Shape]:
+    """Names, as the family's published checkpoints have them, and shapes of every tensor of the decoder."""
+    weights = _stage_weights(facts, range(facts.layers), first=True, last=True)
+    return dict(tensor for prefix, weight in weights for tensor in _tensors(facts, prefix, weight))
+
+
+def is_mtp_tensor(facts: ModelFacts, name: str) -> bool:
+    """Whether `name` is of a multi-token-prediction layer: published checkpoints number them on behind the decoder."""
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    return match is not None and facts.layers <= int(match[1]) < facts.layers + facts.mtp_layers
+
+
+def parameter_count(facts: ModelFacts) -> ParameterCount:
+    """Number of parameters in the tensors of `expected_tensors`."""
+    return stage_parameter_counts(facts, [range(facts.layers)])[0]
+
+
+def stage_parameter_counts(facts: ModelFacts, stages: Sequence[Sequence[int]]) -> list[ParameterCount]:
+    """Those of each pipeline stage, given its layers; the first has the embedding too, the last the output matrix."""
+    last = len(stages) - 1
+    return [
+        _count(facts, _stage_weights(facts, layers, first=stage == 0, last=stage == last))
+        for stage, layers in enumerate(stages)
+    ]
+
+
+def _count(facts: ModelFacts, weights: Iterable[tuple[str, Weight]]) -> ParameterCount:
+    dense = cut = expert = 0
+    for _, weight in weights:
+        size = sum(math.prod(shape) for shape in weight.tensors.values())
+        if weight.experts:
+            expert += size * (facts.num_experts if weight.experts == "each" else 1)
+            continue
+        dense += size
+        cut += 0 if weight.axis is None else size
+    return ParameterCount(dense, cut, expert)
+
+
+def checkpoint_tensors(path: str | Path) -> dict[str, Tensor]:
+    """Tensors of a checkpoint folder: name -> (safetensors dtype such as "BF16", shape, file name).
+
+    Reads the headers only, of the files that model.safetensors.index.json names, else of model.safetensors. Raises
+    ConfigError on a damaged or incomplete file.
+    """
+    folder = Path(path)
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        if not (folder / "model.safetensors").is_file():
+            raise ConfigError(
+                describe("model.path: no model.safetensors and no model.safetensors.index.json", where=str(folder))
+            )
+        return read_header(folder / "model.safetensors")
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigError(describe("model.path: the index has no weight_map", where=str(index)))
+    files = sorted({str(file) for file in weight_map.values()})
+    outside = [file for file in files if os.path.basename(file) != file or not file.endswith(".safetensors")]
+    if outside:
+        raise ConfigError(
+            describe(
+                "model.path: the index names a file that is no *.safetensors of this folder",
+                where=str(index),
+                got=repr(outside[0]),
+            )
+        )
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        for name, entry in read_header(folder / file).items():
+            if weight_map.get(name) != file:
+                raise ConfigError(
+                    describe(
+                        f"model.path: tensor {name}",
+                        where=str(index),
+                        got=f"in {file}",
+                        expected=f"in {weight_map.get(name, 'no file')} as the index says",
+                    )
+                )
+            tensors[name] = entry
+    absent = [name for name in weight_map if name not in tensors]
+    if absent:
+        raise ConfigError(
+            describe("model.path: the index names tensors that its files lack", where=str(index), got=_some(absent))
+        )
+    return tensors
+
+
+def decoder_problems(tensors: Mapping[str, Tensor], facts: ModelFacts, where: str) -> list[str]:
+    """`tensor_problems` of all of a checkpoint's tensors but those of multi-token prediction."""
+    found = {name: entry for name, entry in tensors.items() if not is_mtp_tensor(facts, name)}
+    return tensor_problems(expected_tensors(facts), found, where)
+
+
+def tensor_problems(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Tensor], where: str) -> list[str]:
+    """Missing, extra and misshapen tensors and unsupported dtypes, one message for each kind. where: the folder."""
+    kinds = {
+        "lacks tensors that config.json asks for": [name for name in expected if name not in found],
+        "has tensors that config.json does not ask for": [name for name in found if name not in expected],
+        "has tensors of another shape than config.json asks for": [
+            f"{name} {list(found[name][1])} instead of {list(shape)}"
+            for name, shape in expected.items()
+            if name in found and found[name][1] != shape
+        ],
+        f"has tensors that are not {', '.join(FLOAT_DTYPES)}": [
+            f"{name} {found[name][0]}" for name in expected if name in found and found[name][0] not in FLOAT_DTYPES
+        ],
+    }
+    return [
+        describe(f"model.path: the checkpoint {kind}", where=where, got=_some(names))
+        for kind, names in kinds.items()
+        if names
+    ]
+
+
+def tokenizer_vocabulary(path: str | Path) -> int:
+    """One more than the largest token id that tokenizer.json of the folder `path` can give. Raises ConfigError."""
+    file = Path(path) / "tokenizer.json"
+    raw = _read_json(file)
+    try:
+        vocab = raw["model"]["vocab"]
+        largest = max(vocab.values(), default=-1) if isinstance(vocab, dict) else len(vocab) - 1
+        return 1 + max([largest, *(token["id"] for token in raw.get("added_tokens") or [])])
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            describe("model.path: tokenizer.json holds no vocabulary", where=str(file), got=f"{error!r}")
+        ) from None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        if file.stat().st_size > MAX_JSON_BYTES:
+            raise ConfigError(
+                describe("model.path: file too large", where=str(file), expected=f"<= {MAX_JSON_BYTES} bytes")
+            )
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ConfigError:
+        raise
+    except OSError as error:
+        raise ConfigError(describe("model.path: cannot read a file", got=f"{file}: {error.strerror}")) from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(describe("model.path: not valid JSON", where=str(file), got=error)) from None
+    if not isinstance(value, dict):
+        raise ConfigError(describe("model.path: not a mapping", where=str(file), got=type(value).__name__))
+    return value
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{len(names)}: {', '.join(names[:SHOWN])}{more}"

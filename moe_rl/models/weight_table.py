@@ -1,0 +1,186 @@
+"""How a model's weights are named and laid out in a Hugging Face checkpoint and in megatron, as tables.
+
+A family's file lists the weights of its layers out of the parts below. From these tables come the tensors that a
+checkpoint must have, the numbers of parameters, and what each rank reads and writes (`moe_rl/megatron/hf_map.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from moe_rl.models.facts import ModelFacts
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One megatron parameter, or expert bias, and the whole Hugging Face tensors that it is made of.
+
+    parameter: its name within a layer, or the model, where layers are of torch ops. fused: the name where they are
+    TransformerEngine's, which keeps some norms with the projection behind them and experts in one module; "": the same.
+    tensors: {name within the layer, or the checkpoint: shape}.
+    layout: how the parameter is made of them.
+        copy            the tensor as it is
+        qkv             for each key-value group its query heads, then its k, then its v
+        gate_up         gate above up
+        transposed      columns are rows
+        gate_up_columns gate and up take turns as columns; as rows, gate above up
+    axis: of the tensors, along which tensor-parallel ranks share them in equal parts; None: whole on each.
+    experts: "each": {expert} in the names stands for an expert's number, in the parameter's among those of its rank, in
+    the tensors' among all. "stacked": in the parameter's only; the tensors have one more axis in front, of experts.
+    """
+
+    parameter: str
+    tensors: dict[str, Shape]
+    layout: Literal["copy", "qkv", "gate_up", "transposed", "gate_up_columns"] = "copy"
+    axis: int | None = None
+    experts: Literal["", "each", "stacked"] = ""
+    fused: str = ""
+
+
+def ends(facts: ModelFacts) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
+    """Those in front of the layers, and behind them. Tied embeddings have no output matrix."""
+    matrix = (facts.vocab, facts.hidden_size)
+    embedding = Weight("embedding.word_embeddings.weight", {"model.embed_tokens.weight": matrix}, axis=0)
+    norm = Weight("decoder.final_layernorm.weight", {"model.norm.weight": (facts.hidden_size,)})
+    head = Weight("output_layer.weight", {"lm_head.weight": matrix}, axis=0)
+    return (embedding,), ((norm,) if facts.tie_word_embeddings else (norm, head))
+
+
+def grouped_query_attention(facts: ModelFacts) -> tuple[Weight, ...]:
+    """Attention and the norm before it; biases, norms of queries and keys, and sinks where the model has them."""
+    hidden, head_dim, width = facts.hidden_size, facts.head_dim, facts.heads * facts.head_dim
+    rows = {"q": width, "k": facts.kv_heads * head_dim, "v": facts.kv_heads * head_dim}
+    fused_norm = "self_attention.linear_qkv.layer_norm_weight"
+    out = [
+        _norm("input_layernorm.weight", "input_layernorm.weight", hidden, fused_norm),
+        Weight(
+            "self_attention.linear_qkv.weight",
+            {f"self_attn.{one}_proj.weight": (count, hidden) for one, count in rows.items()},
+            "qkv",
+            0,
+        ),
+        Weight("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (hidden, width)}, axis=1),
+    ]
+    if facts.attention_bias:
+        biases = {f"self_attn.{one}_proj.bias": (count,) for one, count in rows.items()}
+        out.append(Weight("self_attention.linear_qkv.bias", biases, "qkv", 0))
+    if facts.linear_bias:
+        out.append(Weight("self_attention.linear_proj.bias", {"self_attn.o_proj.bias": (hidden,)}))
+    if facts.qk_norm:
+        out += [
+            _norm(f"self_attention.{one}_layernorm.weight", f"self_attn.{one}_norm.weight", head_dim) for one in "qk"
+        ]
+    if facts.sinks:
+        out.append(Weight("self_attention.core_attention.softmax_offset", {"self_attn.sinks": (facts.heads,)}, axis=0))
+    return tuple(out)
+
+
+def latent_attention(facts: ModelFacts) -> tuple[Weight, ...]:
+    """Multi-head latent attention and the norm before it. The down-projections are whole on every rank."""
+    latent, hidden = facts.latent, facts.hidden_size
+    queries = facts.heads * (latent.nope_dim + latent.rope_dim)
+    kv_up = (facts.heads * (latent.nope_dim + latent.value_dim), latent.kv_rank)
+    at, theirs = "self_attention.", "self_attn."
+    out = [
+        _norm("input_layernorm.weight", "input_layernorm.weight", hidden),
+        Weight(
+            at + "linear_kv_down_proj.weight",
+            {theirs + "kv_a_proj_with_mqa.weight": (latent.kv_rank + latent.rope_dim, hidden)},
+        ),
+        _norm(
+            at + "kv_layernorm.weight",
+            theirs + "kv_a_layernorm.weight",
+            latent.kv_rank,
+            at + "linear_kv_up_proj.layer_norm_weight",
+        ),
+        Weight(at + "linear_kv_up_proj.weight", {theirs + "kv_b_proj.weight": kv_up}, axis=0),
+        Weight(at + "linear_proj.weight", {theirs + "o_proj.weight": (hidden, facts.heads * latent.value_dim)}, axis=1),
+    ]
+    if not latent.q_rank:
+        out.append(Weight(at + "linear_q_proj.weight", {theirs + "q_proj.weight": (queries, hidden)}, axis=0))
+        return tuple(out)
+    return (
+        *out,
+        Weight(at + "linear_q_down_proj.weight", {theirs + "q_a_proj.weight": (latent.q_rank, hidden)}),
+        _norm(
+            at + "q_layernorm.weight",
+            theirs + "q_a_layernorm.weight",
+            latent.q_rank,
+            at + "linear_q_up_proj.layer_norm_weight",
+        ),
+        Weight(at + "linear_q_up_proj.weight", {theirs + "q_b_proj.weight": (queries, latent.q_rank)}, axis=0),
+    )
+
+
+def dense_mlp(facts: ModelFacts) -> tuple[Weight, ...]:
+    """The MLP of a layer without experts, and the norm before it."""
+    norm = _norm(
+        "pre_mlp_layernorm.weight",
+        "post_attention_layernorm.weight",
+        facts.hidden_size,
+        "mlp.linear_fc1.layer_norm_weight",
+    )
+    return norm, *_swiglu("mlp", "mlp", facts.hidden_size, facts.intermediate_size)
+
+
+def routed_mlp(facts: ModelFacts, router: str) -> tuple[Weight, ...]:
+    """Router and norm of a layer with experts, and its shared experts. router: its name in the checkpoint."""
+    hidden, experts = facts.hidden_size, facts.num_experts
+    out = [
+        _norm("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", hidden),
+        Weight("mlp.router.weight", {f"mlp.{router}.weight": (experts, hidden)}),
+    ]
+    if facts.linear_bias:
+        out.append(Weight("mlp.router.bias", {f"mlp.{router}.bias": (experts,)}))
+    if facts.expert_bias:
+        out.append(Weight("mlp.router.expert_bias", {f"mlp.{router}.e_score_correction_bias": (experts,)}))
+    if facts.shared_intermediate_size:
+        out += _swiglu("mlp.shared_experts", "mlp.shared_experts", hidden, facts.shared_intermediate_size)
+    return tuple(out)
+
+
+def separate_experts(facts: ModelFacts) -> tuple[Weight, ...]:
+    """Experts with tensors of their own."""
+    hidden, width = facts.hidden_size, facts.moe_intermediate_size
+    ours, theirs = "mlp.experts.local_experts.{expert}", "mlp.experts.{expert}"
+    fused = ("mlp.experts.linear_fc1.weight{expert}", "mlp.experts.linear_fc2.weight{expert}")
+    return _swiglu(ours, theirs, hidden, width, experts="each", fused=fused)
+
+
+def stacked_experts(facts: ModelFacts) -> tuple[Weight, ...]:
+    """Experts that share tensors [experts, ...], matrices with inputs as rows; each has biases."""
+    experts, hidden, width = facts.num_experts, facts.hidden_size, facts.moe_intermediate_size
+    rows = (
+        ("linear_fc1.weight", "gate_up_proj", (experts, hidden, 2 * width), "gate_up_columns"),
+        ("linear_fc1.bias", "gate_up_proj_bias", (experts, 2 * width), "gate_up_columns"),
+        ("linear_fc2.weight", "down_proj", (experts, width, hidden), "transposed"),
+        ("linear_fc2.bias", "down_proj_bias", (experts, hidden), "copy"),
+    )
+    return tuple(
+        Weight(
+            f"mlp.experts.local_experts.{{expert}}.{ours}",
+            {f"mlp.experts.{theirs}": shape},
+            layout,
+            experts="stacked",
+            fused=f"mlp.experts.{ours}{{expert}}",
+        )
+        for ours, theirs, shape, layout in rows
+    )
+
+
+def _norm(ours: str, theirs: str, width: int, fused: str = "") -> Weight:
+    return Weight(ours, {theirs: (width,)}, fused=fused)
+
+
+def _swiglu(
+    ours: str, theirs: str, hidden: int, width: int, *, experts: str = "", fused: tuple[str, str] = ("", "")
+) -> tuple[Weight, ...]:
+    gate_up = {f"{theirs}.{one}_proj.weight": (width, hidden) for one in ("gate", "up")}
+    down = {f"{theirs}.down_proj.weight": (hidden, width)}
+    return (
+        Weight(f"{ours}.linear_fc1.weight", gate_up, "gate_up", 0, experts, fused[0]),
+        Weight(f"{ours}.linear_fc2.weight", down, "copy", 1, experts, fused[1]),
+    )

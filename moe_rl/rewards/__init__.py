@@ -1,1 +1,0 @@
-"""Reward functions, and the process boundary they run behind."""

@@ -1,0 +1,1 @@
+"""Routes as other systems send them, read into the store."""

@@ -1,0 +1,212 @@
+"""Replies of other samplers as records: their tokens, routes, weight versions and provenance.
+
+A sampler forwards every token but the last one that it sampled, so P prompt and N sampled tokens have P + N - 1 rows.
+The row of position p gave the logits of the token at p + 1: sampled token i is the work of row P - 1 + i, and what a
+reply says of its weights holds for that row. Rows of the prompt before that are counted to the first sampled token.
+
+Every function raises RouteValidationError naming request, token and layer, or TraceError, on anything that does not
+fit exactly; nothing is cut or filled up. Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_rl.errors import RouteValidationError, TraceError, describe
+from moe_rl.trace.adapters.envelopes import decode_nemo, decode_sglang, decode_vllm, decoder_layers, take_routes
+from moe_rl.trace.record import RouteRecord, TraceSpec, as_token_ids, check_key
+from moe_rl.trace.spans import check_spans, cut_spans, spans_of_rows
+from moe_rl.types import Provenance, Span
+
+
+def from_vllm(
+    choice: Mapping,
+    spec: TraceSpec,
+    *,
+    key: str,
+    prompt_token_ids: Sequence[int],
+    start: int = 0,
+    weight_version: int | None = None,
+) -> RouteRecord:
+    """One choice of a vLLM reply: `token_ids`, `routed_experts`, `finish_reason`, and `weight_versions` if it has them.
+
+    start: the request's `routed_experts_prompt_start`. weight_version: of all rows; None: what the reply says. What
+    came from the prefix cache is not known: rows of the prompt count as prefill.
+    """
+    where = f"request {key}"
+    reply = _Reply(
+        decode_vllm(_field(choice, "routed_experts", str, where)),
+        _field(choice, "token_ids", list, where),
+        versions=choice.get("weight_versions"),
+        aborted=choice.get("finish_reason") == "abort",
+    )
+    return _sampled(reply, spec, key, prompt_token_ids, start, weight_version)
+
+
+def from_sglang(
+    answer: Mapping,
+    spec: TraceSpec,
+    *,
+    key: str,
+    prompt_token_ids: Sequence[int],
+    start: int = 0,
+    weight_version: int | None = None,
+) -> RouteRecord:
+    """A reply of SGLang's /generate: `output_ids`, and of `meta_info` `routed_experts`, `weight_versions` or
+    `weight_version`, `cached_tokens`, `finish_reason`.
+
+    start: the request's `routed_experts_start_len`. weight_version: of all rows; None: what the reply says.
+    """
+    where = f"request {key}"
+    meta = _field(answer, "meta_info", Mapping, where)
+    sampled = _field(answer, "output_ids", list, where)
+    spans = meta.get("weight_versions")
+    if spans is None and "weight_version" in meta:
+        spans = [{"version": meta["weight_version"], "start": 0, "end": len(sampled)}]
+    finish = meta.get("finish_reason")
+    reply = _Reply(
+        decode_sglang(_field(meta, "routed_experts", str, where), layers=decoder_layers(spec), top_k=spec.top_k),
+        sampled,
+        versions=spans,
+        aborted=isinstance(finish, Mapping) and finish.get("type") == "abort",
+        cached=meta.get("cached_tokens", 0),
+    )
+    return _sampled(reply, spec, key, prompt_token_ids, start, weight_version)
+
+
+def from_nemo(message: Mapping, spec: TraceSpec, *, key: str, weight_version: int, start: int = 0) -> RouteRecord:
+    """A message of NeMo-RL: `prompt_token_ids`, `generation_token_ids`, `routed_experts`.
+
+    start: tokens of earlier turns whose rows the envelope leaves out. The row of the last sampled token, a filler, is
+    not taken. The message does not name its weights. Rows that were not captured (-1) are refused, where NeMo-RL
+    itself lets the trainer's router choose.
+    """
+    where = f"request {key}"
+    prompt = _field(message, "prompt_token_ids", list, where)
+    sampled = _field(message, "generation_token_ids", list, where)
+    array = decode_nemo(_field(message, "routed_experts", str, where))
+    expected = len(prompt) + len(sampled) - start
+    if len(array) != expected:
+        raise RouteValidationError(
+            describe(
+                "envelope does not have a row for every token",
+                where=where,
+                got=f"{len(array)} rows",
+                expected=f"{expected}: {len(prompt)} prompt and {len(sampled)} sampled tokens from position {start}",
+            )
+        )
+    return _sampled(_Reply(array[:-1], sampled), spec, key, prompt, start, weight_version)
+
+
+def from_array(
+    array: np.ndarray, spec: TraceSpec, *, key: str, token_ids: Sequence[int], weight_version: int
+) -> RouteRecord:
+    """Routes of which nothing else is known, as .npy files and nested lists hold them.
+
+    array [T, layers, K]. token_ids [T]: the tokens that were forwarded. All rows count as prefill.
+    """
+    where = f"request {check_key(key)}"
+    ids = as_token_ids(token_ids, where=where)
+    routes = take_routes(array, spec, rows=len(ids), where=where)
+    spans = [Span(len(ids), weight_version, Provenance.PREFILL)] if len(ids) else []
+    return _record(key, routes, ids, check_spans(spans, rows=len(ids), where=where), False, spec, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """What a sampler says of one request. array [T, layers, K]; sampled: token ids; versions: as it wrote them."""
+
+    array: np.ndarray
+    sampled: Sequence[int]
+    versions: object = None
+    aborted: bool = False
+    cached: int = 0
+
+
+def _sampled(
+    reply: _Reply, spec: TraceSpec, key: str, prompt: Sequence[int], start: int, weight_version: int | None
+) -> RouteRecord:
+    """weight_version: of all rows; None: what the reply says."""
+    where = f"request {check_key(key)}"
+    versions = _versions(reply.versions, where) if weight_version is None else weight_version
+    cached, rows = reply.cached, len(prompt) + len(reply.sampled) - 1
+    if not (isinstance(start, int) and 0 <= start <= max(0, min(rows, len(prompt)))):
+        raise TraceError(
+            describe("first row is not in the prompt", where=where, got=start, expected=f"0 to {len(prompt)}")
+        )
+    if not (isinstance(cached, int) and 0 <= cached <= len(prompt)):
+        raise TraceError(
+            describe("cached tokens are impossible", where=where, got=cached, expected=f"0 to {len(prompt)}")
+        )
+    ids = as_token_ids([*prompt, *reply.sampled][: rows if rows > 0 else 0], where=where)[start:]
+    routes = take_routes(reply.array, spec, rows=len(ids), where=where)
+    of_rows = np.empty(max(0, rows), np.int64)
+    of_rows[:] = _version_of_rows(versions, rows, len(prompt), where)
+    spans = cut_spans(spans_of_rows(of_rows, cached=cached, prompt=len(prompt)), start, rows)
+    return _record(key, routes, ids, spans, reply.aborted, spec, start)
+
+
+def _record(key, routes, ids, spans, aborted, spec, start) -> RouteRecord:
+    routes.flags.writeable = ids.flags.writeable = False
+    return RouteRecord(key, routes, ids, spans, aborted, spec, start, spec.moe_layers)
+
+
+def _versions(spans: object, where: str) -> list[tuple[int, int]]:
+    """Pairs (sampled tokens, version) in order. spans: as a reply has them."""
+    wrong = TraceError(
+        describe(
+            "weight versions of the reply cannot be used",
+            where=where,
+            got=repr(spans)[:120],
+            expected="a list of {version, start, end} without gaps, each version a number",
+            do="give the weight version of the request",
+        )
+    )
+    if not isinstance(spans, list) or not spans:
+        raise wrong
+    found, at = [], 0
+    for span in spans:
+        if not isinstance(span, Mapping) or span.get("start") != at or not isinstance(span.get("end"), int):
+            raise wrong
+        version = str(span.get("version"))
+        if not (version.isascii() and version.isdigit() and len(version) <= 18 and span["end"] >= at):
+            raise wrong
+        found.append((span["end"] - at, int(version)))
+        at = span["end"]
+    return found
+
+
+def _version_of_rows(versions: int | list[tuple[int, int]], rows: int, prompt: int, where: str) -> int | np.ndarray:
+    if isinstance(versions, int):
+        return versions
+    sampled, covered = rows + 1 - prompt, sum(count for count, _ in versions)
+    if covered != sampled or not sampled:
+        raise TraceError(
+            describe(
+                "weight versions do not cover the sampled tokens",
+                where=where,
+                got=f"{covered} tokens",
+                expected=sampled or "at least one sampled token",
+                do="give the weight version of the request",
+            )
+        )
+    of_sampled = np.repeat([version for _, version in versions], [count for count, _ in versions])
+    return of_sampled[np.maximum(0, np.arange(rows) - (prompt - 1))]
+
+
+def _field(source: Mapping, name: str, kind: type, where: str):
+    value = source.get(name) if isinstance(source, Mapping) else None
+    if not isinstance(value, kind):
+        raise TraceError(
+            describe(
+                f"reply has no {name}",
+                where=where,
+                got="nothing" if value is None else type(value).__name__,
+                expected={str: "text", list: "a list"}.get(kind, "an object"),
+                do="ask the sampler to return token ids and routed experts",
+            )
+        )
+    return value

@@ -1,0 +1,1 @@
+"""All that runs inside a vLLM process: the recorder and its hooks, the server, the patch series and its tool."""

@@ -1,0 +1,201 @@
+"""What is recorded beside the routes, each by its own switch: sampling support, log-normaliser, router logits.
+
+support         the token ids that could have been drawn under top-k, top-p and min-p, per sampled token
+log_normalizer  log of the probability that the support had before the others were removed, per sampled token; added to
+                the log-probability under which a token was drawn, it gives the one without top-k, top-p and min-p
+router_logits   logits of every router, for a fraction of the tokens that this request computed itself
+
+Each costs copies to the host in the step, and none is kept unless it is asked for. The support is what a trainer with
+`rollout.keep_sampling_mask` needs of every token; the others are diagnostics of some requests.
+
+Arrays as they are stored with a record and read back by `TraceStore.aux`:
+
+support_counts [N] uint32, support_ids [sum] int32 (ascending per token; a count of 0: every token could be drawn),
+log_normalizer [N] float32, for the N sampled tokens in order; router_logits [M, L, E] float32 of rows
+router_logits_rows [M] uint32, ascending.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from moe_rl.errors import EngineError, describe
+
+if TYPE_CHECKING:
+    from moe_rl.vllm.recorder import Recorded
+    from moe_rl.vllm.recording import Recording
+
+
+class Extras:
+    """Hooks in the sampler and the routers of one worker, and what they saw of each request so far."""
+
+    def __init__(self, worker, recording: Recording, moe_modules: Mapping[int, torch.nn.Module]):
+        self._runner = worker.model_runner
+        self._fraction = recording.router_logits_fraction
+        self._support, self._log_normalizer = recording.support, recording.log_normalizer
+        self._samples = self._support or self._log_normalizer
+        self._sampled: dict[int, dict[int, tuple[np.ndarray, float]]] = {}
+        self._logits: dict[int, dict[int, np.ndarray]] = {}
+        self._in_step: list[tuple[Recorded, int]] = []
+        self._log_mass_before: Tensor | None = None
+        if self._fraction:
+            self._buffer = _watch_routers(worker, moe_modules)
+        if self._samples:
+            self._watch_sampler(self._runner.sampler)
+
+    @classmethod
+    def of(cls, worker, recording: Recording, moe_modules, *, pipeline_stages: int) -> Self | None:
+        """None when nothing but routes is asked for. Raises EngineError for an engine whose steps do not show it."""
+        if not (recording.support or recording.log_normalizer or recording.router_logits_fraction):
+            return None
+        config = worker.vllm_config
+        for wrong, why, do in (
+            (pipeline_stages > 1, "no pipeline stage sees both the sampler and all routers", "one stage"),
+            (config.speculative_config is not None, "speculative decoding draws several tokens a step", "turn it off"),
+            (
+                (recording.support or recording.log_normalizer)
+                and config.model_config.logprobs_mode != "processed_logprobs",
+                f"logprobs_mode is {config.model_config.logprobs_mode}, which does not show what was removed",
+                "set logprobs_mode to processed_logprobs",
+            ),
+            (
+                not config.model_config.enforce_eager and recording.router_logits_fraction > 0,
+                "a compiled forward pass does not call the routers' hooks",
+                "set enforce_eager",
+            ),
+        ):
+            if wrong:
+                raise EngineError(
+                    describe("Sampling support, log-normaliser or router logits cannot be recorded", got=why, do=do)
+                )
+        return cls(worker, recording, moe_modules)
+
+    def after_forward(self, in_step: Sequence[tuple[Recorded, int]]) -> None:
+        """in_step: the step's requests, in the order of its rows, with their numbers of tokens."""
+        self._in_step = list(in_step)
+        if not self._fraction:
+            return
+        first, wanted = 0, []
+        for request, count in self._in_step:
+            if request.ask is not None:
+                positions = range(request.forwarded - count, request.forwarded)
+                wanted += [(request, p, first + i) for i, p in enumerate(positions) if self._is_chosen(request, p)]
+            first += count
+        if wanted:
+            logits = self._buffer[[row for *_, row in wanted]].cpu().numpy()
+            for (request, position, _), one in zip(wanted, logits, strict=True):
+                # Of a token that is computed again after a preemption the first pass counts, as for its routes.
+                self._logits.setdefault(request.number, {}).setdefault(position, one)
+
+    def drop(self, request: Recorded) -> None:
+        """Forget a request that nothing is stored of."""
+        self._sampled.pop(request.number, None)
+        self._logits.pop(request.number, None)
+
+    def of_request(self, request: Recorded, rows: int) -> dict[str, np.ndarray]:
+        """The arrays of a finished request; what is kept of it here is dropped. rows: its forwarded tokens."""
+        aux: dict[str, np.ndarray] = {}
+        sampled = self._sampled.pop(request.number, {})
+        logits = self._logits.pop(request.number, {})
+        # The token at position p was drawn from the row of position p - 1; the last one drawn has no row itself.
+        drawn = range(len(request.prompt), rows + 1) if self._samples and not request.greedy else range(0)
+        if unseen := [p for p in drawn if p not in sampled]:
+            # No support would be taken for the whole vocabulary.
+            raise EngineError(
+                describe(
+                    "the recorder did not see what a token was drawn from",
+                    where=f"request {request.ask.key}",
+                    got=f"nothing for {len(unseen)} of {len(drawn)} tokens, the first at position {unseen[0]}",
+                )
+            )
+        drawn = [sampled[p] for p in drawn]
+        if self._support and not request.greedy:
+            aux["support_counts"] = np.asarray([len(ids) for ids, _ in drawn], np.uint32)
+            aux["support_ids"] = np.concatenate([_NOTHING, *(ids for ids, _ in drawn)])
+        if self._log_normalizer and not request.greedy:
+            aux["log_normalizer"] = np.asarray([mass for _, mass in drawn], np.float32)
+        if self._fraction:
+            kept = sorted(p for p in logits if p < rows)
+            layers, experts = self._buffer.shape[1:]
+            aux["router_logits_rows"] = np.asarray(kept, np.uint32)
+            aux["router_logits"] = np.asarray([logits[p] for p in kept], np.float32).reshape(-1, layers, experts)
+        return aux
+
+    def _is_chosen(self, request: Recorded, position: int) -> bool:
+        """The same tokens in every run of the same requests, whatever the batches."""
+        return xxhash.xxh3_64_intdigest(f"{request.ask.key} {position}".encode()) < self._fraction * 2.0**64
+
+    def _watch_sampler(self, sampler) -> None:
+        scale = sampler.apply_temperature
+
+        def apply_temperature(logits: Tensor, *args, **kwargs) -> Tensor:
+            scaled = scale(logits, *args, **kwargs)
+            if self._log_normalizer:
+                self._log_mass_before = scaled.logsumexp(-1)  # before min-p, top-k and top-p remove anything
+            return scaled
+
+        sampler.apply_temperature = apply_temperature
+        sampler.topk_topp_sampler.register_forward_hook(self._after_sampling)
+
+    def _after_sampling(self, module, inputs: tuple, output: tuple[Tensor, Tensor | None]) -> None:
+        """inputs[0]: the masked logits [R, V], or, where the masks are applied to them here, those before; output[1]:
+        log-probabilities [R, V] of what the tokens were drawn from, -inf for what was removed."""
+        logprobs = output[1]
+        if logprobs is None:
+            raise EngineError(describe("vLLM's sampler gave no processed log-probabilities", do="ask for logprobs=0"))
+        possible = torch.isfinite(logprobs)
+        mass = None
+        if self._log_normalizer:
+            # Any possible token tells: its logit less its log-probability is the log of the sum over the support.
+            best = logprobs.argmax(-1, keepdim=True)
+            logits = inputs[0].gather(-1, best) - logprobs.gather(-1, best)
+            mass = (logits.squeeze(-1) - self._log_mass_before).clamp(max=0.0).cpu().numpy()
+        # What a prefill that is not at the end of its prompt draws is thrown away.
+        wanted = [
+            (row, request)
+            for row, (request, _) in enumerate(self._in_step)
+            if request.ask is not None and not request.greedy and request.forwarded >= len(request.prompt)
+        ]
+        supports = _supports(possible, [row for row, _ in wanted]) if self._support else {}
+        for row, request in wanted:
+            value = float(mass[row]) if mass is not None else 0.0
+            one = (supports.get(row, _NOTHING), value)
+            self._sampled.setdefault(request.number, {}).setdefault(request.forwarded, one)
+
+
+_NOTHING = np.zeros(0, np.int32)
+
+
+def _supports(possible: Tensor, rows: list[int]) -> dict[int, np.ndarray]:
+    """Ascending ids int32 of those of `rows` of possible [R, V] where some are not; two waits for the device."""
+    complete = possible.all(-1).cpu().numpy()
+    restricted = [row for row in rows if not complete[row]]
+    found = possible[restricted].nonzero().cpu().numpy()
+    ends = np.searchsorted(found[:, 0], np.arange(1, len(restricted)))
+    return dict(zip(restricted, np.split(found[:, 1].astype(np.int32), ends), strict=True)) if restricted else {}
+
+
+def _watch_routers(worker, moe_modules: Mapping[int, torch.nn.Module]) -> Tensor:
+    """A buffer [max_tokens, L, E] float32 that every router writes the logits it is given to."""
+    experts = worker.model_config.get_num_experts()
+    shape = (worker.model_runner.max_num_tokens, len(moe_modules), experts)
+    buffer = torch.zeros(shape, dtype=torch.float32, device=worker.device)
+    for column, (layer, module) in enumerate(moe_modules.items()):
+        router = getattr(module, "router", None)
+        if not hasattr(router, "_compute_routing"):
+            raise EngineError(
+                describe("Router logits cannot be recorded", where=f"layer {layer}", got=type(router).__name__)
+            )
+
+        def compute(hidden_states, router_logits, *args, _column=column, _compute=router._compute_routing, **kwargs):
+            buffer[: router_logits.shape[0], _column] = router_logits
+            return _compute(hidden_states, router_logits, *args, **kwargs)
+
+        router._compute_routing = compute
+    return buffer

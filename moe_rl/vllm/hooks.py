@@ -1,0 +1,52 @@
+"""What the patched vLLM calls. Imported by vLLM itself, in every process that loads its worker: keep it light."""
+
+from __future__ import annotations
+
+from moe_rl.errors import EngineError, describe
+
+
+def attach_recorder(worker) -> None:
+    """Give `worker` (vLLM's Worker, its model just loaded) a recorder when its config asks for one.
+
+    The request is `LLM(additional_config={"moe_rl": {"trace_root": ..., "model_fingerprint": ...}})`. Being part of
+    vLLM's config it is also part of the key of vLLM's compile cache, so that a graph traced without the capture is
+    never reused with it. Of tensor-parallel workers, which all route alike, the first one records.
+    """
+    additional = worker.vllm_config.additional_config
+    if not isinstance(additional, dict) or "moe_rl" not in additional:
+        return
+    refuse_layout(worker.vllm_config, uses_v2_runner=worker.use_v2_model_runner)
+    from vllm.distributed.parallel_state import get_tp_group
+
+    if get_tp_group().rank_in_group:
+        return
+    # Not needed, and so not paid for, by an engine that does not record.
+    from moe_rl.vllm.recorder import Recorder
+
+    worker.moe_rl_recorder = Recorder(worker, additional["moe_rl"])
+
+
+def refuse_layout(config, *, uses_v2_runner: bool) -> None:
+    """Raises EngineError when rows recorded under this VllmConfig would be wrong or incomplete."""
+    parallel = config.parallel_config
+    for wrong, why, do in (
+        (
+            parallel.data_parallel_size > 1,
+            "data-parallel workers of one engine see each other's tokens",
+            "start one engine per data-parallel rank",
+        ),
+        (
+            parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
+            "a context-parallel worker holds only some of a request's KV slots",
+            "set the context parallel sizes to 1",
+        ),
+        (parallel.use_ubatching, "the second micro-batch overwrites the first", "turn enable_dbo and ubatch_size off"),
+        (config.kv_transfer_config is not None, "a KV connector moves blocks unseen", "drop kv_transfer_config"),
+        (
+            uses_v2_runner,
+            "Model Runner V2 is laid out otherwise",
+            "set VLLM_USE_V2_MODEL_RUNNER=0, or rollout.capture: native",
+        ),
+    ):
+        if wrong:
+            raise EngineError(describe("Routes cannot be recorded with this engine", got=why, do=do))

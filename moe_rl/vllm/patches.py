@@ -1,0 +1,321 @@
+"""The patch series of a vLLM: which version that is, which patches are in it, and how to put them in or take them out.
+
+A vLLM is an installed package or a git checkout. Only digests decide what a file is. Files are changed in memory,
+compared with the digest that BASE promises, and replaced as a whole: an interrupted run leaves whole files, and a
+package cache that hard-links the file keeps its own copy. vLLM is never imported here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_rl.errors import PatchError, describe
+from moe_rl.vllm.patch_series import Patch, Series, read_all
+from moe_rl.vllm.unified_diff import patched, read_patch
+
+PATCHES = Path(__file__).resolve().parents[2] / "patches" / "vllm"
+COMMAND = "python tools/apply_patches.py"
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What was found in the package folder `root`.
+
+    series: None when there are no patches for this version; then files and patches are empty.
+    files: path -> "pristine" | "half patched" | "patched" | "unknown" | "missing".
+    patches: name -> "applied" | "not applied" | "half applied" | "unknown", in the order of the series.
+    """
+
+    root: Path
+    version: str
+    series: Series | None
+    files: dict[str, str]
+    patches: dict[str, str]
+
+    @property
+    def summary(self) -> str:
+        """ "pristine", "patched", "half patched", "unknown" or "unsupported"."""
+        if self.series is None:
+            return "unsupported"
+        kinds = set(self.files.values())
+        if kinds & {"unknown", "missing"}:
+            return "unknown"
+        return kinds.pop() if len(kinds) == 1 else "half patched"
+
+
+def find_vllm() -> Path:
+    """Folder of the vllm package that this Python would import. Raises PatchError when there is none."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.origin:
+        raise PatchError(describe("vLLM is not installed", do="install the pinned requirements: make venv"))
+    return Path(spec.origin).parent
+
+
+def inspect(path: Path | None = None) -> State:
+    """State of the vLLM in `path`: a git checkout or the package folder itself (default: what Python would import).
+
+    Raises PatchError when its version cannot be told, or when `_version.py` and the files contradict each other.
+    """
+    root = find_vllm() if path is None else Path(path)
+    if (root / "vllm").is_dir():
+        root /= "vllm"
+    version, series = _identify(root)
+    if series is None:
+        return State(root, version, None, {}, {})
+    found = {file: _stage(root / file, stages) for file, stages in series.stages.items()}
+    files = {file: _file_kind(root / file, found[file], len(stages)) for file, stages in series.stages.items()}
+    return State(root, version, series, files, _patch_kinds(series, found))
+
+
+def check(path: Path | None = None) -> State:
+    """The state, when it is fully patched. Raises PatchError naming every file that is not as it must be."""
+    state = inspect(path)
+    found = _problems(state)
+    if found:
+        raise PatchError("\n".join(found))
+    return state
+
+
+def apply(path: Path | None = None) -> State:
+    """Patch the package and return its new state. Nothing happens when it is patched already.
+
+    Raises PatchError, before anything is written, when a file is neither pristine nor patched, when only some are
+    patched, or when there is no series for this version.
+    """
+    state = inspect(path)
+    if state.summary == "patched":
+        return state
+    if state.summary != "pristine":
+        raise PatchError("\n".join(_problems(state)))
+    _rewrite(state, reverse=False)
+    return check(state.root)
+
+
+def revert(path: Path | None = None) -> State:
+    """Give the package back, byte for byte, as it was released; a half-patched one too. Returns its new state."""
+    state = inspect(path)
+    if state.summary in ("unsupported", "unknown"):
+        raise PatchError("\n".join(_problems(state)))
+    _rewrite(state, reverse=True)
+    return inspect(state.root)
+
+
+def problems(path: Path | None = None, *, capture: str = "patch") -> list[str]:
+    """Why sampling cannot start with the vLLM found: one message a fault, empty when it can.
+
+    capture: as in `rollout.capture`; only "patch" needs a patched vLLM, the others take it as it was released too.
+    """
+    try:
+        state = inspect(path)
+    except PatchError as error:
+        return [str(error)]
+    if state.series is not None and state.series.ran is None:
+        return [
+            describe(
+                "The patches for this vLLM were never run",
+                where=str(state.root),
+                got=state.version,
+                expected=f"one of {_versions(series for series in read_all(PATCHES) if series.ran is not None)}",
+                do="install the pinned requirements: make venv",
+            )
+        ]
+    if capture != "patch" and state.summary == "pristine":
+        return []
+    return _problems(state)
+
+
+def _problems(state: State) -> list[str]:
+    """What is wrong with the files: one message each, empty when the package is fully patched."""
+    if state.series is None:
+        return [
+            describe(
+                "vLLM has a version without patches",
+                where=str(state.root),
+                got=state.version,
+                expected=f"one of {_versions(read_all(PATCHES))}",
+                do="install the pinned requirements: make venv",
+            )
+        ]
+    command = _command(state.root)
+    if state.summary == "pristine":
+        return [describe("vLLM is not patched", where=str(state.root), do=f"run {command} --apply")]
+    messages = []
+    for path, kind in state.files.items():
+        where = str(state.root / path)
+        if kind in ("unknown", "missing"):
+            messages.append(
+                describe(
+                    "A file of vLLM was changed by someone else" if kind == "unknown" else "A file of vLLM is missing",
+                    where=where,
+                    got=_digest(state.root / path) if kind == "unknown" else None,
+                    expected=f"a digest of patches/vllm/{state.version}/BASE",
+                    do=f"{_restore(state)}, then run {command} --apply",
+                )
+            )
+        elif kind != "patched" and state.summary == "half patched":
+            messages.append(
+                describe(
+                    "vLLM is half patched",
+                    where=where,
+                    got=f"a file that is {kind} beside others that are not",
+                    do=f"run {command} --revert, then {command} --apply",
+                )
+            )
+    return messages
+
+
+def _identify(root: Path) -> tuple[str, Series | None]:
+    """Version of the vLLM in `root` and its series: from what its build wrote down, and from the files themselves."""
+    known = {series.version: series for series in read_all(PATCHES)}
+    recognised = {
+        version: sum(_stage(root / path, stages) is not None for path, stages in series.stages.items())
+        for version, series in known.items()
+    }
+    fitting = [version for version, count in recognised.items() if count == len(known[version].stages)]
+    said = _said_version(root)
+    if said is not None:
+        if fitting and said not in fitting:
+            raise PatchError(
+                describe(
+                    "vLLM's files are of another version than it says",
+                    where=str(root / "_version.py"),
+                    got=said,
+                    expected=" or ".join(fitting),
+                    do="reinstall vLLM, or delete a _version.py that a build left in the checkout",
+                )
+            )
+        return said, known.get(said)
+    # Not built. A file that someone changed shall be named, so the version with the most files in common is taken.
+    closest = fitting or [version for version, count in recognised.items() if count == max(recognised.values()) > 0]
+    if len(closest) != 1:
+        raise PatchError(
+            describe(
+                "The version of this vLLM cannot be told",
+                where=str(root),
+                got="files of " + (" and ".join(closest) if closest else "no release that has patches"),
+                expected=f"the files of {_versions(known.values())}",
+                do="name a git checkout of one of those tags, or the folder of an installed vllm package",
+            )
+        )
+    return closest[0], known[closest[0]]
+
+
+def _said_version(root: Path) -> str | None:
+    """Public version, from the file that vLLM's build writes: metadata would depend on the name of the distribution."""
+    file = root / "_version.py"
+    if not file.is_file():
+        return None
+    found = re.search(r"^__version__ = (?:version = )?['\"]([^'\"+]+)", file.read_text(encoding="utf-8"), re.MULTILINE)
+    if found is None:
+        raise PatchError(describe("vLLM does not say its version", where=str(file), do="reinstall vLLM"))
+    return found[1]
+
+
+def _stage(file: Path, stages: tuple[str, ...]) -> int | None:
+    """How many patches are in a file; None when it is missing or holds what no patch leaves."""
+    digest = _digest(file) if file.is_file() else ""
+    return stages.index(digest) if digest in stages else None
+
+
+def _file_kind(file: Path, stage: int | None, count: int) -> str:
+    """stage: of the `count` that the file goes through, as released included."""
+    if stage is None:
+        return "unknown" if file.is_file() else "missing"
+    return {0: "pristine", count - 1: "patched"}.get(stage, "half patched")
+
+
+def _patch_kinds(series: Series, found: dict[str, int | None]) -> dict[str, str]:
+    """State of every patch, from the number of patches found in each file."""
+    kinds: dict[str, str] = {}
+    needed = dict.fromkeys(found, 0)
+    for patch in series.patches:
+        applied = []
+        for change in patch.changes:
+            needed[change.path] += 1
+            stage = found[change.path]
+            applied.append(None if stage is None else stage >= needed[change.path])
+        if None in applied:
+            kinds[patch.name] = "unknown"
+        elif all(applied):
+            kinds[patch.name] = "applied"
+        else:
+            kinds[patch.name] = "half applied" if any(applied) else "not applied"
+    return kinds
+
+
+def _rewrite(state: State, *, reverse: bool) -> None:
+    """Put every patch in, or take every one out: all texts are made and their digests proven before one is written."""
+    assert state.series is not None
+    original = {path: (state.root / path).read_bytes() for path in state.files}
+    texts = dict(original)
+    for patch in reversed(state.series.patches) if reverse else state.series.patches:
+        hunks = read_patch(patch.file, "vllm")
+        if hunks.keys() != {change.path for change in patch.changes}:
+            raise _broken_promise(patch, f"changes in {', '.join(hunks) or 'no file'}")
+        for change in patch.changes:
+            have, wanted = (change.after, change.before) if reverse else (change.before, change.after)
+            if _sha256(texts[change.path]) != have:
+                continue  # half patched: this patch was not in it
+            texts[change.path] = patched(texts[change.path], hunks[change.path], change.path, reverse=reverse)
+            if _sha256(texts[change.path]) != wanted:
+                raise _broken_promise(patch, f"another {change.path}")
+    for path, text in texts.items():
+        if text != original[path]:
+            _replace(state.root / path, text)
+
+
+def _broken_promise(patch: Patch, got: str) -> PatchError:
+    return PatchError(
+        describe(
+            "A patch does not give what its BASE promises",
+            where=str(patch.file),
+            got=got,
+            do="restore that folder from version control",
+        )
+    )
+
+
+def _replace(path: Path, text: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "xb") as file:
+            os.fchmod(file.fileno(), path.stat().st_mode & 0o7777)
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise PatchError(
+            describe("vLLM cannot be patched", where=str(path), got=error, do="make the folder writable")
+        ) from error
+
+
+def _command(root: Path) -> str:
+    """The command that acts on `root`."""
+    spec = importlib.util.find_spec("vllm")
+    installed = spec is not None and spec.origin and Path(spec.origin).parent == root
+    return COMMAND if installed else f"{COMMAND} --vllm {root}"
+
+
+def _restore(state: State) -> str:
+    if (state.root.parent / ".git").exists():
+        return f"check out the tag v{state.version} unchanged"
+    return f"reinstall vLLM {state.version}"
+
+
+def _versions(series) -> str:
+    return ", ".join(one.version for one in series)
+
+
+def _digest(path: Path) -> str:
+    return _sha256(path.read_bytes())
+
+
+def _sha256(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()

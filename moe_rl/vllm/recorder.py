@@ -1,0 +1,374 @@
+"""Records the experts of every forwarded token inside vLLM's worker. Runs in the engine; see hooks.py for who calls.
+
+    vLLM's scheduler output --- before_step ---> who owns which KV blocks, who finished, who was preempted
+    the routers ------------- capture.py ------> experts of the step's tokens (device)
+    the forward pass -------- after_forward ---> copied to the host, stored under their KV slots (slots.py)
+    a finished request ------------------------> its rows, appended to a trace shard
+
+Everything that reads or writes the slots goes through one journal, in the order in which vLLM decided it. On an
+accelerator the copy of a step's experts arrives later than the next decisions; the journal makes them wait for it, not
+the step: a block that is given away in the next step still holds, when its owner's rows are taken, what it held then.
+
+Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+from moe_rl.errors import EngineError, MoeRLError, describe
+from moe_rl.types import RoutePart
+from moe_rl.vllm.capture import NOT_REPORTED, Capture, to_host
+from moe_rl.vllm.extras import Extras
+from moe_rl.vllm.recording import Recording, RecordingRequest, parse
+from moe_rl.vllm.sinks import Sinks
+from moe_rl.vllm.slots import BlockTable, Rows, SlotTable
+
+# Steps whose copies may be under way before the next one waits: more would only hold more memory.
+_MAX_STEPS_IN_FLIGHT = 4
+
+
+@dataclass(slots=True)
+class Recorded:
+    """One request on its way. ask: None when nothing is recorded of it; its rows may be another's cached prefix.
+
+    number: in the order in which requests came. forwarded: tokens computed, rejected drafts of speculative decoding
+    included. drafts: of these, the last ones, of which nobody has said yet whether they were accepted. cached: computed
+    before it came. kept: rows saved when it was preempted, because its blocks were given away.
+    """
+
+    number: int
+    ask: RecordingRequest | None
+    prompt: np.ndarray
+    cached: int
+    greedy: bool
+    table: BlockTable = field(default_factory=BlockTable)
+    forwarded: int = 0
+    drafts: int = 0
+    kept: Rows | None = None
+
+
+@dataclass(slots=True)
+class _Allotted:
+    """The blocks that one step hands out. fresh: to new owners. grown: tables, and what each gets."""
+
+    fresh: list[int] = field(default_factory=list)
+    grown: list[tuple[BlockTable, list[int]]] = field(default_factory=list)
+
+    def add(self, table: BlockTable, blocks: list[int], hits: int) -> None:
+        """hits: of the blocks, so many at the front are shared with their owner."""
+        self.fresh += blocks[hits:]
+        self.grown.append((table, blocks))
+
+    def apply(self, slots: SlotTable) -> None:
+        """All new owners first: a request may share a block that another one gets in this very step."""
+        slots.give(self.fresh)
+        for table, blocks in self.grown:
+            slots.extend(table, blocks)
+
+
+class Recorder:
+    """One per worker that records.
+
+    stats: counts since the start - steps, tokens forwarded, requests, those recorded, preemptions, refused requests,
+    waits for a copy. Raises EngineError for a model without MoE layers.
+    """
+
+    def __init__(self, worker, recording: object):
+        self.recording = msgspec.convert(recording, Recording)
+        config = worker.vllm_config
+        self._runner = worker.model_runner
+        self._device = worker.device
+        self._speculates = config.speculative_config is not None
+        model = self._runner.get_model()
+        model_config = worker.model_config
+        self._capture = Capture(
+            model,
+            max_tokens=self._runner.max_num_tokens,
+            top_k=model_config.get_num_experts_per_tok(),
+            device=worker.device,
+        )
+        stage, stages, every_layer = _pipeline(self._capture.layers)
+        self.spec = self.recording.spec(model_config, every_layer)
+        self._sinks = Sinks(
+            Path(self.recording.trace_root),
+            self.spec,
+            layers=self._capture.layers,
+            suffix=f".pp{stage}of{stages}" if stages > 1 else "",
+        )
+        self._extras = Extras.of(worker, self.recording, self._capture.modules, pipeline_stages=stages)
+        self._slots: SlotTable | None = None  # made when the KV cache is there
+        self._requests: dict[str, Recorded] = {}
+        self._partial_hits: dict[int, int] = {}
+        self._journal: deque[tuple[torch.Event | None, Callable[[], None]]] = deque()
+        self._step_is_open = False
+        self.weight_version = 0
+        self.stats: Counter[str] = Counter()
+
+    # Control: called between steps, through the engine's collective_rpc.
+
+    def open(self, sink: str, folder: str = "") -> None:
+        """Begin a shard of the store in `folder` below the trace root. Raises TraceError when it exists."""
+        self._sinks.open(sink, folder)
+
+    def publish(
+        self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str] = ()
+    ) -> dict[str, RoutePart]:
+        """Make a shard visible. sequences: key -> all token ids that had to be forwarded, prompt first.
+
+        aborted: keys of requests that were stopped before their end; they are marked. Raises EngineError for a sequence
+        that was not recorded, or not from these tokens; the shard then stays as it was.
+        """
+        self._work_off(wait=True)
+        return self._sinks.publish(sink, sequences, aborted)
+
+    def unfinished(self, sink: str) -> list[str]:
+        """Keys of the requests that may still add to a shard: a request's end is told with the step after it."""
+        asks = [request.ask for request in self._requests.values()]
+        return [ask.key for ask in asks if ask is not None and ask.sink == sink]
+
+    def abandon(self, sink: str) -> None:
+        """Drop a shard that was begun, if it was."""
+        self._sinks.abandon(sink)
+
+    # Hooks: called by the worker, once each per step.
+
+    def before_step(self, scheduled) -> None:
+        """Learn from vLLM's SchedulerOutput who owns which blocks in the step to come.
+
+        Finished and preempted requests are read first: this very step may write to the blocks that they had.
+        """
+        if self._step_is_open:
+            raise EngineError(
+                describe(
+                    "A step was not recorded",
+                    got="a new step, with nothing heard of the routes of the one before",
+                    do="check the patch series: python tools/apply_patches.py --check",
+                )
+            )
+        self._step_is_open = scheduled.total_num_scheduled_tokens > 0
+        if self._slots is None:
+            self._group, blocks, block_size = _attention_group(self._runner.kv_cache_config)
+            row_shape = (len(self._capture.layers), self.spec.top_k)
+            self._slots = SlotTable(blocks, block_size, row_shape, self.spec.dtype)
+        for request_id in scheduled.preempted_req_ids or ():
+            if (request := self._requests.get(request_id)) is not None:
+                self._preempt(request)
+        finished = [self._requests.pop(id_) for id_ in scheduled.finished_req_ids if id_ in self._requests]
+        # vLLM tells them in no order. With one, the same requests always make the same shard.
+        for request in sorted(finished, key=lambda request: request.number):
+            self._finish(request)
+        self._partial_hits.clear()
+        allotted = _Allotted()
+        for new in scheduled.scheduled_new_reqs:
+            self._begin(new, allotted)
+        cached = scheduled.scheduled_cached_reqs
+        for at, request_id in enumerate(cached.req_ids):
+            blocks, computed = cached.new_block_ids[at], cached.num_computed_tokens[at]
+            self._continue(request_id, blocks, computed, allotted, resumed=request_id in cached.resumed_req_ids)
+        self._submit(lambda: allotted.apply(self._slots))
+        for source, target in scheduled.kv_cache_block_copies or ():
+            if (rows := self._partial_hits.get(target)) is not None:
+                self._submit(lambda source=source, target=target, rows=rows: self._slots.copy(source, target, rows))
+        for request_id, count in scheduled.num_scheduled_tokens.items():
+            self._requests[request_id].forwarded += count
+            self._requests[request_id].drafts = len(scheduled.scheduled_spec_decode_tokens.get(request_id, ()))
+        self._capture.clear(scheduled.total_num_scheduled_tokens)
+        self._work_off()
+
+    def after_forward(self, scheduled) -> None:
+        """Take what the routers captured and what was forwarded; both are stored when their copies have arrived."""
+        count = scheduled.total_num_scheduled_tokens
+        if count == 0:
+            return
+        if not self._step_is_open:
+            raise EngineError(
+                describe(
+                    "A step was recorded twice",
+                    got=f"the routes of {count} tokens that were not announced",
+                    do="check the patch series: python tools/apply_patches.py --check",
+                )
+            )
+        self._step_is_open = False
+        runner = self._runner
+        on_device = (
+            self._capture.buffer[:count],
+            runner.input_batch.block_table[self._group].slot_mapping.gpu[:count],
+            runner.positions[:count],
+            runner.input_ids.gpu[:count],
+        )
+        copies, arrived = to_host(on_device)
+        version = self.weight_version
+        self._submit(lambda: self._store(*(copy.numpy() for copy in copies), version), arrived)
+        if self._extras is not None:
+            self._extras.after_forward(
+                [(self._requests[id_], scheduled.num_scheduled_tokens[id_]) for id_ in runner.input_batch.req_ids]
+            )
+        self.stats["steps"] += 1
+        self.stats["forwarded"] += count
+
+    # What the scheduler may do with a request.
+
+    def _begin(self, new, allotted: _Allotted) -> None:
+        try:
+            ask = parse(new.sampling_params and new.sampling_params.extra_args, new.req_id)
+        except MoeRLError as error:
+            ask = None
+            self._refuse(new, error)
+        request = self._requests[new.req_id] = Recorded(
+            self.stats["requests"],
+            ask,
+            np.asarray(new.prompt_token_ids or (), np.int32),
+            new.num_computed_tokens,
+            greedy=new.sampling_params is None or new.sampling_params.temperature == 0,
+        )
+        self.stats["requests"] += 1
+        self.stats["recorded"] += ask is not None
+        self._own(request, new.block_ids, new.num_computed_tokens, allotted)
+
+    def _continue(self, request_id: str, blocks, computed: int, allotted: _Allotted, *, resumed: bool) -> None:
+        request = self._requests[request_id]
+        if resumed:
+            self._own(request, blocks, computed, allotted)
+        elif blocks is not None:
+            allotted.add(request.table, list(blocks[self._group]), hits=0)
+        request.forwarded = computed
+
+    def _own(self, request: Recorded, blocks, computed: int, allotted: _Allotted) -> None:
+        """A request gets its first blocks: those full of computed tokens are hits, their rows are there."""
+        request.forwarded = computed
+        mine, (hits, rest) = list(blocks[self._group]), divmod(computed, self._slots.block_size)
+        if rest:
+            self._partial_hits[mine[hits]] = rest
+        allotted.add(request.table, mine, hits)
+
+    def _preempt(self, request: Recorded) -> None:
+        """Save the rows: after a preemption vLLM forwards the same tokens again, in other batches, where a near tie may
+        fall otherwise; the sampled tokens, however, followed from the first pass. Rows of drafts that may have been
+        rejected are not saved: those computed again are right."""
+        table, forwarded = request.table, request.forwarded - request.drafts
+        request.table, request.forwarded = BlockTable(), 0
+        self.stats["preemptions"] += 1
+
+        def keep() -> None:
+            if request.ask is not None:
+                try:
+                    request.kept = self._rows(request, table, forwarded)
+                except MoeRLError as error:
+                    self._sinks.refuse(request.ask.sink, request.ask.key, error)
+                    request.ask = None
+
+        self._submit(keep)
+
+    def _finish(self, request: Recorded) -> None:
+        table, forwarded = request.table, request.forwarded
+
+        def take() -> None:
+            try:
+                if request.ask is not None:
+                    rows = self._rows(request, table, forwarded)
+                    aux = self._extras.of_request(request, len(rows)) if self._extras is not None else {}
+                    self._sinks.add(request, rows, aux)
+            except MoeRLError as error:
+                self._sinks.refuse(request.ask.sink, request.ask.key, error)
+            finally:
+                if self._extras is not None:
+                    self._extras.drop(request)
+
+        self._submit(take)
+
+    def _refuse(self, new, error: MoeRLError) -> None:
+        """A request that asks for the impossible is sampled all the same; who asks for its routes learns why not."""
+        args = new.sampling_params.extra_args
+        self.stats["refused"] += 1
+        self._sinks.refuse(str(args.get("moe_rl_sink")), str(args.get("moe_rl_key")), error)
+
+    # The journal and what it does.
+
+    def _submit(self, act: Callable[[], None], ready: torch.Event | None = None) -> None:
+        self._journal.append((ready, act))
+
+    def _work_off(self, *, wait: bool = False) -> None:
+        """Do what can be done, in order; wait for copies when told to, or when too many are under way."""
+        while self._journal:
+            ready, act = self._journal[0]
+            if ready is not None and not ready.query():
+                if not wait and sum(event is not None for event, _ in self._journal) <= _MAX_STEPS_IN_FLIGHT:
+                    return
+                self.stats["waits"] += 1
+                ready.synchronize()
+            self._journal.popleft()
+            act()
+
+    def _store(
+        self, routes: np.ndarray, slots: np.ndarray, positions: np.ndarray, token_ids: np.ndarray, weight_version: int
+    ) -> None:
+        if routes.min() < 0 or routes.max() >= self.spec.num_experts:
+            outside = np.nonzero((routes < 0) | (routes >= self.spec.num_experts))
+            token, layer, choice = (int(axis[0]) for axis in outside)
+            got = int(routes[token, layer, choice])
+            raise EngineError(
+                describe(
+                    "A router reported no expert" if got == NOT_REPORTED else "A router left its range",
+                    where=f"layer {self._capture.layers[layer]}, token {token} of the step",
+                    got=got,
+                    expected=f"0 to {self.spec.num_experts - 1}",
+                    do="check that this vLLM routes through its router objects",
+                )
+            )
+        self._slots.write(slots, positions, token_ids, routes, weight_version, may_repeat=self._speculates)
+
+    def _rows(self, request: Recorded, table: BlockTable, forwarded: int) -> Rows:
+        """All rows of a request up to `forwarded`: those that decided the sampling where it was preempted since."""
+        rows, who = request.kept, f"request {request.ask.key}"
+        if rows is None:
+            rows = self._slots.read(table, 0, forwarded, who)
+        elif forwarded > len(rows):
+            rows = rows.then(self._slots.read(table, len(rows), forwarded, who))
+        prompt = request.prompt[: len(rows)]
+        wrong = np.flatnonzero(rows.token_ids[: len(prompt)] != prompt)
+        if wrong.size:
+            at = wrong[0]
+            raise EngineError(
+                describe(
+                    "A row is of another token than the prompt's",
+                    where=f"{who}, position {at}",
+                    got=int(rows.token_ids[at]),
+                    expected=int(prompt[at]),
+                    do="check that this vLLM has the version of its patch series",
+                )
+            )
+        return rows
+
+
+def _pipeline(layers: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
+    """Stage and number of stages of this worker, and the MoE layers of all of them."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    group = get_pp_group()
+    if group.world_size == 1:
+        return 0, 1, layers
+    everyones: list[tuple[int, ...]] = [()] * group.world_size
+    torch.distributed.all_gather_object(everyones, layers, group=group.cpu_group)
+    return group.rank_in_group, group.world_size, tuple(sorted(layer for one in everyones for layer in one))
+
+
+def _attention_group(config) -> tuple[int, int, int]:
+    """Of vLLM's KVCacheConfig: index of the group with full attention, number of blocks, tokens a block."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, RSWASpec, UniformTypeKVCacheSpecs
+
+    for at, group in enumerate(config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        if isinstance(spec, UniformTypeKVCacheSpecs):
+            spec = next(iter(spec.kv_cache_specs.values()))
+        # The latter gives blocks back that fall out of its window.
+        if isinstance(spec, FullAttentionSpec) and not isinstance(spec, RSWASpec):
+            return at, config.num_blocks, spec.block_size
+    raise EngineError(describe("Recording needs full attention", got="a model without", do="turn recording off"))

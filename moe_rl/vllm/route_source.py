@@ -1,0 +1,137 @@
+"""Where the routes of an engine come from, seen from the process that drives it: one interface, two kinds.
+
+WorkerSource: a recorder in the workers, attached by the patch or by the worker class. NativeSource: vLLM's own capture,
+whose arrays come back with every output. Both end in the same sinks, the same validator and the same store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from moe_rl.errors import EngineError, MoeRLError, describe
+from moe_rl.types import RoutePart, RouteRef
+from moe_rl.vllm.recorder import Recorded
+from moe_rl.vllm.recording import Recording, RecordingRequest
+from moe_rl.vllm.sinks import Sinks
+from moe_rl.vllm.slots import Rows
+
+
+class WorkerSource:
+    """Recorders in the workers of an engine started with `worker_extension_cls=worker.CONTROL`."""
+
+    def __init__(self, llm, capture: str):
+        self._llm = llm
+        if not any(llm.collective_rpc("moe_rl_records")):
+            do = {
+                "patch": "run python tools/apply_patches.py --apply, or set rollout.capture: worker",
+                "worker": "pass the worker class to vLLM",
+            }
+            raise EngineError(describe("vLLM did not attach the recorder", got=f"capture {capture}", do=do[capture]))
+
+    def open(self, sink: str) -> None:
+        self._llm.collective_rpc("moe_rl_open", args=(sink,))
+
+    def finished(self, ask: RecordingRequest, prompt: Sequence[int], token_ids: Sequence[int], result) -> None:
+        """The workers have seen it themselves."""
+
+    def publish(self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str]) -> dict[str, RouteRef]:
+        """References to the records of `sequences`: key -> token ids that had to be forwarded."""
+        answers = self._llm.collective_rpc("moe_rl_publish", args=(sink, sequences, aborted))
+        return join_parts(sequences, answers)
+
+    def abandon(self, sink: str) -> None:
+        self._llm.collective_rpc("moe_rl_abandon", args=(sink,))
+
+    def set_weight_version(self, version: int) -> None:
+        """The workers have seen it themselves."""
+
+    def stats(self) -> dict[str, int]:
+        return next(stats for stats in self._llm.collective_rpc("moe_rl_stats") if stats is not None)
+
+
+class NativeSource:
+    """vLLM's `enable_return_routed_experts`."""
+
+    def __init__(self, llm, recording: Recording):
+        self._llm = llm
+        (layers,) = llm.collective_rpc("moe_rl_layers")
+        self._layers = np.asarray(layers)
+        spec = recording.spec(llm.llm_engine.vllm_config.model_config, layers)
+        self._sinks = Sinks(Path(recording.trace_root), spec, layers=tuple(layers), suffix="")
+        self._dtype = spec.dtype
+        self._version = 0
+        self._stats = dict.fromkeys(("requests", "recorded", "forwarded", "refused"), 0)
+
+    def open(self, sink: str) -> None:
+        self._sinks.open(sink)
+
+    def finished(self, ask: RecordingRequest, prompt: Sequence[int], token_ids: Sequence[int], result) -> None:
+        """Take the array [tokens - 1, decoder layers, K] that came with vLLM's last output for a request."""
+        self._stats["requests"] += 1
+        try:
+            rows = self._rows(ask, np.asarray([*prompt, *token_ids][:-1], np.int32), result.outputs[0].routed_experts)
+            cached = result.num_cached_tokens
+            recorded = Recorded(
+                self._stats["requests"],
+                ask,
+                np.asarray(prompt, np.int32),
+                cached=cached,
+                greedy=False,
+                forwarded=len(rows),
+            )
+            self._sinks.add(recorded, rows, {})
+        except MoeRLError:
+            self._stats["refused"] += 1
+            raise
+        self._stats["recorded"] += 1
+        self._stats["forwarded"] += len(rows) - cached
+
+    def _rows(self, ask: RecordingRequest, token_ids: np.ndarray, routes: np.ndarray | None) -> Rows:
+        if routes is None or len(routes) != len(token_ids):
+            raise EngineError(
+                describe(
+                    "vLLM's capture did not return every forwarded token",
+                    where=f"request {ask.key}",
+                    got="nothing" if routes is None else f"{len(routes)} rows",
+                    expected=len(token_ids),
+                )
+            )
+        if routes.dtype.kind != "u":
+            raise EngineError(
+                describe(
+                    "vLLM's capture returned ids of another type",
+                    where=f"request {ask.key}",
+                    got=routes.dtype,
+                    expected="uint8 or uint16, whose ids cannot be negative",
+                )
+            )
+        chosen = routes[:, self._layers].astype(self._dtype, casting="safe")
+        return Rows(chosen, token_ids, np.full(len(token_ids), self._version, np.int64))
+
+    def publish(self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str]) -> dict[str, RouteRef]:
+        parts = self._sinks.publish(sink, sequences, aborted)
+        return join_parts(sequences, [{key: (part.shard, part.digest) for key, part in parts.items()}])
+
+    def abandon(self, sink: str) -> None:
+        self._sinks.abandon(sink)
+
+    def set_weight_version(self, version: int) -> None:
+        self._version = version
+
+    def stats(self) -> dict[str, int]:
+        """Those counts of a Recorder that vLLM's outputs tell, over the requests that asked to be recorded."""
+        return dict(self._stats)
+
+
+def join_parts(
+    sequences: Mapping[str, Sequence[int]], answers: Sequence[Mapping[str, tuple[str, str]] | None]
+) -> dict[str, RouteRef]:
+    """References from what the workers answered to `moe_rl_publish`: one part per worker that records."""
+    recorded = [answer for answer in answers if answer is not None]
+    return {
+        key: RouteRef(key, len(token_ids), tuple(RoutePart(*answer[key]) for answer in recorded))
+        for key, token_ids in sequences.items()
+    }

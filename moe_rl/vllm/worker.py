@@ -1,0 +1,175 @@
+"""vLLM workers with a recorder, for vLLM's own arguments `worker_extension_cls` and `worker_cls`.
+
+RecorderControl is what the engine calls between steps, whoever attached the recorder. RecordingWorker attaches it
+without a patch, for installations that may not be touched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from collections.abc import Mapping, Sequence, Set
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from moe_rl.errors import EngineError, MoeRLError, describe
+from moe_rl.vllm import patches
+from moe_rl.vllm.hooks import attach_recorder
+from moe_rl.weights import receiver
+
+if TYPE_CHECKING:
+    from moe_rl.vllm.recorder import Recorder
+
+CONTROL = f"{__name__}.RecorderControl"
+WORKER = f"{__name__}.RecordingWorker"
+
+
+class RecorderControl:
+    """Methods for collective_rpc. Plain values in and out, so that they may cross processes.
+
+    A worker that does not record answers None (tensor-parallel peers of the one that does).
+    """
+
+    moe_rl_recorder: Recorder | None = None
+
+    def moe_rl_records(self) -> bool:
+        return self.moe_rl_recorder is not None
+
+    def moe_rl_layers(self) -> list[int]:
+        """Global numbers of the decoder layers with experts that this worker has."""
+        from moe_rl.vllm.capture import moe_modules
+
+        return list(moe_modules(self.model_runner.get_model()))
+
+    def moe_rl_open(self, sink: str, folder: str = "") -> None:
+        """folder: of the store, below the trace root."""
+        if self.moe_rl_recorder is not None:
+            self.moe_rl_recorder.open(sink, folder)
+
+    def moe_rl_publish(
+        self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str] = ()
+    ) -> dict[str, tuple[str, str]] | None:
+        """key -> (shard, digest) of this worker's part of its record. See Recorder.publish."""
+        if self.moe_rl_recorder is None:
+            return None
+        parts = self.moe_rl_recorder.publish(sink, sequences, aborted)
+        return {key: (part.shard, part.digest) for key, part in parts.items()}
+
+    def moe_rl_abandon(self, sink: str) -> None:
+        if self.moe_rl_recorder is not None:
+            self.moe_rl_recorder.abandon(sink)
+
+    def moe_rl_update_weights(self, update: bytes) -> dict[str, object]:
+        """One part of new weights, see `sync.update.encode`; returns a `Holding` as plain values."""
+        return receiver.take(self, update)
+
+    def moe_rl_discard_weights(self) -> dict[str, object]:
+        """Their memory was given back; returns as `moe_rl_update_weights`."""
+        self.weight_transfer_engine.intake.touch()
+        return msgspec.to_builtins(self.weight_transfer_engine.intake.holding())
+
+    def moe_rl_forget_weights(self) -> dict[str, object]:
+        """They were another run's: as a worker that has just started, but that nothing is whole before an update."""
+        self.weight_transfer_engine.intake.forget()
+        return msgspec.to_builtins(self.weight_transfer_engine.intake.holding())
+
+    def moe_rl_stats(self) -> dict[str, int] | None:
+        return dict(self.moe_rl_recorder.stats) if self.moe_rl_recorder is not None else None
+
+    def moe_rl_spec(self) -> dict[str, object] | None:
+        """Fields of the TraceSpec."""
+        return dataclasses.asdict(self.moe_rl_recorder.spec) if self.moe_rl_recorder is not None else None
+
+    def moe_rl_unfinished(self, sink: str) -> list[str] | None:
+        """See Recorder.unfinished."""
+        return self.moe_rl_recorder.unfinished(sink) if self.moe_rl_recorder is not None else None
+
+    def moe_rl_answer(self, method: str, *args) -> dict[str, object]:
+        """What `method` of these returns, as {"value": it}; its error as {"refused": message}, or "failed" for a bug.
+
+        For engines in other processes: an exception arrives there as text without its type, and when one of several
+        workers raises, vLLM takes the answers of the others for those to the next call.
+        """
+        try:
+            return {"value": getattr(self, method)(*args)}
+        except MoeRLError as error:
+            return {"refused": str(error)}
+        except Exception as error:
+            traceback.print_exc()
+            return {"failed": f"{type(error).__name__}: {error}"}
+
+
+def __getattr__(name: str):
+    """RecordingWorker, made when it is asked for: its base class depends on the platform and takes long to import."""
+    if name != "RecordingWorker":
+        raise AttributeError(name)
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from vllm.v1.worker.cpu_worker import CPUWorker as Base
+    else:
+        from vllm.v1.worker.gpu_worker import Worker as Base
+
+    from vllm.v1.worker import gpu_worker
+
+    # What a patched vLLM does itself must not be done twice.
+    has_hooks = hasattr(gpu_worker, "attach_recorder")
+    applied = {name[:4] for name, state in patches.inspect().patches.items() if state == "applied"}
+    prepacks = "0002" in applied
+
+    class RecordingWorker(RecorderControl, Base):
+        """vLLM's worker of this platform with what the patches 0001 and 0002 add."""
+
+        def load_model(self, *args, **kwargs) -> None:
+            refuse_unpatched(self.vllm_config, applied, on_cpu=current_platform.is_cpu())
+            super().load_model(*args, **kwargs)
+            if not has_hooks:
+                attach_recorder(self)
+
+        def execute_model(self, scheduler_output):
+            recorder = None if has_hooks else self.moe_rl_recorder
+            if recorder is not None:
+                recorder.before_step(scheduler_output)
+            output = super().execute_model(scheduler_output)
+            if recorder is not None:
+                recorder.after_forward(scheduler_output)
+            return output
+
+        def finish_weight_update(self) -> None:
+            super().finish_weight_update()
+            if not prepacks and current_platform.is_cpu():
+                _prepack(self.model_runner.get_model())
+
+    globals()[name] = RecordingWorker
+    return RecordingWorker
+
+
+def refuse_unpatched(config, applied: Set[str], *, on_cpu: bool) -> None:
+    """Raises EngineError where vLLM computes wrong numbers for the model of this VllmConfig, and says nothing, unless
+    its patches are `applied` (their four digits)."""
+    model = config.model_config
+    rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    plain_latent = model.use_mla and rope.get("rope_type", "default") == "default"
+    updated_oss = "GptOssForCausalLM" in model.architectures and config.weight_transfer_config is not None
+    for wrong, patch, why in (
+        (plain_latent and on_cpu, "0006", "plain rotary angles of latent attention on a CPU"),
+        (updated_oss, "0007", "weight updates, which lose the experts and sinks of gpt-oss"),
+    ):
+        if wrong and patch not in applied:
+            raise EngineError(
+                describe(
+                    f"This vLLM is wrong about {why}",
+                    got=f"a vLLM without patch {patch}",
+                    do="python tools/apply_patches.py --apply, and set rollout.capture to patch",
+                )
+            )
+
+
+def _prepack(model) -> None:
+    """What patch 0002 does: the CPU kernel's packed layout of the experts, which an update overwrote, is made again."""
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    for module in model.modules():
+        if isinstance(module, MoERunner):
+            module._quant_method.moe_kernel.fused_experts.process_weights_after_loading(module.routed_experts)

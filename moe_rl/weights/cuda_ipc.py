@@ -1,0 +1,71 @@
+"""An update through a buffer on a GPU that trainer rank 0 and the sampler share: vLLM's packed IPC chunks.
+
+Never run on a GPU: tests have a buffer of one process in place of one that two map.
+
+The handle of the buffer travels as typed fields, not pickled as vLLM sends it over HTTP. What the buffer holds is
+copied by vLLM before the call is answered, so the trainer may fill it again then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.packed_tensor import (
+    PackedBufferImporter,
+    packed_ipc_consumer,
+    packed_ipc_producer,
+)
+
+from moe_rl.weights.update import CudaBuffer, CudaIpc, TensorInfo
+
+
+def packed(
+    tensors: Iterator[tuple[str, Tensor]], bucket_bytes: int, gpu_uuid: str
+) -> Iterator[tuple[list[str], CudaIpc]]:
+    """Names of the tensors that are in the buffer now, and the buffer. bucket_bytes: at least the largest tensor."""
+    for chunk in packed_ipc_producer(tensors, gpu_uuid, lambda item: item[1], bucket_bytes):
+        yield chunk.names, CudaIpc(buffer_of(gpu_uuid, chunk.ipc_handle[gpu_uuid]))
+
+
+def unpacked(
+    source: CudaIpc, infos: Sequence[TensorInfo], device: torch.device, importer: PackedBufferImporter
+) -> list[tuple[str, Tensor]]:
+    """The tensors in the buffer, copied. importer: one for all chunks of an update, see vLLM."""
+    return packed_ipc_consumer(
+        {source.buffer.gpu_uuid: arguments_of(source.buffer)},
+        [info.name for info in infos],
+        [list(info.shape) for info in infos],
+        [info.dtype for info in infos],
+        [info.size for info in infos],
+        device.index,
+        importer,
+    )
+
+
+def buffer_of(gpu_uuid: str, arguments: tuple) -> CudaBuffer:
+    """The arguments of torch's `rebuild_cuda_tensor` for a run of bytes, less what is the same for all."""
+    _, size, _, _, _, _, device, handle, storage_bytes, offset, _, counter, counter_offset, event, sync = arguments
+    return CudaBuffer(gpu_uuid, size[0], device, handle, storage_bytes, offset, counter, counter_offset, event, sync)
+
+
+def arguments_of(buffer: CudaBuffer) -> tuple:
+    """The inverse of `buffer_of`."""
+    return (
+        torch.Tensor,
+        torch.Size([buffer.size]),
+        (1,),
+        0,
+        torch.storage.TypedStorage,
+        torch.uint8,
+        buffer.device,
+        buffer.storage_handle,
+        buffer.storage_bytes,
+        buffer.storage_offset,
+        False,
+        buffer.counter_handle,
+        buffer.counter_offset,
+        buffer.event_handle,
+        buffer.event_sync,
+    )

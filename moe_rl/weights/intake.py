@@ -1,0 +1,194 @@
+"""What a sampler's worker checks of an update, and what it holds. Knows no engine.
+
+idle -- number 0 --> under way -- ... --> final part confirmed --> idle, with the new version
+before the first tensor is loaded a refusal leaves what is held; after it nothing is whole until a final part is
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import Tensor
+
+from moe_rl.errors import WeightSyncError, describe
+from moe_rl.weights.digest import dtype_name, tensor_digest, total_digest
+from moe_rl.weights.update import Broadcast, DTypeName, Holding, Received, TensorInfo, WeightUpdate
+
+_LONGEST_LIST = 5
+_FINER = {"bfloat16": 0, "float32": 1}
+
+
+class Intake:
+    """expected: shapes by name of the tensors that a whole update brings. dtype: that the sampler computes in; tensors
+    may come in a wider one, as float32 biases do."""
+
+    def __init__(self, expected: Mapping[str, tuple[int, ...]], dtype: DTypeName = "bfloat16"):
+        self._expected, self._dtype = expected, dtype
+        self._version, self._digest, self._whole = 0, "", True
+        self._update: WeightUpdate | None = None
+        self._digests: dict[str, str] = {}
+        self._received: dict[str, str] = {}
+
+    def forget(self) -> None:
+        """What is held is another trainer's: versions begin anew, and nothing is whole before an update."""
+        self._version, self._digest, self._whole, self._update = 0, "", False, None
+
+    def holding(self, refused: str = "") -> Holding:
+        return Holding(self._version, self._digest, self._whole, refused)
+
+    def admit(self, update: WeightUpdate) -> None:
+        """Check everything about a part but its bytes. Raises WeightSyncError for one that may not come now, or
+        tensors that the model does not have, that came before or that lack; the update is then over."""
+        before, self._update = self._update, None
+        self._check_order(update, before)
+        if update.number == 0:
+            self._digests, self._received = {}, {}
+        names = [info.name for info in update.tensors]
+        if isinstance(update.source, Received):
+            if sorted(names) != sorted(self._received):
+                raise WeightSyncError(describe("Digests came for other tensors than were broadcast", got=len(names)))
+        else:
+            self._check_tensors(update)
+        self._update = update
+
+    def confirm(self, tensors: Mapping[str, Tensor], on_tensor: Callable[[], None]) -> None:
+        """Check the bytes of the part that was admitted, over the memory that is loaded afterwards. Raises
+        WeightSyncError naming the first tensor that is another than the trainer announced."""
+        update = self._part()
+        announced = {info.name for info in update.tensors}
+        for name in sorted(announced ^ tensors.keys()):
+            was = "was announced but is not there" if name in announced else "is there but was not announced"
+            raise WeightSyncError(describe(f"The tensor {name} {was}"))
+        for info in update.tensors:
+            tensor = tensors[info.name]
+            if (dtype_name(tensor.dtype), tuple(tensor.shape)) != (info.dtype, info.shape):
+                got = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
+                expected = f"{info.dtype} {info.shape}"
+                message = f"The tensor {info.name} is of another kind"
+                raise WeightSyncError(describe(message, got=got, expected=expected))
+            self._agree(info, tensor_digest(info.name, tensor))
+            on_tensor()
+        if update.final:
+            self._check_stale()
+
+    def received(self, tensors: Iterable[tuple[str, Tensor]], on_tensor: Callable[[], None]) -> None:
+        """Note what came by broadcast, before its digests are known."""
+        for name, tensor in tensors:
+            self._received[name] = tensor_digest(name, tensor)
+            on_tensor()
+
+    def confirm_received(self) -> None:
+        """Compare the digests that now came with those of what was received. Raises WeightSyncError as `confirm`."""
+        for info in self._part().tensors:
+            self._agree(info, self._received[info.name])
+        self._check_stale()
+
+    def touch(self) -> None:
+        """The model is opened for loading: from now on nothing is whole."""
+        self._whole = False
+
+    def abandon(self) -> None:
+        """A part was refused, or the trainer begins anew: nothing continues the update under way."""
+        self._update = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the final part has come, and none was refused."""
+        return self._update is not None and self._update.final
+
+    def finish(self) -> None:
+        """The final part is loaded."""
+        update, self._update = self._part(), None
+        self._version, self._digest, self._whole = update.version, total_digest(self._digests), True
+
+    def _part(self) -> WeightUpdate:
+        if self._update is None:
+            raise WeightSyncError(describe("No update is under way"))
+        return self._update
+
+    def _check_order(self, update: WeightUpdate, before: WeightUpdate | None) -> None:
+        known = (before.version, before.replaces, before.changed, before.number + 1) if before is not None else None
+        if update.number and (update.version, update.replaces, update.changed, update.number) != known:
+            raise WeightSyncError(
+                describe(
+                    "A part of another update came",
+                    got=f"part {update.number} of version {update.version}",
+                    expected=f"part {known[3]} of version {known[0]}" if known else "part 0 of an update",
+                    do="send the whole update again, from one trainer",
+                )
+            )
+        if update.replaces != self._version:
+            raise WeightSyncError(
+                describe(
+                    "The trainer takes the sampler for one with other weights",
+                    got=f"an update of version {update.replaces}",
+                    expected=f"of version {self._version}, which it holds",
+                    do="look for two trainers, or for a sampler that was started again",
+                )
+            )
+        if update.version <= self._version and update.version + self._version > 0:
+            raise WeightSyncError(
+                describe(
+                    "The new weights are stale",
+                    got=f"version {update.version}",
+                    expected=f"above version {self._version}, which the sampler holds",
+                )
+            )
+
+    def _check_tensors(self, update: WeightUpdate) -> None:
+        names = [info.name for info in update.tensors]
+        wrong = [info for info in update.tensors if info.shape != self._expected.get(info.name, info.shape)]
+        repeated = self._digests.keys() & set(names) | {name for name, times in Counter(names).items() if times > 1}
+        self._name("hold tensors that the model has not", set(names) - self._expected.keys())
+        self._name("hold tensors of another shape", [f"{i.name} {i.shape} for {self._expected[i.name]}" for i in wrong])
+        self._name("hold tensors twice", repeated)
+        if rounded := [info for info in update.tensors if _FINER[info.dtype] < _FINER[self._dtype]]:
+            raise WeightSyncError(
+                describe(
+                    "The new weights are of less precision than the sampler computes in",
+                    where=rounded[0].name,
+                    got=f"{rounded[0].dtype} in {len(rounded)} of {len(names)} tensors",
+                    expected=self._dtype,
+                    do="start the sampler with the precision that rollout.dtype says",
+                )
+            )
+        if update.final or isinstance(update.source, Broadcast):
+            self._name("lack tensors of the model", self._expected.keys() - self._digests.keys() - set(names))
+
+    @staticmethod
+    def _name(what: str, names: Iterable[str]) -> None:
+        names = sorted(names)
+        if names:
+            more = f" and {len(names) - _LONGEST_LIST} more" if len(names) > _LONGEST_LIST else ""
+            raise WeightSyncError(
+                describe(
+                    f"The new weights {what}",
+                    got=", ".join(names[:_LONGEST_LIST]) + more,
+                    do="send every tensor of the checkpoint the engine was started with, once in an update",
+                )
+            )
+
+    def _agree(self, info: TensorInfo, digest: str) -> None:
+        if digest != info.digest:
+            raise WeightSyncError(
+                describe(
+                    "The sampler got other weights than were sent",
+                    where=info.name,
+                    got=f"digest {digest}",
+                    expected=info.digest,
+                    do="look for damaged memory or a damaged disk, or for two trainers that write to one place",
+                )
+            )
+        self._digests[info.name] = digest
+
+    def _check_stale(self) -> None:
+        if self._update.changed and total_digest(self._digests) == self._digest:
+            raise WeightSyncError(
+                describe(
+                    "The new weights are stale",
+                    got=f"the bytes of version {self._version} as version {self._update.version}",
+                    expected="others, since the trainer's weights changed in between",
+                    do="look for weights that are exported before the optimizer's step has reached them",
+                )
+            )

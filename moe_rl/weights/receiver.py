@@ -1,0 +1,160 @@
+"""The sampler's side of an update: a vLLM weight-transfer backend. Runs in every worker; importing it registers it.
+
+Sampler.update_weights --> take() in each worker: vLLM's start_weight_update, update_weights, finish_weight_update
+                            --> WeightReceiver: admit, read, confirm, load --> Holding, by which the workers agree
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.models.utils import get_spec_layer_idx_from_weight_name
+
+from moe_rl.errors import MoeRLError, WeightSyncError, describe
+from moe_rl.weights.digest import dtype_name
+from moe_rl.weights.intake import Intake
+from moe_rl.weights.loaded import not_loaded
+from moe_rl.weights.reader import Reader
+from moe_rl.weights.shared_disk import checkpoint_shapes
+from moe_rl.weights.update import WeightUpdate, decode
+
+BACKEND = "moe_rl"
+
+
+@dataclass
+class NoInit(WeightTransferInitInfo):
+    """Nothing has to be agreed on beforehand."""
+
+
+@dataclass
+class Part(WeightTransferUpdateInfo):
+    """One part, as `update.decode` gave it."""
+
+    update: WeightUpdate
+
+
+def take(worker, data: bytes) -> dict[str, object]:
+    """Work on one part in a worker of vLLM's. Returns a `Holding` as plain values, with the refusal if there was one;
+    raises what vLLM itself does."""
+    receiver: WeightReceiver = worker.weight_transfer_engine
+    try:
+        update = decode(data)
+        if update.number == 0:
+            if receiver.under_way:  # the trainer begins anew
+                worker.finish_weight_update()
+            worker.start_weight_update()
+        if receiver.under_way:
+            worker.update_weights({"update": update})
+        else:
+            receiver.intake.admit(update)  # which refuses it: it continues nothing
+        if update.final:
+            worker.finish_weight_update()
+            receiver.check_reached()
+    except Exception as error:
+        receiver.break_off()
+        if not isinstance(error, MoeRLError | msgspec.MsgspecError):
+            raise
+        return msgspec.to_builtins(receiver.intake.holding(str(error)))
+    if update.final and worker.moe_rl_recorder is not None:
+        worker.moe_rl_recorder.weight_version = update.version
+    return msgspec.to_builtins(receiver.intake.holding())
+
+
+class WeightReceiver(WeightTransferEngine[NoInit, Part]):
+    """Loads one complete set of HF-named tensors per update. `on_progress` is called after every tensor.
+
+    A part is refused before its bytes are loaded, so that an update of one part is refused before a single parameter is
+    touched. vLLM loads a layer when its last tensor has come; until then it keeps the tensors of the layer alive.
+    """
+
+    init_info_cls = NoInit
+    update_info_cls = Part
+    supports_draft_weight_update = False
+    on_progress: Callable[[], None] = staticmethod(lambda: None)
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        shapes = checkpoint_shapes(Path(self.model_config.model))
+        # Of multi-token-prediction layers, which the model leaves out, nobody sends anything.
+        config = self.model_config.hf_config
+        sent = (name for name in shapes if get_spec_layer_idx_from_weight_name(config, name) is None)
+        self.intake = Intake({name: shapes[name] for name in sent}, dtype_name(self.model_config.dtype))
+        parallel = self.parallel_config
+        rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        told = lambda: self.on_progress()  # noqa: E731 - which is set later
+        self._reader = Reader(self.intake, self._load, self.device, rank=rank, on_tensor=told)
+        self.under_way = False
+        self._open = False
+        self._lost: list[str] = []
+
+    def init_transfer_engine(self, init_info: NoInit) -> None:
+        """Nothing to connect to."""
+
+    def start_weight_update(self) -> None:
+        """The model is opened for loading only when the first part has proved right: see `Reader.take`."""
+        self.under_way = True
+
+    @torch.inference_mode()
+    def receive_weights(self, update_info: Part) -> None:
+        self._reader.take(update_info.update)
+
+    def finish_weight_update(self) -> None:
+        """Called after the final part; before it, when the trainer begins an update anew."""
+        self.break_off(complete=self.intake.complete)
+
+    def break_off(self, *, complete: bool = False) -> None:
+        """Close the model again, whatever was loaded into it. Nothing continues the update."""
+        self.under_way = False
+        self._reader.release()
+        if complete:
+            self._lost = not_loaded(self.model)
+        if self._open:
+            self._open = False
+            with torch.inference_mode():
+                finalize_layerwise_reload(self.model, self.model_config)
+        if complete and not self._lost:
+            self.intake.finish()
+        else:
+            self.intake.abandon()
+
+    def check_reached(self) -> None:
+        """Raises WeightSyncError when a parameter did not get all that came for it."""
+        if self._lost:
+            raise WeightSyncError(
+                describe(
+                    "vLLM lost a part of the new weights",
+                    got=f"{len(self._lost)} parameters that did not come whole: {', '.join(self._lost[:3])}",
+                    do="check the patch series: python tools/apply_patches.py --check",
+                )
+            )
+
+    def shutdown(self) -> None:
+        self._reader.close()
+
+    def _load(self, tensors: dict[str, Tensor]) -> None:
+        if not self._open:
+            self._open = True
+            initialize_layerwise_reload(self.model)
+        with disable_mtp_completeness_check():
+            self.model.load_weights(self._counted(tensors))
+
+    def _counted(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for item in tensors.items():
+            yield item
+            self.on_progress()
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, WeightReceiver)

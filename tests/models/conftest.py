@@ -1,0 +1,10 @@
+"""Model folders on disk, as tests/config makes them."""
+
+from tests.config.conftest import (  # noqa: F401  fixtures
+    hf_config,
+    model,
+    write_deepseek,
+    write_glm,
+    write_gpt_oss,
+    write_model,
+)

@@ -1,0 +1,66 @@
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from moe_rl.config.schema import RewardConfig
+from moe_rl.tasks.verifiers import VerifierPool
+
+
+def alive(pid: int) -> bool:
+    """A zombie that nobody has reaped is dead."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def group_members(group: int) -> list[int]:
+    members = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and alive(int(folder.name)):
+            try:
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(fields[2]) == group:
+                members.append(int(folder.name))
+    return members
+
+
+def wait_until(condition, seconds: float = 60.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@pytest.fixture
+def helpers():
+    """Process helpers for tests: alive(pid), group_members(pgid), wait_until(condition)."""
+    return SimpleNamespace(alive=alive, group_members=group_members, wait_until=wait_until)
+
+
+@pytest.fixture
+def make_pool(monkeypatch):
+    """Opens pools over functions of bad_rewards.py (bare names) or by dotted path, closed at the end."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    pools = []
+
+    def make(*functions: str, timeout: float = 2.0, workers: int = 1, weights=None, **more) -> VerifierPool:
+        rewards = {
+            path.rpartition(".")[2]: RewardConfig(
+                function=path if "." in path else f"bad_rewards.{path}", weight=(weights or {}).get(path, 1.0)
+            )
+            for path in functions
+        }
+        pool = VerifierPool(rewards, timeout_seconds=timeout, workers=workers, **more)
+        pools.append(pool)
+        return pool
+
+    yield make
+    for pool in pools:
+        pool.close()

@@ -1,0 +1,233 @@
+import os
+
+import pytest
+
+from moe_rl.errors import DataError
+from moe_rl.tasks.prompt_ledger import PromptLedger
+from moe_rl.tasks.prompts import PromptSource
+from moe_rl.types import Prompt
+
+STEPS, PER_STEP = 6, 4
+
+
+@pytest.fixture
+def source():
+    return PromptSource([Prompt(f"p{i}", "", "", "") for i in range(10)], 7)
+
+
+@pytest.fixture
+def ledger(tmp_path, source):
+    """Six steps of four prompts: more than two epochs."""
+    ledger = PromptLedger(tmp_path / "ledger.jsonl")
+    run(ledger, source, 0, STEPS)
+    return ledger
+
+
+def run(ledger, source, first, last):
+    for step in range(first, last):
+        cursor = source.cursor
+        ledger.record(step, cursor, [prompt.id for prompt in source.take(PER_STEP)], f"digest-{step}")
+
+
+def lines(ledger):
+    return ledger.path.read_bytes().splitlines(keepends=True)
+
+
+def test_a_whole_ledger_verifies_and_leaves_the_source_alone(ledger, source):
+    source.seek(3)
+    ledger.verify(source)
+    ledger.verify(source, steps=STEPS)
+    assert source.cursor == 3 and ledger.torn is None
+    assert PromptLedger(ledger.path).path == ledger.path
+    assert len(lines(ledger)) == STEPS
+
+
+def test_an_empty_ledger_is_whole(tmp_path, source):
+    ledger = PromptLedger(tmp_path / "ledger.jsonl")
+    ledger.verify(source, steps=0)
+    assert ledger.rewind(0) == 0 and ledger.torn is None and not ledger.path.exists()
+
+
+@pytest.mark.parametrize("step", range(STEPS + 1))
+def test_rewind_and_go_on_gives_the_same_ledger(ledger, source, step):
+    whole = ledger.path.read_bytes()
+    resumed = PromptLedger(ledger.path)
+    assert resumed.rewind(step) == STEPS - step
+    assert ledger.path.read_bytes() == b"".join(whole.splitlines(keepends=True)[:step])
+    resumed.verify(source, steps=step)
+    source.seek(step * PER_STEP)
+    run(resumed, source, step, STEPS)
+    assert ledger.path.read_bytes() == whole
+    assert os.listdir(ledger.path.parent) == [ledger.path.name]
+
+
+def test_every_bit_flip_is_noticed(ledger, source):
+    whole = b"".join(lines(ledger)[:3])
+    silent = []
+    start, end = whole.index(b"\n") + 1, whole.rindex(b"\n", 0, -1) + 1
+    assert end - start > 100
+    for bit in range(8 * start, 8 * end):  # the middle line, its newline included
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        ledger.path.write_bytes(damaged)
+        try:
+            ledger.verify(source)
+        except DataError as error:
+            line = whole[: bit // 8].count(b"\n") + 1
+            assert f":{line}: " in str(error) or f":{line})" in str(error)
+        else:
+            silent.append(bit)
+    assert silent == []
+    ledger.path.write_bytes(whole)
+    ledger.verify(source, steps=3)
+
+
+def test_every_truncation_is_noticed(ledger, source):
+    whole = b"".join(lines(ledger)[:2])
+    for length in range(len(whole)):
+        ledger.path.write_bytes(whole[:length])
+        torn = length > 0 and whole[length - 1 : length] != b"\n"
+        assert (ledger.torn is not None) == torn
+        with pytest.raises(DataError, match="torn line" if torn else "number of steps"):
+            ledger.verify(source, steps=STEPS)
+
+
+FAULTS = {
+    "duplicate": (lambda ls: [*ls[:3], ls[2], *ls[3:]], 4, "wrong step"),
+    "gap": (lambda ls: [*ls[:2], *ls[3:]], 3, "wrong step"),
+    "swap": (lambda ls: [ls[0], ls[2], ls[1], *ls[3:]], 2, "wrong step"),
+    "first lost": (lambda ls: ls[1:], 1, "wrong step"),
+    "blank line": (lambda ls: [*ls[:2], b"\n", *ls[2:]], 3, "damaged line"),
+    "half a line": (lambda ls: [*ls[:2], ls[2][:30] + b"\n", *ls[3:]], 3, "damaged line"),
+    "two lines in one": (lambda ls: [*ls[:2], ls[2][:-1] + ls[3], *ls[4:]], 3, "damaged line"),
+    "zeros": (lambda ls: [*ls[:2], b"\0" * 50 + b"\n", *ls[2:]], 3, "damaged line"),
+    "other spelling": (lambda ls: [ls[0].replace(b": ", b":"), *ls[1:]], 1, "damaged line"),
+    "not an object": (lambda ls: [b"[]\n", *ls[1:]], 1, "damaged line"),
+    "deep": (lambda ls: [b"[" * 100_000 + b"\n", *ls[1:]], 1, "damaged line"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_damaged_ledger_names_its_first_wrong_line(ledger, source, fault):
+    change, line, message = FAULTS[fault]
+    before = ledger.path.read_bytes()
+    damaged = b"".join(change(lines(ledger)))
+    assert damaged != before
+    ledger.path.write_bytes(damaged)
+    for refuse in (lambda: ledger.verify(source), lambda: PromptLedger(ledger.path).rewind(5)):
+        with pytest.raises(DataError, match=message) as caught:
+            refuse()
+        assert f"ledger.jsonl:{line}" in str(caught.value)
+    assert ledger.path.read_bytes() == damaged  # a refused rewind has changed nothing
+
+
+def test_lines_that_are_dropped_need_not_be_whole(ledger, source):
+    ledger.path.write_bytes(b"".join([*lines(ledger)[:3], b"damaged\n", *lines(ledger)[4:]]))
+    assert ledger.rewind(3) == 3
+    ledger.verify(source, steps=3)
+
+
+def test_prompts_that_the_source_did_not_give_are_named(tmp_path, source):
+    ledger = PromptLedger(tmp_path / "ledger.jsonl")
+    first, second = ([prompt.id for prompt in source.take(PER_STEP)] for _ in range(2))
+    ledger.record(0, 0, first, "d")
+    ledger.record(1, 4, [second[0], first[0], *second[2:]], "d")  # one prompt twice, one lost
+    with pytest.raises(DataError, match=r"wrong prompt at cursor 5 \(.*ledger.jsonl:2\)") as caught:
+        ledger.verify(source)
+    assert f"got {first[0]}, expected {second[1]}" in str(caught.value)
+
+
+def test_another_seed_is_another_ledger(ledger, source):
+    other = PromptSource([Prompt(f"p{i}", "", "", "") for i in range(10)], 8)
+    with pytest.raises(DataError, match="ledger.jsonl:1"):
+        ledger.verify(other)
+
+
+def test_the_earlier_of_two_faults_is_named(ledger, source):
+    ls = lines(ledger)
+    ledger.path.write_bytes(b"".join([*ls[:4], b"damaged\n", ls[5]]))
+    other = PromptSource([Prompt(f"p{i}", "", "", "") for i in range(10)], 8)
+    with pytest.raises(DataError, match="wrong prompt.*ledger.jsonl:1"):
+        ledger.verify(other)
+    with pytest.raises(DataError, match="ledger.jsonl:5"):
+        ledger.verify(source)
+
+
+def test_a_torn_line_is_refused_until_it_is_rewound(ledger, source):
+    with open(ledger.path, "ab") as file:
+        file.write(b'{"step": 6, "cur')
+    reopened = PromptLedger(ledger.path)
+    assert reopened.torn == f"{ledger.path}:7: torn line of 16 bytes, a crash while writing"
+    with pytest.raises(DataError, match="7: torn line"):
+        reopened.verify(source)
+    with pytest.raises(DataError, match="7: torn line"):
+        run(reopened, source, STEPS, STEPS + 1)
+    assert reopened.rewind(STEPS) == 1
+    assert reopened.torn is None
+    source.seek(STEPS * PER_STEP)
+    run(reopened, source, STEPS, STEPS + 1)
+    reopened.verify(source, steps=STEPS + 1)
+
+
+def test_a_crash_in_the_middle_of_an_append(ledger, source, monkeypatch):
+    # A disk that takes half a line and then fails, as when it is full.
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space"):
+        run(ledger, source, STEPS, STEPS + 1)
+    monkeypatch.setattr(os, "fsync", real)
+    with open(ledger.path, "r+b") as file:
+        file.truncate(ledger.path.stat().st_size - 5)
+    with pytest.raises(DataError, match="torn line"):  # it looks again at the file, instead of trusting its memory
+        run(ledger, source, STEPS + 1, STEPS + 2)
+    assert ledger.rewind(STEPS) == 1
+
+
+def test_lost_lines_are_not_rewound_over(ledger):
+    with pytest.raises(DataError, match="got 6 whole lines, expected the 7 steps"):
+        ledger.rewind(STEPS + 1)
+    ledger.path.unlink()
+    with pytest.raises(DataError, match="got 0 whole lines"):
+        ledger.rewind(1)
+    with pytest.raises(ValueError, match="got -1"):
+        ledger.rewind(-1)
+
+
+@pytest.mark.parametrize(
+    ("step", "cursor"), [(STEPS - 1, 20), (STEPS - 1, 24), (STEPS + 1, 24), (STEPS, 20), (STEPS, 25), (0, 0)]
+)
+@pytest.mark.parametrize("reopened", [False, True])
+def test_a_step_that_does_not_follow_is_refused(ledger, step, cursor, reopened):
+    before = ledger.path.read_bytes()
+    with pytest.raises(DataError, match=f"got step {step} at cursor {cursor}, expected step 6 at cursor 24"):
+        (PromptLedger(ledger.path) if reopened else ledger).record(step, cursor, ["x"], "d")
+    assert ledger.path.read_bytes() == before
+
+
+def test_a_recorded_line_is_synced_before_record_returns(tmp_path, monkeypatch):
+    ledger = PromptLedger(tmp_path / "ledger.jsonl")
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    ledger.record(0, 0, ["a"], "d")
+    assert synced == [str(ledger.path), str(tmp_path)]
+    ledger.record(1, 1, ["b"], "d")
+    assert synced[2:] == [str(ledger.path)]
+    synced.clear()
+    ledger.rewind(1)
+    assert synced == [str(ledger.path) + ".rewind", str(tmp_path)]
+
+
+def test_a_failed_rewind_leaves_the_old_ledger(ledger, source, monkeypatch):
+    fired = []
+
+    def fail(*_):
+        fired.append(1)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        ledger.rewind(2)
+    monkeypatch.undo()
+    assert fired
+    ledger.verify(source, steps=STEPS)
+    assert ledger.rewind(2) == 4

@@ -1,0 +1,375 @@
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from moe_rl.errors import ConfigError, RewardError
+from moe_rl.tasks.verifiers import RewardItem, check_failed_fraction
+from moe_rl.types import Verdict
+
+HEALTHY = RewardItem("", "healthy", "")
+
+
+def faulty(fault: str, witness: Path) -> RewardItem:
+    return RewardItem("", f"{fault} {witness}", "")
+
+
+# What a healthy pool does
+
+
+def test_scores_are_the_weighted_sum_in_order(make_pool):
+    rewards = ("moe_rl.tasks.arithmetic_reward.exact_match", "moe_rl.tasks.arithmetic_reward.answer_format")
+    with make_pool(*rewards, weights=dict(zip(rewards, (1.0, 0.125), strict=True)), workers=2) as pool:
+        items = [RewardItem("", f"<answer>{i}</answer>" if i % 3 else "?", str(i - i % 2)) for i in range(50)]
+        verdicts = pool.score(items)
+        assert pool.score([]) == []
+    for i, verdict in enumerate(verdicts):
+        parts = {"exact_match": float(bool(i % 3) and i % 2 == 0), "answer_format": float(bool(i % 3))}
+        assert verdict == Verdict("scored", parts["exact_match"] + 0.125 * parts["answer_format"], parts)
+
+
+def test_functions_get_the_arguments_they_name(make_pool):
+    with make_pool("all_arguments", "optional", "no_arguments") as pool:
+        [verdict] = pool.score([RewardItem("the prompt", "the completion", "the answer")])
+    assert verdict.parts == {"all_arguments": 1.0, "optional": 2.0, "no_arguments": 0.25}
+
+
+def test_a_function_that_does_not_ask_cannot_find_the_answer(make_pool):
+    # The second function is given the answers in the same process, before and after the first looks for them.
+    with make_pool("nosy", "nosy_with_answer") as pool:
+        verdicts = pool.score([RewardItem("", f"question {i}", f"hidden {i}") for i in range(20)])
+    assert [verdict.detail for verdict in verdicts] == [""] * 20
+    assert all(verdict.parts == {"nosy": 1.0, "nosy_with_answer": 1.0} for verdict in verdicts)
+
+
+def test_256_items_are_fast(make_pool):
+    rewards = ("moe_rl.tasks.arithmetic_reward.exact_match", "moe_rl.tasks.arithmetic_reward.answer_format")
+    items = [RewardItem("p" * 200, "<answer>4</answer>", "4")] * 256
+    seconds = []
+    with make_pool(*rewards) as pool:
+        for _ in range(5):
+            start = time.monotonic()
+            assert all(verdict.reward == 2.0 for verdict in pool.score(items))
+            seconds.append(time.monotonic() - start)
+    assert min(seconds) < 0.2
+
+
+def test_long_texts_pass_both_ways(make_pool):
+    with make_pool("moe_rl.tasks.arithmetic_reward.exact_match") as pool:
+        text = "x\u20ac\0" * 1_000_000
+        verdicts = pool.score([RewardItem("", text, text)] * 3 + [RewardItem("", "<answer>1</answer>", "1")])
+    assert [verdict.reward for verdict in verdicts] == [0.0, 0.0, 0.0, 1.0]
+
+
+def test_the_worker_knows_nothing_of_torchrun(make_pool, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "SECRET_TOKEN"):
+        monkeypatch.setenv(name, "1")
+    with make_pool("environment") as pool:
+        [verdict] = pool.score([HEALTHY])
+    assert verdict == Verdict("scored", 1.0, {"environment": 1.0})
+
+
+# Faults
+
+CONTAINED = {  # the worker survives these
+    "raise": "KeyError: 'planted'",
+    "exit": "SystemExit",
+    "unprintable": "_Unprintable",
+    "hoard": "MemoryError",
+    "big_file": "OSError",
+    "none": "returned NoneType",
+    "nan": "returned nan",
+    "inf": "returned -inf",
+    "str": "returned str",
+    "bool": "returned bool",
+    "complex": "returned complex",
+    "huge": "OverflowError",
+}
+DEADLY = {
+    "os_exit": "died (exit code 0)",
+    "segfault": "died (signal 11",
+    "abort": "died (signal 6",
+    "close_descriptors": "died",
+}
+HANGING = ["loop", "c_sleep", "stop", "flood", "fork_and_hang"]
+
+
+@pytest.mark.parametrize(("fault", "detail"), [*CONTAINED.items(), *DEADLY.items(), *((f, "0.5 s") for f in HANGING)])
+def test_a_fault_fails_its_item_and_no_other(make_pool, helpers, tmp_path, fault, detail):
+    witness = tmp_path / "witness"
+    with make_pool("good", "misbehave", timeout=0.5) as pool:
+        [first] = pool.pids
+        verdicts = pool.score([HEALTHY, HEALTHY, faulty(fault, witness), *[HEALTHY] * 5])
+        assert witness.read_text() == str(first), "the fault did not fire, or twice"
+        assert (pool.pids == [first]) == (fault in CONTAINED)
+        if fault not in CONTAINED:
+            assert not helpers.group_members(first)
+        [last] = pool.pids
+    failed = verdicts.pop(2)
+    assert (failed.status, failed.reward, failed.parts) == ("failed", None, {})
+    assert failed.detail.startswith("misbehave: ") and detail in failed.detail
+    assert verdicts == [Verdict("scored", 2.0, {"good": 1.0, "misbehave": 1.0})] * 7
+    assert not helpers.group_members(last)
+
+
+def test_the_segfault_is_explained_by_what_it_printed(make_pool, tmp_path):
+    with make_pool("misbehave") as pool:
+        [verdict] = pool.score([faulty("segfault", tmp_path / "witness")])
+    assert "Segmentation fault" in verdict.detail and "in _segfault" in verdict.detail
+    assert len(verdict.detail) < 4000
+
+
+def test_chatter_does_not_disturb(make_pool, tmp_path):
+    with make_pool("misbehave") as pool:
+        verdicts = pool.score([faulty("chatter", tmp_path / "witness")] * 20)
+    assert (tmp_path / "witness").exists()
+    assert [verdict.reward for verdict in verdicts] == [1.0] * 20
+
+
+def test_hangs_do_not_starve_healthy_items(make_pool, tmp_path):
+    hangs = [faulty(("loop", "c_sleep", "stop")[i % 3], tmp_path / f"witness-{i}") for i in range(9)]
+    items = [item for hang in hangs for item in (HEALTHY, hang, *[HEALTHY] * 10)]
+    with make_pool("misbehave", timeout=0.2, workers=2) as pool:
+        start = time.monotonic()
+        verdicts = pool.score(items)
+        took = time.monotonic() - start
+        afterwards = pool.score([HEALTHY] * 20)
+    assert len(list(tmp_path.iterdir())) == 9
+    assert [verdict.scored for verdict in verdicts] == [item is HEALTHY for item in items]
+    assert all(verdict.scored for verdict in afterwards)
+    assert took < 9 * (0.2 + 1.0)  # one limit and one restart each, were they one after the other
+
+
+def test_every_item_hangs_or_dies(make_pool, tmp_path):
+    faults = [("loop", "os_exit")[i % 2] for i in range(6)]
+    with make_pool("misbehave", timeout=0.8, workers=2) as pool:
+        verdicts = pool.score([faulty(fault, tmp_path / f"witness-{i}") for i, fault in enumerate(faults)])
+    assert len(list(tmp_path.iterdir())) == 6
+    assert ["0.8 s" in verdict.detail for verdict in verdicts] == [fault == "loop" for fault in faults]
+    with pytest.raises(RewardError, match="got 6 of 6, expected at most 10%"):
+        check_failed_fraction(verdicts, 0.1)
+
+
+def test_a_forked_child_does_not_answer(make_pool, tmp_path):
+    with make_pool("misbehave") as pool:
+        verdicts = pool.score([faulty("fork_and_return", tmp_path / "witness")] * 5 + [HEALTHY] * 5)
+    assert (tmp_path / "witness").exists()
+    assert [verdict.reward for verdict in verdicts] == [1.0] * 10
+
+
+@pytest.mark.parametrize("harm", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_hurt_in_idleness_costs_no_item(make_pool, helpers, harm):
+    with make_pool("good", timeout=0.3) as pool:
+        [pid] = pool.pids
+        os.kill(pid, harm)
+        state = "Z" if harm is signal.SIGKILL else "T"
+        assert helpers.wait_until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == state)
+        verdicts = pool.score([HEALTHY] * 5)
+        assert pool.pids != [pid]
+    assert [verdict.reward for verdict in verdicts] == [1.0] * 5
+
+
+def test_a_late_death_between_scores_costs_no_item(make_pool, helpers, tmp_path):
+    with make_pool("misbehave") as pool:
+        [pid] = pool.pids
+        [verdict] = pool.score([faulty("late_death", tmp_path / "witness")])
+        assert helpers.wait_until(lambda: not helpers.alive(pid))
+        verdicts = pool.score([HEALTHY] * 5)
+    assert (tmp_path / "witness").exists()
+    assert [v.reward for v in (verdict, *verdicts)] == [1.0] * 6
+
+
+def test_an_answer_that_lay_there_in_time_counts(make_pool, monkeypatch, tmp_path):
+    # While the pool is busy with one worker's death, the other's answer comes and its deadline passes.
+    with make_pool("misbehave", timeout=0.4, workers=2) as pool:
+        dying, napping = pool.pids
+        start = pool._start
+        delays = []
+
+        def slow_start(slot):
+            delays.append(time.sleep(0.8))
+            start(slot)
+
+        monkeypatch.setattr(pool, "_start", slow_start)
+        verdicts = pool.score([faulty("os_exit", tmp_path / "exit"), faulty("nap", tmp_path / "nap")])
+        assert len(delays) == 1 and dying not in pool.pids and napping in pool.pids
+    assert (tmp_path / "exit").read_text() == str(dying) and (tmp_path / "nap").read_text() == str(napping)
+    assert [verdict.status for verdict in verdicts] == ["failed", "scored"]
+
+
+def test_wall_clock_jumps_do_not_matter(make_pool, monkeypatch):
+    with make_pool("good", timeout=0.5) as pool:
+        jumps = []
+
+        def clock():
+            jumps.append(1)
+            return 0.0 if len(jumps) % 2 else 1e12
+
+        monkeypatch.setattr(time, "time", clock)
+        time.time()
+        verdicts = pool.score([HEALTHY] * 50)
+    assert jumps and all(verdict.scored for verdict in verdicts)
+
+
+def test_text_that_is_not_unicode_fails_alone(make_pool):
+    with make_pool("good") as pool:
+        verdicts = pool.score([HEALTHY, RewardItem("", "half a pair \ud800", ""), HEALTHY])
+    assert [verdict.status for verdict in verdicts] == ["scored", "failed", "scored"]
+    assert "surrogates" in verdicts[1].detail
+
+
+def test_an_infinite_weighted_sum_is_no_reward(make_pool):
+    with make_pool("good", "optional", weights={"good": 1.7e308, "optional": 1.7e308}) as pool:
+        [verdict] = pool.score([HEALTHY])
+    assert verdict.status == "failed" and "inf" in verdict.detail
+
+
+# Nothing is left behind
+
+
+def test_close_takes_what_verifiers_left_running(make_pool, helpers, tmp_path):
+    with make_pool("misbehave") as pool:
+        [pid] = pool.pids
+        [verdict] = pool.score([faulty("leave_child", tmp_path / "witness")])
+        assert verdict.scored and len(helpers.group_members(pid)) == 2
+    assert helpers.wait_until(lambda: not helpers.group_members(pid))  # the kernel takes a moment to end the killed
+    with pytest.raises(RewardError, match="closed"):
+        pool.score([HEALTHY])
+
+
+@pytest.fixture
+def interruptible():
+    """A job that a shell starts in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_exception_leaves_no_process_and_no_descriptor(make_pool, helpers, tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(KeyboardInterrupt), make_pool("misbehave", timeout=600.0, workers=2) as pool:
+        pids = pool.pids
+        # Raised in the middle of score(), while a verifier hangs.
+        main = threading.main_thread().ident
+
+        def interrupt():
+            helpers.wait_until((tmp_path / "witness").exists)
+            signal.pthread_kill(main, signal.SIGINT)
+
+        threading.Thread(target=interrupt).start()
+        pool.score([faulty("loop", tmp_path / "witness"), HEALTHY])
+    assert (tmp_path / "witness").exists() and len(pids) == 2
+    assert not any(helpers.group_members(pid) for pid in pids)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_restarts_leak_no_descriptor(make_pool, tmp_path):
+    with make_pool("misbehave") as pool:
+        before = len(os.listdir("/proc/self/fd"))
+        verdicts = pool.score([faulty("os_exit", tmp_path / "witness")] * 5)
+        assert len(os.listdir("/proc/self/fd")) == before
+    assert [verdict.status for verdict in verdicts] == ["failed"] * 5
+
+
+PARENT = """
+import sys
+from moe_rl.config.schema import RewardConfig
+from moe_rl.tasks.verifiers import RewardItem, VerifierPool
+sys.path.insert(0, sys.argv[1])
+pool = VerifierPool({"r": RewardConfig(function="bad_rewards.misbehave")}, timeout_seconds=1000, workers=2)
+print(*pool.pids, flush=True)
+pool.score([RewardItem("", f"{sys.argv[2]} {sys.argv[3]}", "")] if sys.argv[2] != "idle" else [])
+input()
+"""
+
+
+@pytest.mark.parametrize("state", ["idle", "c_sleep", "loop"])
+def test_workers_die_with_their_parent(helpers, tmp_path, state):
+    witness = tmp_path / "witness"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(Path(__file__).parent), state, str(witness)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(Path(sys.modules["moe_rl"].__file__).parents[1])},
+    )
+    try:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        if state != "idle":
+            assert helpers.wait_until(witness.exists), "no worker was busy when its parent died"
+        assert all(helpers.alive(pid) for pid in pids)
+    finally:
+        parent.kill()
+        parent.communicate()
+    assert helpers.wait_until(lambda: not any(helpers.alive(pid) for pid in pids), 5.0)
+
+
+# Bad configs
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("wrong_parameter", "parameter 'solution'"),
+        ("positional", "parameter 'completion'"),
+        ("coroutine", "coroutine"),
+        ("not_callable", "not callable: got int"),
+        ("absent", "has no absent"),
+        ("bad_import.f", "RuntimeError: planted at import"),
+        ("bad_import_exit.g", "died (exit code 7)"),
+        ("no_such_module.h", "there is no module no_such_module"),
+        ("moe_rl.tasks.arithmetic_reward.deeper.h", "there is no module moe_rl.tasks.arithmetic_reward.deeper"),
+        ("bad-syntax.h", "not a dotted path"),
+    ],
+)
+def test_a_bad_function_is_refused_by_config_key(make_pool, helpers, function, message):
+    name = function.rpartition(".")[2]
+    with pytest.raises(ConfigError, match=rf"^task\.rewards\.{name}\.function: ") as caught:
+        make_pool("good", function)
+    assert len(caught.value.problems) == 1 and message in caught.value.problems[0]
+    children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
+    assert not [pid for pid in children if b"moe_rl.tasks.verifier_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_all_bad_functions_are_named_at_once(make_pool):
+    with pytest.raises(ConfigError) as caught:
+        make_pool("wrong_parameter", "good", "coroutine")
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == [
+        "task.rewards.wrong_parameter.function",
+        "task.rewards.coroutine.function",
+    ]
+
+
+def test_the_parent_imports_no_user_code(make_pool):
+    with make_pool("good") as pool:
+        assert pool.score([HEALTHY])[0].scored
+    assert "bad_rewards" not in sys.modules
+
+
+def test_functions_that_vanish_end_the_run(make_pool, monkeypatch, tmp_path):
+    (tmp_path / "fleeting.py").write_text("import os\ndef die(completion): os._exit(3)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with make_pool("fleeting.die") as pool:
+        (tmp_path / "fleeting.py").unlink()
+        with pytest.raises(RewardError, match="no new verifier process comes up.*fleeting"):
+            pool.score([HEALTHY] * 2)
+        assert pool.pids == []
+
+
+@pytest.mark.parametrize(
+    ("failed", "limit", "ends"), [(1, 0.1, False), (2, 0.1, True), (0, 0.0, False), (1, 0.0, True)]
+)
+def test_failed_fraction(failed, limit, ends):
+    verdicts = [Verdict("failed", None, detail="exact_match: hung")] * failed + [Verdict("scored", 0.0)] * (10 - failed)
+    if ends:
+        with pytest.raises(RewardError, match=f"{failed} x exact_match: hung"):
+            check_failed_fraction(verdicts, limit)
+    else:
+        check_failed_fraction(verdicts, limit)
+    check_failed_fraction([], limit)

@@ -1,0 +1,78 @@
+"""The folder of checkpoints: what counts as one, how it appears, what is put aside."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from moe_rl import checkpoint_folder as checkpoints
+from moe_rl.errors import CheckpointError
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def add(folder, *steps):
+    for step in steps:
+        hidden = checkpoints.begin(folder, step)
+        (hidden / "state.json").write_text(str(step))
+        checkpoints.publish(hidden, step, keep=2)
+
+
+def test_a_folder_under_its_name_is_complete_and_the_newest_ones_stay(tmp_path):
+    assert checkpoints.complete(tmp_path / "absent") == []
+    add(tmp_path, 2, 4, 10)
+    assert names(tmp_path) == ["step-000004", "step-000010"]
+    checkpoints.begin(tmp_path, 12)
+    assert [step for step, _ in checkpoints.complete(tmp_path)] == [4, 10]
+    assert checkpoints.find(tmp_path).name == "step-000010" and checkpoints.find(tmp_path, 4).name == "step-000004"
+
+
+def test_the_new_one_is_on_disk_under_its_name_before_an_old_one_goes(tmp_path, monkeypatch):
+    folder, done = tmp_path / "checkpoints", []
+
+    def seen(function, what):
+        def call(path, *arguments, **options):
+            done.append((what, path.name, *(other.name for other in arguments)))
+            return function(path, *arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(checkpoints, "sync", seen(checkpoints.sync, "sync"))
+    monkeypatch.setattr(Path, "rename", seen(Path.rename, "rename"))
+    monkeypatch.setattr(shutil, "rmtree", seen(shutil.rmtree, "remove"))
+    checkpoints.publish(checkpoints.begin(folder, 2), 2, keep=1)
+    checkpoints.publish(checkpoints.begin(folder, 4), 4, keep=1)
+    first = [("sync", ".step-000002.tmp"), ("rename", ".step-000002.tmp", "step-000002"), ("sync", "checkpoints")]
+    second = [("sync", ".step-000004.tmp"), ("rename", ".step-000004.tmp", "step-000004"), ("sync", "checkpoints")]
+    old = [("rename", "step-000002", ".step-000002.tmp"), ("remove", ".step-000002.tmp")]
+    # the first time, the folder of all checkpoints is new too
+    assert done == [("sync", tmp_path.name), *first, *second, *old]
+    done.clear()
+    checkpoints.abandon_newer(folder, 3)
+    assert done[-2:] == [("rename", "step-000004", "step-000004.abandoned"), ("sync", "checkpoints")]
+
+
+def test_what_a_dead_process_left_goes_with_the_next(tmp_path):
+    (checkpoints.begin(tmp_path, 3) / "half").write_text("x")
+    hidden = checkpoints.begin(tmp_path, 5)
+    assert names(tmp_path) == [hidden.name] and not list(hidden.iterdir())
+
+
+def test_what_is_not_there_is_told_with_what_is(tmp_path):
+    with pytest.raises(CheckpointError, match="the run has no checkpoint.*--step 0"):
+        checkpoints.find(tmp_path)
+    add(tmp_path, 4, 6)
+    with pytest.raises(CheckpointError, match="got after steps 4, 6, expected step-000005"):
+        checkpoints.find(tmp_path, 5)
+    told = checkpoints.to_resume_instead(tmp_path / "step-000006")
+    assert f"--resume {tmp_path.parent} --step N: there are those after steps 4" in told
+
+
+def test_newer_ones_are_put_aside_not_removed(tmp_path):
+    add(tmp_path, 4, 6)
+    (aside,) = checkpoints.abandon_newer(tmp_path, 4)
+    assert (aside / "state.json").read_text() == "6" and checkpoints.find(tmp_path).name == "step-000004"
+    add(tmp_path, 6)
+    assert names(tmp_path) == ["step-000004", "step-000006", "step-000006.abandoned"]

@@ -1,0 +1,69 @@
+"""The sampler's hook driven by hand: whose support is kept, and what is said of a token whose draw was not seen."""
+
+from itertools import count
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from moe_rl.errors import EngineError
+from moe_rl.vllm.extras import Extras
+
+NEG = -torch.inf
+_NUMBERS = count()
+
+
+class Hooked:
+    """A sampler that draws from given log-probabilities, with the extras watching."""
+
+    def __init__(self):
+        self.hook = lambda *_: None
+        sampler = SimpleNamespace(
+            apply_temperature=lambda logits: logits,
+            topk_topp_sampler=SimpleNamespace(register_forward_hook=lambda hook: setattr(self, "hook", hook)),
+        )
+        recording = SimpleNamespace(support=True, log_normalizer=False, router_logits_fraction=0.0)
+        worker = SimpleNamespace(model_runner=SimpleNamespace(sampler=sampler))
+        self.extras = Extras(worker, recording, {})
+
+    def draw(self, requests, logprobs):
+        self.extras.after_forward([(request, 1) for request in requests])
+        self.hook(None, (), (None, torch.tensor(logprobs)))
+
+
+def request(key, *, forwarded=2, greedy=False, ask=True):
+    ask = SimpleNamespace(key=key) if ask else None
+    prompt = np.zeros(2, np.int32)
+    return SimpleNamespace(number=next(_NUMBERS), ask=ask, prompt=prompt, greedy=greedy, forwarded=forwarded)
+
+
+def test_each_request_keeps_the_support_of_its_own_tokens():
+    sampler = Hooked()
+    restricted, whole, greedy, silent, early = everyone = [
+        request("a"), request("b"), request("c", greedy=True), request("d", ask=False), request("e", forwarded=1),
+    ]  # fmt: skip
+    half, none, other = [NEG, -0.7, NEG, -0.7], [-1.4] * 4, [-0.1, NEG, NEG, -2.3]
+    sampler.draw(everyone, [half, none, other, other, other])
+    restricted.forwarded = whole.forwarded = 3
+    sampler.draw([whole, restricted], [other, none])
+    kept = sampler.extras.of_request(restricted, 3)
+    assert (kept["support_counts"].tolist(), kept["support_ids"].tolist()) == ([2, 0], [1, 3])
+    kept = sampler.extras.of_request(whole, 3)
+    assert (kept["support_counts"].tolist(), kept["support_ids"].tolist()) == ([0, 2], [0, 3])
+    assert sampler.extras.of_request(greedy, 2) == {} and not sampler.extras._sampled
+
+
+def test_a_token_whose_draw_was_not_seen_is_not_said_to_be_drawn_from_everything():
+    sampler, one = Hooked(), request("a")
+    sampler.draw([one], [[NEG, -0.7, NEG, -0.7]])
+    with pytest.raises(EngineError, match=r"request a\): got nothing for 1 of 2 tokens, the first at position 3"):
+        sampler.extras.of_request(one, 3)
+
+
+def test_what_was_drawn_for_a_request_that_is_given_up_is_nobody_elses():
+    sampler, one = Hooked(), request("a")
+    sampler.draw([one], [[NEG, -0.7, NEG, -0.7]])
+    sampler.extras.drop(one)
+    with pytest.raises(EngineError, match="got nothing for 1 of 1 tokens"):
+        sampler.extras.of_request(one, 2)

@@ -1,0 +1,434 @@
+"""The recorder driven by hand: what real vLLM on a CPU does rarely, or never, but may do elsewhere.
+
+Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from moe_rl.errors import EngineError, TraceError
+from moe_rl.trace import TraceStore
+from moe_rl.types import Provenance, RouteRef
+from moe_rl.vllm import recorder as module
+from moe_rl.vllm.hooks import attach_recorder, refuse_layout
+from moe_rl.vllm.recorder import Recorder
+
+LAYERS, EXPERTS, TOP_K, BLOCK = (1, 3), 8, 2, 4
+
+
+class FakeCapture:
+    """The buffer, without a model to bind it to."""
+
+    layers = LAYERS
+
+    def __init__(self, model, *, max_tokens, top_k, device):
+        self.modules = {}
+        self.buffer = torch.full((max_tokens, len(LAYERS), top_k), -1, dtype=torch.int32)
+
+    def clear(self, tokens: int) -> None:
+        self.buffer[:tokens].fill_(-1)
+
+
+class LateEvent:
+    """A copy that has not arrived until it is told to, or waited for."""
+
+    def __init__(self, waits: list):
+        self.arrived, self._waits = False, waits
+
+    def query(self) -> bool:
+        return self.arrived
+
+    def synchronize(self) -> None:
+        self._waits.append(self)
+        self.arrived = True
+
+
+class Engine:
+    """As much of vLLM's worker and runner as the recorder looks at. Routes depend on token, position and pass."""
+
+    def __init__(self, root, monkeypatch, *, blocks: int = 16, speculates: bool = False):
+        self.tables = SimpleNamespace(slot_mapping=SimpleNamespace(gpu=torch.zeros(64, dtype=torch.int64)))
+        self.runner = SimpleNamespace(
+            max_num_tokens=64,
+            kv_cache_config=None,
+            get_model=lambda: None,
+            input_ids=SimpleNamespace(gpu=torch.zeros(64, dtype=torch.int32)),
+            positions=torch.zeros(64, dtype=torch.int64),
+            input_batch=SimpleNamespace(block_table=[self.tables], req_ids=[]),
+        )
+        model = SimpleNamespace(
+            get_num_experts=lambda: EXPERTS,
+            get_num_experts_per_tok=lambda: TOP_K,
+            get_total_num_hidden_layers=lambda: 5,
+        )
+        config = SimpleNamespace(speculative_config=object() if speculates else None)
+        worker = SimpleNamespace(model_runner=self.runner, device="cpu", model_config=model, vllm_config=config)
+        monkeypatch.setattr(module, "Capture", FakeCapture)
+        monkeypatch.setattr(module, "_pipeline", lambda layers: (0, 1, layers))
+        monkeypatch.setattr(module, "_attention_group", lambda config: (0, blocks, BLOCK))
+        self.recorder = Recorder(worker, {"trace_root": str(root), "model_fingerprint": "fake"})
+        self.store = TraceStore(root)
+        self.passes = 0
+
+    def step(
+        self, *, new=(), cached=(), resumed=(), finished=(), preempted=(), copies=(), silent=None, spoil=None,
+        shift=0, hooks=("before", "after"), drafts=(),
+    ) -> None:  # fmt: skip
+        """One step. new: (id, key, blocks, computed, tokens). cached, resumed: (id, blocks, computed, tokens, table).
+
+        table: the whole block table of a cached request, to know where its tokens go. silent: a layer that reports
+        nothing. spoil: an expert id to report instead. shift: added to every slot. hooks: those that are called.
+        drafts: id -> drafted tokens among those forwarded.
+        """
+        forwarded, slots, positions = [], [], []
+        for table, computed, tokens in [(b, c, t) for _, _, b, c, t in new] + [(b, c, t) for *_, c, t, b in cached]:
+            forwarded += tokens
+            at = np.arange(computed, computed + len(tokens))
+            positions += at.tolist()
+            slots += (np.asarray(table)[at // BLOCK] * BLOCK + at % BLOCK + shift).tolist()
+        count = len(forwarded)
+        scheduled = SimpleNamespace(
+            preempted_req_ids=set(preempted),
+            finished_req_ids=set(finished),
+            scheduled_new_reqs=[self._new(*one) for one in new],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[request for request, *_ in cached],
+                new_block_ids=[blocks and (blocks,) for _, blocks, *_ in cached],
+                num_computed_tokens=[computed for _, _, computed, _, _ in cached],
+                resumed_req_ids=set(resumed),
+            ),
+            num_scheduled_tokens={r[0]: len(r[4]) for r in new} | {r[0]: len(r[3]) for r in cached},
+            total_num_scheduled_tokens=count,
+            kv_cache_block_copies=list(copies),
+            scheduled_spec_decode_tokens=dict(drafts),
+        )
+        if "before" in hooks:
+            self.recorder.before_step(scheduled)
+        routes = torch.from_numpy(self.routes(forwarded, positions, self.passes))
+        if spoil is not None:
+            routes[-1, :, 0] = spoil
+        for column, layer in enumerate(LAYERS):
+            if layer != silent and count:
+                self.recorder._capture.buffer[:count, column] = routes[:, column]
+        self.runner.input_ids.gpu[:count] = torch.tensor(forwarded, dtype=torch.int32)
+        self.runner.positions[:count] = torch.tensor(positions)
+        self.tables.slot_mapping.gpu[:count] = torch.tensor(slots)
+        if "after" in hooks:
+            self.recorder.after_forward(scheduled)
+        self.passes += 1
+
+    @staticmethod
+    def _new(request, key, blocks, computed, tokens):
+        extra = key if isinstance(key, dict) else key and {"moe_rl_key": key, "moe_rl_sink": "shard"}
+        return SimpleNamespace(
+            req_id=request,
+            block_ids=(blocks,),
+            num_computed_tokens=computed,
+            prompt_token_ids=None,
+            sampling_params=SimpleNamespace(extra_args=extra, temperature=1.0),
+        )
+
+    @staticmethod
+    def routes(tokens, positions, passes) -> np.ndarray:
+        """[T, L, K] int32 with distinct experts in a row, other ones in every pass."""
+        first = np.asarray(tokens, np.int32) + 3 * np.asarray(positions, np.int32) + 5 * passes
+        chosen = [np.stack([(first + layer) % 8, (first + layer + 3) % 8], -1) for layer in LAYERS]
+        return np.stack(chosen, 1).astype(np.int32)
+
+    def check(self, key: str, tokens, routes, *, versions=None) -> None:
+        """Publish what is open and compare the record of `key`."""
+        (part,) = self.recorder.publish("shard", {key: tokens}).values()
+        self.compare(key, part, tokens, routes, versions)
+
+    def compare(self, key, part, tokens, routes, versions=None) -> None:
+        record = self.store.read(RouteRef(key, len(tokens), (part,)))
+        np.testing.assert_array_equal(record.routes, np.sort(routes, -1))
+        assert record.token_ids.tolist() == list(tokens)
+        assert record.spec.moe_layers == LAYERS and record.spec.layer_map == "dmdmd"
+        if versions is not None:
+            assert [version for span in record.spans for version in [span.weight_version] * span.rows] == versions
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    return Engine(tmp_path / "trace", monkeypatch)
+
+
+def test_prefix_chunks_and_a_surplus_row(fake):
+    """b finds a's first block in the cache; a is prefilled in two chunks; b forwards one token too many."""
+    a, b = [11, 12, 13, 14, 15, 16, 17], [11, 12, 13, 14, 25]
+    fake.recorder.open("shard")
+    fake.step(new=[("a", "key/a", [5, 2], 0, a[:6])])
+    fake.step(cached=[("a", None, 6, a[6:], [5, 2])], new=[("b", "key/b", [5, 9], 4, b[4:])])
+    fake.step(cached=[("b", None, 5, [99], [5, 9])])
+    # The blocks of both are someone else's in the very step in which their end is told.
+    fake.step(new=[("c", None, [5, 2], 0, [1] * 8)], finished=["a", "b"])
+    parts = fake.recorder.publish("shard", {"key/a": a, "key/b": b})
+    first, second = fake.routes(a, range(7), 0), fake.routes(a, range(7), 1)
+    fake.compare("key/a", parts["key/a"], a, np.concatenate([first[:6], second[6:]]))
+    fake.compare("key/b", parts["key/b"], b, np.concatenate([first[:4], fake.routes(b, range(5), 1)[4:]]))
+    assert fake.store.shards() == ["shard"]
+    spans = fake.store.read(RouteRef("key/b", 5, (parts["key/b"],))).spans
+    assert spans[0].provenance is Provenance.CACHED and spans[0].rows == 4
+
+
+def test_a_block_may_be_shared_in_the_step_it_is_given_out(fake):
+    """a, already running, gets block 2 and fills it; b, new in this step, hits it: vLLM decides so, in that order."""
+    a = [11, 12, 13, 14, 15, 16, 17, 18]
+    fake.step(new=[("old", None, [2, 5], 0, [1] * 8)])
+    fake.step(new=[("a", "a", [1], 0, a[:4])], finished=["old"])
+    fake.step(cached=[("a", [2], 4, a[4:], [1, 2])], new=[("b", "b", [1, 2, 3], 8, [29])])
+    fake.step(finished=["a", "b"])
+    b = [*a, 29]
+    parts = fake.recorder.publish("shard", {"a": a, "b": b})
+    routes = np.concatenate([fake.routes(a, range(8), 1)[:4], fake.routes(a, range(8), 2)[4:]])
+    fake.compare("a", parts["a"], a, routes)
+    fake.compare("b", parts["b"], b, np.concatenate([routes, fake.routes(b, range(9), 2)[8:]]))
+
+
+def test_a_preempted_request_keeps_the_rows_that_decided_its_tokens(fake):
+    tokens = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+    fake.recorder.open("shard")
+    fake.step(new=[("a", "a", [1, 2], 0, tokens[:5])])
+    fake.step(cached=[("a", None, 5, tokens[5:6], [1, 2])])
+    fake.recorder.weight_version = 7  # an update before it is computed again
+    fake.step(new=[("b", None, [1, 2], 0, [7] * 8)], preempted=["a"])
+    # Preempted again while only part of it had been forwarded for the second time.
+    fake.step(cached=[("a", [3], 0, tokens[:4], [3])], resumed=["a"])
+    fake.step(new=[("c", None, [3], 0, [7] * 4)], preempted=["a"])
+    fake.step(cached=[("a", [4, 6], 0, tokens[:7], [4, 6])], resumed=["a"])
+    fake.step(cached=[("a", [8], 7, tokens[7:], [4, 6, 8])])
+    fake.step(finished=["a"])
+    passes = [fake.routes(tokens, range(10), at) for at in range(7)]
+    decided = np.concatenate([passes[0][:5], passes[1][5:6], passes[5][6:7], passes[6][7:]])
+    fake.check("a", tokens, decided, versions=[0] * 6 + [7] * 4)
+    assert fake.recorder.stats["preemptions"] == 2
+
+
+def test_a_request_may_end_while_it_is_preempted(fake):
+    fake.step(new=[("a", "a", [1], 0, [8, 9, 10])])
+    fake.step(new=[("b", None, [1], 0, [7] * 4)], preempted=["a"])
+    fake.step(finished=["a"])
+    fake.check("a", [8, 9, 10], fake.routes([8, 9, 10], range(3), 0))
+
+
+def test_rejected_drafts_are_written_over(tmp_path, monkeypatch):
+    """Two of three drafts are rejected: their rows stay until the right tokens come to their positions."""
+    fake = Engine(tmp_path / "trace", monkeypatch, speculates=True)
+    fake.step(new=[("a", "a", [1, 2], 0, [8, 9])])
+    fake.step(cached=[("a", None, 2, [10, 50, 51, 52], [1, 2])])
+    fake.step(cached=[("a", None, 4, [12, 13], [1, 2])])
+    fake.step(finished=["a"])
+    tokens = [8, 9, 10, 50, 12, 13]
+    passes = [fake.routes(tokens, range(6), at) for at in range(3)]
+    fake.check("a", tokens, np.concatenate([passes[0][:2], passes[1][2:4], passes[2][4:]]))
+
+
+def test_rejected_drafts_are_not_kept_over_a_preemption(tmp_path, monkeypatch):
+    """Preempted right after a step whose drafts were rejected; vLLM has not said so when the rows are saved."""
+    fake = Engine(tmp_path / "trace", monkeypatch, speculates=True)
+    fake.step(new=[("a", "a", [1, 2], 0, [8, 9])])
+    fake.step(cached=[("a", None, 2, [10, 50, 51], [1, 2])], drafts={"a": [50, 51]})
+    fake.step(new=[("b", None, [1, 2], 0, [7] * 8)], preempted=["a"])
+    tokens = [8, 9, 10, 11, 12]
+    fake.step(cached=[("a", [3, 4], 0, tokens[:4], [3, 4])], resumed=["a"])
+    fake.step(cached=[("a", None, 4, tokens[4:], [3, 4])])
+    fake.step(finished=["a"])
+    passes = [fake.routes(tokens, range(5), at) for at in range(5)]
+    fake.check("a", tokens, np.concatenate([passes[0][:2], passes[1][2:3], passes[3][3:4], passes[4][4:]]))
+
+
+def test_a_block_copied_for_a_partial_hit(fake):
+    a = [11, 12, 13, 14, 15, 16]
+    fake.step(new=[("a", "a", [5, 2], 0, a)])
+    fake.step(new=[("b", "b", [5, 7], 5, [26])], copies=[(2, 7)])
+    fake.step(finished=["a", "b"])
+    b = [*a[:5], 26]
+    parts = fake.recorder.publish("shard", {"a": a, "b": b})
+    routes = np.concatenate([fake.routes(a, range(6), 0)[:5], fake.routes(b, range(6), 1)[5:]])
+    fake.compare("b", parts["b"], b, routes)
+
+
+def test_late_copies_are_waited_for_in_order(fake, monkeypatch):
+    """As on an accelerator: the copy of a step arrives after its blocks have gone to another request."""
+    events, waits = [], []
+
+    def to_host(tensors):
+        events.append(LateEvent(waits))
+        return [tensor.clone() for tensor in tensors], events[-1]
+
+    monkeypatch.setattr(module, "to_host", to_host)
+    a, b = [11, 12, 13, 14], [21, 22, 23, 24]
+    fake.step(new=[("a", "a", [5], 0, a)])
+    fake.step(new=[("b", "b", [5], 0, b)], finished=["a"])
+    fake.step(finished=["b"])
+    assert not waits and not fake.recorder._sinks._open, "nothing has arrived, nothing was waited for"
+    events[0].arrived = True
+    fake.step(new=[("c", None, [6], 0, [1])])
+    assert list(fake.recorder._sinks._open["shard"].records) == ["a"]
+    parts = fake.recorder.publish("shard", {"a": a, "b": b})
+    assert waits == [events[1], events[2]]
+    fake.compare("a", parts["a"], a, fake.routes(a, range(4), 0))
+    fake.compare("b", parts["b"], b, fake.routes(b, range(4), 1))
+
+
+def test_copies_under_way_are_bounded(fake, monkeypatch):
+    waits = []
+    monkeypatch.setattr(module, "to_host", lambda tensors: ([t.clone() for t in tensors], LateEvent(waits)))
+    for at in range(10):
+        fake.step(new=[(f"r{at}", None, [at], 0, [1])])
+    assert len(waits) == fake.recorder.stats["waits"] == 10 - 1 - 4
+    assert sum(event is not None for event, _ in fake.recorder._journal) == 5
+
+
+def test_a_layer_that_reports_nothing_is_an_error_naming_it(fake):
+    fake.step(new=[("a", "a", [1], 0, [8, 9])])
+    with pytest.raises(EngineError, match="reported no expert.*layer 3, token 0"):
+        fake.step(cached=[("a", None, 2, [10], [1])], silent=3)
+        fake.step()
+
+
+@pytest.mark.parametrize("wrong", [8, 255, 256, 1 << 20, -1])
+def test_an_expert_out_of_range_is_an_error_and_never_wraps(fake, wrong):
+    with pytest.raises(EngineError, match=rf"layer 1, token 1 of the step\): got {wrong}, expected 0 to 7"):
+        fake.step(new=[("a", "a", [1], 0, [8, 9])], spoil=wrong)
+        fake.step()
+
+
+def test_a_dropped_step_is_an_error(fake):
+    fake.step(new=[("a", "a", [1], 0, [8, 9])], hooks=("before",))
+    with pytest.raises(EngineError, match="A step was not recorded"):
+        fake.step(cached=[("a", None, 2, [10], [1])])
+
+
+def test_a_step_that_nobody_announced_is_missed(fake):
+    """Both hooks skipped for a step: its token is missing, though the slot is in the request's block."""
+    fake.step(new=[("a", "a", [1], 0, [8, 9])])
+    fake.step(cached=[("a", None, 2, [10], [1])], hooks=())
+    fake.step(cached=[("a", None, 3, [11], [1])])
+    fake.step(finished=["a"])
+    with pytest.raises(EngineError, match="nothing was recorded.*A row was not recorded.*position 2"):
+        fake.recorder.publish("shard", {"a": [8, 9, 10, 11]})
+
+
+def test_a_duplicated_step_is_an_error(fake):
+    fake.step(new=[("a", "a", [1], 0, [8, 9])])
+    with pytest.raises(EngineError, match="A step was recorded twice"):
+        fake.step(cached=[("a", None, 1, [9], [1])], hooks=("after",))
+    with pytest.raises(EngineError, match="A row was recorded twice"):
+        fake.step(cached=[("a", None, 1, [9], [1])])
+        fake.step()
+
+
+def test_a_wrong_offset_is_an_error(fake):
+    with pytest.raises(EngineError, match="slots do not fit its positions"):
+        fake.step(new=[("a", "a", [1], 0, [8, 9])], shift=1)
+        fake.step()
+
+
+def test_a_reused_block_is_refused_for_its_request_alone(fake):
+    """The scheduler gives a block away while its owner is still running: a bug elsewhere, seen here."""
+    fake.step(new=[("a", "a", [1], 0, [8, 9]), ("b", "b", [2], 0, [8, 9])])
+    fake.step(new=[("c", None, [1], 0, [8, 9])])
+    fake.step(finished=["a", "b"])
+    with pytest.raises(EngineError, match=r"request a, shard shard\).*given away.*position 0, block 1"):
+        fake.recorder.publish("shard", {"a": [8, 9], "b": [8, 9]})
+
+
+def test_other_tokens_than_the_sampler_returned_are_an_error(fake):
+    for wanted, message in (
+        ([8, 9, 10, 11], "did not record every forwarded token .request a.*got 3 rows, expected 4"),
+        ([8, 7, 10], "another token than it returned .request a, position 1.*got 9, expected 7"),
+    ):
+        fake.step(new=[("a", "a", [1], 0, [8, 9, 10])])
+        fake.step(finished=["a"])
+        with pytest.raises(EngineError, match=message):
+            fake.recorder.publish("shard", {"a": wanted})
+        assert fake.store.shards() == []
+        fake.recorder.abandon("shard")
+    fake.step(new=[("a", "a", [1], 0, [8, 9, 10])])
+    fake.step(finished=["a"])
+    with pytest.raises(EngineError, match="was not recorded .request b"):
+        fake.recorder.publish("shard", {"a": [8, 9, 10], "b": [1]})
+    assert list(fake.recorder.publish("shard", {"a": [8, 9, 10]})) == ["a"], "a wrong claim costs the others nothing"
+    with pytest.raises(EngineError, match="nothing was recorded"):
+        fake.recorder.publish("other", {"never-sampled": [1]})
+
+
+@pytest.mark.parametrize(
+    "asks, reason",
+    [
+        ({"moe_rl_key": "a"}, "cannot be recorded.*moe_rl_key and moe_rl_sink"),
+        ({"moe_rl_key": "a", "moe_rl_sink": "shard", "moe_rl_kye": 1}, "cannot be recorded.*moe_rl_kye"),
+        ({"moe_rl_key": "a b", "moe_rl_sink": "shard"}, "record key is not allowed"),
+        ({"moe_rl_key": "a", "moe_rl_sink": "../shard"}, "shard name is not allowed"),
+        ({"moe_rl_key": "a", "moe_rl_sink": "shard", "moe_rl_samples": 2}, "no sample of several"),
+        ({"moe_rl_key": "a", "moe_rl_sink": "shard", "moe_rl_start": -1}, "moe_rl_start.*got -1"),
+        ({"moe_rl_key": "a", "moe_rl_sink": "shard", "moe_rl_parent": "x"}, "no reference to a record"),
+        (
+            {"moe_rl_key": "a", "moe_rl_sink": "shard", "moe_rl_parent": ["b", 1, "other", "00"], "moe_rl_start": 1},
+            "moe_rl_parent or moe_rl_start",
+        ),
+        ({"moe_rl_key": "a", "moe_rl_sink": "shard", "moe_rl_parent": ["b", 1, "other", "00"]}, "cannot be opened"),
+    ],
+)
+def test_a_request_that_asks_for_the_impossible_is_told_when_its_routes_are_wanted(fake, asks, reason):
+    """It is sampled all the same: a client's mistake must not end an engine that others use."""
+    fake.step(new=[("a", asks, [1], 0, [8, 9, 10]), ("b", "b", [2], 0, [8, 9, 10])])
+    fake.step(finished=["a", "b"])
+    sink = asks.get("moe_rl_sink", "None")
+    with pytest.raises(EngineError, match=reason):
+        fake.recorder.publish(sink, {asks["moe_rl_key"]: [8, 9, 10]})
+    if sink != "shard":
+        fake.check("b", [8, 9, 10], fake.routes([8, 9, 10], range(3), 0))
+
+
+def test_a_shard_that_exists_is_refused(fake):
+    fake.recorder.open("shard")
+    fake.recorder.publish("shard", {})
+    with pytest.raises(TraceError, match="shard exists already"):
+        fake.recorder.open("shard")
+
+
+def vllm_config(**changes) -> SimpleNamespace:
+    parallel = {
+        "data_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        "use_ubatching": False,
+    }
+    other = {"kv_transfer_config": None, "additional_config": {}}
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**(parallel | {k: v for k, v in changes.items() if k in parallel})),
+        **(other | {k: v for k, v in changes.items() if k in other}),
+    )
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"data_parallel_size": 2}, "each other's tokens.*one engine per"),
+        ({"decode_context_parallel_size": 2}, "context-parallel.*sizes to 1"),
+        ({"prefill_context_parallel_size": 2}, "context-parallel.*sizes to 1"),
+        ({"use_ubatching": True}, "micro-batch.*enable_dbo"),
+        ({"kv_transfer_config": object()}, "KV connector.*kv_transfer_config"),
+    ],
+)
+def test_layouts_that_would_record_wrongly_are_refused(changes, message):
+    refuse_layout(vllm_config(), uses_v2_runner=False)
+    with pytest.raises(EngineError, match=message):
+        refuse_layout(vllm_config(**changes), uses_v2_runner=False)
+    with pytest.raises(EngineError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        refuse_layout(vllm_config(), uses_v2_runner=True)
+
+
+@pytest.mark.parametrize("additional", [{}, {"other": 1}, None, "opaque"])
+def test_an_engine_that_does_not_ask_gets_no_recorder(additional):
+    worker = SimpleNamespace(vllm_config=vllm_config(additional_config=additional))
+    attach_recorder(worker)
+    assert not hasattr(worker, "moe_rl_recorder")

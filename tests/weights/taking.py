@@ -1,0 +1,71 @@
+"""A sampler that keeps the weights it gets, with the checks of a real one and no engine; and who sends to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from moe_rl.config.schema import RolloutConfig
+from moe_rl.weights.intake import Intake
+from moe_rl.weights.reader import Reader
+from moe_rl.weights.shared_disk import checkpoint_shapes
+from moe_rl.weights.update import DTypeName, Files, SharedMemory, decode, encode
+
+
+class Taker:
+    """places: for each part that came, how many files or segments it named; for each bucket, how many tensors."""
+
+    def __init__(self, checkpoint: Path, dtype: DTypeName = "bfloat16"):
+        self.intake, self.weights, self.places = Intake(checkpoint_shapes(checkpoint), dtype), {}, []
+        self.reader = Reader(self.intake, self._keep, torch.device("cpu"))
+        self.workers, self.address, self.woken = 1, "127.0.0.1", []
+
+    def update_weights(self, update):
+        update = self.update = decode(encode(update))
+        try:
+            self.reader.take(update)
+        except Exception:
+            self._end()
+            raise
+        if update.final:
+            self.intake.finish()
+            self._end()
+
+    def _end(self):
+        self.intake.abandon()
+        self.reader.release()
+
+    def _keep(self, tensors):
+        self.weights |= {name: tensor.clone() for name, tensor in tensors.items()}
+        match self.update.source:
+            case SharedMemory(segments):
+                self.places.append(len(segments))
+            case Files(paths):
+                self.places.append(len(paths))
+            case _:
+                self.places.append(len(tensors))
+
+    def wake(self, part):
+        self.woken.append((part, len(self.places)))
+
+    def score(self, tokens):
+        return np.zeros(len(tokens) - 1, np.float32)
+
+
+def sender_of(policy, folder: Path, way: str, **settings):
+    """A WeightSender of these ranks. settings: of rollout."""
+    from moe_rl.train.weights import WeightSender
+
+    lengths = {"prompts_per_step": 1, "group_size": 2, "max_prompt_tokens": 1, "max_completion_tokens": 1}
+    rollout = RolloutConfig(**lengths, **{"dtype": "float32"} | settings)
+    return WeightSender(policy, rollout, way, folder)
+
+
+def taken(policy, checkpoint: Path, folder: Path, way: str = "disk", **settings) -> Taker | None:
+    """What the policy's ranks, which all call it, send to a new Taker; on rank 0. settings: of rollout."""
+    taker = Taker(checkpoint) if dist.get_rank() == 0 else None
+    sender_of(policy, folder, way, **settings).send(taker, 1)
+    return taker

@@ -1,0 +1,207 @@
+"""Broadcasts in vLLM's own packed buckets, over gloo: order, buckets, digests, and one that breaks off."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
+
+import msgspec
+import psutil
+import pytest
+import torch
+
+from moe_rl.errors import SamplerGone, WeightSyncError
+from moe_rl.weights.intake import Intake
+from moe_rl.weights.reader import Reader
+from moe_rl.weights.update import Broadcast, WeightUpdate
+from tests.weights.sending import broadcast
+from tests.weights.test_intake import BYTES, equal
+
+BUCKET = 400  # bytes
+
+
+@pytest.fixture(scope="module")
+def open_sender():
+    from moe_rl.weights.broadcast import Sender
+
+    def start(workers=1, bucket=BUCKET):
+        return Sender("127.0.0.1", workers, bucket, torch.device("cpu"))
+
+    return start
+
+
+def test_every_tensor_comes_in_buckets_update_after_update(taker, open_sender, weights, others):
+    sender = open_sender()
+    for version, tensors in ((1, others), (2, weights)):
+        assert broadcast(taker, sender, tensors, version=version, replaces=version - 1)
+        assert equal(taker.weights, tensors) and taker.intake.holding().version == version
+    sizes = [tensor.nbytes for tensor in others.values()]
+    assert sum(taker.places) == 2 * len(others) and sum(sizes) // BUCKET <= len(taker.places) // 2 <= len(others) // 2
+    # a bucket is closed by the tensor that makes it too large
+    assert all(count >= 2 for count in taker.places)
+
+
+def test_buckets_follow_each_other_on_one_stream(taker, open_sender, others, monkeypatch):
+    """On a GPU. With two, what vLLM keeps of a bucket is read on one while the other fills its memory again."""
+    from vllm.distributed.weight_transfer import packed_tensor
+
+    sender, asked, used = open_sender(), Counter(), []
+    monkeypatch.setattr("moe_rl.weights.broadcast._lend_streams", lambda device: None)
+
+    def streams(device, count):
+        asked[threading.get_ident()] += count
+        return [SimpleNamespace(synchronize=lambda at=at: used.append(at)) for at in range(count)]
+
+    monkeypatch.setattr(packed_tensor, "_get_streams", streams)
+    assert broadcast(taker, sender, others, version=1) and equal(taker.weights, others)
+    assert list(asked.values()) == [1, 1] and len(used) > 2 * len(taker.places) > 6
+
+
+@pytest.mark.parametrize("fault", BYTES)
+def test_other_bytes_than_the_trainer_meant_are_refused(taker, open_sender, others, weights, fault):
+    sender = open_sender()
+    with pytest.raises(WeightSyncError, match="got other weights than were sent"):
+        broadcast(taker, sender, others, stream=iter(BYTES[fault](others).items()), version=1)
+    assert broadcast.sent is True and not equal(taker.weights, others), "the fault was not planted"
+    assert not taker.intake.holding().whole
+    assert broadcast(taker, sender, weights, version=2, changed=False) and taker.intake.holding().whole
+
+
+@pytest.mark.parametrize("fault", ["another order", "one too many", "one too few"])
+def test_a_stream_that_is_not_what_was_announced_is_broken_off(taker, open_sender, others, fault):
+    """Both ends cut by their own lists: what came would be taken for something else."""
+    items = list(others.items())
+    more = [*items, ("more", torch.ones(1))]
+    stream = {"another order": items[::-1], "one too many": more, "one too few": items[:-1]}
+    with pytest.raises(WeightSyncError, match="broke off|lack"):
+        broadcast(taker, open_sender(), others, stream=iter(stream[fault]), version=1)
+    assert "Another tensor would be sent" in broadcast.sent and not taker.intake.holding().version
+
+
+def test_a_broadcast_that_breaks_off_leaves_nothing_whole(taker, open_sender, others):
+    def half():
+        yield from list(others.items())[:9]
+        raise RuntimeError("the optimizer has gone")
+
+    with pytest.raises(WeightSyncError, match="broadcast of weights broke off"):
+        broadcast(taker, open_sender(), others, stream=half(), version=1)
+    assert 0 < len(taker.weights) < len(others) and not taker.intake.holding().whole
+    assert broadcast(taker, open_sender(), others, version=2)  # a trainer that is started again
+    assert equal(taker.weights, others) and taker.intake.holding().whole
+
+
+def test_a_trainer_does_not_wait_for_a_sampler_that_could_not_load(open_sender):
+    tensors = {name: torch.zeros(8 << 20) for name in "abc"}  # more than a connection buffers
+
+    def load(_):
+        raise KeyError("layers.7")
+
+    reader = Reader(Intake(dict.fromkeys(tensors, (8 << 20,))), load, torch.device("cpu"))
+    with pytest.raises(KeyError, match="layers.7"):
+        broadcast(SimpleNamespace(update_weights=reader.take), open_sender(), tensors, version=1)
+    assert isinstance(broadcast.sent, str), "the trainer had sent everything before"
+
+
+def test_what_is_not_confirmed_is_not_whole(taker, open_sender, others):
+    assert broadcast(taker, open_sender(), others, version=1, parts=1)
+    assert equal(taker.weights, others) and not taker.intake.holding().whole
+
+
+@pytest.mark.parametrize("about", [{"version": 1, "replaces": 5}, {"version": 0, "replaces": 1}])
+def test_a_refused_update_is_not_even_begun(taker, open_sender, others, about):
+    sender = open_sender()
+    with pytest.raises(WeightSyncError, match="takes the sampler for one with other weights"):
+        broadcast(taker, sender, others, **about)
+    assert broadcast.sent is False and not taker.weights and taker.intake.holding().whole
+    assert broadcast(taker, sender, others, version=1), "the way is open still"
+
+
+def test_several_workers_get_the_same(taker, open_sender, others, weights, tmp_path):
+    """As those of a tensor-parallel sampler, or of several samplers."""
+    from moe_rl.weights.update import agreement
+    from tests.weights.taking import Taker
+
+    class Both:
+        takers = taker, Taker(tmp_path / "checkpoint")
+
+        def update_weights(self, update):
+            sources = [update.source] * 2
+            if hasattr(update.source, "first_rank"):
+                sources = [msgspec.structs.replace(update.source, first_rank=rank) for rank in (1, 2)]
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(lambda one, source: one.update_weights(msgspec.structs.replace(update, source=source)),
+                              self.takers, sources))  # fmt: skip
+
+    assert broadcast(Both(), open_sender(workers=2), others, version=1)
+    assert all(equal(one.weights, others) for one in Both.takers)
+    agreed = agreement([one.intake.holding() for one in Both.takers])
+    assert agreed.whole and not agreed.refused and agreed.version == 1
+
+
+def test_the_port_is_open_to_the_named_address_alone(open_sender):
+    sender = open_sender()
+    ours = [one.laddr for one in psutil.Process().net_connections() if one.status == "LISTEN"]
+    assert [address.ip for address in ours if address.port == sender.source().port] == ["127.0.0.1"]
+
+
+def test_a_sampler_that_lost_workers_gets_a_way_of_its_own_and_the_old_one_is_closed(tmp_path, monkeypatch):
+    from moe_rl.train import stream
+    from tests.weights.taking import sender_of
+
+    sender = sender_of(SimpleNamespace(moves=0), tmp_path, "broadcast")
+    used, closed = [], []
+    monkeypatch.setattr(sender, "_rounds", lambda *, host: [])
+    monkeypatch.setattr(stream, "broadcast", lambda way, *_: used.append(way) or 0)
+    for workers in (2, 2, 1):
+        sender.send(SimpleNamespace(workers=workers, address="127.0.0.1", wake=lambda part: None), len(used) + 1)
+        monkeypatch.setattr(used[-1], "close", lambda way=used[-1]: closed.append(way))
+    assert used[0] is used[1] and closed == used[:1] and [way.workers for way in used] == [2, 2, 1]
+
+
+@pytest.mark.parametrize("sampler_says", [WeightSyncError("vLLM lost a part"), SamplerGone("server 1 is gone"), None])
+def test_of_a_broadcast_that_failed_both_ends_tell(monkeypatch, sampler_says):
+    """When a server dies the sender fails of it too: the run must end for the server."""
+    from moe_rl.train import stream
+
+    closed = threading.Event()
+
+    def send(*_):
+        raise RuntimeError("Connection closed by peer")
+
+    def update_weights(update):
+        assert closed.wait(20)
+        if sampler_says is not None:
+            raise sampler_says
+
+    monkeypatch.setattr(stream.world, "gather", lambda message, kind: [message])
+    source = Broadcast("127.0.0.1", 1, 2, 1, BUCKET)
+    sender = SimpleNamespace(send=send, close=closed.set, source=lambda: source)
+    part = partial(WeightUpdate, version=1, replaces=0, changed=True)
+    with pytest.raises((WeightSyncError, SamplerGone)) as error:
+        stream.broadcast(sender, SimpleNamespace(update_weights=update_weights), part, [])
+    if isinstance(sampler_says, SamplerGone):
+        assert error.value is sampler_says
+    else:
+        assert "failed on the trainer: Connection closed by peer" in str(error.value)
+        assert sampler_says is None or str(error.value).startswith("vLLM lost a part. ")
+
+
+def test_what_a_rank_hands_over_is_what_it_announced(monkeypatch):
+    """Rank 0 takes the digests of what comes, under the names that it was told: two experts that changed places would
+    be right to it."""
+    from moe_rl.megatron.hf_export import Round
+    from moe_rl.train import stream
+
+    sent, tensors = [], {"up.0": torch.zeros(2, 3), "up.1": torch.ones(2, 3)}
+    whole = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    monkeypatch.setattr(stream.world, "gather", lambda message, kind: [kind([]), message])
+    monkeypatch.setattr(stream.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(stream.dist, "send", lambda octets, to: sent.append((octets.clone(), to)))
+    stream.Stream([Round(whole, iter(tensors.items()))]).hand_over()
+    assert len(sent) == 1 and torch.equal(sent[0][0].view(torch.float32), torch.arange(12) // 6.0) and sent[0][1] == 0
+    with pytest.raises(WeightSyncError, match="would be sent than was announced.*got ..up.1.*expected ..up.0"):
+        stream.Stream([Round(whole, iter(reversed(tensors.items())))]).hand_over()
+    assert len(sent) == 1

@@ -1,0 +1,104 @@
+"""The way of CUDA IPC without a GPU: the buffer is of this process, and its handle leads back to it.
+
+Everything else is as on one: vLLM's producer and consumer, the parts, the digests. That a GPU maps it was never tried.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moe_rl.errors import WeightSyncError
+from moe_rl.weights.update import CudaIpc, WeightUpdate
+from tests.weights.test_intake import equal
+
+BUCKET = 400  # bytes
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """opened: buffers that were mapped, one for each time. made: those that were exported."""
+    from torch.multiprocessing import reductions
+    from vllm.distributed.weight_transfer import packed_tensor
+
+    gpu = SimpleNamespace(made=[], opened=[])
+
+    def export(buffer):
+        gpu.made.append(buffer)
+        handle = len(gpu.made).to_bytes(1, "little")
+        tail = (0, handle, buffer.nbytes, 0, False, b"counter", 0, b"event", True)
+        return None, (torch.Tensor, buffer.shape, (1,), 0, torch.storage.TypedStorage, torch.uint8, *tail)
+
+    def opened(*arguments):
+        gpu.opened.append(gpu.made[int.from_bytes(arguments[7], "little") - 1])
+        return gpu.opened[-1]
+
+    class Torch:
+        cuda = SimpleNamespace(
+            current_stream=lambda: SimpleNamespace(synchronize=lambda: None),
+            get_device_properties=lambda device: SimpleNamespace(uuid="GPU-1"),
+        )
+        empty = staticmethod(lambda *size, device, **about: torch.empty(*size, **about))
+
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+    monkeypatch.setattr(packed_tensor, "torch", Torch())
+    monkeypatch.setattr(packed_tensor, "reduce_tensor", export)
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", opened)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", Torch.cuda.get_device_properties)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+    return gpu
+
+
+@pytest.fixture
+def send(monkeypatch, taker):
+    """send(tensors, version): what rank 0, alone, makes of an update; the parts that came."""
+    from moe_rl.megatron.hf_export import Round
+    from moe_rl.train import stream
+
+    monkeypatch.setattr(stream.world, "gather", lambda message, kind: [message])
+
+    class Watched:
+        def update_weights(self, update):
+            self.parts.append(update)
+            taker.update_weights(self.change(update))
+
+    def send(tensors, version, change=lambda update: update):
+        sampler = Watched()
+        sampler.parts, sampler.change = [], change
+        part = partial(WeightUpdate, version=version, replaces=version - 1, changed=True)
+        described = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+        stream.by_cuda_ipc(sampler, part, [Round(described, iter(tensors.items()))], BUCKET)
+        return sampler.parts
+
+    return send
+
+
+def test_parts_come_through_one_buffer_that_is_opened_once_an_update(gpu, send, taker, weights, others):
+    for version, tensors in ((1, others), (2, weights)):
+        parts = send(tensors, version)
+        assert [part.number for part in parts] == list(range(len(parts))) and len(parts) > 3
+        assert [part.final for part in parts] == [False] * (len(parts) - 1) + [True]
+        # each tensor copied before the buffer was filled again, and all of them let go of
+        assert equal(taker.weights, tensors) and taker.intake.holding().version == version
+        assert len(gpu.made) == len(gpu.opened) == version
+        assert taker.reader._importer._entry is None, "the trainer could not free its buffer"
+
+
+def test_a_buffer_that_was_filled_too_early_is_refused(gpu, send, taker, others):
+    """The trainer goes on before the sampler has copied."""
+
+    def spoil(update: WeightUpdate) -> WeightUpdate:
+        assert isinstance(update.source, CudaIpc)
+        if update.number == 2:
+            gpu.made[0][:64] = 7
+        return update
+
+    with pytest.raises(WeightSyncError, match="got other weights than were sent"):
+        send(others, 1, spoil)
+    assert 0 < len(taker.weights) < len(others) and not taker.intake.holding().whole
+    assert taker.reader._importer._entry is None

@@ -1,0 +1,90 @@
+"""The receiver in a worker, of which vLLM's part is left out: what is left after a load that failed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moe_rl.weights.update import encode
+from tests.weights.sending import by_disk
+from tests.weights.test_intake import equal
+
+
+class Worker:
+    """Of vLLM's worker how it keeps count of an update."""
+
+    moe_rl_recorder, active = None, False
+
+    def __init__(self, engine):
+        self.weight_transfer_engine = engine
+
+    def start_weight_update(self):
+        assert not self.active
+        self.weight_transfer_engine.start_weight_update()
+        self.active = True
+
+    def update_weights(self, info):
+        assert self.active
+        try:
+            self.weight_transfer_engine.update_weights(info)
+        except BaseException:
+            self.active = False
+            raise
+
+    def finish_weight_update(self):
+        if not self.active:
+            raise RuntimeError("finish_weight_update called without a matching start_weight_update.")
+        self.weight_transfer_engine.finish_weight_update()
+        self.active = False
+
+
+@pytest.fixture
+def worker(taker, tmp_path, monkeypatch):
+    """taker: for its checkpoint. model.loaded: what came; model.fault: raised instead of loading."""
+    from moe_rl.weights import receiver
+
+    opened = []
+    monkeypatch.setattr(receiver, "initialize_layerwise_reload", lambda model: opened.append("open"))
+    monkeypatch.setattr(receiver, "finalize_layerwise_reload", lambda model, config: opened.append("closed"))
+    monkeypatch.setattr(receiver, "not_loaded", lambda model: [])
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    model = SimpleNamespace(loaded={}, fault=None, opened=opened)
+
+    def load(tensors):
+        if model.fault is not None:
+            raise model.fault
+        model.loaded |= dict(tensors)
+
+    model.load_weights = load
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(data_parallel_index=0, world_size=1, rank=0),
+        model_config=SimpleNamespace(
+            model=str(tmp_path / "checkpoint"), hf_config=SimpleNamespace(), dtype=torch.bfloat16
+        ),
+    )
+    return Worker(receiver.WeightReceiver(None, config, torch.device("cpu"), model))
+
+
+def test_a_whole_update_may_follow_one_at_which_vllm_failed(worker, others, tmp_path):
+    from moe_rl.weights.receiver import take
+
+    update, model = encode(by_disk(tmp_path, others, version=1)), worker.weight_transfer_engine.model
+    model.fault = KeyError("layers.7")
+    with pytest.raises(KeyError, match="layers.7"):
+        take(worker, update)
+    assert model.opened == ["open", "closed"] and not worker.weight_transfer_engine.intake.holding().whole
+    model.fault = None
+    answer = take(worker, update)
+    assert answer["whole"] and answer["version"] == 1 and not answer["refused"] and equal(model.loaded, others)
+    assert model.opened == ["open", "closed"] * 2
+
+
+def test_what_is_no_update_is_refused_and_touches_nothing(worker, others, tmp_path):
+    from moe_rl.weights.receiver import take
+
+    update = encode(by_disk(tmp_path, others, version=1))
+    answer = take(worker, update.replace(b'"final"', b'"fin"'))
+    assert answer["whole"] and "fin" in answer["refused"] and not worker.weight_transfer_engine.model.opened
+    assert take(worker, update)["version"] == 1
