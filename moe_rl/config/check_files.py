@@ -18,7 +18,7 @@ from moe_rl.models.hf import (
     read_published,
     tokenizer_vocabulary,
 )
-from moe_rl.models.packed import unpacked
+from moe_rl.models.safetensors_header import unpacked
 
 # What the published figures need not have in common with a checkpoint: who wrote it, and how.
 NOT_COMPARED = ("fingerprint", "dtype", "eos_token_ids")

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from moe_rl.errors import ConfigError, describe
 from moe_rl.megatron import world
 from moe_rl.models.hf import ModelFacts, checkpoint_tensors, decoder_problems, is_mtp_tensor
-from moe_rl.models.packed import FP8_BLOCK, unpacked
+from moe_rl.models.safetensors_header import FP8_BLOCK, unpacked
 
 Index = tuple[slice, ...]
 

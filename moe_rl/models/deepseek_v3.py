@@ -5,10 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_rl.models.facts import Fields, LatentAttention, ModelFacts
-from moe_rl.models.sigmoid_routing import routing
+from moe_rl.models.facts import Fields, LatentAttentionSizes, ModelFacts, sigmoid_routing, yarn
 from moe_rl.models.weight_table import Weight, dense_mlp, latent_attention, routed_mlp, separate_experts
-from moe_rl.models.yarn import yarn
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 
@@ -25,7 +23,7 @@ def facts(read: Fields, *, layers: int, top_k: int, rope: dict[str, Any]) -> dic
             read.wrong(key, read.raw.get(key), f"{value!r}, said in so many words: vLLM asks for it")
     if "q_lora_rank" not in read.raw:  # transformers then has a default, which is no null
         read.wrong("q_lora_rank", "nothing", "a number or null")
-    latent = LatentAttention(
+    latent = LatentAttentionSizes(
         q_rank=read.count("q_lora_rank", default=0, least=0),
         kv_rank=read.count("kv_lora_rank"),
         nope_dim=read.count("qk_nope_head_dim"),
@@ -40,7 +38,7 @@ def facts(read: Fields, *, layers: int, top_k: int, rope: dict[str, Any]) -> dic
     if stretched is not None and not stretched.truncate:
         read.wrong("rope_parameters.truncate", False, "true: megatron's latent attention rounds")
     heads = read.count("num_attention_heads")
-    return routing(read, layers=layers, top_k=top_k, dense_default=3) | {
+    return sigmoid_routing(read, layers=layers, top_k=top_k, dense_default=3) | {
         "kv_heads": heads,
         "head_dim": latent.nope_dim + latent.rope_dim,
         "latent": latent,

@@ -10,7 +10,7 @@ from moe_rl.errors import describe
 
 
 @dataclass(frozen=True, slots=True)
-class LatentAttention:
+class LatentAttentionSizes:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values of all heads come from
     kv_rank numbers a token, queries from q_rank (0: from the hidden state). A head's queries and keys are nope_dim
     dimensions without position and rope_dim with; the latter of keys are one for all heads. Values have value_dim.
@@ -93,7 +93,7 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     dtype: str
     fingerprint: str
-    latent: LatentAttention | None = None
+    latent: LatentAttentionSizes | None = None
     yarn: Yarn | None = None
     window: int = 0
     windowed_layers: tuple[int, ...] = ()
@@ -148,3 +148,83 @@ class Fields:
         value = self.raw.get(key, supported)
         if value != supported:
             self.wrong(key, value, f"{supported!r}, nothing else is built")
+
+
+def yarn(read: Fields, rope: dict[str, Any]) -> Yarn | None:
+    """Read the numbers of YaRN; None where angles are plain. Problems are left in `read`."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "yarn":
+        read.wrong("rope_parameters", rope, "rope_type 'default' or 'yarn', nothing else is built")
+        return None
+    if rope.get("attention_factor") is not None:
+        read.wrong("rope_parameters.attention_factor", rope["attention_factor"], "none: it follows from the others")
+
+    def number(key: str, default: float | None = None) -> float:
+        return read.number(f"rope_parameters.{key}", rope.get(key, default))
+
+    positions = rope.get("original_max_position_embeddings")
+    if type(positions) is not int or positions < 1:
+        read.wrong("rope_parameters.original_max_position_embeddings", positions, "a whole number from 1")
+        positions = 1
+    scales = [rope.get(key) or None for key in ("mscale", "mscale_all_dim")]
+    if scales.count(None) == 1:
+        read.wrong("rope_parameters.mscale and .mscale_all_dim", scales, "both or none: one is read in different ways")
+    return Yarn(
+        factor=number("factor"),
+        positions=positions,
+        fast=number("beta_fast", 32.0),
+        slow=number("beta_slow", 1.0),
+        truncate=rope.get("truncate", True) is not False,
+        mscale=number("mscale") if scales[0] else None,
+        mscale_all_dim=number("mscale_all_dim") if scales[1] else None,
+    )
+
+
+def sigmoid_routing(read: Fields, *, layers: int, top_k: int, dense_default: int) -> dict[str, Any]:
+    """Read the routing that DeepSeek-V3 brought: the fields of ModelFacts about layers with experts.
+
+    Scores are sigmoids, a bias acts where experts are chosen, experts lie in groups, shared experts and leading dense
+    layers stand beside them (arXiv 2412.19437, section 2.1.2). dense_default: leading dense layers where config.json
+    names no number.
+    """
+    dense = read.count("first_k_dense_replace", default=dense_default, least=0)
+    if dense >= layers:
+        read.wrong("first_k_dense_replace", dense, f"below num_hidden_layers = {layers}: no layer has routes to replay")
+    experts = read.count("n_routed_experts", "num_local_experts", least=2, most=2048)
+    # Megatron always divides a token's sigmoid scores by their sum, but does not for one expert a token.
+    read.only("norm_topk_prob", True)
+    if top_k == 1:
+        read.wrong("num_experts_per_tok", 1, "at least 2: the one expert's weight is always the same, no router learns")
+    groups, top_groups = _groups(read, experts, top_k)
+    width = read.count("moe_intermediate_size")
+    return {
+        "moe_layers": tuple(range(dense, layers)),
+        "num_experts": experts,
+        "moe_intermediate_size": width,
+        "score_function": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling": read.number("routed_scaling_factor", read.raw.get("routed_scaling_factor", 1.0)),
+        "expert_bias": True,
+        "groups": groups,
+        "top_groups": top_groups,
+        "shared_intermediate_size": width * read.count("n_shared_experts", default=1),
+    }
+
+
+def _groups(read: Fields, experts: int, top_k: int) -> tuple[int, int]:
+    """Return (n_group, topk_group); (1, 1) where tokens choose from all groups."""
+    groups, top_groups = read.count("n_group", default=1), read.count("topk_group", default=1)
+    if experts % groups:
+        read.wrong("n_group", groups, f"a divisor of n_routed_experts = {experts}")
+    elif top_groups > groups:
+        read.wrong("topk_group", top_groups, f"at most n_group = {groups}")
+    elif top_groups * (experts // groups) < top_k:
+        read.wrong("topk_group", top_groups, f"groups with num_experts_per_tok = {top_k} experts together")
+    elif top_groups == groups:
+        return 1, 1
+    # A group's score is the sum of its two best experts'.
+    elif experts // groups < 2:
+        read.wrong("n_group", groups, f"groups of at least 2 of the n_routed_experts = {experts}")
+    return groups, top_groups

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_rl.models.facts import Fields, ModelFacts
-from moe_rl.models.sigmoid_routing import routing
+from moe_rl.models.facts import Fields, ModelFacts, sigmoid_routing
 from moe_rl.models.weight_table import Weight, dense_mlp, grouped_query_attention, routed_mlp, separate_experts
 
 ARCHITECTURE = "Glm4MoeForCausalLM"
@@ -16,7 +15,7 @@ def facts(read: Fields, *, layers: int, top_k: int, rope: dict[str, Any]) -> dic
     """The fields of ModelFacts that this family reads in its own way; problems are left in `read`."""
     read.plain_rope(rope)
     fraction = rope.get("partial_rotary_factor", read.raw.get("partial_rotary_factor", 0.5))
-    return routing(read, layers=layers, top_k=top_k, dense_default=1) | {
+    return sigmoid_routing(read, layers=layers, top_k=top_k, dense_default=1) | {
         "attention_bias": read.flag("attention_bias", False),
         "qk_norm": read.flag("use_qk_norm", False),
         "rotary_fraction": read.number("partial_rotary_factor", fraction),

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_rl.models.facts import Fields, ModelFacts
+from moe_rl.models.facts import Fields, ModelFacts, yarn
 from moe_rl.models.weight_table import Weight, grouped_query_attention, routed_mlp, stacked_experts
-from moe_rl.models.yarn import yarn
 
 ARCHITECTURE = "GptOssForCausalLM"
 

@@ -1,6 +1,6 @@
 """What a Hugging Face checkpoint folder says about its model, read without torch or transformers.
 
-Decoders of the families in FAMILIES, of which each has a file, and no others.
+FAMILIES lists the families that can be read; each has a file beside this one.
 Checkpoint files are input, not trusted: header sizes are bounded and file names may not leave the folder.
 """
 

@@ -8,8 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_rl.errors import ConfigError
 from moe_rl.models.hf import expected_tensors
-from moe_rl.models.packed import unpacked
-from moe_rl.models.safetensors_header import read_header
+from moe_rl.models.safetensors_header import read_header, unpacked
 from tests.megatron.models import facts
 
 FACTS = facts(mtp_layers=1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_rl.errors import ConfigError
-from moe_rl.models.facts import LatentAttention
+from moe_rl.models.facts import LatentAttentionSizes
 from moe_rl.models.hf import expected_tensors
 from tests.megatron.models import facts
 
@@ -98,7 +98,7 @@ BIASES = [
     *(name.replace("weight", "bias") for name in EXPERTS),
 ]
 LATENT_FACTS = {
-    "latent": LatentAttention(q_rank=6, kv_rank=5, nope_dim=4, rope_dim=4, value_dim=6),
+    "latent": LatentAttentionSizes(q_rank=6, kv_rank=5, nope_dim=4, rope_dim=4, value_dim=6),
     "qk_norm": False,
     "expert_bias": True,
     "score_function": "sigmoid",

@@ -8,7 +8,7 @@ import pytest
 from moe_rl.config.check import layout_problems
 from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
 from moe_rl.errors import ConfigError
-from moe_rl.models.facts import LatentAttention, Yarn
+from moe_rl.models.facts import LatentAttentionSizes, Yarn
 from moe_rl.models.hf import checkpoint_tensors, expected_tensors, parameter_count, read_model
 
 MOONLIGHT = {"nulls": ("q_lora_rank", "rope_scaling")}
@@ -16,7 +16,7 @@ MOONLIGHT = {"nulls": ("q_lora_rank", "rope_scaling")}
 
 def test_facts_of_latent_attention(tmp_path, write_deepseek):
     facts = read_model(write_deepseek(tmp_path, num_nextn_predict_layers=1))
-    assert facts.latent == LatentAttention(q_rank=6, kv_rank=4, nope_dim=4, rope_dim=2, value_dim=3)
+    assert facts.latent == LatentAttentionSizes(q_rank=6, kv_rank=4, nope_dim=4, rope_dim=2, value_dim=3)
     assert facts.yarn == Yarn(40.0, 4096, 32.0, 1.0, True, 1.0, 1.0)
     assert (facts.kv_heads, facts.head_dim, facts.cache_width, facts.moe_layers) == (4, 6, 4 + 2, (1, 2))
     assert (facts.score_function, facts.expert_bias, facts.shared_intermediate_size, facts.mtp_layers) == (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_rl.config.schema import OptimizerConfig, TrainConfig
-from moe_rl.models.facts import LatentAttention, ModelFacts
+from moe_rl.models.facts import LatentAttentionSizes, ModelFacts
 
 EVEN = ((64, 64), (64, 64), (64, 64), (64, 65))
 LONG_PROMPTS = ((200, 56), (240, 16))
@@ -32,7 +32,7 @@ def cases() -> list[Case]:
     }  # fmt: skip
     sigmoid = {"score_function": "sigmoid", "expert_bias": True, "shared_intermediate_size": 48, "qk_norm": False}
     glm = sigmoid | {"architecture": "Glm4MoeForCausalLM", "moe_layers": (1, 2, 3)}
-    latent = LatentAttention(q_rank=48, kv_rank=32, nope_dim=16, rope_dim=8, value_dim=16)
+    latent = LatentAttentionSizes(q_rank=48, kv_rank=32, nope_dim=16, rope_dim=8, value_dim=16)
     deepseek = sigmoid | {"architecture": "DeepseekV3ForCausalLM", "kv_heads": 8, "head_dim": 24, "latent": latent}
     gpt_oss = {
         "architecture": "GptOssForCausalLM", "qk_norm": False, "attention_bias": True, "linear_bias": True,

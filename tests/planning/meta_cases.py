@@ -8,7 +8,7 @@ from pathlib import Path
 
 from moe_rl.config.load import load_config
 from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
-from moe_rl.models.facts import LatentAttention, ModelFacts
+from moe_rl.models.facts import LatentAttentionSizes, ModelFacts
 from moe_rl.models.hf import read_published
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +36,7 @@ def tiny_cases() -> list[Case]:
         architecture="Glm4MoeForCausalLM", layers=4, moe_layers=(1, 2, 3), shared_intermediate_size=8,
         expert_bias=True, attention_bias=True, qk_norm=False, score_function="sigmoid",
     )  # fmt: skip
-    latent = LatentAttention(q_rank=12, kv_rank=10, nope_dim=6, rope_dim=4, value_dim=6)
+    latent = LatentAttentionSizes(q_rank=12, kv_rank=10, nope_dim=6, rope_dim=4, value_dim=6)
     deepseek = facts(
         architecture="DeepseekV3ForCausalLM", layers=2, moe_layers=(1,), shared_intermediate_size=8, expert_bias=True,
         qk_norm=False, score_function="sigmoid", kv_heads=2, head_dim=10, latent=latent,
