@@ -21,7 +21,7 @@ LEVELS = (
     ("rollout", "megatron"),
     ("train", "report"),
     ("proof", "comparison", "doctor"),
-    ("cli", "tools"),
+    ("cli", "commands", "tools"),
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 ONLY_IN = {"megatron": {"megatron"}, "vllm": {"rollout", "vllm", "weights"}}

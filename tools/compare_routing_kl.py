@@ -5,9 +5,12 @@ python tools/compare_routing_kl.py --config FILE [a.b=c ...]
 torchrun --nproc-per-node N -- tools/compare_routing_kl.py ... parallel.expert=N
 """
 
+import argparse
 import sys
 
-from moe_rl.comparison.command import main
+from moe_rl.commands import compare
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = argparse.ArgumentParser()
+    compare.add_arguments(parser)
+    sys.exit(compare.run(parser.parse_args()))

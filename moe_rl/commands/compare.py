@@ -1,4 +1,4 @@
-"""The command line of the comparison: what can be wrong is found before any process is started."""
+"""`moe-rl compare`: check what was asked before any process starts, then compare sampler and trainer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,60 +35,17 @@ makes the numbers worse where it is forced past the checks. 3 when not. 2 for ba
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, check, compare, write. Returns the exit status."""
-    options = _parse(arguments)
-    rank = int(os.environ.get("RANK", "0"))
-    try:
-        config, run = _configure(options)
-        found = problems(config, int(os.environ.get("WORLD_SIZE", "1")))
-        if options.config or options.sampler_dtype:
-            found += installation_problems(config)
-        if found:
-            raise ConfigError([*found, f"{len(found)} problem{'s' if len(found) > 1 else ''}; nothing was started"])
-    except MoeRLError as error:
-        if rank == 0:
-            print(f"moe_rl: {error}", file=sys.stderr)
-        return 2
-    if "WORLD_SIZE" not in os.environ:
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-        os.environ["MASTER_PORT"] = str(_free_port())
-    try:
-        return _compare(config, run, options)
-    except ReplayError as error:
-        print(f"moe_rl: rank {rank}: replay was not exact: {error}", file=sys.stderr, flush=True)
-        return 3
-    except MoeRLError as error:
-        print(f"moe_rl: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return 2
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    # An option of several values takes the overrides behind it too.
-    options.overrides += [value for value in options.sampler_dtype if "=" in value]
-    options.sampler_dtype = [value for value in options.sampler_dtype if "=" not in value]
-    for value in options.sampler_dtype:
-        if value not in PRECISIONS:
-            parser.error(f"argument --sampler-dtype: got {value}, expected one of {', '.join(PRECISIONS)}")
-    return options
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="compare_routing_kl.py",
-        description="Compare sampler and trainer before and after routing replay.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the comparison, its description and what its exit status means."""
+    parser.description = "Compare sampler and trainer before and after routing replay."
+    parser.epilog, parser.formatter_class, parser.allow_abbrev = _EPILOG, argparse.RawDescriptionHelpFormatter, False
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=Path, metavar="RUN_DIR", help="compare on the rollouts that this run kept")
     source.add_argument("--config", type=Path, metavar="FILE", help="sample the prompts of a first step, then compare")
     parser.add_argument(
         "--sampler-dtype",
         nargs="+",
+        type=_precision_or_override,
         default=[],
         metavar="DTYPE",
         help=f"sample the same prompts now in each of these precisions ({', '.join(PRECISIONS)}), one engine after the "
@@ -105,10 +61,45 @@ def _parser() -> argparse.ArgumentParser:
         metavar="a.b=c",
         help=f"replace single values of the config (--run: only {', '.join(OVERRIDES)}...)",
     )
-    return parser
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check the options, compare, write the result. Returns the exit status."""
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        config, folder = _configure(options)
+        found = problems(config, int(os.environ.get("WORLD_SIZE", "1")))
+        if options.config or options.sampler_dtype:
+            found += installation_problems(config)
+        if found:
+            raise ConfigError([*found, f"{len(found)} problem{'s' if len(found) > 1 else ''}; nothing was started"])
+    except MoeRLError as error:
+        if rank == 0:
+            print(f"moe_rl: {error}", file=sys.stderr)
+        return 2
+    if "WORLD_SIZE" not in os.environ:
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        os.environ["MASTER_PORT"] = str(_free_port())
+    try:
+        return _compare(config, folder, options)
+    except ReplayError as error:
+        print(f"moe_rl: rank {rank}: replay was not exact: {error}", file=sys.stderr, flush=True)
+        return 3
+    except MoeRLError as error:
+        print(f"moe_rl: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+def _precision_or_override(value: str) -> str:
+    """Let an option of several values take the overrides behind it too; `_configure` sorts them out."""
+    if value not in PRECISIONS and "=" not in value:
+        raise argparse.ArgumentTypeError(f"got {value}, expected one of {', '.join(PRECISIONS)}")
+    return value
 
 
 def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None]:
+    options.overrides += [value for value in options.sampler_dtype if "=" in value]
+    options.sampler_dtype = [value for value in options.sampler_dtype if "=" not in value]
     if options.config:
         config, run = load_config(options.config, options.overrides), None
     else:

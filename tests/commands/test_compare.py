@@ -1,16 +1,27 @@
-"""The command line: what cannot be compared is told, with exit status 2, before anything is started."""
+"""`moe-rl compare`: what cannot be compared is told, with exit status 2, before anything is started."""
 
+import argparse
 import shutil
 from pathlib import Path
 
 import pytest
 
-from moe_rl.comparison.command import _configure, _parse, main
+from moe_rl.commands import compare
 from moe_rl.config.check import problems
 from moe_rl.config.load import dump_config, load_config
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs/tiny_moe_cpu.yaml"
+
+
+def options(arguments):
+    parser = argparse.ArgumentParser()
+    compare.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def main(arguments):
+    return compare.run(options(arguments))
 
 
 @pytest.fixture
@@ -51,7 +62,7 @@ def test_one_rank_drops_what_only_a_layout_can_have(run, monkeypatch, overlap):
     layout = ["parallel.expert=2", overlap, "train.packing=load"]
     trained = load_config(run / "config.yaml", layout)
     (run / "config.yaml").write_text(dump_config(trained))
-    config, _ = _configure(_parse(["--run", str(run)]))
+    config, _ = compare._configure(options(["--run", str(run)]))
     assert problems(trained, 2) == problems(config, 1) == []
     # the layout's settings alone would have been refused on one rank
     section = overlap.partition(".")[0]
