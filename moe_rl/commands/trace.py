@@ -1,0 +1,253 @@
+"""`moe-rl trace`: look into, check, fill and draw a store of routing traces.
+
+    moe-rl trace inspect STORE
+    moe-rl trace verify STORE
+    moe-rl trace import STORE replies.jsonl --format vllm --shard served-1 --model assets/tiny_moe/policy
+    moe-rl trace plot STORE --out plots [--against OTHER]
+
+STORE is the folder (or fsspec URL) of a store, or one .safetensors file of it. Exit status: 1 when something is wrong
+with the traces (verify, import --check), 2 with one message when a command could not be done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+from moe_rl.errors import MoeRLError, TraceError, describe
+from moe_rl.models.hf import read_model
+from moe_rl.report.format import binary
+from moe_rl.trace import TraceSpec, recover
+from moe_rl.trace.adapters.importing import FORMATS, import_lines, import_npy, lint_lines, lint_npy
+from moe_rl.trace.audit import faults
+from moe_rl.trace.inspection import inspect
+from moe_rl.trace.parquet import export_parquet
+from moe_rl.trace.selection import references, select
+from moe_rl.trace.speed import measure
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the commands of the store and their options."""
+    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, does, text: str) -> argparse.ArgumentParser:
+        # argparse formats help with %.
+        added = commands.add_parser(name, help=text, description=text)
+        added.set_defaults(trace_command=does)
+        added.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
+        return added
+
+    added = command("inspect", _inspect, "what is in a store, how large, how near to the bound, which experts")
+    added.add_argument("store")
+    added = command("verify", _verify, "check every checksum and invariant; status 1 when one does not hold")
+    added.add_argument("store")
+    added = command("cat", _cat, "records as JSON lines")
+    added.add_argument("store")
+    _add_key(added)
+    added.add_argument("--layers", type=_numbers, metavar="0-11,13", help="global numbers of MoE layers")
+    added.add_argument("--rows", type=_range, metavar="FIRST:LAST", help="rows of each record, last not included")
+    added = command(
+        "import", _import, "replies or arrays of other samplers into a new shard; see moe_rl.trace.adapters.importing"
+    )
+    added.add_argument("store", type=Path)
+    added.add_argument("file", type=Path)
+    added.add_argument("--format", required=True, choices=[*FORMATS, "npy"])
+    added.add_argument("--shard", default="imported", help="name of the shard to publish (default: imported)")
+    added.add_argument("--check", action="store_true", help="write nothing; say all that is wrong with the file")
+    added.add_argument("--model", type=Path, metavar="FOLDER", help="checkpoint that was served, for what follows")
+    added.add_argument("--experts", type=int, help="routed experts per layer")
+    added.add_argument("--top-k", type=int, help="experts per token")
+    added.add_argument(
+        "--layer-map", metavar="d*3,m*58", help="d dense, m MoE, h hash-routed, t/r MTP left out/recorded"
+    )
+    added.add_argument("--fingerprint", help="text that names the model")
+    added.add_argument("--token-ids", type=Path, metavar="NPY", help="npy: the forwarded tokens")
+    added.add_argument("--key", help="npy: key of the record")
+    added.add_argument("--weight-version", type=int, help="npy: of all rows")
+    added = command("export", _export, "records as a Parquet file (needs pyarrow)")
+    added.add_argument("store")
+    added.add_argument("file", type=Path)
+    _add_key(added)
+    added.add_argument("--per", choices=["layer", "token"], default="layer", help="what a row is (default: layer)")
+    added = command("repair", _repair, "save the records of a dead writer's unsealed file as a new shard")
+    added.add_argument("file", type=Path, help="a hidden .tmp file of a store")
+    added.add_argument("--name", help="of the new shard (default: the old one's, -recovered)")
+    added = command("bench", _bench, "how fast this machine codes and reads the records of a store")
+    added.add_argument("store")
+    added.add_argument("--max-bytes", type=int, default=64 << 20, help="of raw routes to measure on")
+    added = command("plot", _plot, "popularity and co-activation of experts, disagreement of two stores: PNG and HTML")
+    added.add_argument("store")
+    added.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    added.add_argument("--against", metavar="STORE", help="a second recording of the same sequences")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do what was asked; returns the exit status."""
+    try:
+        status, document = options.trace_command(options)
+        if options.json:
+            options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    except BrokenPipeError:  # `cat` into `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (MoeRLError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return status
+
+
+def _inspect(options: argparse.Namespace) -> tuple[int, object]:
+    facts = inspect(select(options.store))
+    print(f"{facts['store']}: {facts['shards']} shards, {binary(facts['bytes'])}")
+    for name in facts.get("unsealed", []):
+        print(f"  not sealed: {name} (repair saves it if its writer is dead)")
+    for model in facts["models"]:
+        print(f"model {model['fingerprint'][:16]}: {model['top_k']} of {model['num_experts']} experts, layers ", end="")
+        print(re.sub(r"(.)\1{3,}", lambda run: f"{run[1]}*{len(run[0])} ", model["layer_map"]).strip())
+        for name in ("sequences", "incomplete_sequences", "records", "continued_records", "aborted_records", "tokens"):
+            print(f"  {name.replace('_', ' '):26} {model[name]:,}")
+        print(
+            f"  {'rows by provenance':26} {', '.join(f'{k} {v:,}' for k, v in model['provenance'].items()) or 'none'}"
+        )
+        print(f"  {'weight versions':26} {model['weight_versions'] or 'none'}")
+        print(f"  {'chunks by codec':26} {', '.join(f'{k} {v:,}' for k, v in model['codecs'].items()) or 'none'}")
+        if model["aux"]:
+            print(f"  {'other arrays':26} {', '.join(model['aux'])}")
+        if not model["tokens"]:
+            continue
+        print(f"  {'bytes per token':26} {model['bytes_per_token']:.1f}, raw {model['raw_bytes_per_token']}")
+        stored = f"{model['bits_per_set']:.2f} in chunks, {model['bits_per_set_with_all']:.2f} in all of the file"
+        bounds = f"bound {model['bits_per_set_bound']:.2f}, by popularity alone {model['bits_per_set_order0']:.2f}"
+        print(f"  {'bits per set':26} {stored}; {bounds}")
+        print("  layer      sets  busiest     load  never chosen  evenness")
+        for row in model["popularity"]:
+            print(
+                f"  {row['layer']:5} {row['sets']:9,}  {row['busiest_expert']:7}  {row['busiest_load']:6.2f}x"
+                f"  {row['idle_experts']:12}  {row['evenness']:8.1%}"
+            )
+    return 0, facts
+
+
+def _verify(options: argparse.Namespace) -> tuple[int, object]:
+    selection = select(options.store)
+    found = faults(selection)
+    print(*found, sep="\n", end="\n" if found else "")
+    print(f"{len(selection.shards)} shards: {f'{len(found)} faults' if found else 'all is well'}")
+    return int(bool(found)), {"store": selection.root, "shards": list(selection.shards), "faults": found}
+
+
+def _cat(options: argparse.Namespace) -> tuple[int, object]:
+    selection, count = select(options.store), 0
+    for ref in references(selection, options.key):
+        layers = selection.store.info(ref).layers
+        if options.layers is not None:
+            layers = tuple(layer for layer in layers if layer in options.layers)
+        first, last = options.rows or (0, ref.rows)
+        record = selection.store.read(ref, layers=layers, rows=(min(first, ref.rows), min(last, ref.rows)))
+        line = {
+            "key": record.key,
+            "shard": ref.parts[0].shard,
+            "rows": ref.rows,
+            "first_row": record.first_row,
+            "layers": record.layers,
+            "aborted": record.aborted,
+            "spans": [[span.rows, span.weight_version, span.provenance.name.lower()] for span in record.spans],
+            "token_ids": record.token_ids.tolist(),
+            "routes": record.routes.tolist(),
+        }
+        print(json.dumps(line, separators=(",", ":")))
+        count += 1
+    return 0, {"store": selection.root, "records": count}
+
+
+def _import(options: argparse.Namespace) -> tuple[int, object]:
+    spec, path, form = _spec(options), options.file, options.format
+    if options.check:
+        found = lint_npy(path, spec, options.token_ids) if form == "npy" else lint_lines(path, spec, form)
+        document, bad, sequences = [], 0, 0
+        for where, findings in found:
+            sequences += 1
+            bad += any(finding.certain for finding in findings)
+            document += [{"sequence": where, **{k: getattr(f, k) for k in f.__slots__}} for f in findings]
+            print(*(f"{where}: {finding}" for finding in findings), sep="\n", end="\n" if findings else "")
+        print(f"{sequences} sequences, {bad} with faults")
+        return int(bool(bad)), {"sequences": sequences, "faulty": bad, "findings": document}
+    if form == "npy":
+        if not (options.token_ids and options.key and options.weight_version is not None):
+            raise TraceError(describe("npy needs more", do="give --token-ids, --key and --weight-version"))
+        known = {"key": options.key, "weight_version": options.weight_version}
+        refs = import_npy(path, options.token_ids, options.store, options.shard, spec, **known)
+    else:
+        refs = import_lines(path, options.store, options.shard, spec, form)
+    rows = sum(ref.rows for ref in refs)
+    print(f"{len(refs)} sequences, {rows:,} rows in shard {options.shard}")
+    return 0, {"shard": options.shard, "sequences": len(refs), "rows": rows}
+
+
+def _export(options: argparse.Namespace) -> tuple[int, object]:
+    rows = export_parquet(select(options.store), options.file, pattern=options.key, per=options.per)
+    print(f"{rows:,} rows in {options.file}")
+    return 0, {"file": str(options.file), "rows": rows}
+
+
+def _repair(options: argparse.Namespace) -> tuple[int, object]:
+    name = options.name or options.file.name.lstrip(".").rsplit(".", 2)[0] + "-recovered"
+    saved = recover(options.file, name)
+    print(f"{len(saved.records)} records saved as {saved.path}; {saved.left:,} bytes left out")
+    if saved.fault:
+        print(f"what ended them: {saved.fault}")
+    return 0, {"path": str(saved.path), "records": len(saved.records), "left": saved.left, "fault": saved.fault}
+
+
+def _bench(options: argparse.Namespace) -> tuple[int, object]:
+    result = measure(select(options.store), max_bytes=options.max_bytes)
+    for name, value in result.items():
+        print(f"{name.replace('_', ' '):28} {value:.3f}" if isinstance(value, float) else f"{name:28} {value:,}")
+    return 0, result
+
+
+def _plot(options: argparse.Namespace) -> tuple[int, object]:
+    from moe_rl.report.traces import write_plots  # matplotlib takes a second to import
+
+    against = select(options.against) if options.against else None
+    paths = write_plots(select(options.store), options.out, against)
+    print(*paths, sep="\n")
+    return 0, {"files": [str(path) for path in paths]}
+
+
+def _add_key(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--key", default="*", metavar="PATTERN", help="shell pattern that keys match (default: *)")
+
+
+def _spec(options: argparse.Namespace) -> TraceSpec:
+    """The layer map from the checkpoint that was served, or as it was given."""
+    if options.model:
+        facts = read_model(options.model)
+        return TraceSpec.from_layers(facts.fingerprint, facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
+    given = (options.fingerprint, options.experts, options.top_k, options.layer_map)
+    if None in given:
+        do = "give --model, or all of --experts, --top-k, --layer-map and --fingerprint"
+        raise TraceError(describe("the model of the traces is not known", do=do))
+    letters = re.sub(r"([dmhtr])\*([0-9]{1,4})", lambda run: run[1] * int(run[2]), options.layer_map)
+    return TraceSpec(given[0], given[1], given[2], letters.replace(",", ""))
+
+
+def _numbers(text: str) -> set[int]:
+    """ "0-11,13" """
+    numbers: set[int] = set()
+    for piece in text.split(","):
+        first, _, last = piece.partition("-")
+        numbers.update(range(int(first), int(last or first) + 1))
+    return numbers
+
+
+def _range(text: str) -> tuple[int, int]:
+    first, last = map(int, text.split(":"))
+    if not 0 <= first <= last:
+        raise ValueError(text)
+    return first, last
