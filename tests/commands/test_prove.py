@@ -1,14 +1,16 @@
 """The command line of the proof: what cannot be proven is told before anything runs; the docs list what is proven."""
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from moe_rl.commands import prove
+from moe_rl.commands.prove import BEGIN, END
 from moe_rl.errors import ConfigError
 from moe_rl.proof.cases import LAYOUTS, RECORDED, Case, parse
-from moe_rl.proof.table import BEGIN, END
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,6 +45,20 @@ def test_a_layout_that_cannot_be_is_refused_before_it_runs():
     done = run("--ranks", "2", "parallel.tensor=4", "parallel.expert=2", "train.overlap_expert_parallel_comm=true")
     assert done.returncode == 2 and done.stdout == ""
     assert "a multiple of 4 ranks" in done.stderr and "key-value heads" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "3"], "no case has so many ranks: got [3], expected of [1, 2, 4]"),
+        (["parallel.tensor=2"], "a layout of your own has one world size: got []. Add --ranks N"),
+    ],
+)
+def test_a_world_size_that_says_nothing_is_named(arguments, message, capsys):
+    parser = argparse.ArgumentParser()
+    prove.add_arguments(parser)
+    assert prove.run(parser.parse_args(arguments)) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_the_docs_have_a_row_for_every_case():
