@@ -28,8 +28,8 @@ from moe_rl.config.schema import ParallelConfig, RolloutConfig
 from moe_rl.megatron import world
 from moe_rl.megatron.hf_export import Round
 from moe_rl.rollout.engine import VllmEngine
-from moe_rl.rollout.settings import EngineSettings
 from moe_rl.train.weights import WeightSender
+from moe_rl.vllm.wire import EngineSettings
 from moe_rl.weights.digest import tensor_digests
 from moe_rl.weights.update import decode, encode
 

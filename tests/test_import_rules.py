@@ -24,7 +24,7 @@ LEVELS = (
     ("cli", "commands", "tools"),
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
-ONLY_IN = {"megatron": {"megatron"}, "vllm": {"rollout", "vllm", "weights"}}
+ONLY_IN = {"megatron": {"megatron"}, "vllm": {"vllm", "weights"}}
 TORCH_FREE = ("errors", "types", "messages", "models", "config", "trace", "tasks", "planning", "report")
 NEEDS_TORCH = {"torch", "transformers", "megatron", "vllm", "safetensors.torch"}
 UNSAFE_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle"}
@@ -153,7 +153,7 @@ def test_planted_imports_are_found(text, room):
     [
         ("from moe_rl.errors import describe\nfrom .schema import Config\nimport torchy", "config"),
         ("import megatron.core\nfrom moe_rl.replay import session\nimport torch", "megatron"),
-        ("def f():\n    from vllm import LLM", "rollout"),
+        ("def f():\n    from vllm import LLM", "vllm"),
         ("from safetensors.numpy import load_file", "trace"),
     ],
 )

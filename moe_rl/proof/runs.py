@@ -87,7 +87,7 @@ class Launch:
         return self.until(lambda: self.sign(rank).get("pid"))
 
     def engine_pid(self) -> int | None:
-        return next((pid for pid in self.processes() if b"moe_rl.rollout.child" in _command(pid)), None)
+        return next((pid for pid in self.processes() if b"moe_rl.vllm.child" in _command(pid)), None)
 
     def processes(self) -> list[int]:
         """Pids of the run and of everything it started, engine and verifiers included, that still run."""

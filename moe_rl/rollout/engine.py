@@ -1,6 +1,6 @@
 """The sampler as the trainer sees it: one vLLM engine in a child process. Imports neither vLLM nor torch.
 
-    parent (trainer rank 0)                        child (moe_rl.rollout.child)
+    parent (trainer rank 0)                        child (moe_rl.vllm.child)
     VllmEngine.generate(requests)  -- Generate -->  vLLM, in-process
                                    <-- Alive ----   after every step
                                    <-- Generated -  tokens, logprobs, references to routes
@@ -25,19 +25,16 @@ from typing import Self
 
 import numpy as np
 
-import moe_rl
 from moe_rl.errors import EngineError, WeightSyncError, describe
-from moe_rl.rollout import wire
-from moe_rl.rollout.scratch import Scratch
-from moe_rl.rollout.settings import EngineSettings
 from moe_rl.types import Completion, GenerateRequest
+from moe_rl.vllm import wire
+from moe_rl.vllm.process import Scratch, child_environment
+from moe_rl.vllm.wire import EngineSettings
 from moe_rl.weights.update import WeightUpdate
 
 _POLL_SECONDS = 0.2
 _CLOSE_SECONDS = 10.0
 _LOG_TAIL_LINES = 15
-# What torchrun tells its ranks would make the engine believe that it is one of them.
-_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_NUM_THREADS")
 
 
 class VllmEngine:
@@ -72,11 +69,11 @@ class VllmEngine:
         ours, theirs = socket.socketpair()
         with theirs, open(log_path, "ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "moe_rl.rollout.child", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-P", "-m", "moe_rl.vllm.child", str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=_environment(native=settings.capture == "native") | {"TMPDIR": scratch.name},
+                env=child_environment(native=settings.capture == "native") | {"TMPDIR": scratch.name},
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
@@ -245,26 +242,6 @@ class VllmEngine:
             if wrong:
                 raise EngineError(describe("A request cannot be sampled", where=f"request {request.key}", got=wrong))
             seen.add(request.key)
-
-
-def _environment(*, native: bool) -> dict[str, str]:
-    """Environment of the child: the parent's, less what torchrun set, plus what only the environment can tell vLLM."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_TORCHRUN)}
-    root = str(Path(moe_rl.__file__).resolve().parents[1])
-    return inherited | {
-        "PYTHONPATH": os.pathsep.join([root, *filter(None, [inherited.get("PYTHONPATH")])]),
-        "PYTHONUNBUFFERED": "1",
-        # Half the cores: threads that wait for each other spin, and two on two busy cores sampled several times slower
-        # than one.
-        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2)),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # The recorder knows the first model runner, vLLM's own capture the second.
-        "VLLM_USE_V2_MODEL_RUNNER": "1" if native else "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        # vLLM compiles a few helpers of its sampler even when told to be eager: seconds, and a C++ compiler needed.
-        "TORCH_COMPILE_DISABLE": "1",
-    }
 
 
 def _tail(log_path: Path) -> str:

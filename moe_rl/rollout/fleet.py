@@ -23,7 +23,6 @@ import numpy as np
 
 from moe_rl.config.schema import Config
 from moe_rl.errors import EngineError, SamplerGone, WeightSyncError, describe
-from moe_rl.rollout.assign import assign
 from moe_rl.rollout.attach import folder_problem, servers_of
 from moe_rl.rollout.server import VllmServer
 from moe_rl.types import Completion, GenerateRequest
@@ -45,7 +44,7 @@ class _Held:
         return f"version {self.version}, {f'digest {self.digest}' if self.digest else 'no digest'}"
 
 
-class _Refused(WeightSyncError):
+class _UpdateRefused(WeightSyncError):
     """By a server that works: it is not lost, and what it refused was the trainer's."""
 
 
@@ -147,7 +146,7 @@ class ServerFleet:
             server, sent = self._servers[number], msgspec.structs.replace(update, source=sources[number])
             holding = await server.update(sent, seconds=self._load_seconds)
             if holding.refused:
-                raise _Refused(f"{server.url}: {refusal(holding)}")
+                raise _UpdateRefused(f"{server.url}: {refusal(holding)}")
             return _held(await server.served())
 
         # The broadcast waits for all of its workers: without one of them the others would get nothing.
@@ -251,7 +250,7 @@ class ServerFleet:
                 for task in done:
                     try:
                         results[tasks[task]] = task.result()
-                    except _Refused:
+                    except _UpdateRefused:
                         raise
                     except EngineError as error:
                         self._lose(tasks[task], error, self._max_lost if spares else 0)
@@ -282,3 +281,26 @@ class ServerFleet:
 
 def _held(served: Served) -> _Held:
     return _Held(served.start, served.updates, served.weight_version, served.weight_digest)
+
+
+def assign(requests: Sequence[GenerateRequest], servers: Sequence[int]) -> dict[int, list[int]]:
+    """Server -> positions of its requests, ascending; servers without any are left out.
+
+    Requests with the same prompt stay together: it is computed and stored once. Groups go to the server with the least
+    load so far, largest first; the load of a request is the tokens that it may come to. The same requests and servers
+    always give the same shares.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for at, request in enumerate(requests):
+        groups.setdefault(request.prompt_token_ids, []).append(at)
+    load = {
+        members[0]: sum(len(requests[at].prompt_token_ids) + requests[at].max_tokens for at in members)
+        for members in groups.values()
+    }
+    shares: dict[int, list[int]] = {server: [] for server in servers}
+    loads = dict.fromkeys(servers, 0)
+    for members in sorted(groups.values(), key=lambda members: (-load[members[0]], members[0])):
+        server = min(servers, key=lambda server: (loads[server], server))
+        loads[server] += load[members[0]]
+        shares[server] += members
+    return {server: sorted(share) for server, share in shares.items() if share}

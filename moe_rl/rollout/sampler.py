@@ -10,9 +10,6 @@ import numpy as np
 from moe_rl.types import Completion, GenerateRequest
 from moe_rl.weights.update import WeightUpdate
 
-SLEEPING_PARTS = ("weights", "kv_cache")
-"""What a sampler gives back while it sleeps, in the order in which it is taken back. vLLM's own tags."""
-
 
 class Sampler(Protocol):
     """Every call raises EngineError when the sampler is dead, hangs or refuses; it is then as it was before.

@@ -25,7 +25,7 @@ from moe_rl.errors import EngineError, describe
 from moe_rl.rollout.token_api import ANSWER, GENERATE, Sample, body, check
 from moe_rl.rollout.transport import Transport
 from moe_rl.types import Completion, GenerateRequest, RouteRef
-from moe_rl.vllm.control import Challenge, Open, Publish, Release, Score, Served, Sink
+from moe_rl.vllm.control import Challenge, Open, Publish, Release, Scoring, Served, Sink
 from moe_rl.vllm.recording import RecordingRequest, as_stored
 from moe_rl.weights.update import Holding, WeightUpdate
 
@@ -107,7 +107,7 @@ class VllmServer:
 
     async def score(self, token_ids: Sequence[int]) -> np.ndarray:
         """As VllmEngine.score."""
-        logprobs = await self._transport.once("POST", "/moe_rl/score", Score(list(token_ids)), _LOGPROBS)
+        logprobs = await self._transport.once("POST", "/moe_rl/score", Scoring(list(token_ids)), _LOGPROBS)
         return np.asarray(logprobs, np.float32)
 
     async def challenge(self, folder: str, name: str) -> str:

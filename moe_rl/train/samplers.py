@@ -7,8 +7,8 @@ from moe_rl.models.hf import ModelFacts
 from moe_rl.rollout.engine import VllmEngine
 from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.sampler import Sampler
-from moe_rl.rollout.settings import EngineSettings
 from moe_rl.train.run_folder import RunFolder
+from moe_rl.vllm.wire import EngineSettings
 
 
 def start_sampler(config: Config, facts: ModelFacts, folder: RunFolder) -> Sampler:

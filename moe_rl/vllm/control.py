@@ -50,7 +50,7 @@ class Release(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     requests: Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Scoring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of /moe_rl/score; answered by the logprob of every token but the first."""
 
     token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=2)]

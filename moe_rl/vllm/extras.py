@@ -18,7 +18,7 @@ router_logits_rows [M] uint32, ascending.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -26,10 +26,8 @@ import xxhash
 from torch import Tensor
 
 from moe_rl.errors import EngineError, describe
-
-if TYPE_CHECKING:
-    from moe_rl.vllm.recorder import Recorded
-    from moe_rl.vllm.recording import Recording
+from moe_rl.vllm.recording import Recording
+from moe_rl.vllm.slots import Recorded
 
 
 class Extras:

@@ -23,7 +23,7 @@ from starlette.websockets import WebSocketClose
 
 import moe_rl
 from moe_rl.errors import describe
-from moe_rl.vllm.control import Challenge, Open, Publish, Release, Score, Served, Sink, read_token
+from moe_rl.vllm.control import Challenge, Open, Publish, Release, Scoring, Served, Sink, read_token
 from moe_rl.weights.update import Broadcast, Files, Holding, Received, WeightUpdate, agreement, encode
 
 GATE = f"{__name__}.Gate"
@@ -41,7 +41,7 @@ _ARRIVE_SECONDS = 30.0
 _CHALLENGE_BYTES = 64
 
 
-class Refused(Exception):
+class RefusedCall(Exception):
     """A control call that is answered with an error. status: of HTTP."""
 
     def __init__(self, status: int, message: str):
@@ -96,7 +96,7 @@ class Control:
             "/moe_rl/release": ("POST", Release, _SMALL_BODY, self._release),
             "/moe_rl/adopt": ("POST", None, 0, self._adopt),
             "/moe_rl/update": ("POST", WeightUpdate, _PUBLISH_BODY, self._update),
-            "/moe_rl/score": ("POST", Score, _PUBLISH_BODY, self._score),
+            "/moe_rl/score": ("POST", Scoring, _PUBLISH_BODY, self._score),
             "/moe_rl/challenge": ("POST", Challenge, _SMALL_BODY, self._challenge),
             "/moe_rl/stats": ("GET", None, 0, self._stats),
             "/moe_rl/recording": ("GET", None, 0, self._recording),
@@ -108,15 +108,15 @@ class Control:
         engine = request.app.state.engine_client
         try:
             if route is None:
-                raise Refused(404, f"no such route: {request.url.path}")
+                raise RefusedCall(404, f"no such route: {request.url.path}")
             method, kind, longest, answer = route
             if request.method != method:
-                raise Refused(405, f"{request.url.path} wants {method}")
+                raise RefusedCall(405, f"{request.url.path} wants {method}")
             message = None
             if kind is not None:
                 message = msgspec.json.decode(await _body(request, longest), type=kind)
             return Response(msgspec.json.encode(await answer(engine, message)), media_type="application/json")
-        except Refused as refusal:
+        except RefusedCall as refusal:
             return _error(refusal.status, str(refusal))
         except msgspec.DecodeError as error:
             return _error(400, f"{request.url.path}: {error}")
@@ -134,7 +134,7 @@ class Control:
         from moe_rl.vllm.route_source import join_parts
 
         if unknown := set(message.aborted) - message.sequences.keys():
-            raise Refused(400, f"aborted: {min(unknown)!r} is none of the sequences")
+            raise RefusedCall(400, f"aborted: {min(unknown)!r} is none of the sequences")
         await _settle(engine, message.sink)
         answers = await _call(engine, "moe_rl_publish", message.sink, message.sequences, message.aborted)
         return join_parts(message.sequences, answers)
@@ -156,7 +156,7 @@ class Control:
             if now != there:
                 there, deadline = now, time.monotonic() + _ARRIVE_SECONDS
             elif time.monotonic() > deadline:
-                raise Refused(409, f"{message.requests - now} of {message.requests} requests never came")
+                raise RefusedCall(409, f"{message.requests - now} of {message.requests} requests never came")
             await asyncio.sleep(_SETTLE_POLL_SECONDS)
         await engine.resume_generation()
 
@@ -174,7 +174,7 @@ class Control:
             paths = [str(_inside(_trace_root(engine), path)) for path in message.source.paths]
             message = msgspec.structs.replace(message, source=Files(paths))
         elif not isinstance(message.source, Broadcast | Received):
-            raise Refused(400, f"a server shares no memory with a trainer, got {type(message.source).__name__}")
+            raise RefusedCall(400, f"a server shares no memory with a trainer, got {type(message.source).__name__}")
         async with self._updating:
             await self._hold(engine, None)
             try:
@@ -183,7 +183,7 @@ class Control:
                     await engine.update_weight_version(str(message.version))
                 # What was cached between the pause and the update is of the old weights.
                 if not await engine.reset_prefix_cache():
-                    raise Refused(500, "vLLM kept its prefix cache though no request runs")
+                    raise RefusedCall(500, "vLLM kept its prefix cache though no request runs")
                 return holding
             finally:
                 await engine.resume_generation()
@@ -196,12 +196,12 @@ class Control:
         self._holding = agreement([msgspec.convert(answer, Holding) for answer in answers])
         return self._holding
 
-    async def _score(self, engine, message: Score) -> list[float]:
+    async def _score(self, engine, message: Scoring) -> list[float]:
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
         if not self._holding.whole:
-            raise Refused(409, "the weights are not whole")
+            raise RefusedCall(409, "the weights are not whole")
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         prompt = TokensPrompt(prompt_token_ids=message.token_ids)
         async for output in engine.generate(prompt, params, f"score-{secrets.token_hex(8)}"):
@@ -216,7 +216,7 @@ class Control:
                 text = file.read(_CHALLENGE_BYTES)
             path.with_name(f"{message.name}.answer").write_bytes(text)
         except OSError as error:
-            raise Refused(409, f"{path}: {error.strerror}") from None
+            raise RefusedCall(409, f"{path}: {error.strerror}") from None
         return text.decode("ascii", "replace")
 
     async def _stats(self, engine, _) -> list[dict[str, int]]:
@@ -259,16 +259,16 @@ async def _body(request: Request, longest: int) -> bytearray:
     async for chunk in request.stream():
         body += chunk
         if len(body) > longest:
-            raise Refused(413, f"a body of more than {longest} bytes")
+            raise RefusedCall(413, f"a body of more than {longest} bytes")
     return body
 
 
 async def _call(engine, method: str, *args) -> list:
-    """What the recording workers answer to a method of RecorderControl. Raises Refused when one of them does."""
+    """What the recording workers answer to a method of RecorderControl. Raises RefusedCall when one of them does."""
     answers = await engine.collective_rpc("moe_rl_answer", args=(method, *args))
     for status, name in ((400, "refused"), (500, "failed")):
         if errors := [answer[name] for answer in answers if name in answer]:
-            raise Refused(status, errors[0])
+            raise RefusedCall(status, errors[0])
     return [answer["value"] for answer in answers if answer["value"] is not None]
 
 
@@ -278,7 +278,7 @@ async def _settle(engine, sink: str) -> None:
     while unfinished := [key for keys in await _call(engine, "moe_rl_unfinished", sink) for key in keys]:
         if time.monotonic() > deadline:
             got = f"{len(unfinished)} requests that are still sampled, as {unfinished[0]}"
-            raise Refused(409, describe("A shard is not finished", where=f"shard {sink}", got=got, do="abort them"))
+            raise RefusedCall(409, describe("A shard is not finished", where=f"shard {sink}", got=got, do="abort them"))
         await asyncio.sleep(_SETTLE_POLL_SECONDS)
 
 
@@ -287,8 +287,8 @@ def _trace_root(engine) -> Path:
 
 
 def _inside(root: Path, path: str) -> Path:
-    """A path below the trace root. Raises Refused where links lead out of it."""
+    """A path below the trace root. Raises RefusedCall where links lead out of it."""
     resolved = (root / path).resolve()
     if not resolved.is_relative_to(root.resolve()):
-        raise Refused(403, f"{path!r} is not below the trace root {root}")
+        raise RefusedCall(403, f"{path!r} is not below the trace root {root}")
     return resolved

@@ -27,32 +27,12 @@ from moe_rl.errors import EngineError, MoeRLError, describe
 from moe_rl.types import RoutePart
 from moe_rl.vllm.capture import NOT_REPORTED, Capture, to_host
 from moe_rl.vllm.extras import Extras
-from moe_rl.vllm.recording import Recording, RecordingRequest, parse
+from moe_rl.vllm.recording import Recording, parse
 from moe_rl.vllm.sinks import Sinks
-from moe_rl.vllm.slots import BlockTable, Rows, SlotTable
+from moe_rl.vllm.slots import BlockTable, Recorded, Rows, SlotTable
 
 # Steps whose copies may be under way before the next one waits: more would only hold more memory.
 _MAX_STEPS_IN_FLIGHT = 4
-
-
-@dataclass(slots=True)
-class Recorded:
-    """One request on its way. ask: None when nothing is recorded of it; its rows may be another's cached prefix.
-
-    number: in the order in which requests came. forwarded: tokens computed, rejected drafts of speculative decoding
-    included. drafts: of these, the last ones, of which nobody has said yet whether they were accepted. cached: computed
-    before it came. kept: rows saved when it was preempted, because its blocks were given away.
-    """
-
-    number: int
-    ask: RecordingRequest | None
-    prompt: np.ndarray
-    cached: int
-    greedy: bool
-    table: BlockTable = field(default_factory=BlockTable)
-    forwarded: int = 0
-    drafts: int = 0
-    kept: Rows | None = None
 
 
 @dataclass(slots=True)

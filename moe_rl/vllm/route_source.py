@@ -13,10 +13,9 @@ import numpy as np
 
 from moe_rl.errors import EngineError, MoeRLError, describe
 from moe_rl.types import RoutePart, RouteRef
-from moe_rl.vllm.recorder import Recorded
 from moe_rl.vllm.recording import Recording, RecordingRequest
 from moe_rl.vllm.sinks import Sinks
-from moe_rl.vllm.slots import Rows
+from moe_rl.vllm.slots import Recorded, Rows
 
 
 class WorkerSource:

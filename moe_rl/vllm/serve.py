@@ -31,10 +31,10 @@ from moe_rl.config.load import load_config
 from moe_rl.config.schema import Config
 from moe_rl.errors import EngineError, MoeRLError, describe
 from moe_rl.models.hf import read_model
-from moe_rl.rollout.scratch import Scratch
 from moe_rl.vllm import patches
 from moe_rl.vllm.control import read_token
 from moe_rl.vllm.gate import GATE, TOKEN_FILE
+from moe_rl.vllm.process import Scratch
 from moe_rl.vllm.recording import Recording
 
 # As the child engine has them, see child.py.

@@ -10,7 +10,6 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,10 +17,7 @@ from moe_rl.errors import EngineError, MoeRLError, TraceError, describe
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
 from moe_rl.trace.spans import cut_spans, spans_of_rows
 from moe_rl.types import RoutePart, RouteRef
-from moe_rl.vllm.slots import Rows
-
-if TYPE_CHECKING:
-    from moe_rl.vllm.recorder import Recorded
+from moe_rl.vllm.slots import Recorded, Rows
 
 _MAX_OPEN = 64
 _MAX_REFUSALS = 1024

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moe_rl.errors import EngineError, describe
+from moe_rl.vllm.recording import RecordingRequest
 
 _EMPTY = -1
 
@@ -50,6 +51,26 @@ class BlockTable:
 
     blocks: list[int] = field(default_factory=list)
     owners: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Recorded:
+    """One request on its way. ask: None when nothing is recorded of it; its rows may be another's cached prefix.
+
+    number: in the order in which requests came. forwarded: tokens computed, rejected drafts of speculative decoding
+    included. drafts: of these, the last ones, of which nobody has said yet whether they were accepted. cached: computed
+    before it came. kept: rows saved when it was preempted, because its blocks were given away.
+    """
+
+    number: int
+    ask: RecordingRequest | None
+    prompt: np.ndarray
+    cached: int
+    greedy: bool
+    table: BlockTable = field(default_factory=BlockTable)
+    forwarded: int = 0
+    drafts: int = 0
+    kept: Rows | None = None
 
 
 class SlotTable:

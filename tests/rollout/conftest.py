@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from moe_rl.rollout.engine import VllmEngine
-from moe_rl.rollout.settings import EngineSettings
 from moe_rl.types import GenerateRequest
+from moe_rl.vllm.wire import EngineSettings
 
 torch.set_num_threads(1)
 

@@ -108,13 +108,13 @@ def test_what_cannot_be_sampled_is_refused_and_the_engine_goes_on(engine, reques
 
 
 def test_the_environment_of_the_ranks_does_not_reach_the_engine(monkeypatch):
-    from moe_rl.rollout.engine import _environment
+    from moe_rl.vllm.process import child_environment
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_RANK"):
         monkeypatch.setenv(name, "7")
     monkeypatch.setenv("OMP_NUM_THREADS", "99")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    environment = _environment(native=False)
+    environment = child_environment(native=False)
     assert not [
         name for name in environment if name.startswith(("RANK", "WORLD", "LOCAL", "MASTER", "TORCHE", "GROUP"))
     ]

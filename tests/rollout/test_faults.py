@@ -181,7 +181,7 @@ def test_the_engine_does_not_outlive_its_trainer(settings, tmp_path):
             import time
             from pathlib import Path
             from moe_rl.rollout.engine import VllmEngine
-            from moe_rl.rollout.settings import EngineSettings
+            from moe_rl.vllm.wire import EngineSettings
             engine = VllmEngine.start(EngineSettings(Path({str(settings.model_path)!r}), "float32", 128, 8, 4, None, "",
                 Path({str(tmp_path / "engine.log")!r}), 240.0, 0))
             print(engine.pid, engine.generate([], shard="none"), flush=True)

@@ -17,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_rl.errors import EngineError, SamplerGone, WeightSyncError
-from moe_rl.rollout.assign import assign
-from moe_rl.rollout.fleet import ServerFleet
+from moe_rl.rollout.fleet import ServerFleet, assign
 from moe_rl.types import Completion, GenerateRequest
 from moe_rl.vllm.control import Served
 from moe_rl.weights.address import own_address, reached_by_all

@@ -1,4 +1,4 @@
-"""The engine process: `python -m moe_rl.rollout.child FD PARENT_PID`. Answers wire frames with vLLM, one at a time."""
+"""The engine process: `python -m moe_rl.vllm.child FD PARENT_PID`. Answers wire frames with vLLM, one at a time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ import msgspec
 import numpy as np
 
 from moe_rl.errors import EngineError, MoeRLError, WeightSyncError, describe
-from moe_rl.rollout import wire
-from moe_rl.rollout.sampler import SLEEPING_PARTS
-from moe_rl.rollout.settings import EngineSettings
 from moe_rl.types import GenerateRequest
-from moe_rl.vllm import patches
+from moe_rl.vllm import patches, wire
 from moe_rl.vllm.recording import Recording, RecordingRequest, as_stored
 from moe_rl.vllm.weight_versions import one_version
+from moe_rl.vllm.wire import SLEEPING_PARTS, EngineSettings
 from moe_rl.weights.update import Holding, agreement, encode, refusal
 
 _PR_SET_PDEATHSIG = 1
@@ -44,12 +42,12 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     channel = wire.Channel(socket.socket(fileno=descriptor), wire.Call)
     try:
-        sampler = Sampler(channel.receive().settings, _Pulse(channel))
+        engine = ChildEngine(channel.receive().settings, _Pulse(channel))
     except Exception as error:
         traceback.print_exc()
         channel.send(wire.Failed(_message(error)))
         return 1
-    channel.send(wire.Ready(sampler.vllm_version))
+    channel.send(wire.Ready(engine.vllm_version))
     while True:
         try:
             call = channel.receive()
@@ -60,10 +58,10 @@ def main() -> int:
             # vLLM's own shutdown takes seconds and has nothing to save.
             os._exit(0)
         try:
-            reply, sound = sampler.answer(call), True
+            reply, sound = engine.answer(call), True
         except MoeRLError as error:
             traceback.print_exc()
-            reply, sound = wire.Failed(str(error), isinstance(error, WeightSyncError)), sampler.is_idle()
+            reply, sound = wire.Failed(str(error), isinstance(error, WeightSyncError)), engine.is_idle()
         except Exception as error:
             # vLLM itself failed: what its caches and weights hold now is anybody's guess.
             traceback.print_exc()
@@ -73,7 +71,7 @@ def main() -> int:
             return 1
 
 
-class Sampler:
+class ChildEngine:
     """vLLM in this process, told to be deterministic and to say what it did."""
 
     def __init__(self, settings: EngineSettings, pulse: Callable[[], None]):

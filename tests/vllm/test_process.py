@@ -8,9 +8,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from moe_rl.rollout.scratch import Scratch
+from moe_rl.vllm.process import Scratch
 
-HOLD = "import sys; from moe_rl.rollout.scratch import Scratch; print(Scratch().name, flush=True); sys.stdin.read()"
+HOLD = "import sys; from moe_rl.vllm.process import Scratch; print(Scratch().name, flush=True); sys.stdin.read()"
 
 
 def test_the_next_one_removes_what_a_killed_process_left_and_nothing_else(tmp_path, monkeypatch):
