@@ -33,7 +33,7 @@ import numpy as np
 from moe_rl.planning.balance import Plan, excess, load_of, pack_by_load, round_loads
 from moe_rl.planning.expert_placement import place
 from moe_rl.planning.packing import pack
-from moe_rl.trace.selection import references, select
+from moe_rl.trace.inspection import references, select
 
 KINDS = ("zipf", "topics", "drift")
 EXPERT_PARALLEL = (2, 8, 32, 64)

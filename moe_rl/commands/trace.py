@@ -24,10 +24,8 @@ from moe_rl.report.format import binary
 from moe_rl.trace import TraceSpec, recover
 from moe_rl.trace.adapters.importing import FORMATS, import_lines, import_npy, lint_lines, lint_npy
 from moe_rl.trace.audit import faults
-from moe_rl.trace.inspection import inspect
+from moe_rl.trace.inspection import inspect, measure, references, select
 from moe_rl.trace.parquet import export_parquet
-from moe_rl.trace.selection import references, select
-from moe_rl.trace.speed import measure
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

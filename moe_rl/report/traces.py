@@ -24,8 +24,7 @@ from moe_rl.report.format import binary, count, percent
 from moe_rl.report.lines import write_atomic
 from moe_rl.report.page import render
 from moe_rl.trace.difference import Disagreement, compare
-from moe_rl.trace.inspection import coactivation, expert_counts, inspect
-from moe_rl.trace.selection import Selection
+from moe_rl.trace.inspection import Selection, coactivation, expert_counts, inspect
 
 FILE = "trace.html"
 _DPI = 160

@@ -1,10 +1,10 @@
 """The routing-trace store: what the sampler routed, kept so that the trainer can take the same experts."""
 
+from moe_rl.trace.audit import verify
 from moe_rl.trace.record import RecordInfo, RouteRecord, TraceSpec
 from moe_rl.trace.recovery import recover
 from moe_rl.trace.store import TraceStore
 from moe_rl.trace.validator import check_routes, validate
-from moe_rl.trace.verification import verify
 from moe_rl.trace.writer import ShardWriter
 
 __all__ = [

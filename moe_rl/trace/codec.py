@@ -33,7 +33,7 @@ import zstandard
 
 from moe_rl.errors import TraceError, describe
 from moe_rl.trace import enumerative, ranked
-from moe_rl.trace.sorting import MAX_COLUMNS, sort_sets
+from moe_rl.trace.ranked import MAX_COLUMNS, sort_sets
 
 
 class Codec(IntEnum):

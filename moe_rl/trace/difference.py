@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_rl.errors import TraceError, describe
+from moe_rl.trace.inspection import Selection, references
 from moe_rl.trace.record import RouteRecord
-from moe_rl.trace.selection import Selection, references
 from moe_rl.types import RouteRef
 
 _BINS = 40

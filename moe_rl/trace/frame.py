@@ -20,10 +20,9 @@ import xxhash
 
 from moe_rl.errors import TraceError, describe
 from moe_rl.trace.codec import encode_chunk
-from moe_rl.trace.compression import pack_bytes, pack_ints
+from moe_rl.trace.primitives import Cursor, pack_bytes, pack_ints, varint
 from moe_rl.trace.record import MAX_ROWS, check_key, check_name
 from moe_rl.trace.shard import ShardHeader
-from moe_rl.trace.varint import Cursor, varint
 from moe_rl.types import Provenance, Span
 
 MAGIC = b"MRF2"

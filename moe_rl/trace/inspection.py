@@ -1,24 +1,28 @@
-"""What is in a store: how many sequences, how large, how near to the bound, and which experts are chosen.
+"""What is in a store: which shards are meant, how many sequences, how large, how near to the bound, how fast to read,
+and which experts are chosen.
 
 Legend for shapes: T tokens, L MoE layers, E experts per layer, K top-k experts per token.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
 
 import numpy as np
 
 from moe_rl.errors import TraceError, describe
 from moe_rl.trace.bounds import order0_bits, set_bits
-from moe_rl.trace.codec import Codec
+from moe_rl.trace.codec import Codec, decode_chunk, encode_chunk
+from moe_rl.trace.files import TMP
 from moe_rl.trace.frame import count_experts
 from moe_rl.trace.library import Found, Library, Reading, ShardIndex
-from moe_rl.trace.record import TraceSpec
-from moe_rl.trace.selection import Selection, references, unsealed
-from moe_rl.trace.shard import ShardHeader
+from moe_rl.trace.record import TraceSpec, check_name
+from moe_rl.trace.shard import SUFFIX, ShardHeader
 from moe_rl.trace.store import TraceStore
 from moe_rl.types import RoutePart, RouteRef
 
@@ -26,6 +30,52 @@ from moe_rl.types import RoutePart, RouteRef
 _DECODED = 1 << 15
 # Tokens of which pairs of experts are counted.
 _PAIRED = 1 << 16
+_REPEATS = 3
+# The speed is measured on chunks of the size that a writer makes unless it is told otherwise.
+_LAYER_GROUP = 12
+_TOKEN_BLOCK = 512
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Shards of a store that a command works on. whole: they are all that it has."""
+
+    root: str
+    store: TraceStore
+    shards: tuple[str, ...]
+    whole: bool
+
+
+def select(target: str) -> Selection:
+    """The store at a folder or fsspec URL, or the one shard at the path or URL of a .safetensors file.
+
+    Raises TraceError when there is no such folder or file.
+    """
+    root, whole = str(target).rstrip("/"), True
+    if root.endswith(SUFFIX):
+        whole = False
+        root, _, name = root.rpartition("/")
+        shards = (check_name(name.removesuffix(SUFFIX)),)
+        root = root or "."
+    if "://" not in root and not Path(root).is_dir():
+        raise TraceError(describe("there is no such store", where=root, do="give the folder that holds the shards"))
+    store = TraceStore(root)
+    if whole:
+        shards = tuple(store.shards())
+    elif shards[0] not in store.shards():
+        raise TraceError(describe("there is no such shard", where=root, got=shards[0]))
+    return Selection(root, store, shards, whole)
+
+
+def references(selection: Selection, pattern: str = "*") -> Iterator[RouteRef]:
+    """Every record whose key matches a shell pattern, part by part, in the order in which they were written."""
+    for shard in selection.shards:
+        yield from (ref for ref in selection.store.records(shard) if fnmatchcase(ref.key, pattern))
+
+
+def unsealed(root: str) -> list[str]:
+    """Files of writers that are at work, or that died: `repair` saves their records."""
+    return [] if "://" in root else sorted(path.name for path in Path(root).glob(f".*{TMP}"))
 
 
 @dataclass
@@ -212,3 +262,67 @@ def popularity(counts_LE: np.ndarray, layers: Sequence[int], top_k: int) -> list
             }
         )
     return facts
+
+
+def measure(selection: Selection, *, max_bytes: int = 64 << 20) -> dict[str, object]:
+    """Rates in GB/s of raw routes (one or two bytes an id), over the first records up to max_bytes of them.
+
+    encode, decode: chunks of 512 tokens x 12 layers, processor time of one core, best of 3. read: TraceStore.read of
+    whole records, wall time, every checksum included, once cold (as cold as the page cache is) and best of 3 after.
+    Raises TraceError when there is nothing to read.
+    """
+    store, refs, size = selection.store, [], 0
+    records = []
+    started = time.perf_counter()
+    for ref in references(selection):
+        record = store.read(ref, layers=store.info(ref).layers)
+        refs.append((ref, record.layers))
+        records.append(record)
+        size += record.routes.nbytes
+        if size >= max_bytes:
+            break
+    first = time.perf_counter() - started
+    if not size:
+        raise TraceError(describe("there are no routes to measure on", where=selection.root))
+
+    chunks = [
+        (
+            record.spec.num_experts,
+            np.ascontiguousarray(record.routes[at : at + _TOKEN_BLOCK, layer : layer + _LAYER_GROUP]),
+        )
+        for record in records
+        for layer in range(0, len(record.layers), _LAYER_GROUP)
+        for at in range(0, len(record.routes), _TOKEN_BLOCK)
+    ]
+    coded = [(experts, chunk.shape, *encode_chunk(chunk, experts)) for experts, chunk in chunks]
+
+    def encode() -> None:
+        for experts, chunk in chunks:
+            encode_chunk(chunk, experts)
+
+    def decode() -> None:
+        for experts, shape, codec, data in coded:
+            decode_chunk(codec, data, shape, experts)
+
+    def read() -> None:
+        for ref, layers in refs:
+            store.read(ref, layers=layers)
+
+    return {
+        "records": len(refs),
+        "raw_bytes": size,
+        "encoded_bytes": sum(len(data) for *_, data in coded),
+        "encode_gb_per_core_second": size / _best(encode, time.process_time) / 1e9,
+        "decode_gb_per_core_second": size / _best(decode, time.process_time) / 1e9,
+        "first_read_gb_per_second": size / first / 1e9,
+        "read_gb_per_second": size / _best(read, time.perf_counter) / 1e9,
+    }
+
+
+def _best(run: Callable[[], None], clock: Callable[[], float]) -> float:
+    seconds = []
+    for _ in range(_REPEATS):
+        start = clock()
+        run()
+        seconds.append(clock() - start)
+    return max(min(seconds), 1e-9)

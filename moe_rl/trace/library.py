@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from moe_rl.errors import TraceError, describe
-from moe_rl.trace.folder import File, LocalFolder, Range, RemoteFolder
+from moe_rl.trace.files import File, LocalFolder, Range, RemoteFolder
 from moe_rl.trace.frame import Frame, parse_head
 from moe_rl.trace.manifest import MANIFEST, Manifest, parse_manifest
 from moe_rl.trace.record import check_name

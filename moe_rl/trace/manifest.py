@@ -20,7 +20,7 @@ from pathlib import Path
 
 import xxhash
 
-from moe_rl.trace.disk import sync_directory, write_all
+from moe_rl.trace.files import sync_directory, write_all
 
 MANIFEST = "manifest.jsonl"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from moe_rl.errors import TraceError, describe
+from moe_rl.trace.inspection import Selection, references
 from moe_rl.trace.record import RouteRecord
-from moe_rl.trace.selection import Selection, references
 from moe_rl.types import Provenance
 
 # Rows of a record that are in memory at once, times layers.

@@ -13,9 +13,9 @@ import numpy as np
 
 from moe_rl.errors import TraceError, describe
 from moe_rl.trace.codec import decode_chunk
-from moe_rl.trace.compression import unpack_ints
 from moe_rl.trace.frame import Section, checksum
 from moe_rl.trace.library import Found, Reading, Segment
+from moe_rl.trace.primitives import unpack_ints
 
 
 @dataclass(slots=True)

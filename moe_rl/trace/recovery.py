@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_rl.errors import TraceError, describe
-from moe_rl.trace.compression import unpack_ints
-from moe_rl.trace.folder import LocalFile
+from moe_rl.trace.files import LocalFile
 from moe_rl.trace.frame import Frame, Section, checksum, head_size, parse_head
 from moe_rl.trace.library import read_header
+from moe_rl.trace.primitives import unpack_ints
 from moe_rl.trace.shard import ShardHeader
 from moe_rl.trace.writer import ShardWriter
 from moe_rl.types import RouteRef

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import xxhash
 
 from moe_rl.errors import TraceError
+from moe_rl.trace.primitives import Cursor, varint, varint_at
 from moe_rl.trace.record import MAX_LAYERS, TraceSpec, check_name
-from moe_rl.trace.varint import Cursor, varint, varint_at
 
 FORMAT = "moe_rl.routes/2"
 SUFFIX = ".safetensors"

@@ -20,14 +20,13 @@ from pathlib import Path
 import numpy as np
 
 from moe_rl.errors import TraceError, describe
-from moe_rl.trace.compression import unpack_bytes, unpack_ints
-from moe_rl.trace.disk import TMP
-from moe_rl.trace.folder import LocalFolder
+from moe_rl.trace.files import TMP, LocalFolder
 from moe_rl.trace.frame import count_experts
 from moe_rl.trace.join import Joined, join
 from moe_rl.trace.library import Found, Library, Reading, Segment, parent_part
 from moe_rl.trace.manifest import Manifest, locked_manifest
 from moe_rl.trace.prefetch import Prefetcher
+from moe_rl.trace.primitives import unpack_bytes, unpack_ints
 from moe_rl.trace.read_plan import Plan, damaged, fetch_section
 from moe_rl.trace.record import RecordInfo, RouteRecord, check_name
 from moe_rl.trace.shard import SUFFIX

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from moe_rl.errors import TraceError, describe
-from moe_rl.trace.disk import create_locked, make_directory, sync_directory, write_all
+from moe_rl.trace.files import create_locked, make_directory, sync_directory, write_all
 from moe_rl.trace.frame import MAX_DEPTH, Frame, Parent, build_frame, head_size, parse_head
 from moe_rl.trace.library import Library, Reading
 from moe_rl.trace.manifest import locked_manifest

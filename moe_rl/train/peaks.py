@@ -18,7 +18,7 @@ from moe_rl.planning.budgets import Budget, budget, microbatch_counts, most
 from moe_rl.planning.memory import DTYPE_BYTES
 from moe_rl.planning.packing import pack, split_groups
 from moe_rl.planning.plan_table import bytes_text
-from moe_rl.trace.selection import references, select
+from moe_rl.trace.inspection import references, select
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moe_rl.errors import TraceError
-from moe_rl.trace import codec, enumerative, ranked, sorting
+from moe_rl.trace import codec, enumerative, ranked
 from moe_rl.trace.codec import Codec, decode_chunk, encode_chunk
 
 
@@ -198,7 +198,7 @@ def test_ranks_of_nearly_64_bits(num_experts, top_k):
 def test_the_sorting_network_sorts(width):
     # 0-1 principle: a network that sorts all sequences of zeros and ones sorts everything.
     rows = np.array(list(product([0, 1], repeat=width)), np.uint8)
-    np.testing.assert_array_equal(sorting.sort_sets(rows), np.sort(rows, axis=1))
+    np.testing.assert_array_equal(ranked.sort_sets(rows), np.sort(rows, axis=1))
 
 
 def test_uniform_8_of_128_takes_at_most_42_5_bits_a_set():

@@ -13,10 +13,9 @@ import xxhash
 
 from moe_rl.errors import TraceError
 from moe_rl.trace import TraceStore, frame
-from moe_rl.trace.compression import pack_ints
 from moe_rl.trace.manifest import MANIFEST
+from moe_rl.trace.primitives import pack_ints, varint
 from moe_rl.trace.shard import header_bytes, index_bytes, parse_header, parse_index
-from moe_rl.trace.varint import varint
 from moe_rl.types import RoutePart, RouteRef
 
 

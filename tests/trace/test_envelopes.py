@@ -25,8 +25,8 @@ from moe_rl.trace.adapters.envelopes import (
     take_routes,
 )
 from moe_rl.trace.adapters.importing import import_lines, import_npy, lint_lines
+from moe_rl.trace.adapters.lint import lint
 from moe_rl.trace.adapters.replies import from_nemo, from_sglang, from_vllm
-from moe_rl.trace.lint import lint
 from moe_rl.types import Provenance, Span
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -13,9 +13,7 @@ from moe_rl.trace import ShardWriter, TraceSpec
 from moe_rl.trace.audit import faults
 from moe_rl.trace.bounds import order0_bits, set_bits
 from moe_rl.trace.difference import compare
-from moe_rl.trace.inspection import coactivation, expert_counts, inspect
-from moe_rl.trace.selection import references, select
-from moe_rl.trace.speed import measure
+from moe_rl.trace.inspection import coactivation, expert_counts, inspect, measure, references, select
 from moe_rl.types import Provenance, Span
 
 

@@ -34,8 +34,8 @@ from moe_rl.trace.adapters.envelopes import (
     decode_vllm,
     decoder_layers,
 )
+from moe_rl.trace.adapters.lint import Finding, lint
 from moe_rl.trace.adapters.replies import from_array, from_nemo, from_sglang, from_vllm
-from moe_rl.trace.lint import Finding, lint
 from moe_rl.trace.record import RouteRecord, TraceSpec
 from moe_rl.trace.writer import ShardWriter
 from moe_rl.types import RouteRef
