@@ -10,20 +10,20 @@ from pathlib import Path
 
 from moe_rl.config.load import load_config
 from moe_rl.doctor.diagnosis import Diagnosis, diagnose, fits
-from moe_rl.doctor.machine import Machine, look
-from moe_rl.doctor.versions import ALWAYS, PARTS, VLLM, Part
+from moe_rl.doctor.machine import ALWAYS, PARTS, VLLM, Machine, Requirement, look
 from moe_rl.errors import MoeRLError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `moe-rl doctor`."""
     parser.description = "What is installed here, what it enables, what is missing. Exit status: 0 none, 2 some."
     parser.add_argument("--config", type=Path, metavar="FILE", help="also look for what this run needs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="replace single values of the config")
-    parser.set_defaults(command=main)
 
 
-def main(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
+    """Look, then say what was found. Returns the exit status."""
     try:
         config = load_config(options.config, options.overrides) if options.config else None
         machine = look(PARTS)
@@ -37,7 +37,7 @@ def main(options: argparse.Namespace) -> int:
     return 2 if diagnosis.missing else 0
 
 
-def verdict(machine: Machine, part: Part) -> str:
+def verdict(machine: Machine, part: Requirement) -> str:
     """One word or two about a part: whether it is there, and whether it is a version that was run."""
     found = machine.found[part.name]
     if not found:

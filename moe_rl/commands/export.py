@@ -1,11 +1,10 @@
-"""A run's checkpoint, or a packed Hugging Face one, as a Hugging Face folder that transformers and vLLM load."""
+"""`moe-rl export`: write a run's weights, or the numbers behind a packed checkpoint, as a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from moe_rl.config.check import layout_problems
@@ -15,17 +14,29 @@ from moe_rl.models.hf import ModelFacts, expected_tensors, read_model
 from moe_rl.train import run_folder
 
 EPILOG = """
---run: the ranks may be other than those that trained, and laid out otherwise; each reads and writes its own part.
+--run: other ranks than those that trained may do it, in another layout; each reads and writes its own part.
 --model: the ranks share the tensors of a checkpoint in float8 (DeepSeek-V3) or 4 bits (gpt-oss) and write the numbers
 that these stand for.
-torchrun would take --run for its own without two dashes before the script. Exit status: 0 done, 2 an error that was
-explained.
+torchrun takes --run for an option of its own, unless two dashes stand before the script.
+Exit status: 0 done, 2 an error that was explained.
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, check, export. Returns the exit status."""
-    options = _parser().parse_args(arguments)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `moe-rl export`, its description and what its exit status means."""
+    parser.description = "Write weights as a Hugging Face folder that transformers and vLLM load. Runs under torchrun."
+    parser.epilog, parser.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--run", type=Path, metavar="RUN", help="folder of a run")
+    source.add_argument("--model", type=Path, metavar="FOLDER", help="a Hugging Face checkpoint")
+    parser.add_argument("--step", type=int, help="the run's checkpoint after so many steps (default: the newest)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="is made")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: the run's; with --model bfloat16")
+    parser.add_argument("overrides", nargs="*", metavar="parallel.b=c", help="another layout than the run's")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check, then export. Returns the exit status."""
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
         if options.model is not None and (options.overrides or options.step is not None):
@@ -45,20 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if rank == 0:
             print(f"moe_rl: {error}", file=sys.stderr, flush=True)
         return 2
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--run", type=Path, metavar="RUN", help="folder of a run")
-    source.add_argument("--model", type=Path, metavar="FOLDER", help="a Hugging Face checkpoint")
-    parser.add_argument("--step", type=int, help="of the run's checkpoints that after so many (default: the newest)")
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="is made")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: of the run, of --model bfloat16")
-    parser.add_argument("overrides", nargs="*", metavar="parallel.b=c", help="another layout than the run's")
-    return parser
 
 
 def _from_run(

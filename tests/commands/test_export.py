@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_rl.train.export import main
+from moe_rl.cli import main
 from tests.config.conftest import DEEPSEEK_CONFIG, _write_model
 from tests.distributed.conftest import torchrun
 
@@ -26,7 +26,7 @@ def test_a_mistake_is_said_before_torch_is_imported(monkeypatch, capsys, argumen
     monkeypatch.delenv("RANK", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert main(arguments) == 2
+    assert main(["export", *arguments]) == 2
     assert part in capsys.readouterr().err
 
 
