@@ -26,6 +26,7 @@ from typing import Self
 import numpy as np
 
 from moe_rl.errors import EngineError, WeightSyncError, describe
+from moe_rl.messages import Channel, Message
 from moe_rl.types import Completion, GenerateRequest
 from moe_rl.vllm import wire
 from moe_rl.vllm.process import Scratch, child_environment
@@ -44,7 +45,7 @@ class VllmEngine:
         self,
         settings: EngineSettings,
         process: subprocess.Popen,
-        channel: wire.Channel,
+        channel: Channel,
         scratch: Scratch,
     ):
         self._settings = settings
@@ -77,7 +78,7 @@ class VllmEngine:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        engine = cls(settings, process, wire.Channel(ours, wire.Reply), scratch)
+        engine = cls(settings, process, Channel(ours, wire.REPLIES), scratch)
         try:
             ready = engine._call(wire.Start(settings), wire.Ready, settings.startup_timeout_seconds)
             engine.vllm_version = ready.vllm_version
@@ -105,7 +106,7 @@ class VllmEngine:
                 key=request.key,
                 prompt_token_ids=request.prompt_token_ids,
                 token_ids=tuple(one.token_ids),
-                logprobs=np.frombuffer(one.logprobs, "<f4"),
+                logprobs=one.logprobs,
                 finish_reason=one.finish_reason,
                 weight_version=one.weight_version,
                 routes=one.routes,
@@ -118,7 +119,7 @@ class VllmEngine:
         if not 2 <= len(token_ids) < self._settings.max_model_len:
             limit = self._settings.max_model_len - 1
             raise EngineError(describe("Too few or many tokens to score", got=len(token_ids), expected=f"2 to {limit}"))
-        return np.frombuffer(self._call(wire.Score(list(token_ids)), wire.Scored).logprobs, "<f4")
+        return self._call(wire.Score(list(token_ids)), wire.Scored).logprobs
 
     def update_weights(self, update: WeightUpdate) -> None:
         """Load one part of new weights; after the final one everything sampled carries its version.
@@ -158,7 +159,7 @@ class VllmEngine:
     def __exit__(self, *exception) -> None:
         self.close()
 
-    def _call(self, message: wire.Message, expected: type, seconds: float | None = None):
+    def _call(self, message: Message, expected: type, seconds: float | None = None):
         """Send one call and wait for its reply. seconds: of all of it; None: of silence between frames."""
         if self._failure:
             raise EngineError(self._failure)

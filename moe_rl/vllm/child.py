@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from moe_rl.errors import EngineError, MoeRLError, WeightSyncError, describe
+from moe_rl.messages import Channel, Message
 from moe_rl.types import GenerateRequest
 from moe_rl.vllm import patches, wire
 from moe_rl.vllm.recording import Recording, RecordingRequest, as_stored
@@ -40,7 +41,7 @@ def main() -> int:
     _die_with(parent)
     # Schedulers send it to every process of a job: the trainer says when this one ends.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    channel = wire.Channel(socket.socket(fileno=descriptor), wire.Call)
+    channel = Channel(socket.socket(fileno=descriptor), wire.CALLS)
     try:
         engine = ChildEngine(channel.receive().settings, _Pulse(channel))
     except Exception as error:
@@ -139,7 +140,7 @@ class ChildEngine:
         """Whether nothing is left of a failed call, so that the next one may be taken."""
         return not self._llm.llm_engine.has_unfinished_requests()
 
-    def answer(self, call: wire.Message) -> wire.Message:
+    def answer(self, call: Message) -> Message:
         """Work on one call. Raises MoeRLError for what can be refused; anything else means that vLLM is broken."""
         match call:
             case wire.Generate():
@@ -176,7 +177,7 @@ class ChildEngine:
         return [
             wire.Sampled(
                 token_ids=output.token_ids,
-                logprobs=np.asarray(output.logprobs, "<f4").tobytes(),
+                logprobs=np.asarray(output.logprobs, np.float32),
                 finish_reason=output.finish_reason,
                 weight_version=output.weight_version(request.key, version),
                 routes=refs.get(request.key),
@@ -215,7 +216,7 @@ class ChildEngine:
         print(f"shard {shard}: {len(sequences)} sequences, {rows} rows; since the start: {stats}")
         return refs
 
-    def _score(self, token_ids: list[int]) -> bytes:
+    def _score(self, token_ids: list[int]) -> np.ndarray:
         from vllm import SamplingParams
 
         self._check_ready()
@@ -223,7 +224,7 @@ class ChildEngine:
         self._forget_prefixes()
         (output,) = self._run([(token_ids, params)])
         scored = zip(output.result.prompt_logprobs[1:], token_ids[1:], strict=True)
-        return np.asarray([at[token].logprob for at, token in scored], "<f4").tobytes()
+        return np.asarray([at[token].logprob for at, token in scored], np.float32)
 
     def _update(self, call: wire.Update) -> None:
         self._hear(self._llm.collective_rpc("moe_rl_update_weights", args=(encode(call.update),)))
@@ -288,7 +289,7 @@ class ChildEngine:
 class _Pulse:
     """Tells the parent, not more often than needed, that the engine gets ahead."""
 
-    def __init__(self, channel: wire.Channel):
+    def __init__(self, channel: Channel):
         self._channel = channel
         self._sent = 0.0
 
