@@ -1,6 +1,5 @@
-"""tools/trace.py as a user runs it: what it prints, writes and returns."""
+"""`moe-rl trace` as a user runs it: what it prints, writes and returns."""
 
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moe_rl.cli import main
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
 from moe_rl.types import Provenance, Span
 
@@ -19,12 +19,10 @@ SPEC = TraceSpec("tool", 16, 2, "dmm")
 MODEL = ["--experts", "16", "--top-k", "2", "--fingerprint", "fixture", "--layer-map", "d,m*2,d,m"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def tool():
-    where = importlib.util.spec_from_file_location("trace_tool", ROOT / "tools" / "trace.py")
-    module = importlib.util.module_from_spec(where)
-    where.loader.exec_module(module)
-    return module.main
+    """Calls `moe-rl trace` with a list of arguments."""
+    return lambda arguments: main(["trace", *arguments])
 
 
 def write(root, rows=20, name="s"):
