@@ -23,9 +23,11 @@ BILLIONS = {
     "glm_4_5_air": 106.9, "moonlight_16b_a3b": 16.0,
 }  # fmt: skip
 SCRIPT = """
-import sys, time
-from moe_rl.train.launch import main
-status = main(sys.argv[1:])
+import argparse, sys, time
+from moe_rl.commands import train
+parser = argparse.ArgumentParser()
+train.add_arguments(parser)
+status = train.run(parser.parse_args())
 print("HEAVY", sorted({"torch", "transformers", "vllm", "megatron"} & set(sys.modules)))
 print("CPU_SECONDS", time.process_time())
 sys.exit(status)

@@ -4,12 +4,13 @@ through the command line, so that what becomes of its ranks is what would become
     torchrun --nproc-per-node N ends_worker.py CHECKPOINT ARGUMENTS_OF_THE_COMMAND ...
 """
 
+import argparse
 import sys
 from pathlib import Path
 
+from moe_rl.commands import train
 from moe_rl.proof import faults
 from moe_rl.proof.cases import Case
-from moe_rl.train import launch
 
 CHECKPOINT = Path(sys.argv[1])
 
@@ -40,7 +41,9 @@ def main():
     from moe_rl.train import loop
 
     loop.Run = Run
-    return launch.main(sys.argv[2:])
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    return train.run(parser.parse_args(sys.argv[2:]))
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ from moe_rl.models.hf import read_model
 from moe_rl.planning.budgets import budget, microbatch_counts, most
 from moe_rl.planning.dispatch import count
 from moe_rl.planning.packing import pack
+from moe_rl.planning.peaks import dispatching_groups
 from moe_rl.proof.batch import LENGTHS, batch
 from moe_rl.proof.cases import LAYOUTS, MICROBATCH_TOKENS, RECORDED, Case
 from moe_rl.proof.matrix import merged
-from moe_rl.train.peaks import dispatching_groups
 
 # The first case of a world size waits for all of them.
 pytestmark = pytest.mark.timeout(900)

@@ -1,5 +1,6 @@
 """Every mistake is told in one message, before anything is started."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -19,7 +20,8 @@ CONFIG = "configs/tiny_moe_cpu.yaml"
 def launch(*arguments, ranks=2, rank=0, watch="torch"):
     """Run the command as torchrun would start one rank; also says whether `watch` was imported."""
     code = (
-        "import sys; from moe_rl.train.launch import main; status = main(sys.argv[1:]); "
+        "import argparse, sys; from moe_rl.commands import train; parser = argparse.ArgumentParser(); "
+        "train.add_arguments(parser); status = train.run(parser.parse_args()); "
         f"print('IMPORTED' if {watch!r} in sys.modules else 'NOT IMPORTED'); sys.exit(status)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -160,12 +162,38 @@ def test_a_run_is_resumed_with_other_ranks_and_nothing_else(tmp_path):
 
 
 def test_an_unpatched_vllm_is_refused(monkeypatch, capsys):
-    from moe_rl.train import launch as launch_module
+    from moe_rl.commands import train
     from moe_rl.vllm import patches
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     fault = "vLLM is not patched: run tools/apply_patches.py --apply"
     monkeypatch.setattr(patches, "problems", lambda capture: [fault])
     monkeypatch.chdir(ROOT)
-    assert launch_module.main(["--config", CONFIG]) == 2
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    assert train.run(parser.parse_args(["--config", CONFIG])) == 2
     assert "vLLM is not patched" in capsys.readouterr().err
+
+
+def test_the_verb_plan_is_a_run_with_plan(capsys, monkeypatch):
+    from moe_rl.commands import train
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    parser = argparse.ArgumentParser()
+    train.add_plan_arguments(parser)
+    assert train.run(parser.parse_args(["--config", CONFIG, "--world-size", "2"])) == 0
+    assert "no problems" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", ["/usr/bin/moe-rl", "/site-packages/moe_rl/__main__.py"])
+def test_the_console_command_is_named_to_torchrun_as_a_module(script, capsys, monkeypatch):
+    from moe_rl.commands import train
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(sys, "argv", [script, "train", "--config", CONFIG])
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    assert train.run(parser.parse_args(sys.argv[2:])) == 2
+    assert f"torchrun --nproc-per-node 2 -m moe_rl train --config {CONFIG}" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The command line: everything that can be wrong is found here, before any process is started."""
+"""`moe-rl train` and `moe-rl plan`: find everything that can be wrong before any process is started, then start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from moe_rl import checkpoint_folder as checkpoints
@@ -33,26 +32,76 @@ from moe_rl.errors import (
 from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import read_model, read_published
 from moe_rl.planning.fit import disk_problems, memory_problems, transfer_problems
+from moe_rl.planning.peaks import limit_problem, peaks
+from moe_rl.planning.peaks import render as render_peaks
 from moe_rl.planning.plan import make_plan
 from moe_rl.planning.plan_table import render
 from moe_rl.rollout.attach import attach_problems
 from moe_rl.train import run_folder
-from moe_rl.train.peaks import limit_problem, peaks
-from moe_rl.train.peaks import render as render_peaks
 from moe_rl.train.peers import STOPPED
 from moe_rl.train.run_folder import RunFolder
 
 SAMPLER_GONE, COLLAPSED = 3, 4
-EPILOG = """
+_EPILOG = """
 Exit status of a rank: 0 done, 2 an error that was explained, 3 another rank, torchrun or the sampler is gone, 4 the run
 has collapsed (see guards.*) and was ended with a checkpoint and a report, 5 it was asked to stop (SIGTERM) and did: go
 on with --resume. torchrun names the status as exitcode and itself exits 1.
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, check, then plan or train. Returns the exit status, see EPILOG."""
-    options = parser().parse_args(arguments)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a run, and what its exit status means."""
+    parser.description, parser.epilog = "Train a mixture-of-experts policy by RL with routing replay.", _EPILOG
+    _add_source(parser)
+    parser.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="with --resume: go on from the checkpoint after so many steps, and put newer ones aside; 0: begin again",
+    )
+    parser.add_argument(
+        "--plan", action="store_true", help="print every derived number and every problem, start nothing"
+    )
+    _add_rest(parser, "with --plan: ")
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a plan, which is a run with --plan."""
+    parser.description = "Print every derived number of a run and every problem. Start nothing. Needs no torch."
+    parser.epilog = "Exit status: 0 no problems, 2 some."
+    _add_source(parser)
+    _add_rest(parser, "")
+    parser.set_defaults(plan=True, step=None)
+
+
+def _add_source(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--config", type=Path, metavar="FILE", help="YAML config of a new run")
+    source.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue a run from its newest checkpoint")
+
+
+def _add_rest(parser: argparse.ArgumentParser, where: str) -> None:
+    parser.add_argument(
+        "--trace", metavar="STORE", help=f"{where}what the batches of this trace store ask of the fullest rank"
+    )
+    parser.add_argument(
+        "--world-size",
+        type=int,
+        metavar="N",
+        help="ranks to plan for without torchrun (default: cluster.gpus, else the fewest that do)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result (plan or summary) there")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="a.b=c",
+        help="replace single values of the config (--resume: parallel.*, and where the servers are)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check everything, then plan or train. Returns the exit status of this rank; ends the process on an error in the
+    middle of a run."""
     rank = int(os.environ.get("RANK", "0"))
     try:
         config, folder, world_size = _configure(options)
@@ -66,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             who = f" {socket.gethostname()}:" if several_nodes(os.environ) else ""
             print(f"moe_rl:{who} {error}", file=sys.stderr)
         return 2
-    # Only now torch and megatron are imported: a config with a mistake, and --plan, do not wait for them.
+    # Only now torch and megatron are imported: a config with a mistake, and a plan, do not wait for them.
     from moe_rl.train.loop import train
 
     try:
@@ -86,44 +135,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rank == 0 and options.json:
         options.json.write_text((path / "summary.json").read_text())
     return 0
-
-
-def parser() -> argparse.ArgumentParser:
-    """Of train_moe_rl.py."""
-    parser = argparse.ArgumentParser(
-        prog="train_moe_rl.py",
-        description="Train a mixture-of-experts policy by RL with routing replay.",
-        epilog=EPILOG,
-    )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--config", type=Path, metavar="FILE", help="YAML config of a new run")
-    source.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue a run from its newest checkpoint")
-    parser.add_argument(
-        "--step",
-        type=int,
-        metavar="N",
-        help="with --resume: go on from the checkpoint after so many steps, and put newer ones aside; 0: begin again",
-    )
-    parser.add_argument(
-        "--plan", action="store_true", help="print every derived number and every problem, start nothing"
-    )
-    parser.add_argument(
-        "--trace", metavar="STORE", help="with --plan: what the batches of this trace store ask of the fullest rank"
-    )
-    parser.add_argument(
-        "--world-size",
-        type=int,
-        metavar="N",
-        help="ranks to plan for without torchrun (default: cluster.gpus, else the fewest that do)",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result (plan or summary) there")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="a.b=c",
-        help="replace single values of the config (--resume: parallel.*, and where the servers are)",
-    )
-    return parser
 
 
 def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, int]:
@@ -147,11 +158,19 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, i
         raise ConfigError(
             describe(
                 "training was started without torchrun",
-                do=f"run: torchrun --nproc-per-node {least_ranks(config.parallel)} {' '.join(sys.argv)}",
+                do=f"run: torchrun --nproc-per-node {least_ranks(config.parallel)} {_typed()}",
             )
         )
     planned = config.cluster.gpus if config.cluster is not None else least_ranks(config.parallel)
     return config, folder, options.world_size or planned
+
+
+def _typed() -> str:
+    """What was typed, as torchrun takes it: a script, or a module for the console command."""
+    script, *arguments = sys.argv
+    if not script.endswith(".py") or script.endswith("__main__.py"):
+        script = "-m moe_rl"
+    return " ".join([script, *arguments])
 
 
 def _plan(config: Config, world_size: int, trace: str | None, file: Path | None) -> int:

@@ -3,7 +3,7 @@
 import pytest
 
 from moe_rl.config.schema import ParallelConfig
-from moe_rl.train.peaks import dispatching_groups
+from moe_rl.planning.peaks import dispatching_groups
 
 
 @pytest.mark.parametrize(
