@@ -74,7 +74,7 @@ class VllmEngine:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=child_environment(native=settings.capture == "native") | {"TMPDIR": scratch.name},
+                env=child_environment(settings.capture) | {"TMPDIR": scratch.name},
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )

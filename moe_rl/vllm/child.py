@@ -18,7 +18,7 @@ import numpy as np
 from moe_rl.errors import EngineError, MoeRLError, WeightSyncError, describe
 from moe_rl.messages import Channel, Message
 from moe_rl.types import GenerateRequest
-from moe_rl.vllm import patches, wire
+from moe_rl.vllm import arguments, wire
 from moe_rl.vllm.recording import Recording, RecordingRequest, as_stored
 from moe_rl.vllm.weight_versions import one_version
 from moe_rl.vllm.wire import SLEEPING_PARTS, EngineSettings
@@ -26,12 +26,6 @@ from moe_rl.weights.update import Holding, agreement, encode, refusal
 
 _PR_SET_PDEATHSIG = 1
 _ALIVE_SECONDS = 0.5
-# The CPU backend takes multiples of 32 only.
-_BLOCK_SIZE = 32
-_STEP_TOKENS = 4096
-# The share of a GPU that vLLM wants free at its start. It has no other use where the KV cache's size is given, and a
-# trainer may be there first.
-_FREE_AT_START = 0.01
 # vLLM's level of sleep after which the weights must be sent anew.
 _DISCARDS_WEIGHTS = 2
 
@@ -76,16 +70,12 @@ class ChildEngine:
     """vLLM in this process, told to be deterministic and to say what it did."""
 
     def __init__(self, settings: EngineSettings, pulse: Callable[[], None]):
-        faults = patches.problems(capture=settings.capture)
-        if faults:
-            raise EngineError("\n".join(faults))
+        arguments.refuse_wrong_vllm(settings.capture)
         # Imported here: a parent that is told of a wrong vLLM should not wait for its import.
         import vllm
         from vllm.platforms import current_platform
 
         from moe_rl.vllm.route_source import NativeSource, WorkerSource
-        from moe_rl.vllm.worker import CONTROL, WORKER
-        from moe_rl.weights.receiver import BACKEND
 
         self.vllm_version: str = vllm.__version__
         self._pulse = pulse
@@ -102,28 +92,16 @@ class ChildEngine:
                 router_logits_fraction=settings.router_logits_fraction,
             )
         self._llm = vllm.LLM(
-            model=str(settings.model_path.absolute()),
-            skip_tokenizer_init=True,
-            # Else vLLM would take stop tokens and sampling parameters from the checkpoint.
-            generation_config="vllm",
-            dtype=settings.dtype,
-            seed=settings.seed,
-            max_model_len=settings.max_model_len,
-            max_num_seqs=settings.max_concurrent,
-            # Without patch 0003 a request with a seed that is prefilled in parts kills vLLM on a CPU.
-            enable_chunked_prefill=patches.inspect().summary == "patched" or not self._on_cpu,
-            max_num_batched_tokens=max(_STEP_TOKENS, settings.max_model_len, settings.max_concurrent),
-            block_size=_BLOCK_SIZE,
-            kv_cache_memory_bytes=settings.kv_cache_mib << 20,
-            gpu_memory_utilization=_FREE_AT_START,
-            enable_prefix_caching=True,
-            enforce_eager=True,
-            # Of the distribution the token was drawn from: after the temperature, not before.
-            logprobs_mode="processed_logprobs",
-            weight_transfer_config={"backend": BACKEND},
-            worker_extension_cls=CONTROL,
+            **arguments.fixed(settings.model_path, capture=settings.capture, recording=recording),
+            **arguments.sized(
+                dtype=settings.dtype,
+                seed=settings.seed,
+                max_model_len=settings.max_model_len,
+                max_concurrent=settings.max_concurrent,
+                kv_cache_mib=settings.kv_cache_mib,
+            ),
+            # A server has GPUs of its own, which it never gives back.
             enable_sleep_mode=settings.sleeps and not self._on_cpu,
-            **_capture_arguments(settings.capture, recording, WORKER),
         )
         self._source: WorkerSource | NativeSource | None = None
         if recording is not None:
@@ -329,41 +307,6 @@ class _Output:
     def weight_version(self, key: str, now: int) -> int:
         """Of the weights that sampled every token. now: the engine's; of an aborted request vLLM tells none."""
         return now if self.aborted else one_version(self.last.weight_versions, tokens=len(self.token_ids), key=key)
-
-
-def _capture_arguments(capture: str, recording: Recording | None, worker: str) -> dict[str, object]:
-    """Arguments of vLLM.LLM that turn recording on."""
-    if recording is None:
-        return {}
-    if capture == "native":
-        return _native_arguments(recording)
-    additional = {"additional_config": {"moe_rl": msgspec.to_builtins(recording)}}
-    return additional | ({"worker_cls": worker} if capture == "worker" else {})
-
-
-def _native_arguments(recording: Recording) -> dict[str, object]:
-    """Raises EngineError where vLLM's own capture cannot run, before a model is loaded in vain."""
-    from vllm.platforms import current_platform
-    from vllm.triton_utils import HAS_TRITON
-
-    if not HAS_TRITON or current_platform.is_cpu():
-        raise EngineError(
-            describe(
-                "vLLM's own capture cannot run here",
-                got=f"platform {current_platform.device_type}, Triton {'found' if HAS_TRITON else 'missing'}",
-                expected="a GPU and Triton, which Model Runner V2 needs",
-                do="set rollout.capture to patch or worker",
-            )
-        )
-    if recording.support or recording.log_normalizer or recording.router_logits_fraction:
-        raise EngineError(
-            describe(
-                "vLLM's own capture records routes only",
-                got="support, log_normalizer or router_logits_fraction",
-                do="set rollout.capture to patch or worker",
-            )
-        )
-    return {"enable_return_routed_experts": True}
 
 
 def _sampling(request: GenerateRequest, ask: RecordingRequest | None, grows: bool):
