@@ -517,7 +517,7 @@ def test_a_run_on_two_nodes_ends_with_its_server(server, checkpoint, tmp_path):
     command += [f"model.path={checkpoint}", f"run.runs_dir={runs}", f"rollout.servers=[{server.url}]"]
     command += [f"rollout.token_file={token}", "rollout.dtype=float32", "train.dtype=float32"]
     command += ["rollout.prompts_per_step=4", "rollout.group_size=2", "eval.prompts=2", "checkpoint.every_steps=1000"]
-    command += ["rollout.weight_transfer=broadcast"]  # tools/two_hosts.py's are by files
+    command += ["rollout.weight_transfer=broadcast"]  # tools/dev/two_hosts.py's are by files
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "TORCHELASTIC"))}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     outputs = [tmp_path / f"node{node}" for node in range(2)]

@@ -1,19 +1,25 @@
-"""Kill a training run, over and over, and hold what comes of it against one that nobody touched.
+"""Kill a training run at random, resume it, and prove that nothing was lost or doubled.
 
-Each launch of the run has a planned end: SIGKILL to one of its processes, or to all of them, in a phase of the step
-that was drawn beforehand, after a delay drawn too. What the phase really was is read from the run's own signs of life
-right before the kill, and of a killed rank from the last sign that it left. Then everything must have ended by itself,
-and the run is resumed, until it is done.
+    python tools/dev/soak.py --kills 50 [--seed N] [--minutes M] [--work DIR] [--json FILE]
+
+Real vLLM, real Megatron-core, two ranks. Each launch of the run has a planned end: SIGKILL to rank 0, rank 1, the
+engine, torchrun or all of them, in a phase of the step that was drawn beforehand, after a delay drawn too. What the
+phase really was is read from the run's own signs of life right before the kill, and of a killed rank from the last sign
+that it left. Then everything must have ended by itself, and the run is resumed, until it is done. Exit status: 1 when a
+run differs from the one that nobody touched, or left something behind.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
 import re
 import signal
 import statistics
+import sys
+import tempfile
 import time
 from collections import Counter
 from contextlib import suppress
@@ -21,12 +27,14 @@ from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository: siblings are `tools.dev`
+
 from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.load import load_config
-from moe_rl.errors import DataError
-from moe_rl.proof.runs import ROOT, Launch, RunEnded, rows, running, still_running
+from moe_rl.errors import DataError, MoeRLError
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.tasks.prompts import PromptSource, load_prompts
+from tools.dev.runs import ROOT, Launch, RunEnded, rows, running, still_running
 
 VICTIMS = ("rank 0", "rank 1", "engine", "torchrun", "all")
 # In the words of the ranks' signs of life: (phase, part). A checkpoint is written while its hidden folder is there.
@@ -306,3 +314,36 @@ def _quartiles(values: list[float]) -> list[float]:
 def _shared_memory(pids: set[int]) -> list[str]:
     names = [path.name for path in Path("/dev/shm").iterdir()]
     return [n for n in names if any(str(pid) in re.findall(r"\d+", n) for pid in pids if not running(pid))]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--kills", type=int, required=True, metavar="N")
+    parser.add_argument("--seed", type=int, default=0, help="of victims, phases and delays")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="after which nobody is killed any more")
+    parser.add_argument("--work", type=Path, help="folder for the runs, kept (default: a temporary one)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every kill and what came of it here")
+    options = parser.parse_args(argv)
+    until = time.monotonic() + 60 * options.minutes
+    with tempfile.TemporaryDirectory() as temporary:
+        try:
+            soak = Soak(options.work or Path(temporary) / "soak", seed=options.seed)
+            soak.run(soak.plan(options.kills), until=until)
+        except MoeRLError as error:
+            print(error, file=sys.stderr)
+            return 2
+        result = soak.result()
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(markdown(result), end="")
+    for name, value in result.items():
+        if name not in ("log", "counts", "problems"):
+            print(f"{name}: {value}")
+    for problem in result["problems"]:
+        print(f"problem: {problem}")
+    left = result["temporary folders of ours left"] or result["shared memory left"] or result["processes left"]
+    return 1 if result["problems"] or left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,15 +1,22 @@
-"""A run over two hosts with real parts: a vLLM server and two Megatron ranks on each, and what becomes of it when a
-server or a host dies, or a server that it can do without.
+"""Run over two hosts, made of namespaces on this machine, and kill a server, a host, and servers that may be lost.
+
+    python tools/dev/two_hosts.py [--steps N] [--work DIR] [--json FILE] [a.b=c ...] [-- arguments of vLLM's server]
 
     host-a 10.77.0.1   server 0, ranks 0 and 1       shared: the run folder
     host-b 10.77.0.2   server 1, ranks 2 and 3       not shared: network, processes, /dev/shm, host name
+
+Real parts: a vLLM server and two Megatron ranks on each host, expert parallelism 4 unless parallel.* say otherwise.
+Exit status: 0 when everything was as it must be, 1 when something was not, 2 with one message when it could not be run.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -18,10 +25,12 @@ from pathlib import Path
 
 import psutil
 
-from moe_rl.errors import ConfigError
-from moe_rl.proof.hosts import INTERFACE, Host, connect, wait_for
-from moe_rl.proof.runs import ROOT, rows
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository: siblings are `tools.dev`
+
+from moe_rl.errors import ConfigError, MoeRLError
 from moe_rl.trace import TraceStore
+from tools.dev.hosts import INTERFACE, Host, connect, enter, wait_for
+from tools.dev.runs import ROOT, rows
 
 RANKS_PER_HOST = 2
 ADDRESSES = {"host-a": "10.77.0.1", "host-b": "10.77.0.2"}
@@ -42,7 +51,7 @@ SHORT = (
 
 
 @dataclass
-class Outcome:
+class Ended:
     """What became of a run. statuses: of torchrun on each host. seconds: until the last of them had ended."""
 
     folder: Path | None
@@ -120,7 +129,7 @@ class Cluster:
             *self.overrides,
         ]
 
-    def run(self, *arguments: str, fault: Callable[[Sequence[subprocess.Popen]], None] | None = None) -> Outcome:
+    def run(self, *arguments: str, fault: Callable[[Sequence[subprocess.Popen]], None] | None = None) -> Ended:
         """torchrun on both hosts. fault: called with these two once the run has a checkpoint."""
         before = self._folders()
         logs = [self.work / f"train-{host.name}-{time.time_ns()}.log" for host in self.hosts]
@@ -142,7 +151,7 @@ class Cluster:
                 with suppress(ProcessLookupError):
                     process.kill()
         text = "\n".join(log.read_text(errors="replace") for log in logs)
-        return Outcome(folder(), statuses, time.monotonic() - began, text)
+        return Ended(folder(), statuses, time.monotonic() - began, text)
 
     def _serve(self, number: int) -> subprocess.Popen:
         self._ready(number).unlink(missing_ok=True)
@@ -329,3 +338,35 @@ def drill(cluster: Cluster, *, steps: int = 3, kills: Sequence[str] = KILLS) -> 
 def train_rows(folder: Path) -> list[dict]:
     """The lines of metrics.jsonl that are of training steps, without what may differ between equal ones."""
     return [row for row in rows(folder) if row["kind"] == "train"] if (folder / "metrics.jsonl").exists() else []
+
+
+def main(argv: list[str]) -> int:
+    cut = argv.index("--") if "--" in argv else len(argv)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="of configs/tiny_moe_cpu.yaml")
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="of each run (default: 3)")
+    parser.add_argument("--kill", action="append", choices=KILLS, help="only that; may be repeated")
+    parser.add_argument("--work", type=Path, metavar="DIR", help="keep runs and logs there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was seen there")
+    options = parser.parse_args(argv[:cut])
+    try:
+        enter([__file__, *argv])
+        with tempfile.TemporaryDirectory() as scratch:
+            work = (options.work or Path(scratch)).absolute()
+            work.mkdir(parents=True, exist_ok=True)
+            overrides = ["parallel.expert=4", *options.overrides]
+            with Cluster(work, overrides, argv[cut + 1 :]) as cluster:
+                result = drill(cluster, steps=options.steps, kills=options.kill or KILLS)
+    except (MoeRLError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if result["wrong"]:
+        print(result.get("output", ""), file=sys.stderr)
+    print(f"{len(result['wrong'])} wrong" if result["wrong"] else "all as it must be")
+    return 1 if result["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
