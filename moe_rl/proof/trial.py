@@ -30,7 +30,7 @@ class BrokenOff(Exception):
     """An update that does not come to its end."""
 
 
-class Share:
+class Trial:
     """What this rank works on: its sequences in microbatches, and the routes of its layers and rows."""
 
     def __init__(self, facts: ModelFacts, case: Case, policy: Policy):

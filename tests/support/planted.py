@@ -1,20 +1,44 @@
-"""Faults to plant into a model under replay, each of which must be refused with an error that names it."""
+"""One rank of the proof that cases with planted faults run on too: each must be refused with an error that names it.
+
+    torchrun --nproc-per-node N planted.py CHECKPOINT OUT CASES
+
+Arguments and output as of `moe_rl.proof.rank`. A case with a fault writes what `refused` returns.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from moe_rl.errors import ReplayError
+from moe_rl.megatron import world
 from moe_rl.megatron.model import unwrap
 from moe_rl.megatron.policy import Policy
-from moe_rl.proof.cases import ENDING
-from moe_rl.proof.share import Share
+from moe_rl.proof import rank
+from moe_rl.proof.cases import Case
+
+# Faults that end the processes of their ranks: one is refused in a layer while another waits for it, who is told so.
+ENDING = ("key lost on one rank", "key of another chunk")
 
 Fired = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Planted(Case):
+    """A case with a fault: a name of FAULTS."""
+
+    fault: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{super().name} fault={self.fault}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,31 +52,47 @@ class Fault:
     everywhere: bool = True
 
 
-def outcome(name: str, share: Share) -> dict[str, object]:
-    """Plant it and run. error: message of the ReplayError that this rank ended with, None without one. fired: how often
-    the fault took effect here. deserted: another rank ended while this one waited for it."""
+def main() -> None:
+    checkpoint, out, cases = map(Path, sys.argv[1:])
+    world.join(timeout_seconds=120)
+    for number, fields in enumerate(json.loads(cases.read_text())):
+        fault = fields.pop("fault", "")
+        case = Case(**fields)
+        world.lay_out(case.parallel_config, seed=1)
+        seen = refused(fault, case, checkpoint) if fault else rank.run(case, checkpoint)
+        torch.save(seen, out / f"{number}-rank{dist.get_rank()}.pt")
+        if fault in ENDING:
+            os._exit(0)  # sockets and all, whatever still holds them: those who wait are told by that
+        dist.barrier()
+    world.stop()
+
+
+def refused(name: str, case: Case, checkpoint: Path) -> dict[str, object]:
+    """Plant a fault and run. error: message of the ReplayError that this rank ended with, None without one. fired: how
+    often the fault took effect here. deserted: another rank ended while this one waited for it."""
     fault, fired = FAULTS[name], [0]
     error, deserted = None, False
 
     def fires() -> None:
         fired[0] += 1
 
-    try:
-        if fault.training:
-            share.first_pass()
-        if fault.everywhere or dist.get_rank() == dist.get_world_size() - 1:
-            fault.plant(share.policy, fires)
-        if fault.training:
-            share.update(share.tables)
-        else:
-            with share.session(share.tables, "replay", "logprobs") as session:
-                share.policy.logprobs(share.microbatches, session)
-    except ReplayError as refused:
-        error = str(refused)
-    except RuntimeError as broken:
-        if name not in ENDING or "by peer" not in str(broken):
-            raise
-        deserted = True
+    with rank.begun(case, checkpoint) as trial:
+        try:
+            if fault.training:
+                trial.first_pass()
+            if fault.everywhere or dist.get_rank() == dist.get_world_size() - 1:
+                fault.plant(trial.policy, fires)
+            if fault.training:
+                trial.update(trial.tables)
+            else:
+                with trial.session(trial.tables, "replay", "logprobs") as session:
+                    trial.policy.logprobs(trial.microbatches, session)
+        except ReplayError as refusal:
+            error = str(refusal)
+        except RuntimeError as broken:
+            if name not in ENDING or "by peer" not in str(broken):
+                raise
+            deserted = True
     return {"error": error, "fired": fired[0], "deserted": deserted}
 
 
@@ -206,3 +246,7 @@ FAULTS = {
     "exchanged layers": Fault(_exchanged_layers),
     "key bound in forward": Fault(_key_bound_in_forward),
 }
+
+
+if __name__ == "__main__":
+    main()
