@@ -14,7 +14,7 @@ from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.check import config_problems, problems
 from moe_rl.config.check_files import file_problems
 from moe_rl.config.layout import least_ranks
-from moe_rl.config.load import load_config
+from moe_rl.config.load import find_file, load_config
 from moe_rl.config.nodes import node_problems, several_nodes
 from moe_rl.config.schema import Config
 from moe_rl.config.servers import start_problems
@@ -76,7 +76,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--config", type=Path, metavar="FILE", help="YAML config of a new run")
+    source.add_argument("--config", type=Path, metavar="FILE", help="config of a new run: a file or a shipped name")
     source.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue a run from its newest checkpoint")
 
 
@@ -205,7 +205,7 @@ def _model_to_plan(config: Config, world_size: int) -> tuple[ModelFacts | None, 
     this machine lacks, which then is another matter."""
     installed = installation_problems(config)
     if config.model.published is not None and not config.model.path.is_dir():
-        facts = read_published(config.model.published)
+        facts = read_published(find_file(config.model.published))
         here = describe("model.path: the checkpoint, planned with model.published", got=f"no {config.model.path}")
         return facts, config_problems(config, facts, world_size), [here, *file_problems(config, None), *installed]
     found = problems(config, world_size) + installed
