@@ -97,22 +97,9 @@ class VllmEngine:
         finish_reason "abort" and their routes marked so. Raises EngineError for a request that does not fit into the
         model's length, a repeated key or a shard that exists.
         """
-        self._check_requests(requests)
         if not requests:
             return []
-        sampled = self._call(wire.Generate(list(requests), shard, enough), wire.Generated).completions
-        return [
-            Completion(
-                key=request.key,
-                prompt_token_ids=request.prompt_token_ids,
-                token_ids=tuple(one.token_ids),
-                logprobs=one.logprobs,
-                finish_reason=one.finish_reason,
-                weight_version=one.weight_version,
-                routes=one.routes,
-            )
-            for request, one in zip(requests, sampled, strict=True)
-        ]
+        return self._call(wire.Generate(list(requests), shard, enough), wire.Generated).completions
 
     def score(self, token_ids: Sequence[int]) -> np.ndarray:
         """Logprob of every token but the first, given those before it: [n - 1] float32, natural log, temperature 1."""
@@ -224,25 +211,6 @@ class VllmEngine:
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
         self._scratch.cleanup()
-
-    def _check_requests(self, requests: Sequence[GenerateRequest]) -> None:
-        seen = set()
-        for request in requests:
-            length = len(request.prompt_token_ids) + request.max_tokens
-            wrong = (
-                "an empty prompt"
-                if not request.prompt_token_ids
-                else f"max_tokens {request.max_tokens}"
-                if request.max_tokens < 1
-                else f"{length} tokens, more than max_model_len {self._settings.max_model_len}"
-                if length > self._settings.max_model_len
-                else "a key used twice"
-                if request.key in seen
-                else ""
-            )
-            if wrong:
-                raise EngineError(describe("A request cannot be sampled", where=f"request {request.key}", got=wrong))
-            seen.add(request.key)
 
 
 def _tail(log_path: Path) -> str:

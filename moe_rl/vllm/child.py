@@ -10,17 +10,17 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
 from moe_rl.errors import EngineError, MoeRLError, WeightSyncError, describe
 from moe_rl.messages import Channel, Message
-from moe_rl.types import GenerateRequest
-from moe_rl.vllm import arguments, wire
+from moe_rl.types import Completion, GenerateRequest
+from moe_rl.vllm import arguments, sampling, wire
 from moe_rl.vllm.recording import Recording, RecordingRequest, as_stored
-from moe_rl.vllm.weight_versions import one_version
+from moe_rl.vllm.sampling import Growing
 from moe_rl.vllm.wire import SLEEPING_PARTS, EngineSettings
 from moe_rl.weights.update import Holding, agreement, encode, refusal
 
@@ -112,6 +112,7 @@ class ChildEngine:
         (transfer,) = self._llm.collective_rpc(lambda worker: worker.weight_transfer_engine)
         transfer.on_progress = pulse
         self._vocabulary: int = self._llm.llm_engine.vllm_config.model_config.get_vocab_size()
+        self._max_model_len = settings.max_model_len
         self._llm.update_weight_version("0")
 
     def is_idle(self) -> bool:
@@ -134,9 +135,9 @@ class ChildEngine:
                 self._update(call)
                 return wire.Updated()
 
-    def _generate(self, requests: list[GenerateRequest], shard: str, enough: int | None) -> list[wire.Sampled]:
+    def _generate(self, requests: list[GenerateRequest], shard: str, enough: int | None) -> list[Completion]:
         self._check_ready()
-        self._check(requests)
+        sampling.check(requests, max_model_len=self._max_model_len, vocabulary=self._vocabulary)
         self._forget_prefixes()
         version = int(self._llm.llm_engine.get_weight_version())
         asks = [RecordingRequest.of(request, shard) if self._source is not None else None for request in requests]
@@ -145,49 +146,21 @@ class ChildEngine:
             self._source.open(shard)
         try:
             grows = enough is not None
-            prompts = [(r.prompt_token_ids, _sampling(r, ask, grows)) for r, ask in zip(requests, asks, strict=True)]
+            prompts = [(r.prompt_token_ids, _parameters(r, ask, grows)) for r, ask in zip(requests, asks, strict=True)]
             outputs = self._run(prompts, enough)
             refs = self._publish(shard, requests, asks, outputs) if records else {}
         except BaseException:
             if records:
                 self._source.abandon(shard)
             raise
-        return [
-            wire.Sampled(
-                token_ids=output.token_ids,
-                logprobs=np.asarray(output.logprobs, np.float32),
-                finish_reason=output.finish_reason,
-                weight_version=output.weight_version(request.key, version),
-                routes=refs.get(request.key),
-            )
-            for request, output in zip(requests, outputs, strict=True)
-        ]
-
-    def _check(self, requests: list[GenerateRequest]) -> None:
-        """vLLM looks an unknown token up behind the end of its embeddings, and is gone."""
-        for request in requests:
-            if not 0 <= min(request.prompt_token_ids) <= max(request.prompt_token_ids) < self._vocabulary:
-                raise EngineError(
-                    describe(
-                        "A request cannot be sampled",
-                        where=f"request {request.key}",
-                        got=f"token ids {min(request.prompt_token_ids)} to {max(request.prompt_token_ids)}",
-                        expected=f"0 to {self._vocabulary - 1}",
-                        do="use the tokenizer of the model",
-                    )
-                )
+        return [output.completion(request, version, refs) for request, output in zip(requests, outputs, strict=True)]
 
     def _publish(self, shard: str, requests: list[GenerateRequest], asks: list, outputs: list[_Output]) -> dict:
-        """Publish the routes of what was sampled; of an aborted request, when it had got as far as a token."""
-        sequences, aborted = {}, []
+        """Publish the routes of what was sampled."""
+        sequences, aborted = sampling.forwarded(requests, asks, outputs)
         for request, ask, output in zip(requests, asks, outputs, strict=True):
-            if ask is None or not output.token_ids:
-                continue
-            if output.aborted:
-                aborted.append(ask.key)
-            else:
+            if ask is not None and ask.key in sequences and not output.aborted:
                 self._source.finished(ask, request.prompt_token_ids, output.token_ids, output.result)
-            sequences[ask.key] = [*request.prompt_token_ids, *output.token_ids[:-1]]
         refs = as_stored(self._source.publish(shard, sequences, aborted), asks)
         stats = ", ".join(f"{count} {name}" for name, count in sorted(self._source.stats().items()))
         rows = sum(map(len, sequences.values()))
@@ -248,7 +221,7 @@ class ChildEngine:
         unfinished = len(prompts)
         while engine.has_unfinished_requests():
             for result in engine.step():
-                outputs[int(result.request_id)].add(result)
+                outputs[int(result.request_id)].take(result)
                 unfinished -= result.finished
             if enough is not None and len(prompts) - unfinished >= enough and unfinished:
                 engine.abort_request([str(at) for at, output in enumerate(outputs) if not output.finish_reason])
@@ -279,56 +252,27 @@ class _Pulse:
 
 
 @dataclass(slots=True)
-class _Output:
-    """A completion as it grows. result: vLLM's last output of it."""
+class _Output(Growing):
+    """result: vLLM's last output of it."""
 
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish_reason: str = ""
     result: object = None
 
-    @property
-    def aborted(self) -> bool:
-        return self.finish_reason == "abort"
-
-    @property
-    def last(self):
-        return self.result.outputs[0]
-
-    def add(self, result) -> None:
+    def take(self, result) -> None:
         """Take what came since the output before."""
         self.result = result
-        self.token_ids += self.last.token_ids
-        if self.last.logprobs is not None:
-            pairs = zip(self.last.logprobs, self.last.token_ids, strict=True)
-            self.logprobs += [at[token].logprob for at, token in pairs]
-        self.finish_reason = self.last.finish_reason or ""
-
-    def weight_version(self, key: str, now: int) -> int:
-        """Of the weights that sampled every token. now: the engine's; of an aborted request vLLM tells none."""
-        return now if self.aborted else one_version(self.last.weight_versions, tokens=len(self.token_ids), key=key)
+        last = result.outputs[0]
+        pairs = zip(last.logprobs, last.token_ids, strict=True) if last.logprobs is not None else ()
+        logprobs = [at[token].logprob for at, token in pairs]
+        self.add(last.token_ids, logprobs, last.finish_reason, last.weight_versions)
 
 
-def _sampling(request: GenerateRequest, ask: RecordingRequest | None, grows: bool):
+def _parameters(request: GenerateRequest, ask: RecordingRequest | None, grows: bool):
     """vLLM's parameters. grows: whether tokens are handed out as they come: an aborted request has no final output."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(
-        temperature=request.temperature,
-        top_k=request.top_k,
-        top_p=request.top_p,
-        min_p=request.min_p,
-        seed=request.seed,
-        max_tokens=request.max_tokens,
-        stop_token_ids=list(request.stop_token_ids),
-        # The stop tokens of the request are all there are.
-        ignore_eos=True,
-        logprobs=0,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA if grows else RequestOutputKind.FINAL_ONLY,
-        extra_args=ask.extra_args() if ask is not None else None,
-    )
+    kind = RequestOutputKind.DELTA if grows else RequestOutputKind.FINAL_ONLY
+    return SamplingParams(**sampling.parameters(request, ask), output_kind=kind)
 
 
 def _message(error: Exception) -> str:

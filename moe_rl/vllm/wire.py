@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from moe_rl.messages import Message, decoder
-from moe_rl.types import GenerateRequest, RouteRef
+from moe_rl.types import Completion, GenerateRequest
 from moe_rl.weights.update import WeightUpdate
 
 SLEEPING_PARTS = ("weights", "kv_cache")
@@ -87,18 +86,8 @@ class Alive(Message):
     """Sent while a call is worked on, whenever the engine got ahead: a step done, a tensor loaded."""
 
 
-class Sampled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One completion. logprobs: float32, one a token."""
-
-    token_ids: list[int]
-    logprobs: np.ndarray
-    finish_reason: str
-    weight_version: int
-    routes: RouteRef | None
-
-
 class Generated(Message):
-    completions: list[Sampled]
+    completions: list[Completion]
 
 
 class Scored(Message):
