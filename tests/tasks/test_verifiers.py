@@ -23,7 +23,7 @@ def faulty(fault: str, witness: Path) -> RewardItem:
 
 
 def test_scores_are_the_weighted_sum_in_order(make_pool):
-    rewards = ("moe_rl.tasks.arithmetic_reward.exact_match", "moe_rl.tasks.arithmetic_reward.answer_format")
+    rewards = ("moe_rl.tasks.rewards.exact_match", "moe_rl.tasks.rewards.answer_format")
     with make_pool(*rewards, weights=dict(zip(rewards, (1.0, 0.125), strict=True)), workers=2) as pool:
         items = [RewardItem("", f"<answer>{i}</answer>" if i % 3 else "?", str(i - i % 2)) for i in range(50)]
         verdicts = pool.score(items)
@@ -48,7 +48,7 @@ def test_a_function_that_does_not_ask_cannot_find_the_answer(make_pool):
 
 
 def test_256_items_are_fast(make_pool):
-    rewards = ("moe_rl.tasks.arithmetic_reward.exact_match", "moe_rl.tasks.arithmetic_reward.answer_format")
+    rewards = ("moe_rl.tasks.rewards.exact_match", "moe_rl.tasks.rewards.answer_format")
     items = [RewardItem("p" * 200, "<answer>4</answer>", "4")] * 256
     seconds = []
     with make_pool(*rewards) as pool:
@@ -60,7 +60,7 @@ def test_256_items_are_fast(make_pool):
 
 
 def test_long_texts_pass_both_ways(make_pool):
-    with make_pool("moe_rl.tasks.arithmetic_reward.exact_match") as pool:
+    with make_pool("moe_rl.tasks.rewards.exact_match") as pool:
         text = "x\u20ac\0" * 1_000_000
         verdicts = pool.score([RewardItem("", text, text)] * 3 + [RewardItem("", "<answer>1</answer>", "1")])
     assert [verdict.reward for verdict in verdicts] == [0.0, 0.0, 0.0, 1.0]
@@ -324,7 +324,7 @@ def test_workers_die_with_their_parent(helpers, tmp_path, state):
         ("bad_import.f", "RuntimeError: planted at import"),
         ("bad_import_exit.g", "died (exit code 7)"),
         ("no_such_module.h", "there is no module no_such_module"),
-        ("moe_rl.tasks.arithmetic_reward.deeper.h", "there is no module moe_rl.tasks.arithmetic_reward.deeper"),
+        ("moe_rl.tasks.rewards.deeper.h", "there is no module moe_rl.tasks.rewards.deeper"),
         ("bad-syntax.h", "not a dotted path"),
     ],
 )

@@ -1,6 +1,6 @@
 import pytest
 
-from moe_rl.tasks.arithmetic_reward import answer_format, exact_match
+from moe_rl.tasks.rewards import answer_format, boxed_integer, exact_match
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,25 @@ from moe_rl.tasks.arithmetic_reward import answer_format, exact_match
 def test_arithmetic_rewards(completion, answer, exact, form):
     assert exact_match(completion, answer) == exact
     assert answer_format(completion) == form
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("so it is \\boxed{42}.", 1.0),
+        ("\\boxed{7}, no: \\boxed{ 042 }", 1.0),
+        ("\\boxed{42}, no: \\boxed{7}", 0.0),
+        ("\\boxed{42}, no: \\boxed{\\frac{1}{2}}", 0.0),
+        ("\\boxed{42.5}", 0.0),
+        ("42", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_last_box_counts(completion, reward):
+    assert boxed_integer(completion, "42") == reward
+
+
+def test_large_and_negative_integers():
+    assert boxed_integer("\\boxed{-1,234}", "-1234") == 1.0
+    with pytest.raises(ValueError):
+        boxed_integer("\\boxed{1}", "one half")
