@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe_rl.errors import ConfigError, RewardError
+from moe_rl.tasks import verifiers
 from moe_rl.tasks.verifiers import RewardItem, check_failed_fraction
 from moe_rl.types import Verdict
 
@@ -185,21 +186,26 @@ def test_a_late_death_between_scores_costs_no_item(make_pool, helpers, tmp_path)
 
 
 def test_an_answer_that_lay_there_in_time_counts(make_pool, monkeypatch, tmp_path):
-    # While the pool is busy with one worker's death, the other's answer comes and its deadline passes.
+    # This process looks at its workers late: what they sent lies there, and the deadlines have passed.
     with make_pool("misbehave", timeout=0.4, workers=2) as pool:
-        dying, napping = pool.pids
-        start = pool._start
-        delays = []
+        before = pool.pids
+        late = []
+        receive = verifiers._WorkerProcess.receive
 
-        def slow_start(slot):
-            delays.append(time.sleep(0.8))
-            start(slot)
+        def receive_late(process, deadline):
+            if process.pid in before:
+                time.sleep(0.8)
+                late.append(time.monotonic() > deadline)
+            return receive(process, deadline)
 
-        monkeypatch.setattr(pool, "_start", slow_start)
+        monkeypatch.setattr(verifiers._WorkerProcess, "receive", receive_late)
         verdicts = pool.score([faulty("os_exit", tmp_path / "exit"), faulty("nap", tmp_path / "nap")])
-        assert len(delays) == 1 and dying not in pool.pids and napping in pool.pids
-    assert (tmp_path / "exit").read_text() == str(dying) and (tmp_path / "nap").read_text() == str(napping)
+        assert late == [True] * 4  # each call's beginning and its end
+        [left] = set(before) & set(pool.pids)
+    [dead] = set(before) - {left}
+    assert (tmp_path / "exit").read_text() == str(dead) and (tmp_path / "nap").read_text() == str(left)
     assert [verdict.status for verdict in verdicts] == ["failed", "scored"]
+    assert "died (exit code 0)" in verdicts[0].detail
 
 
 def test_wall_clock_jumps_do_not_matter(make_pool, monkeypatch):
@@ -333,7 +339,7 @@ def test_a_bad_function_is_refused_by_config_key(make_pool, helpers, function, m
     with pytest.raises(ConfigError, match=rf"^task\.rewards\.{name}\.function: ") as caught:
         make_pool("good", function)
     assert len(caught.value.problems) == 1 and message in caught.value.problems[0]
-    children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
+    children = [pid for of in Path("/proc/self/task").glob("*/children") for pid in of.read_text().split()]
     assert not [pid for pid in children if b"moe_rl.tasks.verifier_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
