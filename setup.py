@@ -20,12 +20,17 @@ setup(
     long_description_content_type="text/markdown",
     packages=[*find_packages(include=["moe_rl", "moe_rl.*"]), *(f"moe_rl.{folder}" for folder in SHIPPED)],
     package_dir={f"moe_rl.{folder}": folder for folder in SHIPPED},
-    package_data={"moe_rl": ["py.typed"], **{f"moe_rl.{folder}": ["**/*"] for folder in SHIPPED}},
+    package_data={
+        "moe_rl": ["py.typed"],
+        "moe_rl.report": ["templates/*.html"],
+        **{f"moe_rl.{folder}": ["**/*"] for folder in SHIPPED},
+    },
     entry_points={"console_scripts": ["moe-rl = moe_rl.cli:main"]},
     python_requires=">=3.12,<3.13",
     install_requires=[
         "fsspec>=2025.3",
         "httpx>=0.28",
+        "jinja2>=3.1.6",
         "matplotlib>=3.9",
         "megatron-core>=0.19.2,<0.20",
         "msgspec>=0.19",

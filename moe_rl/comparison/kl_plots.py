@@ -1,4 +1,4 @@
-"""The plots of the comparison. Orange is native routing, blue is replay, as in a run's report."""
+"""Draws the plots of the comparison, in the colours of a run's report: orange is native routing, blue is replay."""
 
 from __future__ import annotations
 
@@ -9,17 +9,30 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.colors import ListedColormap
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from moe_rl.comparison.compare import Detail
+from moe_rl.comparison.experiment import Detail
 from moe_rl.comparison.quantities import busiest, extreme_fractions, policy_sums
-from moe_rl.report.figures import BLUE, GREEN, INK, ORANGE, STYLE, Panel, figure_of, line, panel_of
+from moe_rl.report.figures import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    STYLE,
+    Panel,
+    color_bar,
+    figure_of,
+    in_percent,
+    layers_upward,
+    line,
+    panel_of,
+)
 from moe_rl.report.format import percent, scientific
 
 NATIVE, REPLAY = "native routing", "replay (R3)"
 LONGEST_MAP = 48
 _ROUTE_COLORS = {"native": ORANGE, "R2": GREEN, "R3": BLUE}
-_SHADES = ("#8b919b22", "#f3c48c", "#e89b45", "#c76f17", "#8c4708", "#4f2703")
 
 
 def panels(result: dict[str, Any], detail: Detail, decode: Callable[[list[int]], str]) -> list[Panel]:
@@ -49,8 +62,7 @@ def _rows(result: dict[str, Any]) -> Panel:
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in result["rows"]:
         groups.setdefault(row_name(row), []).append(row)
-    figure, axes = figure_of(wide=True, xlabel="k3, nats/token")
-    figure.set_figheight(1.2 + 0.62 * len(groups))
+    figure, axes = figure_of(wide=True, height=1.2 + 0.62 * len(groups), xlabel="k3, nats/token")
     floor = min(row["policy"]["k3"]["value"] or math.inf for row in result["rows"])
     for at, rows in enumerate(groups.values()):
         for shift, row in zip((-0.24, 0, 0.24), rows, strict=True):
@@ -88,7 +100,7 @@ def _layers(result: dict[str, Any]) -> Panel:
             shown = label if part == "completion" else None
             line(axes, layers, values, color, shown, marker="o", markersize=3.5)
         axes.set_ylim(0, 1.1 * highest or 0.01)
-        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=1))
+        in_percent(axes)
         axes.set_ylabel(part)
     first, last = result["layers"][0]["all"]["set_mismatch"], result["layers"][-1]["all"]["set_mismatch"]
     reading = (
@@ -187,9 +199,8 @@ def _map(detail: Detail, decode: Callable[[list[int]], str], result: dict[str, A
     chosen = busiest(detail.before.choices.differs, layout.rows, range(layout.sequences), LONGEST_MAP)
     rows = np.flatnonzero(layout.rows == chosen)[: 4 * LONGEST_MAP]
     layers = [entry["layer"] for entry in result["layers"]]
-    figure, both = figure_of(rows=2, wide=True, xlabel="token that was fed")
-    figure.set_figheight(4.4)
-    colors = ListedColormap([_SHADES[0], *(_SHADES[1 + round(4 * i / max(1, top_k - 1))] for i in range(top_k))])
+    figure, both = figure_of(rows=2, wide=True, height=4.4, xlabel="token that was fed")
+    colors = ListedColormap([f"{GREY}22", *matplotlib.colormaps["Oranges"](np.linspace(0.35, 1, top_k))])
     counts = []
     for axes, one, label in zip(both, (detail.before, detail.after), ("native", "shadow"), strict=True):
         missing_experts = top_k - one.choices.shared[:, rows]
@@ -201,17 +212,13 @@ def _map(detail: Detail, decode: Callable[[list[int]], str], result: dict[str, A
         border = int(layout.prompt[rows].sum()) - 0.5
         axes.axvline(border, color=INK, linewidth=1.2, alpha=0.7)
         axes.set_ylabel(f"{label}\nlayer")
-        axes.grid(visible=False)
-        every = max(1, len(layers) // 8)
-        axes.set_yticks(range(0, len(layers), every), [str(layer) for layer in layers[::every]])
+        layers_upward(axes, layers, 8)
     tokens = [detail.token_ids[chosen][place] for place in range(len(rows))]
     if len(rows) <= LONGEST_MAP:
         both[-1].set_xticks(range(len(rows)), [_shown(decode([token])) for token in tokens])
     else:
         both[-1].set_xticks(range(0, len(rows), 16))
-    bar = figure.colorbar(image, ax=list(both), ticks=range(top_k + 1), fraction=0.025, pad=0.01)
-    bar.outline.set_visible(False)
-    bar.set_label("experts")
+    color_bar(figure, image, list(both), "experts", ticks=range(top_k + 1), fraction=0.025, pad=0.01)
     reading = (
         f"The sequence of at most {LONGEST_MAP} tokens with most disagreement: {counts[0]} of "
         f"{len(rows) * len(layers)} positions native, {counts[1]} shadow. The prompt is left of the line."

@@ -1,13 +1,11 @@
-"""Pictures of a trace store, as PNG files and one HTML page: how popular experts are, which are chosen together, and
-where two stores of the same sequences disagree.
+"""Draws a trace store, as PNG files and one HTML page: how popular experts are, which are chosen together, and where
+two stores of the same sequences disagree.
 
 Legend for shapes: T tokens, L MoE layers, E experts per layer, K top-k experts per token.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 
 import matplotlib
@@ -16,13 +14,26 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter
 
 from moe_rl.errors import TraceError, describe
-from moe_rl.report.figures import BLUE, GREY, ORANGE, STYLE, Panel, from_zero, panel_of
+from moe_rl.report.figures import (
+    BLUE,
+    GREY,
+    ORANGE,
+    STYLE,
+    Panel,
+    color_bar,
+    figure_of,
+    from_zero,
+    in_percent,
+    layers_upward,
+    line,
+    panel_of,
+)
 from moe_rl.report.format import binary, count, percent
 from moe_rl.report.lines import write_atomic
-from moe_rl.report.page import render
+from moe_rl.report.page import Tile, render
 from moe_rl.trace.difference import Disagreement, compare
 from moe_rl.trace.inspection import Selection, coactivation, expert_counts, inspect
 
@@ -35,14 +46,6 @@ _COLORS = "RdBu_r"
 _PRIOR = 5.0
 # Sets below which the share at a position is not drawn: it would be noise.
 _FEW_SETS = 200
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """A panel of the page, and the same figure for a PNG file."""
-
-    panel: Panel
-    figure: Figure
 
 
 def write_plots(selection: Selection, folder: Path, other: Selection | None = None) -> list[Path]:
@@ -63,57 +66,50 @@ def write_plots(selection: Selection, folder: Path, other: Selection | None = No
         )
     spec, counts_LE = expert_counts(selection)
     with matplotlib.rc_context(STYLE):
-        pictures = [
+        panels = [
             _popularity(counts_LE, spec.moe_layers),
             _balance(counts_LE, spec.moe_layers),
             _coactivation(*coactivation(selection, _some_layers(spec.moe_layers)), spec.top_k),
         ]
         if other is not None:
             found = compare(selection, other)
-            pictures += [_layers_that_differ(found), _positions_that_differ(found)]
+            panels += [_layers_that_differ(found), _positions_that_differ(found)]
         folder.mkdir(parents=True, exist_ok=True)
         paths = []
-        for picture in pictures:
-            paths.append(folder / f"{picture.panel.name}.png")
-            picture.figure.patch.set(alpha=1, facecolor="white")
-            picture.figure.suptitle(picture.panel.title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-            FigureCanvasAgg(picture.figure).print_figure(paths[-1], dpi=_DPI)
+        for panel in panels:
+            paths.append(folder / f"{panel.name}.png")
+            panel.figure.patch.set(alpha=1, facecolor="white")
+            panel.figure.suptitle(panel.title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+            FigureCanvasAgg(panel.figure).print_figure(paths[-1], dpi=_DPI)
     page = folder / FILE
-    write_atomic(page, _page(selection, facts, [picture.panel for picture in pictures], other))
+    write_atomic(page, _page(selection, facts, panels, other))
     return [*paths, page]
 
 
-def _popularity(counts_LE: np.ndarray, layers: tuple[int, ...]) -> Picture:
+def _popularity(counts_LE: np.ndarray, layers: tuple[int, ...]) -> Panel:
     load_LE = _load(counts_LE)
-    height = min(7.0, 2.2 + 0.07 * len(layers))
-    figure = Figure(figsize=(11.2, height), layout="constrained")
-    figure.patch.set_alpha(0)
-    axes = figure.add_subplot()
+    figure, axes = figure_of(wide=True, height=min(7.0, 2.2 + 0.07 * len(layers)), xlabel="expert")
     _heat(figure, axes, load_LE, "load / mean")
-    axes.set_xlabel("expert")
-    _layer_ticks(axes, layers)
+    layers_upward(axes, layers, 12)
+    axes.set_ylabel("layer")
     top = np.unravel_index(load_LE.argmax(), load_LE.shape)
     idle = int((counts_LE == 0).sum())
     reading = f"Busiest: expert {top[1]} of layer {layers[top[0]]}, {load_LE[top]:.1f} times the mean. " + (
         f"{idle} of {counts_LE.size} experts were never chosen (grey)." if idle else "Every expert was chosen."
     )
     direction = "how often each expert of a layer was chosen; white is an even load"
-    return _picture("popularity", "Expert popularity per layer", direction, reading, figure, wide=True)
+    return panel_of("popularity", "Expert popularity per layer", direction, reading, figure, wide=True)
 
 
-def _balance(counts_LE: np.ndarray, layers: tuple[int, ...]) -> Picture:
+def _balance(counts_LE: np.ndarray, layers: tuple[int, ...]) -> Panel:
     load_LE = np.sort(_load(counts_LE), axis=1)
-    figure = Figure(figsize=(5.6, 3.4), layout="constrained")
-    figure.patch.set_alpha(0)
-    axes = figure.add_subplot()
+    figure, axes = figure_of(height=3.4, xlabel="layer")
     style = {"marker": "o", "markersize": 3.2, "linewidth": 1.4}
-    axes.plot(layers, load_LE[:, -1], color=ORANGE, label="busiest expert", **style)
-    axes.plot(layers, np.median(load_LE, axis=1), color=BLUE, label="median", **style)
-    axes.plot(layers, load_LE[:, 0], color=GREY, label="least used", **style)
+    line(axes, layers, load_LE[:, -1], ORANGE, "busiest expert", **style)
+    line(axes, layers, np.median(load_LE, axis=1), BLUE, "median", **style)
+    line(axes, layers, load_LE[:, 0], GREY, "least used", **style)
     axes.axhline(1, color=GREY, linewidth=0.8, linestyle=(0, (4, 3)))
-    axes.set_xlabel("layer")
     axes.set_ylabel("load, times the mean")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     from_zero(axes)
     worst = int(load_LE[:, -1].argmax())
     reading = (
@@ -121,46 +117,38 @@ def _balance(counts_LE: np.ndarray, layers: tuple[int, ...]) -> Picture:
         f"{load_LE[worst, -1]:.1f} in layer {layers[worst]}."
     )
     direction = "load of the busiest, the median and the least used expert of each layer; 1 is even"
-    return _picture("balance", "Balance of load", direction, reading, figure)
+    return panel_of("balance", "Balance of load", direction, reading, figure)
 
 
-def _coactivation(layers: tuple[int, ...], pairs_LEE: np.ndarray, top_k: int) -> Picture:
-    width = 3.7 * len(layers)
-    figure = Figure(figsize=(width, 3.9), layout="constrained")
-    figure.patch.set_alpha(0)
+def _coactivation(layers: tuple[int, ...], pairs_LEE: np.ndarray, top_k: int) -> Panel:
+    figure, every = figure_of(columns=len(layers), wide=True, height=3.9, xlabel="experts, alike ones side by side")
     strongest = (0.0, 0, 0, 0)
-    for at, (layer, pairs_EE) in enumerate(zip(layers, pairs_LEE, strict=True)):
+    for axes, layer, pairs_EE in zip(np.atleast_1d(every), layers, pairs_LEE, strict=True):
         lift_EE = _lift(pairs_EE, top_k)
         sure = np.where(pairs_EE >= 4 * _PRIOR, lift_EE, 0.0)
         first, second = np.unravel_index(np.nanargmax(sure), sure.shape)
         strongest = max(strongest, (float(sure[first, second]), layer, int(first), int(second)))
         order = _together(lift_EE)
-        axes = figure.add_subplot(1, len(layers), at + 1)
-        _heat(figure, axes, lift_EE[np.ix_(order, order)], "seen / by chance", bar=at == len(layers) - 1)
+        _heat(figure, axes, lift_EE[np.ix_(order, order)], "seen / by chance", bar=layer == layers[-1])
         axes.set_title(f"layer {layer}", fontsize=9.5)
         axes.set_xticks([])
         axes.set_yticks([])
-        axes.set_xlabel("experts, alike ones side by side")
     reading = "No pair of experts was seen often enough to say."
     if strongest[0]:
         lift, layer, first, second = strongest
         pair = f"experts {min(first, second)} and {max(first, second)} of layer {layer}"
         reading = f"Strongest: {pair}, chosen together {lift:.1f} times as often as by chance."
     direction = "how often two experts are chosen for the same token, against independent choices as popular as they"
-    return _picture("coactivation", "Experts chosen together", direction, reading, figure, wide=True)
+    return panel_of("coactivation", "Experts chosen together", direction, reading, figure, wide=True)
 
 
-def _layers_that_differ(found: Disagreement) -> Picture:
-    figure = Figure(figsize=(5.6, 3.4), layout="constrained")
-    figure.patch.set_alpha(0)
-    axes = figure.add_subplot()
+def _layers_that_differ(found: Disagreement) -> Panel:
+    figure, axes = figure_of(height=3.4, xlabel="layer")
     sets_L, experts_L = found.sets_L / found.rows, found.experts_L / found.rows / found.top_k
     axes.bar(found.layers, sets_L, width=0.8, color=BLUE, alpha=0.85, label="sets that differ", linewidth=0)
-    axes.plot(found.layers, experts_L, color=ORANGE, marker="o", markersize=3.2, label="experts that differ")
-    axes.set_xlabel("layer")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
-    axes.set_ylim(0, max(1.12 * sets_L.max(), 0.01))
+    line(axes, found.layers, experts_L, ORANGE, "experts that differ", marker="o", markersize=3.2)
+    in_percent(axes)
+    from_zero(axes, least=0.01)
     worst = int(sets_L.argmax())
     reading = (
         f"{percent(float(sets_L.mean()), 2)} of sets differ over {found.rows:,} tokens of {found.sequences} sequences, "
@@ -168,20 +156,17 @@ def _layers_that_differ(found: Disagreement) -> Picture:
         f"{percent(found.tokens / found.rows)} of tokens in at least one layer."
     )
     direction = "share of expert sets, and of single experts, that the two stores have not in common"
-    return _picture("disagreement", "Disagreement per layer", direction, reading, figure)
+    return panel_of("disagreement", "Disagreement per layer", direction, reading, figure)
 
 
-def _positions_that_differ(found: Disagreement) -> Picture:
-    figure = Figure(figsize=(5.6, 3.4), layout="constrained")
-    figure.patch.set_alpha(0)
-    axes = figure.add_subplot()
+def _positions_that_differ(found: Disagreement) -> Panel:
+    figure, axes = figure_of(height=3.4, xlabel="position in the sequence")
     seen = found.bin_sets >= min(_FEW_SETS, found.bin_sets.max())
     share = found.bin_differ[seen] / found.bin_sets[seen]
     middle = (np.flatnonzero(seen) + 0.5) * found.bin_rows
-    axes.plot(middle, share, color=BLUE, marker="o", markersize=3.2)
-    axes.set_xlabel("position in the sequence")
-    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
-    axes.set_ylim(0, max(1.12 * share.max(), 0.01))
+    line(axes, middle, share, BLUE, None, marker="o", markersize=3.2)
+    in_percent(axes)
+    from_zero(axes, least=0.01)
     reading = f"Mean of all layers, in steps of {found.bin_rows} tokens."
     if len(share) > 1:
         half = len(share) // 2
@@ -190,11 +175,7 @@ def _positions_that_differ(found: Disagreement) -> Picture:
             f"{percent(float(share[half:].mean()), 2)} in the second. " + reading
         )
     direction = "share of expert sets that differ, by where their token stands"
-    return _picture("disagreement-position", "Disagreement along the sequence", direction, reading, figure)
-
-
-def _picture(name: str, title: str, direction: str, reading: str, figure: Figure, wide: bool = False) -> Picture:
-    return Picture(panel_of(name, title, direction, reading, figure, wide), figure)
+    return panel_of("disagreement-position", "Disagreement along the sequence", direction, reading, figure)
 
 
 def _heat(figure: Figure, axes: Axes, ratio: np.ndarray, label: str, *, bar: bool = True) -> None:
@@ -207,17 +188,9 @@ def _heat(figure: Figure, axes: Axes, ratio: np.ndarray, label: str, *, bar: boo
     axes.grid(False)
     axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
     if bar:
-        scale = figure.colorbar(image, ax=axes, pad=0.015, fraction=0.045, extend="both")
+        scale = color_bar(figure, image, axes, label, pad=0.015, fraction=0.045, extend="both")
         scale.set_ticks(range(-3, 4))
         scale.ax.yaxis.set_major_formatter(FuncFormatter(lambda power, _: f"{2.0**power:.3g}"))
-        scale.set_label(label)
-        scale.outline.set_visible(False)
-
-
-def _layer_ticks(axes: Axes, layers: tuple[int, ...]) -> None:
-    step = max(1, -(-len(layers) // 12))
-    axes.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
-    axes.set_ylabel("layer")
 
 
 def _some_layers(layers: tuple[int, ...]) -> tuple[int, ...]:
@@ -258,48 +231,25 @@ def _together(lift_EE: np.ndarray) -> np.ndarray:
 def _page(selection: Selection, facts: dict, panels: list[Panel], other: Selection | None) -> str:
     (model,) = facts["models"]
     name = Path(selection.root).name or selection.root
-    against = f", against {escape(other.root)}" if other else ""
-    header = (
-        f'<header><p class="kicker">moe_rl trace</p><h1>{escape(name)}</h1><p class="facts">'
+    said = (
         f"{count(model['shards'])} shards, {binary(model['bytes'])}; {model['top_k']} of {model['num_experts']} "
-        f"experts in {len(model['popularity'])} layers; model {escape(model['fingerprint'][:16])}{against}</p></header>"
+        f"experts in {len(model['popularity'])} layers; model {model['fingerprint'][:16]}"
     )
-    evenness = [row["evenness"] for row in model["popularity"]]
-    tiles = [
-        ("Sequences", count(model["sequences"]), f"{count(model['tokens'])} tokens forwarded"),
-        (
-            "Bits a set",
-            f"{model['bits_per_set']:.1f}",
-            f"bound {model['bits_per_set_bound']:.1f}; by popularity alone {model['bits_per_set_order0']:.1f}",
-        ),
-        (
-            "Bytes a token",
-            f"{model['bytes_per_token']:.0f}",
-            f"all of the file; raw routes alone {model['raw_bytes_per_token']}",
-        ),
-        ("Evenness", percent(float(np.mean(evenness))), "entropy of picks; 100% is an even load"),
-    ]
-    tile = "".join(
-        f'<div class="tile{" lead" if not at else ""}"><h3>{title}</h3><p class="value">{value}</p>'
-        f'<p class="under">{under}</p></div>'
-        for at, (title, value, under) in enumerate(tiles)
+    bounds = f"bound {model['bits_per_set_bound']:.1f}; by popularity alone {model['bits_per_set_order0']:.1f}"
+    raw = f"all of the file; raw routes alone {model['raw_bytes_per_token']}"
+    evenness = percent(float(np.mean([row["evenness"] for row in model["popularity"]])))
+    return render(
+        "trace.html",
+        title=f"{name} - moe_rl trace",
+        kicker="moe_rl trace",
+        heading=name,
+        facts=[said + (f", against {other.root}" if other else "")],
+        tiles=[
+            Tile("Sequences", count(model["sequences"]), f"{count(model['tokens'])} tokens forwarded"),
+            Tile("Bits a set", f"{model['bits_per_set']:.1f}", bounds),
+            Tile("Bytes a token", f"{model['bytes_per_token']:.0f}", raw),
+            Tile("Evenness", evenness, "entropy of picks; 100% is an even load"),
+        ],
+        panels=panels,
+        layers=model["popularity"],
     )
-    figures = "".join(
-        f'<figure{" class=wide" if panel.wide else ""} id="{panel.name}"><h3>{escape(panel.title)}</h3>'
-        f'<p class="direction">{escape(panel.direction)}</p>{panel.svg}<figcaption>{escape(panel.reading)}</figcaption>'
-        "</figure>"
-        for panel in panels
-    )
-    rows = "".join(
-        f"<tr><td class=n>{row['layer']}</td><td class=n>{count(row['sets'])}</td><td class=n>{row['busiest_expert']}"
-        f"</td><td class=n>{row['busiest_load']:.2f}</td><td class=n>{row['idle_experts']}</td>"
-        f"<td class=n>{percent(row['evenness'])}</td></tr>"
-        for row in model["popularity"]
-    )
-    table = (
-        "<h2>Every layer</h2><table><thead><tr><th class=n>layer</th><th class=n>sets</th><th class=n>busiest expert"
-        "</th><th class=n>its load</th><th class=n>never chosen</th><th class=n>evenness</th></tr></thead><tbody>"
-        f"{rows}</tbody></table>"
-    )
-    body = f'{header}<section class="tiles">{tile}</section><h2>Experts</h2><div class="plots">{figures}</div>{table}'
-    return render(f"{name} - moe_rl trace", body)

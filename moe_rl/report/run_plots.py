@@ -1,8 +1,4 @@
-"""What each plot of a run shows, and the one sentence that reads it.
-
-A series that was not measured is said in words; there is no empty plot. Colours carry meaning across plots: blue is
-what the run trains on, orange is native routing.
-"""
+"""Draws each plot of a run, with the sentence that reads it. What was not measured is said in words."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import statistics
 from collections.abc import Callable
 
 import matplotlib
-from matplotlib.ticker import PercentFormatter
 
 from moe_rl.report.figures import (
     BLUE,
@@ -22,26 +17,28 @@ from moe_rl.report.figures import (
     PURPLE,
     RED,
     STYLE,
+    YELLOW,
     Panel,
     figure_of,
     from_zero,
+    in_percent,
     line,
     missing,
     panel_of,
 )
-from moe_rl.report.format import percent, scientific, short
-from moe_rl.report.lines import Run
+from moe_rl.report.format import percent, points, scientific, short
+from moe_rl.report.lines import RunLines
 
 _CYCLE = (GREEN, PURPLE, CYAN, ORANGE, RED, GREY)
 
 
-def panels(run: Run) -> list[Panel]:
+def panels(run: RunLines) -> list[Panel]:
     """Every plot of the report, in reading order."""
     with matplotlib.rc_context(STYLE):
         return [draw(run) for draw in _PANELS]
 
 
-def _pass_rate(run: Run) -> Panel:
+def _pass_rate(run: RunLines) -> Panel:
     name, title, direction = "pass-rate", "Pass rate", "fraction of completions, higher is better"
     steps, train = run.series("reward/pass_rate")
     held_steps, held = run.series("eval/pass_rate", "eval")
@@ -66,11 +63,11 @@ def _pass_rate(run: Run) -> Panel:
     if held_steps:
         line(axes, held_steps, held, GREEN, "held-out, sampled", marker="o", markersize=5.5, linewidth=2.2)
     axes.set_ylim(0, 1)
-    axes.yaxis.set_major_formatter(PercentFormatter(1))
+    in_percent(axes)
     if len(held) >= 2:
         reading = (
             f"On prompts never trained on, the pass rate went from {percent(held[0])} (step {held_steps[0]}) to "
-            f"{percent(held[-1])} (step {held_steps[-1]}): {100 * (held[-1] - held[0]):+.1f} points."
+            f"{percent(held[-1])} (step {held_steps[-1]}): {points(held[-1] - held[0])}."
         )
     elif held:
         reading = f"One evaluation so far, after step {held_steps[0]}: {percent(held[0])}."
@@ -79,7 +76,7 @@ def _pass_rate(run: Run) -> Panel:
     return panel_of(name, title, direction, reading, figure)
 
 
-def _rewards(run: Run) -> Panel:
+def _rewards(run: RunLines) -> Panel:
     name, title, direction = "reward", "Reward and its parts", "mean per completion, higher is better"
     steps, mean = run.series("reward/mean")
     parts = sorted({key for row in run.train for key in row if key.startswith("reward/part/")})
@@ -96,7 +93,7 @@ def _rewards(run: Run) -> Panel:
     return panel_of(name, title, direction, reading, figure)
 
 
-def _policy_kl(run: Run) -> Panel:
+def _policy_kl(run: RunLines) -> Panel:
     name, title = "policy-kl", "Policy KL between sampler and trainer"
     direction = "k3 estimate of KL(rollout || trainer), nats/token, log axis, lower is better"
     steps, trained = run.series("policy_kl/k3")
@@ -131,7 +128,7 @@ def _policy_kl(run: Run) -> Panel:
     return panel_of(name, title, direction, reading, figure)
 
 
-def _routing(run: Run) -> Panel:
+def _routing(run: RunLines) -> Panel:
     name, title = "routing", "Routing mismatch"
     direction = "(token, MoE layer) positions whose expert set differs from the recorded one, lower is better"
     steps, shadow = run.series("routing/shadow_mismatch")
@@ -147,7 +144,7 @@ def _routing(run: Run) -> Panel:
     if steps:
         line(axes, steps, shadow, BLUE, "shadow choice inside replay")
     from_zero(axes)
-    axes.yaxis.set_major_formatter(PercentFormatter(1))
+    in_percent(axes)
     parts = []
     if native_steps:
         parts.append(
@@ -177,7 +174,7 @@ def _routing(run: Run) -> Panel:
     return panel_of(name, title, direction, "; ".join(parts) + ".", figure)
 
 
-def _extreme(run: Run) -> Panel:
+def _extreme(run: RunLines) -> Panel:
     name, title = "extreme", "Extreme tokens"
     direction = "fraction of tokens more than twice as likely in one engine as in the other, lower is better"
     steps, trained = run.series("policy/extreme_fraction")
@@ -202,7 +199,7 @@ def _extreme(run: Run) -> Panel:
         "with replay (as trained)" if run.replay else "native routing (as trained)",
     )
     from_zero(axes)
-    axes.yaxis.set_major_formatter(PercentFormatter(1))
+    in_percent(axes)
     reading = (
         f"{percent(statistics.fmean(trained), 3)} of tokens on average as trained, {percent(max(trained), 3)} at worst"
     )
@@ -214,7 +211,7 @@ def _extreme(run: Run) -> Panel:
     return panel_of(name, title, direction, reading + ".", figure)
 
 
-def _entropy(run: Run) -> Panel:
+def _entropy(run: RunLines) -> Panel:
     name, title = "entropy", "Entropy and perplexity"
     direction = "nats a token (above), perplexity of the sampled tokens in both engines (below): neither is good or bad"
     steps, entropy = run.series("policy/entropy")
@@ -234,7 +231,7 @@ def _entropy(run: Run) -> Panel:
     return panel_of(name, title, direction, reading, figure)
 
 
-def _length(run: Run) -> Panel:
+def _length(run: RunLines) -> Panel:
     name, title = "length", "Completion length and truncation"
     direction = "mean tokens (above), truncated fraction (below): lower truncation is better"
     steps, length = run.series("rollout/completion_tokens_mean")
@@ -248,14 +245,14 @@ def _length(run: Run) -> Panel:
     line(lower, cut_steps, cut, ORANGE, None)
     lower.set_ylabel("truncated")
     from_zero(lower, least=0.05)
-    lower.yaxis.set_major_formatter(PercentFormatter(1))
+    in_percent(lower)
     last = f" {percent(cut[0])} of completions were cut at first, {percent(cut[-1])} at the end." if cut else ""
     return panel_of(
         name, title, direction, f"From {length[0]:.1f} to {length[-1]:.1f} tokens a completion.{last}", figure
     )
 
 
-def _update(run: Run) -> Panel:
+def _update(run: RunLines) -> Panel:
     name, title, direction = "update", "Gradient norm and clip fraction", "neither has a good direction; spikes are bad"
     steps, norm = run.series("optim/grad_norm")
     clip_steps, clip = run.series("objective/clip_fraction")
@@ -270,7 +267,7 @@ def _update(run: Run) -> Panel:
         line(lower, clip_steps, clip, PURPLE, None)
         from_zero(lower, least=0.05)
     lower.set_ylabel("clipped")
-    lower.yaxis.set_major_formatter(PercentFormatter(1))
+    in_percent(lower)
     skipped = sum(run.series("optim/skipped")[1])
     reading = (
         f"Median norm {short(round(statistics.median(norm), 3))}, largest {short(round(max(norm), 3))}. "
@@ -290,11 +287,11 @@ _PHASES = (
     ("train", GREEN),
     ("sync", RED),
     ("eval", GREY),
-    ("checkpoint", "#b9a04a"),
+    ("checkpoint", YELLOW),
 )
 
 
-def _time(run: Run) -> Panel:
+def _time(run: RunLines) -> Panel:
     name, title, direction = "time", "Time per phase", "seconds a step, lower is better"
     if not run.train:
         return missing(name, title, direction, "No step was logged.", wide=True)
@@ -324,7 +321,7 @@ def _time(run: Run) -> Panel:
     return panel_of(name, title, direction, reading, figure, wide=True)
 
 
-def _throughput(run: Run) -> Panel:
+def _throughput(run: RunLines) -> Panel:
     name, title, direction = "throughput", "Throughput", "tokens per second of each phase, higher is better"
     steps, sampled = run.series("throughput/sampled_tokens_per_second")
     train_steps, trained = run.series("throughput/trained_tokens_per_second")
@@ -342,7 +339,7 @@ def _throughput(run: Run) -> Panel:
     return panel_of(name, title, direction, "Medians: " + ", ".join(readings) + ".", figure)
 
 
-def _canary(run: Run) -> Panel:
+def _canary(run: RunLines) -> Panel:
     name, title = "canary", "Canary after each weight sync"
     direction = "mean |logprob difference| of a fixed prompt in both engines, nats, lower is better"
     steps, difference = run.series("sync/canary_abs_diff")
@@ -358,7 +355,7 @@ def _canary(run: Run) -> Panel:
     return panel_of(name, title, direction, reading, figure)
 
 
-_PANELS: tuple[Callable[[Run], Panel], ...] = (
+_PANELS: tuple[Callable[[RunLines], Panel], ...] = (
     _pass_rate,
     _rewards,
     _length,
