@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -32,8 +33,6 @@ def asked(*extras: str) -> list[Requirement]:
         "runpy.run_path('setup.py')"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    import json
-
     always, more = json.loads(done.stdout)
     return [Requirement(line) for line in (*always, *(line for extra in extras for line in more[extra]))]
 
