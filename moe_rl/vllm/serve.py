@@ -1,7 +1,7 @@
-"""vLLM's own API server, recording: behind a gate that wants the run's token (gate.py).
+"""Start vLLM's own API server with a recorder, behind a gate that wants the run's token (gate.py).
 
-    python tools/serve_vllm.py --config FILE [a.b=c ...] [--host ADDRESS] [--port N] [-- further arguments of vLLM's]
-    python tools/serve_vllm.py --model DIR --trace-root DIR ... [-- ...]
+    moe-rl serve --config FILE [a.b=c ...] [--host ADDRESS] [--port N] [-- further arguments of vLLM's]
+    moe-rl serve --model DIR --trace-root DIR ... [-- ...]
 
 With --config it serves what that run wants of its servers (rollout.servers): its model, precision, lengths, capture and
 token, and any store below run.runs_dir. One server is one replica of the weights, on as many GPUs as they take.
@@ -40,11 +40,11 @@ from moe_rl.vllm.recording import Recording
 _LEAVE_SECONDS = 3
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT. Exit status 0 then, 2 for what cannot be served."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    cut = argv.index("--") if "--" in argv else len(argv)
-    options = parser().parse_args(argv[:cut])
+def run(options: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT. Returns 0 then, 2 for what cannot be served.
+
+    options: as parsed, and `further`, what stood behind "--".
+    """
     with contextlib.ExitStack() as cleanup:
         _leave_on_signals(cleanup)
         if options.json is not None:
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _make_token(options.token_file)
             read_token(options.token_file)
             listener = cleanup.enter_context(_listener(options.host, options.port))
-            _serve(options, sizes, argv[cut + 1 :], listener)
+            _serve(options, sizes, options.further, listener)
         except MoeRLError as error:
             print(error, file=sys.stderr)
             return 2
@@ -90,11 +90,9 @@ def _use_temporary(folder: str, cleanup: contextlib.ExitStack) -> None:
     os.environ["TMPDIR"] = os.environ["VLLM_RPC_BASE_PATH"] = tempfile.tempdir = folder
 
 
-def parser() -> argparse.ArgumentParser:
-    """Of the arguments before the "--"."""
-    parser = argparse.ArgumentParser(
-        prog="serve_vllm.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `moe-rl serve`. What stands behind "--" is for vLLM, and not read here."""
+    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
     parser.add_argument("--config", type=Path, metavar="FILE", help="of the run: all but the address follows from it")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="replace single values of the config")
     parser.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face checkpoint")
@@ -111,7 +109,6 @@ def parser() -> argparse.ArgumentParser:
         "--token-file", type=Path, metavar="FILE", help="made, mode 600, if missing (default: a temporary one)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="written when the server listens: its url, pid, ...")
-    return parser
 
 
 def _take_config(options: argparse.Namespace) -> dict[str, object]:

@@ -17,8 +17,8 @@ import yaml
 from moe_rl.commands import train as train_command
 from moe_rl.config.load import load_config
 from moe_rl.config.servers import server_problems, start_problems
+from moe_rl.vllm.serve import add_arguments as add_serve_arguments
 from moe_rl.vllm.serve import engine_arguments
-from moe_rl.vllm.serve import parser as serve_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "configs/launch"
@@ -90,7 +90,9 @@ def trainer(arguments: list[str]) -> tuple[dict[str, str], object]:
 def served(arguments: list[str]):
     """Options of a server's command."""
     assert arguments[0] == "tools/serve_vllm.py"
-    return serve_parser().parse_args(arguments[1:])
+    parser = argparse.ArgumentParser()
+    add_serve_arguments(parser)
+    return parser.parse_args(arguments[1:])
 
 
 def configured(options):

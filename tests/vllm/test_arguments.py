@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
+from moe_rl.cli import main
 from moe_rl.config.load import load_config
 from moe_rl.models.hf import read_model
 from moe_rl.train.run_folder import RunFolder
@@ -53,7 +54,7 @@ def of_server(tmp_path):
 
         given = ["--config", CONFIG, "--token-file", str(tmp_path / "token"), f"run.runs_dir={tmp_path}", *overrides]
         with patch.object(serve, "_run", run), pytest.raises(_Started) as started:
-            serve.main([*given, "--", *further])
+            main(["serve", *given, "--", *further])
         return started.value.args[0]
 
     with patch.dict(os.environ):
