@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 LEVELS = (
-    ("errors", "types", "messages", "checkpoint_folder", "shipped"),
+    ("errors", "types", "messages", "checkpoint_folder"),
     ("models",),
     ("config",),
     ("trace", "objectives", "planning", "tasks"),
@@ -21,7 +21,7 @@ LEVELS = (
     ("rollout", "megatron"),
     ("train", "report"),
     ("proof", "comparison", "doctor"),
-    ("cli", "commands", "tools", "__main__"),
+    ("cli", "commands", "tools"),
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 ONLY_IN = {"megatron": {"megatron"}, "vllm": {"vllm", "weights"}}

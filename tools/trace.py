@@ -1,11 +1,18 @@
-"""Look into, check, fill and draw a store of routing traces: `moe-rl trace`.
+"""Look into, check, fill and draw a store of routing traces, as `moe-rl trace` does."""
 
-python tools/trace.py inspect | verify | cat | import | export | repair | bench | plot STORE
-"""
+from __future__ import annotations
 
+import argparse
 import sys
 
-from moe_rl.cli import main
+from moe_rl.commands.trace import add_arguments, run
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return run(parser.parse_args(argv))
+
 
 if __name__ == "__main__":
-    sys.exit(main(["trace", *sys.argv[1:]]))
+    sys.exit(main())

@@ -16,6 +16,8 @@ from moe_rl.errors import ConfigError, describe
 Mode = Literal["r3", "r2", "native", "observe"]
 
 MICROBATCH_TOKENS = 40
+# Faults that end the processes of their ranks: one is refused in a layer while another waits for it, who is told so.
+ENDING = ("key lost on one rank", "key of another chunk")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,8 @@ class Case:
     mode: r3 forces random routes; r2 replays what other router weights chose; native routes freely; observe as well,
     with the recorded routes at hand for comparison. plan: whether dispatch follows plans of the routes it replays, and
     overlap_chunks: in how many chunks it computes while rows travel; 0: it does not.
-    after_failure: an update that was broken off in the middle of its schedule comes first.
+    fault: one to plant, see `proof.faults`. after_failure: an update that was broken off in the middle of its schedule
+    comes first.
     """
 
     ranks: int
@@ -34,6 +37,7 @@ class Case:
     mode: Mode = "r3"
     plan: bool = True
     overlap_chunks: int = 0
+    fault: str = "none"
     after_failure: bool = False
 
     @property
@@ -43,6 +47,7 @@ class Case:
         words += [self.mode] if self.mode != "r3" else []
         words += ["unplanned"] if not self.plan else []
         words += [f"overlap_chunks={self.overlap_chunks}"] if self.overlap_chunks else []
+        words += [f"fault={self.fault}"] if self.fault != "none" else []
         words += ["after a failure"] if self.after_failure else []
         return " ".join(words)
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
 import msgspec
+import torch
 
 from moe_rl.errors import EngineError, MoeRLError, describe
 from moe_rl.vllm import patches
@@ -146,15 +147,23 @@ def __getattr__(name: str):
 
 
 def refuse_unpatched(config, applied: Set[str], *, on_cpu: bool) -> None:
-    """Raises EngineError where vLLM computes wrong numbers for the model of this VllmConfig, and says nothing, unless
-    its patches are `applied` (their four digits)."""
+    """Raises EngineError where vLLM dies with the model of this VllmConfig, or computes wrong numbers and says nothing,
+    unless its patches are `applied` (their four digits). On a CPU with AMX it asks the kernel for the tiles."""
     model = config.model_config
     rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
     plain_latent = model.use_mla and rope.get("rope_type", "default") == "default"
     updated_oss = "GptOssForCausalLM" in model.architectures and config.weight_transfer_config is not None
+    tiles = on_cpu and torch.cpu._is_amx_tile_supported()
+    refused = tiles and not torch.cpu._init_amx()
     for wrong, patch, why in (
         (plain_latent and on_cpu, "0006", "plain rotary angles of latent attention on a CPU"),
         (updated_oss, "0007", "weight updates, which lose the experts and sinks of gpt-oss"),
+        (
+            tiles and model.use_mla and model.dtype != torch.bfloat16,
+            "0008",
+            f"latent attention in {model.dtype} by AMX",
+        ),
+        (refused and model.dtype != torch.float32, "0009", "AMX, which this CPU has and its Linux does not grant"),
     ):
         if wrong and patch not in applied:
             raise EngineError(

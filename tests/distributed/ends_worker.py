@@ -4,13 +4,12 @@ through the command line, so that what becomes of its ranks is what would become
     torchrun --nproc-per-node N ends_worker.py CHECKPOINT ARGUMENTS_OF_THE_COMMAND ...
 """
 
-import argparse
 import sys
 from pathlib import Path
 
-from moe_rl.commands import train
+from moe_rl.proof import faults
 from moe_rl.proof.cases import Case
-from tests.support.planted import FAULTS
+from moe_rl.train import launch
 
 CHECKPOINT = Path(sys.argv[1])
 
@@ -25,25 +24,23 @@ class Run:
         from moe_rl.megatron import world
         from moe_rl.megatron.policy import Policy
         from moe_rl.models.hf import read_model
-        from moe_rl.proof.trial import Trial
+        from moe_rl.proof.share import Share
 
         parallel = dict(self.config.parallel)
         case, facts = Case(world.dist.get_world_size(), parallel), read_model(CHECKPOINT)
         policy = Policy(facts, case.train_config, case.parallel_config, CHECKPOINT, temperature=1.0)
-        trial = Trial(facts, case, policy)
+        share = Share(facts, case, policy)
         if world.dist.get_rank() == case.ranks - 1:
-            FAULTS["lost key"].plant(policy, lambda: print("planted", flush=True))
+            faults.FAULTS["lost key"].plant(policy, lambda: print("planted", flush=True))
         with self.peers.phase("train", 1):
-            trial.update(trial.tables)
+            share.update(share.tables)
 
 
 def main():
     from moe_rl.train import loop
 
     loop.Run = Run
-    parser = argparse.ArgumentParser()
-    train.add_arguments(parser)
-    return train.run(parser.parse_args(sys.argv[2:]))
+    return launch.main(sys.argv[2:])
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
 object with the paths spec, result and log, and answers with the exit status of each.
 
 spec (JSON): engine: arguments of vllm.LLM; recording: of additional_config["moe_rl"]; capture: patch | worker;
-asynchronous: whether to schedule asynchronously, which vLLM's CPU platform switches off; acts: list of
+asynchronous: whether to schedule asynchronously, which vLLM's CPU platform switches off; amx: whether vLLM is
+told that this CPU has AMX; acts: list of
   {"sample": [request, ...], "sink": name, "abort_after": steps}   request: key, prompt, seed, max_tokens, ...
   {"update": a WeightUpdate, "lost": tensor that the model drops}
 result (JSON): acts: per "sample", the completions and references; stats of the recorder, prefix hits, and what else the
@@ -47,6 +48,8 @@ def play(given: str, result: str) -> NoReturn:
         spec = json.load(file)
     if spec.get("asynchronous"):
         _schedule_asynchronously()
+    if spec.get("amx"):
+        _say_amx()
     import vllm
 
     from moe_rl.vllm.worker import CONTROL, WORKER
@@ -102,6 +105,12 @@ def play(given: str, result: str) -> NoReturn:
         )
     sys.stdout.flush()
     os._exit(0)
+
+
+def _say_amx() -> None:
+    import torch
+
+    torch.cpu._is_amx_tile_supported = torch.cpu._is_amx_fp16_supported = lambda: True
 
 
 def _lose(worker, name: str) -> None:

@@ -125,8 +125,9 @@ class FamilyRouter:
         return sets, gaps, None, output.logits[0].log_softmax(-1).numpy()
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_recorded_before_and_after_an_update(play, name, tmp_path):  # noqa: F811
+@pytest.mark.parametrize("name, amx", [*((name, False) for name in MODELS), ("moonlight", True)])
+def test_recorded_before_and_after_an_update(play, name, amx, tmp_path):  # noqa: F811
+    """amx: vLLM is told that this CPU has it. In float32 nothing may be done with it."""
     from safetensors.torch import load_file, save_file
 
     model, other = tmp_path / "model", tmp_path / "other"
@@ -155,6 +156,7 @@ def test_recorded_before_and_after_an_update(play, name, tmp_path):  # noqa: F81
             {"update": again, "lost": f"model.layers.1.{LOST[name][0]}"},
         ],
         engine={"model": str(model)},
+        amx=amx,
     )
     before, after = FamilyRouter(model), FamilyRouter(other)
     assert agree(outcome, before) > 1000
@@ -171,28 +173,45 @@ def test_recorded_before_and_after_an_update(play, name, tmp_path):  # noqa: F81
     assert (np.sort(record.routes, -1) != sets[:-1]).any(-1).mean() > 0.5
 
 
+AMX = {"has": True, "granted": True}
+DENIED = {"has": True, "granted": False}
+FLOAT = {"use_mla": True, "rope": {"rope_type": "yarn"}}
+REPAIRS = {"0006", "0007", "0008", "0009"}
+
+
 @pytest.mark.parametrize(
-    "what, on_cpu, patch",
+    "what, on_cpu, amx, patch",
     [
-        ({"use_mla": True}, True, "0006"),
-        ({"use_mla": True}, False, None),
-        ({"use_mla": True, "rope": {"rope_type": "yarn"}}, True, None),
-        ({"use_mla": False}, True, None),
-        ({"architectures": ["GptOssForCausalLM"]}, True, "0007"),
-        ({"architectures": ["GptOssForCausalLM"]}, False, "0007"),
-        ({"architectures": ["GptOssForCausalLM"], "updates": None}, False, None),
+        ({"use_mla": True}, True, {}, "0006"),
+        ({"use_mla": True}, False, {}, None),
+        ({"use_mla": True, "rope": {"rope_type": "yarn"}}, True, {}, None),
+        ({"use_mla": False}, True, {}, None),
+        ({"architectures": ["GptOssForCausalLM"]}, True, {}, "0007"),
+        ({"architectures": ["GptOssForCausalLM"]}, False, {}, "0007"),
+        ({"architectures": ["GptOssForCausalLM"], "updates": None}, False, {}, None),
+        (FLOAT, True, AMX, "0008"),
+        (FLOAT, False, AMX, None),
+        (FLOAT | {"dtype": torch.bfloat16}, True, AMX, None),
+        ({"use_mla": False}, True, AMX, None),
+        ({"use_mla": False}, True, DENIED, None),
+        ({"use_mla": False, "dtype": torch.bfloat16}, True, DENIED, "0009"),
+        ({"use_mla": False, "dtype": torch.bfloat16}, False, DENIED, None),
     ],
 )
-def test_without_its_patch_a_family_is_refused(what, on_cpu, patch):
-    model = {"use_mla": False, "architectures": ["DeepseekV3ForCausalLM"]} | what
+def test_without_its_patch_a_family_is_refused(what, on_cpu, amx, patch, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx.get("has", False))
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: amx.get("granted", False))
+    model = {"use_mla": False, "architectures": ["DeepseekV3ForCausalLM"], "dtype": torch.float32} | what
     text = SimpleNamespace(rope_parameters=model.pop("rope", {"rope_type": "default"}))
     config = SimpleNamespace(
         weight_transfer_config=model.pop("updates", "files"),
         model_config=SimpleNamespace(hf_text_config=text, **model),
     )
-    refuse_unpatched(config, {"0006", "0007"}, on_cpu=on_cpu)
+    refuse_unpatched(config, REPAIRS, on_cpu=on_cpu)
     if patch is None:
         refuse_unpatched(config, set(), on_cpu=on_cpu)
         return
     with pytest.raises(EngineError, match=f"wrong about .*patch {patch}"):
-        refuse_unpatched(config, {"0006", "0007"} - {patch}, on_cpu=on_cpu)
+        refuse_unpatched(config, set(), on_cpu=on_cpu)
+    with pytest.raises(EngineError, match=f"wrong about .*patch {patch}"):
+        refuse_unpatched(config, REPAIRS - {patch}, on_cpu=on_cpu)

@@ -335,6 +335,13 @@ def test_compiled(play, router):
     assert recording != off
 
 
+def test_a_short_first_request_in_bfloat16(play):
+    """On a CPU with AMX nothing before its attention has asked the kernel for tiles, and vLLM alone dies of SIGILL."""
+    outcome = play([{"sample": requests(1, 1, prompt=3), "sink": "s"}], engine={"dtype": "bfloat16"})
+    (one,) = outcome.completions()
+    assert one["rows"] == 3 + len(one["token_ids"]) - 1 > 3
+
+
 def test_pipeline_stages_record_their_own_layers(play, router):
     """Tensor and expert parallel workers: test_parallel_server.py."""
     outcome = play(
