@@ -2,7 +2,7 @@
 
     python benchmarks/weight_sync.py [--rounds N] [--mib N] [--ways disk shared_memory broadcast] [--json FILE]
 
-A random Qwen3-MoE in bfloat16 of about --mib is sent by `moe_rl.train.weights.WeightSender`, one rank, as a run sends
+A random Qwen3-MoE in bfloat16 of about --mib is sent by `moe_rl.weights.sender.WeightSender`, one rank, as a run sends
 it: exported from host memory, digested, moved, digested again by the other process. `received`: until all of it has
 been confirmed in the sampler's memory, by a process that then drops it. `loaded`: the same into a real vLLM engine,
 until it could sample. copy: one tensor copied to another, the same bytes, memory that was used before. digest: of one
@@ -26,11 +26,11 @@ from safetensors.torch import load_file
 
 from moe_rl.config.schema import ParallelConfig, RolloutConfig
 from moe_rl.megatron import world
-from moe_rl.megatron.hf_export import Round
 from moe_rl.rollout.engine import VllmEngine
-from moe_rl.train.weights import WeightSender
 from moe_rl.vllm.wire import EngineSettings
 from moe_rl.weights.digest import tensor_digests
+from moe_rl.weights.sender import WeightSender
+from moe_rl.weights.stream import Round
 from moe_rl.weights.update import decode, encode
 
 WAYS = ("disk", "shared_memory", "broadcast")
@@ -61,7 +61,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, object]:
     octets = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()])
     target = octets.clone()
     senders = {
-        (to, way): WeightSender(Held(tensors), rollout(options), way, folder / f"{to}-{way}")
+        (to, way): WeightSender(Held(tensors), rollout(options), folder / f"{to}-{way}", world, way=way)
         for to in ("received", "loaded")
         for way in options.ways
     }

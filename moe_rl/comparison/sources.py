@@ -23,9 +23,9 @@ from moe_rl.train.kept import KeptRollouts, RolloutBatch, shard_name
 from moe_rl.train.rollouts import generate_request
 from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.samplers import engine_settings
-from moe_rl.train.weights import WeightSender, way_of
 from moe_rl.types import Sequence
 from moe_rl.weights.digest import tensor_digests, total_digest
+from moe_rl.weights.sender import WeightSender
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def sample(
             engine = VllmEngine.start(engine_settings(config, facts, folder))
         world.broadcast("ready" if engine else None, str)
         if version or rollout.weights != "exact":  # otherwise the engine has read the initial model itself
-            WeightSender(policy, rollout, way_of(rollout), folder.sync).send(engine, version)
+            WeightSender(policy, rollout, folder.sync, world).send(engine, version)
         if engine is not None:
             requests = [
                 generate_request(config, key, tokens, facts.eos_token_ids, config.rollout.temperature)

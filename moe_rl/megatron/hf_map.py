@@ -9,6 +9,7 @@ bytes of it; of query, key and value rows that is whole key-value groups, of gat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -21,9 +22,10 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from moe_rl.errors import ConfigError, describe
 from moe_rl.megatron import world
-from moe_rl.megatron.hf_files import CheckpointReader
+from moe_rl.megatron.hf_files import CheckpointReader, stored_dtype
 from moe_rl.models.hf import ModelFacts, layer_weights
 from moe_rl.models.weight_table import Weight, ends
+from moe_rl.weights.stream import Round
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +187,7 @@ def export(
     return export_entries(everything, facts, dense=dense, experts=experts, get=get)
 
 
-def rounds(
+def _runs(
     chunks: Iterable[torch.nn.Module], facts: ModelFacts, size: Callable[[str, tuple[int, ...]], int], limit: int
 ) -> list[list[Entry]]:
     """The entries of this rank cut into runs of at most `limit` bytes of whole tensors, or of one entry that is larger.
@@ -202,6 +204,37 @@ def rounds(
         runs[-1].append(entry)
         held += bytes_
     return runs
+
+
+def export_rounds(
+    chunks: Iterable[torch.nn.Module],
+    facts: ModelFacts,
+    dtype: torch.dtype,
+    limit: float,
+    *,
+    dense: bool,
+    experts: bool,
+    device: torch.device,
+) -> list[Round]:
+    """The weights of (unwrapped) GPTModels in `dtype` on `device`, in rounds of at most `limit` bytes, or of one weight
+    that is larger. Expert biases are float32 in any precision. dense, experts: as for `export`.
+
+    Ranks that share tensors have the same number of rounds, so that all may wait for one another between two.
+    """
+
+    def size(name: str, shape: tuple[int, ...]) -> int:
+        return math.prod(shape) * stored_dtype(name, dtype).itemsize
+
+    def stored(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            yield name, tensor.to(device, stored_dtype(name, dtype)).contiguous()
+
+    out = []
+    for run in _runs(chunks, facts, size, limit):
+        given = [entry for entry in run if (experts if entry.weight.experts else dense) and entry.group.rank() == 0]
+        whole = [(name, stored_dtype(name, dtype), shape) for entry in given for name, shape in entry.whole]
+        out.append(Round(whole, stored(export_entries(run, facts, dense=dense, experts=experts))))
+    return out
 
 
 @torch.no_grad()

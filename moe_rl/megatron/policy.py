@@ -14,9 +14,8 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
 from moe_rl.errors import ReplayError, describe
-from moe_rl.megatron import rng, schedule, world
+from moe_rl.megatron import hf_map, rng, schedule, world
 from moe_rl.megatron.expert_order import checksum, move
-from moe_rl.megatron.hf_export import Round, export_rounds
 from moe_rl.megatron.microbatch import Microbatch
 from moe_rl.megatron.model import build_model, recomputed_layers, transformer_config, unwrap, wrap_for_training
 from moe_rl.megatron.router import ReplayMoELayer, ReplayRouter
@@ -24,6 +23,7 @@ from moe_rl.megatron.schedule import LossFunction
 from moe_rl.models.hf import ModelFacts
 from moe_rl.planning.expert_placement import check_order, natural_order
 from moe_rl.replay.session import ReplaySession
+from moe_rl.weights.stream import Round
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,16 +259,18 @@ class Policy:
 
     def export(self, dtype: torch.dtype, *, dense: bool, experts: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole weights under Hugging Face names, in the sampler's precision, on the host; see `hf_map.export`."""
-        (only,) = self.export_rounds(dtype, math.inf, dense=dense, experts=experts)
+        (only,) = self._rounds(dtype, math.inf, dense=dense, experts=experts, device=torch.device("cpu"))
         return only.tensors
 
-    def export_rounds(
-        self, dtype: torch.dtype, limit: float, *, dense: bool, experts: bool, host: bool = True
-    ) -> list[Round]:
-        """The same in rounds of at most `limit` bytes, see `export.export_rounds`. host: or where the model is."""
+    def export_rounds(self, dtype: torch.dtype, limit: float, *, host: bool) -> list[Round]:
+        """What this rank gives so that each tensor comes from one rank of one replica, in rounds of at most `limit`
+        bytes, see `hf_map.export_rounds`. host: on the host, or where the model is."""
+        dense, experts = world.holds_first_replica()
         device = torch.device("cpu") if host else world.device()
-        chunks = map(unwrap, self.chunks)
-        return export_rounds(chunks, self.facts, dtype, limit, dense=dense, experts=experts, device=device)
+        return self._rounds(dtype, limit, dense=dense, experts=experts, device=device)
+
+    def _rounds(self, dtype: torch.dtype, limit: float, **which) -> list[Round]:
+        return hf_map.export_rounds(map(unwrap, self.chunks), self.facts, dtype, limit, **which)
 
 
 class ReferencePolicy:

@@ -27,7 +27,7 @@ from moe_rl.rollout.attach import folder_problem, servers_of
 from moe_rl.rollout.server import VllmServer
 from moe_rl.types import Completion, GenerateRequest
 from moe_rl.vllm.control import Served
-from moe_rl.weights.address import reached_by_all
+from moe_rl.weights.broadcast import reached_by_all
 from moe_rl.weights.update import Broadcast, Files, Received, Source, WeightUpdate, refusal
 
 

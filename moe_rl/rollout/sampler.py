@@ -39,8 +39,8 @@ class Sampler(Protocol):
         ...
 
     def update_weights(self, update: WeightUpdate) -> None:
-        """One part of an update, see `sync.update`; returns when it is loaded. May be called from another thread than
-        the one that broadcasts the bytes.
+        """One part of an update, see `weights.update`; returns when it is loaded. May be called from another thread
+        than the one that broadcasts the bytes.
 
         Raises WeightSyncError when any worker refuses it or workers come to hold different weights; the message says
         whether the sampler goes on with the weights it had. After the final part everything sampled carries its

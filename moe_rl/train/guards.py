@@ -1,16 +1,24 @@
 """When to stop: updates that are not finite again and again, a sampler that holds other weights, a run that is lost.
 
 Every rank counts the same numbers, so that all stop together. The counts are part of a checkpoint: a run that is
-resumed stops where it would have without the interruption.
+resumed stops where it would have without the interruption. That the sampler holds the trainer's weights is told by the
+canary, which both score.
 """
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from moe_rl.config.schema import GuardsConfig
 from moe_rl.errors import CollapseError, NonFiniteError, WeightSyncError, describe
-from moe_rl.megatron.policy import UpdateResult
+from moe_rl.megatron import world
+from moe_rl.megatron.microbatch import pack
+from moe_rl.megatron.policy import Policy, UpdateResult
+from moe_rl.planning.packing import fill_rounds
+from moe_rl.rollout.sampler import Sampler
+from moe_rl.types import Sequence
 
 
 class Guards:
@@ -97,3 +105,29 @@ class Guards:
         if metrics["rollout/truncated_fraction"] == 1 and passed == 0 and reward <= 0:
             found.append(f"every completion truncated, none passed, mean reward {reward:.3g}")
         return found
+
+
+class Canary:
+    """A fixed run of tokens whose log-probabilities both engines compute from the weights they hold."""
+
+    def __init__(self, tokens: tuple[int, ...]):
+        self.tokens = tokens
+        canary = Sequence(
+            key="canary",
+            prompt_token_ids=tokens[:1],
+            token_ids=tokens[1:],
+            rollout_logprobs=np.zeros(len(tokens) - 1, np.float32),
+            reward=0.0,
+            weight_version=0,
+            routes=None,
+        )
+        (plan,) = fill_rounds([[[0]]], world.microbatches_in_a_round())
+        self.microbatches = [pack([canary], one, world.device(), world.context_parallel()) for one in plan]
+
+    def difference(self, policy: Policy, sampler: Sampler | None) -> float:
+        """Mean |log-probability difference| in nats, both routing natively, on rank 0; 0 on the others. Of several
+        samplers that of the worst."""
+        ours, *_ = policy.logprobs(self.microbatches, None, temperature=1.0)
+        if sampler is None:
+            return 0.0
+        return float(np.abs(ours.cpu().numpy() - sampler.score(self.tokens)).mean(-1).max())

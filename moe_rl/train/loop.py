@@ -28,6 +28,7 @@ from moe_rl.report.log import RunLog
 from moe_rl.report.summary import summarize
 from moe_rl.tasks.verifiers import VerifierPool
 from moe_rl.trace import TraceSpec, TraceStore
+from moe_rl.train.guards import Canary
 from moe_rl.train.kept import KeptRollouts, RolloutBatch, kept_steps
 from moe_rl.train.peers import Peers, StopRequested
 from moe_rl.train.resume import open_folder, restore
@@ -35,7 +36,7 @@ from moe_rl.train.rollouts import Rollouts
 from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.samplers import start_sampler
 from moe_rl.train.step import Clock, TrainStep
-from moe_rl.train.weights import Canary, WeightSender, way_of
+from moe_rl.weights.sender import WeightSender
 
 # The parts of a step that every rank has, and that are ended before a run stops.
 _TRAINING = ("placement", "routes", "logprobs", "train", "sync")
@@ -112,7 +113,7 @@ class Run:
         facts = self.facts
         spec = TraceSpec.from_layers(facts.fingerprint, facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
         self.train_step = TrainStep(config, self.policy, reference, self.store, spec)
-        self.sender = WeightSender(self.policy, config.rollout, way_of(config.rollout), folder.sync)
+        self.sender = WeightSender(self.policy, config.rollout, folder.sync, world)
         self.train_seconds = 0.0  # of the last step, with its sync
         self.saving = Clock()  # since the last step was logged
         self.canary = Canary(world.broadcast(self.rollouts.canary_tokens() if self.is_main else None, tuple[int, ...]))

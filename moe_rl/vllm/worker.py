@@ -62,7 +62,7 @@ class RecorderControl:
             self.moe_rl_recorder.abandon(sink)
 
     def moe_rl_update_weights(self, update: bytes) -> dict[str, object]:
-        """One part of new weights, see `sync.update.encode`; returns a `Holding` as plain values."""
+        """One part of new weights, see `weights.update.encode`; returns a `Holding` as plain values."""
         return receiver.take(self, update)
 
     def moe_rl_discard_weights(self) -> dict[str, object]:

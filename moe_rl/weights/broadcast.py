@@ -5,30 +5,26 @@
     packed_nccl_broadcast_producer   ---->  packed_nccl_broadcast_consumer: unpacked, digested, loaded, bucket by bucket
 
 Both ends cut the stream into the same buckets, from names, shapes and the bucket size alone. On GPUs the group is
-vLLM's NCCL communicator; on hosts it is gloo, under the same packing. Only a way that is used imports this module.
+vLLM's NCCL communicator; on hosts it is gloo, under the same packing. vLLM's code takes seconds to import, so that it
+is imported when an update first goes this way.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from vllm.distributed.weight_transfer import packed_tensor
-from vllm.distributed.weight_transfer.packed_tensor import (
-    packed_nccl_broadcast_consumer,
-    packed_nccl_broadcast_producer,
-)
 
 from moe_rl.errors import WeightSyncError, describe
-from moe_rl.weights.address import own_address
+from moe_rl.weights.digest import as_announced
 from moe_rl.weights.update import Broadcast, TensorInfo
-from moe_rl.weights.ways import as_announced
 
 _TIMEOUT = timedelta(minutes=10)
 _POLL_SECONDS = 0.01
@@ -38,7 +34,7 @@ _POLL_SECONDS = 0.01
 _BUFFERS = 1
 
 
-class Group(Protocol):
+class Communicator(Protocol):
     """What vLLM's packed code asks of a communicator."""
 
     def broadcast(self, tensor: Tensor, src: int) -> None: ...
@@ -61,7 +57,7 @@ class Sender:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
-        self._group: Group | None = None
+        self._group: Communicator | None = None
         self._sent = 0
         _lend_streams(device)
 
@@ -76,6 +72,8 @@ class Sender:
 
         Raises WeightSyncError before it sends anything else: workers cut the stream by what they were announced.
         """
+        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
         keys = [_ready(self._sent, rank) for rank in range(1, self.workers + 1)]
         while not self._store.check(keys):
             if stopped.wait(_POLL_SECONDS):
@@ -104,13 +102,15 @@ class Receiver:
         except RuntimeError as error:
             where = f"{source.address}:{source.port}"
             raise WeightSyncError(describe("The trainer cannot be reached", where=where, got=error)) from error
-        self._group: Group | None = None
+        self._group: Communicator | None = None
         self._received = 0
         _lend_streams(device)
 
     def receive(self, infos: Sequence[TensorInfo], take: Callable[[list[tuple[str, Tensor]]], None]) -> None:
         """Get the tensors in this order; `take` is given each bucket of them. Raises WeightSyncError when the bytes
         stop coming."""
+        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_consumer
+
         expected = ((info.name, (list(info.shape), getattr(torch, info.dtype))) for info in infos)
         try:
             self._store.set(_ready(self._received, self._rank), b"1")
@@ -136,7 +136,7 @@ def _ready(number: int, rank: int) -> str:
     return f"moe_rl/update {number}/rank {rank}"
 
 
-def _connect(store: dist.Store, address: str, rank: int, size: int, device: torch.device) -> Group:
+def _connect(store: dist.Store, address: str, rank: int, size: int, device: torch.device) -> Communicator:
     if device.type == "cpu":
         return GlooGroup(store, address, rank, size)
     from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
@@ -178,5 +178,23 @@ class _NoStream:
 def _lend_streams(device: torch.device) -> None:
     """vLLM's packed code asks for CUDA streams: a process without a GPU gets some that do nothing, for good."""
     if device.type == "cpu":
+        from vllm.distributed.weight_transfer import packed_tensor
+
         packed_tensor._get_streams = lambda _, count: (_NoStream(),) * count
         torch.accelerator.current_device_index = lambda: 0
+
+
+def own_address(host: str, port: int) -> str:
+    """The address of this host on the way to another one. Nothing is sent. Raises OSError when there is no way."""
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return probe.getsockname()[0]
+
+
+def reached_by_all(others: Iterable[tuple[str, int]]) -> str:
+    """The address of this host on the way to several (host, port), of which some may be this host itself: a loopback
+    address only when all are. Raises OSError as `own_address`."""
+    found = [own_address(*other) for other in others]
+    outer = (address for address in found if not ipaddress.ip_address(address.partition("%")[0]).is_loopback)
+    return next(outer, found[0])

@@ -11,13 +11,17 @@ Carter & Wegman 1979). Both sides of a way hold a tensor on the same kind of dev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import zip_longest
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
+
+from moe_rl.errors import WeightSyncError, describe
+from moe_rl.weights.update import TensorInfo
 
 _WORDS = 1 << 20
 """Words that share a salt of the second kind: 8 MiB as int64, in which they are summed."""
@@ -32,6 +36,24 @@ def tensor_digest(name: str, tensor: Tensor) -> str:
     else:
         state.update(word_sum(octets).to_bytes(8, "little"))
     return state.hexdigest()
+
+
+def info_of(name: str, tensor: Tensor) -> TensorInfo:
+    """A tensor as it is announced, with the digest of what lies in this process's memory."""
+    return TensorInfo(name, dtype_name(tensor.dtype), tuple(tensor.shape), tensor_digest(name, tensor))
+
+
+def as_announced(infos: Sequence[TensorInfo], tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors, for a reader that cuts a run of bytes by their announcement alone. Raises WeightSyncError at the
+    first that is another than was announced, or lacks, or is one too many."""
+    nothing = ("nothing", torch.empty(0))
+    for info, (name, tensor) in zip_longest(infos, tensors, fillvalue=nothing):
+        got = (name, dtype_name(tensor.dtype), tuple(tensor.shape))
+        expected = (info.name, info.dtype, info.shape) if isinstance(info, TensorInfo) else "nothing"
+        if got != expected:
+            message = "Another tensor would be sent than was announced"
+            raise WeightSyncError(describe(message, got=got, expected=expected))
+        yield name, tensor
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from moe_rl.weights.intake import Intake
-from moe_rl.weights.update import Broadcast, CudaIpc, Received, SharedMemory, WeightUpdate
-from moe_rl.weights.ways import placed
+from moe_rl.weights.shared_disk import read_parts
+from moe_rl.weights.shared_memory import read_segments
+from moe_rl.weights.update import Broadcast, CudaIpc, Files, Received, SharedMemory, WeightUpdate
 
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.packed_tensor import PackedBufferImporter
@@ -93,3 +95,10 @@ class Reader:
     def _load(self, tensors: dict[str, Tensor]) -> None:
         self._intake.touch()
         self._give(tensors)
+
+
+def placed(update: WeightUpdate) -> Iterator[tuple[str, Tensor]]:
+    """Every (name, tensor) of a part that lies somewhere, mapped. Raises WeightSyncError where it cannot be read."""
+    if isinstance(update.source, Files):
+        return read_parts([Path(path) for path in update.source.paths])
+    return read_segments(update.source.segments, update.tensors)

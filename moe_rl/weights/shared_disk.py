@@ -1,9 +1,13 @@
-"""Weights on a disk that trainer and sampler share: safetensors parts, complete or not there at all."""
+"""An update through a disk that trainer and sampler share: safetensors files, complete or not there at all.
+
+A rank holds one bucket of its own and one tensor at a time; the sampler maps what it reads.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -11,6 +15,42 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_rl.errors import WeightSyncError, describe
+from moe_rl.weights.digest import info_of
+from moe_rl.weights.update import Bucket, Files
+
+
+class DiskWay:
+    """By safetensors files in a folder that is shared. The sampler is called once, when all of them are written: it
+    checks everything before it loads anything."""
+
+    one_call = True
+
+    def __init__(self, folder: Path, rank: int):
+        self._folder, self._rank, self._written = folder / "update", rank, 0
+
+    def begin(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._written = 0
+
+    def bucket(self, tensors: Iterable[tuple[str, Tensor]]) -> Bucket:
+        """Take tensors; they are in place when it returns."""
+        held = dict(tensors)
+        if not held:
+            return Bucket([], None)
+        path = self._folder / f"rank{self._rank:05d}-{self._written:05d}.safetensors"
+        self._written += 1
+        infos = [info_of(name, tensor) for name, tensor in held.items()]
+        write_part(path, held)
+        return Bucket(infos, str(path.absolute()))
+
+    def source(self, buckets: Sequence[Bucket]) -> Files:
+        """Where the sampler finds the tensors of the buckets of all ranks, in their order."""
+        return Files([bucket.place for bucket in buckets])
+
+    def end(self) -> None:
+        """The update is over on all ranks."""
+        if self._rank == 0:
+            shutil.rmtree(self._folder)
 
 
 def write_part(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Weights in memory that trainer and sampler share: segments without a name, which no process can leave behind.
+"""An update through memory that trainer and sampler share: segments without a name, which no process leaves behind.
 
 A segment is a memfd: it lives as long as a process holds its descriptor or a mapping, and shows nowhere in /dev/shm.
 The sampler opens it through /proc, so it must run on the same host, under the same user, and see the trainer's
@@ -11,13 +11,43 @@ import math
 import mmap
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from moe_rl.errors import WeightSyncError, describe
-from moe_rl.weights.update import ALIGNMENT, Segment, TensorInfo
+from moe_rl.weights.digest import info_of
+from moe_rl.weights.update import ALIGNMENT, Bucket, MemorySegment, SharedMemory, TensorInfo
+
+
+class MemoryWay:
+    """By shared memory of one host. The sampler is called for each round of buckets; a rank has one segment, which it
+    fills again and again."""
+
+    one_call = False
+
+    def __init__(self):
+        self._writer = SegmentWriter()
+
+    def begin(self) -> None:
+        """Nothing has to be made ready."""
+
+    def bucket(self, tensors: Iterable[tuple[str, Tensor]]) -> Bucket:
+        """As DiskWay.bucket, in place of the bucket before, which the sampler has read."""
+        infos = []
+        self._writer.clear()
+        for name, tensor in tensors:
+            infos.append(info_of(name, tensor))
+            self._writer.append(tensor)
+        return Bucket(infos, self._writer.segment() if infos else None)
+
+    def source(self, buckets: Sequence[Bucket]) -> SharedMemory:
+        """As DiskWay.source."""
+        return SharedMemory([bucket.place for bucket in buckets])
+
+    def end(self) -> None:
+        """The segment stays until the sender goes."""
 
 
 class SegmentWriter:
@@ -45,16 +75,16 @@ class SegmentWriter:
             raise WeightSyncError(message) from error
         self._tensors += 1
 
-    def segment(self) -> Segment:
+    def segment(self) -> MemorySegment:
         """What was appended."""
-        return Segment(os.getpid(), self._descriptor, self._end, self._tensors)
+        return MemorySegment(os.getpid(), self._descriptor, self._end, self._tensors)
 
     def clear(self) -> None:
         """Begin anew. Only when nobody reads what was written before."""
         self._end = self._tensors = 0
 
 
-def read_segments(segments: Sequence[Segment], tensors: Sequence[TensorInfo]) -> Iterator[tuple[str, Tensor]]:
+def read_segments(segments: Sequence[MemorySegment], tensors: Sequence[TensorInfo]) -> Iterator[tuple[str, Tensor]]:
     """Every (name, tensor); mapped, not copied: a segment's memory is freed when its last tensor is.
 
     Raises WeightSyncError for a segment that cannot be opened, or that is not as long as its tensors.
@@ -80,7 +110,7 @@ def read_segments(segments: Sequence[Segment], tensors: Sequence[TensorInfo]) ->
             start = end
 
 
-def _mapped(segment: Segment) -> Tensor:
+def _mapped(segment: MemorySegment) -> Tensor:
     """The bytes of a segment, uint8."""
     where = f"/proc/{segment.pid}/fd/{segment.descriptor}"
     try:

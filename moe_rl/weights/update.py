@@ -46,7 +46,7 @@ class Files(msgspec.Struct, frozen=True, tag="files", forbid_unknown_fields=True
     paths: list[str]
 
 
-class Segment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class MemorySegment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """`size` bytes of memory without a name: descriptor of process `pid` of this host. The next `tensors` tensors of
     the update lie in it, one behind the other, each at the next multiple of ALIGNMENT."""
 
@@ -59,7 +59,14 @@ class Segment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 class SharedMemory(msgspec.Struct, frozen=True, tag="shared_memory", forbid_unknown_fields=True):
     """The tensors lie in these segments, in order. The trainer writes there again once the call is answered."""
 
-    segments: list[Segment]
+    segments: list[MemorySegment]
+
+
+class Bucket(msgspec.Struct, frozen=True):
+    """Tensors of one trainer rank, and where they lie: a path, a segment, or nowhere when there are none."""
+
+    tensors: list[TensorInfo]
+    place: str | MemorySegment | None
 
 
 class Broadcast(msgspec.Struct, frozen=True, tag="broadcast", forbid_unknown_fields=True):

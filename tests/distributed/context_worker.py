@@ -62,7 +62,7 @@ def main():
     from moe_rl.megatron.saving import Checkpoints
     from moe_rl.train import shares as shares_of
     from moe_rl.train import step
-    from moe_rl.train.weights import Canary
+    from moe_rl.train.guards import Canary
 
     rank = dist.get_rank()
     sequences, store, spec = batch(facts, out / f"trace{rank}")

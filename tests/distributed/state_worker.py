@@ -27,7 +27,6 @@ from moe_rl.comparison.sources import weights_digest
 from moe_rl.config.schema import GuardsConfig, ParallelConfig
 from moe_rl.errors import CheckpointError, NonFiniteError, WeightSyncError
 from moe_rl.megatron import checkpoint, rng, saving, world
-from moe_rl.megatron.hf_export import Round
 from moe_rl.megatron.model import unwrap
 from moe_rl.megatron.policy import Policy, ReferencePolicy
 from moe_rl.models.hf import read_model
@@ -35,6 +34,7 @@ from moe_rl.proof import cases
 from moe_rl.proof.share import Share
 from moe_rl.train.guards import Guards
 from moe_rl.weights.shared_memory import SegmentWriter
+from moe_rl.weights.stream import Round
 from tests.weights.taking import Taker, sender_of, taken
 
 ONE = ParallelConfig()

@@ -23,9 +23,9 @@ from moe_rl.rollout.server import VllmServer
 from moe_rl.trace import TraceStore, validate
 from moe_rl.types import GenerateRequest
 from moe_rl.vllm.control import read_token
+from moe_rl.weights.digest import info_of
 from moe_rl.weights.shared_disk import write_part
 from moe_rl.weights.update import Files, WeightUpdate
-from moe_rl.weights.ways import info_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "serve_vllm.py"

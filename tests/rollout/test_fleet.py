@@ -20,7 +20,7 @@ from moe_rl.errors import EngineError, SamplerGone, WeightSyncError
 from moe_rl.rollout.fleet import ServerFleet, assign
 from moe_rl.types import Completion, GenerateRequest
 from moe_rl.vllm.control import Served
-from moe_rl.weights.address import own_address, reached_by_all
+from moe_rl.weights.broadcast import own_address, reached_by_all
 from moe_rl.weights.update import Broadcast, Files, Holding, SharedMemory, WeightUpdate
 
 SERVED = Served(

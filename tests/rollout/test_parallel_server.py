@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 
 from moe_rl.errors import EngineError
 from moe_rl.weights.broadcast import Sender
+from moe_rl.weights.digest import info_of
 from moe_rl.weights.update import Holding, Received, TensorInfo, WeightUpdate
-from moe_rl.weights.ways import info_of
 from tests.rollout.faulty_server import DAMAGED, UNLUCKY
 from tests.rollout.serving import Router, Running, agree, serving, whole_update
 

@@ -5,12 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
 
 from moe_rl.errors import WeightSyncError
+from moe_rl.weights.digest import info_of
 from moe_rl.weights.shared_disk import write_part
 from moe_rl.weights.shared_memory import SegmentWriter
 from moe_rl.weights.update import Files, Received, SharedMemory, TensorInfo, WeightUpdate
-from moe_rl.weights.ways import info_of
+
+# The only rank of a trainer.
+ALONE = SimpleNamespace(gather=lambda message, kind: [message], device=lambda: torch.device("cpu"))
 
 
 def part(tensors, source, *, version, replaces=0, number=0, final=True, changed=True) -> WeightUpdate:

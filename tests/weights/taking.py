@@ -55,13 +55,14 @@ class Taker:
         return np.zeros(len(tokens) - 1, np.float32)
 
 
-def sender_of(policy, folder: Path, way: str, **settings):
-    """A WeightSender of these ranks. settings: of rollout."""
-    from moe_rl.train.weights import WeightSender
+def sender_of(policy, folder: Path, way: str, ranks=None, **settings):
+    """A WeightSender of these ranks. ranks: in place of megatron's own. settings: of rollout."""
+    from moe_rl.megatron import world
+    from moe_rl.weights.sender import WeightSender
 
     lengths = {"prompts_per_step": 1, "group_size": 2, "max_prompt_tokens": 1, "max_completion_tokens": 1}
     rollout = RolloutConfig(**lengths, **{"dtype": "float32"} | settings)
-    return WeightSender(policy, rollout, way, folder)
+    return WeightSender(policy, rollout, folder, ranks or world, way=way)
 
 
 def taken(policy, checkpoint: Path, folder: Path, way: str = "disk", **settings) -> Taker | None:

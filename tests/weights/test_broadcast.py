@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from moe_rl.errors import SamplerGone, WeightSyncError
+from moe_rl.weights import stream
 from moe_rl.weights.intake import Intake
 from moe_rl.weights.reader import Reader
 from moe_rl.weights.update import Broadcast, WeightUpdate
-from tests.weights.sending import broadcast
+from tests.weights.sending import ALONE, broadcast
 from tests.weights.test_intake import BYTES, equal
 
 BUCKET = 400  # bytes
@@ -148,13 +149,12 @@ def test_the_port_is_open_to_the_named_address_alone(open_sender):
 
 
 def test_a_sampler_that_lost_workers_gets_a_way_of_its_own_and_the_old_one_is_closed(tmp_path, monkeypatch):
-    from moe_rl.train import stream
     from tests.weights.taking import sender_of
 
-    sender = sender_of(SimpleNamespace(moves=0), tmp_path, "broadcast")
+    sender = sender_of(SimpleNamespace(moves=0), tmp_path, "broadcast", ALONE)
     used, closed = [], []
     monkeypatch.setattr(sender, "_rounds", lambda *, host: [])
-    monkeypatch.setattr(stream, "broadcast", lambda way, *_: used.append(way) or 0)
+    monkeypatch.setattr("moe_rl.weights.sender.broadcast", lambda stream, way, *_: used.append(way) or 0)
     for workers in (2, 2, 1):
         sender.send(SimpleNamespace(workers=workers, address="127.0.0.1", wake=lambda part: None), len(used) + 1)
         monkeypatch.setattr(used[-1], "close", lambda way=used[-1]: closed.append(way))
@@ -162,10 +162,8 @@ def test_a_sampler_that_lost_workers_gets_a_way_of_its_own_and_the_old_one_is_cl
 
 
 @pytest.mark.parametrize("sampler_says", [WeightSyncError("vLLM lost a part"), SamplerGone("server 1 is gone"), None])
-def test_of_a_broadcast_that_failed_both_ends_tell(monkeypatch, sampler_says):
+def test_of_a_broadcast_that_failed_both_ends_tell(sampler_says):
     """When a server dies the sender fails of it too: the run must end for the server."""
-    from moe_rl.train import stream
-
     closed = threading.Event()
 
     def send(*_):
@@ -176,12 +174,11 @@ def test_of_a_broadcast_that_failed_both_ends_tell(monkeypatch, sampler_says):
         if sampler_says is not None:
             raise sampler_says
 
-    monkeypatch.setattr(stream.world, "gather", lambda message, kind: [message])
     source = Broadcast("127.0.0.1", 1, 2, 1, BUCKET)
     sender = SimpleNamespace(send=send, close=closed.set, source=lambda: source)
     part = partial(WeightUpdate, version=1, replaces=0, changed=True)
     with pytest.raises((WeightSyncError, SamplerGone)) as error:
-        stream.broadcast(sender, SimpleNamespace(update_weights=update_weights), part, [])
+        stream.broadcast(stream.WeightStream([], ALONE), sender, SimpleNamespace(update_weights=update_weights), part)
     if isinstance(sampler_says, SamplerGone):
         assert error.value is sampler_says
     else:
@@ -192,16 +189,13 @@ def test_of_a_broadcast_that_failed_both_ends_tell(monkeypatch, sampler_says):
 def test_what_a_rank_hands_over_is_what_it_announced(monkeypatch):
     """Rank 0 takes the digests of what comes, under the names that it was told: two experts that changed places would
     be right to it."""
-    from moe_rl.megatron.hf_export import Round
-    from moe_rl.train import stream
-
     sent, tensors = [], {"up.0": torch.zeros(2, 3), "up.1": torch.ones(2, 3)}
     whole = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-    monkeypatch.setattr(stream.world, "gather", lambda message, kind: [kind([]), message])
+    second = SimpleNamespace(gather=lambda message, kind: [kind([]), message], device=ALONE.device)
     monkeypatch.setattr(stream.dist, "get_rank", lambda: 1)
     monkeypatch.setattr(stream.dist, "send", lambda octets, to: sent.append((octets.clone(), to)))
-    stream.Stream([Round(whole, iter(tensors.items()))]).hand_over()
+    stream.WeightStream([stream.Round(whole, iter(tensors.items()))], second).hand_over()
     assert len(sent) == 1 and torch.equal(sent[0][0].view(torch.float32), torch.arange(12) // 6.0) and sent[0][1] == 0
     with pytest.raises(WeightSyncError, match="would be sent than was announced.*got ..up.1.*expected ..up.0"):
-        stream.Stream([Round(whole, iter(reversed(tensors.items())))]).hand_over()
+        stream.WeightStream([stream.Round(whole, iter(reversed(tensors.items())))], second).hand_over()
     assert len(sent) == 1

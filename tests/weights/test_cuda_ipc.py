@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from moe_rl.errors import WeightSyncError
+from moe_rl.weights import stream
 from moe_rl.weights.update import CudaIpc, WeightUpdate
+from tests.weights.sending import ALONE
 from tests.weights.test_intake import equal
 
 BUCKET = 400  # bytes
@@ -55,12 +57,8 @@ def gpu(monkeypatch):
 
 
 @pytest.fixture
-def send(monkeypatch, taker):
+def send(taker):
     """send(tensors, version): what rank 0, alone, makes of an update; the parts that came."""
-    from moe_rl.megatron.hf_export import Round
-    from moe_rl.train import stream
-
-    monkeypatch.setattr(stream.world, "gather", lambda message, kind: [message])
 
     class Watched:
         def update_weights(self, update):
@@ -72,7 +70,8 @@ def send(monkeypatch, taker):
         sampler.parts, sampler.change = [], change
         part = partial(WeightUpdate, version=version, replaces=version - 1, changed=True)
         described = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-        stream.by_cuda_ipc(sampler, part, [Round(described, iter(tensors.items()))], BUCKET)
+        whole = stream.WeightStream([stream.Round(described, iter(tensors.items()))], ALONE)
+        stream.by_cuda_ipc(whole, sampler, part, BUCKET)
         return sampler.parts
 
     return send

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from moe_rl.weights.precision import BLOCK, fp8_rounded, is_rounded
+from moe_rl.weights.sender import FP8_BLOCK, fp8_rounded, is_rounded
 
 # Every finite float8 e4m3 value, from its definition: 4 bits of exponent (bias 7), 3 of mantissa, no infinities.
 E4M3 = sorted(
@@ -22,15 +22,15 @@ def test_the_values_of_e4m3():
     assert max(E4M3) == 448 and len(set(E4M3)) == 253
 
 
-@pytest.mark.parametrize("shape", [(3, 5), (BLOCK, BLOCK), (BLOCK + 2, 2 * BLOCK + 1)])
+@pytest.mark.parametrize("shape", [(3, 5), (FP8_BLOCK, FP8_BLOCK), (FP8_BLOCK + 2, 2 * FP8_BLOCK + 1)])
 def test_every_value_becomes_the_nearest_of_its_block(shape):
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(shape, generator=generator) * torch.logspace(-3, 1, shape[1])
     rounded = fp8_rounded(weight)
     for row in range(0, shape[0], 7):
         for column in range(0, shape[1], 5):
-            r, c = row // BLOCK * BLOCK, column // BLOCK * BLOCK
-            scale = weight[r : r + BLOCK, c : c + BLOCK].abs().max().item() / 448
+            r, c = row // FP8_BLOCK * FP8_BLOCK, column // FP8_BLOCK * FP8_BLOCK
+            scale = weight[r : r + FP8_BLOCK, c : c + FP8_BLOCK].abs().max().item() / 448
             nearest = min(abs(value * scale - weight[row, column].item()) for value in E4M3)
             error = abs(rounded[row, column].item() - weight[row, column].item())
             assert error == pytest.approx(nearest, rel=1e-3, abs=1e-6 * scale)

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from moe_rl.errors import WeightSyncError
+from moe_rl.weights.digest import info_of
+from moe_rl.weights.reader import placed
 from moe_rl.weights.shared_memory import SegmentWriter, read_segments
 from moe_rl.weights.update import decode, encode
-from moe_rl.weights.ways import info_of, placed
 from tests.weights.sending import by_memory
 from tests.weights.test_digest import some_tensors
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -12,17 +13,43 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_rl.errors import WeightSyncError
-from moe_rl.megatron import world
-from moe_rl.megatron.hf_export import Round
-from moe_rl.rollout.sampler import Sampler
-from moe_rl.weights.digest import dtype_name, tensor_digest
+from moe_rl.weights.broadcast import Sender
+from moe_rl.weights.digest import as_announced, dtype_name, tensor_digest
 from moe_rl.weights.update import Received, TensorInfo, WeightUpdate
-from moe_rl.weights.ways import as_announced
-
-if TYPE_CHECKING:
-    from moe_rl.weights.broadcast import Sender
 
 _LEAVE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A part of what this rank gives. whole: name, dtype and shape of each tensor, known before any is made. tensors:
+    (name, tensor), one at a time. Ranks that share tensors make them together: all must exhaust it."""
+
+    whole: list[tuple[str, torch.dtype, tuple[int, ...]]]
+    tensors: Iterator[tuple[str, Tensor]]
+
+
+class Ranks(Protocol):
+    """What an update asks of the trainer's ranks: `megatron.world`."""
+
+    def gather(self, message: object, kind: type) -> list[Any]:
+        """One value of each rank, in their order, on all of them. kind: the type to decode to."""
+        ...
+
+    def device(self) -> torch.device:
+        """Where this rank's tensors live."""
+        ...
+
+
+class Recipient(Protocol):
+    """What an update asks of a sampler, see `rollout.sampler.Sampler`."""
+
+    workers: int
+    address: str
+
+    def update_weights(self, update: WeightUpdate) -> None: ...
+
+    def wake(self, part: str) -> None: ...
 
 
 class Announced(msgspec.Struct, frozen=True):
@@ -31,11 +58,12 @@ class Announced(msgspec.Struct, frozen=True):
     rounds: list[list[TensorInfo]]
 
 
-class Stream:
+class WeightStream:
     """What all ranks will give, as one stream on rank 0: round by round, rank by rank. All ranks make one together."""
 
-    def __init__(self, rounds: list[Round]):
-        everyone = world.gather(Announced([[_info(*one) for one in run.whole] for run in rounds]), Announced)
+    def __init__(self, rounds: list[Round], ranks: Ranks):
+        self.device = ranks.device()
+        everyone = ranks.gather(Announced([[_info(*one) for one in run.whole] for run in rounds]), Announced)
         count = max((len(one.rounds) for one in everyone), default=0)
         self._order = [(rank, at) for at in range(count) for rank, one in enumerate(everyone) if at < len(one.rounds)]
         self._rounds, self._everyone = rounds, everyone
@@ -47,7 +75,7 @@ class Stream:
         """On rank 0, once. It holds one round of one rank."""
         for rank, at in self._order:
             infos = self._everyone[rank].rounds[at]
-            for name, tensor in self._rounds[at].tensors if rank == 0 else _taken(rank, infos):
+            for name, tensor in self._rounds[at].tensors if rank == 0 else self._taken(rank, infos):
                 self._digests[name] = tensor_digest(name, tensor)
                 yield name, tensor
 
@@ -67,18 +95,25 @@ class Stream:
             del octets  # else they would lie beside those of the next round
         return 0
 
+    def _taken(self, rank: int, infos: list[TensorInfo]) -> Iterator[tuple[str, Tensor]]:
+        """A round of another rank."""
+        if not infos:
+            return
+        octets = torch.empty(sum(info.size for info in infos), dtype=torch.uint8, device=self.device)
+        dist.recv(octets, rank)
+        for info, piece in zip(infos, octets.split([info.size for info in infos]), strict=True):
+            # Tensors begin at multiples of their own size only where those before are as wide.
+            dtype = getattr(torch, info.dtype)
+            aligned = piece if piece.storage_offset() % dtype.itemsize == 0 else piece.clone()
+            yield info.name, aligned.view(dtype).view(info.shape)
 
-def broadcast(
-    sender: Sender | None, sampler: Sampler | None, part: Callable[..., WeightUpdate], rounds: list[Round]
-) -> int:
-    """Send the rounds of all ranks in two parts: the bytes, then their digests. Rank 0 has `sender` and `sampler`.
 
-    part: makes a part of the update from number, final, tensors and source. Returns the bytes sent, 0 on other ranks.
+def broadcast(stream: WeightStream, sender: Sender, sampler: Recipient, part: Callable[..., WeightUpdate]) -> int:
+    """Send the stream in two parts: the bytes, then their digests. Returns the bytes sent.
+
+    part: makes a part of the update from number, final, tensors and source.
     Raises what the sampler does; of a WeightSyncError both ends tell, since either may have brought the other down.
     """
-    stream = Stream(rounds)
-    if sampler is None:
-        return stream.hand_over()
     sending, refused = _Sending(sender, stream), None
     try:
         sampler.update_weights(part(number=0, final=False, tensors=stream.infos, source=sender.source()))
@@ -95,20 +130,16 @@ def broadcast(
     return sum(info.size for info in stream.infos)
 
 
-def by_cuda_ipc(
-    sampler: Sampler | None, part: Callable[..., WeightUpdate], rounds: list[Round], bucket_bytes: int
-) -> int:
+def by_cuda_ipc(stream: WeightStream, sampler: Recipient, part: Callable[..., WeightUpdate], bucket_bytes: int) -> int:
     """As `broadcast`, in one part for each filling of a buffer on the GPU that rank 0 and the sampler share. The one
     before has been copied when its call is answered.
 
     Never run on a GPU.
     """
+    # Imported here: vLLM's packed buckets take seconds to import, and only this way needs them.
     from moe_rl.weights.cuda_ipc import packed
 
-    stream = Stream(rounds)
-    if sampler is None:
-        return stream.hand_over()
-    gpu = str(torch.cuda.get_device_properties(world.device()).uuid)
+    gpu = str(torch.cuda.get_device_properties(stream.device).uuid)
     largest, sent = max(info.size for info in stream.infos), 0
     for number, (names, source) in enumerate(packed(iter(stream), max(bucket_bytes, largest), gpu)):
         infos = stream.digested(stream.infos[sent : sent + len(names)])
@@ -121,18 +152,17 @@ def by_cuda_ipc(
 class _Sending:
     """The broadcast, in a thread: the sampler's call, which waits for the bytes, fails in its own when it does."""
 
-    def __init__(self, sender: Sender, stream: Stream):
+    def __init__(self, sender: Sender, stream: WeightStream):
         self._sender, self._stream = sender, stream
         self._stopped, self._error = threading.Event(), None
-        self._device = world.device()
         # Left behind when the sampler fails in the middle: nothing can call a thread back that waits in a collective.
         self._thread = threading.Thread(target=self._run, name="broadcast", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
+            if self._stream.device.type == "cuda":
+                torch.cuda.set_device(self._stream.device)
                 torch.cuda.synchronize()  # what still writes the weights: vLLM packs them on a stream of its own
             self._sender.send(self._stream.infos, iter(self._stream), self._stopped)
         except Exception as error:
@@ -148,16 +178,3 @@ class _Sending:
 
 def _info(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorInfo:
     return TensorInfo(name, dtype_name(dtype), shape)
-
-
-def _taken(rank: int, infos: list[TensorInfo]) -> Iterator[tuple[str, Tensor]]:
-    """A round of another rank."""
-    if not infos:
-        return
-    octets = torch.empty(sum(info.size for info in infos), dtype=torch.uint8, device=world.device())
-    dist.recv(octets, rank)
-    for info, piece in zip(infos, octets.split([info.size for info in infos]), strict=True):
-        # Tensors begin at multiples of their own size only where those before are as wide.
-        dtype = getattr(torch, info.dtype)
-        aligned = piece if piece.storage_offset() % dtype.itemsize == 0 else piece.clone()
-        yield info.name, aligned.view(dtype).view(info.shape)

@@ -1,0 +1,158 @@
+"""The trainer's end of an update: all ranks export their weights, rank 0 has the sampler load and confirm them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_rl.config.schema import RolloutConfig
+from moe_rl.errors import ConfigError, describe
+from moe_rl.planning.transfer import Way, weight_transfer
+from moe_rl.weights.broadcast import Sender
+from moe_rl.weights.shared_disk import DiskWay
+from moe_rl.weights.shared_memory import MemoryWay
+from moe_rl.weights.stream import Ranks, Recipient, Round, WeightStream, broadcast, by_cuda_ipc
+from moe_rl.weights.update import Bucket, WeightUpdate
+
+FP8_BLOCK = 128
+"""Rows and columns of a weight matrix that share one scale."""
+_FP8 = torch.float8_e4m3fn
+_LARGEST = torch.finfo(_FP8).max  # 448
+
+
+class Exporter(Protocol):
+    """Whose weights are sent: `megatron.policy.Policy`."""
+
+    moves: int
+    """Updates that moved the weights so far."""
+
+    def export_rounds(self, dtype: torch.dtype, limit: float, *, host: bool) -> list[Round]:
+        """What this rank gives, in rounds of at most `limit` bytes: each tensor comes from one rank of one replica."""
+        ...
+
+
+class WeightSender:
+    """Gives samplers the trainer's weights. All ranks call it together; samplers are on rank 0 only.
+
+    Every tensor is exported by one rank of one replica, in rounds: each rank puts a bucket of its tensors where the
+    sampler finds them, rank 0 has the sampler load all of these, and the next round begins. A rank holds a bucket of
+    its own, however large the model and its share of it. Broadcasts and CUDA IPC: see `stream`.
+    """
+
+    def __init__(self, policy: Exporter, rollout: RolloutConfig, folder: Path, ranks: Ranks, *, way: Way | None = None):
+        """folder: on a disk that trainer and samplers share; used by way disk only. way: None is what
+        `rollout.weight_transfer` stands for between these ranks and a sampler beside rank 0.
+
+        Raises ConfigError when there is no such way."""
+        self._policy, self._rollout, self._ranks = policy, rollout, ranks
+        self._bucket_bytes = int(rollout.weight_bucket_mib * 2**20)
+        self._named = way or _way(rollout, ranks)
+        disk, memory = self._named == "disk", self._named == "shared_memory"
+        self._way = DiskWay(folder, dist.get_rank()) if disk else MemoryWay() if memory else None
+        self._sender: Sender | None = None
+        self._held, self._moves = 0, policy.moves
+
+    def send(self, sampler: Recipient | None, version: int) -> int:
+        """Have the sampler load and confirm all weights as `version`. Returns the bytes that it got, 0 on other ranks.
+
+        A sampler that sleeps is woken: first for its weights, and for its KV cache when it has them.
+        Raises WeightSyncError on rank 0 when the sampler got anything else than what the ranks hold.
+        """
+        part = partial(WeightUpdate, version=version, replaces=self._held, changed=self._policy.moves > self._moves)
+        if sampler is not None:
+            sampler.wake("weights")
+        sent = self._place(sampler, part) if self._way is not None else self._stream(sampler, part)
+        if sampler is not None:
+            sampler.wake("kv_cache")
+        self._held, self._moves = version, self._policy.moves
+        return sent
+
+    def _place(self, sampler: Recipient | None, part: Callable[..., WeightUpdate]) -> int:
+        rounds, way = self._rounds(host=True), self._way
+        count = max(self._ranks.gather(len(rounds), int))
+        way.begin()
+        dist.barrier()
+        sent, number, waiting = 0, 0, []
+        for at in range(count):
+            everyone = self._ranks.gather(way.bucket(rounds[at].tensors if at < len(rounds) else ()), Bucket)
+            final = at == count - 1
+            if sampler is not None:
+                waiting += [bucket for bucket in everyone if bucket.tensors]
+                if final or not way.one_call:
+                    infos = [info for bucket in waiting for info in bucket.tensors]
+                    sampler.update_weights(part(number=number, final=final, tensors=infos, source=way.source(waiting)))
+                    sent, number, waiting = sent + sum(info.size for info in infos), number + 1, []
+            dist.barrier()  # what the sampler reads stays until it has read it
+        way.end()
+        return sent
+
+    def _stream(self, sampler: Recipient | None, part: Callable[..., WeightUpdate]) -> int:
+        stream = WeightStream(self._rounds(host=False), self._ranks)
+        if sampler is None:
+            return stream.hand_over()
+        if self._named == "cuda_ipc":
+            return by_cuda_ipc(stream, sampler, part, self._bucket_bytes)
+        if self._sender is None or self._sender.workers != sampler.workers:
+            if self._sender is not None:
+                self._sender.close()
+            self._sender = Sender(sampler.address, sampler.workers, self._bucket_bytes, self._ranks.device())
+        return broadcast(stream, self._sender, sampler, part)
+
+    def _rounds(self, *, host: bool) -> list[Round]:
+        rounds = self._policy.export_rounds(getattr(torch, self._rollout.dtype), self._bucket_bytes, host=host)
+        if self._rollout.weights == "fp8_e4m3":
+            rounds = [Round(run.whole, map(_as_fp8, run.tensors)) for run in rounds]
+        return rounds
+
+
+def _way(rollout: RolloutConfig, ranks: Ranks) -> Way:
+    one_host = dist.get_world_size() == int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    place = "servers" if rollout.servers else "child"
+    gpu = ranks.device().type == "cuda"
+    transfer = weight_transfer(rollout.weight_transfer, gpu=gpu, place=place, one_host=one_host)
+    if transfer.way is None:
+        raise ConfigError(transfer.problem)
+    return transfer.way
+
+
+def _as_fp8(item: tuple[str, Tensor]) -> tuple[str, Tensor]:
+    name, tensor = item
+    return name, fp8_rounded(tensor) if is_rounded(name) else tensor
+
+
+def is_rounded(name: str) -> bool:
+    """Whether a Hugging Face tensor is held in float8: the matrices of attention, experts and dense layers.
+
+    Routers, embeddings, the output head and norms stay as they are.
+    """
+    return name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
+
+
+def fp8_rounded(weight: Tensor) -> Tensor:
+    """The nearest values to weight [rows, columns] that float8 e4m3 holds, in the weight's dtype, contiguous.
+
+    It stands for a sampler of lower precision than the trainer where there are no such kernels: what is emulated is the
+    weights' loss of precision; float8 activations are not.
+
+    Each block of 128 x 128 has a float32 scale that maps its largest |value| to 448 (DeepSeek-V3, arXiv 2412.19437,
+    section 3.3.2).
+
+    Raises ValueError for a tensor that is no matrix or is not finite.
+    """
+    if weight.ndim != 2 or not weight.isfinite().all():
+        got = f"shape {tuple(weight.shape)}" if weight.ndim != 2 else "values that are not finite"
+        raise ValueError(describe("this cannot be rounded to float8", got=got, expected="a finite matrix"))
+    rows, columns = weight.shape
+    blocks = torch.nn.functional.pad(weight.float(), (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK))
+    blocks = blocks.unflatten(0, (-1, FP8_BLOCK)).unflatten(2, (-1, FP8_BLOCK))
+    scale = blocks.abs().amax((1, 3), keepdim=True) / _LARGEST
+    scale = torch.where(scale > 0, scale, 1.0)
+    held = (blocks / scale).clamp(-_LARGEST, _LARGEST).to(_FP8).float() * scale
+    return held.flatten(2, 3).flatten(0, 1)[:rows, :columns].to(weight.dtype).contiguous()
