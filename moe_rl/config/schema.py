@@ -347,7 +347,7 @@ class ObjectiveConfig(Section):
     """Weight of the KL to the frozen initial policy, which routes natively: mean over a sequence, then over
     sequences, beside every loss. 0: no reference model is built."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """How a token estimates it; value and gradient of each stand in moe_rl/objectives/kl.py."""
+    """How a token estimates it; value and gradient of each stand in moe_rl/objectives/penalties.py."""
     kl_unbiased: bool = False
     """Multiply each token's estimate by the ratio of new to old policy, through which the gradient flows too
     (DeepSeek-V3.2). k1 and k3 then have the gradient of KL(policy || reference) on average."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from moe_rl.megatron.router import ReplaySeqParams
-from moe_rl.objectives.support import Support
+from moe_rl.objectives.logprobs import Support
 from moe_rl.planning.token_layout import padded_lengths, rows_of
 from moe_rl.replay.session import ReplaySession
 from moe_rl.types import SamplingSupport, Sequence

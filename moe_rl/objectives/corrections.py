@@ -22,7 +22,7 @@ delta, else 1.
 Several multiply. They are sums of logarithms until the end: no ratio of a long sequence overflows, and no 0 meets an
 inf. A NaN among the logprobs gives NaN weights, hence a loss that the step refuses; it is not rejected in silence.
 
-Every sequence lies whole in one microbatch (see `policy.py`), so no weight depends on how the batch was cut. Rejected
+Every sequence lies whole in one microbatch (see `losses.py`), so no weight depends on how the batch was cut. Rejected
 tokens stay in the denominator of the loss: rejection makes a step smaller, not the tokens that are left louder.
 
 Legend: B sequences, T completion tokens, n_i tokens of sequence i.

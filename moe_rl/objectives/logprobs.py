@@ -6,15 +6,16 @@ Legend: T tokens, V vocabulary of this rank: the whole one, or a part under tens
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_rl.errors import describe
-from moe_rl.objectives.support import Support
 
 # Elements of logits worked on at a time: 64 MiB in float32. Rows are independent, so it changes no result.
 _CHUNK_ELEMENTS = 1 << 24
@@ -214,3 +215,39 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
     step = max(1, _CHUNK_ELEMENTS // max(1, logits.shape[1]))
     for start in range(0, logits.shape[0], step):
         yield slice(start, start + step)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Support:
+    """What each of T tokens was drawn from, in a flat form.
+
+    counts [T] int64 and ids [sum of counts] int32 on the device: the ids of each token one after the other. A count of
+    0: the whole vocabulary. starts [T + 1] int64 on the host: where the ids of each token begin, and the last ones end.
+    """
+
+    counts: Tensor
+    ids: Tensor
+    starts: np.ndarray
+
+    @classmethod
+    def of(cls, counts: np.ndarray, ids: np.ndarray, device: torch.device) -> Self:
+        """counts [T], ids [sum of counts]: any integers."""
+        counts = np.asarray(counts, np.int64)
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        return cls(
+            torch.from_numpy(counts).to(device), torch.from_numpy(np.asarray(ids).astype(np.int32)).to(device), starts
+        )
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def removed(self, rows: slice, first: int, size: int) -> Tensor:
+        """bool [rows, size]: which of the ids first .. first + size - 1 those tokens could not be. No host sync."""
+        counts, begin = self.counts[rows], self.starts[rows.start]
+        ids = self.ids[begin : self.starts[min(rows.stop, len(self))]].long() - first
+        row = torch.repeat_interleave(counts, output_size=len(ids))
+        # One more column takes the ids of other parts of the vocabulary: to sort them out would be a host sync.
+        column = torch.where((ids >= 0) & (ids < size), ids, size)
+        removed = (counts > 0)[:, None].repeat(1, size + 1)
+        removed.view(-1).index_fill_(0, row * (size + 1) + column, False)
+        return removed[:, :size]

@@ -26,11 +26,10 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 
 from moe_rl.errors import ConfigError, describe
-from moe_rl.objectives.clipped import dapo, decoupled, dr_grpo, grpo
-from moe_rl.objectives.kl import KL_ESTIMATORS
+from moe_rl.objectives.clipped import dapo, decoupled, dr_grpo, grpo, sapo
 from moe_rl.objectives.loss_parts import PolicyLoss, check_tokens, own_length
+from moe_rl.objectives.penalties import KL_ESTIMATORS
 from moe_rl.objectives.sequence_ratio import gmpo, gspo, gspo_token
-from moe_rl.objectives.soft import sapo
 from moe_rl.objectives.weighted import cispo, dppo_tv, minirl
 
 POLICY_LOSSES: dict[str, Callable[..., PolicyLoss]] = {
@@ -120,7 +119,7 @@ def reference_kl(
 
     (1 / denominator) sum_i (1 / n_i) sum_t k(d_t),   d_t = l_ref_t - l_t   (DeepSeekMath, arXiv 2402.03300, equation 4)
 
-    estimator: k1, k2 or k3; see `kl.py` for what value and gradient of each estimate. old_logprobs: each k(d_t) is
+    estimator: k1, k2 or k3; `penalties.py` says what value and gradient of each estimate. old_logprobs: each k(d_t) is
     multiplied by r_t = exp(l_t - l_old_t), and the gradient flows through r_t too (DeepSeek-V3.2, arXiv 2512.02556):
 
         r_t k1(d_t) and r_t k3(d_t): unbiased for KL(policy || reference) in value and in gradient, for tokens drawn

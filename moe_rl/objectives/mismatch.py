@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_rl.errors import describe
-from moe_rl.objectives.kl import k3
+from moe_rl.objectives.penalties import k3
 
 EXTREME_RATIOS = (2.0, 5.0)
 """Each tau of F(tau): a token is extreme when its probability differs by more than this factor, either way."""

@@ -1,6 +1,6 @@
 """Losses with one ratio per sequence, the geometric mean of its tokens' ratios.
 
-Shapes, dtypes, errors and what `denominator` is: see `policy.py`. The mean over sequences is part of these methods, so
+Shapes, dtypes, errors and what `denominator` is: see `losses.py`. The mean over sequences is part of these methods, so
 there is no choice of aggregation: in all of them `denominator` is the number of non-empty sequences. gspo and gmpo have
 one term per sequence, so that their `weights` must be constant in a sequence; gspo_token takes any.
 """

@@ -1,6 +1,6 @@
 """Log-likelihoods weighted by A and by a ratio through which no gradient flows.
 
-Shapes, dtypes, errors and what `denominator` is: see `policy.py`. The gradient of such a loss is -w_t A_i at token t;
+Shapes, dtypes, errors and what `denominator` is: see `losses.py`. The gradient of such a loss is -w_t A_i at token t;
 its value, which contains l_t itself, says nothing. sg[...] is a constant to the gradient.
 """
 

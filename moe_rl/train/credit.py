@@ -15,7 +15,7 @@ from moe_rl.config.schema import ObjectiveConfig
 from moe_rl.errors import MoeRLError, describe
 from moe_rl.megatron import world
 from moe_rl.objectives.advantages import advantages
-from moe_rl.objectives.kl import KL_ESTIMATORS
+from moe_rl.objectives.penalties import KL_ESTIMATORS
 from moe_rl.train.shares import Share
 from moe_rl.types import Sequence
 

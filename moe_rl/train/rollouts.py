@@ -12,8 +12,7 @@ import xxhash
 from moe_rl.config.schema import Config
 from moe_rl.errors import RewardError, describe
 from moe_rl.models.hf import ModelFacts
-from moe_rl.objectives.advantages import has_spread
-from moe_rl.objectives.shaping import overlong_penalty
+from moe_rl.objectives.advantages import has_spread, overlong_penalty
 from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.sampler import Sampler
 from moe_rl.tasks.prompt_ledger import PromptLedger

@@ -20,9 +20,9 @@ from moe_rl.megatron import world
 from moe_rl.megatron.microbatch import Microbatch
 from moe_rl.megatron.policy import Policy, ReferencePolicy
 from moe_rl.objectives import corrections
-from moe_rl.objectives.entropy import entropy_bonus
 from moe_rl.objectives.losses import policy_loss, reference_kl
 from moe_rl.objectives.mismatch import MismatchSums
+from moe_rl.objectives.penalties import entropy_bonus
 from moe_rl.replay.plans import peak_rows, plan_dispatch
 from moe_rl.replay.session import ReplaySession
 from moe_rl.replay.tables import Tally

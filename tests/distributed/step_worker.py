@@ -26,8 +26,7 @@ from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy, ReferencePolicy
 from moe_rl.models.hf import read_model
 from moe_rl.objectives import logprobs as logprobs_module
-from moe_rl.objectives.logprobs import token_logprobs, token_logprobs_and_entropies
-from moe_rl.objectives.support import Support
+from moe_rl.objectives.logprobs import Support, token_logprobs, token_logprobs_and_entropies
 from moe_rl.proof.batch import batch
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
 from moe_rl.train.step import Clock, TrainStep

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_rl.errors import ConfigError, RewardError
-from moe_rl.objectives.advantages import ADVANTAGES, advantages, has_spread
-from moe_rl.objectives.shaping import overlong_penalty
+from moe_rl.objectives.advantages import ADVANTAGES, advantages, has_spread, overlong_penalty
 
 REWARDS = st.one_of(st.none(), st.sampled_from([0.0, 0.1, 0.5, 1.0, 1.1]), st.floats(-3, 3).map(lambda x: round(x, 3)))
 BATCH = st.lists(st.tuples(REWARDS, st.integers(-2, 3), st.integers(0, 4)), max_size=24)

@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
-from moe_rl.objectives.entropy import entropy_bonus
 from moe_rl.objectives.logprobs import token_logprobs_and_entropies
+from moe_rl.objectives.penalties import entropy_bonus
 
 
 def test_the_bonus_is_the_mean_over_all_tokens_however_they_are_cut():

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from moe_rl.objectives import logprobs as module
-from moe_rl.objectives.logprobs import token_logprobs, token_logprobs_and_entropies
-from moe_rl.objectives.support import Support
+from moe_rl.objectives.logprobs import Support, token_logprobs, token_logprobs_and_entropies
 
 
 def sample(tokens, vocabulary, dtype=torch.float32, scale=4.0):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from moe_rl.objectives.kl import KL_ESTIMATORS
 from moe_rl.objectives.losses import nonempty, reference_kl
+from moe_rl.objectives.penalties import KL_ESTIMATORS
 from tests.objectives.test_policy import F64, batches, close
 
 

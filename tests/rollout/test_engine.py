@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from moe_rl.errors import EngineError
-from moe_rl.objectives.logprobs import token_logprobs
-from moe_rl.objectives.support import Support
+from moe_rl.objectives.logprobs import Support, token_logprobs
 from moe_rl.rollout.engine import VllmEngine
 from moe_rl.trace import TraceStore
 from moe_rl.train.sampling_support import read_support

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_rl.objectives.kl import KL_ESTIMATORS, k3
+from moe_rl.objectives.penalties import KL_ESTIMATORS, k3
 
 getcontext().prec = 80
 
