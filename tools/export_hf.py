@@ -1,4 +1,4 @@
-"""Write a run's weights, or the unpacked ones of a packed checkpoint, as a Hugging Face checkpoint folder.
+"""Write a run's weights, or the numbers behind a packed checkpoint, as a Hugging Face checkpoint: `moe-rl export`.
 
 torchrun --nproc-per-node N -- tools/export_hf.py --run runs/RUN [--step 12] --out FOLDER [parallel.b=c ...]
 torchrun --nproc-per-node N -- tools/export_hf.py --model FOLDER --out FOLDER
@@ -6,8 +6,8 @@ torchrun --nproc-per-node N -- tools/export_hf.py --model FOLDER --out FOLDER
 
 import sys
 
-from moe_rl.train.export import main
+from moe_rl.cli import main
 
 # megatron-core may start helper processes that import this file again.
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["export", *sys.argv[1:]]))

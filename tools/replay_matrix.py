@@ -4,12 +4,9 @@ python tools/replay_matrix.py [--ranks N] [--json FILE] [--write docs/replay.md]
 python tools/replay_matrix.py --ranks 4 parallel.tensor=2 parallel.expert=4 train.recompute=moe
 """
 
-import argparse
 import sys
 
-from moe_rl.commands import prove
+from moe_rl.cli import main
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    prove.add_arguments(parser)
-    sys.exit(prove.run(parser.parse_args()))
+    sys.exit(main(["prove", *sys.argv[1:]]))

@@ -1,12 +1,12 @@
-"""Serve a model with vLLM, recording routes into a trace store. `--help` says how."""
+"""Serve a model with vLLM, recording routes into a trace store: `moe-rl serve`. `--help` says how."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from moe_rl.vllm.serve import main  # noqa: E402
+from moe_rl.cli import main  # noqa: E402
 
 # vLLM starts processes that import this file again.
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["serve", *sys.argv[1:]]))

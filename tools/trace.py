@@ -1,18 +1,11 @@
-"""Look into, check, fill and draw a store of routing traces, as `moe-rl trace` does."""
+"""Look into, check, fill and draw a store of routing traces: `moe-rl trace`.
 
-from __future__ import annotations
+python tools/trace.py inspect | verify | cat | import | export | repair | bench | plot STORE
+"""
 
-import argparse
 import sys
 
-from moe_rl.commands.trace import add_arguments, run
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return run(parser.parse_args(argv))
-
+from moe_rl.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["trace", *sys.argv[1:]]))

@@ -1,16 +1,19 @@
-"""Train a mixture-of-experts policy by RL with routing replay.
+"""Train a mixture-of-experts policy by RL with routing replay: `moe-rl train`.
 
     torchrun --nproc-per-node 2 tools/train_moe_rl.py --config configs/tiny_moe_cpu.yaml [a.b=c ...]
     torchrun --nproc-per-node 2 tools/train_moe_rl.py --resume runs/RUN [parallel.b=c ...]
     python tools/train_moe_rl.py --config configs/tiny_moe_cpu.yaml --plan
 
-`moe_rl/train/loop.py` tells the whole story of a run.
+`moe_rl/commands/train.py` checks what was asked for. `moe_rl/train/loop.py` tells the whole story of a run.
 """
 
+import argparse
 import sys
 
-from moe_rl.train.launch import main
+from moe_rl.commands import train
 
 # megatron-core may start helper processes that import this file again.
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    sys.exit(train.run(parser.parse_args()))

@@ -137,8 +137,8 @@ def _compare(config: Config, run: RunFolder | None, options: argparse.Namespace)
     # Only now torch and megatron are imported: a mistake does not wait for them.
     import torch.distributed as dist
 
-    from moe_rl.comparison.compare import Asked, compare
-    from moe_rl.comparison.report import page, text
+    from moe_rl.comparison.experiment import Asked, compare
+    from moe_rl.comparison.kl_page import page, text
     from moe_rl.megatron import world
 
     world.start(config.parallel, seed=config.run.seed, timeout_seconds=3600)

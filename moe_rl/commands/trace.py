@@ -210,7 +210,7 @@ def _bench(options: argparse.Namespace) -> tuple[int, object]:
 
 
 def _plot(options: argparse.Namespace) -> tuple[int, object]:
-    from moe_rl.report.traces import write_plots  # matplotlib takes a second to import
+    from moe_rl.report.trace_page import write_plots  # matplotlib takes a second to import
 
     against = select(options.against) if options.against else None
     paths = write_plots(select(options.store), options.out, against)

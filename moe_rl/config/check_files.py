@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moe_rl.config.dotted_path import dotted_path_problem
+from moe_rl.config.load import find_file
 from moe_rl.config.prompt_file import count_prompts
 from moe_rl.config.schema import Config
 from moe_rl.errors import ConfigError, describe
@@ -62,7 +63,7 @@ def _checkpoint_problems(config: Config, facts: ModelFacts) -> Iterator[str]:
         yield from error.problems
     if config.model.published is not None:
         try:
-            yield from _other_model(config, facts, read_published(config.model.published))
+            yield from _other_model(config, facts, read_published(find_file(config.model.published)))
         except ConfigError as error:
             yield from error.problems
 

@@ -1,7 +1,9 @@
 """From a YAML file and `a.b=c` overrides to a `Config`, or to every reason why not, at once.
 
+A file may say `extends: FILE`, relative to itself: sections are merged key by key, and lists are replaced.
 Relative paths in a config (`model.path`, `task.train`, `run.runs_dir`, ...) are taken as they stand, so they are
-relative to the working directory of the command, like every path typed in a shell; never to the config file.
+relative to the working directory of the command, like every path typed in a shell; never to the config file. Only what
+moe_rl ships, `configs/...`, is found from any directory.
 """
 
 from __future__ import annotations
@@ -18,28 +20,23 @@ from pydantic import BaseModel, ValidationError
 from moe_rl.config import strict_yaml
 from moe_rl.config.schema import Config
 from moe_rl.errors import ConfigError, describe
+from moe_rl.shipped import shipped
+
+SHIPPED = shipped("configs")
+
+Sources = dict[strict_yaml.Path, str]
+"""Who says it: for each key, `file:line` or the override."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read and check a config file.
 
-    path: a YAML file. overrides: texts `a.b=c`, applied in order on top of the file; c is read as YAML.
+    path: a YAML file, or the name of a shipped one such as qwen3_30b_a3b. overrides: texts `a.b=c`, applied in order on
+    top of the file; c is read as YAML.
     Raises ConfigError, which lists every problem with its key, its line, what was got and what was expected. A value
     is never converted between text, numbers and booleans.
     """
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(describe("there is no config file", got=path, do="give the path of a YAML file")) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(describe("cannot read the config file", got=f"{path}: {error}")) from None
-
-    data, lines = strict_yaml.parse(text, str(path))
-    if not isinstance(data, dict):
-        got = "an empty file" if data is None else _shown(data)
-        raise ConfigError(describe("a config is a mapping of sections", where=str(path), got=got))
-    sources = {where: f"{path}:{line}" for where, line in lines.items()}
+    data, sources = _read(find_config(path))
     problems = [problem for text in overrides if (problem := _override(data, text, sources))]
     try:
         config = Config.model_validate_json(json.dumps(data), strict=True)
@@ -50,12 +47,73 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
+def find_config(name: str | Path, beside: Path = Path(), where: str = "") -> Path:
+    """Find a config file by its path, taken from the folder `beside`, or by the name of a shipped one.
+
+    A file at this path comes first. where: who asks, for the message. Raises ConfigError.
+    """
+    name, path = Path(name), beside / name
+    by_name = [SHIPPED / name, SHIPPED / f"{name}.yaml"] if name.parent == Path() else []
+    from_top = [SHIPPED.parent / name] if name.parts[:1] == (SHIPPED.name,) else []
+    places = [path, *from_top, *by_name]
+    try:
+        if found := next((place for place in places if place.exists() and not place.is_dir()), None):
+            return found
+    except OSError as error:
+        raise ConfigError(describe("cannot read the config file", where=where, got=f"{path}: {error}")) from None
+    known = sorted(file.stem for file in SHIPPED.glob("*.yaml"))
+    close = difflib.get_close_matches(name.stem, known, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"give the path of a YAML file, or one of {', '.join(known)}"
+    raise ConfigError(describe("there is no config file", where=where, got=path, do=hint))
+
+
+def find_file(path: Path) -> Path:
+    """The file of moe_rl that `configs/...` means where the working directory has none; any other path as it stands."""
+    if path.parts[:1] == (SHIPPED.name,) and not path.exists():
+        ours = SHIPPED.joinpath(*path.parts[1:])
+        return ours if ours.exists() else path
+    return path
+
+
+def _read(file: Path, extending: tuple[Path, ...] = ()) -> tuple[dict[str, Any], Sources]:
+    """What a file and those that it extends say together, and where. extending: the files that lead to it."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(describe("cannot read the config file", got=f"{file}: {error}")) from None
+    data, lines = strict_yaml.parse(text, str(file))
+    if not isinstance(data, dict):
+        got = "an empty file" if data is None else _shown(data)
+        raise ConfigError(describe("a config is a mapping of sections", where=str(file), got=got))
+    sources = {key: f"{file}:{line}" for key, line in lines.items()}
+    if "extends" not in data:
+        return data, sources
+    name, where = data.pop("extends"), sources.pop(("extends",))
+    if not isinstance(name, str):
+        raise ConfigError(describe("extends", where=where, got=_shown(name), expected="the path of a config file"))
+    base, chain = find_config(name, file.parent, where), (*extending, file)
+    if base.resolve() in [one.resolve() for one in chain]:
+        got = " -> ".join(map(str, (*chain, base)))
+        raise ConfigError(describe("extends: leads back to itself", where=where, got=got, do="take one of them out"))
+    theirs, their_sources = _read(base, chain)
+    return _merged(theirs, data), their_sources | sources
+
+
+def _merged(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """`own` on top of `base`: mappings key by key, everything else, lists too, replaced."""
+    merged = dict(base)
+    for key, value in own.items():
+        theirs = merged.get(key)
+        merged[key] = _merged(theirs, value) if isinstance(theirs, dict) and isinstance(value, dict) else value
+    return merged
+
+
 def dump_config(config: Config) -> str:
     """The resolved config as YAML: every field, defaults included. `load_config` reads an equal Config from it."""
     return strict_yaml.dump(config.model_dump(mode="json"))
 
 
-def _override(data: dict[str, Any], text: str, sources: dict[strict_yaml.Path, str]) -> str | None:
+def _override(data: dict[str, Any], text: str, sources: Sources) -> str | None:
     """Apply one override in place, note its keys in `sources`; the problem with it, or None."""
     key, equals, raw = text.partition("=")
     keys = tuple(key.split("."))
@@ -83,7 +141,7 @@ def _override(data: dict[str, Any], text: str, sources: dict[strict_yaml.Path, s
     return None
 
 
-def _message(error: dict[str, Any], sources: dict[strict_yaml.Path, str]) -> str:
+def _message(error: dict[str, Any], sources: Sources) -> str:
     loc = error["loc"]
     known = loc
     while known and known not in sources:

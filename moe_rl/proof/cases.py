@@ -16,8 +16,6 @@ from moe_rl.errors import ConfigError, describe
 Mode = Literal["r3", "r2", "native", "observe"]
 
 MICROBATCH_TOKENS = 40
-# Faults that end the processes of their ranks: one is refused in a layer while another waits for it, who is told so.
-ENDING = ("key lost on one rank", "key of another chunk")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +25,7 @@ class Case:
     mode: r3 forces random routes; r2 replays what other router weights chose; native routes freely; observe as well,
     with the recorded routes at hand for comparison. plan: whether dispatch follows plans of the routes it replays, and
     overlap_chunks: in how many chunks it computes while rows travel; 0: it does not.
-    fault: one to plant, see `proof.faults`. after_failure: an update that was broken off in the middle of its schedule
-    comes first.
+    after_failure: an update that was broken off in the middle of its schedule comes first.
     """
 
     ranks: int
@@ -37,7 +34,6 @@ class Case:
     mode: Mode = "r3"
     plan: bool = True
     overlap_chunks: int = 0
-    fault: str = "none"
     after_failure: bool = False
 
     @property
@@ -47,7 +43,6 @@ class Case:
         words += [self.mode] if self.mode != "r3" else []
         words += ["unplanned"] if not self.plan else []
         words += [f"overlap_chunks={self.overlap_chunks}"] if self.overlap_chunks else []
-        words += [f"fault={self.fault}"] if self.fault != "none" else []
         words += ["after a failure"] if self.after_failure else []
         return " ".join(words)
 

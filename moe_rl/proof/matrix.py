@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from moe_rl.config.check import layout_problems
 from moe_rl.errors import ConfigError, ReplayError, describe
 from moe_rl.models.hf import read_model
 from moe_rl.proof.batch import batch
-from moe_rl.proof.cases import ENDING, Case
+from moe_rl.proof.cases import Case
 from moe_rl.proof.reference import Reference, reference
 
 Tensors = dict[object, torch.Tensor]
@@ -65,8 +66,9 @@ class Proved:
 class Proof:
     """The reference of one checkpoint, and the cases that were run on it."""
 
-    def __init__(self, checkpoint: Path, folder: Path):
-        self.checkpoint, self.folder = checkpoint, folder
+    def __init__(self, checkpoint: Path, folder: Path, worker: Seq[str] = ("-m", "moe_rl.proof.rank")):
+        """folder: for what the ranks write. worker: what torchrun is to start on each rank, see `proof.rank`."""
+        self.checkpoint, self.folder, self.worker = checkpoint, folder, worker
         self._references: dict[bool, Reference] = {}
 
     def run(self, cases: list[Case], *, timeout: float = 600) -> list[list[dict]]:
@@ -75,11 +77,12 @@ class Proof:
         Raises ReplayError with the end of the ranks' output when they fail.
         """
         seen: dict[int, list[dict]] = {}
-        for ranks, numbers in _launches(cases):
+        for ranks in sorted({case.ranks for case in cases}):
+            numbers = [n for n, case in enumerate(cases) if case.ranks == ranks]
             out = self.folder / f"{len(list(self.folder.iterdir())):03d}-ranks{ranks}"
             out.mkdir()
             (out / "cases.json").write_text(json.dumps([dataclasses.asdict(cases[n]) for n in numbers]))
-            process = _torchrun(ranks, self.checkpoint, out, out / "cases.json", timeout=timeout)
+            process = _torchrun(ranks, *self.worker, self.checkpoint, out, out / "cases.json", timeout=timeout)
             if process.returncode:
                 raise ReplayError(
                     describe(
@@ -180,21 +183,10 @@ def largest(got: Tensors, expected: Tensors) -> float:
     return max((got[name].float() - expected[name].float()).abs().max().item() for name in expected)
 
 
-def _launches(cases: list[Case]) -> list[tuple[int, list[int]]]:
-    """(ranks, numbers of the cases that run on them one after the other), each case once."""
-    launches = []
-    for ranks in sorted({case.ranks for case in cases}):
-        numbers = [n for n, case in enumerate(cases) if case.ranks == ranks]
-        last = [n for n in numbers if cases[n].fault in ENDING]
-        whole = [n for n in numbers if n not in last]
-        launches += [(ranks, whole + last[:1]), *((ranks, [n]) for n in last[1:])]
-    return launches
-
-
 def _torchrun(ranks: int, *arguments, timeout: float) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.run(
-        [*command, "-m", "moe_rl.proof.rank", *map(str, arguments)],
+        [*command, *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=timeout,

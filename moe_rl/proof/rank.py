@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,10 +23,9 @@ from moe_rl.megatron import hf_map, model, world
 from moe_rl.megatron.model import unwrap
 from moe_rl.megatron.policy import Policy
 from moe_rl.megatron.witness import DispatchWitness, LayerWaits, OrderWitness
-from moe_rl.models.hf import ModelFacts, read_model
-from moe_rl.proof import faults
-from moe_rl.proof.cases import ENDING, Case
-from moe_rl.proof.share import Share, whole_gradients
+from moe_rl.models.hf import read_model
+from moe_rl.proof.cases import Case
+from moe_rl.proof.trial import Trial, whole_gradients
 
 
 def main() -> None:
@@ -37,58 +35,61 @@ def main() -> None:
         case = Case(**fields)
         world.lay_out(case.parallel_config, seed=1)
         torch.save(run(case, checkpoint), out / f"{number}-rank{dist.get_rank()}.pt")
-        if case.fault in ENDING:
-            os._exit(0)  # sockets and all, whatever still holds them: those who wait are told by that
         dist.barrier()
     world.stop()
 
 
 def run(case: Case, checkpoint: Path) -> dict:
-    """What this rank saw of one case. With a planted fault: see `faults.outcome`."""
+    """What this rank saw of one case."""
+    with begun(case, checkpoint) as trial:
+        return _seen(trial)
+
+
+@contextmanager
+def begun(case: Case, checkpoint: Path) -> Iterator[Trial]:
+    """A new policy in the layout of the case, and what it works on here; the policy is released at the end."""
     facts = read_model(checkpoint)
     with computing_as_asked(case):
         policy = Policy(facts, case.train_config, case.parallel_config, checkpoint, temperature=1.0)
     try:
-        return _seen(case, facts, policy)
+        yield Trial(facts, case, policy)
     finally:
         policy.release()
 
 
-def _seen(case: Case, facts: ModelFacts, policy: Policy) -> dict:
-    share = Share(facts, case, policy)
-    if case.fault != "none":
-        return faults.outcome(case.fault, share)
+def _seen(trial: Trial) -> dict:
+    case, policy = trial.case, trial.policy
     witness, waits = DispatchWitness().attach(policy.chunks), LayerWaits().attach(policy.chunks)
     order = OrderWitness().attach(policy.chunks)
     plans = SchedulePlans(policy.chunks)
     sessions, tables, done = [], None, 0
     if case.mode == "native":
-        logprobs = policy.logprobs(share.microbatches, None)
-        result = policy.update(share.microbatches, None, share.loss)
+        logprobs = policy.logprobs(trial.microbatches, None)
+        result = policy.update(trial.microbatches, None, trial.loss)
     else:
-        logprobs, first, tables = share.first_pass()
+        logprobs, first, tables = trial.first_pass()
         if case.after_failure:
             seen = len(witness.seen)
-            share.break_off(tables)
+            trial.break_off(tables)
             del witness.seen[seen:]
         plans.asked, done = 0, len(witness.seen)
         order.events.clear()
-        result, second = share.update(tables)
+        result, second = trial.update(tables)
         sessions = [first, second]
-    weights = hf_map.export(map(unwrap, policy.chunks), facts, dense=True, experts=True)
+    weights = hf_map.export(map(unwrap, policy.chunks), trial.facts, dense=True, experts=True)
     return {
-        "logprobs": share.by_sequence(logprobs),
+        "logprobs": trial.by_sequence(logprobs),
         "grad_norm": result.grad_norm,
         "weights": {name: tensor.cpu().clone() for name, tensor in weights},
-        "grads": whole_gradients(policy, facts),
+        "grads": whole_gradients(policy, trial.facts),
         "tallies": [asdict(session.tally) for session in sessions],
-        "dispatch": share.judge(witness) if case.mode in ("r3", "observe") else None,
-        "chosen": share.chosen(tables) if case.mode == "r2" else None,
-        "microbatches": len(share.microbatches),
+        "dispatch": trial.judge(witness) if case.mode in ("r3", "observe") else None,
+        "chosen": trial.chosen(tables) if case.mode == "r2" else None,
+        "microbatches": len(trial.microbatches),
         "layers": list(policy.layers),
         "recomputed_layers": sorted(policy.recomputed_layers),
         "forwards": witness.forwards(since=done),
-        "fillers": sum(not microbatch.indices for microbatch in share.microbatches),
+        "fillers": sum(not microbatch.indices for microbatch in trial.microbatches),
         "schedule_plans": plans.asked,
         "delayed": plans.delayed,
         "overlapped": order.overlapped(),

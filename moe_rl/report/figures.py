@@ -1,26 +1,26 @@
-"""One plot as the report shows it: an inline SVG in the page's own text colour, or the words why there is none."""
+"""Draws one plot of any page: an inline SVG in the page's own text colour, or the words why there is none.
+
+All pages share these colours, axes and legends. Colours carry meaning across plots: blue is what the run trains on,
+orange is native routing.
+"""
 
 from __future__ import annotations
 
 import io
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import matplotlib
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.colorbar import Colorbar
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-BLUE, ORANGE, GREEN, PURPLE, RED, GREY, CYAN = (
-    "#3f7fd9",
-    "#dd8427",
-    "#2f9e73",
-    "#8d6fd1",
-    "#d4524e",
-    "#8b919b",
-    "#2aa3b8",
-)
+BLUE, ORANGE, GREEN, PURPLE = "#3f7fd9", "#dd8427", "#2f9e73", "#8d6fd1"
+RED, GREY, CYAN, YELLOW = "#d4524e", "#8b919b", "#2aa3b8", "#b9a04a"
 INK = "#010203"  # stands for the page's text colour until `_svg` puts `currentColor` in its place
 
 STYLE = {
@@ -49,7 +49,7 @@ STYLE = {
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One plot of the report. svg is None when nothing was measured, and `reading` then says so.
+    """One plot of a page. svg and figure are None when nothing was measured, and `reading` then says so.
 
     direction: which way is good, in words. wide: takes the whole width of the page.
     """
@@ -59,19 +59,25 @@ class Panel:
     direction: str
     reading: str
     svg: str | None
+    figure: Figure | None = None
     wide: bool = False
 
 
-def figure_of(*, rows: int = 1, wide: bool = False, xlabel: str = "step"):
-    figure = Figure(figsize=(11.2, 2.9) if wide else (5.6, 3.0), layout="constrained")
+def figure_of(
+    *, rows: int = 1, columns: int = 1, wide: bool = False, height: float | None = None, xlabel: str = "step"
+):
+    """A figure and its axes: one, or an array of `rows` or of `columns`. height: in inches."""
+    size = (11.2 if wide else 5.6, height or (2.9 if wide else 3.0))
+    figure = Figure(figsize=size, layout="constrained")
     figure.patch.set_alpha(0)
-    axes = figure.subplots(rows, 1, sharex=True)
-    for each in [axes] if rows == 1 else axes:
+    axes = figure.subplots(rows, columns, sharex=rows > 1, squeeze=False)
+    for each in axes.flat:
         each.patch.set_alpha(0)
         each.xaxis.set_major_locator(MaxNLocator(integer=True))
         each.yaxis.set_major_locator(MaxNLocator(nbins=4 if rows > 1 else 5))
-    (axes if rows == 1 else axes[-1]).set_xlabel(xlabel)
-    return figure, axes
+    for each in axes[-1]:
+        each.set_xlabel(xlabel)
+    return figure, axes[0, 0] if axes.size == 1 else axes.ravel()
 
 
 def line(axes: Axes, steps: list[int], values: list[float], color: str, label: str | None, **style) -> None:
@@ -81,16 +87,36 @@ def line(axes: Axes, steps: list[int], values: list[float], color: str, label: s
 
 
 def from_zero(axes: Axes, least: float = 0.0) -> None:
-    """A vertical axis from 0 to a little above the highest point, or above `least`."""
-    top = max([least, *(value for drawn in axes.lines for value in drawn.get_ydata())])
-    axes.set_ylim(0, 1.08 * top or 1)
+    """Start the vertical axis at 0 and end it a little above the highest point, or above `least`."""
+    axes.set_ylim(0, 1.08 * max(least, axes.dataLim.ymax) or 1)
+
+
+def in_percent(axes: Axes) -> None:
+    """Label the vertical axis, of fractions, in percent."""
+    axes.yaxis.set_major_formatter(PercentFormatter(1))
+
+
+def layers_upward(axes: Axes, layers: Sequence[int], most: int) -> None:
+    """Label the rows of a map, one a layer, with at most about `most` layer numbers."""
+    every = max(1, -(-len(layers) // most))
+    axes.set_yticks(range(0, len(layers), every), [str(layer) for layer in layers[::every]])
+    axes.grid(visible=False)
+
+
+def color_bar(figure: Figure, image: Artist, axes: Axes | Sequence[Axes], label: str, **style) -> Colorbar:
+    bar = figure.colorbar(image, ax=axes, **style)
+    bar.outline.set_visible(False)
+    bar.set_label(label)
+    return bar
 
 
 def missing(name: str, title: str, direction: str, why: str, wide: bool = False) -> Panel:
-    return Panel(name, title, direction, why, None, wide)
+    """A panel of words instead of a plot."""
+    return Panel(name, title, direction, why, None, wide=wide)
 
 
 def panel_of(name: str, title: str, direction: str, reading: str, figure: Figure, wide: bool = False) -> Panel:
+    """Finish a figure: legends above their axes, and the figure as SVG."""
     for axes in figure.axes:
         low, high = axes.dataLim.intervalx
         # One step: without this its axis would count in hundredths of a step.
@@ -109,7 +135,7 @@ def panel_of(name: str, title: str, direction: str, reading: str, figure: Figure
                 handlelength=1.4,
                 columnspacing=1.4,
             )
-    return Panel(name, title, direction, reading, _svg(figure, name, f"{title}. {reading}"), wide)
+    return Panel(name, title, direction, reading, _svg(figure, name, f"{title}. {reading}"), figure, wide)
 
 
 def _svg(figure: Figure, name: str, description: str) -> str:

@@ -9,6 +9,11 @@ def percent(value: float | None, digits: int = 1) -> str:
     return "-" if value is None else f"{100 * value:.{digits}f}%"
 
 
+def points(change: float | None) -> str:
+    """A change of a fraction, in percentage points: +43.6 points."""
+    return "-" if change is None else f"{100 * change:+.1f} points"
+
+
 def scientific(value: float | None) -> str:
     """Two significant digits: 1.2e-03. An exact zero is 0."""
     if value is None:

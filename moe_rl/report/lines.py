@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunLines:
     """The lines of a run. train, eval: ordered by step; a step logged twice keeps its last line. torn: the last line
     was cut short, as by a kill while it was written, and is left out.
     """
@@ -104,14 +104,14 @@ def read_rows(path: Path) -> tuple[list[Row], bool]:
     return rows, False
 
 
-def read_run(run_dir: Path) -> Run:
+def read_run(run_dir: Path) -> RunLines:
     """Read metrics.jsonl of a run folder."""
     rows, torn = read_rows(run_dir / FILE)
     by_kind: dict[str, dict[int, Row]] = {"train": {}, "eval": {}}
     for row in rows:
         by_kind[row["kind"]][row["step"]] = row
     train, evaluation = ([by_step[step] for step in sorted(by_step)] for by_step in by_kind.values())
-    return Run(train, evaluation, torn)
+    return RunLines(train, evaluation, torn)
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl.errors import describe
-from moe_rl.report.lines import Run, read_run, write_atomic
+from moe_rl.report.lines import RunLines, read_run, write_atomic
 
 FILE = "summary.json"
 
@@ -46,7 +46,7 @@ def summarize(run_dir: Path, facts: dict[str, Any]) -> dict[str, Any]:
     return summary
 
 
-def measure(run: Run) -> dict[str, Any]:
+def measure(run: RunLines) -> dict[str, Any]:
     """The numbers of summary.json that come from the lines. A number that was not measured is None.
 
     Means and medians are over the steps where the value is finite; `nonfinite_values` counts the others by key. A sum
@@ -114,17 +114,17 @@ def _median(values: list[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _all(run: Run, key: str, reduce) -> float | None:
+def _all(run: RunLines, key: str, reduce) -> float | None:
     """Reduce a key over every line that logged it; None when no line did, or when one of them is not finite."""
     values = [row[key] for row in run.train if key in row]
     return reduce(values) if values and None not in values else None
 
 
-def _total(run: Run, key: str) -> float | None:
+def _total(run: RunLines, key: str) -> float | None:
     return _all(run, key, sum)
 
 
-def _exact(run: Run) -> bool | None:
+def _exact(run: RunLines) -> bool | None:
     """Every step took each expected route exactly once, dispatched to no other, and counted what it did not replay."""
     if run.mode == "off":
         return None
@@ -137,7 +137,7 @@ def _exact(run: Run) -> bool | None:
     )
 
 
-def _bytes_per_token(run: Run) -> float | None:
+def _bytes_per_token(run: RunLines) -> float | None:
     """Bytes of all steps over tokens of all steps, not the mean of the steps' ratios."""
     pairs = [
         (total, each)

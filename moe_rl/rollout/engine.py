@@ -26,6 +26,7 @@ from typing import Self
 import numpy as np
 
 from moe_rl.errors import EngineError, WeightSyncError, describe
+from moe_rl.messages import Channel, Message
 from moe_rl.types import Completion, GenerateRequest
 from moe_rl.vllm import wire
 from moe_rl.vllm.process import Scratch, child_environment
@@ -44,7 +45,7 @@ class VllmEngine:
         self,
         settings: EngineSettings,
         process: subprocess.Popen,
-        channel: wire.Channel,
+        channel: Channel,
         scratch: Scratch,
     ):
         self._settings = settings
@@ -73,11 +74,11 @@ class VllmEngine:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=child_environment(native=settings.capture == "native") | {"TMPDIR": scratch.name},
+                env=child_environment(settings.capture) | {"TMPDIR": scratch.name},
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        engine = cls(settings, process, wire.Channel(ours, wire.Reply), scratch)
+        engine = cls(settings, process, Channel(ours, wire.REPLIES), scratch)
         try:
             ready = engine._call(wire.Start(settings), wire.Ready, settings.startup_timeout_seconds)
             engine.vllm_version = ready.vllm_version
@@ -96,29 +97,16 @@ class VllmEngine:
         finish_reason "abort" and their routes marked so. Raises EngineError for a request that does not fit into the
         model's length, a repeated key or a shard that exists.
         """
-        self._check_requests(requests)
         if not requests:
             return []
-        sampled = self._call(wire.Generate(list(requests), shard, enough), wire.Generated).completions
-        return [
-            Completion(
-                key=request.key,
-                prompt_token_ids=request.prompt_token_ids,
-                token_ids=tuple(one.token_ids),
-                logprobs=np.frombuffer(one.logprobs, "<f4"),
-                finish_reason=one.finish_reason,
-                weight_version=one.weight_version,
-                routes=one.routes,
-            )
-            for request, one in zip(requests, sampled, strict=True)
-        ]
+        return self._call(wire.Generate(list(requests), shard, enough), wire.Generated).completions
 
     def score(self, token_ids: Sequence[int]) -> np.ndarray:
         """Logprob of every token but the first, given those before it: [n - 1] float32, natural log, temperature 1."""
         if not 2 <= len(token_ids) < self._settings.max_model_len:
             limit = self._settings.max_model_len - 1
             raise EngineError(describe("Too few or many tokens to score", got=len(token_ids), expected=f"2 to {limit}"))
-        return np.frombuffer(self._call(wire.Score(list(token_ids)), wire.Scored).logprobs, "<f4")
+        return self._call(wire.Score(list(token_ids)), wire.Scored).logprobs
 
     def update_weights(self, update: WeightUpdate) -> None:
         """Load one part of new weights; after the final one everything sampled carries its version.
@@ -158,7 +146,7 @@ class VllmEngine:
     def __exit__(self, *exception) -> None:
         self.close()
 
-    def _call(self, message: wire.Message, expected: type, seconds: float | None = None):
+    def _call(self, message: Message, expected: type, seconds: float | None = None):
         """Send one call and wait for its reply. seconds: of all of it; None: of silence between frames."""
         if self._failure:
             raise EngineError(self._failure)
@@ -223,25 +211,6 @@ class VllmEngine:
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
         self._scratch.cleanup()
-
-    def _check_requests(self, requests: Sequence[GenerateRequest]) -> None:
-        seen = set()
-        for request in requests:
-            length = len(request.prompt_token_ids) + request.max_tokens
-            wrong = (
-                "an empty prompt"
-                if not request.prompt_token_ids
-                else f"max_tokens {request.max_tokens}"
-                if request.max_tokens < 1
-                else f"{length} tokens, more than max_model_len {self._settings.max_model_len}"
-                if length > self._settings.max_model_len
-                else "a key used twice"
-                if request.key in seen
-                else ""
-            )
-            if wrong:
-                raise EngineError(describe("A request cannot be sampled", where=f"request {request.key}", got=wrong))
-            seen.add(request.key)
 
 
 def _tail(log_path: Path) -> str:

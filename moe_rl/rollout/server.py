@@ -22,15 +22,44 @@ import msgspec
 import numpy as np
 
 from moe_rl.errors import EngineError, describe
-from moe_rl.rollout.token_api import ANSWER, GENERATE, Sample, body, check
 from moe_rl.rollout.transport import Transport
 from moe_rl.types import Completion, GenerateRequest, RouteRef
+from moe_rl.vllm import sampling
 from moe_rl.vllm.control import Challenge, Open, Publish, Release, Scoring, Served, Sink
 from moe_rl.vllm.recording import RecordingRequest, as_stored
+from moe_rl.vllm.sampling import Growing, VersionSpan
 from moe_rl.weights.update import Holding, WeightUpdate
 
+_GENERATE = "/inference/v1/generate"
 _TIDY_SECONDS = 12.0
+# What vLLM answers for the logprob of a token that it does not know one of.
+_NO_LOGPROB = -9999.0
+
+
+class _TokenLogprob(msgspec.Struct, frozen=True):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct, frozen=True):
+    content: list[_TokenLogprob]
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    token_ids: list[int]
+    logprobs: _Logprobs
+    finish_reason: str | None = None
+    weight_versions: list[VersionSpan] | None = None
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    """All of a completion, or what came of it since the last one. error: of a stream that cannot go on."""
+
+    choices: list[_Choice] = []
+    error: msgspec.Raw | None = None
+
+
 # Made while the module is imported, by one thread: msgspec dies when two threads are the first to decode into a type.
+_ANSWER = msgspec.json.Decoder(_Answer)
 _SERVED = msgspec.json.Decoder(Served)
 _STATS = msgspec.json.Decoder(list[dict[str, int]])
 _REFERENCES = msgspec.json.Decoder(dict[str, RouteRef])
@@ -120,7 +149,7 @@ class VllmServer:
         """See `generate`."""
         async with self._transport.client(2 + self._at_once(requests)) as client:
             served = await self._transport.call(client, "GET", "/moe_rl/recording", None, _SERVED)
-            check(requests, served)
+            sampling.check(requests, max_model_len=served.max_model_len, vocabulary=served.vocab_size)
             if not served.weights_whole:
                 raise EngineError(
                     describe("The vLLM server's weights are not whole", where=self.url, got="an update that failed")
@@ -130,7 +159,7 @@ class VllmServer:
                 await self._transport.call(client, "POST", "/moe_rl/open", Open(shard, self._folder), _NOTHING)
             try:
                 samples = await self._sample(client, requests, shard, enough)
-                if any(sample.finish_reason == "abort" for sample in samples):
+                if any(sample.aborted for sample in samples):
                     if enough is None:
                         raise EngineError(
                             describe(
@@ -147,36 +176,26 @@ class VllmServer:
                 if records:
                     await self._tidy(client, "/moe_rl/abandon", Sink(shard))
                 raise
-        return [
-            Completion(
-                key=request.key,
-                prompt_token_ids=request.prompt_token_ids,
-                token_ids=tuple(sample.token_ids),
-                logprobs=np.asarray(sample.logprobs, np.float32),
-                finish_reason=sample.finish_reason,
-                weight_version=sample.weight_version(request.key, served.weight_version),
-                routes=refs.get(request.key),
-            )
-            for request, sample in zip(requests, samples, strict=True)
-        ]
+        version = served.weight_version
+        return [sample.completion(request, version, refs) for request, sample in zip(requests, samples, strict=True)]
 
     async def _sample(
         self, client: httpx.AsyncClient, requests: Sequence[GenerateRequest], shard: str, enough: int | None
-    ) -> list[Sample]:
+    ) -> list[Growing]:
         """What came of the requests, at most `connections` at a time; all of them at once when alone."""
-        samples = [Sample() for _ in requests]
+        samples = [Growing() for _ in requests]
         turn = asyncio.Semaphore(self._at_once(requests))
 
         async def one(at: int) -> None:
             # An aborted request has no final answer: who may abort takes the tokens as they come.
-            asked = body(requests[at], shard, stream=enough is not None, priority=at if self._alone else 0)
+            asked = _body(requests[at], shard, stream=enough is not None, priority=at if self._alone else 0)
             answer = self._transport.ask(
-                client, "POST", GENERATE, asked, None if self._alone else self._transport.timeout
+                client, "POST", _GENERATE, asked, None if self._alone else self._transport.timeout
             )
             async with turn, answer as response:
                 async for line in response.aiter_lines():
                     if (text := line.removeprefix("data: ")) and text != "[DONE]":
-                        samples[at].add(self._transport.decode(text, ANSWER), requests[at].key)
+                        _add(samples[at], self._transport.decode(text, _ANSWER), requests[at].key)
 
         wanted = len(requests) if enough is None else min(enough, len(requests))
         if self._alone:
@@ -228,19 +247,36 @@ class VllmServer:
                 raise EngineError(describe("The vLLM server hangs", where=self.url, got=got, do="read its log"))
 
     async def _publish(
-        self, client: httpx.AsyncClient, requests: Sequence[GenerateRequest], samples: Sequence[Sample], shard: str
+        self, client: httpx.AsyncClient, requests: Sequence[GenerateRequest], samples: Sequence[Growing], shard: str
     ) -> dict[str, RouteRef]:
         """Publish the routes of what was sampled; of an aborted request, when it had got as far as a token."""
         asks = [RecordingRequest.of(request, shard) for request in requests]
-        sequences, aborted = {}, []
-        for request, sample in zip(requests, samples, strict=True):
-            if request.record and sample.token_ids:
-                sequences[request.key] = [*request.prompt_token_ids, *sample.token_ids[:-1]]
-                if sample.finish_reason == "abort":
-                    aborted.append(request.key)
-        message = Publish(shard, sequences, aborted)
+        message = Publish(shard, *sampling.forwarded(requests, asks, samples))
         refs = await self._transport.call(client, "POST", "/moe_rl/publish", message, _REFERENCES)
         return as_stored(refs, asks)
+
+
+def _body(request: GenerateRequest, shard: str, *, stream: bool, priority: int) -> bytes:
+    """JSON of one request to /inference/v1/generate."""
+    return msgspec.json.encode(
+        {
+            "token_ids": request.prompt_token_ids,
+            "stream": stream,
+            "priority": priority,
+            "sampling_params": sampling.parameters(request, RecordingRequest.of(request, shard)),
+        }
+    )
+
+
+def _add(sample: Growing, answer: _Answer, key: str) -> None:
+    if answer.error is not None or len(answer.choices) != 1:
+        got = bytes(answer.error)[:500].decode("utf-8", "replace") if answer.error else "no completion"
+        raise EngineError(describe("The vLLM server could not sample", where=f"request {key}", got=got))
+    (choice,) = answer.choices
+    logprobs = [at.logprob for at in choice.logprobs.content]
+    if len(logprobs) != len(choice.token_ids) or any(logprob <= _NO_LOGPROB for logprob in logprobs):
+        raise EngineError(describe("The vLLM server left a logprob out", where=f"request {key}"))
+    sample.add(choice.token_ids, logprobs, choice.finish_reason, choice.weight_versions)
 
 
 async def _finished(tasks: Sequence[asyncio.Task], wanted: int, watches: Sequence[Awaitable[None]]) -> None:

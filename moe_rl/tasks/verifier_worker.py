@@ -3,11 +3,16 @@
 Started as `python -m moe_rl.tasks.verifier_worker SOCKET_FD PARENT_PID`, in a session of its own. It reads one call at
 a time and never ahead, so that while a function runs, this process holds no more of the task than the function was
 given.
+
+A reward function is a plain callable. It names any of `prompt`, `completion`, `answer` as parameters and is given those
+and nothing else; a parameter of another name must have a default.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
+import inspect
 import numbers
 import os
 import resource
@@ -16,12 +21,84 @@ import socket
 import sys
 from collections.abc import Callable
 
-from moe_rl.tasks import frames
-from moe_rl.tasks.reward_functions import resolve
+from moe_rl.messages import Channel, Message, decoder
+
+ARGUMENTS = ("prompt", "completion", "answer")
 
 _PR_SET_PDEATHSIG = 1
 _MAX_FILE_BYTES = 64 << 20
 _MAX_DETAIL = 500
+
+
+class Load(Message):
+    """Pool, first: what to import, and how much address space the worker may map."""
+
+    sys_path: list[str]
+    functions: dict[str, str]
+    memory_limit_bytes: int
+
+
+class Call(Message):
+    """Pool: call one reward function, with the arguments that it names and no others."""
+
+    reward: str
+    arguments: dict[str, str]
+
+
+class Begun(Message):
+    """Worker: this call, or before the first one the import of this function, begins now."""
+
+    reward: str
+
+
+class Loaded(Message):
+    """Worker: every function is there; these are the arguments each one names."""
+
+    arguments: dict[str, list[str]]
+
+
+class Unusable(Message):
+    """Worker: reward name -> why its function cannot be used."""
+
+    problems: dict[str, str]
+
+
+class Returned(Message):
+    value: float
+
+
+class Raised(Message):
+    """Worker: the function raised, or returned what is no number."""
+
+    detail: str
+
+
+QUESTIONS = decoder(Load | Call)
+ANSWERS = decoder(Begun | Loaded | Unusable | Returned | Raised)
+
+
+def main(socket_fd: int, parent_pid: int) -> None:
+    _die_with(parent_pid)
+    # Schedulers send it to every process of a job: the trainer says when this one ends.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.set_inheritable(socket_fd, False)
+    channel = Channel(socket.socket(fileno=socket_fd), QUESTIONS)
+    pid = os.getpid()
+    try:
+        load = channel.receive()
+        _limit(load.memory_limit_bytes)
+        sys.path[:] = load.sys_path
+        functions, answer = _load(channel, load.functions)
+        del load
+        while True:
+            channel.send(answer)
+            call = channel.receive()
+            channel.send(Begun(call.reward))
+            answer = _answer(functions[call.reward], call)
+            if os.getpid() != pid:  # a child that the function forked and let run on into this loop
+                os._exit(1)
+    except EOFError:  # the pool has closed its end
+        return
 
 
 def _die_with(parent_pid: int) -> None:
@@ -44,21 +121,54 @@ def _limit(memory_bytes: int) -> None:
         resource.setrlimit(which, (value, value))
 
 
-def _receive(channel: socket.socket) -> frames.Setup | frames.Call | None:
-    """The next frame; None when the pool has closed its end."""
-    header = _exactly(channel, 4)
-    body = header and _exactly(channel, frames.length_of(header))
-    return frames.decode_question(body) if body else None
+def _load(channel: Channel, functions: dict[str, str]) -> tuple[dict[str, Callable[..., object]], Message]:
+    loaded, arguments, problems = {}, {}, {}
+    for reward, path in functions.items():
+        channel.send(Begun(reward))
+        try:
+            loaded[reward], arguments[reward] = _resolve(path)
+        except ValueError as error:
+            problems[reward] = str(error)
+        except BaseException as error:  # importing runs user code, which may raise anything, SystemExit included
+            problems[reward] = f"importing {path} raised {_sentence(error)}"
+    return loaded, Unusable(problems) if problems else Loaded(arguments)
 
 
-def _exactly(channel: socket.socket, size: int) -> bytes | None:
-    data = bytearray()
-    while len(data) < size:
-        piece = channel.recv(size - len(data))
-        if not piece:
-            return None
-        data += piece
-    return bytes(data)
+def _resolve(path: str) -> tuple[Callable[..., object], list[str]]:
+    """Import a reward function; return it with the subset of `ARGUMENTS` that it names.
+
+    Raises ValueError with a sentence for the user, or whatever importing the module raises.
+    """
+    module_name, _, name = path.rpartition(".")
+    function = getattr(importlib.import_module(module_name), name, None)
+    if function is None:
+        raise ValueError(f"module {module_name} has no {name!r}")
+    if not callable(function):
+        raise ValueError(f"{path} is not callable: got {type(function).__name__}")
+    if inspect.iscoroutinefunction(function):
+        raise ValueError(f"{path} is a coroutine function. Make it a plain function")
+    wanted = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if parameter.name in ARGUMENTS and parameter.kind is not parameter.POSITIONAL_ONLY:
+            wanted.append(parameter.name)
+        elif parameter.default is parameter.empty:
+            raise ValueError(
+                f"{path} has the parameter {parameter.name!r}: expected only {', '.join(ARGUMENTS)}, given by name. "
+                "Rename it or give it a default"
+            )
+    return function, wanted
+
+
+def _answer(function: Callable[..., object], call: Call) -> Returned | Raised:
+    try:
+        value = function(**call.arguments)
+        if isinstance(value, numbers.Real) and not isinstance(value, bool):
+            return Returned(float(value))
+        return Raised(f"returned {type(value).__name__}, expected a finite number")
+    except BaseException as error:  # whatever it raises, SystemExit included, is this call's failure and no one else's
+        return Raised(f"raised {_sentence(error)}")
 
 
 def _sentence(error: BaseException) -> str:
@@ -67,53 +177,6 @@ def _sentence(error: BaseException) -> str:
     except Exception:  # an exception whose own str() raises
         text = type(error).__name__
     return text.encode("ascii", "backslashreplace").decode("ascii")[:_MAX_DETAIL]
-
-
-def _load(channel: socket.socket, functions: dict[str, str]) -> tuple[dict[str, Callable[..., object]], frames.Answer]:
-    loaded, arguments, problems = {}, {}, {}
-    for reward, path in functions.items():
-        channel.sendall(frames.encode(frames.Started(-1, reward)))
-        try:
-            loaded[reward], arguments[reward] = resolve(path)
-        except ValueError as error:
-            problems[reward] = str(error)
-        except BaseException as error:  # importing runs user code, which may raise anything, SystemExit included
-            problems[reward] = f"importing {path} raised {_sentence(error)}"
-    return loaded, frames.Refused(problems) if problems else frames.Ready(arguments)
-
-
-def _answer(function: Callable[..., object], call: frames.Call) -> frames.Returned | frames.Failed:
-    try:
-        value = function(**call.arguments)
-        if isinstance(value, numbers.Real) and not isinstance(value, bool):
-            return frames.Returned(call.item, call.reward, float(value))
-        detail = f"returned {type(value).__name__}, expected a finite number"
-    except BaseException as error:  # whatever it raises, SystemExit included, is this call's failure and no one else's
-        detail = f"raised {_sentence(error)}"
-    return frames.Failed(call.item, call.reward, detail)
-
-
-def main(socket_fd: int, parent_pid: int) -> None:
-    _die_with(parent_pid)
-    # Schedulers send it to every process of a job: the trainer says when this one ends.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.set_inheritable(socket_fd, False)
-    channel = socket.socket(fileno=socket_fd)
-    setup = _receive(channel)
-    if setup is None:
-        return
-    _limit(setup.memory_limit_bytes)
-    sys.path[:] = setup.sys_path
-    functions, answer = _load(channel, setup.functions)
-    channel.sendall(frames.encode(answer))
-    del setup
-    pid = os.getpid()
-    while (call := _receive(channel)) is not None:
-        channel.sendall(frames.encode(frames.Started(call.item, call.reward)))
-        answer = _answer(functions[call.reward], call)
-        if os.getpid() != pid:  # a child that the function forked and let run on into this loop
-            os._exit(1)
-        channel.sendall(frames.encode(answer))
 
 
 if __name__ == "__main__":

@@ -9,29 +9,43 @@ grandchild into another session puts it out of the pool's reach.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-import selectors
+import queue
+import select
+import signal
+import socket
+import subprocess
 import sys
+import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 
+import moe_rl
 from moe_rl.config.dotted_path import dotted_path_problem
 from moe_rl.config.schema import RewardConfig
 from moe_rl.errors import ConfigError, RewardError, describe
-from moe_rl.tasks import frames
-from moe_rl.tasks.reward_functions import ARGUMENTS
-from moe_rl.tasks.verifier_process import WorkerProcess
+from moe_rl.messages import Channel, Message
+from moe_rl.tasks.verifier_worker import ANSWERS, ARGUMENTS, Begun, Call, Load, Loaded, Raised, Returned, Unusable
 from moe_rl.types import Verdict
 
 # Importing a verifier may pull in a large library; more than this is a hang.
 _START_SECONDS = 60.0
 _START_ATTEMPTS = 3
-# Items at a worker at once: enough that it never waits for the pool, few enough that slow items spread over workers.
-_ITEMS_AHEAD = 4
+_KILL_SECONDS = 10.0
+# A worker answers with a float or a short sentence. A longer frame means that it is out of its mind.
+_MAX_ANSWER_BYTES = 1 << 20
+_READ_BYTES = 1 << 16
+_TAIL_BYTES = 2048
+# What a verifier may know of this process's environment. An allow-list: torchrun's variables would make a verifier join
+# the run, and tokens and keys are none of its business.
+_ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,71 +74,11 @@ def check_failed_fraction(verdicts: SequenceOf[Verdict], limit: float) -> None:
     )
 
 
-class _Batch:
-    """The items of one `score`: what is still to be sent, what is known, what is decided."""
-
-    def __init__(self, items: SequenceOf[RewardItem], weights: dict[str, float]):
-        self.items = items
-        self.pending = deque(range(len(items)))
-        self.sent_back: set[int] = set()
-        self.undecided = len(items)
-        self.verdicts: list[Verdict | None] = [None] * len(items)
-        self._weights = weights
-        self._names = list(weights)
-        self._answered = [0] * len(items)
-        self._parts: list[dict[str, float]] = [{} for _ in items]
-        self._details: dict[int, str] = {}
-
-    def expects(self, item: int, reward: str) -> bool:
-        """Whether this call is the next of its item."""
-        return self._names[self._answered[item]] == reward
-
-    def take(self, answer: frames.Returned | frames.Failed) -> bool:
-        """Note one call's answer; True when it was the item's last."""
-        if isinstance(answer, frames.Returned) and math.isfinite(answer.value):
-            self._parts[answer.item][answer.reward] = answer.value
-        else:
-            failed = isinstance(answer, frames.Failed)
-            detail = answer.detail if failed else f"returned {answer.value}, expected a finite number"
-            self._details.setdefault(answer.item, f"{answer.reward}: {detail}")
-        self._answered[answer.item] += 1
-        if self._answered[answer.item] < len(self._names):
-            return False
-        self.decide(answer.item)
-        return True
-
-    def decide(self, item: int, failure: str = "") -> None:
-        detail = self._details.get(item, failure)
-        parts = self._parts[item]
-        if not detail:
-            reward = sum(weight * parts[name] for name, weight in self._weights.items())
-            if math.isfinite(reward):
-                self.verdicts[item] = Verdict("scored", reward, parts)
-            else:
-                detail = f"the weighted sum of the rewards is {reward}: {parts}"
-        if detail:
-            self.verdicts[item] = Verdict("failed", None, detail=detail)
-        self.undecided -= 1
-
-
-@dataclass(eq=False)
-class _Slot:
-    """A place for one worker. `queue`: items sent to it, in order; `current`: the one it says it is working on."""
-
-    process: WorkerProcess | None = None
-    ready: bool = False
-    failed_starts: int = 0
-    queue: deque[int] = field(default_factory=deque)
-    current: int | None = None
-    reward: str = ""
-    deadline: float | None = None
-
-
 class VerifierPool:
     """Worker processes that score completions with the configured reward functions.
 
     A context manager. Construction starts the workers and raises ConfigError, naming the config key, for a function
-    that is not there or asks for what it cannot have. Workers die with the pool, and with the thread that made it.
+    that is not there or asks for what it cannot have. Workers die with the pool, and with this process.
     `timeout_seconds` is for all reward functions of one item together, by this process's monotonic clock.
     Not for use by several threads at once.
     """
@@ -139,23 +93,22 @@ class VerifierPool:
     ):
         problems = {name: dotted_path_problem(reward.function) for name, reward in rewards.items()}
         _refuse({name: problem for name, problem in problems.items() if problem})
-        self._timeout = timeout_seconds
-        self._weights = {name: reward.weight for name, reward in rewards.items()}
-        self._setup = frames.Setup(
+        load = Load(
             sys_path=[os.path.abspath(folder) for folder in sys.path],
             functions={name: reward.function for name, reward in rewards.items()},
             memory_limit_bytes=memory_limit_mib << 20,
         )
-        self._arguments: dict[str, list[str]] = {}
-        self._batch = _Batch([], self._weights)
+        weights = {name: reward.weight for name, reward in rewards.items()}
+        arguments: dict[str, list[str]] = {}
+        self._places = [_Place(load, weights, arguments, timeout_seconds) for _ in range(workers)]
+        self._free: queue.SimpleQueue[_Place] = queue.SimpleQueue()
+        for place in self._places:
+            self._free.put(place)
+        # They live as long as the pool: the kernel kills a worker when the thread that started it ends.
+        self._threads = ThreadPoolExecutor(workers)
         self._closed = False
-        self._selector = selectors.DefaultSelector()
-        self._slots = [_Slot() for _ in range(workers)]
         try:
-            for slot in self._slots:
-                self._start(slot)
-            while not all(slot.ready for slot in self._slots):
-                self._pump()
+            list(self._threads.map(_Place.start, self._places))
         except BaseException:
             self.close()
             raise
@@ -169,15 +122,16 @@ class VerifierPool:
     @property
     def pids(self) -> list[int]:
         """Process ids of the workers; each leads its own session and process group."""
-        return [slot.process.pid for slot in self._slots if slot.process is not None]
+        return [process.pid for place in self._places if (process := place.process) is not None]
 
     def close(self) -> None:
         """Kill every worker and whatever it forked. Safe to call twice."""
         self._closed = True
-        for slot in self._slots:
-            if slot.process is not None:
-                self._bury(slot)
-        self._selector.close()
+        for place in self._places:
+            place.end()
+        self._threads.shutdown(cancel_futures=True)
+        for place in self._places:
+            place.bury()
 
     def score(self, items: SequenceOf[RewardItem]) -> list[Verdict]:
         """One verdict per item, in order. Takes at most about the time limit per item, whatever the verifiers do.
@@ -186,186 +140,244 @@ class VerifierPool:
         """
         if self._closed:
             raise RewardError("the verifier pool is closed: it was closed, or an earlier score() raised")
-        batch = self._batch = _Batch(items, self._weights)
         try:
-            self._dispatch()
-            while batch.undecided:
-                self._pump()
-                self._dispatch()
-        except BaseException:  # answers may be on their way that would be taken for the next batch's
+            return list(self._threads.map(self._score, items))
+        except BaseException:
             self.close()
             raise
-        return batch.verdicts
 
-    # Sending
-
-    def _dispatch(self) -> None:
-        """Hand out items, one each in turn, until every ready worker has enough."""
-        for depth in range(1, _ITEMS_AHEAD + 1):
-            for slot in self._slots:
-                while slot.ready and len(slot.queue) < depth and self._batch.pending:
-                    self._send(slot, self._batch.pending.popleft())
-
-    def _send(self, slot: _Slot, index: int) -> None:
-        item = self._batch.items[index]
+    def _score(self, item: RewardItem) -> Verdict:
+        place = self._free.get()
         try:
-            calls = b"".join(
-                frames.encode(frames.Call(index, reward, {name: getattr(item, name) for name in arguments}))
-                for reward, arguments in self._arguments.items()
+            return place.score(item)
+        finally:
+            self._free.put(place)
+
+
+class _Lost(Exception):
+    """A worker died, hung or sent nonsense, and is buried. begun: whether it said that it was at the item."""
+
+    def __init__(self, reason: str, begun: bool):
+        super().__init__(reason)
+        self.begun = begun
+
+
+class _Place:
+    """A place for one worker, which is replaced when it is lost. Used by one thread at a time, but for `end`.
+
+    arguments: what each function asks for, as the workers said; shared by all places, empty until one was ready.
+    """
+
+    def __init__(self, load: Load, weights: dict[str, float], arguments: dict[str, list[str]], timeout: float):
+        self._load, self._weights, self._arguments, self._timeout = load, weights, arguments, timeout
+        self._lock = threading.Lock()  # while `process` comes or goes
+        self._ended = False
+        self.process: _WorkerProcess | None = None
+
+    def end(self) -> None:
+        """Kill the worker for good. The thread that waits for it buries it and gets RewardError."""
+        with self._lock:
+            self._ended = True
+            if self.process is not None:
+                self.process.end()
+
+    def bury(self, error: Exception | None = None, limit: float = 0.0) -> str:
+        """Kill and forget the worker, if there is one; what to say of it, given what its channel raised."""
+        with self._lock:
+            if self.process is None:
+                return ""
+            process, self.process = self.process, None
+            ending, tail = process.bury()
+        if isinstance(error, TimeoutError):
+            reason = f"no answer within {limit:g} s; killed"
+        elif isinstance(error, ValueError):
+            reason = f"the worker sent what is no answer: {error}"
+        else:
+            reason = f"the verifier died ({ending})"
+        return f"{reason}; its output ended: {tail}" if tail else reason
+
+    def start(self) -> None:
+        """Bring a worker up. Raises ConfigError for a bad function; RewardError if workers came up, but do no more."""
+        for _ in range(_START_ATTEMPTS):
+            problems = self._start()
+            if self.process is not None:
+                return
+            if not self._arguments:
+                _refuse(problems)
+        raise RewardError(
+            describe(
+                "no new verifier process comes up, though an earlier one did",
+                got="; ".join(f"{name}: {problem}" for name, problem in problems.items()),
             )
-        except UnicodeEncodeError as error:
-            self._batch.decide(index, f"cannot be sent to a verifier: {error}")
-            return
-        if not slot.queue:
-            slot.deadline = time.monotonic() + self._timeout
-        slot.queue.append(index)
-        slot.process.send(calls)
-        self._watch(slot)
+        )
 
-    def _watch(self, slot: _Slot) -> None:
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if slot.process.has_unsent else 0)
-        key = self._selector.get_key(slot.process.channel)
-        if key.events != events:
-            self._selector.modify(slot.process.channel, events, key.data)
-
-    # Receiving
-
-    def _pump(self) -> None:
-        """Wait for the next event or deadline and deal with it."""
-        deadlines = [slot.deadline for slot in self._slots if slot.deadline is not None]
-        wait = max(0.0, min(deadlines) - time.monotonic())
-        for key, events in self._selector.select(wait):
-            slot, process, kind = key.data
-            if slot.process is not process:  # buried a moment ago, by another of these events
-                continue
-            if kind == "output":
-                if not process.drain_output():
-                    self._selector.unregister(process.output)
-            elif kind == "exit":
-                self._read(slot)
-                if slot.process is process:
-                    self._lost(slot)
-            else:
-                if events & selectors.EVENT_WRITE:
-                    process.flush()
-                    self._watch(slot)
-                if events & selectors.EVENT_READ:
-                    self._read(slot)
-        now = time.monotonic()
-        for slot in self._slots:
-            if slot.deadline is not None and now >= slot.deadline:
-                self._read(slot)  # an answer that lies there was in time, however late this process looks
-                if slot.deadline is not None and now >= slot.deadline:
-                    limit = self._timeout if slot.ready else _START_SECONDS
-                    self._lost(slot, f"no answer within {limit:g} s; killed")
-
-    def _read(self, slot: _Slot) -> None:
+    def _start(self) -> dict[str, str]:
+        """Start a worker; reward name -> problem if none is there after that."""
+        with self._lock:
+            if self._ended:
+                raise RewardError("the verifier pool was closed")
+            try:
+                process = self.process = _WorkerProcess()
+            except OSError as error:
+                raise RewardError(describe("cannot start a verifier process", got=error)) from error
+        deadline, loading = time.monotonic() + _START_SECONDS, ""
         try:
-            answers, closed = slot.process.read()
-        except ValueError as error:
-            self._lost(slot, f"the worker sent what is no answer: {error}")
-            return
-        for answer in answers:
-            if isinstance(answer, frames.Refused) and not slot.ready:
-                self._start_failed(slot, answer.problems)
-                return
-            if not self._accept(slot, answer):
-                self._lost(slot, f"the worker answered out of turn: {type(answer).__name__}")
-                return
-        if closed:
-            self._lost(slot)
-
-    def _accept(self, slot: _Slot, answer: frames.Answer) -> bool:
-        """Act on one answer; False if it is not one that this worker may give now."""
-        if not slot.ready:
-            if isinstance(answer, frames.Started) and answer.item == -1:
-                slot.reward = answer.reward
-                return True
-            if not isinstance(answer, frames.Ready) or list(answer.arguments) != list(self._weights):
-                return False
+            process.send(self._load, deadline)
+            while isinstance(answer := process.receive(deadline), Begun):
+                loading = answer.reward
+            if isinstance(answer, Unusable):
+                self.bury()
+                return answer.problems
+            if not isinstance(answer, Loaded) or list(answer.arguments) != list(self._weights):
+                raise ValueError(f"{type(answer).__name__}, out of turn")
             if not all(set(names) <= set(ARGUMENTS) for names in answer.arguments.values()):
-                return False
-            self._arguments = answer.arguments
-            slot.ready, slot.failed_starts, slot.reward, slot.deadline = True, 0, "", None
-            return True
-        if not isinstance(answer, frames.Started | frames.Returned | frames.Failed):
-            return False
-        if not slot.queue or answer.item != slot.queue[0] or not self._batch.expects(answer.item, answer.reward):
-            return False
-        if isinstance(answer, frames.Started):
-            if slot.current is None:
-                slot.current = answer.item
-                slot.deadline = time.monotonic() + self._timeout
-            slot.reward = answer.reward
-            return True
-        if slot.current != answer.item or slot.reward != answer.reward:
-            return False
-        if self._batch.take(answer):
-            slot.queue.popleft()
-            slot.current = None
-            slot.deadline = time.monotonic() + self._timeout if slot.queue else None
-        return True
+                raise ValueError(f"arguments that there are not: {answer.arguments}")
+            self._arguments.update(answer.arguments)
+            return {}
+        except (OSError, EOFError, ValueError) as error:
+            return dict.fromkeys([loading] if loading else self._weights, self.bury(error, _START_SECONDS))
 
-    # Workers come and go
+    def score(self, item: RewardItem) -> Verdict:
+        """Have the worker score an item; one that it did not even begin is given to the next worker, once."""
+        if self.process is None:  # the last start failed, which ends the pool
+            self.start()
+        for again in (True, False):
+            try:
+                parts = self._ask(item)
+                reward = sum(weight * parts[name] for name, weight in self._weights.items())
+                if not math.isfinite(reward):
+                    raise ValueError(f"the weighted sum of the rewards is {reward}: {parts}")
+                return Verdict("scored", reward, parts)
+            except ValueError as error:
+                return Verdict("failed", None, detail=str(error))
+            except _Lost as lost:
+                self.start()
+                if lost.begun or not again:
+                    return Verdict("failed", None, detail=str(lost))
+        raise AssertionError
 
-    def _start(self, slot: _Slot) -> None:
-        slot.ready, slot.reward = False, ""
-        slot.deadline = time.monotonic() + _START_SECONDS
+    def _ask(self, item: RewardItem) -> dict[str, float]:
+        """Each function's value. Raises ValueError saying why there is none, or _Lost."""
+        deadline = time.monotonic() + self._timeout
+        begun, parts, failure = "", {}, ""
+        for reward, names in self._arguments.items():
+            try:
+                self.process.send(Call(reward, {name: getattr(item, name) for name in names}), deadline)
+                if (answer := self.process.receive(deadline)) != Begun(reward):
+                    raise ValueError(f"{type(answer).__name__}, out of turn")
+                if not begun:
+                    deadline = time.monotonic() + self._timeout
+                begun = reward
+                answer = self.process.receive(deadline)
+                if not isinstance(answer, Returned | Raised):
+                    raise ValueError(f"{type(answer).__name__}, out of turn")
+            except UnicodeEncodeError as error:
+                raise ValueError(f"cannot be sent to a verifier: {error}") from error
+            except (OSError, EOFError, ValueError) as error:
+                reason = self.bury(error, self._timeout)
+                raise _Lost(f"{begun}: {reason}" if begun else reason, bool(begun)) from error
+            if isinstance(answer, Returned) and math.isfinite(answer.value):
+                parts[reward] = answer.value
+            else:
+                raised = isinstance(answer, Raised)
+                detail = answer.detail if raised else f"returned {answer.value}, expected a finite number"
+                failure = failure or f"{reward}: {detail}"
+        if failure:
+            raise ValueError(failure)
+        return parts
+
+
+class _WorkerProcess:
+    """A child running `moe_rl.tasks.verifier_worker`, the channel to it and the last of what it printed."""
+
+    def __init__(self):
+        self._tail = b""
+        ours, theirs = socket.socketpair()
+        self._output, their_output = os.pipe()
         try:
-            slot.process = WorkerProcess(self._setup)
-        except OSError as error:
-            raise RewardError(describe("cannot start a verifier process", got=error)) from error
-        for file, kind in ((slot.process.channel, "answers"), (slot.process.output, "output")):
-            self._selector.register(file, selectors.EVENT_READ, (slot, slot.process, kind))
-        self._selector.register(slot.process.pidfd, selectors.EVENT_READ, (slot, slot.process, "exit"))
-        self._watch(slot)
-
-    def _bury(self, slot: _Slot) -> tuple[str, str]:
-        """Kill a slot's process group and forget it; how the worker ended and what it last printed."""
-        process, slot.process = slot.process, None
-        slot.ready, slot.deadline = False, None
-        ending = process.kill()
-        tail = process.tail()
-        for file in (process.channel, process.output, process.pidfd):
-            if file in self._selector.get_map():
-                self._selector.unregister(file)
-        process.close()
-        return ending, tail
-
-    def _lost(self, slot: _Slot, reason: str = "") -> None:
-        """A worker died, or has to: blame the item it was working on, take back the others, start a new one."""
-        was_ready = slot.ready
-        ending, tail = self._bury(slot)
-        reason = reason or f"the verifier died ({ending})"
-        if tail:
-            reason += f"; its output ended: {tail}"
-        if not was_ready:
-            self._start_failed(slot, {slot.reward: reason} if slot.reward else dict.fromkeys(self._weights, reason))
-            return
-        if slot.queue and (slot.current is not None or slot.queue[0] in self._batch.sent_back):
-            self._batch.decide(slot.queue.popleft(), f"{slot.reward}: {reason}" if slot.reward else reason)
-        elif slot.queue:
-            # It had not begun: the worker died in idleness, or of an earlier item's doing. A second time is too often.
-            self._batch.sent_back.add(slot.queue[0])
-        self._batch.pending.extendleft(reversed(slot.queue))
-        slot.queue.clear()
-        slot.current = None
-        self._start(slot)
-
-    def _start_failed(self, slot: _Slot, problems: dict[str, str]) -> None:
-        if slot.process is not None:
-            self._bury(slot)
-        if not self._arguments:  # no worker has ever been ready: it is the config
-            _refuse(problems)
-        slot.failed_starts += 1
-        if slot.failed_starts == _START_ATTEMPTS:
-            raise RewardError(
-                describe(
-                    "no new verifier process comes up, though an earlier one did",
-                    got="; ".join(f"{name}: {problem}" for name, problem in problems.items()),
-                )
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-u", "-X", "faulthandler", "-m", "moe_rl.tasks.verifier_worker"]
+                + [str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=their_output,
+                stderr=their_output,
+                env=_environment(),
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
             )
-        self._start(slot)
+        except BaseException:
+            ours.close()
+            os.close(self._output)
+            raise
+        finally:
+            theirs.close()
+            os.close(their_output)
+        self.pid = self._process.pid
+        # The socket's end is not enough to know that the process died: a child that it forked may hold a copy.
+        self._pidfd = os.pidfd_open(self.pid)
+        self._channel = Channel(ours, ANSWERS, _MAX_ANSWER_BYTES)
+        os.set_blocking(self._output, False)
+        self._poll = select.poll()
+        for file in (ours, self._output, self._pidfd):
+            self._poll.register(file, select.POLLIN)
+
+    def send(self, message: Message, deadline: float) -> None:
+        """Raises as `Channel.send`; TimeoutError at the deadline, by the monotonic clock."""
+        self._channel.socket.settimeout(max(0.001, deadline - time.monotonic()))
+        self._channel.send(message)
+
+    def receive(self, deadline: float) -> Message:
+        """The next answer. Raises as `Channel.receive`; TimeoutError at the deadline, EOFError if the process ended."""
+        self._channel.socket.setblocking(False)
+        events: dict[int, int] = {}
+        while True:
+            late = time.monotonic() >= deadline
+            with contextlib.suppress(BlockingIOError):
+                return self._channel.receive()  # what lies there was in time, however late this process looks
+            if self._pidfd in events:
+                raise EOFError("the process ended")
+            if late:
+                raise TimeoutError
+            events = dict(self._poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
+            if self._output in events and not self._drain():
+                self._poll.unregister(self._output)
+
+    def _drain(self) -> bool:
+        """Take some of what the verifiers printed and keep the end of it; False when there will be no more."""
+        try:
+            data = os.read(self._output, _READ_BYTES)
+        except BlockingIOError:
+            return True
+        self._tail = (self._tail + data)[-_TAIL_BYTES:]
+        return bool(data)
+
+    def end(self) -> None:
+        """Kill the process group."""
+        # Its pid names the group until it is reaped, also when the worker is already dead: what it forked is in the
+        # group too.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def bury(self) -> tuple[str, str]:
+        """Kill the process group, reap the worker, close this side; how it ended, and its last words. Once."""
+        self.end()
+        code = self._process.wait(_KILL_SECONDS)
+        self._drain()
+        self._channel.socket.close()
+        os.close(self._output)
+        os.close(self._pidfd)
+        text = self._tail.decode("utf-8", "replace").encode("ascii", "backslashreplace").decode("ascii")
+        tail = " | ".join(line.strip() for line in text.splitlines() if line.strip())
+        return f"exit code {code}" if code >= 0 else f"signal {-code}, {signal.strsignal(-code)}", tail
+
+
+def _environment() -> dict[str, str]:
+    kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+    return kept | {
+        "PYTHONPATH": str(Path(moe_rl.__file__).parents[1]),
+        "PYTHONHASHSEED": "0",  # a verifier that walks a set must give the same verdict in every run
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def _refuse(problems: Mapping[str, str]) -> None:

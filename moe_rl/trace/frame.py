@@ -41,7 +41,7 @@ _CHECKSUM = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class FrameSection:
     """Stored bytes of a frame. kind: how they are packed. start: bytes from the beginning of the frame."""
 
     kind: int
@@ -57,7 +57,7 @@ class Aux:
     name: str
     dtype: np.dtype
     shape: tuple[int, ...]
-    section: Section
+    section: FrameSection
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +79,9 @@ class Frame:
     own_rows: int
     spans: tuple[Span, ...]
     parent: Parent | None
-    tokens: tuple[Section, ...]
-    chunks: tuple[Section, ...]
-    counts: Section | None
+    tokens: tuple[FrameSection, ...]
+    chunks: tuple[FrameSection, ...]
+    counts: FrameSection | None
     aux: tuple[Aux, ...]
     digest: bytes
     head_bytes: int
@@ -184,10 +184,10 @@ def parse_head(shard: ShardHeader, data: bytes | memoryview) -> Frame:
 def _parse_body(shard: ShardHeader, body: bytes, digest: bytes, head_bytes: int) -> Frame:
     cursor, end = Cursor(body), head_bytes
 
-    def section(size: int, kind: int) -> Section:
+    def section(size: int, kind: int) -> FrameSection:
         nonlocal end
         end += size
-        return Section(kind, end - size, size, int.from_bytes(cursor.take(_CHECKSUM), "big"))
+        return FrameSection(kind, end - size, size, int.from_bytes(cursor.take(_CHECKSUM), "big"))
 
     key = check_key(cursor.text(), "a record key of it")
     spans = []

@@ -14,7 +14,7 @@ from moe_rl.trace.files import File, LocalFolder, Range, RemoteFolder
 from moe_rl.trace.frame import Frame, parse_head
 from moe_rl.trace.manifest import MANIFEST, Manifest, parse_manifest
 from moe_rl.trace.record import check_name
-from moe_rl.trace.shard import MAX_HEADER, MAX_INDEX, SUFFIX, Entry, ShardHeader, parse_header, parse_index
+from moe_rl.trace.shard import MAX_HEADER, MAX_INDEX, SUFFIX, IndexEntry, ShardHeader, parse_header, parse_index
 from moe_rl.types import RoutePart
 
 _CACHED_SHARDS = 64
@@ -29,7 +29,7 @@ class ShardIndex:
     header: ShardHeader
     digest: str
     parents: tuple[str, ...]
-    entries: dict[bytes, Entry]
+    entries: dict[bytes, IndexEntry]
     start: int
     bytes: int
 
@@ -46,7 +46,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class RowSegment:
     """Rows [first, first + rows) of a sequence are the first `rows` own rows of a record."""
 
     found: Found
@@ -162,7 +162,7 @@ class Reading:
         """Read the heads of these records and of all that they continue. parts: each with what it is needed for."""
         needed = [(part, where, None) for part, where in parts]
         while needed:
-            wanted: dict[str, dict[RoutePart, Entry]] = defaultdict(dict)
+            wanted: dict[str, dict[RoutePart, IndexEntry]] = defaultdict(dict)
             for part, where, _ in needed:
                 if part not in self._found:
                     wanted[part.shard][part] = _entry(self.shard(part.shard, where), part, where)
@@ -178,7 +178,7 @@ class Reading:
                 if found.frame.parent is not None
             ]
 
-    def chain(self, part: RoutePart, rows: int, where: str) -> list[Segment]:
+    def chain(self, part: RoutePart, rows: int, where: str) -> list[RowSegment]:
         """The records that together are the first `rows` rows of a record that was found, oldest first."""
         segments = []
         while True:
@@ -196,7 +196,7 @@ class Reading:
                 )
             before = frame.parent.rows if frame.parent else 0
             if rows > before:
-                segments.append(Segment(found, before, rows - before))
+                segments.append(RowSegment(found, before, rows - before))
             if frame.parent is None:
                 return segments[::-1]
             part, rows = parent_part(part, found), min(rows, before)
@@ -205,7 +205,7 @@ class Reading:
         """A record that was found."""
         return self._found[part]
 
-    def _read_heads(self, shard: str, entries: dict[RoutePart, Entry]) -> None:
+    def _read_heads(self, shard: str, entries: dict[RoutePart, IndexEntry]) -> None:
         index = self._open[shard][1]
         order = sorted(entries, key=lambda part: entries[part].start)
         ranges = []
@@ -266,7 +266,7 @@ def read_header(file: File) -> tuple[ShardHeader, str, int]:
     return *parse_header(bytes(raw)), 8 + length
 
 
-def _entry(index: ShardIndex, part: RoutePart, where: str) -> Entry:
+def _entry(index: ShardIndex, part: RoutePart, where: str) -> IndexEntry:
     try:
         entry = index.entries.get(bytes.fromhex(part.digest))
     except (ValueError, TypeError):

@@ -16,12 +16,14 @@ class Prefetcher:
     """Reads the records of one plan in order, until `limit` bytes are ahead of those that were taken.
 
     A new plan replaces the old one. Every record of it is handed out once. What could not be read is left to the
-    caller, who then gets the error where it can be dealt with.
+    caller, who then gets the error where it can be dealt with. read: called as read(ref, layers=layers); it may ask
+    take() first, as for any other caller.
     """
 
-    def __init__(self, read: Callable[[RouteRef, tuple[int, ...] | None], RouteRecord], limit: int):
+    def __init__(self, read: Callable[..., RouteRecord], limit: int):
         self._read, self._limit = read, limit
         self._lock = threading.Lock()
+        self._thread = threading.local()
         self._plan = self._bytes = 0
         self._running = False
         self._todo: dict[RouteRef, None] = {}
@@ -37,7 +39,9 @@ class Prefetcher:
             self._go()
 
     def take(self, ref: RouteRef, layers: tuple[int, ...] | None) -> RouteRecord | None:
-        """The record if it was read ahead, or is being read; else None."""
+        """The record if it was read ahead, or is being read by another thread than this; else None."""
+        if getattr(self._thread, "reads_ahead", False):
+            return None
         with self._lock:
             plan, future = self._ahead.pop((ref, layers), (0, None))
             if layers == self._layers:
@@ -57,6 +61,7 @@ class Prefetcher:
             threading.Thread(target=self._run, args=(self._plan,), name="trace-prefetch", daemon=True).start()
 
     def _run(self, plan: int) -> None:
+        self._thread.reads_ahead = True
         while True:
             with self._lock:
                 if plan != self._plan:
@@ -66,12 +71,13 @@ class Prefetcher:
                     return
                 ref = next(iter(self._todo))
                 del self._todo[ref]
-                key = (ref, self._layers)
+                layers = self._layers
+                key = (ref, layers)
                 future: Future[RouteRecord | None] = Future()
                 self._ahead[key] = (plan, future)
             record = None
             try:
-                record = self._read(*key)
+                record = self._read(ref, layers=layers)
             except Exception:  # the reader that asks for it will meet it again
                 with self._lock:
                     if plan == self._plan:

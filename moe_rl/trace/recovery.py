@@ -9,7 +9,7 @@ from pathlib import Path
 
 from moe_rl.errors import TraceError, describe
 from moe_rl.trace.files import LocalFile
-from moe_rl.trace.frame import Frame, Section, checksum, head_size, parse_head
+from moe_rl.trace.frame import Frame, FrameSection, checksum, head_size, parse_head
 from moe_rl.trace.library import read_header
 from moe_rl.trace.primitives import unpack_ints
 from moe_rl.trace.shard import ShardHeader
@@ -99,10 +99,10 @@ def _frame(file: LocalFile, header: ShardHeader, at: int, end: int) -> tuple[Fra
     return frame, bytes(data)
 
 
-def _cut(data: memoryview, section: Section) -> memoryview:
+def _cut(data: memoryview, section: FrameSection) -> memoryview:
     return data[section.start : section.start + section.size]
 
 
-def _check(got: int, section: Section) -> None:
+def _check(got: int, section: FrameSection) -> None:
     if got != section.checksum:
         raise TraceError(f"the checksum of a frame's bytes {section.start} to {section.start + section.size} differs")

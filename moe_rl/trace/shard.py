@@ -101,7 +101,7 @@ class ShardHeader:
         return tuple((at, min(at + self.layer_group, count)) for at in range(0, count, self.layer_group))
 
 
-class Entry(NamedTuple):
+class IndexEntry(NamedTuple):
     """One record as the index has it. start: bytes from the end of the header to its frame; head_bytes of size are the
     frame's head. A tuple, because an index may have many."""
 
@@ -213,8 +213,8 @@ def index_bytes(parents: Iterable[str], entries: Iterable[tuple[int, int, bool, 
     return bytes(out)
 
 
-def parse_index(header: ShardHeader, raw: bytes) -> tuple[tuple[str, ...], dict[bytes, Entry]]:
-    """Parent shards, and one Entry per record under its digest, in file order. Raises TraceError with what is wrong."""
+def parse_index(header: ShardHeader, raw: bytes) -> tuple[tuple[str, ...], dict[bytes, IndexEntry]]:
+    """Parent shards, and one entry per record under its digest, in file order. Raises TraceError with what is wrong."""
     if xxhash.xxh3_64_hexdigest(raw) != header.index_checksum:
         raise TraceError("its index is damaged: the checksum differs")
     if header.records > MAX_RECORDS or header.records * MIN_ENTRY > len(raw):
@@ -224,12 +224,12 @@ def parse_index(header: ShardHeader, raw: bytes) -> tuple[tuple[str, ...], dict[
     if count > MAX_PARENTS:
         raise TraceError("its index does not list its parents")
     parents = tuple(check_name(cursor.text(), "a parent shard of it") for _ in range(count))
-    entries: dict[bytes, Entry] = {}
+    entries: dict[bytes, IndexEntry] = {}
     start, at = 0, cursor.at
     for _ in range(header.records):
         size, at = varint_at(raw, at)
         head, at = varint_at(raw, at)
-        entries[raw[at : at + 8]] = Entry(start, size, head >> 1, bool(head & 1))
+        entries[raw[at : at + 8]] = IndexEntry(start, size, head >> 1, bool(head & 1))
         if head >> 1 > size:
             raise TraceError("its index gives a frame a header longer than the frame")
         start += size

@@ -22,12 +22,11 @@ import numpy as np
 from moe_rl.errors import TraceError, describe
 from moe_rl.trace.files import TMP, LocalFolder
 from moe_rl.trace.frame import count_experts
-from moe_rl.trace.join import Joined, join
-from moe_rl.trace.library import Found, Library, Reading, Segment, parent_part
+from moe_rl.trace.library import Found, Library, Reading, RowSegment, parent_part
 from moe_rl.trace.manifest import Manifest, locked_manifest
 from moe_rl.trace.prefetch import Prefetcher
 from moe_rl.trace.primitives import unpack_bytes, unpack_ints
-from moe_rl.trace.read_plan import Plan, damaged, fetch_section
+from moe_rl.trace.readout import Joined, Readout, damaged, fetch_section, join
 from moe_rl.trace.record import RecordInfo, RouteRecord, check_name
 from moe_rl.trace.shard import SUFFIX
 from moe_rl.trace.spans import cut_spans
@@ -46,7 +45,7 @@ class TraceStore:
 
     def __init__(self, root: Path | str, *, prefetch_bytes: int = 256 << 20):
         self._library = Library(root)
-        self._prefetcher = Prefetcher(self._read, prefetch_bytes)
+        self._prefetcher = Prefetcher(self.read, prefetch_bytes)
 
     def read(self, ref: RouteRef, *, layers: Sequence[int] | None = None, rows: Rows | None = None) -> RouteRecord:
         """The record that `ref` names, exactly as it was added; else TraceError naming shard and record.
@@ -57,15 +56,27 @@ class TraceStore:
         wanted = None if layers is None else tuple(layers)
         first, last = _check_rows(ref, rows)
         ahead = self._prefetcher.take(ref, wanted)
-        if ahead is None:
-            return self._read(ref, wanted, (first, last))
-        return replace(
-            ahead,
-            routes=ahead.routes[first:last],
-            token_ids=ahead.token_ids[first:last],
-            spans=cut_spans(ahead.spans, first, last),
-            first_row=first,
-        )
+        if ahead is not None:
+            return replace(
+                ahead,
+                routes=ahead.routes[first:last],
+                token_ids=ahead.token_ids[first:last],
+                spans=cut_spans(ahead.spans, first, last),
+                first_row=first,
+            )
+        with Reading(self._library) as reading:
+            (joined,) = join(reading, [ref], wanted)
+            spec = joined.spec
+            routes = _empty((last - first, len(joined.layers), spec.top_k), spec.dtype, ref.key)
+            token_ids = np.empty(last - first, "<i4")
+            readout = Readout(reading)
+            readout.tokens(joined.parts[0].segments, (first, last), token_ids)
+            for part in joined.parts:
+                readout.routes(part.segments, joined.columns, (first, last), routes)
+            readout.run()
+        routes.flags.writeable = token_ids.flags.writeable = False
+        spans = cut_spans(joined.spans, first, last)
+        return RouteRecord(ref.key, routes, token_ids, spans, joined.aborted, spec, first, joined.layers)
 
     def read_batch(
         self, items: Sequence[tuple[RouteRef, Rows | None]], out: np.ndarray, *, layers: Sequence[int] | None = None
@@ -91,13 +102,13 @@ class TraceStore:
                 out[at : at + last - first] = ahead.routes[first:last]
             at += last - first
         with Reading(self._library) as reading:
-            plan = Plan(reading)
+            readout = Readout(reading)
             joined = join(reading, [ref for ref, _, _ in missing], wanted)
             for one, (_, (first, last), at) in zip(joined, missing, strict=True):
                 _check_out(out, total, one)
                 for part in one.parts:
-                    plan.routes(part.segments, one.columns, (first, last), out[at : at + last - first])
-            plan.run()
+                    readout.routes(part.segments, one.columns, (first, last), out[at : at + last - first])
+            readout.run()
 
     def prefetch(self, refs: Sequence[RouteRef], layers: Sequence[int] | None = None) -> None:
         """Read these whole records in the background, in this order; later reads of them are served from memory.
@@ -244,22 +255,6 @@ class TraceStore:
                     os.close(fd)
         return removed
 
-    def _read(self, ref: RouteRef, layers: tuple[int, ...] | None, rows: Rows | None = None) -> RouteRecord:
-        first, last = _check_rows(ref, rows)
-        with Reading(self._library) as reading:
-            (joined,) = join(reading, [ref], layers)
-            spec = joined.spec
-            routes = _empty((last - first, len(joined.layers), spec.top_k), spec.dtype, ref.key)
-            token_ids = np.empty(last - first, "<i4")
-            plan = Plan(reading)
-            plan.tokens(joined.parts[0].segments, (first, last), token_ids)
-            for part in joined.parts:
-                plan.routes(part.segments, joined.columns, (first, last), routes)
-            plan.run()
-        routes.flags.writeable = token_ids.flags.writeable = False
-        spans = cut_spans(joined.spans, first, last)
-        return RouteRecord(ref.key, routes, token_ids, spans, joined.aborted, spec, first, joined.layers)
-
     def _lineage(self, shard: str) -> list[str]:
         """The shard, and those whose records its records continue, directly or not."""
         lineage = [shard]
@@ -276,7 +271,7 @@ class TraceStore:
         )
 
 
-def _count(reading: Reading, segment: Segment) -> np.ndarray:
+def _count(reading: Reading, segment: RowSegment) -> np.ndarray:
     """Expert counts [L, E] of a segment."""
     found, frame, header = segment.found, segment.found.frame, segment.found.shard.header
     shape = (len(header.layers), header.spec.num_experts)
@@ -295,10 +290,10 @@ def _decode_and_count(reading: Reading, found: Found, first: int, last: int) -> 
     header = found.shard.header
     shape = (last - first, len(header.layers), header.spec.top_k)
     routes = _empty(shape, header.spec.dtype, found.frame.key)
-    plan = Plan(reading)
+    readout = Readout(reading)
     columns = {layer: column for column, layer in enumerate(header.layers)}
-    plan.routes([Segment(found, 0, found.frame.own_rows)], columns, (first, last), routes)
-    plan.run()
+    readout.routes([RowSegment(found, 0, found.frame.own_rows)], columns, (first, last), routes)
+    readout.run()
     return count_experts(routes, header.spec.num_experts)
 
 

@@ -23,8 +23,8 @@ from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy, ReferencePolicy
 from moe_rl.megatron.saving import Checkpoints
 from moe_rl.models.hf import read_model
-from moe_rl.report.html import write_report
 from moe_rl.report.log import RunLog
+from moe_rl.report.run_page import write_report
 from moe_rl.report.summary import summarize
 from moe_rl.tasks.verifiers import VerifierPool
 from moe_rl.trace import TraceSpec, TraceStore

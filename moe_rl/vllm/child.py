@@ -10,27 +10,22 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
 from moe_rl.errors import EngineError, MoeRLError, WeightSyncError, describe
-from moe_rl.types import GenerateRequest
-from moe_rl.vllm import patches, wire
+from moe_rl.messages import Channel, Message
+from moe_rl.types import Completion, GenerateRequest
+from moe_rl.vllm import arguments, sampling, wire
 from moe_rl.vllm.recording import Recording, RecordingRequest, as_stored
-from moe_rl.vllm.weight_versions import one_version
+from moe_rl.vllm.sampling import Growing
 from moe_rl.vllm.wire import SLEEPING_PARTS, EngineSettings
 from moe_rl.weights.update import Holding, agreement, encode, refusal
 
 _PR_SET_PDEATHSIG = 1
 _ALIVE_SECONDS = 0.5
-# The CPU backend takes multiples of 32 only.
-_BLOCK_SIZE = 32
-_STEP_TOKENS = 4096
-# The share of a GPU that vLLM wants free at its start. It has no other use where the KV cache's size is given, and a
-# trainer may be there first.
-_FREE_AT_START = 0.01
 # vLLM's level of sleep after which the weights must be sent anew.
 _DISCARDS_WEIGHTS = 2
 
@@ -40,7 +35,7 @@ def main() -> int:
     _die_with(parent)
     # Schedulers send it to every process of a job: the trainer says when this one ends.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    channel = wire.Channel(socket.socket(fileno=descriptor), wire.Call)
+    channel = Channel(socket.socket(fileno=descriptor), wire.CALLS)
     try:
         engine = ChildEngine(channel.receive().settings, _Pulse(channel))
     except Exception as error:
@@ -75,16 +70,12 @@ class ChildEngine:
     """vLLM in this process, told to be deterministic and to say what it did."""
 
     def __init__(self, settings: EngineSettings, pulse: Callable[[], None]):
-        faults = patches.problems(capture=settings.capture)
-        if faults:
-            raise EngineError("\n".join(faults))
+        arguments.refuse_wrong_vllm(settings.capture)
         # Imported here: a parent that is told of a wrong vLLM should not wait for its import.
         import vllm
         from vllm.platforms import current_platform
 
         from moe_rl.vllm.route_source import NativeSource, WorkerSource
-        from moe_rl.vllm.worker import CONTROL, WORKER
-        from moe_rl.weights.receiver import BACKEND
 
         self.vllm_version: str = vllm.__version__
         self._pulse = pulse
@@ -101,28 +92,16 @@ class ChildEngine:
                 router_logits_fraction=settings.router_logits_fraction,
             )
         self._llm = vllm.LLM(
-            model=str(settings.model_path.absolute()),
-            skip_tokenizer_init=True,
-            # Else vLLM would take stop tokens and sampling parameters from the checkpoint.
-            generation_config="vllm",
-            dtype=settings.dtype,
-            seed=settings.seed,
-            max_model_len=settings.max_model_len,
-            max_num_seqs=settings.max_concurrent,
-            # Without patch 0003 a request with a seed that is prefilled in parts kills vLLM on a CPU.
-            enable_chunked_prefill=patches.inspect().summary == "patched" or not self._on_cpu,
-            max_num_batched_tokens=max(_STEP_TOKENS, settings.max_model_len, settings.max_concurrent),
-            block_size=_BLOCK_SIZE,
-            kv_cache_memory_bytes=settings.kv_cache_mib << 20,
-            gpu_memory_utilization=_FREE_AT_START,
-            enable_prefix_caching=True,
-            enforce_eager=True,
-            # Of the distribution the token was drawn from: after the temperature, not before.
-            logprobs_mode="processed_logprobs",
-            weight_transfer_config={"backend": BACKEND},
-            worker_extension_cls=CONTROL,
+            **arguments.fixed(settings.model_path, capture=settings.capture, recording=recording),
+            **arguments.sized(
+                dtype=settings.dtype,
+                seed=settings.seed,
+                max_model_len=settings.max_model_len,
+                max_concurrent=settings.max_concurrent,
+                kv_cache_mib=settings.kv_cache_mib,
+            ),
+            # A server has GPUs of its own, which it never gives back.
             enable_sleep_mode=settings.sleeps and not self._on_cpu,
-            **_capture_arguments(settings.capture, recording, WORKER),
         )
         self._source: WorkerSource | NativeSource | None = None
         if recording is not None:
@@ -133,13 +112,14 @@ class ChildEngine:
         (transfer,) = self._llm.collective_rpc(lambda worker: worker.weight_transfer_engine)
         transfer.on_progress = pulse
         self._vocabulary: int = self._llm.llm_engine.vllm_config.model_config.get_vocab_size()
+        self._max_model_len = settings.max_model_len
         self._llm.update_weight_version("0")
 
     def is_idle(self) -> bool:
         """Whether nothing is left of a failed call, so that the next one may be taken."""
         return not self._llm.llm_engine.has_unfinished_requests()
 
-    def answer(self, call: wire.Message) -> wire.Message:
+    def answer(self, call: Message) -> Message:
         """Work on one call. Raises MoeRLError for what can be refused; anything else means that vLLM is broken."""
         match call:
             case wire.Generate():
@@ -155,9 +135,9 @@ class ChildEngine:
                 self._update(call)
                 return wire.Updated()
 
-    def _generate(self, requests: list[GenerateRequest], shard: str, enough: int | None) -> list[wire.Sampled]:
+    def _generate(self, requests: list[GenerateRequest], shard: str, enough: int | None) -> list[Completion]:
         self._check_ready()
-        self._check(requests)
+        sampling.check(requests, max_model_len=self._max_model_len, vocabulary=self._vocabulary)
         self._forget_prefixes()
         version = int(self._llm.llm_engine.get_weight_version())
         asks = [RecordingRequest.of(request, shard) if self._source is not None else None for request in requests]
@@ -166,56 +146,28 @@ class ChildEngine:
             self._source.open(shard)
         try:
             grows = enough is not None
-            prompts = [(r.prompt_token_ids, _sampling(r, ask, grows)) for r, ask in zip(requests, asks, strict=True)]
+            prompts = [(r.prompt_token_ids, _parameters(r, ask, grows)) for r, ask in zip(requests, asks, strict=True)]
             outputs = self._run(prompts, enough)
             refs = self._publish(shard, requests, asks, outputs) if records else {}
         except BaseException:
             if records:
                 self._source.abandon(shard)
             raise
-        return [
-            wire.Sampled(
-                token_ids=output.token_ids,
-                logprobs=np.asarray(output.logprobs, "<f4").tobytes(),
-                finish_reason=output.finish_reason,
-                weight_version=output.weight_version(request.key, version),
-                routes=refs.get(request.key),
-            )
-            for request, output in zip(requests, outputs, strict=True)
-        ]
-
-    def _check(self, requests: list[GenerateRequest]) -> None:
-        """vLLM looks an unknown token up behind the end of its embeddings, and is gone."""
-        for request in requests:
-            if not 0 <= min(request.prompt_token_ids) <= max(request.prompt_token_ids) < self._vocabulary:
-                raise EngineError(
-                    describe(
-                        "A request cannot be sampled",
-                        where=f"request {request.key}",
-                        got=f"token ids {min(request.prompt_token_ids)} to {max(request.prompt_token_ids)}",
-                        expected=f"0 to {self._vocabulary - 1}",
-                        do="use the tokenizer of the model",
-                    )
-                )
+        return [output.completion(request, version, refs) for request, output in zip(requests, outputs, strict=True)]
 
     def _publish(self, shard: str, requests: list[GenerateRequest], asks: list, outputs: list[_Output]) -> dict:
-        """Publish the routes of what was sampled; of an aborted request, when it had got as far as a token."""
-        sequences, aborted = {}, []
+        """Publish the routes of what was sampled."""
+        sequences, aborted = sampling.forwarded(requests, asks, outputs)
         for request, ask, output in zip(requests, asks, outputs, strict=True):
-            if ask is None or not output.token_ids:
-                continue
-            if output.aborted:
-                aborted.append(ask.key)
-            else:
+            if ask is not None and ask.key in sequences and not output.aborted:
                 self._source.finished(ask, request.prompt_token_ids, output.token_ids, output.result)
-            sequences[ask.key] = [*request.prompt_token_ids, *output.token_ids[:-1]]
         refs = as_stored(self._source.publish(shard, sequences, aborted), asks)
         stats = ", ".join(f"{count} {name}" for name, count in sorted(self._source.stats().items()))
         rows = sum(map(len, sequences.values()))
         print(f"shard {shard}: {len(sequences)} sequences, {rows} rows; since the start: {stats}")
         return refs
 
-    def _score(self, token_ids: list[int]) -> bytes:
+    def _score(self, token_ids: list[int]) -> np.ndarray:
         from vllm import SamplingParams
 
         self._check_ready()
@@ -223,7 +175,7 @@ class ChildEngine:
         self._forget_prefixes()
         (output,) = self._run([(token_ids, params)])
         scored = zip(output.result.prompt_logprobs[1:], token_ids[1:], strict=True)
-        return np.asarray([at[token].logprob for at, token in scored], "<f4").tobytes()
+        return np.asarray([at[token].logprob for at, token in scored], np.float32)
 
     def _update(self, call: wire.Update) -> None:
         self._hear(self._llm.collective_rpc("moe_rl_update_weights", args=(encode(call.update),)))
@@ -269,7 +221,7 @@ class ChildEngine:
         unfinished = len(prompts)
         while engine.has_unfinished_requests():
             for result in engine.step():
-                outputs[int(result.request_id)].add(result)
+                outputs[int(result.request_id)].take(result)
                 unfinished -= result.finished
             if enough is not None and len(prompts) - unfinished >= enough and unfinished:
                 engine.abort_request([str(at) for at, output in enumerate(outputs) if not output.finish_reason])
@@ -288,7 +240,7 @@ class ChildEngine:
 class _Pulse:
     """Tells the parent, not more often than needed, that the engine gets ahead."""
 
-    def __init__(self, channel: wire.Channel):
+    def __init__(self, channel: Channel):
         self._channel = channel
         self._sent = 0.0
 
@@ -300,91 +252,27 @@ class _Pulse:
 
 
 @dataclass(slots=True)
-class _Output:
-    """A completion as it grows. result: vLLM's last output of it."""
+class _Output(Growing):
+    """result: vLLM's last output of it."""
 
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish_reason: str = ""
     result: object = None
 
-    @property
-    def aborted(self) -> bool:
-        return self.finish_reason == "abort"
-
-    @property
-    def last(self):
-        return self.result.outputs[0]
-
-    def add(self, result) -> None:
+    def take(self, result) -> None:
         """Take what came since the output before."""
         self.result = result
-        self.token_ids += self.last.token_ids
-        if self.last.logprobs is not None:
-            pairs = zip(self.last.logprobs, self.last.token_ids, strict=True)
-            self.logprobs += [at[token].logprob for at, token in pairs]
-        self.finish_reason = self.last.finish_reason or ""
-
-    def weight_version(self, key: str, now: int) -> int:
-        """Of the weights that sampled every token. now: the engine's; of an aborted request vLLM tells none."""
-        return now if self.aborted else one_version(self.last.weight_versions, tokens=len(self.token_ids), key=key)
+        last = result.outputs[0]
+        pairs = zip(last.logprobs, last.token_ids, strict=True) if last.logprobs is not None else ()
+        logprobs = [at[token].logprob for at, token in pairs]
+        self.add(last.token_ids, logprobs, last.finish_reason, last.weight_versions)
 
 
-def _capture_arguments(capture: str, recording: Recording | None, worker: str) -> dict[str, object]:
-    """Arguments of vLLM.LLM that turn recording on."""
-    if recording is None:
-        return {}
-    if capture == "native":
-        return _native_arguments(recording)
-    additional = {"additional_config": {"moe_rl": msgspec.to_builtins(recording)}}
-    return additional | ({"worker_cls": worker} if capture == "worker" else {})
-
-
-def _native_arguments(recording: Recording) -> dict[str, object]:
-    """Raises EngineError where vLLM's own capture cannot run, before a model is loaded in vain."""
-    from vllm.platforms import current_platform
-    from vllm.triton_utils import HAS_TRITON
-
-    if not HAS_TRITON or current_platform.is_cpu():
-        raise EngineError(
-            describe(
-                "vLLM's own capture cannot run here",
-                got=f"platform {current_platform.device_type}, Triton {'found' if HAS_TRITON else 'missing'}",
-                expected="a GPU and Triton, which Model Runner V2 needs",
-                do="set rollout.capture to patch or worker",
-            )
-        )
-    if recording.support or recording.log_normalizer or recording.router_logits_fraction:
-        raise EngineError(
-            describe(
-                "vLLM's own capture records routes only",
-                got="support, log_normalizer or router_logits_fraction",
-                do="set rollout.capture to patch or worker",
-            )
-        )
-    return {"enable_return_routed_experts": True}
-
-
-def _sampling(request: GenerateRequest, ask: RecordingRequest | None, grows: bool):
+def _parameters(request: GenerateRequest, ask: RecordingRequest | None, grows: bool):
     """vLLM's parameters. grows: whether tokens are handed out as they come: an aborted request has no final output."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(
-        temperature=request.temperature,
-        top_k=request.top_k,
-        top_p=request.top_p,
-        min_p=request.min_p,
-        seed=request.seed,
-        max_tokens=request.max_tokens,
-        stop_token_ids=list(request.stop_token_ids),
-        # The stop tokens of the request are all there are.
-        ignore_eos=True,
-        logprobs=0,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA if grows else RequestOutputKind.FINAL_ONLY,
-        extra_args=ask.extra_args() if ask is not None else None,
-    )
+    kind = RequestOutputKind.DELTA if grows else RequestOutputKind.FINAL_ONLY
+    return SamplingParams(**sampling.parameters(request, ask), output_kind=kind)
 
 
 def _message(error: Exception) -> str:

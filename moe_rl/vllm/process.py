@@ -17,24 +17,28 @@ _SHARED_MEMORY = Path("/dev/shm")
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_NUM_THREADS")
 
 
-def child_environment(*, native: bool) -> dict[str, str]:
+def model_runner(capture: str) -> dict[str, str]:
+    """What the environment must say: the recorder knows vLLM's first model runner, vLLM's own capture the second."""
+    return {"VLLM_USE_V2_MODEL_RUNNER": "1" if capture == "native" else "0"}
+
+
+def child_environment(capture: str) -> dict[str, str]:
     """Environment of the child: the parent's, less what torchrun set, plus what only the environment can tell vLLM."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_TORCHRUN)}
     root = str(Path(moe_rl.__file__).resolve().parents[1])
-    return inherited | {
+    ours = {
         "PYTHONPATH": os.pathsep.join([root, *filter(None, [inherited.get("PYTHONPATH")])]),
         "PYTHONUNBUFFERED": "1",
         # Half the cores: threads that wait for each other spin, and two on two busy cores sampled several times slower
         # than one.
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2)),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # The recorder knows the first model runner, vLLM's own capture the second.
-        "VLLM_USE_V2_MODEL_RUNNER": "1" if native else "0",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         # vLLM compiles a few helpers of its sampler even when told to be eager: seconds, and a C++ compiler needed.
         "TORCH_COMPILE_DISABLE": "1",
     }
+    return inherited | ours | model_runner(capture)
 
 
 class Scratch:

@@ -1,7 +1,7 @@
-"""vLLM's own API server, recording: behind a gate that wants the run's token (gate.py).
+"""Start vLLM's own API server with a recorder, behind a gate that wants the run's token (gate.py).
 
-    python tools/serve_vllm.py --config FILE [a.b=c ...] [--host ADDRESS] [--port N] [-- further arguments of vLLM's]
-    python tools/serve_vllm.py --model DIR --trace-root DIR ... [-- ...]
+    moe-rl serve --config FILE [a.b=c ...] [--host ADDRESS] [--port N] [-- further arguments of vLLM's]
+    moe-rl serve --model DIR --trace-root DIR ... [-- ...]
 
 With --config it serves what that run wants of its servers (rollout.servers): its model, precision, lengths, capture and
 token, and any store below run.runs_dir. One server is one replica of the weights, on as many GPUs as they take.
@@ -20,10 +20,9 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import msgspec
 import psutil
 
 import moe_rl
@@ -31,30 +30,27 @@ from moe_rl.config.load import load_config
 from moe_rl.config.schema import Config
 from moe_rl.errors import EngineError, MoeRLError, describe
 from moe_rl.models.hf import read_model
-from moe_rl.vllm import patches
+from moe_rl.vllm import arguments
 from moe_rl.vllm.control import read_token
 from moe_rl.vllm.gate import GATE, TOKEN_FILE
-from moe_rl.vllm.process import Scratch
+from moe_rl.vllm.process import Scratch, model_runner
 from moe_rl.vllm.recording import Recording
 
-# As the child engine has them, see child.py.
-_BLOCK_SIZE = 32
-_STEP_TOKENS = 4096
 # For answers under way when the server is ended. vLLM stops its engine first: some of them never come.
 _LEAVE_SECONDS = 3
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT. Exit status 0 then, 2 for what cannot be served."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    cut = argv.index("--") if "--" in argv else len(argv)
-    options = parser().parse_args(argv[:cut])
+def run(options: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT. Returns 0 then, 2 for what cannot be served.
+
+    options: as parsed, and `further`, what stood behind "--".
+    """
     with contextlib.ExitStack() as cleanup:
         _leave_on_signals(cleanup)
         if options.json is not None:
             options.json.unlink(missing_ok=True)  # of a server that is gone
         try:
-            further = [*_take_config(options), *argv[cut + 1 :]]
+            sizes = _take_config(options)
             scratch = Scratch()
             cleanup.callback(scratch.cleanup)
             _use_temporary(scratch.name, cleanup)
@@ -62,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _make_token(options.token_file)
             read_token(options.token_file)
             listener = cleanup.enter_context(_listener(options.host, options.port))
-            _serve(options, further, listener)
+            _serve(options, sizes, options.further, listener)
         except MoeRLError as error:
             print(error, file=sys.stderr)
             return 2
@@ -94,11 +90,9 @@ def _use_temporary(folder: str, cleanup: contextlib.ExitStack) -> None:
     os.environ["TMPDIR"] = os.environ["VLLM_RPC_BASE_PATH"] = tempfile.tempdir = folder
 
 
-def parser() -> argparse.ArgumentParser:
-    """Of the arguments before the "--"."""
-    parser = argparse.ArgumentParser(
-        prog="serve_vllm.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `moe-rl serve`. What stands behind "--" is for vLLM, and not read here."""
+    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
     parser.add_argument("--config", type=Path, metavar="FILE", help="of the run: all but the address follows from it")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="replace single values of the config")
     parser.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face checkpoint")
@@ -115,18 +109,17 @@ def parser() -> argparse.ArgumentParser:
         "--token-file", type=Path, metavar="FILE", help="made, mode 600, if missing (default: a temporary one)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="written when the server listens: its url, pid, ...")
-    return parser
 
 
-def _take_config(options: argparse.Namespace) -> list[str]:
-    """Fill in the options that a run's config decides; vLLM's arguments that it does."""
+def _take_config(options: argparse.Namespace) -> dict[str, object]:
+    """Fill in the options that a run's config decides; vLLM's arguments that it does, without one none."""
     own = {name: getattr(options, name) for name in ("model", "trace_root", "capture", "model_fingerprint")}
     if options.config is None:
         if options.overrides or options.model is None or options.trace_root is None:
             got = " ".join(options.overrides) or "neither --config nor both --model and --trace-root"
             raise EngineError(describe("It is not said what to serve", got=got, do="give --config FILE"))
         options.capture = options.capture or "patch"
-        return []
+        return {}
     if given := [f"--{name.replace('_', '-')}" for name, value in own.items() if value is not None]:
         raise EngineError(describe("--config says this already", got=", ".join(given), do="leave it out"))
     config = load_config(options.config, options.overrides)
@@ -139,22 +132,17 @@ def _take_config(options: argparse.Namespace) -> list[str]:
     return engine_arguments(config)
 
 
-def engine_arguments(config: Config) -> list[str]:
-    """vLLM's arguments for a server of this run."""
+def engine_arguments(config: Config) -> dict[str, object]:
+    """vLLM's arguments that this run's config decides for its servers."""
     rollout = config.rollout
-    longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
-    gpus = config.cluster.gpus_per_engine if config.cluster is not None else 1
-    values = {
-        "dtype": rollout.dtype,
-        "seed": config.run.seed,
-        "max-model-len": longest,
-        "max-num-seqs": rollout.max_concurrent,
-        "max-num-batched-tokens": max(_STEP_TOKENS, longest, rollout.max_concurrent),
-        "kv-cache-memory-bytes": rollout.kv_cache_mib << 20,
-        "block-size": _BLOCK_SIZE,
-        "tensor-parallel-size": gpus,
-    }
-    return ["--enforce-eager", *(text for name, value in values.items() for text in (f"--{name}", str(value)))]
+    return arguments.sized(
+        dtype=rollout.dtype,
+        seed=config.run.seed,
+        max_model_len=rollout.max_prompt_tokens + rollout.max_completion_tokens,
+        max_concurrent=rollout.max_concurrent,
+        kv_cache_mib=rollout.kv_cache_mib,
+        gpus=config.cluster.gpus_per_engine if config.cluster is not None else 1,
+    )
 
 
 def _make_token(path: Path) -> None:
@@ -186,15 +174,11 @@ def _listener(host: str | None, port: int) -> socket.socket:
     return listener
 
 
-def _serve(options: argparse.Namespace, further: Sequence[str], listener: socket.socket) -> None:
-    faults = patches.problems(capture=options.capture)
-    if faults:
-        raise EngineError("\n".join(faults))
-    os.environ |= {
-        # The recorder knows the first model runner only.
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
-        TOKEN_FILE: str(options.token_file.absolute()),
-    }
+def _serve(
+    options: argparse.Namespace, sizes: Mapping[str, object], further: Sequence[str], listener: socket.socket
+) -> None:
+    arguments.refuse_wrong_vllm(options.capture)
+    os.environ |= model_runner(options.capture) | {TOKEN_FILE: str(options.token_file.absolute())}
     # Else torch.distributed listens where the host's name leads. Who serves with several machines sets it.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     address, port = listener.getsockname()[:2]
@@ -209,62 +193,46 @@ def _serve(options: argparse.Namespace, further: Sequence[str], listener: socket
     # Imported here: who mistyped should not wait for it.
     import uvloop
 
-    arguments = _vllm_arguments(options, recording, further, address, port)
-    uvloop.run(_run(arguments, options, listener, url))
-
-
-def _vllm_arguments(options: argparse.Namespace, recording: Recording, further: Sequence[str], address: str, port: int):
-    """The arguments of vLLM's server: what was given behind "--", and ours, which it may not contradict."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-    from vllm.platforms import current_platform
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    from moe_rl.vllm.worker import CONTROL, WORKER
-    from moe_rl.weights.receiver import BACKEND
-
-    ours = {
-        "model": str(options.model.absolute()),
+    ours = arguments.fixed(options.model, capture=options.capture, recording=recording) | {
         "host": address,
         "port": port,
-        "skip_tokenizer_init": True,
-        # Else vLLM would take stop tokens and sampling parameters from the checkpoint.
-        "generation_config": "vllm",
+        # vLLM's routes that take and give token ids.
         "enable_scale_out": True,
-        # Of the distribution the token was drawn from: after the temperature, not before.
-        "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": CONTROL,
-        "weight_transfer_config": {"backend": BACKEND},
-        # Requests that wait begin in the order of their numbers, whichever came first.
+        # Requests come over many connections: those that wait begin in the order of their numbers, not as they came.
         "scheduling_policy": "priority",
-        "additional_config": {"moe_rl": msgspec.to_builtins(recording)},
         # The last one is the outermost.
         "middleware": [GATE],
     }
-    if options.capture == "worker":
-        ours["worker_cls"] = WORKER
-    if current_platform.is_cpu() and patches.inspect().summary != "patched":
-        # Without patch 0003 a request with a seed that is prefilled in parts kills vLLM on a CPU.
-        ours["enable_chunked_prefill"] = False
+    uvloop.run(_run(_vllm_arguments(ours, sizes, further), options, listener, url))
+
+
+def _vllm_arguments(ours: Mapping[str, object], sizes: Mapping[str, object], further: Sequence[str]):
+    """The arguments of vLLM's server. sizes: of the config, which what was given behind "--" (further) may replace.
+    ours: which it may not."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
     cli_env_setup()
     parser = make_arg_parser(FlexibleArgumentParser(prog="vLLM"))
-    arguments = parser.parse_args(list(further))
+    parser.set_defaults(**sizes)
+    given = parser.parse_args(list(further))
     # Other listeners and other doors would be beside the gate.
     for name in (*ours, "uds", "api_key", "ssl_keyfile", "ssl_certfile", "grpc", "grpc_port", "headless", "root_path"):
-        if (given := getattr(arguments, name)) != parser.get_default(name):
+        if (value := getattr(given, name)) != parser.get_default(name):
             option = f"--{name.replace('_', '-')}"
-            raise EngineError(describe("An argument of vLLM is not free here", where=option, got=given))
-    if arguments.data_parallel_size > 1:
+            raise EngineError(describe("An argument of vLLM is not free here", where=option, got=value))
+    if given.data_parallel_size > 1:
         raise EngineError(
             describe(
                 "A server is one replica of the weights: data-parallel engines see each other's tokens",
                 where="--data-parallel-size",
-                got=arguments.data_parallel_size,
+                got=given.data_parallel_size,
                 expected=1,
                 do="start so many servers, and name each in rollout.servers",
             )
         )
-    if arguments.enable_eplb:
+    if given.enable_eplb:
         raise EngineError(
             describe(
                 "A server takes new weights, and vLLM loads them as if its load balancer had moved no expert",
@@ -272,21 +240,21 @@ def _vllm_arguments(options: argparse.Namespace, recording: Recording, further: 
                 do="leave it out",
             )
         )
-    vars(arguments).update(ours)
-    validate_parsed_serve_args(arguments)
-    return arguments
+    vars(given).update(ours)
+    validate_parsed_serve_args(given)
+    return given
 
 
-async def _run(arguments, options: argparse.Namespace, listener: socket.socket, url: str) -> None:
+async def _run(given, options: argparse.Namespace, listener: socket.socket, url: str) -> None:
     from vllm.entrypoints.launchers.api_server.entry import build_and_serve, build_async_engine_client
 
-    async with build_async_engine_client(arguments) as engine:
+    async with build_async_engine_client(given) as engine:
         if not any(await engine.collective_rpc("moe_rl_records")):
             raise EngineError(describe("vLLM did not attach the recorder", got=f"capture {options.capture}"))
         await engine.update_weight_version("0")
         announcement = asyncio.create_task(_announce(options, listener, url))
         try:
-            end = await build_and_serve(engine, url, listener, arguments, timeout_graceful_shutdown=_LEAVE_SECONDS)
+            end = await build_and_serve(engine, url, listener, given, timeout_graceful_shutdown=_LEAVE_SECONDS)
         finally:
             announcement.cancel()
     await end

@@ -1,21 +1,15 @@
-"""What the trainer and the engine process say to each other: typed frames over a socket pair, never pickled.
-
-A frame is eight bytes of length, little-endian, and that much MessagePack of one of the structs below.
-"""
+"""What the trainer and the engine process say to each other, in frames of `messages.Channel`."""
 
 from __future__ import annotations
 
-import os
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
+import numpy as np
 
-from moe_rl.types import GenerateRequest, RouteRef
+from moe_rl.messages import Message, decoder
+from moe_rl.types import Completion, GenerateRequest
 from moe_rl.weights.update import WeightUpdate
-
-_LONGEST_FRAME = 1 << 30
 
 SLEEPING_PARTS = ("weights", "kv_cache")
 """What an engine gives back while it sleeps, in the order in which it is taken back. vLLM's own tags."""
@@ -48,10 +42,6 @@ class EngineSettings:
     log_normalizer: bool = False
     router_logits_fraction: float = 0.0
     sleeps: bool = False
-
-
-class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Base of all frames; the class name is the tag."""
 
 
 class Start(Message):
@@ -96,24 +86,14 @@ class Alive(Message):
     """Sent while a call is worked on, whenever the engine got ahead: a step done, a tensor loaded."""
 
 
-class Sampled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One completion. logprobs: raw little-endian float32, one a token."""
-
-    token_ids: list[int]
-    logprobs: bytes
-    finish_reason: str
-    weight_version: int
-    routes: RouteRef | None
-
-
 class Generated(Message):
-    completions: list[Sampled]
+    completions: list[Completion]
 
 
 class Scored(Message):
-    """logprobs: raw little-endian float32."""
+    """logprobs: float32, of every token but the first."""
 
-    logprobs: bytes
+    logprobs: np.ndarray
 
 
 class Updated(Message):
@@ -137,39 +117,5 @@ class Failed(Message):
     weights: bool = False
 
 
-Call = Start | Generate | Score | Update | Sleep | Wake | Close
-Reply = Ready | Alive | Generated | Scored | Updated | Slept | Awake | Failed
-# Made by the thread that imports: msgspec dies when two threads are the first to decode into a type.
-# Paths, which MessagePack does not know, are strings on the way.
-_DECODERS = {kind: msgspec.msgpack.Decoder(kind, dec_hook=lambda path, text: path(text)) for kind in (Call, Reply)}
-
-
-class Channel:
-    """One end. incoming: Call or Reply. Sending and receiving block for as long as the socket's own timeout says."""
-
-    def __init__(self, end: socket.socket, incoming: type):
-        self.socket = end
-        self._encoder = msgspec.msgpack.Encoder(enc_hook=os.fspath)
-        self._decoder = _DECODERS[incoming]
-        self._buffer = bytearray()
-
-    def send(self, message: Message) -> None:
-        """Raises OSError (TimeoutError among them) when the other end is gone or does not read."""
-        frame = self._encoder.encode(message)
-        self.socket.sendall(len(frame).to_bytes(8, "little") + frame)
-
-    def receive(self):
-        """The next frame. Raises EOFError at the end, TimeoutError keeping what came, ValueError on garbage."""
-        while True:
-            if len(self._buffer) >= 8:
-                length = int.from_bytes(self._buffer[:8], "little")
-                if length > _LONGEST_FRAME:
-                    raise ValueError(f"a frame of {length} bytes")
-                if len(self._buffer) >= 8 + length:
-                    frame = bytes(self._buffer[8 : 8 + length])
-                    del self._buffer[: 8 + length]
-                    return self._decoder.decode(frame)
-            data = self.socket.recv(1 << 20)
-            if not data:
-                raise EOFError("the other end closed")
-            self._buffer += data
+CALLS = decoder(Start | Generate | Score | Update | Sleep | Wake | Close)
+REPLIES = decoder(Ready | Alive | Generated | Scored | Updated | Slept | Awake | Failed)

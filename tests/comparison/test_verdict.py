@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from moe_rl.comparison.compare import verdict
+from moe_rl.comparison.experiment import verdict
 
 
 def estimate(value, low, high):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moe_rl.config.check import config_problems
-from moe_rl.config.load import load_config
+from moe_rl.config.load import find_file, load_config
 from moe_rl.models.hf import parameter_count, read_published
 from moe_rl.planning.fit import memory_problems
 from moe_rl.planning.plan import make_plan
@@ -22,45 +22,44 @@ BILLIONS = {
     "qwen3_30b_a3b": 30.5, "qwen3_235b_a22b": 235.1, "deepseek_v3": 671.0, "gpt_oss_120b": 116.8,
     "glm_4_5_air": 106.9, "moonlight_16b_a3b": 16.0,
 }  # fmt: skip
+SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 SCRIPT = """
-import sys, time
-from moe_rl.train.launch import main
-status = main(sys.argv[1:])
+import argparse, sys, time
+from moe_rl.commands import train
+parser = argparse.ArgumentParser()
+train.add_arguments(parser)
+status = train.run(parser.parse_args())
 print("HEAVY", sorted({"torch", "transformers", "vllm", "megatron"} & set(sys.modules)))
 print("CPU_SECONDS", time.process_time())
 sys.exit(status)
 """
 
 
-def larger_gpus(name):
-    """The overrides that the config gives for GPUs of 141 GB."""
-    (line,) = re.findall(r"^# 141 GB: (.*)$", (ROOT / f"configs/{name}.yaml").read_text(), re.MULTILINE)
-    return line.split()
-
-
 def planned(name, overrides=()):
     config = load_config(ROOT / f"configs/{name}.yaml", overrides)
-    facts = read_published(ROOT / config.model.published)
+    facts = read_published(find_file(config.model.published))
     plan = make_plan(config, facts, config.cluster.gpus)
     return config, plan, config_problems(config, facts, config.cluster.gpus) + memory_problems(plan)
 
 
-def test_every_model_has_a_config_and_its_published_size():
+def test_every_model_has_configs_and_its_published_size():
     assert sorted(BILLIONS) == REAL
+    assert sorted([*REAL, *(f"{name}_141gb" for name in REAL), "stability_study", "tiny_moe_cpu"]) == SHIPPED
     for name, billions in BILLIONS.items():
         assert round(parameter_count(read_published(ROOT / f"configs/models/{name}.json")).total / 1e9, 1) == billions
 
 
+@pytest.mark.parametrize(("gib", "suffix"), [(79, ""), (140, "_141gb")])
 @pytest.mark.parametrize("name", REAL)
-def test_it_fits_the_gpus_that_it_names(name):
-    needs = " ".join((ROOT / f"configs/{name}.yaml").read_text().replace("#", "").split())
-    for overrides, gib in (((), 79), (larger_gpus(name), 140)):
-        config, plan, problems = planned(name, overrides)
-        assert problems == []
-        assert config.cluster.gpu_memory_gib == gib
-        assert re.search(rf"\b{config.cluster.gpus} (GPUs )?of {SOLD[gib]} GB that train", needs), needs
-        assert 0.4 * plan.limit_bytes < plan.fullest.total_bytes <= plan.limit_bytes, "the layout wastes the GPUs"
-        assert plan.sampler.total_bytes <= plan.limit_bytes and plan.sampler.fitting >= 1
+def test_it_fits_the_gpus_that_it_names(name, gib, suffix):
+    needs = " ".join((ROOT / f"configs/{name}{suffix}.yaml").read_text().replace("#", "").split())
+    config, plan, problems = planned(name + suffix)
+    assert problems == []
+    assert config.cluster.gpu_memory_gib == gib
+    training, sampling = config.cluster.gpus, config.cluster.engines * config.cluster.gpus_per_engine
+    assert re.search(rf"\b{training} GPUs of {SOLD[gib]} GB that train and {sampling} that sample\b", needs), needs
+    assert 0.4 * plan.limit_bytes < plan.fullest.total_bytes <= plan.limit_bytes, "the layout wastes the GPUs"
+    assert plan.sampler.total_bytes <= plan.limit_bytes and plan.sampler.fitting >= 1
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -70,26 +69,35 @@ def test_half_of_its_gpus_are_not_enough_memory(name):
     assert any("do not fit on a rank" in problem and "got" in problem for problem in problems)
 
 
-@pytest.mark.parametrize("name", ["tiny_moe_cpu", *REAL])
+@pytest.mark.parametrize("name", SHIPPED)
 def test_it_is_planned_on_a_laptop_quickly_and_without_torch(name, tmp_path):
     """Imports included. Processor time, not wall time: this machine may be busy with other tests."""
     file, environment = tmp_path / "plan.json", {k: v for k, v in os.environ.items() if k != "WORLD_SIZE"}
     run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, "--config", f"configs/{name}.yaml", "--plan", "--json", str(file)],
+        [sys.executable, "-c", SCRIPT, "--config", name, "--plan", "--json", str(file)],
         cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
     assert "HEAVY []" in run.stdout and "no problems" in run.stdout
     assert float(run.stdout.split("CPU_SECONDS")[1]) < 2.0
     written = json.loads(file.read_text())
-    elsewhere = name != "tiny_moe_cpu"
+    elsewhere = name not in ("stability_study", "tiny_moe_cpu")
     assert bool(written["absent"]) == elsewhere == ("not on this machine: model.path" in run.stdout)
     assert len(written["plan"]["stages"]) == written["plan"]["layout"]["pipeline"]
 
 
+def test_a_shipped_config_is_planned_from_any_folder_by_its_name(tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, "--config", "qwen3_30b_a3b_141gb", "--plan"],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert run.returncode == 0 and "no problems" in run.stdout, run.stdout + run.stderr
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("name", REAL)
 def test_the_documented_memory_is_the_planned_one(name):
-    (smaller, plan, _), (larger, other, _) = planned(name), planned(name, larger_gpus(name))
+    (smaller, plan, _), (larger, other, _) = planned(name), planned(f"{name}_141gb")
     cells = (name, smaller.cluster.gpus, f"{plan.fullest.total_bytes / 2**30:.1f}")
     cells += (larger.cluster.gpus, f"{other.fullest.total_bytes / 2**30:.1f}")
     assert f"| {' | '.join(map(str, cells))} |" in (ROOT / "docs/planning.md").read_text()

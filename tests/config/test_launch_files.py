@@ -3,6 +3,7 @@ that our argument parsers take, for the config that they name."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -13,11 +14,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from moe_rl.commands import train as train_command
 from moe_rl.config.load import load_config
 from moe_rl.config.servers import server_problems, start_problems
-from moe_rl.train.launch import parser as train_parser
+from moe_rl.vllm.serve import add_arguments as add_serve_arguments
 from moe_rl.vllm.serve import engine_arguments
-from moe_rl.vllm.serve import parser as serve_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "configs/launch"
@@ -73,17 +74,25 @@ def shell(tmp_path):
     return run
 
 
+def train_options(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    train_command.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
 def trainer(arguments: list[str]) -> tuple[dict[str, str], object]:
     """torchrun's options and ours of a torchrun command."""
     at = arguments.index("tools/train_moe_rl.py")
     theirs = dict(zip(arguments[:at:2], arguments[1:at:2], strict=True))
-    return theirs, train_parser().parse_args(arguments[at + 1 :])
+    return theirs, train_options(arguments[at + 1 :])
 
 
 def served(arguments: list[str]):
     """Options of a server's command."""
     assert arguments[0] == "tools/serve_vllm.py"
-    return serve_parser().parse_args(arguments[1:])
+    parser = argparse.ArgumentParser()
+    add_serve_arguments(parser)
+    return parser.parse_args(arguments[1:])
 
 
 def configured(options):
@@ -229,7 +238,7 @@ def test_the_readme_can_be_followed_line_by_line(shell, tmp_path):
     calls = shell("bash", "-c", script)
     plan, secret, server = calls["python"]
     assert secret[0] == "-c" and (tmp_path / "shared/run1/token").stat().st_mode & 0o777 == 0o600
-    assert plan[0] == "tools/train_moe_rl.py" and train_parser().parse_args(plan[1:]).plan
+    assert plan[0] == "tools/train_moe_rl.py" and train_options(plan[1:]).plan
     train, export = calls["torchrun"]
     theirs, ours = trainer(train)
     config = configured(ours)

@@ -3,7 +3,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moe_rl.config.load import dump_config, load_config
+from moe_rl.config import load
+from moe_rl.config.load import dump_config, find_config, find_file, load_config
 from moe_rl.errors import ConfigError
 
 
@@ -175,3 +176,81 @@ def test_the_dump_loads_back_equal(config_file, tmp_path, name):
     assert load_config(dumped) == config
     # The dump holds every default, so loading it has checked each against its own field.
     assert yaml.safe_load(dumped.read_text())["checkpoint"]["keep"] == 2, "defaults are written out too"
+
+
+def extending(file, text, name="own.yaml"):
+    own = file.with_name(name)
+    own.write_text(text)
+    return own
+
+
+def test_a_config_extends_another_key_by_key(config_file, tmp_path):
+    spoil(config_file, "optimizer: {lr: 1e-6}", "optimizer: {lr: 1e-6, betas: [0.5, 0.6]}")
+    first = extending(
+        config_file, "extends: run.yaml\nrun: {steps: 9}\ntrain:\n  optimizer: {betas: [0.7, 0.8]}\n", "a.yaml"
+    )
+    (tmp_path / "deeper").mkdir()
+    second = extending(
+        first.parent / "deeper/x", "extends: ../a.yaml\nrun:\n  seed: 5\ncluster: {gpus: 2, gpu_memory_gib: 1}\n"
+    )
+    config = load_config(second, ["eval.prompts=4"])
+    assert (config.run.name, config.run.steps, config.run.seed) == ("tiny", 9, 5)
+    assert config.train.optimizer.lr == 1e-6 and config.train.optimizer.betas == (0.7, 0.8)
+    assert config.cluster.gpus == 2 and config.eval.prompts == 4
+    assert "extends:" not in dump_config(config)
+    (tmp_path / "resolved.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "resolved.yaml") == config
+
+
+def test_problems_of_an_extending_config_name_the_file_that_says_it(config_file):
+    spoil(config_file, "group_size: 2", "group_size: two")
+    own = extending(config_file, "extends: run.yaml\nrun:\n  steps: many\ntrain: {lrr: 1}\n")
+    found = "\n".join(problems(own))
+    line = 1 + config_file.read_text().split("\n").index("  group_size: two")
+    assert f"rollout.group_size ({config_file}:{line})" in found and f"run.steps ({own}:3)" in found
+    assert f"train.lrr: unknown key ({own}:4)" in found
+
+
+def test_configs_that_extend_each_other_are_refused_with_the_chain(config_file, tmp_path):
+    a = extending(config_file, "run: {seed: 1}\nextends: b.yaml\n", "a.yaml")
+    b = extending(config_file, "run: {seed: 1}\nextends: a.yaml\n", "b.yaml")
+    (problem,) = problems(a)
+    assert f"{a} -> {b} -> {a}" in problem and f"({b}:2)" in problem
+    (problem,) = problems(extending(config_file, "extends: own.yaml\n"))
+    assert "leads back to itself" in problem
+
+
+@pytest.mark.parametrize(
+    ("said", "parts"),
+    [
+        ("nowhere.yaml", ["no config file", "own.yaml:2", "nowhere.yaml"]),
+        ("[run.yaml]", ["extends", "own.yaml:2", "path of a config file"]),
+        ("null", ["extends", "got null"]),
+        ("qwen3_30b_a3c", ["did you mean qwen3_30b_a3b?"]),
+        ("a" * 5000, ["cannot read the config file"]),
+    ],
+)
+def test_an_extends_that_names_no_config(config_file, said, parts):
+    (problem,) = problems(extending(config_file, f"run: {{seed: 1}}\nextends: {said}\n"))
+    assert all(part.lower() in problem.lower() for part in parts), problem
+
+
+def test_shipped_configs_are_found_by_name_unless_a_file_here_has_it(config_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ours = load.SHIPPED / "qwen3_30b_a3b.yaml"
+    assert find_config("qwen3_30b_a3b") == find_config("qwen3_30b_a3b.yaml") == ours
+    assert find_config("configs/qwen3_30b_a3b.yaml") == ours
+    assert load_config(extending(config_file, "extends: qwen3_30b_a3b\n")) == load_config(ours)
+    assert find_file(load_config(ours).model.published) == load.SHIPPED / "models/qwen3_30b_a3b.json"
+    (tmp_path / "qwen3_30b_a3b").mkdir()  # a folder is no config
+    assert find_config("qwen3_30b_a3b") == ours
+    config_file.rename("qwen3_30b_a3b.yaml")
+    assert str(find_config("qwen3_30b_a3b.yaml")) == "qwen3_30b_a3b.yaml"
+    (tmp_path / "configs/models").mkdir(parents=True)
+    mine = tmp_path / "configs/models/qwen3_30b_a3b.json"
+    mine.touch()
+    assert str(find_file(mine.relative_to(tmp_path))) == "configs/models/qwen3_30b_a3b.json"
+    (problem,) = problems("qwen3_30b_a3x")
+    assert "Did you mean qwen3_30b_a3b?" in problem
+    (problem,) = problems("nothing/like/it")
+    assert "or one of deepseek_v3" in problem

@@ -10,6 +10,7 @@ import pytest
 from moe_rl.proof.batch import make_checkpoint
 from moe_rl.proof.cases import Case
 from moe_rl.proof.matrix import Proof
+from tests.support.planted import ENDING
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +43,8 @@ def torchrun(ranks, script, *arguments, timeout=600):
 
 
 class Proven:
-    """What the ranks saw of a case. The first case asked for runs all that this test session needs, in one go."""
+    """What the ranks saw of a case. The first case asked for runs all that this test session needs, in one go; but for
+    cases that end their processes, of which each comes last in a launch."""
 
     def __init__(self, proof: Proof, needed: list[Case]):
         self.proof, self.needed = proof, needed
@@ -52,7 +54,9 @@ class Proven:
         if _key(case) not in self.seen:
             together = {_key(c): c for c in (case, *self.needed) if c.ranks == case.ranks}
             together = {key: c for key, c in together.items() if key not in self.seen}
-            self.seen |= dict(zip(together, self.proof.run(list(together.values())), strict=True))
+            ending = [key for key, c in together.items() if getattr(c, "fault", "") in ENDING]
+            launch = [key for key in together if key not in ending] + ending[:1]
+            self.seen |= dict(zip(launch, self.proof.run([together[key] for key in launch]), strict=True))
         return self.seen[_key(case)]
 
     def outcome(self, case: Case):
@@ -65,7 +69,7 @@ def _key(case: Case) -> str:
 
 @pytest.fixture(scope="session")
 def proven(checkpoint, tmp_path_factory, request):
-    proof = Proof(checkpoint, tmp_path_factory.mktemp("proof"))
+    proof = Proof(checkpoint, tmp_path_factory.mktemp("proof"), (str(ROOT / "tests/support/planted.py"),))
     given = (value for item in request.session.items if hasattr(item, "callspec")
              for value in item.callspec.params.values())  # fmt: skip
     return Proven(proof, [case for case in given if isinstance(case, Case)])

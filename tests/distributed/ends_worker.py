@@ -4,12 +4,13 @@ through the command line, so that what becomes of its ranks is what would become
     torchrun --nproc-per-node N ends_worker.py CHECKPOINT ARGUMENTS_OF_THE_COMMAND ...
 """
 
+import argparse
 import sys
 from pathlib import Path
 
-from moe_rl.proof import faults
+from moe_rl.commands import train
 from moe_rl.proof.cases import Case
-from moe_rl.train import launch
+from tests.support.planted import FAULTS
 
 CHECKPOINT = Path(sys.argv[1])
 
@@ -24,23 +25,25 @@ class Run:
         from moe_rl.megatron import world
         from moe_rl.megatron.policy import Policy
         from moe_rl.models.hf import read_model
-        from moe_rl.proof.share import Share
+        from moe_rl.proof.trial import Trial
 
         parallel = dict(self.config.parallel)
         case, facts = Case(world.dist.get_world_size(), parallel), read_model(CHECKPOINT)
         policy = Policy(facts, case.train_config, case.parallel_config, CHECKPOINT, temperature=1.0)
-        share = Share(facts, case, policy)
+        trial = Trial(facts, case, policy)
         if world.dist.get_rank() == case.ranks - 1:
-            faults.FAULTS["lost key"].plant(policy, lambda: print("planted", flush=True))
+            FAULTS["lost key"].plant(policy, lambda: print("planted", flush=True))
         with self.peers.phase("train", 1):
-            share.update(share.tables)
+            trial.update(trial.tables)
 
 
 def main():
     from moe_rl.train import loop
 
     loop.Run = Run
-    return launch.main(sys.argv[2:])
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    return train.run(parser.parse_args(sys.argv[2:]))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy
 from moe_rl.models.hf import read_model
 from moe_rl.objectives.losses import global_denominator
-from moe_rl.proof.share import whole_gradients
+from moe_rl.proof.trial import whole_gradients
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
 from moe_rl.train.step import TrainStep, UpdateSums
 from moe_rl.types import Provenance, Sequence, Span

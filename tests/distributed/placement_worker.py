@@ -26,7 +26,7 @@ from moe_rl.megatron.witness import DispatchWitness
 from moe_rl.models.hf import read_model
 from moe_rl.planning.expert_placement import natural_order
 from moe_rl.proof.cases import Case
-from moe_rl.proof.share import Share, whole_gradients
+from moe_rl.proof.trial import Trial, whole_gradients
 from moe_rl.weights.digest import tensor_digests
 from tests.distributed.state_worker import held
 from tests.weights.taking import taken
@@ -68,19 +68,19 @@ class Run:
     def __init__(self, facts, case, source):
         self.facts, self.case, self.source = facts, case, source
         self.policy = Policy(facts, case.train_config, case.parallel_config, source, temperature=1.0)
-        self.share = Share(facts, case, self.policy)
+        self.trial = Trial(facts, case, self.policy)
 
     def passes(self):
         """One forward-only pass and one update, seen at the dispatchers."""
         witness = DispatchWitness().attach(self.policy.chunks)
-        logprobs, first, tables = self.share.first_pass()
-        result, second = self.share.update(tables)
-        dispatch = self.share.judge(witness)
+        logprobs, first, tables = self.trial.first_pass()
+        result, second = self.trial.update(tables)
+        dispatch = self.trial.judge(witness)
         for layer in self.policy._moe_layers():  # the witness stands in front of these methods
             del layer.token_dispatcher.dispatch_preprocess, layer.token_dispatcher.dispatch_postprocess
         grads = whole_gradients(self.policy, self.facts)
         return {
-            "logprobs": self.share.by_sequence(logprobs),
+            "logprobs": self.trial.by_sequence(logprobs),
             "grad_norm": result.grad_norm,
             "grads": grads if self.facts.top_k > 2 else tensor_digests(grads.items()),
             "weights": tensor_digests(self.policy.export(torch.float32, dense=True, experts=True)),
@@ -151,12 +151,12 @@ def faults(facts, case, source):
     attempt("two placements", lambda: run.policy.place(far if dist.get_rank() == 3 else near))
     after = held(run.policy)
     told["touched"] = different(before, after)
-    session = run.share.session(run.share.tables, "replay", "old plans")
+    session = run.trial.session(run.trial.tables, "replay", "old plans")
     run.policy.place(far)
 
     def old_plans():
         with session:
-            run.policy.logprobs(run.share.microbatches, session)
+            run.policy.logprobs(run.trial.microbatches, session)
 
     attempt("plans of before", old_plans)
     run.policy.release()

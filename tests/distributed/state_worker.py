@@ -31,7 +31,7 @@ from moe_rl.megatron.model import unwrap
 from moe_rl.megatron.policy import Policy, ReferencePolicy
 from moe_rl.models.hf import read_model
 from moe_rl.proof import cases
-from moe_rl.proof.share import Share
+from moe_rl.proof.trial import Trial
 from moe_rl.train.guards import Guards
 from moe_rl.weights.shared_memory import SegmentWriter
 from moe_rl.weights.stream import Round
@@ -61,11 +61,11 @@ class Case:
         case = cases.Case(dist.get_world_size(), parallel.model_dump(), {"dtype": dtype})
         self.build = (read_model(source), case.train_config, parallel, source)
         self.policy = Policy(*self.build, temperature=1.0)
-        self.share = Share(self.build[0], case, self.policy)
+        self.trial = Trial(self.build[0], case, self.policy)
 
     def update(self):
         """The gradient norm of one more update."""
-        return self.policy.update(self.share.microbatches, None, self.share.loss).grad_norm
+        return self.policy.update(self.trial.microbatches, None, self.trial.loss).grad_norm
 
     def weights(self):
         exported = dict(self.policy.export(torch.float32, dense=True, experts=True))
@@ -120,8 +120,8 @@ class Case:
         return (taker.weights, taker.places) if taker else ({}, []), most
 
     def reference(self):
-        logprobs = ReferencePolicy(*self.build, temperature=1.0).logprobs(self.share.microbatches)
-        return {"logprobs": self.share.by_sequence(logprobs)}
+        logprobs = ReferencePolicy(*self.build, temperature=1.0).logprobs(self.trial.microbatches)
+        return {"logprobs": self.trial.by_sequence(logprobs)}
 
 
 def segments():
@@ -297,14 +297,14 @@ def spoiled(case, what):
 
     def loss(number, logprobs):
         draw()
-        value = case.share.loss(number, logprobs)
+        value = case.trial.loss(number, logprobs)
         if dist.get_rank() == 1 and what == "loss":
             return value + torch.nan  # of which the gradient is finite
         if dist.get_rank() == 1 and logprobs.numel():
             logprobs.register_hook(lambda gradient: gradient * torch.inf)
         return value
 
-    return case.policy.update(case.share.microbatches, None, loss)
+    return case.policy.update(case.trial.microbatches, None, loss)
 
 
 def stale(new):

@@ -10,10 +10,11 @@ from moe_rl.models.hf import read_model
 from moe_rl.planning.budgets import budget, microbatch_counts, most
 from moe_rl.planning.dispatch import count
 from moe_rl.planning.packing import pack
+from moe_rl.planning.peaks import dispatching_groups
 from moe_rl.proof.batch import LENGTHS, batch
 from moe_rl.proof.cases import LAYOUTS, MICROBATCH_TOKENS, RECORDED, Case
 from moe_rl.proof.matrix import merged
-from moe_rl.train.peaks import dispatching_groups
+from tests.support.planted import Planted
 
 # The first case of a world size waits for all of them.
 pytestmark = pytest.mark.timeout(900)
@@ -335,33 +336,33 @@ OVERLAPPED_VPP2 = (TP2_EP2 | VPP2, OVERLAP)
 @pytest.mark.parametrize(
     "case, messages",
     [
-        (Case(2, TP2_EP2, fault="swapped"), [None, OTHER_EXPERTS.format("logprobs", 1)]),
-        (Case(2, VPP2, fault="swapped"), [None, OTHER_EXPERTS.format("logprobs", 1)]),
-        (Case(2, CP2, fault="swapped"), [None, OTHER_EXPERTS.format("logprobs", 1)]),
-        (Case(2, TP2_EP2, fault="repeated"), [None, "routes were not taken exactly once (logprobs, rank 1): got "]),
-        (Case(2, TP2_EP2, fault="lost key"), [NO_KEY.format("logprobs", 0), NO_KEY.format("logprobs", 1)]),
-        (Case(2, EP2, OVERLAP, fault="key lost on one rank"), ["deserted", NO_KEY.format("update", 1)]),
+        (Planted(2, TP2_EP2, fault="swapped"), [None, OTHER_EXPERTS.format("logprobs", 1)]),
+        (Planted(2, VPP2, fault="swapped"), [None, OTHER_EXPERTS.format("logprobs", 1)]),
+        (Planted(2, CP2, fault="swapped"), [None, OTHER_EXPERTS.format("logprobs", 1)]),
+        (Planted(2, TP2_EP2, fault="repeated"), [None, "routes were not taken exactly once (logprobs, rank 1): got "]),
+        (Planted(2, TP2_EP2, fault="lost key"), [NO_KEY.format("logprobs", 0), NO_KEY.format("logprobs", 1)]),
+        (Planted(2, EP2, OVERLAP, fault="key lost on one rank"), ["deserted", NO_KEY.format("update", 1)]),
         # sent before the router went wrong, or not at all
-        (Case(2, TP2_EP2, overlap_chunks=2, fault="swapped"), [None, OTHER_EXPERTS.format("logprobs", 1)]),
+        (Planted(2, TP2_EP2, overlap_chunks=2, fault="swapped"), [None, OTHER_EXPERTS.format("logprobs", 1)]),
         (
-            Case(2, EP2, overlap_chunks=2, fault="previous key"),
+            Planted(2, EP2, overlap_chunks=2, fault="previous key"),
             [OTHER_KEY.format(rank, 3) + "microbatch 0, expected microbatch 1" for rank in (0, 1)],
         ),
         (
-            Case(2, EP2, OVERLAP, fault="previous key"),
+            Planted(2, EP2, OVERLAP, fault="previous key"),
             [OTHER_KEY.format(rank, 3) + "microbatch 0, expected microbatch 1" for rank in (0, 1)],
         ),
         (
-            Case(2, EP2, OVERLAP, fault="exchanged keys"),
+            Planted(2, EP2, OVERLAP, fault="exchanged keys"),
             [OTHER_KEY.format(rank, 0) + "microbatch 1, expected microbatch 0" for rank in (0, 1)],
         ),
-        (Case(2, EP2, OVERLAP, fault="exchanged layers"), [OTHER_EXPERTS.format("update", rank) for rank in (0, 1)]),
-        (Case(2, TP2_EP2, OVERLAP, fault="key bound in forward"), [CLOSED.format(rank) for rank in (0, 1)]),
+        (Planted(2, EP2, OVERLAP, fault="exchanged layers"), [OTHER_EXPERTS.format("update", rank) for rank in (0, 1)]),
+        (Planted(2, TP2_EP2, OVERLAP, fault="key bound in forward"), [CLOSED.format(rank) for rank in (0, 1)]),
         # of two runs of layers on each stage
-        (Case(4, *OVERLAPPED_VPP2, fault="exchanged layers"), [OTHER_EXPERTS.format("update", r) for r in range(4)]),
+        (Planted(4, *OVERLAPPED_VPP2, fault="exchanged layers"), [OTHER_EXPERTS.format("update", r) for r in range(4)]),
         # the second stage waits for what the first has to compute from it
         (
-            Case(4, *OVERLAPPED_VPP2, fault="key of another chunk"),
+            Planted(4, *OVERLAPPED_VPP2, fault="key of another chunk"),
             [OTHER_KEY.format(rank, 2) + "microbatch 1, expected microbatch 0" for rank in (0, 1)] + ["deserted"] * 2,
         ),
     ],

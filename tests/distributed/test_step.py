@@ -15,9 +15,9 @@ from moe_rl.objectives.advantages import advantages
 from moe_rl.planning.balance import excess, load_of, pack_by_load, round_loads
 from moe_rl.planning.expert_placement import place
 from moe_rl.planning.packing import pack, split_groups
+from moe_rl.planning.peaks import limit_problem, peaks
 from moe_rl.proof.batch import LENGTHS, batch
 from moe_rl.report.registry import METRICS, find
-from moe_rl.train.peaks import limit_problem, peaks
 from tests.distributed.conftest import torchrun
 from tests.distributed.step_worker import scores_of, shared_logits, supports_of
 

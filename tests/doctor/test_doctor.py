@@ -8,13 +8,27 @@ from pathlib import Path
 
 import pytest
 
-from moe_rl import console
+from moe_rl import cli
+from moe_rl.commands.doctor import verdict
 from moe_rl.config.load import load_config
 from moe_rl.doctor import machine as machine_module
-from moe_rl.doctor.command import verdict
 from moe_rl.doctor.diagnosis import diagnose, fits, installation_problems
-from moe_rl.doctor.machine import Gpu, Machine, apex_kind, gpus, look
-from moe_rl.doctor.versions import ALWAYS, APEX, CUDA, NCCL, PARTS, TORCH, TRANSFORMER_ENGINE, VLLM, markdown
+from moe_rl.doctor.machine import (
+    ALWAYS,
+    APEX,
+    CUDA,
+    NCCL,
+    PARTS,
+    TORCH,
+    TRANSFORMER_ENGINE,
+    VLLM,
+    Gpu,
+    Machine,
+    apex_kind,
+    gpus,
+    look,
+    markdown,
+)
 from moe_rl.vllm import patches
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +52,7 @@ def whole_installation(monkeypatch):
 def test_this_machine_runs_the_demo(capsys, tmp_path):
     """The environment of the tests is the pinned one."""
     file = tmp_path / "doctor.json"
-    assert console.main(["doctor", "--config", str(CONFIG), "--json", str(file)]) == 0
+    assert cli.main(["doctor", "--config", str(CONFIG), "--json", str(file)]) == 0
     said, written = capsys.readouterr().out, json.loads(file.read_text())
     assert "nothing is missing" in said and written["missing"] == []
     found = {part["name"]: (part["found"], part["verdict"]) for part in written["parts"]}
@@ -50,10 +64,10 @@ def test_this_machine_runs_the_demo(capsys, tmp_path):
 def test_what_is_missing_is_said_and_is_the_status(monkeypatch, capsys):
     fault = "vLLM is not patched: run tools/apply_patches.py --apply"
     monkeypatch.setattr(patches, "problems", lambda capture: [fault] if capture == "patch" else [])
-    assert console.main(["doctor"]) == 2
+    assert cli.main(["doctor"]) == 2
     assert f"missing: {fault}\n1 missing" in capsys.readouterr().out
-    assert console.main(["doctor", "--config", str(CONFIG), "rollout.capture=worker"]) == 0
-    assert console.main(["doctor", "--config", "no/such.yaml"]) == 2
+    assert cli.main(["doctor", "--config", str(CONFIG), "rollout.capture=worker"]) == 0
+    assert cli.main(["doctor", "--config", "no/such.yaml"]) == 2
     assert "no/such.yaml" in capsys.readouterr().err
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_rl.proof.runs import ROOT, Launch, rows
+from tools.dev.runs import ROOT, Launch, rows
 
 __all__ = ["ROOT", "Launch", "config", "rows"]
 

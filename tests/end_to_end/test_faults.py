@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from moe_rl.proof.runs import still_running
 from tests.end_to_end.conftest import Launch, config
+from tools.dev.runs import still_running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

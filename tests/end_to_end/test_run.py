@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from moe_rl.proof.runs import still_running
 from moe_rl.report.registry import METRICS, find
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.tasks.prompts import PromptSource, load_prompts
 from tests.end_to_end.conftest import ROOT, Launch, config, rows
+from tools.dev.runs import still_running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

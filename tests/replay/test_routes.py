@@ -1,7 +1,9 @@
 """From the store to the routers: only the right rows, and padding that does no harm."""
 
 import dataclasses
+import sys
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import moe_rl
 from moe_rl.errors import ReplayError, RouteValidationError, TraceError
 from moe_rl.replay.routes import (
     RowPolicy,
@@ -65,6 +68,32 @@ def test_the_right_routes_are_read(stored):
         # a pipeline stage gets its own layers and pays for no others
         assert np.array_equal(read(layers=(1,)).routes, table[:, 1:2])
         assert np.array_equal(read(layers=(0, 2)).routes, table[:, [0, 2]])
+
+
+def test_from_a_reference_to_its_decoding_are_few_frames(stored):
+    """At most 6 functions of ours lie on the stack anywhere in the decoding, from the one that is given the reference
+    to the innermost helper of the codec."""
+    store, (sequence, _), _ = stored
+    home, stacks = Path(moe_rl.__file__).parent, []
+
+    def on_call(frame, event, _):
+        own = []
+        while event == "call" and frame is not None:
+            code, frame = frame.f_code, frame.f_back
+            if Path(code.co_filename).is_relative_to(home):
+                own.append(code.co_qualname)
+        stacks.append(own[::-1])
+
+    sys.setprofile(on_call)
+    try:
+        read_routes(store, sequence, SPEC, layers=SPEC.moe_layers, **whole(sequence), weight_version=3)
+    finally:
+        sys.setprofile(None)
+    decoding = [stack for stack in stacks if "decode_chunk" in stack]
+    assert decoding and all(stack[0] == "read_routes" for stack in decoding)
+    assert any(stack[-1] != "decode_chunk" for stack in decoding), "no helper of the codec was seen"
+    deepest = max(decoding, key=len)
+    assert len(deepest) <= 6, deepest
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ task:
   train: data/train.jsonl
   heldout: data/heldout.jsonl
   rewards:
-    exact: {function: moe_rl.tasks.arithmetic_reward.exact, weight: 1.0}
-    format: {function: moe_rl.tasks.arithmetic_reward.well_formed, weight: 0.1}
+    exact: {function: moe_rl.tasks.rewards.exact, weight: 1.0}
+    format: {function: moe_rl.tasks.rewards.well_formed, weight: 0.1}
   pass_reward: exact
 rollout: {prompts_per_step: 32, group_size: 8, max_completion_tokens: 48, temperature: 1.0, dtype: bfloat16}
 replay: {mode: r3, native_every: 5}

@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from moe_rl.vllm.serve import main
+from moe_rl.cli import main
 from moe_rl.weights.intake import Intake
 
 UNLUCKY = 13
@@ -38,4 +38,4 @@ def received(intake, tensors, on_tensor):
 Intake.admit, Intake.confirm, Intake.received = admit, confirm, received
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["serve", *sys.argv[1:]]))

@@ -113,7 +113,7 @@ def test_the_environment_of_the_ranks_does_not_reach_the_engine(monkeypatch):
         monkeypatch.setenv(name, "7")
     monkeypatch.setenv("OMP_NUM_THREADS", "99")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    environment = child_environment(native=False)
+    environment = child_environment("patch")
     assert not [
         name for name in environment if name.startswith(("RANK", "WORLD", "LOCAL", "MASTER", "TORCHE", "GROUP"))
     ]

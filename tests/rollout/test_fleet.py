@@ -1,6 +1,6 @@
 """Several servers as one sampler: who samples what, what is refused, and what is done when a server is lost.
 
-The servers here are stand-ins that fail on demand; real ones: test_server.py and tools/two_hosts.py.
+The servers here are stand-ins that fail on demand; real ones: test_server.py and tools/dev/two_hosts.py.
 """
 
 from __future__ import annotations

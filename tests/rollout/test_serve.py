@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
+from moe_rl.cli import main
 from moe_rl.errors import EngineError
 from moe_rl.vllm import serve
 from moe_rl.vllm.control import read_token
@@ -62,7 +63,7 @@ def refused(checkpoint, tmp_path, capsys):
 
     def call(*changes: str) -> str:
         usual = ["--model", str(checkpoint), "--model-fingerprint", "tiny", "--trace-root", str(tmp_path / "trace")]
-        assert serve.main([*usual, "--token-file", str(tokens), *changes]) == 2
+        assert main(["serve", *usual, "--token-file", str(tokens), *changes]) == 2
         assert not (tmp_path / "trace").exists()
         return capsys.readouterr().err
 
@@ -120,6 +121,6 @@ def test_experts_that_move_are_refused(refused):
 def test_what_is_to_be_served_is_said_once(arguments, said, capsys):
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     given = [str(ROOT / "configs/tiny_moe_cpu.yaml") if one == "CONFIG" else one for one in arguments]
-    assert serve.main(given) == 2 and said in capsys.readouterr().err
+    assert main(["serve", *given]) == 2 and said in capsys.readouterr().err
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -448,7 +448,7 @@ def test_clients_say_what_is_wrong(server, requests_of, tmp_path):
         ([request, request], "a key used twice"),
         (grow([request], MAX_LEN), "max_model_len"),
         ([replace(request, prompt_token_ids=())], "an empty prompt"),
-        ([replace(request, prompt_token_ids=(5, 512))], "token ids from 5 to 512.*0 to 511"),
+        ([replace(request, prompt_token_ids=(5, 512))], "token ids 5 to 512.*0 to 511"),
         ([replace(request, temperature=-1.0)], "HTTP 400"),
     ):
         with pytest.raises(EngineError, match=message):
@@ -475,19 +475,20 @@ def test_many_threads_may_be_the_first_to_read_an_answer():
     """msgspec looks a type up when it first decodes into it, and dies of two threads that do so at once."""
     script = """
 import importlib, sys, threading
-from moe_rl.rollout import token_api
+from moe_rl.rollout import server
+from moe_rl.vllm.sampling import Growing
 
 sys.setswitchinterval(1e-6)
 answer = b'{"choices": [{"token_ids": [5], "logprobs": {"content": [{"logprob": -1.5}]}}]}'
 read = []
 for _ in range(40):
-    importlib.reload(token_api)  # new types, which nobody has decoded into
+    importlib.reload(server)  # new types, which nobody has decoded into
     together = threading.Barrier(8)
 
     def first():
         together.wait()
-        sample = token_api.Sample()
-        sample.add(token_api.ANSWER.decode(answer), "a")
+        sample = Growing()
+        server._add(sample, server._ANSWER.decode(answer), "a")
         read.append(sample.token_ids)
 
     threads = [threading.Thread(target=first) for _ in range(8)]
@@ -517,7 +518,7 @@ def test_a_run_on_two_nodes_ends_with_its_server(server, checkpoint, tmp_path):
     command += [f"model.path={checkpoint}", f"run.runs_dir={runs}", f"rollout.servers=[{server.url}]"]
     command += [f"rollout.token_file={token}", "rollout.dtype=float32", "train.dtype=float32"]
     command += ["rollout.prompts_per_step=4", "rollout.group_size=2", "eval.prompts=2", "checkpoint.every_steps=1000"]
-    command += ["rollout.weight_transfer=broadcast"]  # tools/two_hosts.py's are by files
+    command += ["rollout.weight_transfer=broadcast"]  # tools/dev/two_hosts.py's are by files
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "TORCHELASTIC"))}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     outputs = [tmp_path / f"node{node}" for node in range(2)]

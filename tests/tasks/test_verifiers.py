@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe_rl.errors import ConfigError, RewardError
+from moe_rl.tasks import verifiers
 from moe_rl.tasks.verifiers import RewardItem, check_failed_fraction
 from moe_rl.types import Verdict
 
@@ -23,7 +24,7 @@ def faulty(fault: str, witness: Path) -> RewardItem:
 
 
 def test_scores_are_the_weighted_sum_in_order(make_pool):
-    rewards = ("moe_rl.tasks.arithmetic_reward.exact_match", "moe_rl.tasks.arithmetic_reward.answer_format")
+    rewards = ("moe_rl.tasks.rewards.exact_match", "moe_rl.tasks.rewards.answer_format")
     with make_pool(*rewards, weights=dict(zip(rewards, (1.0, 0.125), strict=True)), workers=2) as pool:
         items = [RewardItem("", f"<answer>{i}</answer>" if i % 3 else "?", str(i - i % 2)) for i in range(50)]
         verdicts = pool.score(items)
@@ -48,7 +49,7 @@ def test_a_function_that_does_not_ask_cannot_find_the_answer(make_pool):
 
 
 def test_256_items_are_fast(make_pool):
-    rewards = ("moe_rl.tasks.arithmetic_reward.exact_match", "moe_rl.tasks.arithmetic_reward.answer_format")
+    rewards = ("moe_rl.tasks.rewards.exact_match", "moe_rl.tasks.rewards.answer_format")
     items = [RewardItem("p" * 200, "<answer>4</answer>", "4")] * 256
     seconds = []
     with make_pool(*rewards) as pool:
@@ -60,7 +61,7 @@ def test_256_items_are_fast(make_pool):
 
 
 def test_long_texts_pass_both_ways(make_pool):
-    with make_pool("moe_rl.tasks.arithmetic_reward.exact_match") as pool:
+    with make_pool("moe_rl.tasks.rewards.exact_match") as pool:
         text = "x\u20ac\0" * 1_000_000
         verdicts = pool.score([RewardItem("", text, text)] * 3 + [RewardItem("", "<answer>1</answer>", "1")])
     assert [verdict.reward for verdict in verdicts] == [0.0, 0.0, 0.0, 1.0]
@@ -185,21 +186,26 @@ def test_a_late_death_between_scores_costs_no_item(make_pool, helpers, tmp_path)
 
 
 def test_an_answer_that_lay_there_in_time_counts(make_pool, monkeypatch, tmp_path):
-    # While the pool is busy with one worker's death, the other's answer comes and its deadline passes.
+    # This process looks at its workers late: what they sent lies there, and the deadlines have passed.
     with make_pool("misbehave", timeout=0.4, workers=2) as pool:
-        dying, napping = pool.pids
-        start = pool._start
-        delays = []
+        before = pool.pids
+        late = []
+        receive = verifiers._WorkerProcess.receive
 
-        def slow_start(slot):
-            delays.append(time.sleep(0.8))
-            start(slot)
+        def receive_late(process, deadline):
+            if process.pid in before:
+                time.sleep(0.8)
+                late.append(time.monotonic() > deadline)
+            return receive(process, deadline)
 
-        monkeypatch.setattr(pool, "_start", slow_start)
+        monkeypatch.setattr(verifiers._WorkerProcess, "receive", receive_late)
         verdicts = pool.score([faulty("os_exit", tmp_path / "exit"), faulty("nap", tmp_path / "nap")])
-        assert len(delays) == 1 and dying not in pool.pids and napping in pool.pids
-    assert (tmp_path / "exit").read_text() == str(dying) and (tmp_path / "nap").read_text() == str(napping)
+        assert late == [True] * 4  # each call's beginning and its end
+        [left] = set(before) & set(pool.pids)
+    [dead] = set(before) - {left}
+    assert (tmp_path / "exit").read_text() == str(dead) and (tmp_path / "nap").read_text() == str(left)
     assert [verdict.status for verdict in verdicts] == ["failed", "scored"]
+    assert "died (exit code 0)" in verdicts[0].detail
 
 
 def test_wall_clock_jumps_do_not_matter(make_pool, monkeypatch):
@@ -324,7 +330,7 @@ def test_workers_die_with_their_parent(helpers, tmp_path, state):
         ("bad_import.f", "RuntimeError: planted at import"),
         ("bad_import_exit.g", "died (exit code 7)"),
         ("no_such_module.h", "there is no module no_such_module"),
-        ("moe_rl.tasks.arithmetic_reward.deeper.h", "there is no module moe_rl.tasks.arithmetic_reward.deeper"),
+        ("moe_rl.tasks.rewards.deeper.h", "there is no module moe_rl.tasks.rewards.deeper"),
         ("bad-syntax.h", "not a dotted path"),
     ],
 )
@@ -333,7 +339,7 @@ def test_a_bad_function_is_refused_by_config_key(make_pool, helpers, function, m
     with pytest.raises(ConfigError, match=rf"^task\.rewards\.{name}\.function: ") as caught:
         make_pool("good", function)
     assert len(caught.value.problems) == 1 and message in caught.value.problems[0]
-    children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
+    children = [pid for of in Path("/proc/self/task").glob("*/children") for pid in of.read_text().split()]
     assert not [pid for pid in children if b"moe_rl.tasks.verifier_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 

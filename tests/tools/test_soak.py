@@ -5,10 +5,10 @@ import shutil
 
 import pytest
 
-from moe_rl.proof.runs import ROOT
-from moe_rl.proof.soak import PHASES, VICTIMS, Kill, Soak, markdown
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.tasks.prompts import PromptSource, load_prompts
+from tools.dev.runs import ROOT
+from tools.dev.soak import PHASES, VICTIMS, Kill, Soak, markdown
 
 
 @pytest.fixture

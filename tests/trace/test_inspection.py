@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moe_rl.errors import TraceError
-from moe_rl.report.traces import write_plots
+from moe_rl.report.trace_page import write_plots
 from moe_rl.trace import ShardWriter, TraceSpec
 from moe_rl.trace.audit import faults
 from moe_rl.trace.bounds import order0_bits, set_bits

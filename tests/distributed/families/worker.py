@@ -26,7 +26,7 @@ from moe_rl.megatron.saving import Checkpoints
 from moe_rl.models.hf import read_model
 from moe_rl.proof import cases
 from moe_rl.proof.rank import computing_as_asked
-from moe_rl.proof.share import Share, whole_gradients
+from moe_rl.proof.trial import Trial, whole_gradients
 
 FINALIZE = "megatron.core.distributed.finalize_model_grads"
 
@@ -60,20 +60,20 @@ def run(case):
     loaded = exported(policy)
     if case.get("write"):
         write(policy, facts, folder, Path(case["write"]))
-    share = Share(facts, shared, policy)
+    trial = Trial(facts, shared, policy)
 
     def within(name, call, **options):
         if mode == "native":
             return call(None), None
-        with share.session(share.tables, mode, name, **options) as session:
+        with trial.session(trial.tables, mode, name, **options) as session:
             result = call(session)
         return result, asdict(session.tally)
 
     def loss(number, values):
-        return scale * share.loss(number, values)
+        return scale * trial.loss(number, values)
 
     def update(session):
-        return policy.update(share.microbatches, session, loss)
+        return policy.update(trial.microbatches, session, loss)
 
     scale, loads = 1.0, []
 
@@ -84,14 +84,14 @@ def run(case):
         return moved
 
     move = sys.modules[FINALIZE].get_updated_expert_bias
-    logprobs, forward = within("logprobs", lambda s: policy.logprobs(share.microbatches, s), compare_native=True)
+    logprobs, forward = within("logprobs", lambda s: policy.logprobs(trial.microbatches, s), compare_native=True)
     with mock.patch.object(sys.modules[FINALIZE], "get_updated_expert_bias", look):
         result, backward = within("update", update, recomputed_layers=policy.recomputed_layers)
     seen = {
         "layers": policy.layers,
-        "microbatches": [m.indices for m in share.microbatches],
+        "microbatches": [m.indices for m in trial.microbatches],
         "recomputed_layers": sorted(policy.recomputed_layers),
-        "logprobs": share.by_sequence(logprobs),
+        "logprobs": trial.by_sequence(logprobs),
         "aux_loss": result.aux_loss,
         "grads": whole_gradients(policy, facts),
         "loads": dict(zip(policy.layers, loads[0], strict=True)) if loads else {},

@@ -1,0 +1,80 @@
+"""`moe-rl doctor`: the versions found and needed, what each is for, and what is missing."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+from moe_rl.config.load import load_config
+from moe_rl.doctor.diagnosis import Diagnosis, diagnose, fits
+from moe_rl.doctor.machine import ALWAYS, PARTS, VLLM, Machine, Requirement, look
+from moe_rl.errors import MoeRLError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `moe-rl doctor`."""
+    parser.description = "What is installed here, what it enables, what is missing. Exit status: 0 none, 2 some."
+    parser.add_argument("--config", type=Path, metavar="FILE", help="also look for what this run needs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="replace single values of the config")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Look, then say what was found. Returns the exit status."""
+    try:
+        config = load_config(options.config, options.overrides) if options.config else None
+        machine = look(PARTS)
+        diagnosis = diagnose(machine, config)
+    except MoeRLError as error:
+        print(f"moe-rl: {error}", file=sys.stderr)
+        return 2
+    print(render(machine, diagnosis))
+    if options.json:
+        options.json.write_text(json.dumps(document(machine, diagnosis), indent=2) + "\n")
+    return 2 if diagnosis.missing else 0
+
+
+def verdict(machine: Machine, part: Requirement) -> str:
+    """One word or two about a part: whether it is there, and whether it is a version that was run."""
+    found = machine.found[part.name]
+    if not found:
+        return "missing" if part in ALWAYS else "absent"
+    if part is VLLM:
+        return machine.vllm_state
+    if part.name == "NVIDIA apex":
+        return machine.apex
+    if not fits(part, found):
+        return "never run"
+    return "as run" if found.partition("+")[0] == part.tested or part.name == "Python" else "fits"
+
+
+def render(machine: Machine, diagnosis: Diagnosis) -> str:
+    """The table, the patches in vLLM, the GPUs, then what is missing and what is done without."""
+    head = ("part", "found", "needed", "verdict", "for")
+    rows = [
+        (part.name, machine.found[part.name] or "-", part.required or "any", verdict(machine, part), part.enables)
+        for part in PARTS
+    ]
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(4)]
+    widths.append(0)
+    lines = ["  ".join(map(str.ljust, row, widths)) for row in (head, *rows)]
+    lines += [f"vLLM patch {name}: {state}" for name, state in machine.vllm_patches.items()]
+    lines += [f"GPU {rank}: {gpu.name}, {gpu.memory_bytes / 2**30:.1f} GiB" for rank, gpu in enumerate(machine.gpus)]
+    lines += [f"note: {note}" for note in diagnosis.notes]
+    lines += [f"missing: {problem}" for problem in diagnosis.missing]
+    lines.append(f"{len(diagnosis.missing)} missing" if diagnosis.missing else "nothing is missing")
+    return "\n".join(lines)
+
+
+def document(machine: Machine, diagnosis: Diagnosis) -> dict:
+    """The same for programs."""
+    parts = [
+        {**dataclasses.asdict(part), "found": machine.found[part.name], "verdict": verdict(machine, part)}
+        for part in PARTS
+    ]
+    rest = dataclasses.asdict(machine)
+    del rest["found"]
+    return {"parts": parts, **rest, **dataclasses.asdict(diagnosis)}

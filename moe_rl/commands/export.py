@@ -1,0 +1,104 @@
+"""`moe-rl export`: write a run's weights, or the numbers behind a packed checkpoint, as a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from moe_rl.config.check import layout_problems
+from moe_rl.config.schema import Config, ParallelConfig
+from moe_rl.errors import ConfigError, MoeRLError, describe
+from moe_rl.models.hf import ModelFacts, expected_tensors, read_model
+from moe_rl.train import run_folder
+
+EPILOG = """
+--run: other ranks than those that trained may do it, in another layout; each reads and writes its own part.
+--model: the ranks share the tensors of a checkpoint in float8 (DeepSeek-V3) or 4 bits (gpt-oss) and write the numbers
+that these stand for.
+torchrun takes --run for an option of its own, unless two dashes stand before the script.
+Exit status: 0 done, 2 an error that was explained.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `moe-rl export`, its description and what its exit status means."""
+    parser.description = "Write weights as a Hugging Face folder that transformers and vLLM load. Runs under torchrun."
+    parser.epilog, parser.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--run", type=Path, metavar="RUN", help="folder of a run")
+    source.add_argument("--model", type=Path, metavar="FOLDER", help="a Hugging Face checkpoint")
+    parser.add_argument("--step", type=int, help="the run's checkpoint after so many steps (default: the newest)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="is made")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: the run's; with --model bfloat16")
+    parser.add_argument("overrides", nargs="*", metavar="parallel.b=c", help="another layout than the run's")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check, then export. Returns the exit status."""
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        if options.model is not None and (options.overrides or options.step is not None):
+            raise ConfigError("--step and overrides of parallel.* are for --run, there is no layout to --model")
+        if "RANK" not in os.environ:
+            do = "torchrun --nproc-per-node 1 -- tools/export_hf.py ..."
+            raise ConfigError(describe("started without torchrun", got="no RANK", do=do))
+        if options.model is not None:
+            return _from_model(options.model, options.out, options.dtype or "bfloat16")
+        folder, config = run_folder.reopen(options.run, options.overrides)
+        facts = read_model(config.model.path)
+        found = list(layout_problems(config.parallel, config.train, facts, ranks))
+        if found:
+            raise ConfigError(found)
+        return _from_run(folder, config, facts, options.step, options.out, options.dtype or config.train.dtype)
+    except MoeRLError as error:
+        if rank == 0:
+            print(f"moe_rl: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+def _from_run(
+    folder: run_folder.RunFolder, config: Config, facts: ModelFacts, step: int | None, out: Path, dtype: str
+) -> int:
+    # Only now torch and megatron are imported: a mistake does not wait for them.
+    from moe_rl import checkpoint_folder as checkpoints
+    from moe_rl.megatron import checkpoint, hf_map, world
+    from moe_rl.megatron.hf_files import CheckpointReader, write_checkpoint
+    from moe_rl.megatron.model import DTYPES, unwrap
+    from moe_rl.megatron.policy import ReferencePolicy
+
+    path = checkpoints.find(folder.checkpoints, step)
+    world.start(config.parallel, seed=config.run.seed, timeout_seconds=3600)
+    try:
+        model = config.model.path
+        policy = ReferencePolicy(facts, config.train, config.parallel, model, temperature=1.0)
+        done = checkpoint.load_weights(path, policy)["step"]
+        dense, experts = world.holds_first_replica()
+        tensors = hf_map.export(map(unwrap, policy.chunks), facts, dense=dense, experts=experts)
+        write_checkpoint(out, tensors, facts, CheckpointReader(model, facts), DTYPES[dtype])
+        if int(os.environ["RANK"]) == 0:
+            print(f"written: {out}, the weights after {done} steps")
+    finally:
+        world.stop()
+    return 0
+
+
+def _from_model(model: Path, out: Path, dtype: str) -> int:
+    facts = read_model(model)
+    import torch.distributed as dist
+
+    from moe_rl.megatron import world
+    from moe_rl.megatron.hf_files import CheckpointReader, write_checkpoint
+    from moe_rl.megatron.model import DTYPES
+
+    world.start(ParallelConfig(), seed=0, timeout_seconds=3600)
+    try:
+        source = CheckpointReader(model, facts)
+        mine = list(expected_tensors(facts))[dist.get_rank() :: dist.get_world_size()]
+        write_checkpoint(out, ((name, source.whole(name)) for name in mine), facts, source, DTYPES[dtype])
+        if dist.get_rank() == 0:
+            print(f"written: {out}, {len(source.packing)} tensors unpacked")
+    finally:
+        world.stop()
+    return 0

@@ -1,0 +1,59 @@
+"""`moe-rl patch`: check, apply or take back the patch series of a vLLM."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from moe_rl.errors import MoeRLError
+from moe_rl.vllm import patches
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `moe-rl patch`."""
+    parser.description = "Check, apply or take back the patches of a vLLM. Exit status: 0 done, 2 said why not."
+    parser.add_argument(
+        "--vllm",
+        type=Path,
+        metavar="PATH",
+        help="git checkout of vLLM, or folder of a vllm package (default: the installed one)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the resulting state there")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--check", action="store_const", const=patches.check, dest="action", help="the default")
+    action.add_argument("--apply", action="store_const", const=patches.apply, dest="action")
+    action.add_argument("--revert", action="store_const", const=patches.revert, dest="action")
+    parser.set_defaults(action=patches.check)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do it, then say in which state vLLM is. Returns the exit status."""
+    status = 0
+    try:
+        options.action(options.vllm)
+    except MoeRLError as error:
+        print(error, file=sys.stderr)
+        status = 2
+    try:
+        state = patches.inspect(options.vllm)
+    except MoeRLError:
+        return 2  # said above
+    ran = state.series and state.series.ran
+    print(f"vLLM {state.version} in {state.root}: {state.summary}")
+    for name, kind in state.patches.items():
+        print(f"  {name}: {kind}")
+    if state.series:
+        print(f"  ran: {ran or 'never; no engine starts with these patches'}")
+    if options.json:
+        document = {
+            "root": str(state.root),
+            "version": state.version,
+            "state": state.summary,
+            "ran": ran,
+            "patches": state.patches,
+            "files": state.files,
+        }
+        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return status

@@ -1,0 +1,6 @@
+"""`moe-rl plan`: what `moe-rl train` would do with a config, and what speaks against it. Starts nothing."""
+
+from moe_rl.commands.train import add_plan_arguments as add_arguments
+from moe_rl.commands.train import run
+
+__all__ = ["add_arguments", "run"]

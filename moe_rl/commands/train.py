@@ -1,0 +1,242 @@
+"""`moe-rl train` and `moe-rl plan`: find everything that can be wrong before any process is started, then start."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+
+from moe_rl import checkpoint_folder as checkpoints
+from moe_rl.config.check import config_problems, problems
+from moe_rl.config.check_files import file_problems
+from moe_rl.config.layout import least_ranks
+from moe_rl.config.load import find_file, load_config
+from moe_rl.config.nodes import node_problems, several_nodes
+from moe_rl.config.schema import Config
+from moe_rl.config.servers import start_problems
+from moe_rl.doctor.diagnosis import installation_problems
+from moe_rl.errors import (
+    CheckpointError,
+    CollapseError,
+    ConfigError,
+    MoeRLError,
+    SamplerGone,
+    Stopped,
+    TraceError,
+    describe,
+)
+from moe_rl.models.facts import ModelFacts
+from moe_rl.models.hf import read_model, read_published
+from moe_rl.planning.fit import disk_problems, memory_problems, transfer_problems
+from moe_rl.planning.peaks import limit_problem, peaks
+from moe_rl.planning.peaks import render as render_peaks
+from moe_rl.planning.plan import make_plan
+from moe_rl.planning.plan_table import render
+from moe_rl.rollout.attach import attach_problems
+from moe_rl.train import run_folder
+from moe_rl.train.peers import STOPPED
+from moe_rl.train.run_folder import RunFolder
+
+SAMPLER_GONE, COLLAPSED = 3, 4
+_EPILOG = """
+Exit status of a rank: 0 done, 2 an error that was explained, 3 another rank, torchrun or the sampler is gone, 4 the run
+has collapsed (see guards.*) and was ended with a checkpoint and a report, 5 it was asked to stop (SIGTERM) and did: go
+on with --resume. torchrun names the status as exitcode and itself exits 1.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a run, and what its exit status means."""
+    parser.description, parser.epilog = "Train a mixture-of-experts policy by RL with routing replay.", _EPILOG
+    _add_source(parser)
+    parser.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="with --resume: go on from the checkpoint after so many steps, and put newer ones aside; 0: begin again",
+    )
+    parser.add_argument(
+        "--plan", action="store_true", help="print every derived number and every problem, start nothing"
+    )
+    _add_rest(parser, "with --plan: ")
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a plan, which is a run with --plan."""
+    parser.description = "Print every derived number of a run and every problem. Start nothing. Needs no torch."
+    parser.epilog = "Exit status: 0 no problems, 2 some."
+    _add_source(parser)
+    _add_rest(parser, "")
+    parser.set_defaults(plan=True, step=None)
+
+
+def _add_source(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--config", type=Path, metavar="FILE", help="config of a new run: a file or a shipped name")
+    source.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue a run from its newest checkpoint")
+
+
+def _add_rest(parser: argparse.ArgumentParser, where: str) -> None:
+    parser.add_argument(
+        "--trace", metavar="STORE", help=f"{where}what the batches of this trace store ask of the fullest rank"
+    )
+    parser.add_argument(
+        "--world-size",
+        type=int,
+        metavar="N",
+        help="ranks to plan for without torchrun (default: cluster.gpus, else the fewest that do)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result (plan or summary) there")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="a.b=c",
+        help="replace single values of the config (--resume: parallel.*, and where the servers are)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check everything, then plan or train. Returns the exit status of this rank; ends the process on an error in the
+    middle of a run."""
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        config, folder, world_size = _configure(options)
+        if options.plan:
+            return _plan(config, world_size, options.trace, options.json)
+        found = _problems(config, folder, world_size, ask_servers=rank == 0)
+        _refuse(found + _checkpoint_problems(folder, options.step))
+    except MoeRLError as error:
+        # Every rank of a node comes to the same finding; one of them tells it.
+        if os.environ.get("LOCAL_RANK", str(rank)) == "0":
+            who = f" {socket.gethostname()}:" if several_nodes(os.environ) else ""
+            print(f"moe_rl:{who} {error}", file=sys.stderr)
+        return 2
+    # Only now torch and megatron are imported: a config with a mistake, and a plan, do not wait for them.
+    from moe_rl.train.loop import train
+
+    try:
+        path = train(config, folder, options.step)
+    except Stopped as error:
+        if rank == 0:
+            print(f"moe_rl: {error}", file=sys.stderr, flush=True)
+        return STOPPED
+    except MoeRLError as error:
+        print(f"moe_rl: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        status = COLLAPSED if isinstance(error, CollapseError) else 2
+        status = SAMPLER_GONE if isinstance(error, SamplerGone) else status
+        # Collectives that broke off leave threads behind, of which the interpreter can die on its way out: seen with
+        # gloo, as a segmentation fault in the place of this status.
+        sys.stdout.flush()
+        os._exit(status)
+    if rank == 0 and options.json:
+        options.json.write_text((path / "summary.json").read_text())
+    return 0
+
+
+def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, int]:
+    if options.trace and not options.plan:
+        raise ConfigError(describe("--trace is of --plan alone", got=options.trace, do="leave it out, or add --plan"))
+    if options.step is not None and not options.resume:
+        raise ConfigError(describe("--step is of --resume alone", got=options.step, do="leave it out, or add --resume"))
+    folder = None
+    if options.resume:
+        folder, config = run_folder.reopen(options.resume, options.overrides)
+    else:
+        config = load_config(options.config, options.overrides)
+    if "WORLD_SIZE" in os.environ:
+        world_size = int(os.environ["WORLD_SIZE"])
+        if options.world_size not in (None, world_size):
+            raise ConfigError(
+                describe("--world-size contradicts torchrun", got=options.world_size, expected=world_size)
+            )
+        return config, folder, world_size
+    if not options.plan:
+        raise ConfigError(
+            describe(
+                "training was started without torchrun",
+                do=f"run: torchrun --nproc-per-node {least_ranks(config.parallel)} {_typed()}",
+            )
+        )
+    planned = config.cluster.gpus if config.cluster is not None else least_ranks(config.parallel)
+    return config, folder, options.world_size or planned
+
+
+def _typed() -> str:
+    """What was typed, as torchrun takes it: a script, or a module for the console command."""
+    script, *arguments = sys.argv
+    if not script.endswith(".py") or script.endswith("__main__.py"):
+        script = "-m moe_rl"
+    return " ".join([script, *arguments])
+
+
+def _plan(config: Config, world_size: int, trace: str | None, file: Path | None) -> int:
+    facts, found, absent = _model_to_plan(config, world_size)
+    plan = asked = None
+    if facts is not None:
+        plan = make_plan(config, facts, world_size)
+        print(render(plan))
+        found += [*memory_problems(plan), *transfer_problems(plan)]
+        (absent if absent else found).extend(disk_problems(config, plan))
+    if trace and not found:
+        try:
+            asked = peaks(config, facts, world_size, trace)
+            print(render_peaks(asked, config, facts.num_experts))
+            found += filter(None, [limit_problem(asked, config)])
+        except (TraceError, ConfigError) as error:
+            found.append(str(error))
+    for message in absent:
+        print(f"not on this machine: {message}")
+    for problem in found:
+        print(f"problem: {problem}")
+    print(f"{len(found)} problems" if found else "no problems")
+    if file:
+        result = {"plan": plan and dataclasses.asdict(plan), "problems": found, "absent": absent}
+        result |= {"trace": asked and dataclasses.asdict(asked)} if trace else {}
+        file.write_text(json.dumps(result, indent=2) + "\n")
+    return 2 if found else 0
+
+
+def _model_to_plan(config: Config, world_size: int) -> tuple[ModelFacts | None, list[str], list[str]]:
+    """The model, None when it cannot be read; what is wrong; and, where it is planned without its checkpoint, what else
+    this machine lacks, which then is another matter."""
+    installed = installation_problems(config)
+    if config.model.published is not None and not config.model.path.is_dir():
+        facts = read_published(find_file(config.model.published))
+        here = describe("model.path: the checkpoint, planned with model.published", got=f"no {config.model.path}")
+        return facts, config_problems(config, facts, world_size), [here, *file_problems(config, None), *installed]
+    found = problems(config, world_size) + installed
+    try:
+        return read_model(config.model.path), found, []
+    except ConfigError:
+        return None, found, []  # said among the problems
+
+
+def _problems(config: Config, folder: RunFolder | None, world_size: int, *, ask_servers: bool) -> list[str]:
+    """Everything that speaks against starting here."""
+    facts, found, absent = _model_to_plan(config, world_size)
+    found += [*node_problems(os.environ), *start_problems(config)]
+    if facts is not None:
+        plan = make_plan(config, facts, world_size)
+        found += [*memory_problems(plan), *transfer_problems(plan), *disk_problems(config, plan)]
+        if config.rollout.servers and ask_servers and not absent + found:
+            found += attach_problems(config, facts, folder.path.parent if folder else config.run.runs_dir)
+    return absent + found
+
+
+def _checkpoint_problems(folder: RunFolder | None, step: int | None) -> list[str]:
+    """What --resume wants to go on from is not there."""
+    try:
+        if folder is not None and step != 0:
+            checkpoints.find(folder.checkpoints, step)
+    except CheckpointError as error:
+        return [str(error)]
+    return []
+
+
+def _refuse(found: list[str]) -> None:
+    if found:
+        raise ConfigError([*found, f"{len(found)} problem{'s' if len(found) > 1 else ''}; nothing was started"])

@@ -1,0 +1,235 @@
+"""Draws the plots of the comparison, in the colours of a run's report: orange is native routing, blue is replay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.colors import ListedColormap
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from moe_rl.comparison.experiment import Detail
+from moe_rl.comparison.quantities import busiest, extreme_fractions, policy_sums
+from moe_rl.report.figures import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    STYLE,
+    Panel,
+    color_bar,
+    figure_of,
+    in_percent,
+    layers_upward,
+    line,
+    panel_of,
+)
+from moe_rl.report.format import percent, scientific
+
+NATIVE, REPLAY = "native routing", "replay (R3)"
+LONGEST_MAP = 48
+_ROUTE_COLORS = {"native": ORANGE, "R2": GREEN, "R3": BLUE}
+
+
+def panels(result: dict[str, Any], detail: Detail, decode: Callable[[list[int]], str]) -> list[Panel]:
+    """Every plot, in the order of the page. decode: token ids to text."""
+    with matplotlib.rc_context(STYLE):
+        return [
+            _rows(result),
+            _layers(result),
+            _histogram(detail),
+            _extremes(detail),
+            _pairs(detail),
+            _map(detail, decode, result),
+        ]
+
+
+def row_name(row: dict[str, Any]) -> str:
+    """Sampler, trainer and staleness of one line of the table."""
+    updates = row["staleness_updates"]
+    age = "same weights" if not updates else f"{updates} update{'s' if updates > 1 else ''} later"
+    fresh = ", sampled now" if row["source"] == "sampled now" else ""
+    return f"{row['sampler']} / {row['trainer_dtype']}, {age}{fresh}"
+
+
+def _rows(result: dict[str, Any]) -> Panel:
+    name, title = "k3-rows", "Policy KL k3 of every setting"
+    direction = "KL(rollout || trainer), nats/token, 95% interval over sequences, log axis, lower is better"
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        groups.setdefault(row_name(row), []).append(row)
+    figure, axes = figure_of(wide=True, height=1.2 + 0.62 * len(groups), xlabel="k3, nats/token")
+    floor = min(row["policy"]["k3"]["value"] or math.inf for row in result["rows"])
+    for at, rows in enumerate(groups.values()):
+        for shift, row in zip((-0.24, 0, 0.24), rows, strict=True):
+            k3 = row["policy"]["k3"]
+            color = _ROUTE_COLORS[row["routing"]]
+            label = {"native": NATIVE, "R2": "R2", "R3": REPLAY}[row["routing"]] if not at else None
+            low = max(k3["low"], floor / 20)
+            axes.plot([low, k3["high"]], [at + shift] * 2, color=color, linewidth=2.2, alpha=0.6)
+            axes.plot([k3["value"]], [at + shift], "o", color=color, markersize=5.5, label=label)
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(groups)), list(groups))
+    axes.set_ylim(len(groups) - 0.5, -0.5)
+    axes.grid(axis="y", visible=False)
+    lower = sum(rows[2]["native_less_this"]["k3"]["low"] > 0 for rows in groups.values())
+    reading = (
+        f"In {lower} of {len(groups)} settings the paired difference, native less R3, has its whole interval above 0. "
+        "Sampler / trainer precision. With the weights that sampled, R2 replays the trainer's own choice and changes "
+        "nothing."
+    )
+    return panel_of(name, title, direction, reading, figure, wide=True)
+
+
+def _layers(result: dict[str, Any]) -> Panel:
+    name, title = "layers", "Disagreement by layer"
+    direction = "tokens whose expert set differs from the recorded one, lower is better"
+    layers = [entry["layer"] for entry in result["layers"]]
+    figure, both = figure_of(rows=2, xlabel="layer")
+    highest = max(
+        entry[part]["set_mismatch"][when]
+        for entry in result["layers"] for part in ("completion", "prompt") for when in ("before", "after")
+    )  # fmt: skip
+    for axes, part in zip(both, ("completion", "prompt"), strict=True):
+        for when, color, label in (("before", ORANGE, "native forward"), ("after", BLUE, "shadow choice in replay")):
+            values = [entry[part]["set_mismatch"][when] for entry in result["layers"]]
+            shown = label if part == "completion" else None
+            line(axes, layers, values, color, shown, marker="o", markersize=3.5)
+        axes.set_ylim(0, 1.1 * highest or 0.01)
+        in_percent(axes)
+        axes.set_ylabel(part)
+    first, last = result["layers"][0]["all"]["set_mismatch"], result["layers"][-1]["all"]["set_mismatch"]
+    reading = (
+        f"All rows: layer {layers[0]} {percent(first['before'], 2)} native and {percent(first['after'], 2)} shadow, "
+        f"layer {layers[-1]} {percent(last['before'], 2)} and {percent(last['after'], 2)}. Shadow is what the router "
+        "would choose inside the replayed forward: what is left there is each router's own, what is gone came from "
+        "earlier layers."
+    )
+    return panel_of(name, title, direction, reading, figure)
+
+
+def _histogram(detail: Detail) -> Panel:
+    name, title = "log-ratio", "Log ratio of every completion token"
+    direction = "d = log p_trainer - log p_sampler, nats; narrower is better; tokens on a log axis"
+    before, after = _distances(detail)
+    most = max(np.abs(before).max(), np.abs(after).max(), 1e-6)
+    edges = np.linspace(-most, most, 62)
+    figure, axes = figure_of(xlabel="d, nats")
+    for values, color, label in ((before, ORANGE, NATIVE), (after, BLUE, REPLAY)):
+        counts, _ = np.histogram(values, edges)
+        axes.stairs(counts, edges, baseline=0.7, color=color, label=label, linewidth=1.5, fill=color == ORANGE,
+                    alpha=0.45 if color == ORANGE else 1)  # fmt: skip
+    axes.set_yscale("log")
+    axes.set_ylim(bottom=0.7)
+    axes.set_ylabel("tokens")
+    reading = (
+        f"{len(before):,} tokens. Largest |d| {np.abs(before).max():.3g} native and {np.abs(after).max():.3g} under "
+        f"replay; 99th percentile {np.percentile(np.abs(before), 99):.3g} and {np.percentile(np.abs(after), 99):.3g}."
+    )
+    return panel_of(name, title, direction, reading, figure)
+
+
+def _extremes(detail: Detail) -> Panel:
+    name, title = "extremes", "Extreme tokens against tau"
+    direction = "F(tau): tokens whose probabilities differ by more than a factor of tau; both axes log, lower is better"
+    before, after = _distances(detail)
+    top = max(math.log(6), 1.1 * max(np.abs(before).max(), np.abs(after).max()))
+    sizes = np.geomspace(1e-3, top, 300)
+    figure, axes = figure_of(xlabel="tau")
+    for values, color, label in ((before, ORANGE, NATIVE), (after, BLUE, REPLAY)):
+        fractions = extreme_fractions(values, np.exp(sizes))
+        shown = fractions > 0
+        axes.step(sizes[shown], fractions[shown], color=color, label=label, where="post")
+    # The axis is ln tau, which is |d|, labelled with tau.
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    taus = [tau for tau in (1.001, 1.01, 1.1, 1.5, 2, 5, 20, 1000) if math.log(tau) <= top]
+    axes.set_xticks([math.log(tau) for tau in taus], [f"{tau:g}" for tau in taus])
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_minor_locator(LogLocator(subs=()))
+    axes.set_xlim(sizes[0], sizes[-1])
+    axes.set_ylim(0.7 / len(before), 1.3)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g}%"))
+    for tau in (2, 5):
+        axes.axvline(math.log(tau), color=INK, alpha=0.3, linewidth=0.9, linestyle=(0, (2, 3)))
+    values = [extreme_fractions(one, np.array([2.0, 5.0])) for one in (before, after)]
+    reading = (
+        f"F(2): {scientific(values[0][0])} native, {scientific(values[1][0])} under replay; F(5): "
+        f"{scientific(values[0][1])} and {scientific(values[1][1])}. One token of {len(before):,} is "
+        f"{scientific(1 / len(before))}; below that a line ends."
+    )
+    return panel_of(name, title, direction, reading, figure)
+
+
+def _pairs(detail: Detail) -> Panel:
+    name, title = "pairs", "Every sequence, native against replay"
+    direction = "k3 of a sequence, nats/token, both axes log; below the line replay is nearer to the sampler"
+    layout = detail.layout
+    tokens = np.bincount(layout.tokens, minlength=layout.sequences)
+    before, after = (
+        policy_sums(one.logprobs, layout.rollout_logprobs, layout.tokens, layout.sequences)["k3"] / tokens
+        for one in (detail.before, detail.after)
+    )
+    both = np.concatenate([before, after])
+    least, most = np.percentile(both[both > 0], 2) if (both > 0).any() else 1e-12, max(both.max(), 1e-11)
+    figure, axes = figure_of(xlabel="native routing")
+    shown = np.maximum(before, least), np.maximum(after, least)
+    axes.plot([least, most], [least, most], color=INK, alpha=0.4, linewidth=1)
+    axes.plot(*shown, "o", color=BLUE, markersize=3, alpha=0.35, markeredgewidth=0)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_ylabel(REPLAY)
+    lower, higher = int((after < before).sum()), int((after > before).sum())
+    equal = layout.sequences - lower - higher
+    reading = (
+        f"Replay is nearer on {lower:,} sequences, farther on {higher:,}, equal on {equal:,}. "
+        f"Values below {scientific(float(least))} are drawn there. A mean over tokens is ruled by the upper right."
+    )
+    return panel_of(name, title, direction, reading, figure)
+
+
+def _map(detail: Detail, decode: Callable[[list[int]], str], result: dict[str, Any]) -> Panel:
+    name, title = "map", "One sequence, token by layer"
+    direction = "experts of the router's own choice that are not in the recorded set; grey is none, lower is better"
+    layout, top_k = detail.layout, detail.before.choices.top_k
+    chosen = busiest(detail.before.choices.differs, layout.rows, range(layout.sequences), LONGEST_MAP)
+    rows = np.flatnonzero(layout.rows == chosen)[: 4 * LONGEST_MAP]
+    layers = [entry["layer"] for entry in result["layers"]]
+    figure, both = figure_of(rows=2, wide=True, height=4.4, xlabel="token that was fed")
+    colors = ListedColormap([f"{GREY}22", *matplotlib.colormaps["Oranges"](np.linspace(0.35, 1, top_k))])
+    counts = []
+    for axes, one, label in zip(both, (detail.before, detail.after), ("native", "shadow"), strict=True):
+        missing_experts = top_k - one.choices.shared[:, rows]
+        counts.append(int((missing_experts > 0).sum()))
+        image = axes.pcolormesh(
+            np.arange(len(rows) + 1) - 0.5, np.arange(len(layers) + 1) - 0.5, missing_experts, cmap=colors,
+            vmin=-0.5, vmax=top_k + 0.5, edgecolors="none", linewidth=0,
+        )  # fmt: skip
+        border = int(layout.prompt[rows].sum()) - 0.5
+        axes.axvline(border, color=INK, linewidth=1.2, alpha=0.7)
+        axes.set_ylabel(f"{label}\nlayer")
+        layers_upward(axes, layers, 8)
+    tokens = [detail.token_ids[chosen][place] for place in range(len(rows))]
+    if len(rows) <= LONGEST_MAP:
+        both[-1].set_xticks(range(len(rows)), [_shown(decode([token])) for token in tokens])
+    else:
+        both[-1].set_xticks(range(0, len(rows), 16))
+    color_bar(figure, image, list(both), "experts", ticks=range(top_k + 1), fraction=0.025, pad=0.01)
+    reading = (
+        f"The sequence of at most {LONGEST_MAP} tokens with most disagreement: {counts[0]} of "
+        f"{len(rows) * len(layers)} positions native, {counts[1]} shadow. The prompt is left of the line."
+    )
+    return panel_of(name, title, direction, reading, figure, wide=True)
+
+
+def _shown(text: str) -> str:
+    return text.replace("\n", "\\n").replace(" ", "\N{OPEN BOX}").replace("$", r"\$")[:8] or "?"
+
+
+def _distances(detail: Detail) -> tuple[np.ndarray, np.ndarray]:
+    sampler = detail.layout.rollout_logprobs.astype(np.float64)
+    return detail.before.logprobs - sampler, detail.after.logprobs - sampler

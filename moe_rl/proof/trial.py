@@ -1,0 +1,195 @@
+"""What a rank of the proof works on, and what it makes of it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from moe_rl.megatron import hf_map, world
+from moe_rl.megatron.microbatch import Microbatch, pack
+from moe_rl.megatron.model import unwrap
+from moe_rl.megatron.policy import Policy
+from moe_rl.megatron.schedule import LossFunction
+from moe_rl.megatron.witness import DispatchWitness
+from moe_rl.models.hf import ModelFacts
+from moe_rl.planning.packing import fill_rounds
+from moe_rl.planning.packing import pack as assign
+from moe_rl.proof.batch import batch
+from moe_rl.proof.cases import MICROBATCH_TOKENS, Case
+from moe_rl.replay.plans import LayerPlan, plan_dispatch
+from moe_rl.replay.routes import SequenceRoutes, microbatch_routes
+from moe_rl.replay.session import ReplaySession
+from moe_rl.replay.tables import MicrobatchRoutes
+from moe_rl.trace import TraceSpec
+
+
+class BrokenOff(Exception):
+    """An update that does not come to its end."""
+
+
+class Trial:
+    """What this rank works on: its sequences in microbatches, and the routes of its layers and rows."""
+
+    def __init__(self, facts: ModelFacts, case: Case, policy: Policy):
+        self.facts, self.case, self.policy, self.layers = facts, case, policy, policy.layers
+        self.sequences, self.routes = batch(facts)
+        self.spec = TraceSpec.from_layers("proof", facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
+        rank, ranks = world.data_parallel()
+        plan = assign([s.forwarded for s in self.sequences], ranks=ranks, microbatch_tokens=MICROBATCH_TOKENS)
+        plan = fill_rounds(plan, world.microbatches_in_a_round())[rank]
+        context = world.context_parallel()
+        self.microbatches = [pack(self.sequences, indices, world.device(), context) for indices in plan]
+        for microbatch in self.microbatches:
+            microbatch.give_advantages([s.reward for s in self.sequences])
+        self.tables = [self._table(microbatch) for microbatch in self.microbatches]
+
+    def _table(self, microbatch: Microbatch) -> MicrobatchRoutes:
+        columns = [self.facts.moe_layers.index(layer) for layer in self.layers]
+        parts = []
+        for i in microbatch.indices:
+            tokens = np.array((self.sequences[i].prompt_token_ids + self.sequences[i].token_ids)[:-1])
+            parts.append(SequenceRoutes.complete(self.sequences[i].key, tokens, self.routes[i][:, columns]))
+        return microbatch_routes(
+            parts,
+            self.spec,
+            layers=self.layers,
+            names=[part.key for part in parts],
+            fed=microbatch.fed([self.sequences[i] for i in microbatch.indices]),
+            padded_tokens=sum(microbatch.lengths),
+            rows=microbatch.rows[world.own_rows(microbatch.tokens.shape[1])],
+            expert_parallel=self.case.parallel_config.expert,
+            device=world.device(),
+        )
+
+    def session(self, tables: list[MicrobatchRoutes], mode: str, name: str, **options) -> ReplaySession:
+        plans = self.plans(tables) if self.case.plan and mode == "replay" else []
+        return ReplaySession(
+            tables,
+            self.layers,
+            mode=mode,
+            name=name,
+            rank=dist.get_rank(),
+            any_stage=world.any_stage,
+            plans=plans,
+            **options,
+        )
+
+    def plans(self, tables: list[MicrobatchRoutes]) -> list[dict[int, LayerPlan] | None]:
+        """How the dispatchers are to send the rows of these tables. All ranks call it together."""
+        group = world.dispatch_group(self.facts.num_experts)
+        order, chunks = self.policy.order, self.case.overlap_chunks
+        return plan_dispatch(tables, self.layers, group, world.gather_over_dispatch, order, overlap_chunks=chunks)
+
+    def first_pass(self) -> tuple[list[torch.Tensor], ReplaySession, list[MicrobatchRoutes]]:
+        """The forward-only pass: its log-probabilities, its session, and the tables that the update will take."""
+        mode = {"r3": "replay", "observe": "observe", "r2": "record"}[self.case.mode]
+        session = self.session(self.tables, mode, "logprobs", compare_native=True)
+        if self.case.mode != "r2":
+            with session:
+                return self.policy.logprobs(self.microbatches, session), session, self.tables
+        # Other routers than those that will be updated, so that what was recorded is not what they would choose.
+        routers = [layer.mlp.router for c in self.policy.chunks for layer in unwrap(c).decoder.layers]
+        kept = [router.weight.detach().clone() for router in routers]
+        for router in routers:
+            router.weight.data = router.weight.data.flip(0)
+        with session:
+            logprobs = self.policy.logprobs(self.microbatches, session)
+        for router, weight in zip(routers, kept, strict=True):
+            router.weight.data.copy_(weight)
+        return logprobs, session, session.recorded_routes()
+
+    def update(self, tables: list[MicrobatchRoutes], loss: LossFunction | None = None):
+        """One optimizer step under these tables; the result and its session. loss: None is that of the reference."""
+        mode = "observe" if self.case.mode == "observe" else "replay"
+        session = self.session(tables, mode, "update", recomputed_layers=self.policy.recomputed_layers)
+        with session:
+            return self.policy.update(self.microbatches, session, loss or self.loss), session
+
+    def break_off(self, tables: list[MicrobatchRoutes]) -> None:
+        """An update that ends with the loss of its second microbatch."""
+
+        def loss(number, logprobs):
+            if number == 1:
+                raise BrokenOff
+            return self.loss(number, logprobs)
+
+        with suppress(BrokenOff):
+            self.update(tables, loss)
+            raise AssertionError("the update was not broken off")
+
+    def loss(self, number: int, logprobs: torch.Tensor) -> torch.Tensor:
+        microbatch = self.microbatches[number]
+        return -(logprobs * microbatch.advantages[microbatch.sequence_ids]).sum() / len(self.sequences)
+
+    def by_sequence(self, logprobs: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+        return {
+            i: values[microbatch.sequence_ids == n].cpu()
+            for microbatch, values in zip(self.microbatches, logprobs, strict=True)
+            for n, i in enumerate(microbatch.indices)
+        }
+
+    def _rows(self, microbatch: Microbatch) -> list[tuple[int, int] | None]:
+        """(sequence, position) of every row that this rank's routers see; None: padding."""
+        tokens = [(i, at) for i in microbatch.indices for at in range(self.sequences[i].forwarded)]
+        rows = microbatch.rows[world.own_rows(microbatch.tokens.shape[1])]
+        return [tokens[row] if row < len(tokens) else None for row in rows]
+
+    def chosen(self, tables: list[MicrobatchRoutes]) -> list[tuple[int, int, int, list[int]]]:
+        """(sequence, position, layer, experts) of every real row that this rank recorded."""
+        return [
+            (*row, layer, sorted(table.routes[layer][n].tolist()))
+            for microbatch, table in zip(self.microbatches, tables, strict=True)
+            for layer in self.layers
+            for n, row in enumerate(self._rows(microbatch))
+            if row is not None
+        ]
+
+    def judge(self, witness: DispatchWitness) -> dict[str, int]:
+        """Every map and every count of received rows, bit for bit against the forced routes; and the most rows that
+        arrived for this rank's experts, and for one of them, in a layer of a microbatch."""
+        counts = torch.zeros(len(self.tables), len(self.layers), self.facts.num_experts, dtype=torch.int64)
+        for m, table in enumerate(self.tables):
+            for column, layer in enumerate(self.layers):
+                ids = table.routes[layer].long().flatten().cpu()
+                counts[m, column] = torch.bincount(ids, minlength=self.facts.num_experts)
+        received = world.sum_over_dispatch(counts.to(world.device())).cpu()
+        by_slot = torch.from_numpy(self.policy.order).expand_as(received)
+        received = received.gather(2, by_slot)[..., world.own_slots(self.facts.num_experts)]
+        totals = {"maps": 0, "wrong_maps": 0, "wrong_received": 0, "first": 0, "with_grad": 0}
+        totals |= {"most_rows": 0, "most_of_an_expert": 0}
+        for dispatch in witness.seen:
+            column = self.layers.index(dispatch.layer)
+            wanted = torch.zeros_like(dispatch.routing_map, device="cpu")
+            made_up = self.tables[dispatch.microbatch].routes[dispatch.layer].long().cpu()
+            for n, row in enumerate(self._rows(self.microbatches[dispatch.microbatch])):
+                if row is None:  # padding
+                    wanted[n, made_up[n]] = True
+                else:
+                    sequence, position = row
+                    chosen = self.routes[sequence][position, self.facts.moe_layers.index(dispatch.layer)]
+                    wanted[n, chosen.astype(int)] = True
+            totals["maps"] += 1
+            totals["with_grad" if dispatch.with_grad else "first"] += 1
+            totals["wrong_maps"] += not torch.equal(wanted, dispatch.routing_map.cpu())
+            totals["wrong_received"] += not torch.equal(received[dispatch.microbatch, column], dispatch.received.cpu())
+            totals["most_rows"] = max(totals["most_rows"], int(dispatch.received.sum()))
+            totals["most_of_an_expert"] = max(totals["most_of_an_expert"], int(dispatch.received.max()))
+        return totals
+
+
+def whole_gradients(policy: Policy, facts: ModelFacts) -> dict[str, torch.Tensor]:
+    """Main gradients under Hugging Face names. The distributed optimizer leaves each rank one reduced piece: gather."""
+    for buffer in [b for chunk in policy.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]:
+        for bucket in buffer.buckets:
+            group = buffer.data_parallel_group
+            mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            pieces = [torch.empty_like(mine) for _ in range(group.size())]
+            dist.all_gather(pieces, mine, group=group)
+            bucket.grad_data.copy_(torch.cat(pieces))
+    gradients = hf_map.export(
+        map(unwrap, policy.chunks), facts, dense=True, experts=True, get=lambda parameter: parameter.main_grad
+    )
+    return {name: tensor.cpu().clone() for name, tensor in gradients}

@@ -1,0 +1,206 @@
+"""Writes report.html: one file that says what a run came to and shows why to believe it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moe_rl.report import summary as summary_module
+from moe_rl.report.format import count, duration, percent, points, scientific, seconds
+from moe_rl.report.lines import RunLines, read_run, write_atomic
+from moe_rl.report.page import Tile, render
+from moe_rl.report.registry import METRICS, find
+from moe_rl.report.run_plots import panels
+
+FILE = "report.html"
+CONFIG_FILE = "config.yaml"
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write report.html from metrics.jsonl, summary.json and config.yaml of a run folder; returns its path.
+
+    The last two may be missing (a run that was stopped): the report then says so and measures the lines itself.
+    """
+    run_dir = Path(run_dir)
+    run = read_run(run_dir)
+    summary = summary_module.measure(run)
+    stored = run_dir / summary_module.FILE
+    if stored.exists():
+        summary = {**json.loads(stored.read_text(encoding="utf-8")), **summary}
+    config_file = run_dir / CONFIG_FILE
+    config = yaml.safe_load(config_file.read_text(encoding="utf-8")) if config_file.exists() else None
+    path = run_dir / FILE
+    text = render(
+        "run.html",
+        title=f"{run_dir.name} - moe_rl",
+        kicker="moe_rl run report",
+        heading=run_dir.name,
+        facts=_facts(run, summary, config),
+        warnings=_warnings(run, summary, finished=stored.exists()),
+        tiles=_tiles(run, summary),
+        panels=panels(run),
+        summary=summary,
+        config=config and [(section, _flat(values)) for section, values in config.items()],
+        **_proof(run, summary),
+        **_levels(run),
+        **_metrics(run),
+    )
+    write_atomic(path, text)
+    return path
+
+
+def _facts(run: RunLines, summary: dict[str, Any], config: dict | None) -> list[str]:
+    planned = ((config or {}).get("run") or {}).get("steps")
+    steps = summary["steps"]
+    facts = [f"{steps} steps" if not planned or planned == steps else f"{steps} of {planned} steps"]
+    facts.append(f"routing replay {run.mode}" if run.train else "no training step logged")
+    for key, label in (
+        ("objective", "{}"),
+        ("seed", "seed {}"),
+        ("vllm_version", "vLLM {}"),
+        ("megatron_core_version", "Megatron-core {}"),
+        ("torch_version", "torch {}"),
+    ):
+        if summary.get(key) is not None:
+            facts.append(label.format(summary[key]))
+    return facts
+
+
+def _warnings(run: RunLines, summary: dict[str, Any], *, finished: bool) -> list[str]:
+    warnings = []
+    if not finished:
+        warnings.append("The run did not write its summary: it is still going on, or it was stopped.")
+    if summary.get("collapse"):
+        warnings.append(f"The run was ended before its last step: {summary['collapse']}.")
+    if run.torn:
+        warnings.append("The last line of metrics.jsonl was cut short and is left out.")
+    if summary["nonfinite_values"]:
+        listed = ", ".join(f"{key} ({times})" for key, times in summary["nonfinite_values"].items())
+        warnings.append(f"Values that were not finite, left out of plots and means: {listed}.")
+    return warnings
+
+
+def _tiles(run: RunLines, s: dict[str, Any]) -> list[Tile]:
+    tiles = [_pass_rate_tile(s), _policy_kl_tile(run, s)]
+    native, shadow = s["routing_native_mismatch"], s["routing_shadow_mismatch_paired"]
+    if native is not None and shadow is not None:
+        under = "of positions; shadow: what the trainer would choose inside the replayed forward"
+        tiles.append(Tile("Routing mismatch, native to shadow", percent(native, 2), under, percent(shadow, 2)))
+    elif native is not None:
+        tiles.append(Tile("Routing mismatch", percent(native, 2), "of positions, in a native forward"))
+    sync, whole = seconds(s["weight_sync_seconds_median"]), duration(s["train_seconds_total"])
+    under = f"median; weight sync {sync}; {whole} in all"
+    return [*tiles, Tile("Time of a step", seconds(s["step_seconds_median"]), under)]
+
+
+def _pass_rate_tile(s: dict[str, Any]) -> Tile:
+    name = "Held-out pass rate"
+    first, last = s["heldout_pass_rate_first"], s["heldout_pass_rate_last"]
+    begin, end = s["heldout_step_first"], s["heldout_step_last"]
+    if first is None or last is None:
+        return Tile(name, "-", "no evaluation was logged")
+    if begin == end:
+        return Tile(name, percent(first), f"one evaluation, after step {begin}")
+    under = f"{points(last - first)}, after step {begin} and after step {end}"
+    greedy = s["heldout_pass_rate_greedy_first"], s["heldout_pass_rate_greedy_last"]
+    if None not in greedy:
+        under += f"; greedy {percent(greedy[0])} to {percent(greedy[1])}"
+    return Tile(name, percent(first), under, percent(last))
+
+
+def _policy_kl_tile(run: RunLines, s: dict[str, Any]) -> Tile:
+    native, replay = s["policy_kl_k3_native"], s["policy_kl_k3_replay"]
+    if native is not None and replay is not None:
+        steps = s["policy_kl_k3_native_steps"]
+        under = f"nats/token, both against the same sampler logprobs, on {steps} paired steps"
+        return Tile("Policy KL k3, native to replay", scientific(native), under, scientific(replay))
+    why = {"r3": "native pass not measured", "r2": "routed natively", "off": "replay is off"}[run.mode]
+    why = why if run.train else "not measured"
+    return Tile("Policy KL k3", scientific(s["policy_kl_k3"]), f"nats/token; {why}")
+
+
+def _proof(run: RunLines, s: dict[str, Any]) -> dict[str, Any]:
+    """The integrity of replay: `checks`, each fine or not and with its number, and whether all is `good`."""
+    if not run.train or run.mode == "off":
+        return {"mode": run.mode if run.train else None, "checks": []}
+    consumed, expected = s["routes_consumed"], s["routes_expected"]
+    checks = [
+        (
+            consumed is not None and consumed == expected,
+            f"routes consumed exactly once: {count(consumed)} of {count(expected)}",
+        ),
+        (s["routes_applied_mismatch"] == 0, f"applied mismatch {count(s['routes_applied_mismatch'])}"),
+    ]
+    good = bool(s["routes_exact_every_step"]) and all(fine for fine, _ in checks)
+    fallback, dropped = s["routes_fallback_positions"], s["routes_dropped_sequences"]
+    whole = s["routes_coverage"] == 1 and not fallback and not dropped
+    note = f"coverage {_exact_percent(s['routes_coverage'])}"
+    if not whole:
+        note += (
+            f" at worst: {count(fallback)} (token, layer) positions routed natively and {count(dropped)} sequences "
+            "dropped, as the config allows"
+        )
+    replayed = "Replay (R3) of the sampler's routes" if run.mode == "r3" else "Replay (R2) of the trainer's own routes"
+    return {"mode": run.mode, "checks": [*checks, (whole, note)], "good": good, "replayed": replayed}
+
+
+def _exact_percent(value: float | None) -> str:
+    """100% only for exactly 1, so that 0.99999 does not pass for it."""
+    if value is None:
+        return "not known"
+    return "100%" if value == 1 else f"{100 * value:.6g}%"
+
+
+def _levels(run: RunLines) -> dict[str, Any]:
+    """Held-out pass rate by level, in the first and the last evaluation."""
+    keys = sorted({key for row in run.eval for key in row if key.startswith("eval/level/")})
+    shown = run.eval[:1] if len(run.eval) == 1 else [run.eval[0], run.eval[-1]] if keys else []
+    levels, changes = [], []
+    for key in keys:
+        name, rates = key.removeprefix("eval/level/"), [row.get(key) for row in shown]
+        change = rates[1] - rates[0] if len(rates) == 2 and None not in rates else None
+        levels.append({"name": name, "rates": rates, "change": change})
+        if change is not None:
+            changes.append((change, name))
+    reading = "One evaluation so far."
+    if changes:
+        (least, worst), (most, best) = min(changes), max(changes)
+        reading = f"Largest change: {best}, {points(most)}"
+        reading += f"; smallest: {worst}, {points(least)}." if len(changes) > 1 else "."
+    return {"levels": levels, "level_steps": [row["step"] for row in shown], "level_reading": reading}
+
+
+def _metrics(run: RunLines) -> dict[str, Any]:
+    """Every metric that was logged, in registry order, with its last value; and those that were not."""
+    latest: dict[str, tuple[int, float | None]] = {}
+    for row in sorted(run.train + run.eval, key=lambda row: row["step"]):
+        latest.update(
+            {key: (row["step"], value) for key, value in row.items() if key not in ("step", "kind", "nonfinite")}
+        )
+    rows, absent = [], []
+    for metric in METRICS.values():
+        keys = sorted(key for key in latest if find(key) is metric)
+        if not keys:
+            absent.append(metric.key)
+        for key in keys:
+            step, value = latest[key]
+            rows.append((key, metric, value, step, _broken(metric.better, value, latest)))
+    return {"metrics": rows, "absent": absent}
+
+
+def _broken(better: str, value: float | None, latest: dict[str, tuple[int, float | None]]) -> bool:
+    if value is None:
+        return True
+    if better == "must equal routing/expected":
+        return value != latest.get("routing/expected", (0, None))[1]
+    return (better == "must be 0" and value != 0) or (better == "must be 1" and value != 1)
+
+
+def _flat(values: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    """(dotted key, value) of nested sections."""
+    if not isinstance(values, dict):
+        return [(prefix.removesuffix("."), values)]
+    return [pair for key, value in values.items() for pair in _flat(value, f"{prefix}{key}.")]

@@ -1,0 +1,370 @@
+"""Draws each plot of a run, with the sentence that reads it. What was not measured is said in words."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import matplotlib
+
+from moe_rl.report.figures import (
+    BLUE,
+    CYAN,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PURPLE,
+    RED,
+    STYLE,
+    YELLOW,
+    Panel,
+    figure_of,
+    from_zero,
+    in_percent,
+    line,
+    missing,
+    panel_of,
+)
+from moe_rl.report.format import percent, points, scientific, short
+from moe_rl.report.lines import RunLines
+
+_CYCLE = (GREEN, PURPLE, CYAN, ORANGE, RED, GREY)
+
+
+def panels(run: RunLines) -> list[Panel]:
+    """Every plot of the report, in reading order."""
+    with matplotlib.rc_context(STYLE):
+        return [draw(run) for draw in _PANELS]
+
+
+def _pass_rate(run: RunLines) -> Panel:
+    name, title, direction = "pass-rate", "Pass rate", "fraction of completions, higher is better"
+    steps, train = run.series("reward/pass_rate")
+    held_steps, held = run.series("eval/pass_rate", "eval")
+    greedy_steps, greedy = run.series("eval/pass_rate_greedy", "eval")
+    if not steps and not held_steps:
+        return missing(name, title, direction, "No training step and no evaluation was logged.")
+    figure, axes = figure_of()
+    if steps:
+        line(axes, steps, train, BLUE, "training prompts", alpha=0.55, linewidth=1.3)
+    if greedy_steps:
+        line(
+            axes,
+            greedy_steps,
+            greedy,
+            PURPLE,
+            "held-out, greedy",
+            marker="D",
+            markersize=4,
+            linestyle=(0, (2, 2)),
+            linewidth=1.2,
+        )
+    if held_steps:
+        line(axes, held_steps, held, GREEN, "held-out, sampled", marker="o", markersize=5.5, linewidth=2.2)
+    axes.set_ylim(0, 1)
+    in_percent(axes)
+    if len(held) >= 2:
+        reading = (
+            f"On prompts never trained on, the pass rate went from {percent(held[0])} (step {held_steps[0]}) to "
+            f"{percent(held[-1])} (step {held_steps[-1]}): {points(held[-1] - held[0])}."
+        )
+    elif held:
+        reading = f"One evaluation so far, after step {held_steps[0]}: {percent(held[0])}."
+    else:
+        reading = "No evaluation was logged: training prompts alone do not show what was learned."
+    return panel_of(name, title, direction, reading, figure)
+
+
+def _rewards(run: RunLines) -> Panel:
+    name, title, direction = "reward", "Reward and its parts", "mean per completion, higher is better"
+    steps, mean = run.series("reward/mean")
+    parts = sorted({key for row in run.train for key in row if key.startswith("reward/part/")})
+    if not steps:
+        return missing(name, title, direction, "No reward was logged.")
+    figure, axes = figure_of()
+    for color, key in zip(_CYCLE * (1 + len(parts) // len(_CYCLE)), parts, strict=False):
+        line(axes, *run.series(key), color, f"{key.removeprefix('reward/part/')} (unweighted)", linewidth=1.3)
+    line(axes, steps, mean, BLUE, "weighted sum", linewidth=2.2)
+    failed = sum(run.series("reward/failed_verdicts")[1])
+    reading = f"Mean reward went from {short(round(mean[0], 3))} to {short(round(mean[-1], 3))}. " + (
+        f"{failed:.0f} verifications failed and are left out." if failed else "No verification failed."
+    )
+    return panel_of(name, title, direction, reading, figure)
+
+
+def _policy_kl(run: RunLines) -> Panel:
+    name, title = "policy-kl", "Policy KL between sampler and trainer"
+    direction = "k3 estimate of KL(rollout || trainer), nats/token, log axis, lower is better"
+    steps, trained = run.series("policy_kl/k3")
+    if not steps:
+        return missing(name, title, direction, "No policy KL was logged.")
+    pair_steps, native, partner = run.paired("policy_kl/k3_native", "policy_kl/k3")
+    figure, axes = figure_of()
+    label, color = ("with replay (as trained)", BLUE) if run.replay else ("native routing (as trained)", ORANGE)
+    positive = [(s, v) for s, v in zip(steps, trained, strict=True) if v > 0]
+    if positive:
+        axes.set_yscale("log")
+    line(axes, [s for s, _ in positive], [v for _, v in positive], color, label)
+    if run.replay and pair_steps:
+        axes.vlines(pair_steps, partner, native, color=INK, alpha=0.25, linewidth=1)
+        axes.plot(pair_steps, partner, "o", color=BLUE, markersize=5)
+        axes.plot(pair_steps, native, "o", color=ORANGE, markersize=5.5, label="native routing, same step")
+    if not run.replay:
+        average = scientific(statistics.fmean(trained))
+        reading = f"Replay is {run.mode}: this pass of the trainer routes natively, at {average} on average."
+    elif not pair_steps:
+        reading = "The native pass was not measured (replay.native_every), so what replay removes is not known."
+    else:
+        before, after = statistics.fmean(native), statistics.fmean(partner)
+        lower = sum(b > a for b, a in zip(native, partner, strict=True))
+        ratio = f", {before / after:.1f} times lower" if 0 < after < before else ""
+        reading = (
+            f"On the {len(pair_steps)} steps measured both ways: {scientific(before)} native, "
+            f"{scientific(after)} with replay{ratio}; lower under replay on {lower} of {len(pair_steps)}."
+        )
+    if len(positive) < len(steps):
+        reading += f" {len(steps) - len(positive)} values that are not above 0 do not show on a log axis."
+    return panel_of(name, title, direction, reading, figure)
+
+
+def _routing(run: RunLines) -> Panel:
+    name, title = "routing", "Routing mismatch"
+    direction = "(token, MoE layer) positions whose expert set differs from the recorded one, lower is better"
+    steps, shadow = run.series("routing/shadow_mismatch")
+    native_steps, native = run.series("routing/native_mismatch")
+    token_steps, token = run.series("routing/native_token_mismatch")
+    if not steps and not native_steps:
+        why = "replay is off and no native pass compared its routes" if not run.replay else "no mismatch was logged"
+        return missing(name, title, direction, f"Not measured: {why}.")
+    figure, axes = figure_of()
+    if native_steps:
+        marker = "o" if run.replay else None
+        line(axes, native_steps, native, ORANGE, "native forward", marker=marker, markersize=5, linewidth=1.4)
+    if steps:
+        line(axes, steps, shadow, BLUE, "shadow choice inside replay")
+    from_zero(axes)
+    in_percent(axes)
+    parts = []
+    if native_steps:
+        parts.append(
+            "Routing natively, the trainer picks another expert set at "
+            f"{percent(statistics.fmean(native), 2)} of positions"
+        )
+        if token_steps:
+            parts[-1] += f" ({percent(statistics.fmean(token))} of tokens in at least one layer)"
+    _, _, paired = run.paired("routing/native_mismatch", "routing/shadow_mismatch")
+    if paired:
+        parts.append(
+            f"inside the replayed forward it would at {percent(statistics.fmean(paired), 2)}. The difference is the "
+            "cascade from layer to layer, the rest each router's own disagreement"
+        )
+    elif steps:
+        parts.append(
+            "Inside the replayed forward the trainer would pick another set at "
+            f"{percent(statistics.fmean(shadow), 2)} of positions; "
+            "the native pass was not measured (replay.native_every)"
+        )
+    elif not run.replay:
+        parts.append(
+            "replay is off, so nothing corrects it"
+            if run.mode == "off"
+            else "R2 makes the updates of a step agree with this pass, not with the sampler"
+        )
+    return panel_of(name, title, direction, "; ".join(parts) + ".", figure)
+
+
+def _extreme(run: RunLines) -> Panel:
+    name, title = "extreme", "Extreme tokens"
+    direction = "fraction of tokens more than twice as likely in one engine as in the other, lower is better"
+    steps, trained = run.series("policy/extreme_fraction")
+    if not steps:
+        return missing(name, title, direction, "No extreme fraction was logged.")
+    native_steps, native, partner = run.paired("policy/extreme_fraction_native", "policy/extreme_fraction")
+    if not any(trained) and not any(native):
+        return missing(
+            name,
+            title,
+            direction,
+            f"Zero on all {len(steps)} steps: no token was that far apart, so there is nothing to plot.",
+        )
+    figure, axes = figure_of()
+    if run.replay and native_steps:
+        line(axes, native_steps, native, ORANGE, "native routing, same step", marker="o", markersize=5, linewidth=1.2)
+    line(
+        axes,
+        steps,
+        trained,
+        BLUE if run.replay else ORANGE,
+        "with replay (as trained)" if run.replay else "native routing (as trained)",
+    )
+    from_zero(axes)
+    in_percent(axes)
+    reading = (
+        f"{percent(statistics.fmean(trained), 3)} of tokens on average as trained, {percent(max(trained), 3)} at worst"
+    )
+    if run.replay and native_steps:
+        reading += (
+            f"; on the steps measured both ways {percent(statistics.fmean(native), 3)} native against "
+            f"{percent(statistics.fmean(partner), 3)} with replay"
+        )
+    return panel_of(name, title, direction, reading + ".", figure)
+
+
+def _entropy(run: RunLines) -> Panel:
+    name, title = "entropy", "Entropy and perplexity"
+    direction = "nats a token (above), perplexity of the sampled tokens in both engines (below): neither is good or bad"
+    steps, entropy = run.series("policy/entropy")
+    if not steps:
+        return missing(name, title, direction, "No entropy was logged.")
+    figure, (upper, lower) = figure_of(rows=2)
+    line(upper, steps, entropy, PURPLE, None)
+    upper.set_ylabel("entropy")
+    from_zero(upper)
+    line(lower, *run.series("policy/perplexity_rollout"), GREEN, "sampler", linewidth=2.6, alpha=0.5)
+    line(lower, *run.series("policy/perplexity_train"), BLUE, "trainer", linewidth=1.2)
+    lower.set_ylabel("perplexity")
+    apart = run.series("policy/log_perplexity_abs_diff")[1]
+    reading = f"Entropy went from {entropy[0]:.3f} to {entropy[-1]:.3f} nats a token."
+    if apart:
+        reading += f" The engines' log-perplexities of a sequence differ by {scientific(statistics.fmean(apart))} nats."
+    return panel_of(name, title, direction, reading, figure)
+
+
+def _length(run: RunLines) -> Panel:
+    name, title = "length", "Completion length and truncation"
+    direction = "mean tokens (above), truncated fraction (below): lower truncation is better"
+    steps, length = run.series("rollout/completion_tokens_mean")
+    if not steps:
+        return missing(name, title, direction, "No completion was logged.")
+    cut_steps, cut = run.series("rollout/truncated_fraction")
+    figure, (upper, lower) = figure_of(rows=2)
+    line(upper, steps, length, BLUE, None)
+    upper.set_ylabel("tokens")
+    from_zero(upper)
+    line(lower, cut_steps, cut, ORANGE, None)
+    lower.set_ylabel("truncated")
+    from_zero(lower, least=0.05)
+    in_percent(lower)
+    last = f" {percent(cut[0])} of completions were cut at first, {percent(cut[-1])} at the end." if cut else ""
+    return panel_of(
+        name, title, direction, f"From {length[0]:.1f} to {length[-1]:.1f} tokens a completion.{last}", figure
+    )
+
+
+def _update(run: RunLines) -> Panel:
+    name, title, direction = "update", "Gradient norm and clip fraction", "neither has a good direction; spikes are bad"
+    steps, norm = run.series("optim/grad_norm")
+    clip_steps, clip = run.series("objective/clip_fraction")
+    if not steps and not clip_steps:
+        return missing(name, title, direction, "No update was logged.")
+    figure, (upper, lower) = figure_of(rows=2)
+    if steps:
+        line(upper, steps, norm, BLUE, None)
+        from_zero(upper)
+    upper.set_ylabel("gradient norm")
+    if clip_steps:
+        line(lower, clip_steps, clip, PURPLE, None)
+        from_zero(lower, least=0.05)
+    lower.set_ylabel("clipped")
+    in_percent(lower)
+    skipped = sum(run.series("optim/skipped")[1])
+    reading = (
+        f"Median norm {short(round(statistics.median(norm), 3))}, largest {short(round(max(norm), 3))}. "
+        if norm
+        else ""
+    )
+    reading += f"{percent(statistics.fmean(clip))} of ratios clipped on average. " if clip else ""
+    reading += f"{skipped:.0f} updates were skipped." if skipped else "No update was skipped."
+    return panel_of(name, title, direction, reading, figure)
+
+
+_PHASES = (
+    ("sample", BLUE),
+    ("reward", PURPLE),
+    ("routes", CYAN),
+    ("logprobs", ORANGE),
+    ("train", GREEN),
+    ("sync", RED),
+    ("eval", GREY),
+    ("checkpoint", YELLOW),
+)
+
+
+def _time(run: RunLines) -> Panel:
+    name, title, direction = "time", "Time per phase", "seconds a step, lower is better"
+    if not run.train:
+        return missing(name, title, direction, "No step was logged.", wide=True)
+    steps = [row["step"] for row in run.train]
+    figure, axes = figure_of(wide=True)
+    base = [0.0] * len(steps)
+    totals: dict[str, float] = {}
+    for phase, color in _PHASES:
+        seconds = [row.get(f"time/{phase}") or 0.0 for row in run.train]
+        if any(seconds):
+            axes.bar(steps, seconds, bottom=base, width=0.85, color=color, label=phase, linewidth=0)
+            base = [low + high for low, high in zip(base, seconds, strict=True)]
+            totals[phase] = sum(seconds)
+    axes.set_ylabel("seconds")
+    axes.grid(axis="x", visible=False)
+    whole = sum(totals.values())
+    if not whole:
+        return missing(name, title, direction, "No phase took any time.", wide=True)
+    shares = ", ".join(
+        f"{phase} {percent(seconds / whole, 0)}"
+        for phase, seconds in sorted(totals.items(), key=lambda item: -item[1])[:3]
+    )
+    sync = run.series("time/sync")[1]
+    reading = f"Median step {statistics.median(run.series('time/step')[1]):.2f} s. Most of the time: {shares}."
+    if sync:
+        reading += f" A weight sync takes {statistics.median(sync):.2f} s."
+    return panel_of(name, title, direction, reading, figure, wide=True)
+
+
+def _throughput(run: RunLines) -> Panel:
+    name, title, direction = "throughput", "Throughput", "tokens per second of each phase, higher is better"
+    steps, sampled = run.series("throughput/sampled_tokens_per_second")
+    train_steps, trained = run.series("throughput/trained_tokens_per_second")
+    if not steps and not train_steps:
+        return missing(name, title, direction, "No throughput was logged.")
+    figure, axes = figure_of()
+    readings = []
+    if steps:
+        line(axes, steps, sampled, BLUE, "sampled, per second of sampling")
+        readings.append(f"{statistics.median(sampled):,.0f} tokens/s sampled")
+    if train_steps:
+        line(axes, train_steps, trained, GREEN, "trained, per second of training")
+        readings.append(f"{statistics.median(trained):,.0f} tokens/s trained")
+    from_zero(axes)
+    return panel_of(name, title, direction, "Medians: " + ", ".join(readings) + ".", figure)
+
+
+def _canary(run: RunLines) -> Panel:
+    name, title = "canary", "Canary after each weight sync"
+    direction = "mean |logprob difference| of a fixed prompt in both engines, nats, lower is better"
+    steps, difference = run.series("sync/canary_abs_diff")
+    if not steps:
+        return missing(name, title, direction, "No canary was scored.")
+    figure, axes = figure_of()
+    line(axes, steps, difference, CYAN, None)
+    from_zero(axes)
+    reading = (
+        f"Median {scientific(statistics.median(difference))}, largest {scientific(max(difference))} nats. "
+        "Stale or damaged weights in the sampler would show as a jump that stays."
+    )
+    return panel_of(name, title, direction, reading, figure)
+
+
+_PANELS: tuple[Callable[[RunLines], Panel], ...] = (
+    _pass_rate,
+    _rewards,
+    _length,
+    _policy_kl,
+    _routing,
+    _extreme,
+    _entropy,
+    _update,
+    _canary,
+    _throughput,
+    _time,
+)

@@ -1,0 +1,324 @@
+"""From references to arrays: what the references stand for is found and checked, part against part; then the stored
+bytes that are wanted are collected, fetched in file order, checked and decoded.
+
+Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moe_rl.errors import TraceError, describe
+from moe_rl.trace.codec import decode_chunk
+from moe_rl.trace.frame import FrameSection, checksum
+from moe_rl.trace.library import Found, Reading, RowSegment
+from moe_rl.trace.primitives import unpack_ints
+from moe_rl.trace.record import MAX_ROWS, TraceSpec, check_key
+from moe_rl.trace.spans import cut_spans, merge_spans
+from moe_rl.types import RoutePart, RouteRef, Span
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedPart:
+    """One shard's share. layers: that the shard has. segments: the rows of the reference, oldest first."""
+
+    part: RoutePart
+    layers: tuple[int, ...]
+    segments: list[RowSegment]
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The parts of a reference that are needed for some layers. columns: of these layers in an array of theirs."""
+
+    parts: list[JoinedPart]
+    layers: tuple[int, ...]
+    columns: dict[int, int]
+    spec: TraceSpec
+    spans: tuple[Span, ...]
+    aborted: bool
+
+
+def join(
+    reading: Reading, refs: Sequence[RouteRef], layers: tuple[int, ...] | None, *, complete: bool = True
+) -> list[Joined]:
+    """Find what the references name. layers: increasing global numbers; None: all of the model, or all that there are
+    when not `complete`.
+
+    Raises TraceError when a record is missing or damaged, when a layer is in no part or in two, and when the parts are
+    not of the same sequence. Parts without a wanted layer are not looked at.
+    """
+    shares = [_parts_of(reading, ref, layers, complete) for ref in refs]
+    reading.find((part, _where(ref, part)) for ref, (parts, _) in zip(refs, shares, strict=True) for part in parts)
+    return [_join(reading, ref, *share) for ref, share in zip(refs, shares, strict=True)]
+
+
+def _parts_of(
+    reading: Reading, ref: RouteRef, layers: tuple[int, ...] | None, complete: bool
+) -> tuple[list[RoutePart], tuple[int, ...]]:
+    """The parts with a wanted layer, and the wanted layers."""
+    check_key(ref.key)
+    if not ref.parts or not (isinstance(ref.rows, int) and 0 <= ref.rows <= MAX_ROWS):
+        raise TraceError(
+            describe(
+                "reference is impossible",
+                where=f"record {ref.key}",
+                got=f"{ref.rows} rows in {len(ref.parts)} shards",
+                expected=f"0 to {MAX_ROWS} rows in at least one",
+            )
+        )
+    owner: dict[int, RoutePart] = {}
+    for part in ref.parts:
+        header = reading.shard(part.shard, _where(ref, part)).header
+        first = reading.shard(ref.parts[0].shard, _where(ref, part)).header
+        if (header.spec, header.keep_order) != (first.spec, first.keep_order):
+            raise TraceError(
+                describe(
+                    "parts of a record are of different models or orders",
+                    where=f"record {ref.key}",
+                    got=f"shards {first.name} and {header.name}",
+                )
+            )
+        for layer in header.layers:
+            if layer in owner:
+                raise TraceError(
+                    describe(
+                        "two parts of a record have the same layer",
+                        where=f"record {ref.key}, layer {layer}",
+                        got=f"shards {owner[layer].shard} and {part.shard}",
+                        do="give every pipeline stage its own layers",
+                    )
+                )
+            owner[layer] = part
+    if layers is None:
+        layers = first.spec.moe_layers if complete else tuple(sorted(owner))
+    missing = [layer for layer in layers if layer not in owner]
+    if missing or list(layers) != sorted(set(layers)):
+        raise TraceError(
+            describe(
+                f"layer {missing[0]} is in no part of the record" if missing else "layers are not increasing",
+                where=f"shard {', '.join(part.shard for part in ref.parts)}, record {ref.key}",
+                got=f"layers {str(list(layers))[:80]}",
+                expected=f"some of {str(sorted(owner))[:80]}",
+                do="join the parts of all pipeline stages, and ask for MoE layers by their global number",
+            )
+        )
+    wanted = {owner[layer] for layer in layers}
+    return [part for part in ref.parts if part in wanted] or [ref.parts[0]], layers
+
+
+def _join(reading: Reading, ref: RouteRef, parts: list[RoutePart], layers: tuple[int, ...]) -> Joined:
+    shares = []
+    for part in parts:
+        found = reading.tip(part)
+        if found.frame.key != ref.key:
+            raise TraceError(
+                describe(
+                    "reference names another request than its record",
+                    where=_where(ref, part),
+                    got=f"record of {found.frame.key}",
+                    do="sample the sequence again",
+                )
+            )
+        shares.append(JoinedPart(part, found.shard.header.layers, reading.chain(part, ref.rows, _where(ref, part))))
+    one = shares[0]
+    for other in shares[1:]:
+        for what, differ in (
+            ("spans", _spans(one) != _spans(other)),
+            ("tokens", not _same_tokens(reading, one, other, ref.rows)),
+        ):
+            if differ:
+                raise TraceError(
+                    describe(
+                        f"parts of a record have different {what}",
+                        where=f"record {ref.key}",
+                        got=f"shards {one.part.shard} and {other.part.shard}",
+                        do="join only what the stages of one engine recorded of one request",
+                    )
+                )
+    return Joined(
+        parts=shares,
+        layers=layers,
+        columns={layer: column for column, layer in enumerate(layers)},
+        spec=reading.tip(parts[0]).shard.header.spec,
+        spans=_spans(one),
+        aborted=any(reading.tip(part).aborted for part in parts),
+    )
+
+
+def _spans(part: JoinedPart) -> tuple[Span, ...]:
+    return merge_spans(
+        span for segment in part.segments for span in cut_spans(segment.found.frame.spans, 0, segment.rows)
+    )
+
+
+def _same_tokens(reading: Reading, one: JoinedPart, other: JoinedPart, rows: int) -> bool:
+    """By their digests where the parts are cut alike, as those of one engine are; else token by token."""
+
+    def cut(part: JoinedPart) -> list:
+        return [
+            (s.first, s.rows, s.found.shard.header.token_block, [block.checksum for block in s.found.frame.tokens])
+            for s in part.segments
+        ]
+
+    return cut(one) == cut(other) or np.array_equal(
+        _tokens_of(reading, one, (0, rows)), _tokens_of(reading, other, (0, rows))
+    )
+
+
+def _tokens_of(reading: Reading, part: JoinedPart, rows: tuple[int, int]) -> np.ndarray:
+    """Token ids int32 [T] of rows [first, last)."""
+    ids = np.empty(rows[1] - rows[0], "<i4")
+    readout = Readout(reading)
+    readout.tokens(part.segments, rows, ids)
+    readout.run()
+    return ids
+
+
+def _where(ref: RouteRef, part: RoutePart) -> str:
+    return f"shard {part.shard}, record {ref.key}"
+
+
+@dataclass(slots=True)
+class _WantedSection:
+    """A section to read. shape: of what it decodes to, [T'] of a token block, [T', L', K] of a chunk. copies: which
+    part of that goes into which part of an array: out[to] = decoded[part]."""
+
+    found: Found
+    section: FrameSection
+    shape: tuple[int, ...]
+    copies: list[tuple[object, np.ndarray, object]] = field(default_factory=list)
+
+
+class Readout:
+    """The sections of one call. A section that several reads share, as of a group's prompt, is decoded once."""
+
+    def __init__(self, reading: Reading):
+        self._reading = reading
+        # By shard, frame and number in the frame, which is file order; offsets of empty sections are not unique.
+        self._sections: dict[tuple[str, int, int], _WantedSection] = {}
+
+    def routes(
+        self, segments: Iterable[RowSegment], columns: Mapping[int, int], rows: tuple[int, int], out: np.ndarray
+    ) -> None:
+        """Have out [T, L, K] filled with rows [first, last) of a sequence: of the layers in `columns`, each into its
+        column. Other columns are left alone."""
+        for found, own, block, taken, at in _blocks(segments, rows):
+            header, blocks = found.shard.header, len(found.frame.tokens)
+            for group, (first, last) in enumerate(header.groups):
+                layers = [i for i, layer in enumerate(header.layers[first:last]) if layer in columns]
+                if layers:
+                    number = group * blocks + block
+                    shape = (own, last - first, header.spec.top_k)
+                    chunk = self._section(found, blocks + number, found.frame.chunks[number], shape)
+                    into = [columns[header.layers[first + i]] for i in layers]
+                    # Slices, where they will do, let a chunk be decoded in place.
+                    into = slice(into[0], into[-1] + 1) if into[-1] - into[0] == len(into) - 1 else into
+                    layers = slice(None) if len(layers) == last - first else layers
+                    chunk.copies.append(((taken, layers), out[at : at + taken.stop - taken.start], (slice(None), into)))
+
+    def tokens(self, segments: Iterable[RowSegment], rows: tuple[int, int], out: np.ndarray) -> None:
+        """Have out [T] filled with the token ids of rows [first, last) of a sequence."""
+        for found, own, block, taken, at in _blocks(segments, rows):
+            tokens = self._section(found, block, found.frame.tokens[block], (own,))
+            tokens.copies.append((taken, out[at : at + taken.stop - taken.start], slice(None)))
+
+    def run(self) -> None:
+        """Fetch, check and decode everything. Raises TraceError naming shard, record and bytes."""
+        for wanted, data in self._fetched():
+            section, header = wanted.section, wanted.found.shard.header
+            into = _in_place(wanted, header.spec.dtype)
+            try:
+                if len(wanted.shape) == 1:
+                    decoded = unpack_ints(section.kind, data, wanted.shape[0])
+                    if checksum(decoded) != section.checksum:
+                        raise TraceError("the digest of a token block differs")
+                else:
+                    if checksum(data) != section.checksum:
+                        raise TraceError("the checksum of a chunk differs")
+                    decoded = decode_chunk(
+                        section.kind,
+                        data,
+                        wanted.shape,
+                        header.spec.num_experts,
+                        keep_order=header.keep_order,
+                        out=into,
+                    )
+            except TraceError as error:
+                raise damaged(wanted.found, section, str(error)) from error
+            if into is None:
+                for part, out, to in wanted.copies:
+                    out[to] = decoded[part]
+
+    def _fetched(self) -> Iterator[tuple[_WantedSection, memoryview]]:
+        """Every section with its stored bytes, in file order; first those that came with the head of their record."""
+        by_shard = defaultdict(list)
+        for (shard, *_), wanted in sorted(self._sections.items(), key=lambda item: item[0]):
+            if wanted.found.page is not None:
+                yield wanted, _cut(wanted.found.page, wanted.section)
+            else:
+                by_shard[shard].append(wanted)
+        for shard, sections in by_shard.items():
+            starts = [wanted.found.at + wanted.section.start for wanted in sections]
+            ranges = [(at, at + wanted.section.size) for at, wanted in zip(starts, sections, strict=True)]
+            yield from zip(sections, self._reading.fetch(shard, ranges), strict=True)
+
+    def _section(self, found: Found, number: int, section: FrameSection, shape: tuple[int, ...]) -> _WantedSection:
+        place = (found.shard.header.name, found.at, number)
+        return self._sections.setdefault(place, _WantedSection(found, section, shape))
+
+
+def fetch_section(reading: Reading, found: Found, section: FrameSection, what: str) -> memoryview:
+    """The stored bytes of one section with a checksum of its own, checked. what: its name, for the message."""
+    if found.page is not None:
+        data = _cut(found.page, section)
+    else:
+        at = found.at + section.start
+        (data,) = reading.fetch(found.shard.header.name, [(at, at + section.size)])
+    if checksum(data) != section.checksum:
+        raise damaged(found, section, f"the checksum of its {what} differs")
+    return data
+
+
+def damaged(found: Found, section: FrameSection, fault: str) -> TraceError:
+    """The error of a section that is not what its record says."""
+    at = found.at + section.start
+    return TraceError(
+        describe(
+            "record is damaged",
+            where=f"shard {found.shard.header.name}, record {found.frame.key}, bytes {at} to {at + section.size}",
+            got=fault,
+            do="drop the sequence or sample it again, and check the disk; other records stay readable",
+        )
+    )
+
+
+def _blocks(segments: Iterable[RowSegment], rows: tuple[int, int]) -> Iterable[tuple[Found, int, int, slice, int]]:
+    """Per token block touched: record, rows of the block, its number, the rows wanted of it, where they go."""
+    for segment in segments:
+        size, own = segment.found.shard.header.token_block, segment.found.frame.own_rows
+        first = max(rows[0] - segment.first, 0)
+        last = min(rows[1] - segment.first, segment.rows)
+        if first >= last:  # also when a block that it takes some rows of holds the first
+            continue
+        for start in range(first - first % size, last, size):
+            begin, end = max(first, start), min(last, start + size)
+            taken = slice(begin - start, end - start)
+            yield segment.found, min(own, start + size) - start, start // size, taken, segment.first + begin - rows[0]
+
+
+def _in_place(wanted: _WantedSection, dtype: np.dtype) -> np.ndarray | None:
+    """Where a chunk can be decoded to without a copy: all of it is wanted, once, in neighbouring columns."""
+    if len(wanted.shape) == 1 or len(wanted.copies) != 1:
+        return None
+    (rows, layers), out, (_, columns) = wanted.copies[0]
+    whole = rows == slice(0, wanted.shape[0]) and layers == slice(None) and isinstance(columns, slice)
+    return out[:, columns] if whole and out.dtype == dtype else None
+
+
+def _cut(page: memoryview, section: FrameSection) -> memoryview:
+    return page[section.start : section.start + section.size]

@@ -1,0 +1,126 @@
+"""One request to vLLM and the completion that comes of it, whether asked for in its process or over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from moe_rl.errors import EngineError, describe
+from moe_rl.types import Completion, GenerateRequest, RouteRef
+from moe_rl.vllm.recording import RecordingRequest
+
+
+class VersionSpan(msgspec.Struct, frozen=True):
+    """As vLLM reports it: sampled tokens [start, end) come from the weights called `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(slots=True)
+class Growing:
+    """A completion as it grows. versions: of the weights, as vLLM told them last."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str = ""
+    versions: Iterable[VersionSpan] | None = None
+
+    @property
+    def aborted(self) -> bool:
+        return self.finish_reason == "abort"
+
+    def add(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Iterable[float],
+        finish_reason: str | None,
+        versions: Iterable[VersionSpan] | None,
+    ) -> None:
+        """Take what came since the last time."""
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        self.finish_reason = finish_reason or ""
+        self.versions = versions
+
+    def completion(self, request: GenerateRequest, now: int, refs: Mapping[str, RouteRef]) -> Completion:
+        """now: the version of the weights that vLLM holds; it tells none for an aborted request. refs: routes by key.
+
+        Raises EngineError when not all tokens were sampled by one version.
+        """
+        return Completion(
+            key=request.key,
+            prompt_token_ids=request.prompt_token_ids,
+            token_ids=tuple(self.token_ids),
+            logprobs=np.asarray(self.logprobs, np.float32),
+            finish_reason=self.finish_reason,
+            weight_version=now if self.aborted else self._one_version(request.key),
+            routes=refs.get(request.key),
+        )
+
+    def _one_version(self, key: str) -> int:
+        found = [(span.version, span.start, span.end) for span in self.versions or ()]
+        if len(found) != 1 or found[0][1:] != (0, len(self.token_ids)):
+            message = "A completion was not sampled by one version"
+            raise EngineError(describe(message, where=f"request {key}", got=found or "no version"))
+        return int(found[0][0])
+
+
+def check(requests: Sequence[GenerateRequest], *, max_model_len: int, vocabulary: int) -> None:
+    """Raises EngineError for what vLLM would cut short without a word, or die of: it looks an unknown token up behind
+    the end of its embeddings."""
+    seen = set()
+    for request in requests:
+        tokens, expected, do = request.prompt_token_ids, None, None
+        length = len(tokens) + request.max_tokens
+        if not tokens:
+            got = "an empty prompt"
+        elif request.max_tokens < 1:
+            got, expected = f"max_tokens {request.max_tokens}", "at least 1"
+        elif length > max_model_len:
+            got = f"{length} tokens, more than max_model_len {max_model_len}"
+        elif not 0 <= min(tokens) <= max(tokens) < vocabulary:
+            got, expected = f"token ids {min(tokens)} to {max(tokens)}", f"0 to {vocabulary - 1}"
+            do = "use the tokenizer of the model"
+        elif request.key in seen:
+            got, expected = "a key used twice", "another one"
+        else:
+            seen.add(request.key)
+            continue
+        where = f"request {request.key}"
+        raise EngineError(describe("A request cannot be sampled", where=where, got=got, expected=expected, do=do))
+
+
+def parameters(request: GenerateRequest, ask: RecordingRequest | None) -> dict[str, object]:
+    """vLLM's sampling parameters of a request. ask: what is recorded of it."""
+    return {
+        "temperature": request.temperature,
+        "top_k": request.top_k,
+        "top_p": request.top_p,
+        "min_p": request.min_p,
+        "seed": request.seed,
+        "max_tokens": request.max_tokens,
+        "stop_token_ids": list(request.stop_token_ids),
+        # The stop tokens of the request are all there are.
+        "ignore_eos": True,
+        "logprobs": 0,
+        "detokenize": False,
+        "extra_args": ask.extra_args() if ask is not None else None,
+    }
+
+
+def forwarded(
+    requests: Sequence[GenerateRequest], asks: Sequence[RecordingRequest | None], samples: Sequence[Growing]
+) -> tuple[dict[str, list[int]], list[str]]:
+    """What is to be published: key -> token ids that had to be forwarded, and the keys of those that were aborted. An
+    aborted request is published when it had got as far as a token."""
+    sequences, aborted = {}, []
+    for request, ask, sample in zip(requests, asks, samples, strict=True):
+        if ask is not None and sample.token_ids:
+            sequences[ask.key] = [*request.prompt_token_ids, *sample.token_ids[:-1]]
+            aborted += [ask.key] if sample.aborted else []
+    return sequences, aborted

@@ -1,0 +1,199 @@
+"""Every mistake is told in one message, before anything is started."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moe_rl.trace import ShardWriter, TraceSpec
+from moe_rl.types import Provenance, Span
+
+ROOT = Path(__file__).parents[2]
+CONFIG = "configs/tiny_moe_cpu.yaml"
+
+
+def launch(*arguments, ranks=2, rank=0, watch="torch"):
+    """Run the command as torchrun would start one rank; also says whether `watch` was imported."""
+    code = (
+        "import argparse, sys; from moe_rl.commands import train; parser = argparse.ArgumentParser(); "
+        "train.add_arguments(parser); status = train.run(parser.parse_args()); "
+        f"print('IMPORTED' if {watch!r} in sys.modules else 'NOT IMPORTED'); sys.exit(status)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("WORLD_SIZE", None)
+    if ranks:
+        environment |= {"WORLD_SIZE": str(ranks), "RANK": str(rank)}
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--config", "no/such.yaml"], ["no/such.yaml"]),
+        (["--config", CONFIG, "rollout.temprature=1"], ["rollout.temprature", "temperature"]),
+        (["--config", CONFIG, "train.updates_per_step=5"], ["train.updates_per_step"]),
+        (["--config", CONFIG, "model.path=assets/nothing"], ["model.path", "assets/nothing"]),
+        (["--config", CONFIG, "task.train=missing.jsonl"], ["task.train", "missing.jsonl"]),
+        (["--config", CONFIG, "task.pass_reward=nonsense"], ["task.pass_reward", "nonsense"]),
+        (["--config", CONFIG, "parallel.expert=3"], ["parallel.expert"]),
+        (
+            ["--config", CONFIG, "train.overlap_expert_parallel_comm=true", "train.delay_wgrad_compute=true"],
+            ["train.delay_wgrad_compute", "got no transformer-engine"],
+        ),
+        (["--resume", "moe_rl"], ["--resume", "config.yaml"]),
+    ],
+)
+def test_one_message_and_nothing_started(arguments, words):
+    result = launch(*arguments)
+    assert result.returncode == 2
+    assert result.stderr.startswith("moe_rl: ") and "Traceback" not in result.stderr
+    for word in words:
+        assert word in result.stderr
+    assert "NOT IMPORTED" in result.stdout
+    # the other ranks find the same and leave the telling to the first
+    assert launch(*arguments, rank=1).stderr == ""
+
+
+def test_a_dense_model_is_refused(tmp_path):
+    source = ROOT / "assets/tiny_moe/policy"
+    for file in source.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    raw = json.loads((source / "config.json").read_text())
+    raw = {k: v for k, v in raw.items() if "expert" not in k} | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    result = launch("--config", CONFIG, f"model.path={tmp_path}")
+    assert result.returncode == 2 and "Qwen3ForCausalLM" in result.stderr
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path):
+    source = ROOT / "assets/tiny_moe/policy"
+    for file in source.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    raw = json.loads((source / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"num_experts": raw["num_experts"] + 2}))
+    result = launch("--config", CONFIG, f"model.path={tmp_path}")
+    assert result.returncode == 2 and f"experts.{raw['num_experts']}." in result.stderr
+
+
+def test_without_torchrun_it_says_how_to_start():
+    result = launch("--config", CONFIG, ranks=0)
+    assert result.returncode == 2 and "torchrun --nproc-per-node 2" in result.stderr
+
+
+def test_plan_tells_what_a_trace_asks_of_the_ranks_without_torch(tmp_path):
+    """Two sequences of two tokens, every one of them to experts 0 to 3, which are on the first of two ranks."""
+    spec = TraceSpec.from_layers("any", 32, 4, tuple(range(8)), 8)
+    with ShardWriter(tmp_path / "trace", "step000001", spec) as writer:
+        for number in range(2):
+            routes = np.tile(np.arange(4, dtype=np.uint8), (2, 8, 1))
+            writer.add(f"s1/p{number}/c0", routes, np.arange(2, dtype=np.int32), [Span(2, 0, Provenance.DECODE)])
+    file, given = tmp_path / "plan.json", ["--config", CONFIG, "--plan", "--trace", tmp_path / "trace"]
+    result = launch(*given, "--json", file, "train.updates_per_step=1", ranks=0)
+    assert result.returncode == 0 and "NOT IMPORTED" in result.stdout, result.stdout + result.stderr
+    # each rank has one of them and six rows of padding, which go to both ranks alike
+    found = json.loads(file.read_text())["trace"]
+    assert (found["sequences"], found["layers"], found["exact"]) == (2, 8, True)
+    assert found["rows"]["rank"] == 2 * (2 * 4 + 6 * 2) and found["rows"]["even"] == 2 * 8 * 4 // 2
+    assert found["rows"]["microbatch"] == 8 * found["rows"]["rank"] and found["rows"]["worst"] == 2 * 8 * 4
+    sizes = json.loads((ROOT / "assets/tiny_moe/policy/config.json").read_text())
+    assert found["row_bytes"] == 2 * (sizes["hidden_size"] + 6 * sizes["moe_intermediate_size"])
+    assert "worst case" in result.stdout
+    refused = launch(*given, "replay.max_rows=39", "train.updates_per_step=1", ranks=0)
+    assert refused.returncode == 2 and "replay.max_rows" in refused.stdout and "got 40" in refused.stdout
+    nowhere = launch("--config", CONFIG, "--plan", "--trace", tmp_path / "nowhere", ranks=0)
+    assert nowhere.returncode == 2 and "there is no such store" in nowhere.stdout
+    other = launch(*given, "model.path=assets/tiny_moe/policy", "--trace", foreign(tmp_path), ranks=0)
+    assert other.returncode == 2 and "a record is not of this model" in other.stdout and "s9" in other.stdout
+    alone = launch("--config", CONFIG, "--trace", tmp_path / "trace")
+    assert alone.returncode == 2 and "--trace is of --plan alone" in alone.stderr
+
+
+def foreign(folder):
+    """A trace of a model with fewer layers."""
+    with ShardWriter(folder / "foreign", "step000001", TraceSpec.from_layers("any", 32, 4, (0, 1), 2)) as writer:
+        routes = np.tile(np.arange(4, dtype=np.uint8), (2, 2, 1))
+        writer.add("s9/p0/c0", routes, np.arange(2, dtype=np.int32), [Span(2, 0, Provenance.DECODE)])
+    return folder / "foreign"
+
+
+def test_plan_prints_numbers_and_problems_without_torch(tmp_path):
+    file = tmp_path / "plan.json"
+    result = launch("--config", CONFIG, "--plan", "--json", file, ranks=0)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "NOT IMPORTED" in result.stdout and "no problems" in result.stdout
+    assert json.loads(file.read_text())["plan"]["layout"]["experts_per_rank"] == 16
+    broken = launch("--config", CONFIG, "--plan", "train.microbatch_tokens=8", "parallel.expert=3", ranks=0)
+    assert broken.returncode == 2
+    assert "train.microbatch_tokens" in broken.stdout and "parallel.expert" in broken.stdout
+
+
+def test_a_run_is_resumed_with_other_ranks_and_nothing_else(tmp_path):
+    (tmp_path / "config.yaml").write_text((ROOT / CONFIG).read_text())
+    file = tmp_path / "plan.json"
+    planned = launch("--resume", tmp_path, "--plan", "--json", file, "parallel.expert=4", ranks=4)
+    assert planned.returncode == 0, planned.stdout + planned.stderr
+    assert json.loads(file.read_text())["plan"]["layout"]["experts_per_rank"] == 8
+    refused = launch("--resume", tmp_path, "parallel.expert=4", "run.steps=9", "parallelism=2", ranks=4)
+    assert refused.returncode == 2
+    assert "got run.steps=9 parallelism=2, expected overrides of parallel.*" in refused.stderr
+    unfit = launch("--resume", tmp_path, "parallel.expert=3", ranks=3)
+    assert unfit.returncode == 2 and "parallel.expert" in unfit.stderr
+    assert "the run has no checkpoint" in unfit.stderr and "in its folder with --step 0" in unfit.stderr
+    (tmp_path / "checkpoints/step-000004").mkdir(parents=True)
+    absent = launch("--resume", tmp_path, "--step", "3", ranks=2)
+    assert absent.returncode == 2 and "got after steps 4, expected step-000003" in absent.stderr
+    alone = launch("--config", CONFIG, "--step", "3", ranks=2)
+    assert alone.returncode == 2 and "--step is of --resume alone" in alone.stderr
+
+
+def test_an_unpatched_vllm_is_refused(monkeypatch, capsys):
+    from moe_rl.commands import train
+    from moe_rl.vllm import patches
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    fault = "vLLM is not patched: run tools/apply_patches.py --apply"
+    monkeypatch.setattr(patches, "problems", lambda capture: [fault])
+    monkeypatch.chdir(ROOT)
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    assert train.run(parser.parse_args(["--config", CONFIG])) == 2
+    assert "vLLM is not patched" in capsys.readouterr().err
+
+
+def test_the_verb_plan_is_a_run_with_plan(capsys, monkeypatch):
+    from moe_rl.commands import train
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    parser = argparse.ArgumentParser()
+    train.add_plan_arguments(parser)
+    assert train.run(parser.parse_args(["--config", CONFIG, "--world-size", "2"])) == 0
+    assert "no problems" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", ["/usr/bin/moe-rl", "/site-packages/moe_rl/__main__.py"])
+def test_the_console_command_is_named_to_torchrun_as_a_module(script, capsys, monkeypatch):
+    from moe_rl.commands import train
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(sys, "argv", [script, "train", "--config", CONFIG])
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    assert train.run(parser.parse_args(sys.argv[2:])) == 2
+    assert f"torchrun --nproc-per-node 2 -m moe_rl train --config {CONFIG}" in capsys.readouterr().err

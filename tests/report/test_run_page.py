@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from moe_rl.report.lines import encode, read_run
+from moe_rl.report.run_page import write_report
+from moe_rl.report.run_plots import panels
+from moe_rl.report.summary import summarize
+
+VOID = {"meta", "br", "hr", "img", "link", "wbr", "input"}
+PLOTS = ["pass-rate", "reward", "length", "policy-kl", "routing", "extreme", "entropy", "update", "canary"]
+PLOTS += ["throughput", "time"]
+
+
+class Page(HTMLParser):
+    """Holds the tags balanced, the ids unique, and collects links, tags and visible text by figure."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.tags: list[str] = []
+        self.text: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+        for name, value in attributes:
+            if name == "id":
+                self.ids.append(value)
+            if name in ("src", "href", "xlink:href", "action", "data", "poster", "srcset"):
+                self.links.append(value)
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.text.append(data)
+
+    @property
+    def words(self) -> str:
+        return re.sub(r"\s+", " ", " ".join(self.text))
+
+
+def report(run_dir, facts, replay=True):
+    summarize(run_dir, facts | {"replay_mode": "r3" if replay else "off"})
+    text = write_report(run_dir).read_text(encoding="utf-8")
+    return text, Page(text)
+
+
+@pytest.mark.parametrize("replay", [True, False])
+def test_the_file_needs_nothing_else(synthetic_run, facts, replay):
+    text, page = report(synthetic_run(replay=replay), facts, replay)
+    assert "script" not in page.tags and "link" not in page.tags and "img" not in page.tags
+    assert page.links and all(link.startswith("#") for link in page.links)
+    assert not re.search(r"https?:|@import|//www", text)
+    assert re.findall(r"url\(([^)]*)\)", text) and all(
+        target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", text)
+    )
+    # Ids are unique, and each reference has its target: inlined plots do not take each other's clip paths.
+    assert len(page.ids) == len(set(page.ids))
+    references = {link[1:] for link in page.links} | {target[1:] for target in re.findall(r"url\(([^)]*)\)", text)}
+    assert references <= set(page.ids)
+
+
+def test_headline_and_proof(synthetic_run, facts):
+    _, page = report(synthetic_run(), facts)
+    assert "31.7% \u2192 75.3%" in page.words and "+43.6 points" in page.words
+    assert "Replay (R3) of the sampler's routes was exact on every step" in page.words
+    for proof in ("routes consumed exactly once: 61,440 of 61,440", "applied mismatch 0", "coverage 100%"):
+        assert f"\u2713 {proof}" in page.words
+    assert "40 steps" in page.words and "vLLM 0.32.0" in page.words
+    assert page.tags.count("svg") == len(PLOTS)
+
+
+def test_readings_quote_the_paired_numbers(synthetic_run, facts):
+    run_dir = synthetic_run()
+    steps, native, replayed = read_run(run_dir).paired("policy_kl/k3_native", "policy_kl/k3")
+    assert steps == [1, 6, 11, 16, 21, 26, 31, 36]
+    _, page = report(run_dir, facts)
+    assert (
+        f"On the 8 steps measured both ways: {sum(native) / 8:.1e} native, {sum(replayed) / 8:.1e} with replay"
+        in page.words
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ({"routing/applied_mismatch": 2}, "applied mismatch 2"),
+        ({"routing/coverage": 0.999999}, "coverage 99.9999%"),
+        ({"routing/consumed": 1535}, "routes consumed exactly once: 61,439 of 61,440"),
+    ],
+)
+def test_a_broken_proof_is_loud(synthetic_run, facts, step_metrics, fault, said):
+    run_dir = synthetic_run()
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(encode(40, "train", step_metrics(40) | fault))  # the later line of a step counts
+    text, page = report(run_dir, facts)
+    assert f"\u2717 {said}" in page.words
+    assert "routes was NOT exact on every step" in page.words and "was exact on every step" not in page.words
+    assert text.count('<tr class="broken">') == 1
+
+
+def test_replay_off_says_so_and_claims_nothing(synthetic_run, facts):
+    _, page = report(synthetic_run(replay=False), facts, replay=False)
+    assert "Replay is off." in page.words
+    assert "Replay was exact" not in page.words and "\u2713" not in page.words
+    assert "replay is off, so nothing corrects it" in page.words
+
+
+@pytest.mark.parametrize("replay", [True, False])
+def test_what_was_not_measured_is_said_in_words(synthetic_run, facts, replay):
+    run_dir = synthetic_run(replay=replay, native_every=0)
+    routing = next(panel for panel in panels(read_run(run_dir)) if panel.name == "routing")
+    _, page = report(run_dir, facts, replay)
+    if replay:
+        assert routing.svg is not None and "the native pass was not measured" in page.words
+    else:
+        assert (
+            routing.svg is None and "Not measured: replay is off and no native pass compared its routes." in page.words
+        )
+    assert page.tags.count("svg") == len(PLOTS) - (not replay)
+
+
+def test_a_run_that_never_took_a_step(tmp_path):
+    run_dir = tmp_path / "empty"
+    run_dir.mkdir()
+    page = Page(write_report(run_dir).read_text(encoding="utf-8"))
+    assert "svg" not in page.tags
+    assert "no training step logged" in page.words and "holds no config.yaml" in page.words
+    assert "did not write its summary" in page.words
+
+
+def test_an_unfinished_torn_run_is_reported_as_such(synthetic_run):
+    run_dir = synthetic_run(steps=7)
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "ki')
+    page = Page(write_report(run_dir).read_text(encoding="utf-8"))
+    assert "7 of 40 steps" in page.words and "cut short" in page.words
+
+
+def test_a_run_that_was_ended_says_why(synthetic_run, facts):
+    _, page = report(synthetic_run(steps=7), facts | {"collapse": "the run has collapsed (steps 5 to 7)"})
+    assert "The run was ended before its last step: the run has collapsed (steps 5 to 7)." in page.words
+
+
+def test_names_from_outside_are_escaped(synthetic_run, facts, step_metrics):
+    run_dir = synthetic_run(steps=2)
+    evil = "<img src=http://evil.example/x>"
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(encode(3, "train", step_metrics(3) | {f"reward/part/{evil}": 1.0}))
+        file.write(encode(3, "eval", {"eval/pass_rate": 0.5, f"eval/level/{evil}": 0.5}))
+    _, page = report(run_dir, facts | {"config": evil})
+    assert evil in page.words and "img" not in page.tags
+
+
+def test_panels_keep_their_order_and_units(synthetic_run):
+    drawn = panels(read_run(synthetic_run()))
+    assert [panel.name for panel in drawn] == PLOTS
+    for panel in drawn:
+        assert re.search(r"better|bad|good", panel.direction), panel.name
+        assert panel.reading.endswith("."), panel.name
+        assert "nan" not in panel.reading and "None" not in panel.reading, panel.name
+
+
+def test_values_not_above_zero_are_owned_up_to_on_the_log_axis(synthetic_run, step_metrics):
+    run_dir = synthetic_run(steps=3)
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(encode(4, "train", step_metrics(4) | {"policy_kl/k3": 0.0}))
+    kl = next(panel for panel in panels(read_run(run_dir)) if panel.name == "policy-kl")
+    assert "1 values that are not above 0 do not show" in kl.reading
+
+
+def test_the_report_is_reproducible(synthetic_run):
+    run_dir = synthetic_run(steps=5)
+    assert write_report(run_dir).read_bytes() == write_report(run_dir).read_bytes()

@@ -1,0 +1,89 @@
+"""The engine in a child process and a server start vLLM with the same arguments, but for those that have a reason."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from moe_rl.cli import main
+from moe_rl.config.load import load_config
+from moe_rl.models.hf import read_model
+from moe_rl.train.run_folder import RunFolder
+from moe_rl.train.samplers import engine_settings
+from moe_rl.vllm import serve
+
+CONFIG = "configs/tiny_moe_cpu.yaml"
+ONLY_SERVER = {"host", "port", "enable_scale_out", "scheduling_policy", "middleware"}
+
+
+class _Started(Exception):
+    """Raised where vLLM would load a model."""
+
+
+@pytest.fixture
+def of_engine(tmp_path):
+    """What the engine of a run is started with."""
+
+    def start(*overrides: str) -> dict[str, object]:
+        import vllm
+
+        from moe_rl.vllm.child import ChildEngine
+
+        config = load_config(Path(CONFIG), [f"run.runs_dir={tmp_path}", *overrides])
+        facts = read_model(config.model.path)
+        settings = engine_settings(config, facts, RunFolder(tmp_path))
+        with patch.object(vllm, "LLM", side_effect=_Started) as llm, pytest.raises(_Started):
+            ChildEngine(settings, lambda: None)
+        return llm.call_args.kwargs
+
+    return start
+
+
+@pytest.fixture
+def of_server(tmp_path):
+    """What a server of the run is started with; further: arguments behind "--"."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def start(*overrides: str, further: tuple[str, ...] = ()) -> dict[str, object]:
+        def run(given, *_) -> None:
+            raise _Started(vars(given))
+
+        given = ["--config", CONFIG, "--token-file", str(tmp_path / "token"), f"run.runs_dir={tmp_path}", *overrides]
+        with patch.object(serve, "_run", run), pytest.raises(_Started) as started:
+            main(["serve", *given, "--", *further])
+        return started.value.args[0]
+
+    with patch.dict(os.environ):
+        yield start
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("overrides", [(), ("rollout.capture=worker", "rollout.keep_sampling_mask=true")])
+def test_engine_and_server_are_started_alike(of_engine, of_server, overrides):
+    engine, server = of_engine(*overrides), of_server(*overrides)
+    assert {"model", "additional_config", "kv_cache_memory_bytes", "enforce_eager"} <= engine.keys()
+    assert engine.pop("enable_sleep_mode") is False and server["enable_sleep_mode"] is False
+    recorded, served = (one.pop("additional_config")["moe_rl"] for one in (engine, server))
+    assert recorded.pop("trace_root") != served.pop("trace_root")  # the run's store, and the folder of many
+    assert recorded == served
+    assert {name: server[name] for name in engine} == engine
+    assert ("worker_cls" in engine) == bool(overrides)
+
+
+def test_a_server_has_more_only_for_the_requests_that_come_over_http(of_engine, of_server):
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    usual = vars(make_arg_parser(FlexibleArgumentParser()).parse_args([]))
+    given = {name for name, value in of_server().items() if value != usual[name]}
+    assert given - of_engine().keys() == ONLY_SERVER
+
+
+def test_what_the_config_decides_may_be_replaced_for_one_server(of_server):
+    server = of_server(further=("--max-num-seqs", "3", "--no-enforce-eager"))
+    assert (server["max_num_seqs"], server["enforce_eager"]) == (3, False)

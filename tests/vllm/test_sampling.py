@@ -1,0 +1,76 @@
+"""What may be asked of vLLM, and what is made of its answers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moe_rl.errors import EngineError
+from moe_rl.types import GenerateRequest, RoutePart, RouteRef
+from moe_rl.vllm.recording import RecordingRequest
+from moe_rl.vllm.sampling import Growing, VersionSpan, check, forwarded, parameters
+
+LONGEST, VOCABULARY = 16, 100
+ONE = (VersionSpan("3", 0, 2),)
+SEVERAL = [VersionSpan("3", 0, 1), VersionSpan("4", 1, 2)]
+
+
+def request(key: str = "a", prompt=(5, 6, 7), *, max_tokens: int = 4, **more) -> GenerateRequest:
+    return GenerateRequest(key, tuple(prompt), 0, max_tokens, 1.0, (1,), **more)
+
+
+def grown(tokens: int, *, finish: str = "stop", versions=ONE) -> Growing:
+    sample = Growing()
+    for at in range(tokens):
+        sample.add([10 + at], [-0.5 * at], finish if at == tokens - 1 else None, versions)
+    return sample
+
+
+@pytest.mark.parametrize(
+    ("requests", "message"),
+    [
+        ([request(prompt=())], "an empty prompt"),
+        ([request(max_tokens=0)], "max_tokens 0, expected at least 1"),
+        ([request(max_tokens=LONGEST - 2)], "17 tokens, more than max_model_len 16"),
+        ([request(prompt=(3, VOCABULARY))], "token ids 3 to 100, expected 0 to 99. Use the tokenizer of the model"),
+        ([request(prompt=(-1, 3))], "token ids -1 to 3, expected 0 to 99"),
+        ([request(), request()], "a key used twice"),
+    ],
+)
+def test_what_vllm_would_cut_short_or_die_of_is_refused(requests, message):
+    with pytest.raises(EngineError, match=f"request a.*{message}"):
+        check(requests, max_model_len=LONGEST, vocabulary=VOCABULARY)
+    check([request(max_tokens=LONGEST - 3), request("b", (0, VOCABULARY - 1))], max_model_len=LONGEST, vocabulary=100)
+
+
+def test_a_completion_is_of_all_that_came():
+    ref = RouteRef("a", 4, (RoutePart("s", "d"),))
+    completion = grown(2).completion(request(), 9, {"a": ref})
+    assert (completion.token_ids, completion.finish_reason, completion.weight_version) == ((10, 11), "stop", 3)
+    assert completion.logprobs.dtype == np.float32 and completion.logprobs.tolist() == [0.0, -0.5]
+    assert completion.routes is ref and completion.prompt_token_ids == (5, 6, 7)
+    assert grown(2).completion(request(), 9, {}).routes is None
+
+
+@pytest.mark.parametrize(
+    "versions", [None, (), [VersionSpan("3", 0, 1)], [VersionSpan("3", 0, 1), VersionSpan("4", 1, 2)]]
+)
+def test_tokens_of_no_or_several_versions_are_no_completion(versions):
+    with pytest.raises(EngineError, match="not sampled by one version .request a"):
+        grown(2, versions=versions).completion(request(), 9, {})
+    # vLLM tells none for an aborted request: the engine's own holds, whose weights do not change meanwhile.
+    assert grown(2, finish="abort", versions=versions).completion(request(), 9, {}).weight_version == 9
+
+
+def test_what_was_forwarded_is_published():
+    requests = [request(key) for key in "abcd"]
+    asks = [RecordingRequest(one.key, "shard") for one in requests[:3]] + [None]
+    samples = [grown(2), grown(1, finish="abort"), Growing(finish_reason="abort"), grown(2)]
+    assert forwarded(requests, asks, samples) == ({"a": [5, 6, 7, 10], "b": [5, 6, 7]}, ["b"])
+
+
+def test_what_is_recorded_travels_with_the_request():
+    assert parameters(request(), None)["extra_args"] is None
+    asked = parameters(request(), RecordingRequest("a", "shard", start=2))
+    assert asked["extra_args"] == {"moe_rl_key": "a", "moe_rl_sink": "shard", "moe_rl_start": 2}
+    assert asked["ignore_eos"] and asked["stop_token_ids"] == [1]

@@ -1,0 +1,56 @@
+"""Check that every relative link in the Markdown files leads to a file, and to a heading of it.
+
+python tools/dev/check_links.py        # all files that git has; exit status 1 where a link leads nowhere
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
+CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: str) -> set[str]:
+    """The anchors that GitHub makes of the headings of a page."""
+    headings = HEADING.findall(re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(root: Path, pages: list[Path]) -> list[str]:
+    """One line a link: the page, the link, and what is missing. Links with a scheme are not followed."""
+    found = []
+    for page in pages:
+        for link in LINK.findall(CODE.sub("", page.read_text(encoding="utf-8"))):
+            name, _, anchor = link.partition("#")
+            if re.match(r"[a-z]+:", link):
+                continue
+            target = (page.parent / name).resolve() if name else page
+            where = f"{page.relative_to(root)}: {link}"
+            if not target.exists():
+                found.append(f"{where}: no such file")
+            elif anchor and anchor not in anchors(target.read_text(encoding="utf-8")):
+                found.append(f"{where}: no such heading")
+    return found
+
+
+def main() -> int:
+    root = Path(__file__).resolve().parents[2]
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "*.md"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = broken_links(root, [root / name for name in listed.stdout.split("\0") if name])
+    print(*found, sep="\n", end="\n" if found else "")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
