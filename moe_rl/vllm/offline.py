@@ -1,0 +1,146 @@
+"""Routes of an offline `vllm.LLM` as numpy arrays, for programs with a loop and a trainer of their own.
+
+    with record("path/to/checkpoint", max_model_len=2048) as llm:
+        for one in llm.generate(["What is 2 + 3?"], SamplingParams(max_tokens=32)):
+            one.output.text, one.routes  # experts [prompt + sampled - 1 tokens, MoE layers, top_k]
+
+vLLM runs in this process, so a plain script or a notebook needs no `if __name__ == "__main__"`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from moe_rl.errors import EngineError, describe
+from moe_rl.models.hf import read_model
+from moe_rl.trace import TraceSpec, TraceStore, validate
+from moe_rl.types import RouteRef
+from moe_rl.vllm import arguments
+from moe_rl.vllm.process import model_runner
+from moe_rl.vllm.recording import Recording, RecordingRequest
+from moe_rl.vllm.route_source import WorkerSource
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCompletion:
+    """What vLLM returned for one prompt, and the experts that every forwarded token went to.
+
+    prompt_token_ids: P tokens. output: vLLM's CompletionOutput of S sampled tokens (token_ids, text, logprobs, ...).
+    routes [P + S - 1, L, K] uint8 or uint16: ids of the K experts, ascending; the last sampled token is not forwarded.
+    layers: the global numbers of the L decoder layers. ref: of the record in the trace store.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    output: object
+    routes: np.ndarray
+    layers: tuple[int, ...]
+    ref: RouteRef
+
+
+class RecordingLLM:
+    """What `record` gives. llm: the vllm.LLM. store: where the routes are kept. spec: of the model."""
+
+    def __init__(
+        self, llm, source: WorkerSource, store: TraceStore, spec: TraceSpec, folder: tempfile.TemporaryDirectory
+    ):
+        self.llm, self.store, self.spec = llm, store, spec
+        self._source, self._folder = source, folder
+        llm.update_weight_version("0")
+
+    def generate(self, prompts: Sequence, sampling_params, *, shard: str | None = None) -> list[RecordedCompletion]:
+        """Completions of the prompts, in their order; with n > 1 the samples of a prompt follow each other.
+
+        prompts: texts, or lists of token ids. sampling_params: vLLM's, one for all prompts or one each. shard: name of
+        the shard that keeps their routes. Raises EngineError or RouteValidationError for routes that are not those of
+        the tokens, TraceError for a shard that exists.
+        """
+        shard = shard or f"offline-{secrets.token_hex(8)}"
+        given = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params] * len(prompts)
+        inputs = [one if isinstance(one, str) else {"prompt_token_ids": list(one)} for one in prompts]
+        asked = [_with_recording(params, RecordingRequest(str(at), shard)) for at, params in enumerate(given)]
+        self._source.open(shard)
+        try:
+            results = self.llm.generate(inputs, asked, use_tqdm=False)
+            # The recorder is told of the last finished requests in the step after.
+            self.llm.llm_engine.step()
+            made = {}
+            for at, (result, params) in enumerate(zip(results, asked, strict=True)):
+                for output in result.outputs:
+                    key = str(at) if params.n == 1 else f"{at}/{output.index}"
+                    made[key] = tuple(result.prompt_token_ids), output
+            sequences = {key: [*prompt, *output.token_ids[:-1]] for key, (prompt, output) in made.items()}
+            refs = self._source.publish(shard, sequences, [])
+        except BaseException:
+            self._source.abandon(shard)
+            raise
+        return [self._completion(*made[key], refs[key], sequences[key]) for key in made]
+
+    def close(self) -> None:
+        """End vLLM. Routes are removed when `record` was given no folder for them."""
+        self.llm.llm_engine.engine_core.shutdown()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def _completion(self, prompt: tuple[int, ...], output, ref: RouteRef, token_ids: list[int]) -> RecordedCompletion:
+        record = self.store.read(ref)
+        version = int(self.llm.llm_engine.get_weight_version())
+        validate(record, token_ids=token_ids, spec=self.spec, weight_version=version, ref=ref)
+        return RecordedCompletion(prompt, output, record.routes, record.layers, ref)
+
+
+def record(
+    model: Path | str,
+    *,
+    trace_root: Path | str | None = None,
+    capture: str = "worker",
+    support: bool = False,
+    log_normalizer: bool = False,
+    router_logits_fraction: float = 0.0,
+    **of_vllm,
+) -> RecordingLLM:
+    """Start a `vllm.LLM` that records routes.
+
+    model: checkpoint folder of a family in `moe_rl.models`. trace_root: folder of the trace store; None: a temporary
+    one. capture: "worker" needs no patch, "patch" wants a vLLM with this package's patches. support to
+    router_logits_fraction: what else is kept, as in `recording.Recording`. of_vllm: arguments for vllm.LLM.
+    Raises ConfigError for a model, EngineError for a vLLM or arguments, with which routes cannot be recorded.
+    """
+    if capture not in ("worker", "patch"):
+        message = "An offline LLM cannot record so"
+        raise EngineError(describe(message, where="capture", got=capture, expected="worker or patch"))
+    if taken := of_vllm.keys() & {"model", "worker_cls", "worker_extension_cls", "additional_config"}:
+        raise EngineError(describe("An argument of vLLM is not free here", where=min(taken), do="leave it out"))
+    arguments.refuse_wrong_vllm(capture)
+    facts = read_model(model)
+    # In this process: a script needs no guard, and a step more can be asked for.
+    os.environ |= model_runner(capture) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    import vllm
+
+    folder = tempfile.TemporaryDirectory(prefix="moe_rl-routes-")
+    root = Path(trace_root or folder.name).absolute()
+    recording = Recording(str(root), facts.fingerprint, support, log_normalizer, router_logits_fraction)
+    # Prompts may be texts here, and what the caller asks for replaces what is not recording's.
+    ours = arguments.fixed(Path(model), capture=capture, recording=recording) | {"skip_tokenizer_init": False}
+    llm = vllm.LLM(**ours | of_vllm)
+    spec = TraceSpec.from_layers(facts.fingerprint, facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
+    return RecordingLLM(llm, WorkerSource(llm, capture), TraceStore(root), spec, folder)
+
+
+def _with_recording(params, ask: RecordingRequest):
+    """A copy of vLLM's SamplingParams that asks for its routes."""
+    params = params.clone()
+    params.extra_args = (params.extra_args or {}) | ask.extra_args(params.n)
+    return params

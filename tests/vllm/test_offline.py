@@ -1,0 +1,92 @@
+"""Routes of an offline LLM, from a plain script without a guard, are what the engine of a run records."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moe_rl.errors import ConfigError, EngineError
+from moe_rl.models.hf import read_model
+from moe_rl.rollout.engine import VllmEngine
+from moe_rl.trace import TraceStore
+from moe_rl.types import GenerateRequest
+from moe_rl.vllm.offline import record
+from moe_rl.vllm.wire import EngineSettings
+
+POLICY = Path("assets/tiny_moe/policy")
+# Token ids of "12+34=" and of "7+8=", with the seed of each.
+PROMPTS = {(20, 21, 14, 22, 23, 32): 3, (26, 14, 27, 32): 4}
+SCRIPT = f"""
+import sys
+import numpy as np
+from vllm import SamplingParams
+from moe_rl.vllm.offline import record
+
+with record("{POLICY}", trace_root=sys.argv[1], dtype="float32", max_model_len=64, block_size=32,
+            kv_cache_memory_bytes=64 << 20, enforce_eager=True) as llm:
+    prompts = {{{", ".join(f"{prompt}: {seed}" for prompt, seed in PROMPTS.items())}}}
+    params = [SamplingParams(max_tokens=8, seed=seed, stop_token_ids=[1], ignore_eos=True) for seed in prompts.values()]
+    found = llm.generate(list(prompts), params, shard="ids")
+    (text,) = llm.generate(["12+34="], params[0])
+    several = llm.generate(list(prompts)[:1], SamplingParams(max_tokens=4, n=2, seed=5))
+    assert [one.ref.key for one in several] == ["0/0", "0/1"]
+    assert several[0].prompt_token_ids == text.prompt_token_ids == list(prompts)[0]
+    assert all(len(one.routes) == len(one.prompt_token_ids) + len(one.output.token_ids) - 1 for one in several)
+    np.testing.assert_array_equal(text.routes, found[0].routes)
+    arrays = {{f"routes{{at}}": one.routes for at, one in enumerate(found)}}
+    arrays |= {{f"tokens{{at}}": one.output.token_ids for at, one in enumerate(found)}}
+np.savez(sys.argv[2], layers=found[0].layers, **arrays)
+"""
+
+
+@pytest.mark.slow
+def test_an_offline_llm_records_what_the_engine_of_a_run_does(tmp_path):
+    script = tmp_path / "my_script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), str(tmp_path / "mine"), str(tmp_path / "arrays.npz")]
+    environment = os.environ | {"PYTHONPATH": str(Path.cwd())}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+    facts = read_model(POLICY)
+    settings = EngineSettings(
+        model_path=POLICY,
+        dtype="float32",
+        max_model_len=64,
+        max_concurrent=16,
+        kv_cache_mib=64,
+        trace_root=tmp_path / "trace",
+        model_fingerprint=facts.fingerprint,
+        log_path=tmp_path / "engine.log",
+        startup_timeout_seconds=600.0,
+        seed=0,
+    )
+    requests = [GenerateRequest(str(seed), prompt, seed, 8, 1.0, (1,)) for prompt, seed in PROMPTS.items()]
+    with VllmEngine.start(settings) as engine:
+        completions = engine.generate(requests, shard="ids")
+    theirs = TraceStore(tmp_path / "trace")
+    assert TraceStore(tmp_path / "mine").shards()
+    with np.load(tmp_path / "arrays.npz") as arrays:
+        assert tuple(arrays["layers"]) == facts.moe_layers
+        for at, completion in enumerate(completions):
+            assert tuple(arrays[f"tokens{at}"]) == completion.token_ids
+            assert arrays[f"routes{at}"].shape[1:] == (len(facts.moe_layers), facts.top_k)
+            np.testing.assert_array_equal(arrays[f"routes{at}"], theirs.read(completion.routes).routes)
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "error", "message"),
+    [
+        (POLICY, {"worker_cls": "a.B"}, EngineError, "not free here .worker_cls"),
+        (POLICY, {"capture": "native"}, EngineError, "got native, expected worker or patch"),
+        ("nowhere", {}, ConfigError, "no such folder"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused_before_vllm_starts(model, given, error, message):
+    with pytest.raises(error, match=message):
+        record(model, **given)
