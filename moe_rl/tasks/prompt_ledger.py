@@ -21,7 +21,7 @@ from moe_rl.tasks.prompts import PromptSource
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StepPrompts:
     """One step, counted from 0: the cursor before it, the ids of its prompts, the digest of what was sampled."""
 
     step: int
@@ -39,12 +39,12 @@ class Entry:
         return json.dumps(body | {"checksum": checksum}).encode("ascii")
 
 
-def _parse(line: bytes) -> Entry:
+def _parse(line: bytes) -> StepPrompts:
     """ValueError if this is not exactly a line of ours."""
     with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
         record = json.loads(line)
         record.pop("checksum")
-        entry = Entry(**record)
+        entry = StepPrompts(**record)
         if entry.line() == line:
             return entry
     raise ValueError("damaged line: it does not carry the checksum of its content")
@@ -65,7 +65,7 @@ class PromptLedger:
 
     def record(self, step: int, cursor_before: int, prompt_ids: Iterable[str], completion_digest: str) -> None:
         """Append one step's prompts; durable on return. Raises DataError if it does not follow the last line."""
-        entry = Entry(int(step), int(cursor_before), list(prompt_ids), completion_digest)
+        entry = StepPrompts(int(step), int(cursor_before), list(prompt_ids), completion_digest)
         expected = self._expected or self._end()
         if (entry.step, entry.cursor) != expected:
             raise DataError(
@@ -88,7 +88,7 @@ class PromptLedger:
             _sync_folder(self.path)
         self._expected = (entry.step + 1, entry.next_cursor)
 
-    def find(self, step: int) -> Entry | None:
+    def find(self, step: int) -> StepPrompts | None:
         """The line of a step; None when it has none, or a damaged one."""
         lines, _ = self._read()
         with contextlib.suppress(IndexError, ValueError):
@@ -158,7 +158,7 @@ class PromptLedger:
             return [], b""
         return lines, tail
 
-    def _entries(self, lines: Sequence[bytes]) -> Iterator[Entry]:
+    def _entries(self, lines: Sequence[bytes]) -> Iterator[StepPrompts]:
         """The lines' entries, each proved whole and contiguous with the one before; DataError names the first wrong."""
         cursor = 0
         for number, line in enumerate(lines, start=1):

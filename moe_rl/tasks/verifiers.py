@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import queue
 import select
 import signal
 import socket
@@ -101,9 +100,6 @@ class VerifierPool:
         weights = {name: reward.weight for name, reward in rewards.items()}
         arguments: dict[str, list[str]] = {}
         self._places = [_Place(load, weights, arguments, timeout_seconds) for _ in range(workers)]
-        self._free: queue.SimpleQueue[_Place] = queue.SimpleQueue()
-        for place in self._places:
-            self._free.put(place)
         # They live as long as the pool: the kernel kills a worker when the thread that started it ends.
         self._threads = ThreadPoolExecutor(workers)
         self._closed = False
@@ -140,18 +136,22 @@ class VerifierPool:
         """
         if self._closed:
             raise RewardError("the verifier pool is closed: it was closed, or an earlier score() raised")
+        todo, verdicts = iter(list(enumerate(items))), {}  # the interpreter's lock makes its next() one step
+
+        def serve(place: _Place) -> None:
+            try:
+                for index, item in todo:
+                    verdicts[index] = place.score(item)
+            except BaseException:
+                list(todo)  # the others end too
+                raise
+
         try:
-            return list(self._threads.map(self._score, items))
+            list(self._threads.map(serve, self._places))
         except BaseException:
             self.close()
             raise
-
-    def _score(self, item: RewardItem) -> Verdict:
-        place = self._free.get()
-        try:
-            return place.score(item)
-        finally:
-            self._free.put(place)
+        return [verdicts[index] for index in range(len(items))]
 
 
 class _Lost(Exception):

@@ -21,7 +21,7 @@ from moe_rl.config.schema import Config
 from moe_rl.errors import CheckpointError, ConfigError, DataError, MoeRLError, describe
 from moe_rl.megatron import checkpoint, world
 from moe_rl.replay.routes import RowPolicy, read_routes
-from moe_rl.tasks.prompt_ledger import Entry, PromptLedger
+from moe_rl.tasks.prompt_ledger import PromptLedger, StepPrompts
 from moe_rl.tasks.prompts import PromptSource
 from moe_rl.trace import TraceSpec
 from moe_rl.train import run_folder
@@ -147,7 +147,7 @@ def left_behind(
     spec: TraceSpec,
     *,
     vocabulary: int | None,
-) -> tuple[Entry, RolloutBatch]:
+) -> tuple[StepPrompts, RolloutBatch]:
     """The ledger's line and the rollouts of `step`, which follows the checkpoint that the run goes on from.
 
     source: at that checkpoint's cursor. vocabulary: its size, where sampling supports are needed.
