@@ -1,1 +1,1 @@
-"""Sampler against trainer, before and after routing replay: the same weights, tokens and packing, measured twice."""
+"""Compares sampler and trainer without and with routing replay, on the same weights, tokens and packing."""

@@ -1,4 +1,7 @@
-"""The comparison from beginning to end: weights, rollouts, passes, faults, and what they come to. All ranks run it."""
+"""Runs the comparison from beginning to end: weights, rollouts, passes, faults, and what they come to.
+
+All ranks run it together.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from moe_rl.comparison import faults, quantities, sources
-from moe_rl.comparison.passes import Batch, Layout, Pass, other_budget
+from moe_rl.comparison.passes import Pass, Scorer, TokenOwners, other_budget
 from moe_rl.comparison.quantities import Bootstrap, Estimate
 from moe_rl.comparison.sources import Source, Weights
 from moe_rl.config.schema import Config
@@ -34,7 +37,7 @@ LOGGED += ("chi2_sequence_product", "chi2_sequence_geometric", "effective_sample
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What to compare. run: the folder of a run, None: sample now. precisions: of samplers that sample now."""
+    """Says what to compare. run: the folder of a run; None: sample now. precisions: of the samplers that sample now."""
 
     config: Config
     run: RunFolder | None
@@ -44,17 +47,16 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Detail:
-    """What the plots need beside the result: the passes of the first row group, and what their tokens are."""
+    """Holds what the plots need beside the result: the passes of the first three rows, and their tokens."""
 
-    layout: Layout
+    owners: TokenOwners
     before: Pass
     after: Pass
-    repacked: Pass | None
     token_ids: list[list[int]]
 
 
 def compare(asked: Asked) -> tuple[dict[str, Any], Detail]:
-    """Measure; returns the result, as it is written to routing_kl.json, and what the plots need. All ranks call it.
+    """Compare; returns the result, as it is written to routing_kl.json, and what the plots need. All ranks call it.
 
     Raises DataError, CheckpointError, TraceError and EngineError for input that cannot be compared, and ReplayError
     when replay was not exact.
@@ -74,7 +76,7 @@ def compare(asked: Asked) -> tuple[dict[str, Any], Detail]:
                 config, facts, policy, prompts, version=weights[0].version, precision=precision, out=asked.out
             )
         )
-    first = _Group(config, policy, spec, found[0], weights[0].version)
+    first = _Measured(config, policy, spec, found[0], weights[0].version)
     rows = first.rows(0)
     result: dict[str, Any] = {
         "weights": {
@@ -84,11 +86,10 @@ def compare(asked: Asked) -> tuple[dict[str, Any], Detail]:
             "digest": sources.weights_digest(policy, config.train.dtype),
         }
     }
-    before, after = first.passes["native"], first.passes["R3"]
-    repeated, _ = first.batch.run("observe", "native again")
+    repeated, _ = first.scorer.run("observe", "native again")
     repacked = None
     if budget := other_budget(first.source.sequences, config.train.microbatch_tokens):
-        other = Batch(config, policy, found[0].store, spec, found[0].sequences, weights[0].version, budget)
+        other = Scorer(config, policy, found[0].store, spec, found[0].sequences, weights[0].version, budget)
         repacked, _ = other.run("observe", "native, packed otherwise")
     result |= {
         "quantities": {part: first.quantities(part) for part in quantities.PARTS},
@@ -97,21 +98,21 @@ def compare(asked: Asked) -> tuple[dict[str, Any], Detail]:
             "repacked": repacked and first.noise(repacked) | {"microbatch_tokens": budget},
         },
         "layers": first.layers(spec),
-        "self_test": _self_test(first, spec, weights[0].version),
+        "self_test": faults.self_test(first.scorer, spec, weights[0].version, first.worse),
     }
     for source in found[1:]:
-        rows += _Group(config, policy, spec, source, weights[0].version).rows(0)
+        rows += _Measured(config, policy, spec, source, weights[0].version).rows(0)
     for later in weights[1:]:
         rows += first.rescored(f"after step {later.version}", _load(policy, later) - updates)
     result["rows"] = rows
     result["setup"] = _setup(asked, facts, first, step, budget, spec)
     result["verdict"] = verdict(result)
     tokens = [[*s.prompt_token_ids, *s.token_ids][: s.forwarded] for s in found[0].sequences]
-    return _finite(result), Detail(first.layout, before, after, repacked, tokens)
+    return _finite(result), Detail(first.owners, first.passes["native"], first.passes["R3"], tokens)
 
 
-class _Group:
-    """One set of sequences under one set of weights, natively routed, under R2 and under R3."""
+class _Measured:
+    """Measures one set of sequences under one set of weights, natively routed, under R2 and under R3."""
 
     def __init__(self, config: Config, policy: Policy, spec: TraceSpec, source: Source, version: int):
         versions = {s.weight_version for s in source.sequences}
@@ -120,12 +121,12 @@ class _Group:
                 describe("rollouts are of other weights than those that score them", got=versions, expected=version)
             )
         self.source, self.trainer_dtype = source, config.train.dtype
-        self.batch = Batch(config, policy, source.store, spec, source.sequences, version)
-        self.layout = self.batch.layout
+        self.scorer = Scorer(config, policy, source.store, spec, source.sequences, version)
+        self.owners, self.lengths = self.scorer.owners, self.scorer.owners.lengths
         self.seed = config.run.seed
-        self.bootstrap = Bootstrap(self.layout.sequences, seed=self.seed)
+        self.bootstrap = Bootstrap(self.owners.sequences, seed=self.seed)
         # Recording is native routing that also keeps what was chosen: what R2 replays.
-        native, session = self.batch.run("record", "native", router_kl=True)
+        native, session = self.scorer.run("record", "native", router_kl=True)
         self.recorded = session.recorded_routes()
         self.passes = {"native": native} | self._replays()
 
@@ -136,28 +137,32 @@ class _Group:
 
     def rescored(self, name: str, staleness: int) -> list[dict[str, Any]]:
         """The lines under the weights that the policy has now, with the routes of those that sampled."""
-        native, _ = self.batch.run("observe", f"native {name}", router_kl=True)
+        native, _ = self.scorer.run("observe", f"native {name}", router_kl=True)
         passes = {"native": native} | self._replays(name)
         return [self._row(route, one, native, staleness) for route, one in passes.items()]
 
     def _replays(self, name: str = "") -> dict[str, Pass]:
-        own, _ = self.batch.run("replay", f"R2 {name}".strip(), tables=self.recorded, router_kl=True)
-        sampled, _ = self.batch.run("replay", f"R3 {name}".strip(), router_kl=True)
+        own, _ = self.scorer.run("replay", f"R2 {name}".strip(), tables=self.recorded, router_kl=True)
+        sampled, _ = self.scorer.run("replay", f"R3 {name}".strip(), router_kl=True)
         return {"R2": own, "R3": sampled}
 
     def _row(self, route: str, one: Pass, native: Pass, staleness: int) -> dict[str, Any]:
         """One line: the four quantities of one pass, and its differences from the native one, paired."""
         sums, native_sums = self._sums(one, "all"), self._sums(native, "all")
-        tokens = np.bincount(self.layout.tokens, minlength=self.layout.sequences)
-        pairs = (("k1", tokens), ("k3", tokens), ("F(2)", tokens), ("set_mismatch", sums["positions"]))
+        pairs = (
+            ("k1", self.lengths),
+            ("k3", self.lengths),
+            ("F(2)", self.lengths),
+            ("set_mismatch", sums["positions"]),
+        )
         return {
             "source": self.source.name,
             "sampler": self.source.sampler,
             "trainer_dtype": self.trainer_dtype,
             "staleness_updates": staleness,
             "routing": route,
-            "sequences": self.layout.sequences,
-            "tokens": int(tokens.sum()),
+            "sequences": self.owners.sequences,
+            "tokens": int(self.lengths.sum()),
             "policy": self.policy(one),
             "router_choice": _estimates(quantities.routing(self.bootstrap, sums)),
             "applied": None if route == "native" else _applied(one),
@@ -170,11 +175,10 @@ class _Group:
     def policy(self, one: Pass) -> dict[str, Any]:
         """Policy KL and its relatives against the sampler's logprobs, on the completion tokens."""
         sums = self._policy_sums(one)
-        tokens = np.bincount(self.layout.tokens, minlength=self.layout.sequences)
-        means = {name: self.bootstrap.mean(sums[name], tokens) for name in POLICY}
-        tensors = map(torch.from_numpy, (one.logprobs, self.layout.rollout_logprobs, self.layout.tokens))
-        logged = MismatchSums.of(*tensors, self.layout.sequences).metrics()
-        quantiles = quantities.quantiles(one.logprobs, self.layout.rollout_logprobs)
+        means = {name: self.bootstrap.mean(sums[name], self.lengths) for name in POLICY}
+        tensors = map(torch.from_numpy, (one.logprobs, self.owners.rollout_logprobs, self.owners.tokens))
+        logged = MismatchSums.of(*tensors, self.owners.sequences).metrics()
+        quantiles = quantities.quantiles(one.logprobs, self.owners.rollout_logprobs)
         return _estimates(means) | quantiles | {name: logged[name] for name in LOGGED}
 
     def quantities(self, part: str) -> dict[str, Any]:
@@ -190,25 +194,24 @@ class _Group:
         kl = [self.router_kl(self.passes[route], part) for route in ("native", "R3")]
         found["router_kl"] = None if None in kl else dict(zip(("before", "after"), kl, strict=True))
         if part == "completion":
-            tokens = np.bincount(self.layout.tokens, minlength=self.layout.sequences)
-            differences = {name: self.bootstrap.difference(before[name], after[name], tokens) for name in POLICY}
+            differences = {name: self.bootstrap.difference(before[name], after[name], self.lengths) for name in POLICY}
             found["policy"] = _three(
                 self.policy(self.passes["native"]), self.policy(self.passes["R3"]), _estimates(differences)
             )
-            found["k3_by_prompt"] = self._by_prompt(before["k3"], after["k3"], tokens)
+            found["k3_by_prompt"] = self._by_prompt(before["k3"], after["k3"])
         return found
 
-    def _by_prompt(self, before: np.ndarray, after: np.ndarray, tokens: np.ndarray) -> dict[str, Any] | None:
+    def _by_prompt(self, before: np.ndarray, after: np.ndarray) -> dict[str, Any] | None:
         """The intervals when whole prompts are drawn, whose completions are alike; None for a single prompt."""
-        layout = self.layout
-        if layout.prompts.max() == 0:
+        owners = self.owners
+        if owners.prompts.max() == 0:
             return None
-        bootstrap = Bootstrap(layout.sequences, seed=self.seed, clusters=layout.prompts)
+        bootstrap = Bootstrap(owners.sequences, seed=self.seed, clusters=owners.prompts)
         return _estimates(
             {
-                "before": bootstrap.mean(before, tokens),
-                "after": bootstrap.mean(after, tokens),
-                "before_less_after": bootstrap.difference(before, after, tokens),
+                "before": bootstrap.mean(before, self.lengths),
+                "after": bootstrap.mean(after, self.lengths),
+                "before_less_after": bootstrap.difference(before, after, self.lengths),
             }
         )
 
@@ -217,22 +220,20 @@ class _Group:
         native = self.passes["native"]
         distance = np.abs(again.logprobs.astype(np.float64) - native.logprobs)
         both = self._policy_sums(again), self._policy_sums(native)
-        tokens = np.bincount(self.layout.tokens, minlength=self.layout.sequences)
         return {
             "bitwise_equal": bool(np.array_equal(again.logprobs, native.logprobs)),
             "abs_logprob_change_mean": float(distance.mean()),
             "abs_logprob_change_max": float(distance.max()),
             "k3_between_the_passes": float(_k3(again.logprobs, native.logprobs)),
             "choices_changed": float((again.choices.shared != native.choices.shared).mean()),
-            "k3": asdict(self.bootstrap.mean(both[0]["k3"], tokens)),
-            "k3_native_less_this": asdict(self.bootstrap.difference(both[1]["k3"], both[0]["k3"], tokens)),
+            "k3": asdict(self.bootstrap.mean(both[0]["k3"], self.lengths)),
+            "k3_native_less_this": asdict(self.bootstrap.difference(both[1]["k3"], both[0]["k3"], self.lengths)),
         }
 
     def worse(self, one: Pass) -> dict[str, Any]:
         """A pass with wrong routes less the honest replay, paired: above 0 where it got worse."""
         honest, wrong = self._sums(self.passes["R3"], "all"), self._sums(one, "all")
-        tokens = np.bincount(self.layout.tokens, minlength=self.layout.sequences)
-        counts = {"k3": tokens, "F(2)": tokens, "set_mismatch": honest["positions"]}
+        counts = {"k3": self.lengths, "F(2)": self.lengths, "set_mismatch": honest["positions"]}
         return {
             name: {
                 "honest": self.bootstrap.mean(honest[name], count).value,
@@ -243,10 +244,10 @@ class _Group:
         }
 
     def layers(self, spec: TraceSpec) -> list[dict[str, Any]]:
-        """Of each MoE layer, before and after, prompt and completion apart."""
+        """The numbers of each MoE layer, before and after, prompt and completion apart."""
         found = [{"layer": layer} for layer in spec.moe_layers]
         for part in quantities.PARTS:
-            rows = self.layout.part(part)
+            rows = self.owners.part(part)
             for when, route in (("before", "native"), ("after", "R3")):
                 one = self.passes[route]
                 values = {
@@ -268,22 +269,22 @@ class _Group:
         """The soft router KL of the rows whose logits the sampler stored; None: unavailable."""
         if one.router_kl is None:
             return None
-        rows = self.layout.part(part) & np.isfinite(one.router_kl).all(0)
+        rows = self.owners.part(part) & np.isfinite(one.router_kl).all(0)
         if not rows.any():
             return None
-        values, owners = one.router_kl[:, rows], self.layout.rows[rows]
-        sums = quantities.by_sequence(values.sum(0), owners, self.layout.sequences)
-        counts = quantities.by_sequence(np.full(rows.sum(), len(values)), owners, self.layout.sequences)
+        values, owners = one.router_kl[:, rows], self.owners.rows[rows]
+        sums = quantities.by_sequence(values.sum(0), owners, self.owners.sequences)
+        counts = quantities.by_sequence(np.full(rows.sum(), len(values)), owners, self.owners.sequences)
         return asdict(self.bootstrap.mean(sums, counts)) | {"rows": int(rows.sum())}
 
     def _policy_sums(self, one: Pass) -> dict[str, np.ndarray]:
-        layout = self.layout
-        return quantities.policy_sums(one.logprobs, layout.rollout_logprobs, layout.tokens, layout.sequences)
+        owners = self.owners
+        return quantities.policy_sums(one.logprobs, owners.rollout_logprobs, owners.tokens, owners.sequences)
 
     def _sums(self, one: Pass, part: str) -> dict[str, np.ndarray]:
-        rows = self.layout.part(part)
+        rows = self.owners.part(part)
         return self._policy_sums(one) | quantities.routing_sums(
-            one.choices, self.layout.rows, rows, self.layout.sequences
+            one.choices, self.owners.rows, rows, self.owners.sequences
         )
 
 
@@ -305,48 +306,27 @@ def verdict(result: dict[str, Any]) -> dict[str, Any]:
     return {"passed": not reasons, "exit_code": 3 if reasons else 0, "reasons": reasons}
 
 
-def _self_test(group: _Group, spec: TraceSpec, version: int) -> dict[str, Any]:
-    """Every fault in every place. problems: those that were neither refused where they must be nor made it worse."""
-    batch, problems, places, forced = group.batch, [], [], []
-    if (why := faults.cannot_be_planted(batch)) is not None:
-        return {"refusals": [], "forced": [], "problems": [f"not run: {why}"]}
-    if dist.get_rank() == 0:
-        places += faults.in_the_trace(batch.store, spec, batch.sequences, version)
-    for fault in (faults.SHIFTED, faults.PERMUTED, faults.SWAPPED):
-        places.append(faults.in_the_tables(fault, batch))
-        one, _ = batch.run("replay", fault, tables=faults.wrong_tables(fault, batch.tables))
-        seen = group.worse(one)
-        forced.append({"fault": fault, **seen})
-        for name in ("k3", "set_mismatch"):
-            if not seen[name]["worse_by"]["low"] > 0:
-                problems.append(f"{fault}: forced past every check it did not make {name} worse: {seen[name]}")
-    problems += [f"{one.fault}: {one.where}, and not refused" for one in places if one.visible and one.message is None]
-    order = (faults.SHIFTED, faults.PERMUTED, faults.SWAPPED)
-    places.sort(key=lambda refusal: order.index(refusal.fault))
-    return {"refusals": [asdict(refusal) for refusal in places], "forced": forced, "problems": problems}
-
-
-def _setup(asked: Asked, facts, group: _Group, step: int, budget: int | None, spec: TraceSpec) -> dict[str, Any]:
-    config, batch = asked.config, group.batch
+def _setup(asked: Asked, facts, measured: _Measured, step: int, budget: int | None, spec: TraceSpec) -> dict[str, Any]:
+    config, scorer = asked.config, measured.scorer
     return {
         "rollouts": f"step {step} of {asked.run.path}" if asked.run else "sampled now from the prompts of a first step",
-        "sequences": group.layout.sequences,
-        "sequences_left_out": group.source.left_out,
-        "completion_tokens": len(group.layout.tokens),
-        "forwarded_tokens": len(group.layout.rows),
-        "coverage": batch.coverage["routing/coverage"],
-        "router_logits": batch.has_router_logits,
+        "sequences": measured.owners.sequences,
+        "sequences_left_out": measured.source.left_out,
+        "completion_tokens": len(measured.owners.tokens),
+        "forwarded_tokens": len(measured.owners.rows),
+        "coverage": scorer.coverage["routing/coverage"],
+        "router_logits": scorer.has_router_logits,
         "model": str(config.model.path),
         "moe_layers": len(spec.moe_layers),
         "experts": spec.num_experts,
         "top_k": spec.top_k,
         "router": facts.score_function,
         "margin_unit": "nats" if facts.score_function == "softmax" and facts.norm_topk_prob else "router score",
-        "sampler": group.source.sampler,
+        "sampler": measured.source.sampler,
         "trainer_dtype": config.train.dtype,
         "temperature": config.rollout.temperature,
         "microbatch_tokens": config.train.microbatch_tokens,
-        "microbatches_on_rank_0": len(batch.microbatches),
+        "microbatches_on_rank_0": len(scorer.microbatches),
         "other_packing_microbatch_tokens": budget,
         "ranks": dist.get_world_size(),
         "layout": {name: size for name, size in config.parallel if size not in (1, ())},

@@ -1,4 +1,4 @@
-"""Planted faults: what a wrong trace would do, and which check refuses it.
+"""Plants faults: shows what a wrong trace would do, and which check refuses it.
 
 Three faults, each planted in three places. In the trace: a sampler records the wrong routes, the store and the
 validator are asked. Behind it: the trainer exchanges routes after they were read, the session's checksums are asked.
@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from moe_rl.comparison.passes import Batch
+from moe_rl.comparison.passes import Pass, Scorer
 from moe_rl.errors import MoeRLError, describe
 from moe_rl.megatron import world
 from moe_rl.replay.routes import PADDING, read_routes
@@ -27,18 +28,42 @@ from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
 from moe_rl.trace.record import RouteRecord
 from moe_rl.types import Sequence
 
-SHIFTED, PERMUTED, SWAPPED = "routes shifted by one token", "layers permuted", "sequences swapped"
+FAULTS = SHIFTED, PERMUTED, SWAPPED = "routes shifted by one token", "layers permuted", "sequences swapped"
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What became of one fault in one place. where: in words. visible: whether a check there can see it, and must.
+    """Says what became of one fault in one place. where: in words. visible: a check there can see it, and must.
     message: of the check that refused it; None when none did."""
 
     fault: str
     where: str
     visible: bool
     message: str | None
+
+
+def self_test(scorer: Scorer, spec: TraceSpec, version: int, worse: Callable[[Pass], dict[str, Any]]) -> dict[str, Any]:
+    """Plant every fault in every place. All ranks call it.
+
+    worse: by how much a pass with wrong routes is farther from the sampler than honest replay, of each number. Returns
+    what became of each fault, and as problems those that were not refused where they must be, or made nothing worse.
+    """
+    problems, places, forced = [], [], []
+    if (why := cannot_be_planted(scorer)) is not None:
+        return {"refusals": [], "forced": [], "problems": [f"not run: {why}"]}
+    if dist.get_rank() == 0:
+        places += in_the_trace(scorer.store, spec, scorer.sequences, version)
+    for fault in FAULTS:
+        places.append(in_the_tables(fault, scorer))
+        one, _ = scorer.run("replay", fault, tables=wrong_tables(fault, scorer.tables))
+        seen = worse(one)
+        forced.append({"fault": fault, **seen})
+        for name in ("k3", "set_mismatch"):
+            if not seen[name]["worse_by"]["low"] > 0:
+                problems.append(f"{fault}: forced past every check it did not make {name} worse: {seen[name]}")
+    problems += [f"{one.fault}: {one.where}, and not refused" for one in places if one.visible and one.message is None]
+    places.sort(key=lambda refusal: FAULTS.index(refusal.fault))
+    return {"refusals": [asdict(refusal) for refusal in places], "forced": forced, "problems": problems}
 
 
 def wrong_tables(fault: str, tables: list[MicrobatchRoutes]) -> list[MicrobatchRoutes]:
@@ -53,14 +78,14 @@ def wrong_tables(fault: str, tables: list[MicrobatchRoutes]) -> list[MicrobatchR
     ]
 
 
-def in_the_tables(fault: str, batch: Batch) -> Refusal:
+def in_the_tables(fault: str, scorer: Scorer) -> Refusal:
     """Exchange routes after they were read and summed up: the session must refuse what was dispatched."""
-    tables = [replace(table, routes=_planted(fault, table)) for table in batch.tables]
-    session = ReplaySession(tables, batch.policy.layers, mode="replay", name=fault, rank=dist.get_rank())
+    tables = [replace(table, routes=_planted(fault, table)) for table in scorer.tables]
+    session = ReplaySession(tables, scorer.policy.layers, mode="replay", name=fault, rank=dist.get_rank())
     message = ""
     try:
         with session:
-            batch.policy.logprobs(batch.microbatches, session)
+            scorer.policy.logprobs(scorer.microbatches, session)
     except MoeRLError as error:
         message = str(error)
     return Refusal(fault, "exchanged in the trainer, after they were read", True, _first_of_all_ranks(message))
@@ -154,11 +179,11 @@ def _first_of_all_ranks(message: str) -> str | None:
     return next(filter(None, said), None)
 
 
-def cannot_be_planted(batch: Batch) -> str | None:
+def cannot_be_planted(scorer: Scorer) -> str | None:
     """Why the faults cannot be planted on some rank, the same on every rank; None when they can."""
     why = ""
-    if len(batch.policy.layers) < 2:
+    if len(scorer.policy.layers) < 2:
         why = describe("layers cannot be permuted", got="one MoE layer on a rank", do="compare with fewer stages")
-    elif batch.tables and max(len(set(table.names) - {PADDING}) for table in batch.tables) < 2:
+    elif scorer.tables and max(len(set(table.names) - {PADDING}) for table in scorer.tables) < 2:
         why = describe("sequences cannot be swapped", got="one a microbatch", do="raise train.microbatch_tokens")
     return _first_of_all_ranks(why)

@@ -168,10 +168,9 @@ def _extremes(detail: Detail) -> Panel:
 def _pairs(detail: Detail) -> Panel:
     name, title = "pairs", "Every sequence, native against replay"
     direction = "k3 of a sequence, nats/token, both axes log; below the line replay is nearer to the sampler"
-    layout = detail.layout
-    tokens = np.bincount(layout.tokens, minlength=layout.sequences)
+    owners = detail.owners
     before, after = (
-        policy_sums(one.logprobs, layout.rollout_logprobs, layout.tokens, layout.sequences)["k3"] / tokens
+        policy_sums(one.logprobs, owners.rollout_logprobs, owners.tokens, owners.sequences)["k3"] / owners.lengths
         for one in (detail.before, detail.after)
     )
     both = np.concatenate([before, after])
@@ -184,7 +183,7 @@ def _pairs(detail: Detail) -> Panel:
     axes.set_yscale("log")
     axes.set_ylabel(REPLAY)
     lower, higher = int((after < before).sum()), int((after > before).sum())
-    equal = layout.sequences - lower - higher
+    equal = owners.sequences - lower - higher
     reading = (
         f"Replay is nearer on {lower:,} sequences, farther on {higher:,}, equal on {equal:,}. "
         f"Values below {scientific(float(least))} are drawn there. A mean over tokens is ruled by the upper right."
@@ -195,9 +194,9 @@ def _pairs(detail: Detail) -> Panel:
 def _map(detail: Detail, decode: Callable[[list[int]], str], result: dict[str, Any]) -> Panel:
     name, title = "map", "One sequence, token by layer"
     direction = "experts of the router's own choice that are not in the recorded set; grey is none, lower is better"
-    layout, top_k = detail.layout, detail.before.choices.top_k
-    chosen = busiest(detail.before.choices.differs, layout.rows, range(layout.sequences), LONGEST_MAP)
-    rows = np.flatnonzero(layout.rows == chosen)[: 4 * LONGEST_MAP]
+    owners, top_k = detail.owners, detail.before.choices.top_k
+    chosen = busiest(detail.before.choices.differs, owners.rows, range(owners.sequences), LONGEST_MAP)
+    rows = np.flatnonzero(owners.rows == chosen)[: 4 * LONGEST_MAP]
     layers = [entry["layer"] for entry in result["layers"]]
     figure, both = figure_of(rows=2, wide=True, height=4.4, xlabel="token that was fed")
     colors = ListedColormap([f"{GREY}22", *matplotlib.colormaps["Oranges"](np.linspace(0.35, 1, top_k))])
@@ -209,7 +208,7 @@ def _map(detail: Detail, decode: Callable[[list[int]], str], result: dict[str, A
             np.arange(len(rows) + 1) - 0.5, np.arange(len(layers) + 1) - 0.5, missing_experts, cmap=colors,
             vmin=-0.5, vmax=top_k + 0.5, edgecolors="none", linewidth=0,
         )  # fmt: skip
-        border = int(layout.prompt[rows].sum()) - 0.5
+        border = int(owners.prompt[rows].sum()) - 0.5
         axes.axvline(border, color=INK, linewidth=1.2, alpha=0.7)
         axes.set_ylabel(f"{label}\nlayer")
         layers_upward(axes, layers, 8)
@@ -231,5 +230,5 @@ def _shown(text: str) -> str:
 
 
 def _distances(detail: Detail) -> tuple[np.ndarray, np.ndarray]:
-    sampler = detail.layout.rollout_logprobs.astype(np.float64)
+    sampler = detail.owners.rollout_logprobs.astype(np.float64)
     return detail.before.logprobs - sampler, detail.after.logprobs - sampler

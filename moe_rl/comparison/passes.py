@@ -1,4 +1,4 @@
-"""Forward passes over one set of sequences, by the trainer's own packing, routes, session and model.
+"""Runs forward passes over one set of sequences, with the trainer's own packing, routes, session and model.
 
 All ranks call everything together. What a pass gives is put together from all ranks and equal on each: per-token
 values in the order of the sequences, whatever rank, microbatch, pipeline stage or slice they were computed in.
@@ -31,8 +31,8 @@ LOGITS = "router_logits"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layout:
-    """Which sequence each value of a pass belongs to.
+class TokenOwners:
+    """Says which sequence each value of a pass belongs to.
 
     tokens int [N], rows int [R]: number of the sequence. prompt bool [R]: rows of prompt tokens. rollout_logprobs
     float32 [N], of the sampler. prompts int [B]: number of the prompt of each sequence.
@@ -46,7 +46,7 @@ class Layout:
     prompts: np.ndarray
 
     @classmethod
-    def of(cls, sequences: list[Sequence]) -> Layout:
+    def of(cls, sequences: list[Sequence]) -> TokenOwners:
         numbers: dict[tuple[int, ...], int] = {}
         prompts = [numbers.setdefault(s.prompt_token_ids, len(numbers)) for s in sequences]
         prompt = [np.arange(s.forwarded) < len(s.prompt_token_ids) for s in sequences]
@@ -59,6 +59,11 @@ class Layout:
             np.array(prompts),
         )
 
+    @property
+    def lengths(self) -> np.ndarray:
+        """int [B]: completion tokens of each sequence."""
+        return np.bincount(self.tokens, minlength=self.sequences)
+
     def part(self, name: str) -> np.ndarray:
         """bool [R]: the rows of "all", "prompt" or "completion"."""
         return np.ones_like(self.prompt) if name == "all" else self.prompt if name == "prompt" else ~self.prompt
@@ -66,7 +71,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pass:
-    """What one forward pass showed.
+    """Holds what one forward pass showed.
 
     logprobs float32 [N], of the trainer. choices: the routers' own against the record, in all rows and layers.
     router_kl float64 [L, R]: KL(sampler || trainer) of the router's distribution, nan in rows whose logits the sampler
@@ -83,8 +88,8 @@ class Pass:
     expected: int
 
 
-class Batch:
-    """Sequences whose routes are all recorded, packed and with their routes read, on this rank's part of them.
+class Scorer:
+    """Scores sequences whose routes are all recorded. It packs them and reads their routes once, each rank its part.
 
     Raises TraceError, RouteValidationError or ReplayError on all ranks when routes are missing, damaged or wrong, or of
     other weights than `weight_version`, those that sampled.
@@ -114,7 +119,7 @@ class Batch:
         )
         self.policy, self.store, self.spec, self.sequences = policy, store, spec, sequences
         self.microbatches, self.tables, self.budget = share.microbatches, share.tables, budget
-        self.layout = Layout.of(sequences)
+        self.owners = TokenOwners.of(sequences)
         self._first_token = np.cumsum([0, *(len(s.token_ids) for s in sequences)])
         self._first_row = np.cumsum([0, *(s.forwarded for s in sequences)])
         self._logits = self._sampler_logits()
@@ -129,9 +134,12 @@ class Batch:
         tables: list[MicrobatchRoutes] | None = None,
         router_kl: bool = False,
     ) -> tuple[Pass, ReplaySession]:
-        """One pass under `tables`, by default the recorded routes. The routers' own choice is compared with the record
-        whatever they are. router_kl: also compare their logits, where the sampler stored its own. Raises ReplayError
-        when the ledger is not exact or a route was not applied."""
+        """Run one pass under `tables`, by default the recorded routes.
+
+        The routers' own choice is compared with the record whatever the tables are. router_kl: also compare the
+        routers' logits, where the sampler stored its own. Raises ReplayError when the ledger is not exact or a route
+        was not applied.
+        """
         router_kl = router_kl and self.has_router_logits
         session = ReplaySession(
             self.tables if tables is None else tables,
@@ -204,8 +212,11 @@ class Batch:
         return np.where(seen.cpu().numpy() > 0, values.cpu().numpy(), np.nan)
 
     def _sampler_logits(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Of each microbatch, of the M rows of this rank whose router logits the sampler stored: their places int [M]
-        among the R, their rows int [M] at this rank's routers, the logits float32 [M, L, E]."""
+        """What the sampler stored of router logits, one entry a microbatch, for the M rows of this rank that have them.
+
+        An entry has the rows' places int [M] among the R, their rows int [M] at this rank's routers, and the logits
+        float32 [M, L, E].
+        """
         found = []
         for microbatch, here in zip(self.microbatches, self._row_places(), strict=True):
             row_of = {place: row for row, place in enumerate(here.tolist()) if place >= 0}
@@ -229,7 +240,7 @@ class Batch:
         return torch.tensor([self.spec.moe_layers.index(layer) for layer in self.policy.layers], device=world.device())
 
     def _row_places(self) -> list[torch.Tensor]:
-        """Of each microbatch: for the rows that this rank's routers see, their place among the R; -1: padding."""
+        """The place among the R of each row that this rank's routers see, one tensor a microbatch; -1: padding."""
         places = []
         for microbatch in self.microbatches:
             whole = np.full(sum(microbatch.lengths), -1)

@@ -1,4 +1,4 @@
-"""The four quantities as numbers: from per-token values to means with intervals. Pure numpy, float64.
+"""Computes the four quantities: from per-token values to means with intervals. Pure numpy, float64.
 
 Every mean is a ratio of two sums over sequences: of tokens or of (token, layer) positions. An interval is a percentile
 interval of the bootstrap over sequences (Efron & Tibshirani 1993, chapter 13): sequences are drawn with replacement,
@@ -38,7 +38,7 @@ class Estimate:
 
 
 class Bootstrap:
-    """S seeded resamples of B sequences, the same ones for everything that is compared.
+    """Draws S seeded resamples of B sequences, the same ones for everything that is compared.
 
     clusters: of each sequence int [B], 0 to C - 1: those of a cluster are drawn together. None: each by itself.
     Raises ValueError for fewer than two to draw from: nothing can be said then of how they vary.
@@ -92,7 +92,7 @@ def policy_sums(logprobs: np.ndarray, rollout_logprobs: np.ndarray, owners: np.n
 
 
 def quantiles(logprobs: np.ndarray, rollout_logprobs: np.ndarray) -> dict[str, float]:
-    """Of |d|, in nats, without an interval: a largest value has none that means anything."""
+    """Median, 99th percentile and largest |d|, nats. No interval: that of a largest value would mean nothing."""
     size = np.abs(np.asarray(logprobs, np.float64) - np.asarray(rollout_logprobs, np.float64))
     p50, p99 = np.percentile(size, [50, 99])
     return {"abs_p50": float(p50), "abs_p99": float(p99), "abs_max": float(size.max())}
@@ -106,8 +106,11 @@ def extreme_fractions(d: np.ndarray, taus: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choices:
-    """The routers' own choice against the record. shared int [L, R]: experts in both sets, of top_k. margin float
-    [L, R]: by how much the router prefers its own set, 0 where the sets agree."""
+    """Compares the routers' own choice with the record.
+
+    shared int [L, R]: experts in both sets, out of top_k. margin float [L, R]: by how much the router prefers its own
+    set, 0 where the sets agree.
+    """
 
     shared: np.ndarray
     margin: np.ndarray

@@ -1,4 +1,4 @@
-"""What is compared: rollouts that a run kept and the checkpoints that can score them, or rollouts sampled now."""
+"""Finds what to compare: rollouts that a run kept and the checkpoints that can score them, or rollouts sampled now."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ from moe_rl.weights.sender import WeightSender
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Sequences with routes, of one sampler. sampler: its precision, in words. left_out: sequences without all their
-    routes, which are not compared."""
+    """Holds sequences with routes, of one sampler.
+
+    sampler: its precision, in words. left_out: how many sequences lack some of their routes and are not compared.
+    """
 
     name: str
     sampler: str
@@ -42,7 +44,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Weights that can score rollouts. version: steps done. path: None is the initial model."""
+    """Names weights that can score rollouts. version: steps done. path: None is the initial model."""
 
     version: int
     path: Path | None

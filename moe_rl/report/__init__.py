@@ -1,0 +1,1 @@
+"""Logs what a run measures, and writes the pages that show it."""

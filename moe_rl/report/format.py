@@ -1,4 +1,4 @@
-"""Numbers as a person reads them, the same on the console and in the report."""
+"""Writes numbers as a person reads them, the same on the console and on every page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file `metrics.jsonl`: one JSON object a line, appended while the run lives, read back for resume and report."""
+"""Writes and reads `metrics.jsonl`: one JSON object a line, appended while the run lives."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RunLines:
-    """The lines of a run. train, eval: ordered by step; a step logged twice keeps its last line. torn: the last line
-    was cut short, as by a kill while it was written, and is left out.
+    """Holds the lines of a run.
+
+    train, eval: ordered by step; a step logged twice keeps its last line. torn: the last line was cut short, as by a
+    kill while it was written, and is left out.
     """
 
     train: list[Row] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The log of a run: one aligned console line and one JSON line per step."""
+"""Logs a run: one aligned console line and one JSON line per step."""
 
 from __future__ import annotations
 

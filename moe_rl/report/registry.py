@@ -1,7 +1,7 @@
-"""What holds a run to the list of its metrics, `metrics.py`.
+"""Holds a run to the list of its metrics, `metrics.py`, and writes that list for readers.
 
 A metric that is not in it cannot be logged and one that is promised every step cannot be left out, so the list is the
-truth. `python -m moe_rl.report.registry > docs/metrics.md` writes it out for readers.
+truth. `python -m moe_rl.report.registry > docs/metrics.md` writes the document.
 """
 
 from __future__ import annotations

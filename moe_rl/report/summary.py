@@ -1,4 +1,4 @@
-"""summary.json: what a run came to, in one flat object that a script can read."""
+"""Writes summary.json: what a run came to, in one flat object that a script can read."""
 
 from __future__ import annotations
 
