@@ -43,6 +43,7 @@ setup(
         "tokenizers>=0.23.2",
         "torch>=2.13,<2.14",
         "transformers>=5.19,<6",
+        "unidiff>=1.0.1",
         "xxhash>=3.5",
         "zstandard>=0.23",
     ],

@@ -1,4 +1,4 @@
-"""A patch series as it lies in patches/vllm/VERSION: which patches, in which order, and the digests that bind them.
+"""Reads a patch series as it lies in patches/vllm/VERSION: which patches, in which order, their digests, their hunks.
 
 SERIES   version X       the vLLM release it is for
          ran TEXT        what of that release was run with these patches; without this line no engine starts with them
@@ -8,10 +8,17 @@ BASE     PATCH PATH SHA256 SHA256    for every file that a patch changes: its di
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moe_rl.errors import PatchError, describe
+
+if TYPE_CHECKING:
+    from unidiff import PatchedFile
+
+PATCHES = Path(__file__).resolve().parents[2] / "patches" / "vllm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,24 @@ class Series:
             for change in patch.changes:
                 found[change.path] = (*found.get(change.path, (change.before,)), change.after)
         return found
+
+
+def read_hunks(patch: Path, package: str) -> dict[str, PatchedFile]:
+    """The hunks of every file that a patch changes, by its path in `package`.
+
+    Raises PatchError, with the line, where a hunk does not hold what its counts say.
+    """
+    # Imported here: to look at a vLLM, which every engine does at its start, digests are enough.
+    from unidiff import PatchSet, UnidiffParseError
+
+    with open(patch, encoding="utf-8", newline="\n") as file:
+        lines = list(file)
+    unread = iter(lines)
+    try:
+        return {file.path.removeprefix(f"{package}/"): file for file in PatchSet(unread)}
+    except UnidiffParseError as error:
+        at = len(lines) - operator.length_hint(unread)
+        raise PatchError(describe("A patch is damaged", where=f"{patch}, line {at}", got=error)) from error
 
 
 def read_all(folder: Path) -> list[Series]:

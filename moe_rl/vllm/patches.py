@@ -13,12 +13,14 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moe_rl.errors import PatchError, describe
-from moe_rl.vllm.patch_series import Patch, Series, read_all
-from moe_rl.vllm.unified_diff import patched, read_patch
+from moe_rl.vllm.patch_series import PATCHES, Patch, Series, read_all, read_hunks
 
-PATCHES = Path(__file__).resolve().parents[2] / "patches" / "vllm"
+if TYPE_CHECKING:
+    from unidiff import PatchedFile
+
 COMMAND = "python tools/apply_patches.py"
 
 
@@ -254,7 +256,7 @@ def _rewrite(state: State, *, reverse: bool) -> None:
     original = {path: (state.root / path).read_bytes() for path in state.files}
     texts = dict(original)
     for patch in reversed(state.series.patches) if reverse else state.series.patches:
-        hunks = read_patch(patch.file, "vllm")
+        hunks = read_hunks(patch.file, "vllm")
         if hunks.keys() != {change.path for change in patch.changes}:
             raise _broken_promise(patch, f"changes in {', '.join(hunks) or 'no file'}")
         for change in patch.changes:
@@ -267,6 +269,22 @@ def _rewrite(state: State, *, reverse: bool) -> None:
     for path, text in texts.items():
         if text != original[path]:
             _replace(state.root / path, text)
+
+
+def patched(text: bytes, hunks: PatchedFile, where: str, *, reverse: bool = False) -> bytes:
+    """`text` with the hunks applied (or taken back) at exactly their lines; PatchError where it reads otherwise."""
+    lines = text.splitlines(keepends=True)
+    result: list[bytes] = []
+    done = 0
+    for hunk in hunks:
+        start = (hunk.target_start if reverse else hunk.source_start) - 1
+        source, target = ([line.value.encode() for line in side] for side in (hunk.source_lines(), hunk.target_lines()))
+        before, after = (target, source) if reverse else (source, target)
+        if lines[start : start + len(before)] != before:
+            raise PatchError(describe("A patch does not fit", where=f"{where}, line {start + 1}"))
+        result += [*lines[done:start], *after]
+        done = start + len(before)
+    return b"".join([*result, *lines[done:]])
 
 
 def _broken_promise(patch: Patch, got: str) -> PatchError:

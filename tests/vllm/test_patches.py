@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from moe_rl.errors import PatchError
 from moe_rl.vllm import patches
-from moe_rl.vllm.patch_series import read_all
-from moe_rl.vllm.unified_diff import patched, read_patch
+from moe_rl.vllm.patch_series import read_all, read_hunks
 
 REPOSITORY = Path(patches.__file__).parents[2]
 COMMAND = REPOSITORY / "tools" / "apply_patches.py"
@@ -233,7 +232,7 @@ def test_a_shipped_series_is_whole(series):
     assert {path.name for path in folder.iterdir()} == {"SERIES", "BASE", *(patch.name for patch in series.patches)}
     assert series.ran
     for patch in series.patches:
-        assert read_patch(patch.file, "vllm").keys() == {change.path for change in patch.changes}
+        assert read_hunks(patch.file, "vllm").keys() == {change.path for change in patch.changes}
         header = patch.file.read_text().partition("\n--- a/vllm/")[0]
         assert "\nWhy it is safe: " in header and "\nUnnecessary when: " in header, patch.name
 
@@ -443,6 +442,6 @@ def test_a_diff_goes_both_ways(tmp_path_factory, before, data):
     old, new = "".join(before).encode(), "".join(after).encode()
     file = tmp_path_factory.mktemp("diff") / "it.patch"
     file.write_text(diff("it.py", old, new))
-    hunks = read_patch(file, "vllm").get("it.py", [])
-    assert patched(old, hunks, "it.py") == new
-    assert patched(new, hunks, "it.py", reverse=True) == old
+    hunks = read_hunks(file, "vllm").get("it.py", [])
+    assert patches.patched(old, hunks, "it.py") == new
+    assert patches.patched(new, hunks, "it.py", reverse=True) == old
