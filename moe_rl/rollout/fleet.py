@@ -106,12 +106,12 @@ class ServerFleet:
 
     @property
     def workers(self) -> int:
-        """Of all servers that are not lost."""
+        """Processes that hold weights, of all servers that are not lost."""
         return sum(self._workers[number] for number in self._servers)
 
     @property
     def address(self) -> str:
-        """Of this host, as the servers reach it."""
+        """The address of this host, as the servers reach it."""
         urls = (urlsplit(server.url) for server in self._servers.values())
         return reached_by_all([(url.hostname, url.port) for url in urls])
 

@@ -22,7 +22,7 @@ class Sampler(Protocol):
     workers: int
     """Processes that hold weights. Who drives several engines gives each, by `Broadcast.first_rank`, its own ranks."""
     address: str
-    """Of this host, as these processes reach it."""
+    """The address of this host, as these processes reach it."""
 
     def generate(
         self, requests: Sequence[GenerateRequest], *, shard: str, enough: int | None = None

@@ -44,7 +44,7 @@ def fixed(model: Path, *, capture: str, recording: Recording | None) -> dict[str
         "skip_tokenizer_init": True,
         # Else vLLM would take stop tokens and sampling parameters from the checkpoint.
         "generation_config": "vllm",
-        # Of the distribution the token was drawn from: after the temperature, not before.
+        # Logprobs are of the distribution the token was drawn from: after the temperature, not before.
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": CONTROL,
         "weight_transfer_config": {"backend": BACKEND},

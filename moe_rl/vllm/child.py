@@ -20,6 +20,7 @@ from moe_rl.messages import Channel, Message
 from moe_rl.types import Completion, GenerateRequest
 from moe_rl.vllm import arguments, sampling, wire
 from moe_rl.vllm.recording import Recording, RecordingRequest, as_stored
+from moe_rl.vllm.route_source import NativeSource, WorkerSource
 from moe_rl.vllm.sampling import Growing
 from moe_rl.vllm.wire import SLEEPING_PARTS, EngineSettings
 from moe_rl.weights.update import Holding, agreement, encode, refusal
@@ -74,8 +75,6 @@ class ChildEngine:
         # Imported here: a parent that is told of a wrong vLLM should not wait for its import.
         import vllm
         from vllm.platforms import current_platform
-
-        from moe_rl.vllm.route_source import NativeSource, WorkerSource
 
         self.vllm_version: str = vllm.__version__
         self._pulse = pulse

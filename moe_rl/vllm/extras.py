@@ -88,7 +88,7 @@ class Extras:
         if wanted:
             logits = self._buffer[[row for *_, row in wanted]].cpu().numpy()
             for (request, position, _), one in zip(wanted, logits, strict=True):
-                # Of a token that is computed again after a preemption the first pass counts, as for its routes.
+                # A token may be computed again after a preemption: the first pass counts, as for its routes.
                 self._logits.setdefault(request.number, {}).setdefault(position, one)
 
     def drop(self, request: Recorded) -> None:

@@ -24,6 +24,7 @@ from starlette.websockets import WebSocketClose
 import moe_rl
 from moe_rl.errors import describe
 from moe_rl.vllm.control import Challenge, Open, Publish, Release, Scoring, Served, Sink, read_token
+from moe_rl.vllm.route_source import join_parts
 from moe_rl.weights.update import Broadcast, Files, Holding, Received, WeightUpdate, agreement, encode
 
 GATE = f"{__name__}.Gate"
@@ -123,7 +124,7 @@ class Control:
         except ClientDisconnect:
             return _error(400, "the client is gone")
         except Exception as error:
-            # Of the engine: it may be dead, which vLLM notices and logs itself.
+            # The engine may be dead, which vLLM notices and logs itself.
             return _error(503 if engine.errored else 500, f"{type(error).__name__}: {error}")
 
     async def _open(self, engine, message: Open) -> None:
@@ -131,8 +132,6 @@ class Control:
         await _call(engine, "moe_rl_open", message.sink, message.folder)
 
     async def _publish(self, engine, message: Publish) -> dict:
-        from moe_rl.vllm.route_source import join_parts
-
         if unknown := set(message.aborted) - message.sequences.keys():
             raise RefusedCall(400, f"aborted: {min(unknown)!r} is none of the sequences")
         await _settle(engine, message.sink)

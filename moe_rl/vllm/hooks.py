@@ -10,7 +10,7 @@ def attach_recorder(worker) -> None:
 
     The request is `LLM(additional_config={"moe_rl": {"trace_root": ..., "model_fingerprint": ...}})`. Being part of
     vLLM's config it is also part of the key of vLLM's compile cache, so that a graph traced without the capture is
-    never reused with it. Of tensor-parallel workers, which all route alike, the first one records.
+    never reused with it. Tensor-parallel workers all route alike: the first one records.
     """
     additional = worker.vllm_config.additional_config
     if not isinstance(additional, dict) or "moe_rl" not in additional:

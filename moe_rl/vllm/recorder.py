@@ -57,6 +57,7 @@ class _Allotted:
 class Recorder:
     """One per worker that records.
 
+    spec: of the trace. sinks: the shards that are being filled. weight_version: of the model's weights now.
     stats: counts since the start - steps, tokens forwarded, requests, those recorded, preemptions, refused requests,
     waits for a copy. Raises EngineError for a model without MoE layers.
     """
@@ -77,7 +78,7 @@ class Recorder:
         )
         stage, stages, every_layer = _pipeline(self._capture.layers)
         self.spec = self.recording.spec(model_config, every_layer)
-        self._sinks = Sinks(
+        self.sinks = Sinks(
             Path(self.recording.trace_root),
             self.spec,
             layers=self._capture.layers,
@@ -94,10 +95,6 @@ class Recorder:
 
     # Control: called between steps, through the engine's collective_rpc.
 
-    def open(self, sink: str, folder: str = "") -> None:
-        """Begin a shard of the store in `folder` below the trace root. Raises TraceError when it exists."""
-        self._sinks.open(sink, folder)
-
     def publish(
         self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str] = ()
     ) -> dict[str, RoutePart]:
@@ -107,16 +104,12 @@ class Recorder:
         that was not recorded, or not from these tokens; the shard then stays as it was.
         """
         self._work_off(wait=True)
-        return self._sinks.publish(sink, sequences, aborted)
+        return self.sinks.publish(sink, sequences, aborted)
 
     def unfinished(self, sink: str) -> list[str]:
         """Keys of the requests that may still add to a shard: a request's end is told with the step after it."""
         asks = [request.ask for request in self._requests.values()]
         return [ask.key for ask in asks if ask is not None and ask.sink == sink]
-
-    def abandon(self, sink: str) -> None:
-        """Drop a shard that was begun, if it was."""
-        self._sinks.abandon(sink)
 
     # Hooks: called by the worker, once each per step.
 
@@ -242,7 +235,7 @@ class Recorder:
                 try:
                     request.kept = self._rows(request, table, forwarded)
                 except MoeRLError as error:
-                    self._sinks.refuse(request.ask.sink, request.ask.key, error)
+                    self.sinks.refuse(request.ask.sink, request.ask.key, error)
                     request.ask = None
 
         self._submit(keep)
@@ -255,9 +248,9 @@ class Recorder:
                 if request.ask is not None:
                     rows = self._rows(request, table, forwarded)
                     aux = self._extras.of_request(request, len(rows)) if self._extras is not None else {}
-                    self._sinks.add(request, rows, aux)
+                    self.sinks.add(request, rows, aux)
             except MoeRLError as error:
-                self._sinks.refuse(request.ask.sink, request.ask.key, error)
+                self.sinks.refuse(request.ask.sink, request.ask.key, error)
             finally:
                 if self._extras is not None:
                     self._extras.drop(request)
@@ -268,7 +261,7 @@ class Recorder:
         """A request that asks for the impossible is sampled all the same; who asks for its routes learns why not."""
         args = new.sampling_params.extra_args
         self.stats["refused"] += 1
-        self._sinks.refuse(str(args.get("moe_rl_sink")), str(args.get("moe_rl_key")), error)
+        self.sinks.refuse(str(args.get("moe_rl_sink")), str(args.get("moe_rl_key")), error)
 
     # The journal and what it does.
 
@@ -341,7 +334,7 @@ def _pipeline(layers: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
 
 
 def _attention_group(config) -> tuple[int, int, int]:
-    """Of vLLM's KVCacheConfig: index of the group with full attention, number of blocks, tokens a block."""
+    """Index of the group with full attention in vLLM's KVCacheConfig, number of blocks, tokens a block."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, RSWASpec, UniformTypeKVCacheSpecs
 
     for at, group in enumerate(config.kv_cache_groups):

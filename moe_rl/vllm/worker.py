@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import traceback
 from collections.abc import Mapping, Sequence, Set
-from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -17,10 +16,8 @@ import torch
 from moe_rl.errors import EngineError, MoeRLError, describe
 from moe_rl.vllm import patches
 from moe_rl.vllm.hooks import attach_recorder
+from moe_rl.vllm.recorder import Recorder
 from moe_rl.weights import receiver
-
-if TYPE_CHECKING:
-    from moe_rl.vllm.recorder import Recorder
 
 CONTROL = f"{__name__}.RecorderControl"
 WORKER = f"{__name__}.RecordingWorker"
@@ -46,7 +43,7 @@ class RecorderControl:
     def moe_rl_open(self, sink: str, folder: str = "") -> None:
         """folder: of the store, below the trace root."""
         if self.moe_rl_recorder is not None:
-            self.moe_rl_recorder.open(sink, folder)
+            self.moe_rl_recorder.sinks.open(sink, folder)
 
     def moe_rl_publish(
         self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str] = ()
@@ -59,7 +56,7 @@ class RecorderControl:
 
     def moe_rl_abandon(self, sink: str) -> None:
         if self.moe_rl_recorder is not None:
-            self.moe_rl_recorder.abandon(sink)
+            self.moe_rl_recorder.sinks.abandon(sink)
 
     def moe_rl_update_weights(self, update: bytes) -> dict[str, object]:
         """One part of new weights, see `weights.update.encode`; returns a `Holding` as plain values."""

@@ -1,4 +1,4 @@
-"""The engine's temporary folder: its own while its process lives, removed by the next one when that was killed."""
+"""The temporary folder of vLLM: its own while its process lives, removed by the next one when that was killed."""
 
 import os
 import secrets

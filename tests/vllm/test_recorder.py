@@ -162,7 +162,7 @@ def fake(tmp_path, monkeypatch):
 def test_prefix_chunks_and_a_surplus_row(fake):
     """b finds a's first block in the cache; a is prefilled in two chunks; b forwards one token too many."""
     a, b = [11, 12, 13, 14, 15, 16, 17], [11, 12, 13, 14, 25]
-    fake.recorder.open("shard")
+    fake.recorder.sinks.open("shard")
     fake.step(new=[("a", "key/a", [5, 2], 0, a[:6])])
     fake.step(cached=[("a", None, 6, a[6:], [5, 2])], new=[("b", "key/b", [5, 9], 4, b[4:])])
     fake.step(cached=[("b", None, 5, [99], [5, 9])])
@@ -193,7 +193,7 @@ def test_a_block_may_be_shared_in_the_step_it_is_given_out(fake):
 
 def test_a_preempted_request_keeps_the_rows_that_decided_its_tokens(fake):
     tokens = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
-    fake.recorder.open("shard")
+    fake.recorder.sinks.open("shard")
     fake.step(new=[("a", "a", [1, 2], 0, tokens[:5])])
     fake.step(cached=[("a", None, 5, tokens[5:6], [1, 2])])
     fake.recorder.weight_version = 7  # an update before it is computed again
@@ -267,10 +267,10 @@ def test_late_copies_are_waited_for_in_order(fake, monkeypatch):
     fake.step(new=[("a", "a", [5], 0, a)])
     fake.step(new=[("b", "b", [5], 0, b)], finished=["a"])
     fake.step(finished=["b"])
-    assert not waits and not fake.recorder._sinks._open, "nothing has arrived, nothing was waited for"
+    assert not waits and not fake.recorder.sinks._open, "nothing has arrived, nothing was waited for"
     events[0].arrived = True
     fake.step(new=[("c", None, [6], 0, [1])])
-    assert list(fake.recorder._sinks._open["shard"].records) == ["a"]
+    assert list(fake.recorder.sinks._open["shard"].records) == ["a"]
     parts = fake.recorder.publish("shard", {"a": a, "b": b})
     assert waits == [events[1], events[2]]
     fake.compare("a", parts["a"], a, fake.routes(a, range(4), 0))
@@ -350,7 +350,7 @@ def test_other_tokens_than_the_sampler_returned_are_an_error(fake):
         with pytest.raises(EngineError, match=message):
             fake.recorder.publish("shard", {"a": wanted})
         assert fake.store.shards() == []
-        fake.recorder.abandon("shard")
+        fake.recorder.sinks.abandon("shard")
     fake.step(new=[("a", "a", [1], 0, [8, 9, 10])])
     fake.step(finished=["a"])
     with pytest.raises(EngineError, match="was not recorded .request b"):
@@ -389,10 +389,10 @@ def test_a_request_that_asks_for_the_impossible_is_told_when_its_routes_are_want
 
 
 def test_a_shard_that_exists_is_refused(fake):
-    fake.recorder.open("shard")
+    fake.recorder.sinks.open("shard")
     fake.recorder.publish("shard", {})
     with pytest.raises(TraceError, match="shard exists already"):
-        fake.recorder.open("shard")
+        fake.recorder.sinks.open("shard")
 
 
 def vllm_config(**changes) -> SimpleNamespace:
