@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -29,8 +30,8 @@ class Case:
     """
 
     ranks: int
-    parallel: dict[str, object] = field(default_factory=dict)
-    train: dict[str, object] = field(default_factory=dict)
+    parallel: Mapping[str, Any] = field(default_factory=dict)
+    train: Mapping[str, Any] = field(default_factory=dict)
     mode: Mode = "r3"
     plan: bool = True
     overlap_chunks: int = 0
@@ -77,7 +78,7 @@ class Case:
 
     @property
     def train_config(self) -> TrainConfig:
-        settings = {"dtype": "float32", **self.train}
+        settings: dict[str, Any] = {"dtype": "float32", **self.train}
         return TrainConfig(
             microbatch_tokens=MICROBATCH_TOKENS, optimizer=OptimizerConfig(lr=1e-3, clip_grad=1e9), **settings
         )
@@ -85,7 +86,7 @@ class Case:
 
 def parse(overrides: Seq[str], ranks: int) -> Case:
     """The r3 case of `parallel.a=b` and `train.a=b` overrides. Raises ConfigError naming what is wrong with one."""
-    given: dict[str, dict[str, object]] = {"parallel": {}, "train": {}}
+    given: dict[str, dict[str, Any]] = {"parallel": {}, "train": {}}
     for text in overrides:
         key, equals, value = text.partition("=")
         section, _, name = key.partition(".")

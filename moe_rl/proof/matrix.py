@@ -7,9 +7,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +23,7 @@ from moe_rl.proof.batch import batch
 from moe_rl.proof.cases import Case
 from moe_rl.proof.reference import Reference, reference
 
-Tensors = dict[object, torch.Tensor]
+Tensors = Mapping[Any, torch.Tensor]
 TOLERANCE = 1e-6
 
 
@@ -146,7 +148,8 @@ def prove(proof: Proof, cases: list[Case]) -> list[Proved]:
 
     Raises ConfigError when one of them is no layout of the proof's model.
     """
-    facts, problems = read_model(proof.checkpoint), []
+    facts = read_model(proof.checkpoint)
+    problems: list[str] = []
     for case in cases:
         # The dtype in which megatron would run the schedule; the proof computes in float32 in any.
         train = case.train_config.model_copy(update={"dtype": "bfloat16"})
@@ -160,9 +163,9 @@ def prove(proof: Proof, cases: list[Case]) -> list[Proved]:
     return [Proved(o, next(off) if o.case.mode == "r3" else None) for o in outcomes[: len(cases)]]
 
 
-def merged(ranks: list[dict], key: str) -> Tensors:
+def merged(ranks: list[dict], key: str) -> dict[Any, torch.Tensor]:
     """What all ranks saw together. Raises ReplayError when two that saw the same thing do not agree bit for bit."""
-    out: Tensors = {}
+    out: dict[Any, torch.Tensor] = {}
     for rank in ranks:
         for name, value in rank[key].items():
             if not torch.equal(value, out.setdefault(name, value)):

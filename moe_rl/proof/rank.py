@@ -84,7 +84,7 @@ def _seen(trial: Trial) -> dict:
         "grads": whole_gradients(policy, trial.facts),
         "tallies": [asdict(session.tally) for session in sessions],
         "dispatch": trial.judge(witness) if case.mode in ("r3", "observe") else None,
-        "chosen": trial.chosen(tables) if case.mode == "r2" else None,
+        "chosen": trial.chosen(tables) if tables is not None and case.mode == "r2" else None,
         "microbatches": len(trial.microbatches),
         "layers": list(policy.layers),
         "recomputed_layers": sorted(policy.recomputed_layers),

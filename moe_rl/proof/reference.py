@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +43,8 @@ def reference(
     attention = "eager" if facts.sinks else "sdpa"
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation=attention)
     sequences, _ = batch(facts)
-    current, topk = {}, torch.topk
+    current: dict[str, Any] = {}
+    topk = torch.topk
 
     def choose(scores, k, *args, **kwargs):
         """Stands for torch.topk within a router; the one among experts is told from those among groups by its width."""
@@ -69,7 +71,9 @@ def reference(
     gates = [mlp.gate if hasattr(mlp, "gate") else mlp.router for mlp in mlps]
     for column, gate in enumerate(gates):
         gate.forward = forced_gate(gate, column)
-    logprobs, logits, loss = {}, {}, 0.0
+    logprobs: dict[int, torch.Tensor] = {}
+    logits: dict[tuple[int, int], torch.Tensor] = {}
+    loss = imbalance = torch.zeros(())
     for number, sequence in enumerate(sequences):
         tokens = torch.tensor([sequence.prompt_token_ids + sequence.token_ids])
         current["number"] = number
@@ -80,7 +84,6 @@ def reference(
         loss = loss - (predicted * sequence.reward).sum() / len(sequences)
         logprobs[number] = predicted.detach()
     everything = sum(sequence.forwarded for sequence in sequences)
-    imbalance = 0.0
     for numbers in microbatches:
         for column in range(len(gates)):
             together = torch.cat([logits[number, column] for number in numbers])
@@ -90,7 +93,7 @@ def reference(
 
 
 def _imbalance(facts: ModelFacts, logits: torch.Tensor) -> torch.Tensor:
-    """Of one microbatch in one layer: E / K * sum over experts of the fraction of tokens times the mean score."""
+    """Measure one microbatch in a layer: E / K * sum over experts of the fraction of tokens times the mean score."""
     scores = logits.softmax(-1) if facts.score_function == "softmax" else logits.sigmoid()
     scores = scores / scores.sum(-1, keepdim=True)
     chosen = logits.topk(facts.top_k, -1).indices.flatten().bincount(minlength=facts.num_experts)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import zip_longest
+from typing import cast
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ import xxhash
 from torch import Tensor
 
 from moe_rl.errors import WeightSyncError, describe
-from moe_rl.weights.update import TensorInfo
+from moe_rl.weights.update import DTypeName, TensorInfo
 
 _WORDS = 1 << 20
 """Words that share a salt of the second kind: 8 MiB as int64, in which they are summed."""
@@ -56,9 +57,9 @@ def as_announced(infos: Sequence[TensorInfo], tensors: Iterable[tuple[str, Tenso
         yield name, tensor
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """As in `TensorInfo`."""
-    return str(dtype).removeprefix("torch.")
+def dtype_name(dtype: torch.dtype) -> DTypeName:
+    """The name of a dtype in `TensorInfo`; of one that cannot be sent, a name that no reader takes."""
+    return cast(DTypeName, str(dtype).removeprefix("torch."))
 
 
 def tensor_digests(

@@ -70,7 +70,7 @@ class Intake:
             self._agree(info, tensor_digest(info.name, tensor))
             on_tensor()
         if update.final:
-            self._check_stale()
+            self._check_stale(update)
 
     def received(self, tensors: Iterable[tuple[str, Tensor]], on_tensor: Callable[[], None]) -> None:
         """Note what came by broadcast, before its digests are known."""
@@ -80,9 +80,10 @@ class Intake:
 
     def confirm_received(self) -> None:
         """Compare the digests that now came with those of what was received. Raises WeightSyncError as `confirm`."""
-        for info in self._part().tensors:
+        update = self._part()
+        for info in update.tensors:
             self._agree(info, self._received[info.name])
-        self._check_stale()
+        self._check_stale(update)
 
     def touch(self) -> None:
         """The model is opened for loading: from now on nothing is whole."""
@@ -182,12 +183,12 @@ class Intake:
             )
         self._digests[info.name] = digest
 
-    def _check_stale(self) -> None:
-        if self._update.changed and total_digest(self._digests) == self._digest:
+    def _check_stale(self, update: WeightUpdate) -> None:
+        if update.changed and total_digest(self._digests) == self._digest:
             raise WeightSyncError(
                 describe(
                     "The new weights are stale",
-                    got=f"the bytes of version {self._version} as version {self._update.version}",
+                    got=f"the bytes of version {self._version} as version {update.version}",
                     expected="others, since the trainer's weights changed in between",
                     do="look for weights that are exported before the optimizer's step has reached them",
                 )

@@ -24,7 +24,7 @@ class Reader:
     """One worker's. load: is given the tensors of a part, or of a bucket that was broadcast, and may keep them. rank:
     of the worker among those of its sampler. on_tensor: called after each that was confirmed.
 
-    Knows no engine. Of vLLM's own ways it imports the code when the first such part comes.
+    It knows no engine. It imports the code of vLLM's own ways when the first such part comes.
     """
 
     def __init__(
@@ -50,7 +50,8 @@ class Reader:
         elif isinstance(update.source, Received):
             self._intake.confirm_received()
         else:
-            tensors = self._unpacked(update) if isinstance(update.source, CudaIpc) else dict(placed(update))
+            source = update.source
+            tensors = self._unpacked(update, source) if isinstance(source, CudaIpc) else dict(placed(update))
             if isinstance(update.source, SharedMemory) and not (update.final and update.number == 0):
                 # A layer that is not complete yet is loaded when the trainer has written there again.
                 tensors = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -69,12 +70,12 @@ class Reader:
             self._link.close()
             self._link = None
 
-    def _unpacked(self, update: WeightUpdate) -> dict[str, Tensor]:
+    def _unpacked(self, update: WeightUpdate, source: CudaIpc) -> dict[str, Tensor]:
         from moe_rl.weights import cuda_ipc
 
         if self._importer is None:
             self._importer = cuda_ipc.PackedBufferImporter()
-        return dict(cuda_ipc.unpacked(update.source, update.tensors, self._device, self._importer))
+        return dict(cuda_ipc.unpacked(source, update.tensors, self._device, self._importer))
 
     def _receive(self, update: WeightUpdate, source: Broadcast) -> None:
         from moe_rl.weights.broadcast import Receiver
@@ -99,6 +100,9 @@ class Reader:
 
 def placed(update: WeightUpdate) -> Iterator[tuple[str, Tensor]]:
     """Every (name, tensor) of a part that lies somewhere, mapped. Raises WeightSyncError where it cannot be read."""
-    if isinstance(update.source, Files):
-        return read_parts([Path(path) for path in update.source.paths])
-    return read_segments(update.source.segments, update.tensors)
+    match update.source:
+        case Files(paths):
+            return read_parts([Path(path) for path in paths])
+        case SharedMemory(segments):
+            return read_segments(segments, update.tensors)
+    raise TypeError(f"{update.source!r} is no place")

@@ -96,7 +96,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, UpdatePart]):
     def __init__(self, *args):
         super().__init__(*args)
         shapes = checkpoint_shapes(Path(self.model_config.model))
-        # Of multi-token-prediction layers, which the model leaves out, nobody sends anything.
+        # Nobody sends weights of multi-token-prediction layers, which the model leaves out.
         config = self.model_config.hf_config
         sent = (name for name in shapes if get_spec_layer_idx_from_weight_name(config, name) is None)
         self.intake = Intake({name: shapes[name] for name in sent}, dtype_name(self.model_config.dtype))

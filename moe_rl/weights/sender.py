@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_rl.config.schema import RolloutConfig
 from moe_rl.errors import ConfigError, describe
-from moe_rl.planning.transfer import Way, weight_transfer
+from moe_rl.planning.transfer import Place, Way, weight_transfer
 from moe_rl.weights.broadcast import Sender
 from moe_rl.weights.shared_disk import DiskWay
 from moe_rl.weights.shared_memory import MemoryWay
@@ -55,7 +55,9 @@ class WeightSender:
         self._bucket_bytes = int(rollout.weight_bucket_mib * 2**20)
         self._named = way or _way(rollout, ranks)
         disk, memory = self._named == "disk", self._named == "shared_memory"
-        self._way = DiskWay(folder, dist.get_rank()) if disk else MemoryWay() if memory else None
+        self._way: DiskWay | MemoryWay | None = None
+        if disk or memory:
+            self._way = DiskWay(folder, dist.get_rank()) if disk else MemoryWay()
         self._sender: Sender | None = None
         self._held, self._moves = 0, policy.moves
 
@@ -68,18 +70,19 @@ class WeightSender:
         part = partial(WeightUpdate, version=version, replaces=self._held, changed=self._policy.moves > self._moves)
         if sampler is not None:
             sampler.wake("weights")
-        sent = self._place(sampler, part) if self._way is not None else self._stream(sampler, part)
+        sent = self._place(self._way, sampler, part) if self._way is not None else self._stream(sampler, part)
         if sampler is not None:
             sampler.wake("kv_cache")
         self._held, self._moves = version, self._policy.moves
         return sent
 
-    def _place(self, sampler: Recipient | None, part: Callable[..., WeightUpdate]) -> int:
-        rounds, way = self._rounds(host=True), self._way
+    def _place(self, way: DiskWay | MemoryWay, sampler: Recipient | None, part: Callable[..., WeightUpdate]) -> int:
+        rounds = self._rounds(host=True)
         count = max(self._ranks.gather(len(rounds), int))
         way.begin()
         dist.barrier()
-        sent, number, waiting = 0, 0, []
+        sent, number = 0, 0
+        waiting: list[Bucket] = []
         for at in range(count):
             everyone = self._ranks.gather(way.bucket(rounds[at].tensors if at < len(rounds) else ()), Bucket)
             final = at == count - 1
@@ -114,7 +117,7 @@ class WeightSender:
 
 def _way(rollout: RolloutConfig, ranks: Ranks) -> Way:
     one_host = dist.get_world_size() == int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    place = "servers" if rollout.servers else "child"
+    place: Place = "servers" if rollout.servers else "child"
     gpu = ranks.device().type == "cuda"
     transfer = weight_transfer(rollout.weight_transfer, gpu=gpu, place=place, one_host=one_host)
     if transfer.way is None:

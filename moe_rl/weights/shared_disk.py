@@ -45,7 +45,7 @@ class DiskWay:
 
     def source(self, buckets: Sequence[Bucket]) -> Files:
         """Where the sampler finds the tensors of the buckets of all ranks, in their order."""
-        return Files([bucket.place for bucket in buckets])
+        return Files([bucket.place for bucket in buckets if isinstance(bucket.place, str)])
 
     def end(self) -> None:
         """The update is over on all ranks."""

@@ -44,7 +44,7 @@ class MemoryWay:
 
     def source(self, buckets: Sequence[Bucket]) -> SharedMemory:
         """As DiskWay.source."""
-        return SharedMemory([bucket.place for bucket in buckets])
+        return SharedMemory([bucket.place for bucket in buckets if isinstance(bucket.place, MemorySegment)])
 
     def end(self) -> None:
         """The segment stays until the sender goes."""

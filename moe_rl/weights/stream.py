@@ -154,7 +154,8 @@ class _Sending:
 
     def __init__(self, sender: Sender, stream: WeightStream):
         self._sender, self._stream = sender, stream
-        self._stopped, self._error = threading.Event(), None
+        self._stopped = threading.Event()
+        self._error: Exception | None = None
         # Left behind when the sampler fails in the middle: nothing can call a thread back that waits in a collective.
         self._thread = threading.Thread(target=self._run, name="broadcast", daemon=True)
         self._thread.start()

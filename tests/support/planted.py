@@ -97,7 +97,7 @@ def refused(name: str, case: Case, checkpoint: Path) -> dict[str, object]:
 
 
 def _layers(policy: Policy) -> list[torch.nn.Module]:
-    """Of all its chunks, in the model's order."""
+    """The layers of all its chunks, in the model's order."""
     return [layer for chunk in policy.chunks for layer in unwrap(chunk).decoder.layers]
 
 
