@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from moe_rl.tasks.arithmetic import HELDOUT_SIZE, LEVELS, TRAIN_SIZE, build_splits, wanted_completion
+from tools.dev.arithmetic_task import HELDOUT_SIZE, LEVELS, TRAIN_SIZE, build_splits, wanted_completion
 
 ASSETS = Path(__file__).parents[2] / "assets" / "tiny_moe"
 POLICY = ASSETS / "policy"
@@ -171,7 +171,7 @@ def test_transformers_loads_the_policy_whole_and_it_passes_as_often_as_recorded(
     import torch
     from transformers import Qwen3MoeForCausalLM
 
-    from moe_rl.train.warm_start import sample
+    from tools.dev.make_tiny_policy import sample
 
     torch.set_num_threads(1)
     policy, info = Qwen3MoeForCausalLM.from_pretrained(POLICY, dtype=torch.float32, output_loading_info=True)
