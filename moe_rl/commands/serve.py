@@ -1,5 +1,107 @@
-"""`moe-rl serve`: vLLM's own server, recording."""
+"""Start vLLM's own API server with a recorder, behind a gate that wants the run's token.
 
-from moe_rl.vllm.serve import add_arguments, run
+    moe-rl serve --config FILE [a.b=c ...] [--host ADDRESS] [--port N] [-- further arguments of vLLM's]
+    moe-rl serve --model DIR --trace-root DIR ... [-- ...]
 
-__all__ = ["add_arguments", "run"]
+With --config it serves what that run wants of its servers (rollout.servers): its model, precision, lengths, capture and
+token, and any store below run.runs_dir. One server is one replica of the weights, on as many GPUs as they take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from moe_rl.config.load import load_config
+from moe_rl.config.schema import Config
+from moe_rl.errors import EngineError, MoeRLError, describe
+from moe_rl.vllm.api_server import ServerSettings, serve
+from moe_rl.vllm.arguments import sized
+
+# Options that --config says already.
+_OF_THE_RUN = ("model", "trace_root", "capture", "model_fingerprint")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `moe-rl serve`. What stands behind "--" is for vLLM, and not read here."""
+    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--config", type=Path, metavar="FILE", help="of the run: all but the address follows from it")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="replace single values of the config")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face checkpoint")
+    parser.add_argument("--trace-root", type=Path, metavar="DIR", help="trace store, or a folder of some")
+    parser.add_argument("--model-fingerprint", metavar="TEXT", help="in the trace (default: the one a run has)")
+    parser.add_argument("--capture", choices=("patch", "worker"), help="who attaches the recorder (default: patch)")
+    parser.add_argument("--support", action="store_true", help="keep sampling masks (rollout.keep_sampling_mask)")
+    parser.add_argument(
+        "--router-logits-fraction", type=float, default=0.0, metavar="X", help="of tokens whose router logits are kept"
+    )
+    parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=0, help="port (default: a free one)")
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="made, mode 600, if missing (default: a temporary one)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="written when the server listens: its url, pid, ...")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT. Returns 0 then, 2 for what cannot be served.
+
+    options: as parsed, and `further`, what stood behind "--".
+    """
+    if options.json is not None:
+        options.json.unlink(missing_ok=True)  # of a server that is gone
+    try:
+        serve(_settings(options))
+    except MoeRLError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _settings(options: argparse.Namespace) -> ServerSettings:
+    address = {"host": options.host, "port": options.port, "ready_file": options.json, "further": options.further}
+    if options.config is None:
+        if options.overrides or options.model is None or options.trace_root is None:
+            got = " ".join(options.overrides) or "neither --config nor both --model and --trace-root"
+            raise EngineError(describe("It is not said what to serve", got=got, do="give --config FILE"))
+        return ServerSettings(
+            model=options.model,
+            trace_root=options.trace_root,
+            sizes={},
+            capture=options.capture or "patch",
+            model_fingerprint=options.model_fingerprint or "",
+            support=options.support,
+            router_logits_fraction=options.router_logits_fraction,
+            token_file=options.token_file,
+            **address,
+        )
+    if given := [f"--{name.replace('_', '-')}" for name in _OF_THE_RUN if getattr(options, name) is not None]:
+        raise EngineError(describe("--config says this already", got=", ".join(given), do="leave it out"))
+    config = load_config(options.config, options.overrides)
+    if config.rollout.capture == "native":
+        raise EngineError(describe("A server cannot record by vLLM's own capture", got="rollout.capture native"))
+    return ServerSettings(
+        model=config.model.path,
+        trace_root=config.run.runs_dir,
+        sizes=engine_arguments(config),
+        capture=config.rollout.capture,
+        model_fingerprint="",
+        support=config.rollout.keep_sampling_mask,
+        router_logits_fraction=config.rollout.router_logits_fraction,
+        token_file=options.token_file or config.rollout.token_file,
+        **address,
+    )
+
+
+def engine_arguments(config: Config) -> dict[str, object]:
+    """vLLM's arguments that this run's config decides for its servers."""
+    rollout = config.rollout
+    return sized(
+        dtype=rollout.dtype,
+        seed=config.run.seed,
+        max_model_len=rollout.max_prompt_tokens + rollout.max_completion_tokens,
+        max_concurrent=rollout.max_concurrent,
+        kv_cache_mib=rollout.kv_cache_mib,
+        gpus=config.cluster.gpus_per_engine if config.cluster is not None else 1,
+    )

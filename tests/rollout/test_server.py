@@ -32,7 +32,7 @@ from moe_rl.rollout.attach import attach_problems, folder_problem
 from moe_rl.rollout.server import VllmServer
 from moe_rl.trace import TraceStore, validate
 from moe_rl.types import GenerateRequest, RoutePart, RouteRef
-from moe_rl.vllm import serve
+from moe_rl.vllm import api_server
 from tests.rollout.serving import MAX_LEN, ROOT, START_SECONDS, Router, agree, alive, serving, whole_update
 
 # The first test waits for the server, which on a busy machine takes long.
@@ -460,7 +460,7 @@ def test_clients_say_what_is_wrong(server, requests_of, tmp_path):
     with pytest.raises(EngineError, match="hangs.*no sign of life for 0.2 s"):
         server.client(timeout_seconds=0.2).generate(grow([request], 180), shard="late")
     stranger = tmp_path / "token"
-    serve._make_token(stranger)
+    api_server._make_token(stranger)
     with pytest.raises(EngineError, match="HTTP 401"):
         VllmServer(server.url, stranger).stats()
     with socket.socket() as free:

@@ -14,7 +14,7 @@ from moe_rl.config.load import load_config
 from moe_rl.models.hf import read_model
 from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.samplers import engine_settings
-from moe_rl.vllm import serve
+from moe_rl.vllm import api_server
 
 CONFIG = "configs/tiny_moe_cpu.yaml"
 ONLY_SERVER = {"host", "port", "enable_scale_out", "scheduling_policy", "middleware"}
@@ -53,7 +53,7 @@ def of_server(tmp_path):
             raise _Started(vars(given))
 
         given = ["--config", CONFIG, "--token-file", str(tmp_path / "token"), f"run.runs_dir={tmp_path}", *overrides]
-        with patch.object(serve, "_run", run), pytest.raises(_Started) as started:
+        with patch.object(api_server, "_run", run), pytest.raises(_Started) as started:
             main(["serve", *given, "--", *further])
         return started.value.args[0]
 

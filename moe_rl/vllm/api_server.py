@@ -1,0 +1,235 @@
+"""vLLM's own API server with a recorder, behind a gate that wants the run's token (gate.py).
+
+One server is one replica of the weights, on as many GPUs as they take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+import moe_rl
+from moe_rl.errors import EngineError, describe
+from moe_rl.models.hf import read_model
+from moe_rl.vllm import arguments
+from moe_rl.vllm.control import read_token
+from moe_rl.vllm.gate import GATE, TOKEN_FILE
+from moe_rl.vllm.process import Scratch, model_runner
+from moe_rl.vllm.recording import Recording
+
+# For answers under way when the server is ended. vLLM stops its engine first: some of them never come.
+_LEAVE_SECONDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """What a server is started with.
+
+    model: checkpoint folder; its weights are version 0. trace_root: folder of one trace store, or of several. sizes:
+    vLLM's arguments that a run's config decides; further: command line for vLLM, which may replace them. capture:
+    "patch" or "worker". model_fingerprint: "" for the one that a run has. support, router_logits_fraction: as in
+    recording.Recording. host: None for this machine only. port: 0 for a free one. token_file: is made if missing; None
+    for a temporary one. ready_file: written when the server listens.
+    """
+
+    model: Path
+    trace_root: Path
+    sizes: Mapping[str, object]
+    further: Sequence[str]
+    capture: str
+    model_fingerprint: str
+    support: bool
+    router_logits_fraction: float
+    host: str | None
+    port: int
+    token_file: Path | None
+    ready_file: Path | None
+
+
+def serve(settings: ServerSettings) -> None:
+    """Serve until SIGTERM or SIGINT. Raises MoeRLError for what cannot be served."""
+    with contextlib.ExitStack() as cleanup:
+        _leave_on_signals(cleanup)
+        scratch = Scratch()
+        cleanup.callback(scratch.cleanup)
+        _use_temporary(scratch.name, cleanup)
+        token_file = (settings.token_file or Path(scratch.name) / "token").absolute()
+        _make_token(token_file)
+        read_token(token_file)
+        listener = cleanup.enter_context(_listener(settings.host, settings.port))
+        _serve(settings, token_file, listener)
+
+
+def _leave_on_signals(cleanup: contextlib.ExitStack) -> None:
+    """Have SIGTERM and SIGINT end this process and all below it at once, until vLLM listens and takes both over.
+
+    Not by an exception: one that a signal raises while pyzmq polls, as it does for most of the start, is lost.
+    """
+
+    def leave(*_) -> None:
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        cleanup.close()
+        os._exit(0)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, leave)
+
+
+def _use_temporary(folder: str, cleanup: contextlib.ExitStack) -> None:
+    """vLLM leaves sockets and files in the temporary folder. In one of their own they go with the server; those of a
+    killed one are removed by the next. What torch compiles stays where it is found again."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+    cleanup.callback(setattr, tempfile, "tempdir", None)
+    os.environ["TMPDIR"] = os.environ["VLLM_RPC_BASE_PATH"] = tempfile.tempdir = folder
+
+
+def _make_token(path: Path) -> None:
+    """Write a new token to `path` unless the file exists."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    except FileExistsError:
+        return
+    except OSError as error:
+        raise EngineError(describe("The token cannot be written", where=str(path), got=error.strerror)) from None
+    with open(descriptor, "w", encoding="ascii") as file:
+        file.write(secrets.token_urlsafe(32) + "\n")
+
+
+def _listener(host: str | None, port: int) -> socket.socket:
+    """A bound socket; whoever did not name an address gets one that only this machine reaches."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host or "127.0.0.1", port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, OverflowError) as error:
+        raise EngineError(describe("The server cannot listen", where=f"host {host}, port {port}", got=error)) from None
+    if not ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
+        print(
+            f"warning: {address[0]} is reached from other machines, and the token and all tokens travel unencrypted",
+            file=sys.stderr,
+        )
+    return listener
+
+
+def _serve(settings: ServerSettings, token_file: Path, listener: socket.socket) -> None:
+    arguments.refuse_wrong_vllm(settings.capture)
+    os.environ |= model_runner(settings.capture) | {TOKEN_FILE: str(token_file)}
+    # Else torch.distributed listens where the host's name leads. Who serves with several machines sets it.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    address, port = listener.getsockname()[:2]
+    url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+    fingerprint = settings.model_fingerprint or read_model(settings.model).fingerprint
+    document = {
+        "url": url,
+        "pid": os.getpid(),
+        "token_file": str(token_file),
+        "trace_root": str(settings.trace_root.absolute()),
+        "capture": settings.capture,
+        "moe_rl": moe_rl.__version__,
+    }
+    recording = Recording(
+        document["trace_root"],
+        fingerprint,
+        support=settings.support,
+        router_logits_fraction=settings.router_logits_fraction,
+    )
+    # Imported here: who mistyped should not wait for it.
+    import uvloop
+
+    ours = arguments.fixed(settings.model, capture=settings.capture, recording=recording) | {
+        "host": address,
+        "port": port,
+        # vLLM's routes that take and give token ids.
+        "enable_scale_out": True,
+        # Requests come over many connections: those that wait begin in the order of their numbers, not as they came.
+        "scheduling_policy": "priority",
+        # The last one is the outermost.
+        "middleware": [GATE],
+    }
+    given = _vllm_arguments(ours, settings.sizes, settings.further)
+    uvloop.run(_run(given, listener, document, settings.ready_file))
+
+
+def _vllm_arguments(ours: Mapping[str, object], sizes: Mapping[str, object], further: Sequence[str]):
+    """The arguments of vLLM's server. sizes: of the config, which what was given behind "--" (further) may replace.
+    ours: which it may not."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_env_setup()
+    parser = make_arg_parser(FlexibleArgumentParser(prog="vLLM"))
+    parser.set_defaults(**sizes)
+    given = parser.parse_args(list(further))
+    # Other listeners and other doors would be beside the gate.
+    for name in (*ours, "uds", "api_key", "ssl_keyfile", "ssl_certfile", "grpc", "grpc_port", "headless", "root_path"):
+        if (value := getattr(given, name)) != parser.get_default(name):
+            option = f"--{name.replace('_', '-')}"
+            raise EngineError(describe("An argument of vLLM is not free here", where=option, got=value))
+    if given.data_parallel_size > 1:
+        raise EngineError(
+            describe(
+                "A server is one replica of the weights: data-parallel engines see each other's tokens",
+                where="--data-parallel-size",
+                got=given.data_parallel_size,
+                expected=1,
+                do="start so many servers, and name each in rollout.servers",
+            )
+        )
+    if given.enable_eplb:
+        raise EngineError(
+            describe(
+                "A server takes new weights, and vLLM loads them as if its load balancer had moved no expert",
+                where="--enable-eplb",
+                do="leave it out",
+            )
+        )
+    vars(given).update(ours)
+    validate_parsed_serve_args(given)
+    return given
+
+
+async def _run(given, listener: socket.socket, document: dict[str, object], ready_file: Path | None) -> None:
+    from vllm.entrypoints.launchers.api_server.entry import build_and_serve, build_async_engine_client
+
+    async with build_async_engine_client(given) as engine:
+        if not any(await engine.collective_rpc("moe_rl_records")):
+            raise EngineError(describe("vLLM did not attach the recorder", got=f"capture {document['capture']}"))
+        await engine.update_weight_version("0")
+        announcement = asyncio.create_task(_announce(listener, document, ready_file))
+        url = document["url"]
+        try:
+            end = await build_and_serve(engine, url, listener, given, timeout_graceful_shutdown=_LEAVE_SECONDS)
+        finally:
+            announcement.cancel()
+    await end
+
+
+async def _announce(listener: socket.socket, document: dict[str, object], ready_file: Path | None) -> None:
+    """Say that the server listens, once it does: in a line, and as JSON in `ready_file`."""
+    import vllm
+
+    while not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        await asyncio.sleep(0.05)
+    if ready_file is not None:
+        unfinished = ready_file.with_name(f".{ready_file.name}.{os.getpid()}")
+        unfinished.write_text(json.dumps(document | {"vllm": vllm.__version__}, indent=2) + "\n", encoding="utf-8")
+        unfinished.replace(ready_file)
+    said = "serving on {url}, token in {token_file}, routes in {trace_root}".format_map(document)
+    print(said, flush=True)
