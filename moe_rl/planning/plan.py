@@ -16,7 +16,7 @@ from moe_rl.models.hf import parameter_count
 from moe_rl.planning.activations import Activations, Shape, stage_activations
 from moe_rl.planning.batch_sizes import Batch, make_batch
 from moe_rl.planning.memory import DTYPE_BYTES, StageMemory, stage_memory
-from moe_rl.planning.sampler_memory import Sampler, make_sampler
+from moe_rl.planning.sampler_memory import SamplerMemory, make_sampler
 from moe_rl.planning.storage import Storage, make_storage
 from moe_rl.planning.transfer import Transfer, planned_transfer
 
@@ -60,7 +60,7 @@ class Plan:
     recompute: str
     limit_bytes: int | None
     dispatch_bytes: int
-    sampler: Sampler
+    sampler: SamplerMemory
     storage: Storage
     transfer: Transfer
 

@@ -12,7 +12,7 @@ from moe_rl.planning.memory import DTYPE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Sampler:
+class SamplerMemory:
     """Bytes are of one GPU, or of the host where there is none. kv_tokens: that an engine's KV cache holds.
     max_concurrent: sequences that an engine decodes at once, whether they fit or not; fitting: those that do at full
     length."""
@@ -50,14 +50,14 @@ def kv_bytes_per_token(facts: ModelFacts, dtype: str, gpus: int) -> int:
     return facts.layers * numbers * DTYPE_BYTES[dtype]
 
 
-def make_sampler(config: Config, facts: ModelFacts, batch: Batch) -> Sampler:
+def make_sampler(config: Config, facts: ModelFacts, batch: Batch) -> SamplerMemory:
     rollout = config.rollout
     engines, gpus = max(1, len(rollout.servers)), 1
     if config.cluster is not None:
         engines, gpus = config.cluster.engines, config.cluster.gpus_per_engine
     per_token = kv_bytes_per_token(facts, rollout.dtype, gpus)
     tokens = (rollout.kv_cache_mib << 20) // per_token
-    return Sampler(
+    return SamplerMemory(
         engines=engines,
         gpus_per_engine=gpus,
         weight_bytes=weight_bytes(facts, rollout.dtype, gpus),
