@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_rl.errors import PatchError, describe
+from moe_rl.shipped import shipped
 
 if TYPE_CHECKING:
     from unidiff import PatchedFile
 
-PATCHES = Path(__file__).resolve().parents[2] / "patches" / "vllm"
+PATCHES = shipped("patches") / "vllm"
 
 
 @dataclass(frozen=True, slots=True)
