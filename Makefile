@@ -40,7 +40,7 @@ lock: $(READY) ## resolve requirements/gpu.txt anew from setup.py
 	@$(VENV)/bin/python tools/dev/lock_gpu.py
 
 clean: ## remove .venv and caches; runs/ stays
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 # A candidate must run, be 3.12 and be able to make a venv: a pyenv shim may be on PATH and fail.

@@ -61,10 +61,10 @@ def summary(options: argparse.Namespace, seen: dict) -> dict[str, object]:
 
 def run_rank(options: argparse.Namespace, bench: ReplayedUpdates) -> dict:
     import torch.distributed as dist
+    from timeline import Timeline
 
     from moe_rl.megatron import world
     from moe_rl.megatron.model import unwrap
-    from moe_rl.megatron.timeline import Timeline
 
     ways = [0, 1, *options.chunks]
 

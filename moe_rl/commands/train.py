@@ -31,10 +31,10 @@ from moe_rl.errors import (
 )
 from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import read_model, read_published
+from moe_rl.planning.cluster_plan import make_plan
 from moe_rl.planning.fit import disk_problems, memory_problems, transfer_problems
 from moe_rl.planning.peaks import limit_problem, peaks
 from moe_rl.planning.peaks import render as render_peaks
-from moe_rl.planning.plan import make_plan
 from moe_rl.planning.plan_table import render
 from moe_rl.rollout.attach import attach_problems
 from moe_rl.train import run_folder

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import RowParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
 from moe_rl.planning.token_layout import positions_of
@@ -193,3 +194,35 @@ class PackedRotaryEmbedding(torch.nn.Module):
         angles, *size = found if isinstance(found, tuple) else (found,)  # [longest, 1, 1, d]
         packed = torch.cat([angles[:n] for n in lengths])
         return (packed, *size) if size else packed
+
+
+class LatentAttention(MLASelfAttention):
+    """MLASelfAttention that rotates packed sequences and has the norms that its spec says.
+
+    Megatron derives the norms from one switch, which a model without a query down-projection (Moonlight) does not fit:
+    it would get a second norm on the queries with TransformerEngine, and an error without.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.rotary_pos_emb = PackedRotaryEmbedding(self.rotary_pos_emb)
+
+    def _resolve_qk_norm_config(self, submodules):
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
+
+
+class TorchLatentAttention(LatentAttention):
+    """LatentAttention whose down-projections are whole on every tensor-parallel rank, as TransformerEngine's are.
+
+    Megatron's torch linear layer cuts them and gathers the result. The rotated key, which is one for all heads, then
+    loses the gradients of the heads on other ranks: the gather gives each rank the part of its own gradient back.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        config = self.config
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = WholeLinear(config, config.hidden_size, config.q_lora_rank)
+        rows = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        self.linear_kv_down_proj = WholeLinear(config, config.hidden_size, rows)

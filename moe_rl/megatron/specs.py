@@ -25,8 +25,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from moe_rl.megatron.latent import LatentAttention, TorchLatentAttention
-from moe_rl.megatron.layers import ExpertOutput, PackedAttention, RMSNorm
+from moe_rl.megatron.layers import ExpertOutput, LatentAttention, PackedAttention, RMSNorm, TorchLatentAttention
 from moe_rl.megatron.router import ReplayLayer, ReplayMoELayer, ReplayRouter
 
 

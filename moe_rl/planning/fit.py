@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from moe_rl.config.check_files import existing_folder
 from moe_rl.config.schema import Config
 from moe_rl.errors import describe
-from moe_rl.planning.plan import Plan, Stage
+from moe_rl.planning.cluster_plan import Plan, Stage
 
 
 def transfer_problems(plan: Plan) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_rl.planning.plan import Plan, Stage
+from moe_rl.planning.cluster_plan import Plan, Stage
 
 Row = tuple[str, str, str]
 """Label, value, note."""

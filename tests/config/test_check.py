@@ -444,7 +444,7 @@ SCRIPT = """
 import sys, time
 from moe_rl.config.load import dump_config, load_config
 from moe_rl.config.schema import LOSS_PARAMETERS
-from moe_rl.planning.plan import make_plan
+from moe_rl.planning.cluster_plan import make_plan
 from moe_rl.planning.plan_table import render
 from moe_rl.config.check import problems
 from moe_rl.models.hf import read_model

@@ -12,8 +12,8 @@ import pytest
 from moe_rl.config.check import config_problems
 from moe_rl.config.load import find_file, load_config
 from moe_rl.models.hf import parameter_count, read_published
+from moe_rl.planning.cluster_plan import make_plan
 from moe_rl.planning.fit import memory_problems
-from moe_rl.planning.plan import make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 REAL = sorted(path.stem for path in (ROOT / "configs/models").glob("*.json"))

@@ -65,7 +65,7 @@ class Layer:
 
     def timeline(self, chunks):
         """{(name, backward): span} of a pass."""
-        from moe_rl.megatron.timeline import Timeline
+        from benchmarks.timeline import Timeline
 
         plans = self.plans(chunks)
         timeline = Timeline(self.moe, 0, plans[0][0])

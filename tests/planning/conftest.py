@@ -4,7 +4,7 @@ import pytest
 
 from moe_rl.config.load import load_config
 from moe_rl.models.hf import read_model
-from moe_rl.planning.plan import make_plan
+from moe_rl.planning.cluster_plan import make_plan
 from tests.config.conftest import config_file, model  # noqa: F401  fixtures
 
 

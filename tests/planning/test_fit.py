@@ -5,8 +5,8 @@ from collections import namedtuple
 import pytest
 
 from moe_rl.config.load import load_config
+from moe_rl.planning.cluster_plan import Stage
 from moe_rl.planning.fit import disk_problems, memory_problems
-from moe_rl.planning.plan import Stage
 
 
 def test_a_full_disk(plan_of, config_file, monkeypatch):

@@ -1,4 +1,4 @@
-"""What one MoE layer computes and exchanges, when, on one rank: recorded from outside, for tests and benchmarks."""
+"""Record when an MoE layer computes and when it exchanges rows, on one rank and from outside."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_rl.replay.plans import LayerPlan
 
 
 @dataclass(slots=True)
-class Span:
+class Interval:
     """Seconds of time.perf_counter. name: "router", "shared experts", "experts 0", "rows 0", "weights 0", "back 0" with
     the number of the chunk. backward: of the gradient.
 
@@ -44,9 +44,9 @@ class Timeline:
     moe: torch.nn.Module
     microbatch: int
     plan: LayerPlan
-    spans: list[Span] = field(default_factory=list)
+    spans: list[Interval] = field(default_factory=list)
     _forward: bool = False
-    _open: dict[tuple[str, bool], Span] = field(default_factory=dict)
+    _open: dict[tuple[str, bool], Interval] = field(default_factory=dict)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -101,7 +101,7 @@ class Timeline:
     def mark(self, name: str, backward: bool, begins: bool) -> None:
         now = time.perf_counter()
         if begins:
-            self._open[name, backward] = Span(name, backward, now)
+            self._open[name, backward] = Interval(name, backward, now)
             self.spans.append(self._open[name, backward])
         else:
             self._open.pop((name, backward)).end = now
@@ -117,20 +117,20 @@ class Timeline:
 
         return recorded
 
-    def _span(self, rows: torch.Tensor, sent: list[int]) -> Span | None:
+    def _span(self, rows: torch.Tensor, sent: list[int]) -> Interval | None:
         """Which of the layer's it is, told by the very list of the plan that it is begun with."""
         for number, chunk in enumerate(self.plan.chunks):
             if sent is chunk.sent or sent is chunk.got:
                 away = (sent is chunk.sent) == self._forward
                 what = ("weights" if rows.dim() == 1 else "rows") if away else "back"
-                return Span(f"{what} {number}", not self._forward, time.perf_counter(), waiting=float("inf"))
+                return Interval(f"{what} {number}", not self._forward, time.perf_counter(), waiting=float("inf"))
         return None
 
 
 class _Work:
     """A begun exchange whose waiting is timed."""
 
-    def __init__(self, work: dist.Work, span: Span):
+    def __init__(self, work: dist.Work, span: Interval):
         self.work, self.span = work, span
         self.told = work.get_future().then(self._arrived)
 
