@@ -20,9 +20,8 @@ from moe_rl.errors import ReplayError, describe
 from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy
 from moe_rl.planning.packing import pack
-from moe_rl.replay.native import Compared
 from moe_rl.replay.session import Mode, ReplaySession
-from moe_rl.replay.tables import MicrobatchRoutes
+from moe_rl.replay.tables import Compared, MicrobatchRoutes
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train.shares import Shares
 from moe_rl.types import Sequence

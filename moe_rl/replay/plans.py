@@ -75,7 +75,8 @@ def plan_dispatch(
     counts[[table.native is not None for table in tables]] = -1
     everyone = exchange(counts)
     by_slot = np.take_along_axis(everyone, order.reshape(*[1] * (everyone.ndim - 2), *order.shape), -1)
-    numbers, slots, plans = splits(by_slot, group), np.argsort(order, -1), []
+    numbers, slots = splits(by_slot, group), np.argsort(order, -1)
+    plans: list[dict[int, LayerPlan] | None] = []
     for m, table in enumerate(tables):
         if everyone[:, m].min() < 0:
             plans.append(None)

@@ -191,7 +191,7 @@ def microbatch_routes(
 
 
 def padding_routes(tokens: int, layers: int, spec: TraceSpec, *, expert_parallel: int) -> np.ndarray:
-    """Valid routes [tokens, L, K] for padding rows, see `planning.layout.padding_experts`: in every layer the same."""
+    """Valid routes [tokens, L, K] for padding rows, in every layer the same: see `padding_experts`."""
     row = padding_experts(tokens, spec.num_experts, spec.top_k, expert_parallel)
     return np.repeat(row.astype(np.uint8 if spec.num_experts <= 256 else np.uint16)[:, None], layers, axis=1)
 

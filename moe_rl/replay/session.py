@@ -22,9 +22,8 @@ import torch
 
 from moe_rl.errors import ReplayError, describe
 from moe_rl.replay.ledger import Ledger, first_of
-from moe_rl.replay.native import Compared, totals
 from moe_rl.replay.plans import LayerPlan
-from moe_rl.replay.tables import MicrobatchRoutes, Tally
+from moe_rl.replay.tables import Compared, MicrobatchRoutes, Tally, totals
 
 Mode = Literal["replay", "observe", "record"]
 

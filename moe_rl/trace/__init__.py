@@ -1,4 +1,10 @@
-"""The routing-trace store: what the sampler routed, kept so that the trainer can take the same experts."""
+"""The routing-trace store: what the sampler routed, kept so that the trainer can take the same experts.
+
+store = TraceStore("runs/first/trace")
+record = store.read(ref)  # ref: what the sampler sent, or one of store.records(shard) for a shard of store.shards()
+record.routes, record.token_ids  # numpy [tokens, layers, top_k] and [tokens]
+validate(record, token_ids=fed, spec=spec, weight_version=7)  # before a step is trained on them
+"""
 
 from moe_rl.trace.audit import verify
 from moe_rl.trace.record import RecordInfo, RouteRecord, TraceSpec

@@ -26,7 +26,9 @@ Legend for shapes: T tokens, L layers, K top-k, N = T * L sets.
 from __future__ import annotations
 
 import threading
+from collections.abc import Buffer
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import zstandard
@@ -57,7 +59,7 @@ _ZSTD_HEAD = b"\x28\xb5\x2f\xfd\xe0"
 _ZSTD_HEAD_WRITTEN = 6
 
 # Per word of K bytes: multiplying by ones sums up to each byte, the steps are the K - 1 chosen experts before it.
-_WORDS = {2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+_WORDS: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 _ONES = {k: word.type(int.from_bytes(bytes([1] * k), "little")) for k, word in _WORDS.items()}
 _STEPS = {k: word.type(int.from_bytes(bytes(range(k)), "little")) for k, word in _WORDS.items()}
 
@@ -122,7 +124,7 @@ def encode_chunk(routes: np.ndarray, num_experts: int, *, keep_order: bool = Fal
 
 def decode_chunk(
     codec: int,
-    data,
+    data: Buffer,
     shape: tuple[int, int, int],
     num_experts: int,
     *,
@@ -195,7 +197,7 @@ def decode_chunk(
     return out
 
 
-def _id_dtype(shape, num_experts: int) -> np.dtype:
+def _id_dtype(shape: tuple[int, ...], num_experts: int) -> np.dtype:
     """The dtype of ids, once it is clear that the numbers can be those of a chunk."""
     if len(shape) != 3 or min(shape) < 0 or not 1 <= num_experts <= 65536 or not 1 <= shape[2] <= num_experts:
         raise TraceError(
@@ -208,7 +210,7 @@ def _id_dtype(shape, num_experts: int) -> np.dtype:
     return np.dtype(np.uint8 if num_experts <= 256 else "<u2")
 
 
-def _check_size(data, size: int) -> None:
+def _check_size(data: Buffer, size: int) -> None:
     got = memoryview(data).nbytes
     if got != size:
         raise TraceError(describe("chunk has the wrong size", got=f"{got} bytes", expected=f"{size} bytes"))
@@ -223,7 +225,7 @@ def _bad_set(ids_NK: np.ndarray, num_experts: int, layers: int, *, ascending: bo
     what = "chosen twice or out of order" if ascending else "chosen twice"
     return TraceError(
         describe(
-            "an expert is out of range" if high[at] else f"an expert is {what}",
+            "an expert is out of range" if (ids_NK[at] >= num_experts).any() else f"an expert is {what}",
             where=f"token {at // layers}, layer {at % layers} of the chunk",
             got=" ".join(map(str, ids_NK[at, :MAX_COLUMNS])),
             expected=f"different ids below {num_experts}" + (", ascending" if ascending else ""),
@@ -271,7 +273,7 @@ def _ascending(ids_NK: np.ndarray) -> bool:
 def _compress(values_NK: np.ndarray) -> bytes:
     if values_NK.itemsize == 2:
         values_NK = np.ascontiguousarray(values_NK.reshape(-1).view(np.uint8).reshape(-1, 2).T)
-    return _zstd.compressor.compress(values_NK)[_ZSTD_HEAD_WRITTEN:]
+    return _zstd.compressor.compress(values_NK.data)[_ZSTD_HEAD_WRITTEN:]
 
 
 def _compress_blocks(parts: list[np.ndarray]) -> bytes:
@@ -279,12 +281,12 @@ def _compress_blocks(parts: list[np.ndarray]) -> bytes:
     stream = _zstd.block_compressor.compressobj()
     written = []
     for part in parts[:-1]:
-        written += [stream.compress(part), stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)]
-    written += [stream.compress(parts[-1]), stream.flush()]
+        written += [stream.compress(part.data), stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)]
+    written += [stream.compress(parts[-1].data), stream.flush()]
     return b"".join(written)[_ZSTD_HEAD_WRITTEN:]
 
 
-def _decompress(data, size: int, dtype: np.dtype) -> np.ndarray:
+def _decompress(data: Buffer, size: int, dtype: np.dtype) -> np.ndarray:
     """`size` bytes of values of `dtype`, flat. Raises TraceError when data are not zstd blocks of exactly that many."""
     head = _ZSTD_HEAD + size.to_bytes(8, "little")
     try:

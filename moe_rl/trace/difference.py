@@ -61,7 +61,8 @@ def compare(here: Selection, there: Selection) -> Disagreement:
         )
     bin_rows = -(-longest // _BINS)
     bin_sets, bin_differ = np.zeros(_BINS, np.int64), np.zeros(_BINS, np.int64)
-    layers, sets_L, experts_L, rows, tokens, shorter = None, 0, 0, 0, 0, 0
+    layers, rows, tokens, shorter = None, 0, 0, 0
+    sets_L = experts_L = np.zeros((), np.int64)
     for key in common:
         one, other = _read(here, ours[key]), _read(there, theirs[key])
         shared = tuple(layer for layer in one.layers if layer in other.layers)

@@ -35,15 +35,18 @@ def encode(ids_NK: np.ndarray, num_experts: int) -> bytes:
     ranks = np.zeros(sets, _WORD)
     for i, binomials in enumerate(_binomials(num_experts, top_k)):
         ranks += binomials[ids_NK[:, i].astype(np.intp) - i]
-    return _pack(ranks, rank_bits(num_experts, top_k))
+    width = rank_bits(num_experts, top_k)
+    assert width is not None, "sets without a rank are not coded by it"
+    return _pack(ranks, width)
 
 
-def decode(data, sets: int, top_k: int, num_experts: int, dtype: np.dtype) -> np.ndarray:
+def decode(data: np.ndarray, sets: int, top_k: int, num_experts: int, dtype: np.dtype) -> np.ndarray:
     """Sets [N, K] of `dtype`, each ascending. data: uint8 array of exactly ceil(N * rank_bits / 8) bytes.
 
     Raises TraceError when a rank is none of a set, or when bits after the last rank are set.
     """
     width = rank_bits(num_experts, top_k)
+    assert width is not None, "sets without a rank are not coded by it"
     ranks, rest = _unpack(data, sets, width)
     if rest:
         raise TraceError(describe("enumerative chunk has bits after its last rank", got=f"{rest:#x}", expected="zeros"))

@@ -218,7 +218,7 @@ def _parse_body(shard: ShardHeader, body: bytes, digest: bytes, head_bytes: int)
     counts = None
     if packed := cursor.varint():
         counts = section(packed >> 3, packed & 7)
-    aux = []
+    aux: list[Aux] = []
     for _ in range(_few(cursor, body)):
         name, (code, ndim) = cursor.text(), cursor.take(2)
         shape = tuple(cursor.varint() for _ in range(ndim))

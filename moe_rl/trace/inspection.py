@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -51,20 +52,18 @@ def select(target: str) -> Selection:
 
     Raises TraceError when there is no such folder or file.
     """
-    root, whole = str(target).rstrip("/"), True
+    root, one = str(target).rstrip("/"), None
     if root.endswith(SUFFIX):
-        whole = False
         root, _, name = root.rpartition("/")
-        shards = (check_name(name.removesuffix(SUFFIX)),)
+        one = check_name(name.removesuffix(SUFFIX))
         root = root or "."
     if "://" not in root and not Path(root).is_dir():
         raise TraceError(describe("there is no such store", where=root, do="give the folder that holds the shards"))
     store = TraceStore(root)
-    if whole:
-        shards = tuple(store.shards())
-    elif shards[0] not in store.shards():
-        raise TraceError(describe("there is no such shard", where=root, got=shards[0]))
-    return Selection(root, store, shards, whole)
+    shards = tuple(store.shards())
+    if one is not None and one not in shards:
+        raise TraceError(describe("there is no such shard", where=root, got=one))
+    return Selection(root, store, shards if one is None else (one,), whole=one is None)
 
 
 def references(selection: Selection, pattern: str = "*") -> Iterator[RouteRef]:
@@ -99,7 +98,7 @@ class _Model:
     aux: set[str] = field(default_factory=set)
 
 
-def inspect(selection: Selection) -> dict[str, object]:
+def inspect(selection: Selection) -> dict[str, Any]:
     """Facts as plain JSON values. Chunks are decoded only of records too short to have stored expert counts, and of
     those that continue others. Raises TraceError on damage."""
     models: dict[TraceSpec, _Model] = {}
@@ -116,7 +115,7 @@ def inspect(selection: Selection) -> dict[str, object]:
             _add(model, tip)
         columns = [spec.moe_layers.index(layer) for layer in header.layers]
         model.counts_LE[columns] += _counts(selection.store, header, found)
-    facts: dict[str, object] = {"store": selection.root, "shards": len(selection.shards), "bytes": file_bytes}
+    facts: dict[str, Any] = {"store": selection.root, "shards": len(selection.shards), "bytes": file_bytes}
     if selection.whole:
         facts["unsealed"] = unsealed(selection.root)
     facts["models"] = [_facts(model) for model in models.values()]
@@ -126,16 +125,16 @@ def inspect(selection: Selection) -> dict[str, object]:
 def expert_counts(selection: Selection) -> tuple[TraceSpec, np.ndarray]:
     """The model of the records, and how often each expert was chosen: int64 [L, E]. Raises TraceError when they are of
     several models, or there are none."""
-    spec, counts_LE, library = None, None, Library(selection.root)
+    library = Library(selection.root)
+    counted: dict[TraceSpec, np.ndarray] = {}
     for shard in selection.shards:
         index, found = _heads(library, shard)
-        header = index.header
-        if spec is None:
-            spec, counts_LE = header.spec, np.zeros((len(header.spec.moe_layers), header.spec.num_experts), np.int64)
-        elif spec != header.spec:
+        header, spec = index.header, index.header.spec
+        counts_LE = counted.setdefault(spec, np.zeros((len(spec.moe_layers), spec.num_experts), np.int64))
+        if len(counted) > 1:
             raise TraceError(describe("shards are of different models", where=f"{selection.root}, shard {shard}"))
         counts_LE[[spec.moe_layers.index(layer) for layer in header.layers]] += _counts(selection.store, header, found)
-    if spec is None:
+    if not counted:
         raise TraceError(describe("there is no shard", where=selection.root))
     return spec, counts_LE
 
@@ -145,7 +144,8 @@ def coactivation(selection: Selection, layers: Sequence[int]) -> tuple[tuple[int
 
     On the diagonal stands for how many one was. Counts the first tokens of the store only, some 65,000 of them.
     """
-    counts, rows = {}, Counter()
+    counts: dict[int, np.ndarray] = {}
+    rows: Counter[int] = Counter()
     for ref in references(selection):
         info = selection.store.info(ref)
         wanted = [layer for layer in info.layers if layer in layers and rows[layer] < _PAIRED]
@@ -240,7 +240,7 @@ def _facts(model: _Model) -> dict[str, object]:
     }
 
 
-def popularity(counts_LE: np.ndarray, layers: Sequence[int], top_k: int) -> list[dict[str, object]]:
+def popularity(counts_LE: np.ndarray, layers: Sequence[int], top_k: int) -> list[dict[str, float]]:
     """Per layer: its busiest expert and that one's load (1: the mean of all), experts never chosen, and how even the
     load is (entropy of the picks over its largest value: 1 when all experts are chosen as often)."""
     facts = []

@@ -11,7 +11,7 @@ from typing import Self
 
 from moe_rl.errors import TraceError, describe
 from moe_rl.trace.files import File, LocalFolder, Range, RemoteFolder
-from moe_rl.trace.frame import Frame, parse_head
+from moe_rl.trace.frame import Frame, Parent, parse_head
 from moe_rl.trace.manifest import MANIFEST, Manifest, parse_manifest
 from moe_rl.trace.record import check_name
 from moe_rl.trace.shard import MAX_HEADER, MAX_INDEX, SUFFIX, IndexEntry, ShardHeader, parse_header, parse_index
@@ -126,7 +126,7 @@ class Reading:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, error_type, error, traceback) -> None:
+    def __exit__(self, *error: object) -> None:
         for file, _ in self._open.values():
             file.close()
 
@@ -160,7 +160,7 @@ class Reading:
 
     def find(self, parts: Iterable[tuple[RoutePart, str]]) -> None:
         """Read the heads of these records and of all that they continue. parts: each with what it is needed for."""
-        needed = [(part, where, None) for part, where in parts]
+        needed: list[tuple[RoutePart, str, Found | None]] = [(part, where, None) for part, where in parts]
         while needed:
             wanted: dict[str, dict[RoutePart, IndexEntry]] = defaultdict(dict)
             for part, where, _ in needed:
@@ -173,7 +173,7 @@ class Reading:
                     _check_continues(child, self._found[part], where)
             new = [part for entries in wanted.values() for part in entries]
             needed = [
-                (parent_part(part, found), f"shard {part.shard}, record {found.frame.key}", found)
+                (parent_part(part, found.frame.parent), f"shard {part.shard}, record {found.frame.key}", found)
                 for part, found in ((part, self._found[part]) for part in new)
                 if found.frame.parent is not None
             ]
@@ -199,7 +199,7 @@ class Reading:
                 segments.append(RowSegment(found, before, rows - before))
             if frame.parent is None:
                 return segments[::-1]
-            part, rows = parent_part(part, found), min(rows, before)
+            part, rows = parent_part(part, frame.parent), min(rows, before)
 
     def tip(self, part: RoutePart) -> Found:
         """A record that was found."""
@@ -283,14 +283,14 @@ def _entry(index: ShardIndex, part: RoutePart, where: str) -> IndexEntry:
     return entry
 
 
-def parent_part(part: RoutePart, found: Found) -> RoutePart:
-    """Where the record lies that `found`, which has a parent, continues. part: where it lies itself."""
-    parent = found.frame.parent
+def parent_part(part: RoutePart, parent: Parent) -> RoutePart:
+    """Where the record lies that the one at `part` continues."""
     return RoutePart(parent.shard or part.shard, parent.digest.hex())
 
 
 def _check_continues(child: Found, parent: Found, where: str) -> None:
-    ours, theirs = child.shard.header, parent.shard.header
+    ours, theirs, link = child.shard.header, parent.shard.header, child.frame.parent
+    assert link is not None, "it was followed to the parent"
     if (ours.spec, ours.layers, ours.keep_order) != (theirs.spec, theirs.layers, theirs.keep_order):
         raise TraceError(
             describe(
@@ -300,12 +300,12 @@ def _check_continues(child: Found, parent: Found, where: str) -> None:
                 expected=f"the model, layers and order of shard {ours.name}",
             )
         )
-    if child.frame.parent.depth != parent.frame.depth + 1 or child.frame.parent.rows > parent.frame.rows:
+    if link.depth != parent.frame.depth + 1 or link.rows > parent.frame.rows:
         raise TraceError(
             describe(
                 "record does not fit the one that it continues",
                 where=where,
                 got=f"{parent.frame.rows} rows at depth {parent.frame.depth} in shard {theirs.name}",
-                expected=f"{child.frame.parent.rows} rows at depth {child.frame.parent.depth - 1}",
+                expected=f"{link.rows} rows at depth {link.depth - 1}",
             )
         )

@@ -35,10 +35,10 @@ def export_parquet(selection: Selection, path: Path, *, pattern: str = "*", per:
         ) from error
 
     unfinished = path.with_name(f".{path.name}.unfinished")
-    rows, writer, layout = 0, None, None
+    rows, writer = 0, None
     try:
         for record in _blocks(selection, pattern):
-            if layout is None:
+            if writer is None:
                 layout = (record.spec, record.layers)
                 writer = pq.ParquetWriter(unfinished, _schema(pa, record, per), compression="zstd")
             if layout != (record.spec, record.layers) and (per == "token" or layout[0].top_k != record.spec.top_k):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -190,8 +191,8 @@ class _WantedSection:
 
     found: Found
     section: FrameSection
-    shape: tuple[int, ...]
-    copies: list[tuple[object, np.ndarray, object]] = field(default_factory=list)
+    shape: tuple[int] | tuple[int, int, int]
+    copies: list[tuple[Any, np.ndarray, Any]] = field(default_factory=list)
 
 
 class Readout:
@@ -217,9 +218,9 @@ class Readout:
                     chunk = self._section(found, blocks + number, found.frame.chunks[number], shape)
                     into = [columns[header.layers[first + i]] for i in layers]
                     # Slices, where they will do, let a chunk be decoded in place.
-                    into = slice(into[0], into[-1] + 1) if into[-1] - into[0] == len(into) - 1 else into
-                    layers = slice(None) if len(layers) == last - first else layers
-                    chunk.copies.append(((taken, layers), out[at : at + taken.stop - taken.start], (slice(None), into)))
+                    part = (taken, slice(None) if len(layers) == last - first else layers)
+                    to = slice(into[0], into[-1] + 1) if into[-1] - into[0] == len(into) - 1 else into
+                    chunk.copies.append((part, out[at : at + taken.stop - taken.start], (slice(None), to)))
 
     def tokens(self, segments: Iterable[RowSegment], rows: tuple[int, int], out: np.ndarray) -> None:
         """Have out [T] filled with the token ids of rows [first, last) of a sequence."""
@@ -267,7 +268,9 @@ class Readout:
             ranges = [(at, at + wanted.section.size) for at, wanted in zip(starts, sections, strict=True)]
             yield from zip(sections, self._reading.fetch(shard, ranges), strict=True)
 
-    def _section(self, found: Found, number: int, section: FrameSection, shape: tuple[int, ...]) -> _WantedSection:
+    def _section(
+        self, found: Found, number: int, section: FrameSection, shape: tuple[int] | tuple[int, int, int]
+    ) -> _WantedSection:
         place = (found.shard.header.name, found.at, number)
         return self._sections.setdefault(place, _WantedSection(found, section, shape))
 

@@ -160,7 +160,7 @@ class RecordInfo:
     spec: TraceSpec
 
 
-def as_token_ids(token_ids, *, where: str) -> np.ndarray:
+def as_token_ids(token_ids: Sequence[int] | np.ndarray, *, where: str) -> np.ndarray:
     """The token ids as int32 [T]. Raises RouteValidationError on anything but integers in [0, 2**31) of one dimension.
 
     where: whose they are, for the message.

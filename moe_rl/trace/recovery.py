@@ -28,7 +28,7 @@ class Recovered:
     fault: str
 
 
-def recover(path: Path, name: str) -> Recovered:
+def recover(path: Path | str, name: str) -> Recovered:
     """Publish the records of an unsealed shard file, up to the first damaged one, as shard `name` in the same folder.
 
     path: a hidden .tmp file of a store, which is left as it is; collect_garbage() removes it. Every checksum of a
@@ -55,13 +55,15 @@ def recover(path: Path, name: str) -> Recovered:
             raise TraceError(describe("file cannot be recovered", where=str(path), got=str(error))) from error
         end = at + header.frame_bytes if header.sealed else file.size
         refs, fault = [], ""
-        layout = {
-            "layers": header.layers,
-            "layer_group": header.layer_group,
-            "token_block": header.token_block,
-            "keep_order": header.keep_order,
-        }
-        with ShardWriter(path.parent, name, header.spec, **layout) as writer:
+        with ShardWriter(
+            path.parent,
+            name,
+            header.spec,
+            layers=header.layers,
+            layer_group=header.layer_group,
+            token_block=header.token_block,
+            keep_order=header.keep_order,
+        ) as writer:
             while at < end:
                 try:
                     frame, data = _frame(file, header, at, end)

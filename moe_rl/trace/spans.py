@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -87,7 +88,7 @@ def cut_spans(spans: Iterable[Span], first: int, last: int) -> tuple[Span, ...]:
     return tuple(kept)
 
 
-def _integer(value: object) -> int | None:
+def _integer(value: Any) -> int | None:
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:

@@ -123,10 +123,11 @@ class TraceStore:
         with Reading(self._library) as reading:
             (joined,) = join(reading, [ref], None, complete=False)
             tips = [reading.tip(part) for part in ref.parts]
-            before = [tip.frame.parent.rows if tip.frame.parent else 0 for tip in tips]
+            links = [tip.frame.parent for tip in tips]
+            before = [link.rows if link else 0 for link in links]
             parent = None
-            if len(set(before)) == 1 and tips[0].frame.parent:
-                parts = tuple(parent_part(part, tip) for part, tip in zip(ref.parts, tips, strict=True))
+            if len(set(before)) == 1 and all(links):
+                parts = tuple(parent_part(part, link) for part, link in zip(ref.parts, links, strict=True) if link)
                 keys = {reading.tip(part).frame.key for part in parts}
                 parent = RouteRef(keys.pop(), before[0], parts) if len(keys) == 1 else None
         return RecordInfo(
@@ -279,7 +280,7 @@ def _count(reading: Reading, segment: RowSegment) -> np.ndarray:
         return _decode_and_count(reading, found, 0, segment.rows)
     data = fetch_section(reading, found, frame.counts, "expert counts")
     try:
-        counts = unpack_ints(frame.counts.kind, data, shape[0] * shape[1]).astype(np.int64).reshape(shape)
+        counts: np.ndarray = unpack_ints(frame.counts.kind, data, shape[0] * shape[1]).astype(np.int64).reshape(shape)
     except TraceError as error:
         raise damaged(found, frame.counts, str(error)) from error
     # The stored counts are of all rows; a reference often leaves out the last one.

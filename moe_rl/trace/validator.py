@@ -21,7 +21,7 @@ _BLOCK = 1 << 15
 def validate(
     record: RouteRecord,
     *,
-    token_ids,
+    token_ids: Sequence[int] | np.ndarray,
     spec: TraceSpec,
     weight_version: int,
     max_staleness: int = 0,

@@ -52,7 +52,7 @@ class ShardWriter:
 
     def __init__(
         self,
-        root: Path,
+        root: Path | str,
         name: str,
         spec: TraceSpec,
         *,
@@ -97,7 +97,7 @@ class ShardWriter:
         self,
         key: str,
         routes: np.ndarray,
-        token_ids,
+        token_ids: Sequence[int] | np.ndarray,
         spans: Sequence[Span],
         *,
         parent: RouteRef | None = None,
@@ -232,7 +232,7 @@ class ShardWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, error_type, error, traceback) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
         if error_type is not None:
             self.abandon()
         elif self._fd is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_rl.errors import RouteValidationError, TraceError
@@ -237,6 +237,7 @@ def test_layers_without_routes_are_left_out(layers):
     assert routes.dtype == np.uint8
 
 
+@settings(deadline=None)
 @given(
     st.integers(0, 5),
     st.integers(1, 4),
@@ -256,6 +257,7 @@ def test_envelopes_decode_to_what_was_encoded(tokens, layers, top_k, dtype, rand
         np.testing.assert_array_equal(got, array)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_damaged_npy_files_decode_or_are_refused(data):
     damaged = bytearray(npy(ROUTES))
@@ -363,6 +365,7 @@ def test_ids_that_were_a_byte_once_are_suspected():
     assert "dtype" in rules(lint(routes.astype(np.uint8), spec), certain=True)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 6), st.integers(0, 6), st.integers(0, 4), st.sampled_from("bBhiqdO?"), st.integers(0, 6))
 def test_the_linter_never_raises(rows, columns, top_k, dtype, tokens):
     lint(np.ones((rows, columns, top_k), dtype), SPEC, list(range(tokens)))

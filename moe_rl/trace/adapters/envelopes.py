@@ -40,12 +40,12 @@ _NPY_HEADERS = {
 }
 
 
-def decode_vllm(payload: str) -> np.ndarray:
+def decode_vllm(payload: object) -> np.ndarray:
     """[T, C, K] of the `routed_experts` of a vLLM choice. Raises TraceError."""
     return decode_npy(_base64(payload, "vLLM routed_experts"), where="vLLM routed_experts")
 
 
-def decode_sglang(payload: str, *, layers: int, top_k: int) -> np.ndarray:
+def decode_sglang(payload: object, *, layers: int, top_k: int) -> np.ndarray:
     """int32 [T, layers, top_k] of the `routed_experts` of an SGLang meta_info. Raises TraceError.
 
     layers: decoder layers of the model, dense ones included; the payload does not say.
@@ -65,11 +65,11 @@ def decode_sglang(payload: str, *, layers: int, top_k: int) -> np.ndarray:
     return np.frombuffer(data, "<i4").reshape(-1, layers, top_k)
 
 
-def decode_nemo(payload: str) -> np.ndarray:
+def decode_nemo(payload: object) -> np.ndarray:
     """[S, C, K] of an `nrlre1` envelope, its last row and its -1 included. Raises TraceError."""
     where = "NeMo-RL routed_experts"
     match = _NEMO.match(payload) if isinstance(payload, str) else None
-    if match is None:
+    if not isinstance(payload, str) or match is None:
         raise TraceError(
             describe(
                 "not an nrlre1 envelope",
@@ -210,7 +210,7 @@ def _check_ids(picked: np.ndarray, spec: TraceSpec, where: str) -> None:
             )
 
 
-def _base64(payload: str, where: str) -> bytes:
+def _base64(payload: object, where: str) -> bytes:
     if not isinstance(payload, str) or len(payload) > MAX_BYTES:
         got = f"{len(payload)} characters" if isinstance(payload, str) else type(payload).__name__
         raise TraceError(

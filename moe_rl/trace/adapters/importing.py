@@ -82,13 +82,14 @@ def import_lines(path: Path, root: Path, name: str, spec: TraceSpec, form: str) 
             try:
                 record = _record(item, spec, form)
                 before = _before(item, record, refs, tokens)
-                parent = refs[item.line.parent] if before is not None else None
-                if parent is not None:
-                    parent = RouteRef(parent.key, record.first_row, parent.parts)
+                parent = None
+                if item.line.parent is not None:
+                    earlier = refs[item.line.parent]
+                    parent = RouteRef(earlier.key, record.first_row, earlier.parts)
                 refs[record.key] = writer.add(record.key, record.routes, record.token_ids, record.spans, parent=parent)
             except TraceError as error:
                 raise TraceError(f"{where}: {error}") from error
-            tokens[record.key] = np.concatenate([before, record.token_ids]) if parent else record.token_ids
+            tokens[record.key] = record.token_ids if before is None else np.concatenate([before, record.token_ids])
             if record.aborted:
                 writer.mark_aborted(record.key)
     return list(refs.values())

@@ -36,7 +36,7 @@ class Finding:
         return f"{'' if self.certain else 'suspect: '}{self.rule} ({self.where}): {self.text}"
 
 
-def lint(routes: np.ndarray, spec: TraceSpec, token_ids: Sequence[int] | None = None) -> list[Finding]:
+def lint(routes: np.ndarray, spec: TraceSpec, token_ids: Sequence[int] | np.ndarray | None = None) -> list[Finding]:
     """All findings, in the order of shape, ids, rows, layers, tokens; none when nothing is wrong. Never raises.
 
     routes: as a sampler sent them, any dtype; [T, C, K] with C all decoder layers or the MoE layers of the spec, in the
@@ -65,7 +65,7 @@ def lint(routes: np.ndarray, spec: TraceSpec, token_ids: Sequence[int] | None = 
     return findings
 
 
-def _shape(routes: np.ndarray, spec: TraceSpec, token_ids: Sequence[int] | None) -> list[Finding]:
+def _shape(routes: np.ndarray, spec: TraceSpec, token_ids: Sequence[int] | np.ndarray | None) -> list[Finding]:
     findings = []
     rows, columns, top_k = routes.shape
     if token_ids is not None and rows != len(token_ids):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -102,7 +103,7 @@ def from_nemo(message: Mapping, spec: TraceSpec, *, key: str, weight_version: in
 
 
 def from_array(
-    array: np.ndarray, spec: TraceSpec, *, key: str, token_ids: Sequence[int], weight_version: int
+    array: np.ndarray, spec: TraceSpec, *, key: str, token_ids: Sequence[int] | np.ndarray, weight_version: int
 ) -> RouteRecord:
     """Routes of which nothing else is known, as .npy files and nested lists hold them.
 
@@ -197,7 +198,7 @@ def _version_of_rows(versions: int | list[tuple[int, int]], rows: int, prompt: i
     return of_sampled[np.maximum(0, np.arange(rows) - (prompt - 1))]
 
 
-def _field(source: Mapping, name: str, kind: type, where: str):
+def _field(source: object, name: str, kind: type, where: str) -> Any:
     value = source.get(name) if isinstance(source, Mapping) else None
     if not isinstance(value, kind):
         raise TraceError(
@@ -205,7 +206,7 @@ def _field(source: Mapping, name: str, kind: type, where: str):
                 f"reply has no {name}",
                 where=where,
                 got="nothing" if value is None else type(value).__name__,
-                expected={str: "text", list: "a list"}.get(kind, "an object"),
+                expected="text" if kind is str else "a list" if kind is list else "an object",
                 do="ask the sampler to return token ids and routed experts",
             )
         )
