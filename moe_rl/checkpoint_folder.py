@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: which are complete, and how one appears.
+"""Lists the complete checkpoints of a run, and makes a new one appear whole or not at all.
 
 step-000012             complete: it got this name when every byte of it was on disk
 .step-000012.tmp        being written, or left by a process that was killed

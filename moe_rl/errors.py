@@ -1,4 +1,4 @@
-"""The exception tree. One root, so that `tools/` can turn every expected failure into one clear message.
+"""Defines the exception tree. It has one root, so that commands turn every expected failure into one clear message.
 
 A message says what is wrong, where, what was got, what was expected and what to do. `describe` lays that out; every
 raise site in moe_rl goes through it or writes a sentence with the same five parts.

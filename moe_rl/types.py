@@ -1,4 +1,4 @@
-"""The nouns of moe_rl. Frozen dataclasses of plain values and numpy arrays: no torch, no vLLM, no Megatron.
+"""Defines the nouns of moe_rl: frozen dataclasses of plain values and numpy arrays. No torch, vLLM or Megatron.
 
 Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
 """

@@ -1,5 +1,4 @@
-"""The prompt ledger: which prompts every step consumed, durable and checkable, so that a resumed run can prove that
-each prompt was used exactly once.
+"""Keeps which prompts every step consumed, durable and checkable: a resumed run can prove that each was used once.
 
 One JSON line a step. A line carries an xxh3-64 checksum of the rest of it and is accepted only if it is, byte for byte,
 what `record` would have written; what lies after the last newline is the torn end of a crash and counts as unwritten.

@@ -1,4 +1,4 @@
-"""Prompt files, the text codec, and a prompt order that is a pure function of a cursor."""
+"""Reads prompt files, turns text into token ids and back, and orders prompts as a pure function of a cursor."""
 
 from __future__ import annotations
 

@@ -237,24 +237,21 @@ class _Place:
         except (OSError, EOFError, ValueError) as error:
             return dict.fromkeys([loading] if loading else self._weights, self.bury(error, _START_SECONDS))
 
-    def score(self, item: RewardItem) -> Verdict:
-        """Have the worker score an item; one that it did not even begin is given to the next worker, once."""
-        if self.process is None:  # the last start failed, which ends the pool
+    def score(self, item: RewardItem, *, again: bool = True) -> Verdict:
+        """Have the worker score an item. again: give it to the next worker if this one is lost before it begins it."""
+        try:
+            parts = self._ask(item)
+            reward = sum(weight * parts[name] for name, weight in self._weights.items())
+            if not math.isfinite(reward):
+                raise ValueError(f"the weighted sum of the rewards is {reward}: {parts}")
+            return Verdict("scored", reward, parts)
+        except ValueError as error:
+            return Verdict("failed", None, detail=str(error))
+        except _Lost as lost:
             self.start()
-        for again in (True, False):
-            try:
-                parts = self._ask(item)
-                reward = sum(weight * parts[name] for name, weight in self._weights.items())
-                if not math.isfinite(reward):
-                    raise ValueError(f"the weighted sum of the rewards is {reward}: {parts}")
-                return Verdict("scored", reward, parts)
-            except ValueError as error:
-                return Verdict("failed", None, detail=str(error))
-            except _Lost as lost:
-                self.start()
-                if lost.begun or not again:
-                    return Verdict("failed", None, detail=str(lost))
-        raise AssertionError
+            if again and not lost.begun:
+                return self.score(item, again=False)
+            return Verdict("failed", None, detail=str(lost))
 
     def _ask(self, item: RewardItem) -> dict[str, float]:
         """Each function's value. Raises ValueError saying why there is none, or _Lost."""
