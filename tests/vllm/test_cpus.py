@@ -121,3 +121,53 @@ def test_the_configuration_fits_the_back_end(tmp_path):
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
     assert json.loads(line.removeprefix("ANSWER ")) == {"float32": [16, False], "bfloat16": [128, True]}
+
+
+UPDATED = """
+import json, os, sys
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_NO_USAGE_STATS": "1"}
+os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+import torch, vllm
+torch.cpu._is_amx_tile_supported = lambda: True
+torch.cpu._init_amx = lambda: True
+from moe_rl.vllm.worker import CONTROL
+from moe_rl.weights.receiver import BACKEND
+
+llm = vllm.LLM(
+    model=sys.argv[1], skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64, block_size=32, enforce_eager=True,
+    kv_cache_memory_bytes=16 << 20, worker_extension_cls=CONTROL, weight_transfer_config={"backend": BACKEND},
+)
+
+def packed(worker):
+    layers = [layer for layer in worker.model_runner.get_model().modules() if type(layer).__name__ == "MLAAttention"]
+    return [weight.clone() for layer in layers for weight in (layer.impl._w_uk_packed, layer.impl._w_uv_packed)]
+
+(before,) = llm.collective_rpc(packed)
+answers = []
+for update in sys.argv[2:]:
+    answers += llm.collective_rpc("moe_rl_update_weights", args=(update.encode(),))
+(after,) = llm.collective_rpc(packed)
+doubled = [bool((new == 2 * old).all() and old.any()) for old, new in zip(before, after, strict=True)]
+print("ANSWER", json.dumps({"refused": [answer["refused"] for answer in answers], "doubled": doubled}), flush=True)
+os._exit(0)
+"""
+
+
+def test_the_amx_back_end_takes_updates(tmp_path):
+    """It packs weights and samples nothing here, which takes no AMX."""
+    from safetensors.torch import load_file
+
+    from moe_rl.weights.update import encode
+    from tests.rollout.test_families import make_checkpoint
+    from tests.weights.sending import by_disk
+
+    model = make_checkpoint("moonlight", tmp_path / "model")
+    sent = {name: (2 * tensor).bfloat16() for name, tensor in load_file(model / "model.safetensors").items()}
+    updates = [by_disk(tmp_path, sent, version=1), by_disk(tmp_path, sent, version=2, replaces=1, changed=False)]
+    command = [sys.executable, "-c", UPDATED, str(model), *(encode(update).decode() for update in updates)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
+    answer = json.loads(line.removeprefix("ANSWER "))
+    assert not any(answer["refused"])
+    assert answer["doubled"] == [True] * 8
