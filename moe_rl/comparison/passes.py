@@ -117,7 +117,8 @@ class Scorer:
             sequences, list(range(len(sequences))), weight_version, policy.placement
         )
         self.policy, self.store, self.spec, self.sequences = policy, store, spec, sequences
-        self.microbatches, self.tables, self.budget = share.microbatches, share.tables, budget
+        self.microbatches = [one.microbatch for one in share.work]
+        self.tables, self.budget = [one.table for one in share.work], budget
         self.owners = TokenOwners.of(sequences)
         self._first_token = np.cumsum([0, *(len(s.token_ids) for s in sequences)])
         self._first_row = np.cumsum([0, *(s.forwarded for s in sequences)])
@@ -140,14 +141,11 @@ class Scorer:
         was not applied.
         """
         router_kl = router_kl and self.has_router_logits
-        session = ReplaySession(
+        session = self.policy.session(
             self.tables if tables is None else tables,
-            self.policy.layers,
             mode=mode,
             name=name,
-            rank=dist.get_rank(),
             compare_native=True,
-            any_stage=world.any_stage,
             compare_with=self.tables,
             keep_router_logits=router_kl,
         )
@@ -246,7 +244,7 @@ class Scorer:
             rows = [np.arange(*self._first_row[i : i + 2]) for i in microbatch.indices]
             if rows:
                 whole[: sum(map(len, rows))] = np.concatenate(rows)
-            mine = whole[microbatch.rows[world.own_rows(microbatch.tokens.shape[1])]]
+            mine = whole[microbatch.routed_rows]
             places.append(torch.from_numpy(mine).to(world.device()))
         return places
 

@@ -20,9 +20,8 @@ from moe_rl.rollout.engine import VllmEngine
 from moe_rl.tasks.prompts import PromptSource, load_prompts
 from moe_rl.trace import TraceStore
 from moe_rl.train.kept import KeptRollouts, RolloutBatch, shard_name
-from moe_rl.train.rollouts import generate_request
+from moe_rl.train.rollouts import engine_settings, generate_request
 from moe_rl.train.run_folder import RunFolder
-from moe_rl.train.samplers import engine_settings
 from moe_rl.types import Sequence
 from moe_rl.weights.digest import tensor_digests, total_digest
 from moe_rl.weights.sender import WeightSender

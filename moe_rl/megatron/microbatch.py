@@ -6,16 +6,21 @@ B sequences.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from moe_rl.megatron import world
 from moe_rl.megatron.router import ReplaySeqParams
 from moe_rl.objectives.logprobs import Support
 from moe_rl.planning.token_layout import padded_lengths, rows_of
+from moe_rl.replay.routes import SequenceRoutes, microbatch_routes
 from moe_rl.replay.session import ReplaySession
+from moe_rl.replay.tables import MicrobatchRoutes
+from moe_rl.trace import TraceSpec
 from moe_rl.types import SamplingSupport, Sequence
 
 
@@ -81,6 +86,44 @@ class Microbatch:
         real = self.rows < len(run)
         run[self.rows[real]] = self.tokens[0].cpu().numpy()[real]
         return np.split(run, np.cumsum([s.forwarded for s in sequences], dtype=np.int64))[:-1]
+
+    @property
+    def routed_rows(self) -> np.ndarray:
+        """int64 [R], like `rows`: those that this rank's routers see, which under sequence parallelism are a part."""
+        return self.rows[world.own_rows(self.tokens.shape[1])]
+
+    def routes(
+        self,
+        sequences: Seq[Sequence],
+        read: Callable[[Sequence, np.ndarray, np.ndarray], SequenceRoutes],
+        spec: TraceSpec,
+        *,
+        layers: tuple[int, ...],
+        expert_parallel: int,
+    ) -> MicrobatchRoutes:
+        """What a replay session takes for this microbatch, cut to the rows that this rank's routers see.
+
+        sequences: the packed ones, in that order. read: (sequence, its fed tokens int64 [T_i], bool [T_i] which of them
+        this rank's routers see) -> its routes. layers: global numbers of the MoE layers that this rank holds.
+        """
+        fed, rows = self.fed(sequences), self.routed_rows
+        here = np.zeros(sum(self.lengths), bool)
+        here[rows] = True
+        starts = np.cumsum([0, *map(len, fed)])
+        return microbatch_routes(
+            [
+                read(sequence, tokens, here[start : start + len(tokens)])
+                for sequence, tokens, start in zip(sequences, fed, starts, strict=False)
+            ],
+            spec,
+            layers=layers,
+            names=[sequence.key for sequence in sequences],
+            fed=fed,
+            padded_tokens=sum(self.lengths),
+            rows=rows,
+            expert_parallel=expert_parallel,
+            device=self.tokens.device,
+        )
 
 
 def pack(

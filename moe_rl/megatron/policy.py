@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
 from moe_rl.errors import ReplayError, describe
@@ -22,7 +24,9 @@ from moe_rl.megatron.router import ReplayMoELayer, ReplayRouter
 from moe_rl.megatron.schedule import LossFunction
 from moe_rl.models.hf import ModelFacts
 from moe_rl.planning.expert_placement import check_order, natural_order
-from moe_rl.replay.session import ReplaySession
+from moe_rl.replay.plans import LayerPlan, plan_dispatch
+from moe_rl.replay.session import Mode, ReplaySession
+from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.weights.stream import Round
 
 
@@ -75,6 +79,44 @@ class Policy:
         """Those of `layers` that an update runs a second time, in its backward pass."""
         return recomputed_layers(self.chunks)
 
+    def plan_dispatch(
+        self, tables: list[MicrobatchRoutes], *, overlap_chunks: int = 0
+    ) -> list[dict[int, LayerPlan] | None]:
+        """How the dispatchers are to send the rows of these microbatches, see `replay.plans.plan_dispatch`. The ranks
+        exchange their counts, once for all of the tables."""
+        group = world.dispatch_group(self.facts.num_experts)
+        return plan_dispatch(
+            tables, self.layers, group, world.gather_over_dispatch, self.order, overlap_chunks=overlap_chunks
+        )
+
+    def session(
+        self,
+        tables: list[MicrobatchRoutes],
+        *,
+        mode: Mode,
+        name: str,
+        plans: Seq[dict[int, LayerPlan] | None] = (),
+        training: bool = False,
+        compare_native: bool = False,
+        compare_with: list[MicrobatchRoutes] | None = None,
+        keep_router_logits: bool = False,
+    ) -> ReplaySession:
+        """The session of one pass of this policy, to be opened around it, see `ReplaySession`. training: of `update`;
+        otherwise of a pass without a gradient."""
+        return ReplaySession(
+            tables,
+            self.layers,
+            mode=mode,
+            name=name,
+            rank=dist.get_rank(),
+            compare_native=compare_native,
+            recomputed_layers=self.recomputed_layers if training else frozenset(),
+            any_stage=world.any_stage,
+            compare_with=compare_with,
+            keep_router_logits=keep_router_logits,
+            plans=list(plans),
+        )
+
     def logprobs(
         self, microbatches: list[Microbatch], session: ReplaySession | None, temperature: float | None = None
     ) -> list[torch.Tensor]:
@@ -116,20 +158,16 @@ class Policy:
 
         loss: called on the last pipeline stage only. entropy: give it the entropies too.
         """
-        generators, finite_losses = rng.state(), []
-
-        def watched(number: int, *scores: torch.Tensor) -> torch.Tensor:
-            value = loss(number, *scores)
-            finite_losses.append(value.detach().isfinite())
-            return value
-
+        generators = rng.state()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         # Megatron moves them as soon as all gradients are there, before anyone has seen whether these are finite.
         biases = [(r.expert_bias, r.expert_bias.clone()) for r in self._routers() if r.expert_bias is not None]
         self._start_aux_loss(microbatches)
-        schedule.forward_backward(self.chunks, microbatches, session, watched, self.temperature, entropy=entropy)
+        finite_losses = get_forward_backward_func()(
+            **schedule.training_pass(self.chunks, microbatches, session, loss, self.temperature, entropy=entropy)
+        )
         lr = learning_rate(self.settings, self.updates)
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
@@ -152,13 +190,8 @@ class Policy:
 
         Of gradients a rank is named whose own part, before ranks sum theirs, is not finite.
         """
-        ranks, parts = (
-            dist.get_world_size(),
-            {
-                "loss": finite_losses,
-                "gradient": [chunk.own_gradients_finite for chunk in self.chunks],
-            },
-        )
+        ranks = dist.get_world_size()
+        parts = {"loss": finite_losses, "gradient": [chunk.own_gradients_finite for chunk in self.chunks]}
         mine = [0] * (len(parts) * ranks)
         for row, flags in enumerate(parts.values()):
             mine[row * ranks + dist.get_rank()] = int(bool(flags) and not torch.stack(flags).all())

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from moe_rl.errors import ReplayError, describe
 from moe_rl.megatron import world
 from moe_rl.megatron.microbatch import Microbatch
-from moe_rl.megatron.token_logprobs import completion_logprobs
+from moe_rl.objectives.logprobs import token_logprobs, token_logprobs_and_entropies
 from moe_rl.replay.session import ReplaySession, require_open
 
 # (microbatch number, logprobs [N] with gradient) -> the microbatch's share of the loss, divided by its denominator.
@@ -43,11 +45,13 @@ def logprobs(
     def collect(number, microbatch, logits, non_loss_data=True):
         results[number] = completion_logprobs(microbatch, logits, temperature, entropy=entropy)
 
-    _run(chunks, microbatches, session, collect, forward_only=True, collect_non_loss_data=True)
+    get_forward_backward_func()(
+        **_arguments(chunks, microbatches, session, collect), forward_only=True, collect_non_loss_data=True
+    )
     return list(world.share_from_last_stage(torch.cat(results, 1)).split(sizes, 1))
 
 
-def forward_backward(
+def training_pass(
     chunks: list[torch.nn.Module],
     microbatches: list[Microbatch],
     session: ReplaySession | None,
@@ -55,20 +59,23 @@ def forward_backward(
     temperature: float,
     *,
     entropy: bool = False,
-) -> None:
-    """Add the gradient of the summed losses to the chunks' main gradients. loss: called on the last stage only.
+) -> dict[str, object]:
+    """Arguments of megatron's schedule for a pass that adds the gradient of the summed losses to the chunks' main
+    gradients. The schedule then returns on the last stage, of each microbatch, whether its loss is finite: a bool [].
 
-    entropy: give it the entropies too.
+    loss: called on the last stage only. entropy: give it the entropies too. Megatron's frames lie between the caller
+    and the loss, so that the caller starts the schedule itself: `get_forward_backward_func()(**training_pass(...))`.
     """
 
     def loss_of(number, microbatch, logits):
-        values = completion_logprobs(microbatch, logits, temperature, entropy=entropy)
-        return loss(number, *values), torch.zeros([], dtype=torch.int), {}
+        value = loss(number, *completion_logprobs(microbatch, logits, temperature, entropy=entropy))
+        return value, torch.zeros([], dtype=torch.int), value.detach().isfinite()
 
-    _run(chunks, microbatches, session, loss_of, forward_only=False)
+    return {**_arguments(chunks, microbatches, session, loss_of), "forward_only": False}
 
 
-def _run(chunks, microbatches, session, after_forward, *, forward_only, **options):
+def _arguments(chunks, microbatches, session, after_forward) -> dict[str, object]:
+    """What every pass gives to megatron's schedule. after_forward: (number, microbatch, logits), on the last stage."""
     require_open(session)
     in_a_round = world.microbatches_in_a_round()
     if len(microbatches) % in_a_round:
@@ -105,13 +112,49 @@ def _run(chunks, microbatches, session, after_forward, *, forward_only, **option
         return output, partial(after_forward, number, microbatch)
 
     iterators = [enumerate(microbatches) for _ in chunks]
-    get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iterators if len(chunks) > 1 else iterators[0],
-        model=chunks,
-        num_microbatches=len(microbatches),
-        seq_length=max(m.tokens.shape[1] for m in microbatches),
-        micro_batch_size=1,
-        forward_only=forward_only,
-        **options,
-    )
+    return {
+        "forward_step_func": forward_step,
+        "data_iterator": iterators if len(chunks) > 1 else iterators[0],
+        "model": chunks,
+        "num_microbatches": len(microbatches),
+        "seq_length": max(m.tokens.shape[1] for m in microbatches),
+        "micro_batch_size": 1,
+    }
+
+
+def completion_logprobs(
+    microbatch: Microbatch, logits: torch.Tensor, temperature: float, *, entropy: bool
+) -> torch.Tensor:
+    """[1, N] float32 from this rank's logits [1, T, V / TP], for the completion tokens only; equal on TP and CP ranks.
+
+    entropy: [2, N], and the second row is the entropy of each token's distribution in nats. Both are over the token's
+    support where the microbatch has one. A loss computed from it alike on all ranks gives each the gradient of its own
+    part of the vocabulary and of its own tokens.
+    """
+    given = logits[0].index_select(0, microbatch.predicts), microbatch.targets, temperature
+    where = {"support": microbatch.support, "group": parallel_state.get_tensor_model_parallel_group()}
+    if entropy:
+        values = torch.stack(token_logprobs_and_entropies(*given, **where))
+    else:
+        values = token_logprobs(*given, **where)[None]
+    if parallel_state.get_context_parallel_world_size() == 1:
+        return values
+    return _Gathered.apply(values, microbatch.predicted, len(microbatch.sequence_ids))
+
+
+class _Gathered(torch.autograd.Function):
+    """values [S, n] at `places` [n] of [S, total], whose other places the other context-parallel ranks fill."""
+
+    @staticmethod
+    def forward(ctx, values: torch.Tensor, places: torch.Tensor, total: int) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        whole = values.new_zeros(len(values), total).index_copy_(1, places, values)
+        if total:  # zeros change no bit of what one rank has
+            dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
+        return whole
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        (places,) = ctx.saved_tensors
+        # Not summed over the ranks: each computes the same loss and has the whole gradient.
+        return gradient.index_select(1, places), None, None

@@ -47,7 +47,7 @@ POLICY_LOSSES: dict[str, Callable[..., PolicyLoss]] = {
 }
 
 _TOKEN_MEANS = ("dapo", "cispo", "dppo_tv", "decoupled")
-_USE_ROLLOUT_LOGPROBS = ("minirl", "decoupled")
+USE_ROLLOUT_LOGPROBS = ("minirl", "decoupled")
 
 
 def global_denominator(name: str, lengths: Iterable[int], max_tokens: int) -> int:
@@ -99,7 +99,7 @@ def policy_loss(
     number. Values of sequence_ids are not checked here, since that would make the host wait for the device.
     """
     _check_name(name)
-    if name in _USE_ROLLOUT_LOGPROBS:
+    if name in USE_ROLLOUT_LOGPROBS:
         parameters["rollout_logprobs"] = rollout_logprobs
     return POLICY_LOSSES[name](
         logprobs, old_logprobs, advantages, sequence_ids, denominator=denominator, weights=weights, **parameters

@@ -16,12 +16,12 @@ from moe_rl.errors import MoeRLError, describe
 from moe_rl.megatron import world
 from moe_rl.objectives.advantages import advantages
 from moe_rl.objectives.penalties import KL_ESTIMATORS
-from moe_rl.train.shares import Share
+from moe_rl.train.shares import UpdateShare
 from moe_rl.types import Sequence
 
 
 def give_credit(
-    objective: ObjectiveConfig, sequences: list[Sequence], group_ids: list[int], shares: list[Share]
+    objective: ObjectiveConfig, sequences: list[Sequence], group_ids: list[int], shares: list[UpdateShare]
 ) -> dict[str, float]:
     """Set the advantages of every microbatch of `shares`. All ranks call it; returns metrics, equal on all of them.
 
@@ -49,13 +49,13 @@ def give_credit(
         values = [math.nan] * len(rewards)
     of = dict(zip((sequence.key for sequence in sequences), values, strict=True))
     for share in shares:
-        for microbatch in share.microbatches:
-            microbatch.give_advantages([of[key] for key in share.keys])
+        for work in share.work:
+            work.microbatch.give_advantages([of[key] for key in share.keys])
     known = [value for value in values if value is not None]
     return metrics | {"objective/zero_advantage_fraction": sum(value == 0 for value in known) / len(known)}
 
 
-def _sequence_kl(estimator: str, sequences: list[Sequence], shares: list[Share]) -> list[float | None]:
+def _sequence_kl(estimator: str, sequences: list[Sequence], shares: list[UpdateShare]) -> list[float | None]:
     """Sum of the estimates over each sequence's completion, in nats; None for a sequence that is in no share.
 
     Each is taken from one of the ranks that have the sequence. Raises MoeRLError when two speak for the same one.
@@ -63,10 +63,11 @@ def _sequence_kl(estimator: str, sequences: list[Sequence], shares: list[Share])
     where = {sequence.key: number for number, sequence in enumerate(sequences)}
     sums, speakers = [0.0] * len(sequences), [0] * len(sequences)
     for share in shares if world.speaks_for_its_sequences() else ():
-        for microbatch, old, ref in zip(share.microbatches, share.old_logprobs, share.ref_logprobs, strict=True):
+        for work in share.work:
+            microbatch = work.microbatch
             if not microbatch.indices:
                 continue
-            tokens = KL_ESTIMATORS[estimator](ref.double() - old.double())
+            tokens = KL_ESTIMATORS[estimator](work.ref_logprobs.double() - work.old_logprobs.double())
             # The tokens of a sequence lie together, in the order of the sequences.
             counts = torch.bincount(microbatch.sequence_ids, minlength=len(microbatch.indices))
             totals = torch.segment_reduce(tokens, "sum", lengths=counts, initial=0)

@@ -6,53 +6,37 @@ sampler the new weights.
 
     prompts -> rollout (tokens, logprobs, routes) -> rewards -> packing -> old and reference logprobs -> advantages
             -> replay around the forward and backward pass -> loss -> optimizer -> sync -> the next prompts
+
+How a batch is sampled: `rollouts.py`. How it is learned from: `step.py`. What a rank holds meanwhile: `trainer.py`.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack, closing, suppress
-from importlib.metadata import version
+from contextlib import ExitStack
 from pathlib import Path
-from typing import NoReturn
 
 import torch.distributed as dist
 
 from moe_rl.config.schema import Config
-from moe_rl.errors import CollapseError, Stopped
 from moe_rl.megatron import world
-from moe_rl.megatron.policy import Policy, ReferencePolicy
-from moe_rl.megatron.saving import Checkpoints
-from moe_rl.models.hf import read_model
-from moe_rl.report.log import RunLog
-from moe_rl.report.run_page import write_report
-from moe_rl.report.summary import summarize
-from moe_rl.tasks.verifiers import VerifierPool
-from moe_rl.trace import TraceSpec, TraceStore
-from moe_rl.train.guards import Canary
-from moe_rl.train.kept import KeptRollouts, RolloutBatch, kept_steps
-from moe_rl.train.peers import Peers, StopRequested
+from moe_rl.train.peers import Peers
 from moe_rl.train.resume import open_folder, restore
-from moe_rl.train.rollouts import Rollouts
 from moe_rl.train.run_folder import RunFolder
-from moe_rl.train.samplers import start_sampler
-from moe_rl.train.step import Clock, TrainStep
-from moe_rl.weights.sender import WeightSender
-
-# The parts of a step that every rank has, and that are ended before a run stops.
-_TRAINING = ("placement", "routes", "logprobs", "train", "sync")
+from moe_rl.train.step_metrics import Clock
+from moe_rl.train.trainer import Trainer
 
 
-def train(config: Config, folder: RunFolder | None, step: int | None = None) -> Path:
+def train(config: Config, folder: RunFolder | None, begin_after: int | None = None) -> Path:
     """Run, or with `folder` resume, a training run. All ranks call it; returns the run's folder on each.
 
-    step: of the checkpoint to go on from, by default the newest; 0: of none. The config has been checked
-    (`config.check.problems`), so that what fails here is not the user's writing.
+    begin_after: steps of the checkpoint to go on from, by default of the newest; 0: of none. The config has been
+    checked (`config.check.problems`), so that what fails here is not the user's writing.
     """
     world.start(config.parallel, seed=config.run.seed, timeout_seconds=24 * 3600)
     with ExitStack() as stack:
         stack.callback(world.stop)
         resumed = folder is not None
-        folder, done = open_folder(config, folder, step, stack)
+        folder, done = open_folder(config, folder, begin_after, stack)
         peers = stack.enter_context(
             Peers(
                 folder.ranks,
@@ -64,220 +48,41 @@ def train(config: Config, folder: RunFolder | None, step: int | None = None) -> 
             )
         )
         peers.save_done(done, 0.0)
-        run = Run(config, folder, peers, stack)
+        trainer = Trainer(config, folder, peers, stack)
         if resumed:
-            restore(run, done)
-        run.steps(done)
-    return folder.path
-
-
-class Run:
-    """What a rank holds for the length of a run."""
-
-    def __init__(self, config: Config, folder: RunFolder, peers: Peers, stack: ExitStack):
-        self.config, self.folder, self.peers = config, folder, peers
-        self.is_main = dist.get_rank() == 0
-        self.facts = read_model(config.model.path)
-        self.store = TraceStore(folder.trace)
-        self.kept = KeptRollouts(folder.rollouts, self.store)
-        self.checkpoints = Checkpoints(
-            folder.checkpoints,
-            config.parallel,
-            keep=config.checkpoint.keep,
-            asynchronous=config.checkpoint.asynchronous,
-            published=peers.save_done,
-        )
-        self.log = self.rollouts = self.left_behind = None
-        self.kept_awake = False
-        if self.is_main:
-            self.log = RunLog(folder.path, total_steps=config.run.steps, mode=config.replay.mode)
-            stack.callback(self.log.close)
-            self.log.note(f"run folder: {folder.path}")
-            if self.facts.mtp_layers:
-                self.log.note("the model's multi-token-prediction layers are left alone: not trained, not sent")
-            self.log.note("starting the sampler and the verifiers ...")
-            verifiers = stack.enter_context(
-                VerifierPool(
-                    config.task.rewards,
-                    timeout_seconds=config.task.verifier_timeout_seconds,
-                    workers=config.task.verifier_workers,
-                )
-            )
-            engine = stack.enter_context(closing(start_sampler(config, self.facts, folder)))
-            self.rollouts = Rollouts(config, self.facts, engine, verifiers, folder.path, self.store)
-        build = (self.facts, config.train, config.parallel, config.model.path)
-        self.policy = Policy(*build, temperature=config.rollout.temperature)
-        reference = None
-        if config.objective.kl_coef > 0:
-            reference = ReferencePolicy(*build, temperature=config.rollout.temperature)
-        facts = self.facts
-        spec = TraceSpec.from_layers(facts.fingerprint, facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
-        self.train_step = TrainStep(config, self.policy, reference, self.store, spec)
-        self.sender = WeightSender(self.policy, config.rollout, folder.sync, world)
-        self.train_seconds = 0.0  # of the last step, with its sync
-        self.saving = Clock()  # since the last step was logged
-        self.canary = Canary(world.broadcast(self.rollouts.canary_tokens() if self.is_main else None, tuple[int, ...]))
-
-    def steps(self, done: int) -> None:
-        """From what is done, nothing or a checkpoint, to the end of the run and its report."""
-        config, collapse = self.config, None
+            restore(trainer, done)
         if done or config.rollout.weights != "exact" or config.rollout.servers:
-            self._sync(version=done)  # an engine started with the model's own; servers hold nothing that counts
-        self._evaluate(done, last=done == config.run.steps)
+            trainer.sync(version=done)  # an engine started with the model's own; servers hold nothing that counts
+        trainer.evaluate(done, last=done == config.run.steps)
+        collapse, native_every = None, config.replay.native_every
         for step in range(done + 1, config.run.steps + 1):
-            clock = Clock(self.peers.part)
+            clock = Clock(peers.part)
             with clock("step"):
-                batch = self._rollout(step, clock)
+                batch = trainer.sample(step, clock)
                 if batch is None:
-                    self._stop(done)
-                with self.peers.phase("train", step, seconds=self.train_seconds):
-                    metrics = self.train_step.run(
+                    trainer.stop(done)
+                with peers.phase("train", step, seconds=trainer.train_seconds):
+                    metrics = trainer.train_step.run(
                         batch.sequences,
                         batch.group_ids,
                         step=step,
                         weight_version=step - 1,
                         clock=clock,
-                        measure_native=config.replay.native_every > 0 and (step - 1) % config.replay.native_every == 0,
+                        measure_native=native_every > 0 and (step - 1) % native_every == 0,
                     )
-                with self.peers.phase("sync", step), clock("sync"):
-                    metrics |= self._sync(version=step)
-            trained = sum(s.forwarded for s in batch.sequences) / clock.seconds["train"]
-            metrics |= batch.metrics | {
-                "throughput/trained_tokens_per_second": trained,
-                **{f"time/{name}": seconds for name, seconds in (clock.seconds | self.saving.seconds).items()},
-            }
-            self.saving = Clock()
-            self.train_seconds = sum(clock.seconds[part] for part in _TRAINING)
-            if self.is_main:
-                self.log.step(step, metrics)
-            collapse = self.train_step.guards.after_step(step, metrics)
+                with peers.phase("sync", step), clock("sync"):
+                    metrics |= trainer.sync(version=step)
+            collapse = trainer.finish(step, batch, metrics, clock)
             # The checkpoint comes last: what it stands for has been logged when it appears.
             done, last = step, step == config.run.steps or collapse is not None
-            self._evaluate(step, last=last)
-            if collapse is None and self._asked_to_stop():
-                self._stop(done)
+            trainer.evaluate(step, last=last)
+            if collapse is None and trainer.asked_to_stop():
+                trainer.stop(done)
             if last or step % config.checkpoint.every_steps == 0:
-                self._save(step, whole=last)
+                trainer.save(step, whole=last)
             if collapse is not None:
                 break
-        with self.peers.phase("report", done):
-            if self.is_main:
-                self._report(done, collapse)
-            dist.barrier()  # a rank that ended with an error now would take the one that writes with it
+        trainer.report(done, collapse)
         if collapse is not None:
             raise collapse
-
-    def _rollout(self, step: int, clock: Clock) -> RolloutBatch | None:
-        """Rank 0 samples and judges, unless a crash left that behind; every rank gets the tokens. Routes stay in the
-        trace store. None when the run was asked to stop meanwhile."""
-        batch = None
-        if self.is_main:
-            cursor, (batch, self.left_behind) = self.rollouts.source.cursor, (self.left_behind, None)
-            if batch is not None:
-                clock.seconds |= {"sample": 0.0, "reward": 0.0}
-            else:
-                with self.peers.phase("rollout", step), suppress(StopRequested), self.peers.to_be_left():
-                    with self.log.phase(f"step {step}: sampling"):
-                        sampled = self.rollouts.collect(step, clock)
-                    self.kept.save(step, sampled)
-                    batch = sampled
-            if self.peers.asked or batch is None:
-                self.rollouts.source.seek(cursor)
-                batch = None
-            if batch is not None:
-                self._rest(clock)
-        with self.peers.phase("receive rollout", step):
-            batch = world.broadcast(batch, RolloutBatch | None)
-        if batch is not None and self.checkpoints.pending is not None:
-            with self.peers.phase("checkpoint", step), self.saving("checkpoint"):
-                self.checkpoints.poll()  # sampling has left its writers time
-        if self.is_main and batch is not None:
-            self._retain_rollouts(step)
-        return batch
-
-    def _rest(self, clock: Clock) -> None:
-        """Let the sampler give its memory back until it gets weights again."""
-        if level := self.config.rollout.sleep_level:
-            with clock("sleep"):
-                gave_back = self.rollouts.engine.sleep(level)
-            if not gave_back and not self.kept_awake:
-                self.log.note("rollout.sleep_level: the sampler keeps its memory, vLLM does not sleep on a CPU")
-            self.kept_awake = not gave_back
-
-    def _sync(self, version: int) -> dict[str, float]:
-        """Give the sampler the trainer's weights as `version`, and let both score the canary with them."""
-        engine = self.rollouts.engine if self.is_main else None
-        sent = self.sender.send(engine, version)
-        difference = self.canary.difference(self.policy, engine)
-        self.train_step.guards.after_sync(version, difference)
-        return {"sync/bytes": sent, "sync/canary_abs_diff": difference}
-
-    def _evaluate(self, step: int, *, last: bool) -> None:
-        """Where it is time for it, and the log has it not: a run that stopped in it does it when it goes on."""
-        with self.peers.phase("evaluate", step):
-            if self.is_main and (last or step % self.config.eval.every_steps == 0) and not self.log.evaluated(step):
-                clock, metrics = Clock(self.peers.part), None
-                saying = self.log.phase("evaluating on held-out prompts")
-                with suppress(StopRequested), self.peers.to_be_left(), clock("eval"), saying:
-                    metrics = self.rollouts.evaluate(step)
-                if metrics is not None:
-                    self.log.eval_row(step, metrics | {"time/eval": clock.seconds["eval"]})
-
-    def _save(self, step: int, *, whole: bool) -> None:
-        """Begin a checkpoint, and wait for the whole of it or let it be written behind the run."""
-        state = {"guards": self.train_step.guards.state()}
-        if self.is_main:
-            state |= {"cursor": self.rollouts.source.cursor, "ledger": self.rollouts.ledger.digest(step)}
-        with self.peers.phase("checkpoint", step), self.saving("checkpoint"):
-            self.checkpoints.save(
-                step,
-                self.policy,
-                state,
-                tensors=self.train_step.placement.tensors(),
-            )
-            if whole:
-                self.checkpoints.finish()
-            if self.is_main:
-                self._retain_rollouts(step)
-
-    def _asked_to_stop(self) -> bool:
-        """Whether any rank was, as all of them hear now."""
-        return bool(world.all_reduce([self.peers.asked], dist.ReduceOp.MAX)[0])
-
-    def _stop(self, done: int) -> NoReturn:
-        """Save what is done and end the run, as it was asked to."""
-        if done not in (self.peers.saved, self.checkpoints.pending):
-            self._save(done, whole=True)
-        with self.peers.phase("checkpoint", done):
-            self.checkpoints.finish()
-        self.peers.stopped()
-        raise Stopped(
-            f"the run was asked to stop and did after step {done}, with "
-            + ("a checkpoint" if done else "nothing to save yet")
-            + f"; go on with --resume {self.folder.path}"
-            + ("" if done else " --step 0")
-        )
-
-    def _retain_rollouts(self, step: int) -> None:
-        self.kept.retain(kept_steps(step, self.config.replay.keep_shards, self.checkpoints.steps()))
-
-    def _report(self, done: int, collapse: CollapseError | None) -> None:
-        self.rollouts.ledger.verify(self.rollouts.source, steps=done)
-        summarize(self.folder.path, self._facts() | {"collapse": collapse and str(collapse)})
-        report = write_report(self.folder.path)
-        self.log.note(f"report: {report}")
-
-    def _facts(self) -> dict[str, object]:
-        """What summary.json says besides what was measured."""
-        config = self.config
-        return {
-            "vllm_version": self.rollouts.engine.vllm_version,
-            "megatron_core_version": version("megatron-core"),
-            "torch_version": version("torch"),
-            "replay_mode": config.replay.mode,
-            "objective": config.objective.name,
-            "seed": config.run.seed,
-            **{f"{dimension}_parallel": ranks for dimension, ranks in config.parallel},
-            "trainer_dtype": config.train.dtype,
-            "sampler_dtype": config.rollout.dtype,
-        }
+    return folder.path

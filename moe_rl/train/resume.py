@@ -8,10 +8,10 @@ are no more.
 
 from __future__ import annotations
 
+import socket
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch.distributed as dist
@@ -26,12 +26,9 @@ from moe_rl.tasks.prompts import PromptSource
 from moe_rl.trace import TraceSpec
 from moe_rl.train import run_folder
 from moe_rl.train.kept import KeptRollouts, RolloutBatch
-from moe_rl.train.nodes import check_seen
 from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.sampling_support import read_support
-
-if TYPE_CHECKING:
-    from moe_rl.train.loop import Run
+from moe_rl.train.trainer import Trainer
 
 # What a step does about routes that are missing is decided when it is trained on.
 _ROWS = RowPolicy(missing="native", stale="refuse", max_staleness=0)
@@ -69,37 +66,53 @@ def open_folder(config: Config, folder: RunFolder | None, step: int | None, stac
     if opened.problem:
         raise ConfigError(opened.problem)
     folder = RunFolder(Path(opened.path))
-    check_seen(folder)
+    _check_seen(folder)
     if dist.get_rank():
         stack.enter_context(run_folder.held(folder, first=False))
     return folder, opened.done
 
 
-def restore(run: Run, done: int) -> None:
+def _check_seen(folder: RunFolder) -> None:
+    """All ranks call it. Raises ConfigError on each when one does not see what rank 0 has written into the folder."""
+    config = world.broadcast(folder.config.read_text() if dist.get_rank() == 0 else None, str)
+    seen = folder.config.is_file() and folder.config.read_text() == config
+    (blind,) = world.all_reduce([float(not seen)])
+    if blind:
+        raise ConfigError(
+            describe(
+                "run.runs_dir: not all ranks see the folder that rank 0 made",
+                where=f"rank {dist.get_rank()} on {socket.gethostname()}: {folder.path.absolute()}",
+                got=f"{'not here and ' if not seen else ''}not on {blind:.0f} ranks",
+                do="put it on a filesystem that all nodes mount at the same path",
+            )
+        )
+
+
+def restore(trainer: Trainer, done: int) -> None:
     """Put every part of a run back to the checkpoint after `done` steps, with 0 to its beginning. All ranks call it."""
-    parallel, cursor, before = run.config.parallel, 0, None
+    parallel, cursor, before = trainer.config.parallel, 0, None
     if done:
-        path = checkpoints.find(run.folder.checkpoints, done)
-        state = checkpoint.load(path, run.policy, parallel=parallel, seed=run.config.run.seed)
-        run.train_step.guards.restore(state["guards"])
-        run.train_step.placement.restore(checkpoint.run_tensors(path))
+        path = checkpoints.find(trainer.folder.checkpoints, done)
+        state = checkpoint.load(path, trainer.policy, parallel=parallel, seed=trainer.config.run.seed)
+        trainer.train_step.guards.restore(state["guards"])
+        trainer.train_step.placement.restore(checkpoint.run_tensors(path))
         cursor, before = state["cursor"], state["layout"]
-        if run.is_main:
-            check_of_this_run(path, state["ledger"], run.rollouts.ledger.digest(done))
-    if run.is_main:
-        checkpoints.sweep(run.folder.checkpoints)
-        for aside in checkpoints.abandon_newer(run.folder.checkpoints, done):
-            run.log.note(f"a newer checkpoint was put aside: {aside}")
-        run.rollouts.source.seek(cursor)
-        run.left_behind = _take_left_behind(run, done)
-        entered = done + (run.left_behind is not None)
-        run.rollouts.ledger.verify(run.rollouts.source, steps=entered)
-        run.kept.retain(range(entered + 1))
-        run.store.collect_garbage()
-        run.log.rewind(done + 1)
+        if trainer.is_main:
+            check_of_this_run(path, state["ledger"], trainer.rollouts.ledger.digest(done))
+    if trainer.is_main:
+        checkpoints.sweep(trainer.folder.checkpoints)
+        for aside in checkpoints.abandon_newer(trainer.folder.checkpoints, done):
+            trainer.log.note(f"a newer checkpoint was put aside: {aside}")
+        trainer.rollouts.source.seek(cursor)
+        trainer.left_behind = _take_left_behind(trainer, done)
+        entered = done + (trainer.left_behind is not None)
+        trainer.rollouts.ledger.verify(trainer.rollouts.source, steps=entered)
+        trainer.kept.retain(range(entered + 1))
+        trainer.store.collect_garbage()
+        trainer.log.rewind(done + 1)
         if before not in (None, now := checkpoint.layout(parallel)):
             changed = [f"{name} {before.get(name)} -> {n}" for name, n in now.items() if before.get(name) != n]
-            run.log.note(f"another layout: {', '.join(changed)}; random generators derived from run.seed anew")
+            trainer.log.note(f"another layout: {', '.join(changed)}; random generators derived from run.seed anew")
 
 
 def check_of_this_run(path: Path, expected: str, got: str) -> None:
@@ -119,23 +132,23 @@ def check_of_this_run(path: Path, expected: str, got: str) -> None:
         )
 
 
-def _take_left_behind(run: Run, done: int) -> RolloutBatch | None:
+def _take_left_behind(trainer: Trainer, done: int) -> RolloutBatch | None:
     """The rollouts of the next step, if they are there and whole. The ledger is cut behind them, else before."""
-    rollouts, step = run.rollouts, done + 1
+    rollouts, step = trainer.rollouts, done + 1
     begun = f"resumed after step {done}" if done else "begun again"
-    vocabulary = run.facts.vocab if run.config.rollout.keep_sampling_mask else None
+    vocabulary = trainer.facts.vocab if trainer.config.rollout.keep_sampling_mask else None
     try:
         entry, batch = left_behind(
-            step, rollouts.ledger, rollouts.source, run.kept, run.train_step.spec, vocabulary=vocabulary
+            step, rollouts.ledger, rollouts.source, trainer.kept, trainer.train_step.spec, vocabulary=vocabulary
         )
     except MoeRLError as error:
         dropped = rollouts.ledger.rewind(done)
-        run.log.note(f"{begun}; {dropped} steps are done again. Step {step} is sampled: {error}")
+        trainer.log.note(f"{begun}; {dropped} steps are done again. Step {step} is sampled: {error}")
         return None
     dropped = rollouts.ledger.rewind(step)
     rollouts.source.seek(entry.next_cursor)
     found = f"{len(batch.sequences)} sequences that were sampled for it before and are whole"
-    run.log.note(f"{begun}; {dropped + 1} steps are done again. Step {step} is trained on the {found}")
+    trainer.log.note(f"{begun}; {dropped + 1} steps are done again. Step {step} is trained on the {found}")
     return batch
 
 

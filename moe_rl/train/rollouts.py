@@ -1,4 +1,5 @@
-"""The sampling half of the loop, on rank 0: prompts -> completions -> verdicts -> sequences with rewards."""
+"""The sampling half of the loop, on rank 0: prompts -> completions -> verdicts -> sequences with rewards; and who
+samples: an engine in a child process, or the servers that the config names."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from moe_rl.config.schema import Config
 from moe_rl.errors import RewardError, describe
 from moe_rl.models.hf import ModelFacts
 from moe_rl.objectives.advantages import has_spread, overlong_penalty
+from moe_rl.rollout.engine import VllmEngine
 from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.sampler import Sampler
 from moe_rl.tasks.prompt_ledger import PromptLedger
@@ -20,12 +22,44 @@ from moe_rl.tasks.prompts import PromptSource, TextCodec, load_prompts
 from moe_rl.tasks.verifiers import RewardItem, VerifierPool, check_failed_fraction
 from moe_rl.trace import TraceStore
 from moe_rl.train.kept import RolloutBatch, shard_name
-from moe_rl.train.step import Clock
+from moe_rl.train.run_folder import RunFolder
+from moe_rl.train.step_metrics import Clock
 from moe_rl.types import Completion, GenerateRequest, Prompt, Sequence, Verdict
+from moe_rl.vllm.wire import EngineSettings
+
+
+def start_sampler(config: Config, facts: ModelFacts, folder: RunFolder) -> Sampler:
+    """Rank 0 calls it, from its main thread. Raises EngineError for an engine that does not start, a server that does
+    not answer."""
+    if config.rollout.servers:
+        return ServerFleet.attach(config, folder.trace)
+    return VllmEngine.start(engine_settings(config, facts, folder))
+
+
+def engine_settings(config: Config, facts: ModelFacts, folder: RunFolder) -> EngineSettings:
+    """What the run's engine is started with; trace and log go into the folder."""
+    rollout = config.rollout
+    return EngineSettings(
+        model_path=config.model.path,
+        dtype=rollout.dtype,
+        max_model_len=rollout.max_prompt_tokens + rollout.max_completion_tokens,
+        max_concurrent=rollout.max_concurrent,
+        kv_cache_mib=rollout.kv_cache_mib,
+        trace_root=folder.trace,
+        model_fingerprint=facts.fingerprint,
+        log_path=folder.engine_log,
+        startup_timeout_seconds=rollout.startup_timeout_seconds,
+        seed=config.run.seed,
+        silence_seconds=config.run.peer_timeout_seconds,
+        capture=rollout.capture,
+        support=rollout.keep_sampling_mask,
+        router_logits_fraction=rollout.router_logits_fraction,
+        sleeps=rollout.sleep_level > 0,
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class PromptGroup:
     """A prompt's completions, what was said of them, and their rewards; None where the verification failed.
 
     number: of the prompt in its step.
@@ -46,7 +80,7 @@ class Group:
         return has_spread(self.rewards)
 
 
-def choose(groups: Seq[Group], wanted: int) -> list[Group]:
+def choose(groups: Seq[PromptGroup], wanted: int) -> list[PromptGroup]:
     """The first `wanted` groups whose rewards differ; fewer where there are not so many.
 
     Where there is none, the first `wanted` that could be scored at all: they are measured, as every step's, and what
@@ -83,7 +117,7 @@ class Rollouts:
     def collect(self, step: int, clock: Clock) -> RolloutBatch:
         """Sample and judge the groups of one step, enter them into the ledger, and choose those to train on."""
         rollout, cursor = self.config.rollout, self.source.cursor
-        groups: list[Group] = []
+        groups: list[PromptGroup] = []
         shards: list[str] = []
         lacking = rollout.prompts_per_step
         while lacking > 0 and len(shards) < rollout.dynamic_sampling_rounds:
@@ -124,7 +158,7 @@ class Rollouts:
         }
         return RolloutBatch(sequences, [number for number, *_ in trained], metrics, digest)
 
-    def _sample(self, step: int, first: int, shard: str, clock: Clock) -> list[Group]:
+    def _sample(self, step: int, first: int, shard: str, clock: Clock) -> list[PromptGroup]:
         """One round: the next prompts' groups, numbered in the step from `first`."""
         rollout = self.config.rollout
         prompts = self.source.take(rollout.prompts_per_step)
@@ -139,7 +173,7 @@ class Rollouts:
             verdicts = self._judge([p for p in prompts for _ in range(rollout.group_size)], completions)
         members = [slice(start, start + rollout.group_size) for start in range(0, len(requests), rollout.group_size)]
         return [
-            Group(
+            PromptGroup(
                 number,
                 prompt,
                 completions[of],

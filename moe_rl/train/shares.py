@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from moe_rl.objectives.losses import global_denominator, nonempty
 from moe_rl.planning.balance import Plan
 from moe_rl.planning.packing import split_groups
 from moe_rl.replay.plans import LayerPlan
-from moe_rl.replay.routes import RowPolicy, microbatch_routes, missing_rows, read_routes
+from moe_rl.replay.routes import RowPolicy, missing_rows, read_routes
 from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train.assignment import agreed, assign, load_excess
@@ -24,23 +24,34 @@ from moe_rl.types import SamplingSupport, Sequence
 
 
 @dataclass(slots=True, eq=False)
-class Share:
-    """What this rank does of one optimizer update: its microbatches, their routes, how these are dispatched where that
-    is planned, what other passes said of them.
+class MicrobatchWork:
+    """A microbatch of this rank, and all that a step comes to know of it.
+
+    table: the routes that its passes take or are compared with. plan: how these are dispatched, where that is planned.
+    old_logprobs float32 [N]: what the ratios are taken to, at first the sampler's. ref_logprobs float32 [N]: of the
+    reference policy, where there is one.
+    """
+
+    microbatch: Microbatch
+    table: MicrobatchRoutes
+    old_logprobs: torch.Tensor
+    ref_logprobs: torch.Tensor | None = None
+    plan: dict[int, LayerPlan] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UpdateShare:
+    """What this rank does of one optimizer update.
 
     denominator, sequences, tokens: of the whole update on all ranks, what the policy loss, the KL penalty and the
     entropy bonus are divided by.
     keys: of all sequences of the update on all ranks; the microbatches' indices are into them.
     """
 
-    microbatches: list[Microbatch]
-    tables: list[MicrobatchRoutes]
+    work: list[MicrobatchWork]
     denominator: int
     sequences: int
     tokens: int
-    old_logprobs: list[torch.Tensor]
-    plans: list[dict[int, LayerPlan] | None] = field(default_factory=list)
-    ref_logprobs: list[torch.Tensor] = field(default_factory=list)
     keys: tuple[str, ...] = ()
 
 
@@ -62,7 +73,7 @@ class Shares:
 
     def of(
         self, sequences: list[Sequence], group_ids: list[int], weight_version: int, placement: np.ndarray
-    ) -> tuple[list[Share], dict[str, float]]:
+    ) -> tuple[list[UpdateShare], dict[str, float]]:
         """This rank's share of every update, and the step's metrics of what is not replayed, equal on every rank.
 
         placement: int64 [L, E], the expert in each slot, of every MoE layer of the model.
@@ -78,9 +89,9 @@ class Shares:
                 updates.append((ours, plan))
                 by_length += as_by_length
         shares = agreed(lambda: self._read(updates, weight_version))
-        tables = [table for share in shares for table in share.tables]
+        tables = [one.table for share in shares for one in share.work]
         return shares, {
-            **self._fallback(shares, sequences),
+            **self._fallback(tables, sequences),
             "routing/dropped_sequences": dropped,
             "routing/packed_by_length": by_length,
             "routing/load_excess": load_excess(tables, self._own(placement), self.config.parallel.expert),
@@ -112,26 +123,24 @@ class Shares:
             )
         return [sequences[i] for i in kept], [group_ids[i] for i in kept], dropped
 
-    def _read(self, updates: list[tuple[list[Sequence], Plan]], weight_version: int) -> list[Share]:
+    def _read(self, updates: list[tuple[list[Sequence], Plan]], weight_version: int) -> list[UpdateShare]:
         """This rank's part of every update, of which the sequences and the plan are given."""
-        shares = []
-        rank, _ = world.data_parallel()
+        shares, rank, longest = [], world.data_parallel()[0], self.config.rollout.max_completion_tokens
         for ours, plan in updates:
-            context = world.context_parallel()
-            microbatches = [
-                pack(ours, indices, world.device(), context, self._supports([ours[i] for i in indices]))
-                for indices in plan[rank]
-            ]
+            work = []
+            for indices in plan[rank]:
+                packed = [ours[i] for i in indices]
+                supports = self._supports(packed)
+                microbatch = pack(ours, indices, world.device(), world.context_parallel(), supports)
+                table = self._routes(packed, microbatch, weight_version)
+                work.append(MicrobatchWork(microbatch, table, old_logprobs=microbatch.rollout_logprobs))
             lengths = [len(s.token_ids) for s in ours]
-            longest = self.config.rollout.max_completion_tokens
             shares.append(
-                Share(
-                    microbatches,
-                    [self._routes([ours[i] for i in m.indices], m, weight_version) for m in microbatches],
+                UpdateShare(
+                    work,
                     global_denominator(self.config.objective.name, lengths, longest),
                     nonempty(lengths),
                     sum(lengths),
-                    old_logprobs=[m.rollout_logprobs for m in microbatches],
                     keys=tuple(s.key for s in ours),
                 )
             )
@@ -145,38 +154,26 @@ class Shares:
 
     def _routes(self, packed: list[Sequence], microbatch: Microbatch, weight_version: int) -> MicrobatchRoutes:
         """Routes of the packed sequences, each validated against the tokens that lie in the microbatch."""
-        fed = microbatch.fed(packed)
-        rows = microbatch.rows[world.own_rows(microbatch.tokens.shape[1])]
-        here = np.zeros(sum(microbatch.lengths), bool)
-        here[rows] = True
-        parts = [
-            read_routes(
+        return microbatch.routes(
+            packed,
+            lambda sequence, fed, here: read_routes(
                 self.store,
                 sequence,
                 self.spec,
                 layers=self.layers,
-                fed=tokens,
-                here=here[start : start + len(tokens)],
+                fed=fed,
+                here=here,
                 weight_version=weight_version,
                 policy=self.rows,
-            )
-            for sequence, tokens, start in zip(packed, fed, np.cumsum([0, *map(len, fed)]), strict=False)
-        ]
-        return microbatch_routes(
-            parts,
+            ),
             self.spec,
             layers=self.layers,
-            names=[sequence.key for sequence in packed],
-            fed=fed,
-            padded_tokens=sum(microbatch.lengths),
-            rows=rows,
             expert_parallel=self.config.parallel.expert,
-            device=world.device(),
         )
 
-    def _fallback(self, shares: list[Share], sequences: list[Sequence]) -> dict[str, float]:
+    def _fallback(self, tables: list[MicrobatchRoutes], sequences: list[Sequence]) -> dict[str, float]:
         """How much of the step has routes to replay, on all ranks. Raises ReplayError on all when it is too little."""
-        layers, tables = len(self.layers), [table for share in shares for table in share.tables]
+        layers = len(self.layers)
         covered, native, stale = world.all_reduce(
             [
                 layers * sum(table.replayed_tokens for table in tables),

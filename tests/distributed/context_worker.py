@@ -61,8 +61,9 @@ def main():
     from moe_rl.megatron.policy import Policy
     from moe_rl.megatron.saving import Checkpoints
     from moe_rl.train import shares as shares_of
-    from moe_rl.train import step
     from moe_rl.train.guards import Canary
+    from moe_rl.train.step import TrainStep
+    from moe_rl.train.step_metrics import Clock
 
     rank = dist.get_rank()
     sequences, store, spec = batch(facts, out / f"trace{rank}")
@@ -71,8 +72,8 @@ def main():
         return Policy(facts, config.train, config.parallel, path, temperature=1.0)
 
     def take_step(config, policy):
-        clock, groups = step.Clock(), list(range(len(sequences)))
-        whole = step.TrainStep(config, policy, None, store, spec)
+        clock, groups = Clock(), list(range(len(sequences)))
+        whole = TrainStep(config, policy, None, store, spec)
         return whole.run(sequences, groups, step=1, weight_version=0, measure_native=True, clock=clock)
 
     policy = build(halves)

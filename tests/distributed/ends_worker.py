@@ -15,13 +15,13 @@ from tests.support.planted import FAULTS
 CHECKPOINT = Path(sys.argv[1])
 
 
-class Run:
-    """Stands for the run's sampler, verifiers and loop."""
+class Trainer:
+    """Stands for the parts of a run. Where the loop first asks for an evaluation, it takes the update."""
 
     def __init__(self, config, folder, peers, stack):
         self.config, self.peers = config, peers
 
-    def steps(self, resumed):
+    def evaluate(self, step, *, last):
         from moe_rl.megatron import world
         from moe_rl.megatron.policy import Policy
         from moe_rl.models.hf import read_model
@@ -40,7 +40,7 @@ class Run:
 def main():
     from moe_rl.train import loop
 
-    loop.Run = Run
+    loop.Trainer = Trainer
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)
     return train.run(parser.parse_args(sys.argv[2:]))

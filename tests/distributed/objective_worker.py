@@ -24,7 +24,10 @@ from moe_rl.models.hf import read_model
 from moe_rl.objectives.losses import global_denominator
 from moe_rl.proof.trial import whole_gradients
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
-from moe_rl.train.step import TrainStep, UpdateSums
+from moe_rl.train.loss import LossSums, UpdateLoss
+from moe_rl.train.scoring import session as session_of
+from moe_rl.train.step import TrainStep
+from moe_rl.train.step_metrics import loss_metrics
 from moe_rl.types import Provenance, Sequence, Span
 
 ROOT = Path(__file__).parents[2]
@@ -92,11 +95,12 @@ def microbatch_means(step, share, sums):
     """The loss as if each microbatch were averaged by itself, then the microbatches of all ranks: what is wrong."""
     ranks = world.data_parallel()[1]
     losses = []
-    for microbatch in share.microbatches:
+    for work in share.work:
+        microbatch = work.microbatch
         lengths = torch.bincount(microbatch.sequence_ids, minlength=len(microbatch.indices)).tolist()
         own = global_denominator(step.config.objective.name, lengths, step.config.rollout.max_completion_tokens)
-        wrong = replace(share, denominator=max(1, own) * len(share.microbatches) * ranks)
-        losses.append(step._loss(wrong, sums, {}))
+        wrong = replace(share, denominator=max(1, own) * len(share.work) * ranks)
+        losses.append(UpdateLoss(step.config.objective, wrong, sums))
     return lambda number, logprobs: losses[number](number, logprobs)
 
 
@@ -104,20 +108,19 @@ def gradients(step, policy, ready, scores, order, *, wrong=False):
     """Of one update with this objective, under Hugging Face names; and what the step says of it."""
     (share,), _ = step.shares.of(ready, list(range(len(ready))), VERSION, step.policy.placement)
 
-    def handed_out(values):
-        of = [[values[order[i]] for i in microbatch.indices] for microbatch in share.microbatches]
-        return [torch.from_numpy(np.concatenate([np.empty(0, np.float32), *v])) for v in of]
+    def of(microbatch, values):
+        own = [values[order[i]] for i in microbatch.indices]
+        return torch.from_numpy(np.concatenate([np.empty(0, np.float32), *own]))
 
-    for microbatch in share.microbatches:
-        microbatch.give_advantages([sequence.reward for sequence in ready])
-    share.old_logprobs, share.ref_logprobs = handed_out(scores.old), handed_out(scores.reference)
-    sums = UpdateSums()
-    loss = microbatch_means(step, share, sums) if wrong else step._loss(share, sums, {})
-    with step._session(share.tables, [], "replay", "update", training=True) as session:
-        policy.update(share.microbatches, session, loss)
-    told = step._reduce(sums, [session.tally], 1, "r3", by_layer=False)
-    told = {key: value for key, value in told.items() if key.startswith(("objective/", "correction/"))}
-    return whole_gradients(policy, policy.facts), told, len(share.microbatches)
+    for work in share.work:
+        work.microbatch.give_advantages([sequence.reward for sequence in ready])
+        work.old_logprobs, work.ref_logprobs = of(work.microbatch, scores.old), of(work.microbatch, scores.reference)
+    sums = LossSums()
+    loss = microbatch_means(step, share, sums) if wrong else UpdateLoss(step.config.objective, share, sums)
+    with session_of(policy, share.work, "replay", "update", compare_native=False, training=True) as session:
+        policy.update([work.microbatch for work in share.work], session, loss)
+    told = loss_metrics(step.config.objective, sums, 1)
+    return whole_gradients(policy, policy.facts), told, len(share.work)
 
 
 def compared(found, reference):
@@ -128,11 +131,12 @@ def compared(found, reference):
 
 def base_logprobs(step, policy, ready):
     (share,), _ = step.shares.of(ready, list(range(len(ready))), VERSION, step.policy.placement)
-    with step._session(share.tables, [], "replay", "base") as session:
-        values = policy.logprobs(share.microbatches, session)
+    with session_of(policy, share.work, "replay", "base", compare_native=False) as session:
+        values = policy.logprobs([work.microbatch for work in share.work], session)
     of = {}
-    for microbatch, found in zip(share.microbatches, values, strict=True):
-        of |= {i: found[microbatch.sequence_ids == n].numpy() for n, i in enumerate(microbatch.indices)}
+    for work, found in zip(share.work, values, strict=True):
+        ids = work.microbatch.sequence_ids
+        of |= {i: found[ids == n].numpy() for n, i in enumerate(work.microbatch.indices)}
     return [of[i] for i in range(len(ready))]
 
 

@@ -29,7 +29,8 @@ from moe_rl.objectives import logprobs as logprobs_module
 from moe_rl.objectives.logprobs import Support, token_logprobs, token_logprobs_and_entropies
 from moe_rl.proof.batch import batch
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
-from moe_rl.train.step import Clock, TrainStep
+from moe_rl.train.step import TrainStep
+from moe_rl.train.step_metrics import Clock
 from moe_rl.types import Provenance, Span
 
 ROOT = Path(__file__).parents[2]
@@ -133,14 +134,14 @@ def one(name, plan, checkpoint, out):
     reference = ReferencePolicy(*build, temperature=1.0) if config.objective.kl_coef else None
     step = TrainStep(config, policy, reference, TraceStore(folder), spec)
     groups = [number // 2 for number in range(len(ready))]
-    open_session, passes = step._session, []
-    step._session = lambda *given, **options: passes.append(given) or open_session(*given, **options)
+    open_session, passes = policy.session, []
+    policy.session = lambda *given, **options: passes.append(options) or open_session(*given, **options)
     try:
         seen = step.run(ready, groups, step=1, weight_version=VERSION, measure_native=True, clock=Clock())
     except MoeRLError as error:
         seen = f"{type(error).__name__}: {error} [{len(passes)} passes]"
     (out / f"{name}-rank{rank}.json").write_text(json.dumps(seen))
-    (out / f"{name}-rank{rank}.chunks").write_text(json.dumps([chunks(given[1]) for given in passes]))
+    (out / f"{name}-rank{rank}.chunks").write_text(json.dumps([chunks(options["plans"]) for options in passes]))
     policy.release()
     dist.barrier()
 

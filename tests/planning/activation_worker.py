@@ -15,6 +15,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
@@ -78,7 +79,8 @@ def measured(case: Case, microbatch: Microbatch) -> int:
         there += [buffer.grad_data for buffer in chunk.buffers + chunk.expert_parallel_buffers]
 
     def run():
-        schedule.forward_backward(policy.chunks, [microbatch], None, lambda number, values: -values.sum(), 1.0)
+        given = schedule.training_pass(policy.chunks, [microbatch], None, lambda number, values: -values.sum(), 1.0)
+        get_forward_backward_func()(**given)
 
     run()  # caches are filled
     with LiveBytes(there) as counter:

@@ -12,7 +12,7 @@ from moe_rl.errors import MoeRLError
 from moe_rl.megatron import world
 from moe_rl.megatron.microbatch import pack
 from moe_rl.train import credit
-from moe_rl.train.shares import Share
+from moe_rl.train.shares import MicrobatchWork, UpdateShare
 from moe_rl.types import Sequence
 
 LENGTHS, REWARDS, GROUPS = [2, 3, 1, 4, 2], [1.0, 0.0, 0.5, 0.5, 3.0], [0, 0, 1, 1, 1]
@@ -42,14 +42,15 @@ class Rank:
                 for part in (old, ref)
             )
             keys = tuple(s.key for s in ours)
-            self.shares.append(Share(packed, [], 1, 1, 1, old_logprobs=of_old, ref_logprobs=of_ref, keys=keys))
+            work = [MicrobatchWork(m, None, *scores) for m, *scores in zip(packed, of_old, of_ref, strict=True)]
+            self.shares.append(UpdateShare(work, 1, 1, 1, keys=keys))
 
     def advantages(self):
         return {
             share.keys[i]: value
             for share in self.shares
-            for m in share.microbatches
-            for i, value in zip(m.indices, m.advantages.tolist(), strict=True)
+            for one in share.work
+            for i, value in zip(one.microbatch.indices, one.microbatch.advantages.tolist(), strict=True)
         }
 
 

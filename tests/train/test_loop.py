@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from moe_rl.train import loop
+from moe_rl.train import trainer
 from moe_rl.train.peers import StopRequested
-from moe_rl.train.step import Clock
+from moe_rl.train.step_metrics import Clock
 
 
 @pytest.mark.parametrize("where", ["nowhere", "collect", "save"])
@@ -39,6 +39,6 @@ def test_rollouts_are_trained_on_when_all_of_them_are_kept(monkeypatch, where):
         _rest=lambda clock: None,
         _retain_rollouts=lambda step: None,
     )
-    monkeypatch.setattr(loop.world, "broadcast", lambda batch, kind: batch)
-    batch = loop.Run._rollout(run, 1, Clock(lambda part: None))
+    monkeypatch.setattr(trainer.world, "broadcast", lambda batch, kind: batch)
+    batch = trainer.Trainer.sample(run, 1, Clock(lambda part: None))
     assert (batch is None, source.cursor) == ((False, 8) if where == "nowhere" else (True, 3))

@@ -12,7 +12,7 @@ from moe_rl.errors import RewardError
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.train.kept import shard_name, shard_step
 from moe_rl.train.rollouts import Rollouts
-from moe_rl.train.step import Clock
+from moe_rl.train.step_metrics import Clock
 from moe_rl.types import Completion, Prompt, RoutePart, Verdict
 
 CONFIG = "configs/tiny_moe_cpu.yaml"

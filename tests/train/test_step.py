@@ -7,27 +7,25 @@ import torch
 
 from moe_rl.config.schema import LOSS_PARAMETERS, CorrectionConfig, ObjectiveConfig
 from moe_rl.objectives.losses import POLICY_LOSSES, reference_kl
-from moe_rl.train.shares import Share
-from moe_rl.train.step import TrainStep, UpdateSums
+from moe_rl.train.loss import LossSums, UpdateLoss
+from moe_rl.train.shares import MicrobatchWork, UpdateShare
 
 
 def test_sums_wait_for_the_end_of_the_update(monkeypatch):
     """No microbatch makes the host wait for the device: nothing is read until all of them are through."""
-    step = object.__new__(TrainStep)
     corrections = (
         CorrectionConfig(level="token", rule="veto", low=0.5),
         CorrectionConfig(level="sequence", rule="truncate", high=2.0),
         CorrectionConfig(level="geometric", rule="reject", high=2.0),
     )
     objective = ObjectiveConfig(clip_low=0.1, clip_high=0.1, kl_coef=0.5, corrections=corrections, off_policy_delta=0.5)
-    step.config, step.reference = SimpleNamespace(objective=objective), True
     logprobs, old, ref = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -2.0, -0.4]), torch.full((3,), -1.0)
     microbatch = SimpleNamespace(
         advantages=torch.tensor([1.0, -1.0]), sequence_ids=torch.tensor([0, 0, 1]), rollout_logprobs=old
     )
-    share = Share([microbatch] * 2, [], 4, 4, 6, old_logprobs=[old] * 2, ref_logprobs=[ref] * 2)
-    sums = UpdateSums()
-    loss = step._loss(share, sums, {})
+    share = UpdateShare([MicrobatchWork(microbatch, None, old, ref)] * 2, 4, 4, 6)
+    sums = LossSums()
+    loss = UpdateLoss(objective, share, sums)
 
     def read(tensor, *_):
         raise AssertionError("the host reads a tensor")
@@ -49,7 +47,6 @@ def test_sums_wait_for_the_end_of_the_update(monkeypatch):
 @pytest.mark.parametrize("name", LOSS_PARAMETERS)
 def test_every_loss_is_given_its_parameters_its_denominator_and_its_weights(name):
     """The KL penalty has a denominator of its own: its value does not depend on the loss beside it."""
-    step = object.__new__(TrainStep)
     corrections = (CorrectionConfig(level="geometric", rule="reject", low=0.5),)
     objective = ObjectiveConfig(
         name=name,
@@ -60,7 +57,6 @@ def test_every_loss_is_given_its_parameters_its_denominator_and_its_weights(name
         off_policy_delta=0.25,
         **LOSS_PARAMETERS[name],
     )
-    step.config, step.reference = SimpleNamespace(objective=objective), True
     logprobs, old = torch.tensor([-1.0, -2.0, -0.5, -1.0]), torch.tensor([-1.0, -2.1, -0.4, -1.1])
     # to the sampler: one more likely than half as much, one less, and one that has gone down since
     rollout = old + torch.tensor([0.3, 0.5, 0.9, 0.2])
@@ -69,9 +65,10 @@ def test_every_loss_is_given_its_parameters_its_denominator_and_its_weights(name
         sequence_ids=torch.tensor([0, 0, 1, 2]),
         rollout_logprobs=rollout - torch.tensor([0.0, 0.0, 0.0, 0.4]),
     )
-    share = Share([microbatch], [], 7, 3, 4, old_logprobs=[old], ref_logprobs=[torch.full((4,), -1.0)])
-    sums = UpdateSums()
-    total = step._loss(share, sums, {})(0, logprobs)
+    work = MicrobatchWork(microbatch, None, old, torch.full((4,), -1.0))
+    share = UpdateShare([work], 7, 3, 4)
+    sums = LossSums()
+    total = UpdateLoss(objective, share, sums)(0, logprobs)
     ids = microbatch.sequence_ids
     alone = POLICY_LOSSES[name](
         logprobs,
@@ -83,10 +80,10 @@ def test_every_loss_is_given_its_parameters_its_denominator_and_its_weights(name
         **LOSS_PARAMETERS[name],
         **({"rollout_logprobs": microbatch.rollout_logprobs} if name in ("minirl", "decoupled") else {}),
     )
-    kl = reference_kl(logprobs, share.ref_logprobs[0], ids, 3, estimator="k1", old_logprobs=old)
+    kl = reference_kl(logprobs, work.ref_logprobs, ids, 3, estimator="k1", old_logprobs=old)
     assert float(sums.kl) == pytest.approx(float(kl), rel=1e-6) and float(kl) != 0
     assert float(total) == pytest.approx(float(alone.loss + 0.5 * kl), rel=1e-6)
     assert sums.corrections.tolist() == [4, 3, 3, 1, 0, 3, 1]
     # the mask looks at the policy as it is now
-    step._loss(share, sums, {})(0, logprobs - torch.tensor([0.0, 0.0, 0.0, 1.0]))
+    UpdateLoss(objective, share, sums)(0, logprobs - torch.tensor([0.0, 0.0, 0.0, 1.0]))
     assert sums.corrections.tolist() == [8, 5, 5, 3, 0, 6, 3]

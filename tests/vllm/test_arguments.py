@@ -12,8 +12,8 @@ import pytest
 from moe_rl.cli import main
 from moe_rl.config.load import load_config
 from moe_rl.models.hf import read_model
+from moe_rl.train.rollouts import engine_settings
 from moe_rl.train.run_folder import RunFolder
-from moe_rl.train.samplers import engine_settings
 from moe_rl.vllm import api_server
 
 CONFIG = "configs/tiny_moe_cpu.yaml"

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_rl.config.load import load_config
 from moe_rl.planning.expert_placement import natural_order
-from moe_rl.train.experts import ExpertPlacement
+from moe_rl.train.assignment import ExpertPlacement
 
 CONFIG = Path(__file__).parents[2] / "configs/tiny_moe_cpu.yaml"
 

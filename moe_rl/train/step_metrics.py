@@ -1,0 +1,212 @@
+"""What a step shows on one rank, and the metrics that all ranks make of it.
+
+All numbers are global: sums over sequences are taken from one of the ranks that share them, sums over routed rows from
+every rank. All ranks call every function together. What the keys mean: report/metrics.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from moe_rl.config.schema import Config, ObjectiveConfig
+from moe_rl.megatron import world
+from moe_rl.megatron.policy import UpdateResult
+from moe_rl.objectives import corrections
+from moe_rl.objectives.mismatch import MismatchSums
+from moe_rl.replay.tables import Tally
+from moe_rl.trace import TraceSpec
+from moe_rl.train.loss import LossSums
+from moe_rl.train.shares import MicrobatchWork
+
+# A run's metrics, and what `MismatchSums.metrics` calls them.
+_MISMATCH_METRICS = {
+    "policy_kl/k1": "k1",
+    "policy_kl/k3": "k3",
+    "policy/extreme_fraction": "extreme_fraction_2",
+    "policy/extreme_fraction_5": "extreme_fraction_5",
+    "policy/logratio_abs_p50": "abs_p50",
+    "policy/logratio_abs_p99": "abs_p99",
+    "policy/logratio_abs_max": "abs_max",
+    "policy/perplexity_train": "perplexity_train",
+    "policy/perplexity_rollout": "perplexity_rollout",
+    "policy/log_perplexity_diff": "log_perplexity_diff",
+    "policy/log_perplexity_abs_diff": "log_perplexity_abs_diff",
+    "policy/chi2_token": "chi2_token",
+    "policy/chi2_sequence_product": "chi2_sequence_product",
+    "policy/chi2_sequence_geometric": "chi2_sequence_geometric",
+    "policy/effective_sample_fraction": "effective_sample_fraction",
+}
+
+
+class Clock:
+    """Seconds spent in named parts of a step; a name used again adds up. begun: told of each part that begins."""
+
+    def __init__(self, begun: Callable[[str], None] = lambda name: None):
+        self.seconds: dict[str, float] = {}
+        self.begun = begun
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self.begun(name)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+@dataclass(slots=True)
+class Shown:
+    """What the passes of a step showed on this rank.
+
+    tallies: of the passes that the routers' own choice counts for. mismatch, entropies: of the pass that ran on the
+    sampler's weights. native: of the pass with native routing, where there was one. peak_rows: of all ranks' dispatch
+    plans, what `replay.plans.peak_rows` gives.
+    """
+
+    mismatch: MismatchSums
+    entropies: list[torch.Tensor] = field(default_factory=list)
+    native: tuple[MismatchSums, Tally] | None = None
+    tallies: list[Tally] = field(default_factory=list)
+    results: list[UpdateResult] = field(default_factory=list)
+    sums: LossSums = field(default_factory=LossSums)
+    peak_rows: float = 0.0
+
+
+def mismatch_of(work: Seq[MicrobatchWork], logprobs: Seq[torch.Tensor]) -> MismatchSums:
+    """Sampler against trainer. logprobs [N] of each microbatch: the trainer's."""
+    total = MismatchSums.empty(world.device())
+    for one, values in zip(work, logprobs, strict=True):
+        batch = one.microbatch
+        sequences = len(batch.indices)
+        total = total.merge(MismatchSums.of(values, batch.rollout_logprobs, batch.sequence_ids, sequences))
+    return total
+
+
+def step_metrics(config: Config, spec: TraceSpec, shown: Shown, *, by_layer: bool) -> dict[str, float]:
+    """The metrics of a step's passes. by_layer: the routers' own choice of each layer too."""
+    replay, results = config.replay.mode, shown.results
+    metrics = loss_metrics(config.objective, shown.sums, len(results))
+    if replay != "off":
+        metrics |= _replay(shown)
+    name = "shadow" if replay == "r3" else "native"
+    metrics |= _compared(shown.tallies, name, spec.top_k)
+    if by_layer:
+        layers = _by_layer(shown.tallies, spec.moe_layers)
+        metrics |= {f"routing/{name}_mismatch_layer/{layer:03d}": fraction for layer, fraction in layers.items()}
+    measured = _global(shown.mismatch).metrics()
+    metrics |= {key: measured[name] for key, name in _MISMATCH_METRICS.items()}
+    metrics |= {
+        "policy/entropy": _mean_entropy(shown.entropies),
+        "optim/grad_norm": sum(result.grad_norm for result in results) / len(results),
+        "optim/lr": results[-1].lr,
+        "optim/skipped": sum(not result.applied for result in results),
+    }
+    if config.train.router_aux_loss:
+        metrics["objective/aux_loss"] = sum(result.aux_loss for result in results) / len(results)
+    if shown.native is not None:
+        mismatch, tally = shown.native
+        measured = _global(mismatch).metrics()
+        metrics |= {
+            "policy_kl/k1_native": measured["k1"],
+            "policy_kl/k3_native": measured["k3"],
+            "policy/extreme_fraction_native": measured["extreme_fraction_2"],
+            **_compared([tally], "native", spec.top_k),
+        }
+    return metrics
+
+
+def loss_metrics(objective: ObjectiveConfig, sums: LossSums, updates: int) -> dict[str, float]:
+    """Of a step of so many updates."""
+    sums = sums if world.speaks_for_its_sequences() else LossSums()
+    loss, kl, events, units, ratio = world.all_reduce(
+        [*map(float, (sums.loss, sums.kl, sums.clip_events, sums.clip_units, sums.ratio))]
+    )
+    metrics = {
+        "objective/loss": loss / updates,
+        "objective/clip_fraction": events / max(units, 1),
+        "objective/ratio_mean": ratio / max(units, 1),
+    }
+    if objective.corrected:
+        mine = torch.as_tensor(sums.corrections, dtype=torch.float64).expand(corrections.SUMS).tolist()
+        corrected = corrections.metrics(world.all_reduce(mine))
+        metrics |= {f"correction/{name}": value for name, value in corrected.items()}
+    if objective.kl_coef > 0 and objective.kl_in == "loss":
+        metrics["objective/kl_ref"] = kl / updates
+    return metrics
+
+
+def _replay(shown: Shown) -> dict[str, float]:
+    """That the routes were taken, and how they were dispatched."""
+    tallies = shown.tallies
+    consumed, expected, applied, planned, dispatched = world.all_reduce(
+        [
+            sum(t.consumed for t in tallies),
+            sum(t.expected for t in tallies),
+            sum(t.applied_mismatch for t in tallies),
+            sum(t.planned for t in tallies),
+            sum(t.dispatched for t in tallies),
+        ]
+    )
+    return {
+        "routing/applied_mismatch": applied,
+        "routing/consumed": consumed,
+        "routing/expected": expected,
+        "routing/planned_fraction": planned / max(dispatched, 1),
+        "routing/peak_rows": shown.peak_rows,
+    }
+
+
+def _compared(tallies: list[Tally], name: str, top_k: int) -> dict[str, float]:
+    """The routers' own choice against the record, over all (token, layer) positions."""
+    wrong, shared, margin, positions, wrong_tokens, tokens = world.all_reduce(
+        [
+            sum(t.native_mismatch for t in tallies),
+            sum(t.native_shared for t in tallies),
+            sum(t.native_margin for t in tallies),
+            sum(t.native_positions for t in tallies),
+            sum(t.native_token_mismatch for t in tallies),
+            sum(t.native_tokens for t in tallies),
+        ]
+    )
+    metrics = {
+        f"routing/{name}_mismatch": wrong / max(positions, 1),
+        f"routing/{name}_overlap": shared / max(positions * top_k, 1),
+        f"routing/{name}_margin": margin / max(positions, 1),
+    }
+    if name == "native":
+        metrics["routing/native_token_mismatch"] = wrong_tokens / max(tokens, 1)
+    return metrics
+
+
+def _by_layer(tallies: list[Tally], layers: Seq[int]) -> dict[int, float]:
+    """Of each MoE layer of the model: fraction of the tokens where the router's choice is not the recorded one."""
+    wrong = [sum(t.native_by_layer.get(layer, 0) for t in tallies) for layer in layers]
+    tokens = [sum(t.native_tokens for t in tallies if layer in t.native_by_layer) for layer in layers]
+    reduced = world.all_reduce([*wrong, *tokens])
+    fractions = zip(reduced[: len(layers)], reduced[len(layers) :], strict=True)
+    return {layer: w / max(n, 1) for layer, (w, n) in zip(layers, fractions, strict=True)}
+
+
+def _mean_entropy(entropies: list[torch.Tensor]) -> float:
+    """Nats per completion token, over all ranks. entropies: of each microbatch [N]."""
+    mine = torch.cat([torch.empty(0, device=world.device()), *entropies])
+    if not world.speaks_for_its_sequences():
+        mine = mine[:0]
+    total, tokens = world.all_reduce([float(mine.double().sum()), len(mine)])
+    return total / max(tokens, 1)
+
+
+def _global(sums: MismatchSums) -> MismatchSums:
+    if not world.speaks_for_its_sequences():
+        sums = MismatchSums.empty(world.device())
+    rows = [torch.empty_like(sums.to_tensor()) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, sums.to_tensor())
+    return MismatchSums.from_tensor(torch.stack(rows))

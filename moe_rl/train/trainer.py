@@ -1,0 +1,214 @@
+"""What a rank holds for the length of a run, and what the loop does with it.
+
+Every rank has the policy. Rank 0 also owns the sampler (a vLLM engine in a child process, or servers), the verifiers,
+the prompts and the log.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing, suppress
+from importlib.metadata import version
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from moe_rl.config.schema import Config
+from moe_rl.errors import CollapseError, Stopped
+from moe_rl.megatron import world
+from moe_rl.megatron.policy import Policy, ReferencePolicy
+from moe_rl.megatron.saving import Checkpoints
+from moe_rl.models.hf import read_model
+from moe_rl.report.log import RunLog
+from moe_rl.report.run_page import write_report
+from moe_rl.report.summary import summarize
+from moe_rl.tasks.verifiers import VerifierPool
+from moe_rl.trace import TraceSpec, TraceStore
+from moe_rl.train.guards import Canary
+from moe_rl.train.kept import KeptRollouts, RolloutBatch, kept_steps
+from moe_rl.train.peers import Peers, StopRequested
+from moe_rl.train.rollouts import Rollouts, start_sampler
+from moe_rl.train.run_folder import RunFolder
+from moe_rl.train.step import TrainStep
+from moe_rl.train.step_metrics import Clock
+from moe_rl.weights.sender import WeightSender
+
+# The parts of a step that every rank has, and that are ended before a run stops.
+_TRAINING = ("placement", "routes", "logprobs", "train", "sync")
+
+
+class Trainer:
+    """The parts of a run on one rank, made and opened once, and what the loop does with them."""
+
+    def __init__(self, config: Config, folder: RunFolder, peers: Peers, stack: ExitStack):
+        self.config, self.folder, self.peers = config, folder, peers
+        self.is_main = dist.get_rank() == 0
+        self.facts = read_model(config.model.path)
+        self.store = TraceStore(folder.trace)
+        self.kept = KeptRollouts(folder.rollouts, self.store)
+        self.checkpoints = Checkpoints(
+            folder.checkpoints,
+            config.parallel,
+            keep=config.checkpoint.keep,
+            asynchronous=config.checkpoint.asynchronous,
+            published=peers.save_done,
+        )
+        self.log = self.rollouts = self.left_behind = None
+        self.kept_awake = False
+        if self.is_main:
+            self.log = RunLog(folder.path, total_steps=config.run.steps, mode=config.replay.mode)
+            stack.callback(self.log.close)
+            self.log.note(f"run folder: {folder.path}")
+            if self.facts.mtp_layers:
+                self.log.note("the model's multi-token-prediction layers are left alone: not trained, not sent")
+            self.log.note("starting the sampler and the verifiers ...")
+            verifiers = stack.enter_context(
+                VerifierPool(
+                    config.task.rewards,
+                    timeout_seconds=config.task.verifier_timeout_seconds,
+                    workers=config.task.verifier_workers,
+                )
+            )
+            engine = stack.enter_context(closing(start_sampler(config, self.facts, folder)))
+            self.rollouts = Rollouts(config, self.facts, engine, verifiers, folder.path, self.store)
+        build = (self.facts, config.train, config.parallel, config.model.path)
+        self.policy = Policy(*build, temperature=config.rollout.temperature)
+        reference = None
+        if config.objective.kl_coef > 0:
+            reference = ReferencePolicy(*build, temperature=config.rollout.temperature)
+        facts = self.facts
+        spec = TraceSpec.from_layers(facts.fingerprint, facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
+        self.train_step = TrainStep(config, self.policy, reference, self.store, spec)
+        self.sender = WeightSender(self.policy, config.rollout, folder.sync, world)
+        self.train_seconds = 0.0  # of the last step, with its sync
+        self.saving = Clock()  # since the last step was logged
+        self.canary = Canary(world.broadcast(self.rollouts.canary_tokens() if self.is_main else None, tuple[int, ...]))
+
+    def sample(self, step: int, clock: Clock) -> RolloutBatch | None:
+        """Rank 0 samples and judges, unless a crash left that behind; every rank gets the tokens. Routes stay in the
+        trace store. None when the run was asked to stop meanwhile."""
+        batch = None
+        if self.is_main:
+            cursor, (batch, self.left_behind) = self.rollouts.source.cursor, (self.left_behind, None)
+            if batch is not None:
+                clock.seconds |= {"sample": 0.0, "reward": 0.0}
+            else:
+                with self.peers.phase("rollout", step), suppress(StopRequested), self.peers.to_be_left():
+                    with self.log.phase(f"step {step}: sampling"):
+                        sampled = self.rollouts.collect(step, clock)
+                    self.kept.save(step, sampled)
+                    batch = sampled
+            if self.peers.asked or batch is None:
+                self.rollouts.source.seek(cursor)
+                batch = None
+            if batch is not None:
+                self._rest(clock)
+        with self.peers.phase("receive rollout", step):
+            batch = world.broadcast(batch, RolloutBatch | None)
+        if batch is not None and self.checkpoints.pending is not None:
+            with self.peers.phase("checkpoint", step), self.saving("checkpoint"):
+                self.checkpoints.poll()  # sampling has left its writers time
+        if self.is_main and batch is not None:
+            self._retain_rollouts(step)
+        return batch
+
+    def _rest(self, clock: Clock) -> None:
+        """Let the sampler give its memory back until it gets weights again."""
+        if level := self.config.rollout.sleep_level:
+            with clock("sleep"):
+                gave_back = self.rollouts.engine.sleep(level)
+            if not gave_back and not self.kept_awake:
+                self.log.note("rollout.sleep_level: the sampler keeps its memory, vLLM does not sleep on a CPU")
+            self.kept_awake = not gave_back
+
+    def finish(self, step: int, batch: RolloutBatch, metrics: dict[str, float], clock: Clock) -> CollapseError | None:
+        """Log a step that is done. Returns what to end the run with, if it is lost. metrics: those of training."""
+        metrics |= batch.metrics | {
+            "throughput/trained_tokens_per_second": sum(s.forwarded for s in batch.sequences) / clock.seconds["train"],
+            **{f"time/{name}": seconds for name, seconds in (clock.seconds | self.saving.seconds).items()},
+        }
+        self.saving = Clock()
+        self.train_seconds = sum(clock.seconds[part] for part in _TRAINING)
+        if self.is_main:
+            self.log.step(step, metrics)
+        return self.train_step.guards.after_step(step, metrics)
+
+    def sync(self, version: int) -> dict[str, float]:
+        """Give the sampler the trainer's weights as `version`, and let both score the canary with them."""
+        engine = self.rollouts.engine if self.is_main else None
+        sent = self.sender.send(engine, version)
+        difference = self.canary.difference(self.policy, engine)
+        self.train_step.guards.after_sync(version, difference)
+        return {"sync/bytes": sent, "sync/canary_abs_diff": difference}
+
+    def evaluate(self, step: int, *, last: bool) -> None:
+        """Where it is time for it, and the log has it not: a run that stopped in it does it when it goes on."""
+        with self.peers.phase("evaluate", step):
+            if self.is_main and (last or step % self.config.eval.every_steps == 0) and not self.log.evaluated(step):
+                clock, metrics = Clock(self.peers.part), None
+                saying = self.log.phase("evaluating on held-out prompts")
+                with suppress(StopRequested), self.peers.to_be_left(), clock("eval"), saying:
+                    metrics = self.rollouts.evaluate(step)
+                if metrics is not None:
+                    self.log.eval_row(step, metrics | {"time/eval": clock.seconds["eval"]})
+
+    def save(self, step: int, *, whole: bool) -> None:
+        """Begin a checkpoint, and wait for the whole of it or let it be written behind the run."""
+        state = {"guards": self.train_step.guards.state()}
+        if self.is_main:
+            state |= {"cursor": self.rollouts.source.cursor, "ledger": self.rollouts.ledger.digest(step)}
+        with self.peers.phase("checkpoint", step), self.saving("checkpoint"):
+            self.checkpoints.save(
+                step,
+                self.policy,
+                state,
+                tensors=self.train_step.placement.tensors(),
+            )
+            if whole:
+                self.checkpoints.finish()
+            if self.is_main:
+                self._retain_rollouts(step)
+
+    def asked_to_stop(self) -> bool:
+        """Whether any rank was, as all of them hear now."""
+        return bool(world.all_reduce([self.peers.asked], dist.ReduceOp.MAX)[0])
+
+    def stop(self, done: int) -> NoReturn:
+        """Save what is done and end the run, as it was asked to."""
+        if done not in (self.peers.saved, self.checkpoints.pending):
+            self.save(done, whole=True)
+        with self.peers.phase("checkpoint", done):
+            self.checkpoints.finish()
+        self.peers.stopped()
+        raise Stopped(
+            f"the run was asked to stop and did after step {done}, with "
+            + ("a checkpoint" if done else "nothing to save yet")
+            + f"; go on with --resume {self.folder.path}"
+            + ("" if done else " --step 0")
+        )
+
+    def _retain_rollouts(self, step: int) -> None:
+        self.kept.retain(kept_steps(step, self.config.replay.keep_shards, self.checkpoints.steps()))
+
+    def report(self, done: int, collapse: CollapseError | None) -> None:
+        """End the run with its summary and its page."""
+        with self.peers.phase("report", done):
+            if self.is_main:
+                self.rollouts.ledger.verify(self.rollouts.source, steps=done)
+                summarize(self.folder.path, self._facts() | {"collapse": collapse and str(collapse)})
+                self.log.note(f"report: {write_report(self.folder.path)}")
+            dist.barrier()  # a rank that ended with an error now would take the one that writes with it
+
+    def _facts(self) -> dict[str, object]:
+        """What summary.json says besides what was measured."""
+        config = self.config
+        return {
+            "vllm_version": self.rollouts.engine.vllm_version,
+            "megatron_core_version": version("megatron-core"),
+            "torch_version": version("torch"),
+            "replay_mode": config.replay.mode,
+            "objective": config.objective.name,
+            "seed": config.run.seed,
+            **{f"{dimension}_parallel": ranks for dimension, ranks in config.parallel},
+            "trainer_dtype": config.train.dtype,
+            "sampler_dtype": config.rollout.dtype,
+        }

@@ -1,0 +1,84 @@
+"""A whole run of one step on one rank, started through its door, with a stand-in for the sampler: random completions
+with random routes. Before the step is over, the innermost loss writes down who called it.
+
+    python one_step.py OUT DOOR ARGUMENT ...
+
+DOOR: file of the command, run as __main__. OUT/stack.json: [[file, function], ...] of every frame, outermost first.
+"""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from moe_rl.objectives import losses
+from moe_rl.trace import ShardWriter, TraceSpec
+from moe_rl.train import trainer
+from moe_rl.types import Completion, Provenance, Span
+
+
+class RandomSampler:
+    """Stands for an engine. It takes weights and does not look at them."""
+
+    vllm_version, workers, address = "none", 1, "127.0.0.1"
+
+    def __init__(self, config, facts, folder):
+        self.vocabulary, self.root, self.version = facts.vocab, folder.trace, 0
+        self.spec = TraceSpec.from_layers(
+            facts.fingerprint, facts.num_experts, facts.top_k, facts.moe_layers, facts.layers
+        )
+
+    def generate(self, requests, *, shard, enough=None):
+        with ShardWriter(self.root, shard, self.spec) as writer:
+            return [self._completed(request, writer) for request in requests]
+
+    def _completed(self, request, writer):
+        rng = np.random.default_rng(request.seed)
+        tokens = tuple(rng.integers(0, self.vocabulary, 4).tolist())
+        fed = np.array([*request.prompt_token_ids, *tokens[:-1]], np.int32)
+        scores = rng.random((len(fed), len(self.spec.moe_layers), self.spec.num_experts))
+        routes = np.argsort(scores, -1)[..., : self.spec.top_k].astype(np.uint8)
+        ref = writer.add(request.key, routes, fed, [Span(len(fed), self.version, Provenance.DECODE)])
+        logprobs = rng.normal(-4, 0.1, len(tokens)).astype(np.float32)
+        return Completion(request.key, request.prompt_token_ids, tokens, logprobs, "length", self.version, ref)
+
+    def score(self, token_ids):
+        return np.zeros(len(token_ids) - 1, np.float32)
+
+    def update_weights(self, update):
+        self.version = update.version
+
+    def sleep(self, level):
+        return False
+
+    def wake(self, part):
+        pass
+
+    def alive(self):
+        return True
+
+    def close(self):
+        pass
+
+
+def main(out: Path, door: str, arguments: list[str]) -> None:
+    innermost = losses.POLICY_LOSSES["gspo"]
+
+    def gspo(*given, **options):
+        frame, stack = sys._getframe(), []
+        while frame is not None:
+            stack.append([frame.f_code.co_filename, frame.f_code.co_name])
+            frame = frame.f_back
+        (out / "stack.json").write_text(json.dumps(stack[::-1]))
+        return innermost(*given, **options)
+
+    losses.POLICY_LOSSES["gspo"] = gspo
+    trainer.start_sampler = RandomSampler
+    sys.argv = [door, *arguments]
+    runpy.run_path(door, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
