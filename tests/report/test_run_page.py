@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
+from moe_rl.report import page as pages
 from moe_rl.report.lines import encode, read_run
 from moe_rl.report.run_page import write_report
 from moe_rl.report.run_plots import panels
@@ -189,3 +191,14 @@ def test_values_not_above_zero_are_owned_up_to_on_the_log_axis(synthetic_run, st
 def test_the_report_is_reproducible(synthetic_run):
     run_dir = synthetic_run(steps=5)
     assert write_report(run_dir).read_bytes() == write_report(run_dir).read_bytes()
+
+
+def test_templates_take_only_plots_as_they_are():
+    """Everything else is escaped: a path, a name or a message from outside is text on every page."""
+    folder = Path(pages.__file__).parent / "templates"
+    taken = {path.name: re.findall(r"\S+ \| safe", path.read_text()) for path in folder.iterdir()}
+    assert {name: found for name, found in taken.items() if found} == {
+        "figure.html": ["panel.svg | safe"],
+        "run.html": ['"/<wbr>" | safe'],
+    }
+    assert not any("autoescape" in path.read_text() for path in folder.iterdir())
