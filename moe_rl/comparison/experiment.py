@@ -31,8 +31,16 @@ from moe_rl.train.run_folder import RunFolder
 
 POLICY = ("k1", "k3", "F(2)", "F(5)", "abs")
 # What a run logs of each step too, by the names of `MismatchSums.metrics`; without an interval.
-LOGGED = ("perplexity_train", "perplexity_rollout", "log_perplexity_diff", "log_perplexity_abs_diff", "chi2_token")
-LOGGED += ("chi2_sequence_product", "chi2_sequence_geometric", "effective_sample_fraction")
+LOGGED = (
+    "perplexity_train",
+    "perplexity_rollout",
+    "log_perplexity_diff",
+    "log_perplexity_abs_diff",
+    "chi2_token",
+    "chi2_sequence_product",
+    "chi2_sequence_geometric",
+    "effective_sample_fraction",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +184,12 @@ class _Measured:
         """Policy KL and its relatives against the sampler's logprobs, on the completion tokens."""
         sums = self._policy_sums(one)
         means = {name: self.bootstrap.mean(sums[name], self.lengths) for name in POLICY}
-        tensors = map(torch.from_numpy, (one.logprobs, self.owners.rollout_logprobs, self.owners.tokens))
-        logged = MismatchSums.of(*tensors, self.owners.sequences).metrics()
+        logged = MismatchSums.of(
+            torch.from_numpy(one.logprobs),
+            torch.from_numpy(self.owners.rollout_logprobs),
+            torch.from_numpy(self.owners.tokens),
+            self.owners.sequences,
+        ).metrics()
         quantiles = quantities.quantiles(one.logprobs, self.owners.rollout_logprobs)
         return _estimates(means) | quantiles | {name: logged[name] for name in LOGGED}
 
@@ -186,11 +198,12 @@ class _Measured:
         before, after = (self._sums(self.passes[route], part) for route in ("native", "R3"))
         found: dict[str, Any] = {"tokens": int(before["tokens"].sum()), "positions": int(before["positions"].sum())}
         counts = {name: before["tokens" if name.startswith("token_") else "positions"] for name in quantities.ROUTING}
-        means = [_estimates(quantities.routing(self.bootstrap, sums)) for sums in (before, after)]
+        means = _estimates(quantities.routing(self.bootstrap, before))
+        replayed = _estimates(quantities.routing(self.bootstrap, after))
         differences = {
             name: self.bootstrap.difference(before[name], after[name], counts[name]) for name in quantities.ROUTING
         }
-        found["routing"] = _three(*means, _estimates(differences))
+        found["routing"] = _three(means, replayed, _estimates(differences))
         kl = [self.router_kl(self.passes[route], part) for route in ("native", "R3")]
         found["router_kl"] = None if None in kl else dict(zip(("before", "after"), kl, strict=True))
         if part == "completion":
@@ -245,23 +258,20 @@ class _Measured:
 
     def layers(self, spec: TraceSpec) -> list[dict[str, Any]]:
         """The numbers of each MoE layer, before and after, prompt and completion apart."""
-        found = [{"layer": layer} for layer in spec.moe_layers]
+        found: list[dict[str, Any]] = [{"layer": layer} for layer in spec.moe_layers]
         for part in quantities.PARTS:
             rows = self.owners.part(part)
             for when, route in (("before", "native"), ("after", "R3")):
                 one = self.passes[route]
-                values = {
-                    "set_mismatch": one.choices.differs,
-                    "overlap": one.choices.shared / one.choices.top_k,
-                    "replay_margin": one.choices.margin,
-                }
-                if one.router_kl is not None:
-                    rows_known = rows & np.isfinite(one.router_kl).all(0)
-                    if rows_known.any():
-                        for entry, value in zip(found, quantities.by_layer(one.router_kl, rows_known), strict=True):
-                            entry.setdefault(part, {}).setdefault("router_kl", {})[when] = value
-                for name, value in values.items():
-                    for entry, mean in zip(found, quantities.by_layer(value, rows), strict=True):
+                values = [
+                    ("set_mismatch", one.choices.differs, rows),
+                    ("overlap", one.choices.shared / one.choices.top_k, rows),
+                    ("replay_margin", one.choices.margin, rows),
+                ]
+                if one.router_kl is not None and (known := rows & np.isfinite(one.router_kl).all(0)).any():
+                    values.append(("router_kl", one.router_kl, known))
+                for name, value, where in values:
+                    for entry, mean in zip(found, quantities.by_layer(value, where), strict=True):
                         entry.setdefault(part, {}).setdefault(name, {})[when] = mean
         return found
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from moe_rl.comparison.passes import Pass, Scorer
-from moe_rl.errors import MoeRLError, describe
+from moe_rl.errors import MoeRLError, ReplayError, describe
 from moe_rl.megatron import world
 from moe_rl.replay.routes import PADDING, read_routes
 from moe_rl.replay.session import ReplaySession
@@ -48,7 +48,9 @@ def self_test(scorer: Scorer, spec: TraceSpec, version: int, worse: Callable[[Pa
     worse: by how much a pass with wrong routes is farther from the sampler than honest replay, of each number. Returns
     what became of each fault, and as problems those that were not refused where they must be, or made nothing worse.
     """
-    problems, places, forced = [], [], []
+    problems: list[str] = []
+    places: list[Refusal] = []
+    forced: list[dict[str, Any]] = []
     if (why := cannot_be_planted(scorer)) is not None:
         return {"refusals": [], "forced": [], "problems": [f"not run: {why}"]}
     if dist.get_rank() == 0:
@@ -94,6 +96,8 @@ def in_the_tables(fault: str, scorer: Scorer) -> Refusal:
 def in_the_trace(store: TraceStore, spec: TraceSpec, sequences: list[Sequence], version: int) -> Iterator[Refusal]:
     """Record wrong routes of two sequences in a store of their own, and read them as the trainer does. Rank 0 only."""
     first = sequences[0]
+    if first.routes is None:
+        raise ReplayError(describe("there are no routes to plant faults in", where=first.key))
     fed = _fed(first)
     # Where the other one begins with the same tokens its routes are right for them.
     other = next((s for s in sequences if not np.array_equal(_fed(s)[: len(fed)], fed)), None)
@@ -103,7 +107,9 @@ def in_the_trace(store: TraceStore, spec: TraceSpec, sequences: list[Sequence], 
         message = None
         with tempfile.TemporaryDirectory() as folder:
             with ShardWriter(Path(folder), "planted", spec) as writer:
-                ref = write(writer, store.read(first.routes), other and store.read(other.routes))
+                ref = write(
+                    writer, store.read(first.routes), store.read(other.routes) if other and other.routes else None
+                )
             try:
                 read_routes(
                     TraceStore(folder),

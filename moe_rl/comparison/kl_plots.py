@@ -156,10 +156,10 @@ def _extremes(detail: Detail) -> Panel:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g}%"))
     for tau in (2, 5):
         axes.axvline(math.log(tau), color=INK, alpha=0.3, linewidth=0.9, linestyle=(0, (2, 3)))
-    values = [extreme_fractions(one, np.array([2.0, 5.0])) for one in (before, after)]
+    native, replayed = (extreme_fractions(one, np.array([2.0, 5.0])) for one in (before, after))
     reading = (
-        f"F(2): {scientific(values[0][0])} native, {scientific(values[1][0])} under replay; F(5): "
-        f"{scientific(values[0][1])} and {scientific(values[1][1])}. One token of {len(before):,} is "
+        f"F(2): {scientific(native[0])} native, {scientific(replayed[0])} under replay; F(5): "
+        f"{scientific(native[1])} and {scientific(replayed[1])}. One token of {len(before):,} is "
         f"{scientific(1 / len(before))}; below that a line ends."
     )
     return panel_of(name, title, direction, reading, figure)

@@ -220,7 +220,7 @@ class Scorer:
             places, logits = [], []
             for i in microbatch.indices:
                 ref = self.sequences[i].routes
-                if LOGITS not in self.store.info(ref).aux:
+                if ref is None or LOGITS not in self.store.info(ref).aux:
                     continue
                 rows = self.store.aux(ref, f"{LOGITS}_rows").astype(np.int64) + self._first_row[i]
                 mine = [at for at, place in enumerate(rows) if place < self._first_row[i + 1] and place in row_of]

@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import matplotlib
-from matplotlib.artist import Artist
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.colorbar import Colorbar
+from matplotlib.colorizer import ColorizingArtist
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
+from numpy.typing import ArrayLike
 
 BLUE, ORANGE, GREEN, PURPLE = "#3f7fd9", "#dd8427", "#2f9e73", "#8d6fd1"
 RED, GREY, CYAN, YELLOW = "#d4524e", "#8b919b", "#2aa3b8", "#b9a04a"
@@ -80,9 +82,9 @@ def figure_of(
     return figure, axes[0, 0] if axes.size == 1 else axes.ravel()
 
 
-def line(axes: Axes, steps: list[int], values: list[float], color: str, label: str | None, **style) -> None:
+def line(axes: Axes, steps: ArrayLike, values: ArrayLike, color: str, label: str | None, **style) -> None:
     # A single point makes no line: show it as a dot.
-    style.setdefault("marker", "o" if len(steps) == 1 else None)
+    style.setdefault("marker", "o" if np.size(steps) == 1 else None)
     axes.plot(steps, values, color=color, label=label, **style)
 
 
@@ -103,7 +105,7 @@ def layers_upward(axes: Axes, layers: Sequence[int], most: int) -> None:
     axes.grid(visible=False)
 
 
-def color_bar(figure: Figure, image: Artist, axes: Axes | Sequence[Axes], label: str, **style) -> Colorbar:
+def color_bar(figure: Figure, image: ColorizingArtist, axes: Axes | Sequence[Axes], label: str, **style) -> Colorbar:
     bar = figure.colorbar(image, ax=axes, **style)
     bar.outline.set_visible(False)
     bar.set_label(label)
@@ -153,6 +155,8 @@ def _svg(figure: Figure, name: str, description: str) -> str:
     text = re.sub(r"url\(#([^)]*)\)", rf"url(#{name}-\1)", text)
     text = re.sub(r'xlink:href="#([^"]*)"', rf'href="#{name}-\1"', text)
     text = text.replace(INK, "currentColor")
-    view = re.search(r'viewBox="[^"]*"', text).group(0)
+    view = text[text.index('viewBox="') :].split('"')[1]
     label = description.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
-    return re.sub(r"<svg[^>]*>", lambda _: f'<svg {view} role="img" aria-label="{label}">', text, count=1).strip()
+    return re.sub(
+        r"<svg[^>]*>", lambda _: f'<svg viewBox="{view}" role="img" aria-label="{label}">', text, count=1
+    ).strip()

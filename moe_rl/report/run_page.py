@@ -161,7 +161,8 @@ def _levels(run: RunLines) -> dict[str, Any]:
     levels, changes = [], []
     for key in keys:
         name, rates = key.removeprefix("eval/level/"), [row.get(key) for row in shown]
-        change = rates[1] - rates[0] if len(rates) == 2 and None not in rates else None
+        known = [rate for rate in rates if rate is not None]
+        change = known[1] - known[0] if len(known) == 2 else None
         levels.append({"name": name, "rates": rates, "change": change})
         if change is not None:
             changes.append((change, name))

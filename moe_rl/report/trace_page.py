@@ -7,6 +7,7 @@ Legend for shapes: T tokens, L MoE layers, E experts per layer, K top-k experts 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -54,7 +55,7 @@ def write_plots(selection: Selection, folder: Path, other: Selection | None = No
     other: a second store, for disagreement: records of equal keys are compared. Raises TraceError when a store is
     empty or of several models, and when the two have no sequence in common.
     """
-    facts = inspect(selection)
+    facts: dict[str, Any] = inspect(selection)
     if len(facts["models"]) != 1 or not facts["models"][0]["sequences"]:
         raise TraceError(
             describe(
@@ -77,10 +78,11 @@ def write_plots(selection: Selection, folder: Path, other: Selection | None = No
         folder.mkdir(parents=True, exist_ok=True)
         paths = []
         for panel in panels:
-            paths.append(folder / f"{panel.name}.png")
-            panel.figure.patch.set(alpha=1, facecolor="white")
-            panel.figure.suptitle(panel.title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-            FigureCanvasAgg(panel.figure).print_figure(paths[-1], dpi=_DPI)
+            if (figure := panel.figure) is not None:
+                paths.append(folder / f"{panel.name}.png")
+                figure.patch.set(alpha=1, facecolor="white")
+                figure.suptitle(panel.title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+                FigureCanvasAgg(figure).print_figure(paths[-1], dpi=_DPI)
     page = folder / FILE
     write_atomic(page, _page(selection, facts, panels, other))
     return [*paths, page]
@@ -121,13 +123,14 @@ def _balance(counts_LE: np.ndarray, layers: tuple[int, ...]) -> Panel:
 
 
 def _coactivation(layers: tuple[int, ...], pairs_LEE: np.ndarray, top_k: int) -> Panel:
-    figure, every = figure_of(columns=len(layers), wide=True, height=3.9, xlabel="experts, alike ones side by side")
+    wide = len(layers) > 1
+    figure, every = figure_of(columns=len(layers), wide=wide, height=3.9, xlabel="experts, alike ones side by side")
     strongest = (0.0, 0, 0, 0)
     for axes, layer, pairs_EE in zip(np.atleast_1d(every), layers, pairs_LEE, strict=True):
         lift_EE = _lift(pairs_EE, top_k)
         sure = np.where(pairs_EE >= 4 * _PRIOR, lift_EE, 0.0)
-        first, second = np.unravel_index(np.nanargmax(sure), sure.shape)
-        strongest = max(strongest, (float(sure[first, second]), layer, int(first), int(second)))
+        one, other = map(int, np.unravel_index(np.nanargmax(sure), sure.shape))
+        strongest = max(strongest, (float(sure[one, other]), layer, one, other))
         order = _together(lift_EE)
         _heat(figure, axes, lift_EE[np.ix_(order, order)], "seen / by chance", bar=layer == layers[-1])
         axes.set_title(f"layer {layer}", fontsize=9.5)
@@ -139,7 +142,7 @@ def _coactivation(layers: tuple[int, ...], pairs_LEE: np.ndarray, top_k: int) ->
         pair = f"experts {min(first, second)} and {max(first, second)} of layer {layer}"
         reading = f"Strongest: {pair}, chosen together {lift:.1f} times as often as by chance."
     direction = "how often two experts are chosen for the same token, against independent choices as popular as they"
-    return panel_of("coactivation", "Experts chosen together", direction, reading, figure, wide=True)
+    return panel_of("coactivation", "Experts chosen together", direction, reading, figure, wide=wide)
 
 
 def _layers_that_differ(found: Disagreement) -> Panel:
