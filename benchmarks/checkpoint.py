@@ -100,7 +100,7 @@ def _resumed(bench: ReplayedUpdates, done: int, last: Path) -> dict[str, object]
     """Seconds that new policies take to be put back, and whether they then hold the same bits."""
     import torch.distributed as dist
 
-    from moe_rl.config.schema import ParallelConfig
+    from moe_rl.config.training import ParallelConfig
     from moe_rl.megatron import checkpoint, world
     from moe_rl.megatron.saving import Checkpoints
 

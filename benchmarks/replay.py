@@ -71,7 +71,7 @@ class Timer:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
-    from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
+    from moe_rl.config.training import OptimizerConfig, ParallelConfig, TrainConfig
     from moe_rl.megatron import world
     from moe_rl.megatron.microbatch import pack
     from moe_rl.megatron.policy import Policy

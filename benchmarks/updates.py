@@ -87,7 +87,7 @@ class ReplayedUpdates:
     def __init__(self, options: argparse.Namespace):
         import torch.distributed as dist
 
-        from moe_rl.config.schema import ParallelConfig
+        from moe_rl.config.training import ParallelConfig
         from moe_rl.megatron import world
         from moe_rl.megatron.microbatch import pack
         from moe_rl.models.hf import read_model
@@ -126,7 +126,7 @@ class ReplayedUpdates:
 
     def new_policy(self, parallel):
         """The model as it was made, on ranks that are laid out so."""
-        from moe_rl.config.schema import OptimizerConfig, TrainConfig
+        from moe_rl.config.training import OptimizerConfig, TrainConfig
         from moe_rl.megatron.policy import Policy
 
         optimizer = OptimizerConfig(lr=1e-12)

@@ -24,7 +24,8 @@ import torch
 from output import tell
 from safetensors.torch import load_file
 
-from moe_rl.config.schema import ParallelConfig, RolloutConfig
+from moe_rl.config.sampling import RolloutConfig
+from moe_rl.config.training import ParallelConfig
 from moe_rl.megatron import world
 from moe_rl.rollout.engine import VllmEngine
 from moe_rl.vllm.wire import EngineSettings

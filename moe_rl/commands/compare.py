@@ -12,7 +12,8 @@ from typing import Any
 
 from moe_rl.config.check import problems
 from moe_rl.config.load import load_config
-from moe_rl.config.schema import Config, ParallelConfig
+from moe_rl.config.schema import Config
+from moe_rl.config.training import ParallelConfig
 from moe_rl.doctor.diagnosis import installation_problems
 from moe_rl.errors import ConfigError, MoeRLError, ReplayError, describe
 from moe_rl.report.lines import write_atomic

@@ -7,8 +7,9 @@ import os
 import sys
 from pathlib import Path
 
-from moe_rl.config.check import layout_problems
-from moe_rl.config.schema import Config, ParallelConfig
+from moe_rl.config.check_layout import layout_problems
+from moe_rl.config.schema import Config
+from moe_rl.config.training import ParallelConfig
 from moe_rl.errors import ConfigError, MoeRLError, describe
 from moe_rl.models.hf import ModelFacts, expected_tensors, read_model
 from moe_rl.train import run_folder

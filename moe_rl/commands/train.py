@@ -12,12 +12,11 @@ from pathlib import Path
 
 from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.check import config_problems, problems
+from moe_rl.config.check_cluster import node_problems, several_nodes, start_problems
 from moe_rl.config.check_files import file_problems
 from moe_rl.config.layout import least_ranks
 from moe_rl.config.load import find_file, load_config
-from moe_rl.config.nodes import node_problems, several_nodes
 from moe_rl.config.schema import Config
-from moe_rl.config.servers import start_problems
 from moe_rl.doctor.diagnosis import installation_problems
 from moe_rl.errors import (
     CheckpointError,

@@ -6,7 +6,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from moe_rl.config.schema import ParallelConfig
+from moe_rl.config.training import ParallelConfig
 from moe_rl.models.facts import ModelFacts
 
 
@@ -36,7 +36,7 @@ class Layout:
 
 
 def make_layout(parallel: ParallelConfig, facts: ModelFacts, world_size: int) -> Layout:
-    """Never fails: what does not divide is rounded here and refused by `check.layout_problems`."""
+    """Never fails: what does not divide is rounded here and refused by `check_layout`."""
     stage_size = world_size // parallel.pipeline
     return Layout(
         world_size=world_size,

@@ -13,11 +13,12 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from moe_rl.config import strict_yaml
+from moe_rl.config.objective import LOSS_PARAMETERS, LOSSES, ObjectiveConfig, without_nulls
 from moe_rl.config.schema import Config
 from moe_rl.errors import ConfigError, describe
 from moe_rl.shipped import shipped
@@ -33,15 +34,20 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     path: a YAML file, or the name of a shipped one such as qwen3_30b_a3b. overrides: texts `a.b=c`, applied in order on
     top of the file; c is read as YAML.
-    Raises ConfigError, which lists every problem with its key, its line, what was got and what was expected. A value
-    is never converted between text, numbers and booleans.
+    A value is never converted between text, numbers and booleans. Raises ConfigError, which lists every problem with
+    its key, its line, what was got and what was expected. Whether the keys of a section fit each other, the other
+    sections and this machine is left to `check.problems`, which says all of it at once.
     """
     data, sources = _read(find_config(path))
     problems = [problem for text in overrides if (problem := _override(data, text, sources))]
+    if "objective" in data:
+        data["objective"] = without_nulls(data["objective"])
+    broken: list[str] = []
     try:
-        config = Config.model_validate_json(json.dumps(data), strict=True)
+        config = Config.model_validate_json(json.dumps(data), strict=True, context=broken)
     except ValidationError as error:
-        raise ConfigError(problems + [_message(item, sources) for item in error.errors(include_url=False)]) from None
+        problems += [_message(item, sources) for item in error.errors(include_url=False)]
+        raise ConfigError(problems + broken) from None
     if problems:
         raise ConfigError(problems)
     return config
@@ -142,17 +148,37 @@ def _override(data: dict[str, Any], text: str, sources: Sources) -> str | None:
 
 
 def _message(error: dict[str, Any], sources: Sources) -> str:
-    loc = error["loc"]
+    (loc, holder), given = _place(error["loc"]), error["input"]
+    expected = error["msg"].removeprefix("Input should be ").replace("object", "mapping")
+    if error["type"] == "union_tag_not_found":  # no loss has this name
+        named = isinstance(given, dict)
+        loc, given = ((*loc, "name"), given["name"]) if named else (loc, given)
+        expected = f"one of {', '.join(LOSSES)}" if named else "a mapping"
     known = loc
     while known and known not in sources:
         known = known[:-1]
-    key, where = ".".join(str(part) for part in loc), sources.get(known, "")
+    key, leaf, where = ".".join(str(part) for part in loc), str(loc[-1]), sources.get(known, "")
+    loss = _loss_name(holder)
+    if loss:
+        where = f"{where}, objective.name is {loss}" if where else f"objective.name is {loss}"
     if error["type"] == "extra_forbidden":
-        return describe(f"{key}: unknown key", where=where, do=_suggestion(loc))
+        others = [name for name, keys in LOSS_PARAMETERS.items() if leaf in keys]
+        if loss and others:
+            return describe(
+                f"{key}: the loss does not take it",
+                where=where,
+                got=_shown(given),
+                expected=f"only {', '.join(f'objective.{name}' for name in LOSS_PARAMETERS[loss])}",
+                do=f"it is of {', '.join(others)}: remove it, or set it to null",
+            )
+        return describe(f"{key}: unknown key", where=where, do=_suggestion(loc, holder))
+    field = getattr(holder, "model_fields", {}).get(leaf)
+    meaning = (field.description or "") if field is not None else ""
     if error["type"] == "missing":
-        return describe(f"{key}: required, but missing", where=where, do=f"add it. {_help(loc)}".strip())
-    expected = error["msg"].removeprefix("Input should be ").replace("object", "mapping")
-    return describe(key, where=where, got=_shown(error["input"]), expected=expected)
+        usual = f"Published or usual: {leaf} {field.examples[0]}." if field is not None and field.examples else ""
+        return describe(f"{key}: required, but missing", where=where, do=" ".join(["add it.", meaning, usual]).strip())
+    why = meaning if loss and leaf in holder.__annotations__ and leaf in ObjectiveConfig.model_fields else ""
+    return describe(key, where=where, got=_shown(given), expected=expected, do=why)
 
 
 def _shown(value: Any, limit: int = 80) -> str:
@@ -160,10 +186,34 @@ def _shown(value: Any, limit: int = 80) -> str:
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
+def _place(loc: tuple[str | int, ...]) -> tuple[tuple[str | int, ...], Any]:
+    """The key that pydantic means, without the loss that it names behind `objective`; and the class that holds it."""
+    holder: Any = Config
+    key: list[str | int] = []
+    for depth, part in enumerate(loc):
+        if key == ["objective"] and part in LOSSES:
+            holder = LOSSES[str(part)]
+            continue
+        key.append(part)
+        if depth < len(loc) - 1 and holder is not None:
+            if get_origin(holder) in (dict, tuple):
+                holder = _section(get_args(holder)[1 if get_origin(holder) is dict else 0])
+            else:
+                holder = _section(_names(holder).get(str(part)))
+    return tuple(key), holder
+
+
+def _loss_name(holder: Any) -> str:
+    """The loss whose parameters a class holds; "" for any other section."""
+    return next((name for name, loss in LOSSES.items() if loss is holder), "")
+
+
 def _section(annotation: Any) -> Any:
     """The section class that a field holds: itself, the values of a mapping or a list. None for a plain value."""
-    if isinstance(annotation, UnionType):  # a section that may be absent
+    if get_origin(annotation) in (UnionType, Union):  # a section that may be absent, or one of several
         return next(filter(None, map(_section, get_args(annotation))), None)
+    if get_origin(annotation) is Annotated:
+        return _section(get_args(annotation)[0])
     if isinstance(annotation, type):
         return annotation if issubclass(annotation, BaseModel) else None
     if get_origin(annotation) is tuple:
@@ -175,33 +225,21 @@ def _names(section: Any) -> dict[str, Any]:
     return {name: field.annotation for name, field in getattr(section, "model_fields", {}).items()}
 
 
-def _holder(loc: Sequence[str | int]) -> Any:
-    """The section class that should hold the last key of `loc`, or None."""
-    section: Any = Config
-    for part in loc[:-1]:
-        if get_origin(section) in (dict, tuple):
-            inner = get_args(section)[1 if get_origin(section) is dict else 0]
-        else:
-            inner = _names(section).get(str(part))
-        section = _section(inner)
-        if section is None:
-            return None
-    return section
-
-
 def _all_keys(section: Any = Config, prefix: str = "") -> Iterator[str]:
     for name, annotation in _names(section).items():
         yield prefix + name
-        yield from _all_keys(_section(annotation), f"{prefix}{name}.")
+        inner = LOSSES.values() if name == "objective" else [_section(annotation)]
+        for one in inner:
+            yield from _all_keys(one, f"{prefix}{name}.")
 
 
-def _suggestion(loc: Sequence[str | int]) -> str:
+def _suggestion(loc: Sequence[str | int], holder: Any) -> str:
     """What the unknown key may have been meant to be: a sibling, else a key of the same or a close name elsewhere."""
     key, prefix = str(loc[-1]), "".join(f"{part}." for part in loc[:-1])
-    siblings = list(_names(_holder(loc)))
+    siblings = list(_names(holder))
     close = [prefix + name for name in difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)]
     by_leaf: dict[str, list[str]] = {}
-    for name in _all_keys():
+    for name in dict.fromkeys(_all_keys()):
         by_leaf.setdefault(name.rpartition(".")[2], []).append(name)
     exact = by_leaf.get(key, [])
     elsewhere = [name for leaf in difflib.get_close_matches(key, by_leaf, n=1, cutoff=0.75) for name in by_leaf[leaf]]
@@ -209,9 +247,3 @@ def _suggestion(loc: Sequence[str | int]) -> str:
     if found:
         return f"did you mean {' or '.join(found)}?"
     return f"the keys here are {', '.join(siblings)}" if siblings else "remove it"
-
-
-def _help(loc: Sequence[str | int]) -> str:
-    holder = _holder(loc)
-    field = getattr(holder, "model_fields", {}).get(str(loc[-1]))
-    return (field.description or "") if field is not None else ""

@@ -1,11 +1,21 @@
-"""What two keys of the section `objective` make wrong together: its corrections, and its KL to the initial policy."""
+"""The section `objective`: a model for each loss, so that a parameter of another one is an unknown key."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from moe_rl.config.schema import CorrectionConfig, ObjectiveConfig
+from pydantic import Discriminator, Field, Tag
+
+from moe_rl.config.section import NotNegative, Positive, Section
 from moe_rl.errors import describe
+
+ClipLow = Annotated[
+    float, Field(gt=0.0, lt=1.0, description="The ratio is clipped to the range [1 - clip_low, 1 + clip_high].")
+]
+ClipHigh = Annotated[float, Field(gt=0.0, description="See clip_low.")]
+WeightCap = Annotated[float, Field(ge=1.0, description="The weight is truncated here.")]
+Probability = Annotated[float, Field(gt=0.0, le=1.0)]
 
 # rule -> the bounds it must have, and those it may have beside them
 _BOUNDS = {
@@ -15,82 +25,315 @@ _BOUNDS = {
     "veto": ({"low"}, set()),
 }
 _WEIGH = ("truncate", "mask")  # their weight is the ratio itself
-_OWN_WEIGHT = ("minirl", "decoupled")
-_BY_SEQUENCE = {"gspo": "gspo_token", "gmpo": "grpo"}  # what to take for weights of single tokens
 
 
-def correction_problems(objective: ObjectiveConfig) -> Iterator[str]:
-    """Every reason why the corrections do not fit each other, the loss or the old policy, one message each."""
-    for number, correction in enumerate(objective.corrections):
-        key = f"objective.corrections.{number}"
-        yield from _bound_problems(key, correction)
-        yield from _loss_problems(key, correction, objective)
-    weighing = [number for number, c in enumerate(objective.corrections) if c.rule in _WEIGH]
-    if len(weighing) > 1:
-        yield describe(
-            "objective.corrections: more than one of them weighs by the ratio to the sampler, which would count twice",
-            got=" and ".join(f"{c.level} {c.rule}" for c in objective.corrections if c.rule in _WEIGH),
-            expected="one truncate or mask",
-            do="make the others reject, which is mask without the weight",
-        )
-    seen = [(c.level, c.rule) for c in objective.corrections if c.rule not in _WEIGH]
-    for level, rule in sorted({pair for pair in seen if seen.count(pair) > 1}):
-        yield describe(
-            "objective.corrections: the same level and rule twice",
-            got=f"{level} {rule}",
-            do="keep the one with the narrower bounds",
-        )
+class CorrectionConfig(Section):
+    """A weight against the mismatch of sampler and trainer. Formulas: moe_rl/objectives/corrections.py."""
+
+    level: Literal["token", "sequence", "geometric"]
+    """The ratio that it looks at, trainer's old policy / sampler. token: that of the token. sequence: the product of
+    those of its sequence's tokens. geometric: their geometric mean."""
+    rule: Literal["truncate", "mask", "reject", "veto"]
+    """truncate: the weight is the ratio, at most `high`. mask: the ratio where it is within the bounds, else 0.
+    reject: 1 where it is within them, else 0. veto: 0 for the whole sequence when the ratio of any of its tokens is
+    below `low`."""
+    low: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Lower bound of the ratio: mask and reject may have it, veto needs it. 1 is always within the bounds."""
+    high: Annotated[float, Field(ge=1.0)] | None = None
+    """Upper bound of the ratio: truncate and mask need it, reject may have it."""
 
 
-def kl_problems(objective: ObjectiveConfig) -> Iterator[str]:
-    """Every reason why the KL of the loss, or of the reward, would not hold the policy, one message each."""
-    estimator, unbiased = objective.kl_estimator, objective.kl_unbiased
-    if objective.kl_coef == 0:
-        keys = (
-            ("kl_estimator", estimator, "k3"),
-            ("kl_unbiased", unbiased, False),
-            ("kl_in", objective.kl_in, "loss"),
-        )
-        for key, value, default in keys:
-            if value != default:
+class ObjectiveConfig(Section):
+    """The keys that every loss has."""
+
+    weighs_by_sampler: ClassVar[bool] = False
+    """Whether the loss has the ratio to the sampler in it."""
+    counted_by_token: ClassVar[str] = ""
+    """For a loss with one term a sequence: the one to take for weights of single tokens."""
+
+    name: str
+    """The loss."""
+    advantage: Literal["group_std", "group_mean", "leave_one_out", "batch_std", "reinforce_pp"] = "group_std"
+    """What a reward is compared with; formulas: moe_rl/objectives/advantages.py. group_std: its group's mean; the
+    difference is divided by the group's standard deviation. group_mean: the same undivided. leave_one_out: the mean of
+    the others of its group. batch_std: its group's mean, divided by the standard deviation of the batch. reinforce_pp:
+    mean and standard deviation over all tokens of the batch."""
+    old_logprobs: Literal["trainer", "sampler"] = "trainer"
+    """Denominator of the ratio. trainer: the trainer computes it again before a step's first update. sampler: as the
+    sampler gave it."""
+    corrections: tuple[CorrectionConfig, ...] = ()
+    """Weights of tokens and sequences against the mismatch of sampler and trainer; they multiply. Tokens of weight 0
+    stay in the denominator."""
+    off_policy_delta: Positive | None = None
+    """Nats per token: a sequence with a negative advantage is masked when the policy as it is now finds its tokens less
+    likely than the sampler did by more than this, on average (DeepSeek-V3.2). null: none is."""
+    kl_coef: NotNegative = 0.0
+    """Weight of the KL to the frozen initial policy, which routes natively: mean over a sequence, then over sequences,
+    with every loss. 0: no reference model is built."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """How a token estimates it; value and gradient of each stand in moe_rl/objectives/penalties.py."""
+    kl_unbiased: bool = False
+    """Multiply each token's estimate by the ratio of new to old policy, through which the gradient flows too
+    (DeepSeek-V3.2). k1 and k3 then have the gradient of KL(policy || reference) on average."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """loss: the KL is a term of the loss. reward: kl_coef times the sum of the KL over a completion's tokens, of the
+    policy before the step's first update, is taken off its reward before rewards are compared."""
+    entropy_coef: NotNegative = 0.0
+    """Weight of the policy's entropy, mean over the completion tokens of an update. It is taken off the loss, which
+    raises the entropy. In nats, at the sampling temperature, over the tokens that keep_sampling_mask leaves. 0: off."""
+
+    @property
+    def corrected(self) -> bool:
+        """Whether tokens have weights."""
+        return bool(self.corrections) or self.off_policy_delta is not None
+
+    @property
+    def parameters(self) -> dict[str, float]:
+        """What the loss is given, by name."""
+        return {key: getattr(self, key) for key in LOSS_PARAMETERS[self.name]}
+
+    def problems(self) -> Iterator[str]:
+        yield from self._correction_problems()
+        yield from self._kl_problems()
+
+    def _correction_problems(self) -> Iterator[str]:
+        for number, correction in enumerate(self.corrections):
+            key = f"objective.corrections.{number}"
+            yield from _bound_problems(key, correction)
+            yield from self._loss_problems(key, correction)
+        weighing = [one for one in self.corrections if one.rule in _WEIGH]
+        if len(weighing) > 1:
+            yield describe(
+                "objective.corrections: more than one of them weighs by the ratio to the sampler, which would count "
+                "twice",
+                got=" and ".join(f"{one.level} {one.rule}" for one in weighing),
+                expected="one truncate or mask",
+                do="make the others reject, which is mask without the weight",
+            )
+        seen = [(one.level, one.rule) for one in self.corrections if one.rule not in _WEIGH]
+        for level, rule in sorted({pair for pair in seen if seen.count(pair) > 1}):
+            yield describe(
+                "objective.corrections: the same level and rule twice",
+                got=f"{level} {rule}",
+                do="keep the one with the narrower bounds",
+            )
+
+    def _loss_problems(self, key: str, correction: CorrectionConfig) -> Iterator[str]:
+        rule, where = correction.rule, f"objective.name is {self.name}"
+        if self.old_logprobs == "sampler":
+            yield describe(
+                f"{key}: the old policy is the sampler, so that every ratio it looks at is 1",
+                where="objective.old_logprobs is sampler",
+                got=f"{correction.level} {rule}",
+                expected="objective.old_logprobs trainer, or no correction; objective.off_policy_delta works with both",
+            )
+            return
+        if self.weighs_by_sampler and rule in _WEIGH:
+            yield describe(
+                f"{key}.rule: the loss has the ratio to the sampler in it already, and it would count twice",
+                where=where,
+                got=rule,
+                expected="reject or veto",
+                do="take reject to drop what is out of bounds; objective.weight_cap truncates the loss's own weight",
+            )
+        if self.counted_by_token and correction.level == "token" and rule != "veto":
+            yield describe(
+                f"{key}.level: the loss has one term per sequence, and this gives each token a weight of its own",
+                where=where,
+                got=f"token {rule}",
+                expected="level sequence or geometric, or a veto",
+                do=f"use {self.counted_by_token}, or a sequence-level correction",
+            )
+
+    def _kl_problems(self) -> Iterator[str]:
+        if self.kl_coef == 0:
+            for key in ("kl_estimator", "kl_unbiased", "kl_in"):
+                if (value := getattr(self, key)) != ObjectiveConfig.model_fields[key].default:
+                    yield describe(
+                        f"objective.{key}: without effect where objective.kl_coef is 0",
+                        got=str(value).lower(),
+                        do="remove it, or set objective.kl_coef",
+                    )
+        elif self.kl_in == "reward":
+            if self.old_logprobs != "trainer":
                 yield describe(
-                    f"objective.{key}: without effect where objective.kl_coef is 0",
-                    got=str(value).lower(),
-                    do="remove it, or set objective.kl_coef",
+                    "objective.old_logprobs: a KL in the reward is of the trainer's policy before the step's first "
+                    "update",
+                    where="objective.kl_in is reward",
+                    got=self.old_logprobs,
+                    expected="trainer",
                 )
-    elif objective.kl_in == "reward":
-        yield from _kl_in_reward_problems(objective)
-    elif estimator == "k1" and not unbiased:
-        yield describe(
-            "objective.kl_estimator: the gradient of k1 in a loss is 0 on average, so that nothing holds the policy",
-            got="k1",
-            expected="k2 or k3, or objective.kl_unbiased, whose ratio gives k1 the gradient of the KL",
-        )
-    elif estimator == "k2" and unbiased:
-        yield describe(
-            "objective.kl_unbiased: k2 times the ratio has neither the value nor the gradient of the KL",
-            where="objective.kl_estimator is k2",
-            got="true",
-            expected="false, or k1 or k3",
-        )
+            if self.kl_unbiased:
+                yield describe(
+                    "objective.kl_unbiased: is about a gradient, and none flows through a reward",
+                    where="objective.kl_in is reward",
+                    got="true",
+                    expected="false",
+                )
+        elif self.kl_estimator == "k1" and not self.kl_unbiased:
+            yield describe(
+                "objective.kl_estimator: the gradient of k1 in a loss is 0 on average, so that nothing holds the "
+                "policy",
+                got="k1",
+                expected="k2 or k3, or objective.kl_unbiased, whose ratio gives k1 the gradient of the KL",
+            )
+        elif self.kl_estimator == "k2" and self.kl_unbiased:
+            yield describe(
+                "objective.kl_unbiased: k2 times the ratio has neither the value nor the gradient of the KL",
+                where="objective.kl_estimator is k2",
+                got="true",
+                expected="false, or k1 or k3",
+            )
 
 
-def _kl_in_reward_problems(objective: ObjectiveConfig) -> Iterator[str]:
-    where = "objective.kl_in is reward"
-    if objective.old_logprobs != "trainer":
-        yield describe(
-            "objective.old_logprobs: a KL in the reward is of the trainer's policy before the step's first update",
-            where=where,
-            got=objective.old_logprobs,
-            expected="trainer",
-        )
-    if objective.kl_unbiased:
-        yield describe(
-            "objective.kl_unbiased: is about a gradient, and none flows through a reward",
-            where=where,
-            got="true",
-            expected="false",
-        )
+class GspoConfig(ObjectiveConfig):
+    """One clipped ratio per sequence; mean over sequences (arXiv 2507.18071)."""
+
+    counted_by_token = "gspo_token"
+    name: Literal["gspo"] = "gspo"
+    clip_low: ClipLow = 3e-4
+    clip_high: ClipHigh = 4e-4
+
+
+class GspoTokenConfig(ObjectiveConfig):
+    """As gspo, counted by token: each token has a term with its sequence's ratio."""
+
+    name: Literal["gspo_token"]
+    clip_low: ClipLow = 3e-4
+    clip_high: ClipHigh = 4e-4
+
+
+class GrpoConfig(ObjectiveConfig):
+    """One clipped ratio per token; mean over a sequence, then over sequences."""
+
+    name: Literal["grpo"]
+    clip_low: ClipLow = Field(examples=[0.2])
+    clip_high: ClipHigh = Field(examples=[0.2])
+
+
+class DrGrpoConfig(ObjectiveConfig):
+    """As grpo, but summed over tokens and divided by sequences x rollout.max_completion_tokens."""
+
+    name: Literal["dr_grpo"]
+    clip_low: ClipLow = Field(examples=[0.2])
+    clip_high: ClipHigh = Field(examples=[0.2])
+    advantage: Literal["group_mean"] = "group_mean"
+    """The method's advantages are rewards minus their group's mean, undivided."""
+
+
+class DapoConfig(ObjectiveConfig):
+    """As grpo, but the mean over all tokens."""
+
+    name: Literal["dapo"]
+    clip_low: ClipLow = Field(examples=[0.2])
+    clip_high: ClipHigh = Field(examples=[0.28])
+
+
+class CispoConfig(ObjectiveConfig):
+    """The log-likelihood, weighted by the truncated ratio; mean over all tokens."""
+
+    name: Literal["cispo"]
+    weight_cap: WeightCap = Field(examples=[5.0])
+
+
+class SapoConfig(ObjectiveConfig):
+    """One ratio per token, faded out softly; mean as in grpo."""
+
+    name: Literal["sapo"]
+    tau_positive: Positive = Field(examples=[1.0])
+    """How fast a token fades out where the advantage is positive."""
+    tau_negative: Positive = Field(examples=[1.05])
+    """The same where it is negative."""
+
+
+class GmpoConfig(ObjectiveConfig):
+    """One ratio per sequence, made of ratios clipped by token; mean over sequences."""
+
+    counted_by_token = "grpo"
+    name: Literal["gmpo"]
+    clip_low: ClipLow = Field(examples=[0.33])
+    clip_high: ClipHigh = Field(examples=[0.49])
+
+
+class DppoTvConfig(ObjectiveConfig):
+    """As cispo, without tokens whose probability moved too far."""
+
+    name: Literal["dppo_tv"]
+    delta_low: Probability = Field(examples=[0.2])
+    """Probability that a token may lose before its gradient is taken away."""
+    delta_high: Probability = Field(examples=[0.2])
+    """The same for what it may gain."""
+    weight_cap: WeightCap = Field(examples=[20.0])
+    old_logprobs: Literal["sampler"] = "sampler"
+    """The method's ratio is taken to the sampler's policy."""
+
+
+class MinirlConfig(ObjectiveConfig):
+    """As cispo with the ratio to the sampler, without tokens whose ratio to the trainer's old policy is outside the
+    clip range; sum over a sequence, mean over sequences."""
+
+    weighs_by_sampler = True
+    name: Literal["minirl"]
+    clip_low: ClipLow = Field(examples=[0.2])
+    clip_high: ClipHigh = Field(examples=[0.27])
+    weight_cap: WeightCap = Field(examples=[5.0])
+    advantage: Literal["group_mean"] = "group_mean"
+    """The method's advantages are rewards minus their group's mean, undivided."""
+    old_logprobs: Literal["trainer"] = "trainer"
+    """The method's ratio is taken to the trainer's policy before the step's first update."""
+
+
+class DecoupledConfig(ObjectiveConfig):
+    """As dapo, times the truncated ratio of the trainer's old policy to the sampler."""
+
+    weighs_by_sampler = True
+    name: Literal["decoupled"]
+    clip_low: ClipLow = Field(examples=[0.2])
+    clip_high: ClipHigh = Field(examples=[0.2])
+    weight_cap: WeightCap = Field(examples=[5.0])
+    old_logprobs: Literal["trainer"] = "trainer"
+    """The method's ratio is taken to the trainer's policy before the step's first update."""
+
+
+def _loss_name(value: Any) -> str | None:
+    name = value.get("name", "gspo") if isinstance(value, dict) else getattr(value, "name", None)
+    return name if isinstance(name, str) and name in LOSSES else None
+
+
+AnyObjective = Annotated[
+    Annotated[GspoConfig, Tag("gspo")]
+    | Annotated[GspoTokenConfig, Tag("gspo_token")]
+    | Annotated[GrpoConfig, Tag("grpo")]
+    | Annotated[DrGrpoConfig, Tag("dr_grpo")]
+    | Annotated[DapoConfig, Tag("dapo")]
+    | Annotated[CispoConfig, Tag("cispo")]
+    | Annotated[SapoConfig, Tag("sapo")]
+    | Annotated[GmpoConfig, Tag("gmpo")]
+    | Annotated[DppoTvConfig, Tag("dppo_tv")]
+    | Annotated[MinirlConfig, Tag("minirl")]
+    | Annotated[DecoupledConfig, Tag("decoupled")],
+    Discriminator(_loss_name),
+]
+LOSSES: dict[str, type[ObjectiveConfig]] = {
+    get_args(loss)[1].tag: get_args(loss)[0] for loss in get_args(get_args(AnyObjective)[0])
+}
+LOSS_PARAMETERS: dict[str, dict[str, float]] = {
+    name: {
+        key: field.examples[0] if field.examples else field.default
+        for key, field in loss.model_fields.items()
+        if key not in ObjectiveConfig.model_fields
+    }
+    for name, loss in LOSSES.items()
+}
+"""The keys that a loss does not share with all others, with the values that were published or are usual."""
+
+
+def without_nulls(objective: Any) -> Any:
+    """The section as a file has it, less the losses' parameters that are null: with null an override takes one out."""
+    if not isinstance(objective, dict):
+        return objective
+    parameters = {key for keys in LOSS_PARAMETERS.values() for key in keys}
+    return {key: value for key, value in objective.items() if value is not None or key not in parameters}
 
 
 def _bound_problems(key: str, correction: CorrectionConfig) -> Iterator[str]:
@@ -115,32 +358,4 @@ def _bound_problems(key: str, correction: CorrectionConfig) -> Iterator[str]:
             got=correction.level,
             expected="token",
             do=f"take level {correction.level} with rule reject to drop a sequence by its own ratio",
-        )
-
-
-def _loss_problems(key: str, correction: CorrectionConfig, objective: ObjectiveConfig) -> Iterator[str]:
-    name, rule = objective.name, correction.rule
-    if objective.old_logprobs == "sampler":
-        yield describe(
-            f"{key}: the old policy is the sampler, so that every ratio it looks at is 1",
-            where="objective.old_logprobs is sampler",
-            got=f"{correction.level} {rule}",
-            expected="objective.old_logprobs trainer, or no correction; objective.off_policy_delta works with both",
-        )
-        return
-    if name in _OWN_WEIGHT and rule in _WEIGH:
-        yield describe(
-            f"{key}.rule: the loss has the ratio to the sampler in it already, and it would count twice",
-            where=f"objective.name is {name}",
-            got=rule,
-            expected="reject or veto",
-            do="take reject to drop what is out of bounds; objective.weight_cap truncates the loss's own weight",
-        )
-    if name in _BY_SEQUENCE and correction.level == "token" and rule != "veto":
-        yield describe(
-            f"{key}.level: the loss has one term per sequence, and this gives each token a weight of its own",
-            where=f"objective.name is {name}",
-            got=f"token {rule}",
-            expected="level sequence or geometric, or a veto",
-            do=f"use {_BY_SEQUENCE[name]}, or a sequence-level correction",
         )

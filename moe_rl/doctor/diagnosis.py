@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from packaging.specifiers import SpecifierSet
 
+from moe_rl.config.check_cluster import server_problems
 from moe_rl.config.schema import ClusterConfig, Config
-from moe_rl.config.servers import server_problems
 from moe_rl.doctor.machine import (
     ALWAYS,
     CUDA,

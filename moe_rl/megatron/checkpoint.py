@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_rl.checkpoint_folder import name_of, to_resume_instead
-from moe_rl.config.schema import ParallelConfig
+from moe_rl.config.training import ParallelConfig
 from moe_rl.errors import CheckpointError, describe
 from moe_rl.megatron import rng, world
 from moe_rl.megatron.model import unwrap

@@ -13,7 +13,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from moe_rl.config.schema import ParallelConfig, TrainConfig
+from moe_rl.config.training import ParallelConfig, TrainConfig
 from moe_rl.megatron import hf_map
 from moe_rl.megatron.bypasses import refuse_bypasses
 from moe_rl.megatron.hf_files import CheckpointReader

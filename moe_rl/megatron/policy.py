@@ -14,7 +14,7 @@ import xxhash
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
+from moe_rl.config.training import OptimizerConfig, ParallelConfig, TrainConfig
 from moe_rl.errors import ReplayError, describe
 from moe_rl.megatron import hf_map, rng, schedule, world
 from moe_rl.megatron.expert_order import checksum, move

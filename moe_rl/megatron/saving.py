@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from safetensors.torch import save_file
 
 from moe_rl import checkpoint_folder as checkpoints
-from moe_rl.config.schema import ParallelConfig
+from moe_rl.config.training import ParallelConfig
 from moe_rl.errors import CheckpointError, describe
 from moe_rl.megatron import checkpoint, rng, world
 from moe_rl.megatron.policy import Policy

@@ -13,7 +13,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch.distributed import distributed_c10d
 
 from moe_rl import messages
-from moe_rl.config.schema import ParallelConfig
+from moe_rl.config.training import ParallelConfig
 from moe_rl.planning.dispatch import DispatchGroup
 
 

@@ -33,12 +33,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from moe_rl.config.schema import CorrectionConfig
 from moe_rl.objectives.loss_parts import mean_by_sequence, sum_by_sequence
+
+
+class Correction(Protocol):
+    """A section of objective.corrections, which says what its keys mean (moe_rl/config/objective.py)."""
+
+    @property
+    def level(self) -> str: ...
+    @property
+    def rule(self) -> str: ...
+    @property
+    def low(self) -> float | None: ...
+    @property
+    def high(self) -> float | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +71,7 @@ SUMS = 7
 
 
 def token_weights(
-    corrections: Seq[CorrectionConfig],
+    corrections: Seq[Correction],
     off_policy_delta: float | None,
     *,
     logprobs: Tensor,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_rl.config.layout import Layout
-from moe_rl.config.schema import TrainConfig
+from moe_rl.config.training import TrainConfig
 from moe_rl.models.facts import ModelFacts
 from moe_rl.planning.memory import DTYPE_BYTES
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_rl.config.layout import Layout
-from moe_rl.config.schema import Config, TrainConfig
+from moe_rl.config.schema import Config
+from moe_rl.config.training import TrainConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe_rl.config.check_files import count_prompts
 from moe_rl.config.layout import Layout, chunk_layers, make_layout
-from moe_rl.config.prompt_file import count_prompts
 from moe_rl.config.schema import ClusterConfig, Config
 from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import parameter_count

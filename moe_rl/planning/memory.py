@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_rl.config.layout import Layout, chunk_layers
-from moe_rl.config.schema import Config, TrainConfig
+from moe_rl.config.schema import Config
+from moe_rl.config.training import TrainConfig
 from moe_rl.models.facts import ModelFacts
 from moe_rl.planning.parameters import Buffer, chunk_buffers
 

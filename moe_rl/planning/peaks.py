@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_rl.config.layout import make_layout, stage_layers
-from moe_rl.config.schema import Config, ParallelConfig
+from moe_rl.config.schema import Config
+from moe_rl.config.training import ParallelConfig
 from moe_rl.errors import TraceError, describe
 from moe_rl.models.facts import ModelFacts
 from moe_rl.planning.activations import expert_row_bytes

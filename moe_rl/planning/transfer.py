@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from moe_rl.config.check_cluster import has_servers
 from moe_rl.config.schema import Config
-from moe_rl.config.servers import has_servers
 from moe_rl.errors import describe
 
 Way = Literal["shared_memory", "cuda_ipc", "broadcast", "disk"]

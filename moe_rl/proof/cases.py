@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from moe_rl.config import strict_yaml
-from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
+from moe_rl.config.training import OptimizerConfig, ParallelConfig, TrainConfig
 from moe_rl.errors import ConfigError, describe
 
 Mode = Literal["r3", "r2", "native", "observe"]
@@ -95,16 +95,22 @@ def parse(overrides: Seq[str], ranks: int) -> Case:
                 describe("not an override of a proof", got=text, expected="parallel.NAME=VALUE or train.NAME=VALUE")
             )
         given[section][name], _ = strict_yaml.parse(value, text)
-    try:
-        parallel = ParallelConfig(**given["parallel"])
-        train = Case(ranks, train=given["train"]).train_config
-    except ValidationError as error:
-        raise ConfigError(
-            [
-                describe(f"{'.'.join(map(str, one['loc']))}: {one['msg']}", where=" ".join(overrides), got=one["input"])
+    made: list[ParallelConfig | TrainConfig] = []
+    problems: list[str] = []
+    for make in (lambda: ParallelConfig(**given["parallel"]), lambda: Case(ranks, train=given["train"]).train_config):
+        try:
+            made.append(make())
+        except ValidationError as error:
+            where = " ".join(overrides)
+            problems += [
+                one["msg"]  # a rule between keys, which names them
+                if not one["loc"]
+                else describe(f"{'.'.join(map(str, one['loc']))}: {one['msg']}", where=where, got=one["input"])
                 for one in error.errors()
             ]
-        ) from None
+    if problems:
+        raise ConfigError(problems)
+    parallel, train = made
     return Case(
         ranks,
         {name: getattr(parallel, name) for name in given["parallel"]},

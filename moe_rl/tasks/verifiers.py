@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import moe_rl
-from moe_rl.config.dotted_path import dotted_path_problem
+from moe_rl.config.check_files import dotted_path_problem
 from moe_rl.config.schema import RewardConfig
 from moe_rl.errors import ConfigError, RewardError, describe
 from moe_rl.messages import Channel, Message

@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from moe_rl.config.schema import ObjectiveConfig
+from moe_rl.config.objective import ObjectiveConfig
 from moe_rl.errors import MoeRLError, describe
 from moe_rl.megatron import world
 from moe_rl.objectives.advantages import advantages

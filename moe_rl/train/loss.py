@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_rl.config.schema import ObjectiveConfig
+from moe_rl.config.objective import ObjectiveConfig
 from moe_rl.objectives import corrections
 from moe_rl.objectives.losses import POLICY_LOSSES, USE_ROLLOUT_LOGPROBS, reference_kl
 from moe_rl.objectives.penalties import entropy_bonus

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from moe_rl.config.schema import Config, ObjectiveConfig
+from moe_rl.config.objective import ObjectiveConfig
+from moe_rl.config.schema import Config
 from moe_rl.megatron import world
 from moe_rl.megatron.policy import UpdateResult
 from moe_rl.objectives import corrections

@@ -17,8 +17,8 @@ import yaml
 from moe_rl.commands import train as train_command
 from moe_rl.commands.serve import add_arguments as add_serve_arguments
 from moe_rl.commands.serve import engine_arguments
+from moe_rl.config.check_cluster import server_problems, start_problems
 from moe_rl.config.load import load_config
-from moe_rl.config.servers import server_problems, start_problems
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "configs/launch"

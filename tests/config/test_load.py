@@ -61,6 +61,11 @@ def test_every_problem_is_reported_at_once(config_file):
         assert key in text
 
 
+def test_broken_rules_are_reported_with_broken_types(config_file):
+    found = problems(config_file, "run.seed=x", "rollout.top_k=5", "task.pass_reward=nothing")
+    assert len(found) == 3 and "keep_sampling_mask" in found[2] and "pass_reward" in found[1]
+
+
 def test_unknown_key_names_line_and_suggestion(config_file):
     spoil(config_file, "group_size: 2", "group_sise: 2")
     line = 1 + config_file.read_text().split("\n").index("  group_sise: 2")

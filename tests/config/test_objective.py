@@ -4,7 +4,7 @@ import pytest
 
 from moe_rl.config.check import problems
 from moe_rl.config.load import dump_config, load_config
-from moe_rl.config.schema import LOSS_PARAMETERS
+from moe_rl.config.objective import LOSS_PARAMETERS, LOSSES
 from moe_rl.errors import ConfigError
 
 TOKEN_LOSSES = ["gspo_token", "grpo", "dr_grpo", "dapo", "cispo", "sapo"]
@@ -18,7 +18,10 @@ def found(config_file, write_model, tmp_path):
     write_model(tmp_path / "model", mlp_only_layers=[])
 
     def check(*overrides):
-        return problems(load_config(config_file, overrides), 2)
+        try:
+            return problems(load_config(config_file, overrides), 2)
+        except ConfigError as error:
+            return error.problems
 
     return check
 
@@ -145,3 +148,55 @@ def test_a_config_with_corrections_is_written_out_and_read_again(config_file, tm
 def test_estimators_of_the_kl_that_hold_the_policy(found, settings, part):
     messages = found(*(f"objective.{item}" for item in settings))
     assert messages == [] if part is None else (len(messages) == 1 and part in messages[0]), messages
+
+
+def test_another_loss_than_that_of_the_file(found, config_file):
+    """Keys that both losses have keep the file's values; those of the old one alone are refused until they are null."""
+    own = "objective: {name: minirl, clip_low: 0.1, clip_high: 0.2, weight_cap: 3}\n"
+    own = "objective: {name: minirl, clip_low: 0.1, clip_high: 0.2, weight_cap: 3}\n"
+    own = "objective: {name: minirl, clip_low: 0.1, clip_high: 0.2, weight_cap: 3}\n"
+    config_file.write_text(config_file.read_text() + own)
+    line = len(config_file.read_text().splitlines())
+    assert found() == []
+    (message,) = found("objective.name=grpo")
+    assert message == (
+        f"objective.weight_cap: the loss does not take it ({config_file}:{line}, objective.name is grpo): got 3, "
+        "expected only objective.clip_low, objective.clip_high. It is of cispo, dppo_tv, minirl, decoupled: remove it, "
+        "or set it to null"
+    )
+    objective = load_config(config_file, ["objective.name=grpo", "objective.weight_cap=null"]).objective
+    assert objective.parameters == {"clip_low": 0.1, "clip_high": 0.2} and objective.name == "grpo"
+    lost = found("objective.name=sapo")
+    assert [text.partition(":")[0].partition(" ")[0] for text in lost] == [
+        f"objective.{key}" for key in ("tau_positive", "tau_negative", "clip_low", "clip_high", "weight_cap")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("objective.name=grpoo", ["objective.name (override", 'got "grpoo"', "one of gspo, gspo_token, grpo"]),
+        ("objective.name=[gspo]", ["objective.name (override", "one of gspo"]),
+        ("objective.name=null", ["objective.name (override", "got null"]),
+        ("objective=gspo", ["objective (override", 'got "gspo"', "expected a mapping"]),
+        ("objective.clip_lo=0.1", ["objective.clip_lo: unknown key", "Did you mean objective.clip_low?"]),
+        ("train.weight_cap=2", ["Did you mean objective.weight_cap?"]),
+    ],
+)
+def test_what_no_objective_can_be(config_file, override, parts):
+    with pytest.raises(ConfigError) as error:
+        load_config(config_file, [override])
+    (message,) = error.value.problems
+    assert all(part in message for part in parts), message
+
+
+def test_a_method_brings_what_it_asks_of_the_shared_keys(config_file):
+    minirl = load_config(config_file, loss("minirl")[:1] + loss("minirl")[2:-1]).objective
+    assert (minirl.advantage, minirl.old_logprobs) == ("group_mean", "trainer")
+    dppo = load_config(config_file, [item for item in loss("dppo_tv") if "old_logprobs" not in item]).objective
+    assert dppo.old_logprobs == "sampler"
+
+
+def test_a_section_made_by_hand_is_refused_with_all_that_is_wrong():
+    with pytest.raises(ValueError, match="kl_in: without effect(.|\n)*kl_unbiased|kl_unbiased: without(.|\n)*kl_in"):
+        LOSSES["gspo"](kl_in="reward", kl_unbiased=True)

@@ -7,9 +7,8 @@ from unittest.mock import patch
 
 import pytest
 
+from moe_rl.config.check_cluster import node_problems, server_problems, several_nodes, start_problems
 from moe_rl.config.load import load_config
-from moe_rl.config.nodes import node_problems, several_nodes
-from moe_rl.config.servers import server_problems, start_problems
 
 CONFIG = "configs/tiny_moe_cpu.yaml"
 GOOD = ["rollout.servers=[http://10.0.0.5:8000,http://node-6:8000]", "rollout.token_file=token"]

@@ -24,7 +24,8 @@ from safetensors.torch import load_file, save_file
 
 from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.comparison.sources import weights_digest
-from moe_rl.config.schema import GuardsConfig, ParallelConfig
+from moe_rl.config.schema import GuardsConfig
+from moe_rl.config.training import ParallelConfig
 from moe_rl.errors import CheckpointError, NonFiniteError, WeightSyncError
 from moe_rl.megatron import checkpoint, rng, saving, world
 from moe_rl.megatron.model import unwrap

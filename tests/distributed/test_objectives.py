@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_rl.config.schema import LOSS_PARAMETERS
+from moe_rl.config.objective import LOSS_PARAMETERS
 from moe_rl.objectives.losses import POLICY_LOSSES
 from moe_rl.proof.batch import make_checkpoint
 from moe_rl.report.registry import METRICS

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 @pytest.fixture(scope="session")
 def one_rank():
-    from moe_rl.config.schema import ParallelConfig
+    from moe_rl.config.training import ParallelConfig
     from moe_rl.megatron import world
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from moe_rl.config.schema import OptimizerConfig, TrainConfig
+from moe_rl.config.training import OptimizerConfig, TrainConfig
 from moe_rl.models.facts import ModelFacts
 from moe_rl.replay.routes import SequenceRoutes, microbatch_routes
 from moe_rl.replay.tables import MicrobatchRoutes

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
+from moe_rl.config.training import OptimizerConfig, ParallelConfig, TrainConfig
 from moe_rl.errors import ConfigError
 from moe_rl.models.hf import read_model
 from moe_rl.replay.session import MicrobatchHandle

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_rl.config.schema import ParallelConfig
+from moe_rl.config.training import ParallelConfig
 from moe_rl.planning.budgets import budget
 from tests.megatron.models import TRAIN, facts
 

@@ -125,7 +125,7 @@ def test_what_is_fed_is_read_off_the_rows_of_this_rank():
 
 @pytest.mark.parametrize(("update", "expected"), [(0, 0.25), (1, 0.5), (3, 1.0), (9, 1.0)])
 def test_learning_rate_warms_up_and_stays(update, expected):
-    from moe_rl.config.schema import OptimizerConfig
+    from moe_rl.config.training import OptimizerConfig
 
     assert learning_rate(OptimizerConfig(lr=2.0, warmup_steps=4), update) == pytest.approx(2.0 * expected)
     assert learning_rate(OptimizerConfig(lr=2.0), update) == 2.0

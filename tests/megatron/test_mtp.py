@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from moe_rl.config.schema import ParallelConfig
+from moe_rl.config.training import ParallelConfig
 from moe_rl.replay.session import ReplaySession
 from tests.megatron.models import TRAIN, facts, table
 

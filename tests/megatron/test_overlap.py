@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_rl.config.schema import ParallelConfig
+from moe_rl.config.training import ParallelConfig
 from moe_rl.errors import ConfigError, ReplayError
 from moe_rl.planning.dispatch import DispatchGroup
 from moe_rl.replay.plans import plan_dispatch

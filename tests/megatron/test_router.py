@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_rl.config.schema import ParallelConfig
+from moe_rl.config.training import ParallelConfig
 from moe_rl.replay.session import MicrobatchHandle
 from tests.megatron.models import TRAIN, facts
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
+from moe_rl.config.training import OptimizerConfig, ParallelConfig, TrainConfig
 from moe_rl.errors import ReplayError
 from moe_rl.models.hf import read_model
 from moe_rl.replay.routes import SequenceRoutes, microbatch_routes

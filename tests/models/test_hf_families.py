@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from moe_rl.config.check import layout_problems
-from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
+from moe_rl.config.check_layout import layout_problems
+from moe_rl.config.training import OptimizerConfig, ParallelConfig, TrainConfig
 from moe_rl.errors import ConfigError
 from moe_rl.models.facts import LatentAttentionSizes, Yarn
 from moe_rl.models.hf import checkpoint_tensors, expected_tensors, parameter_count, read_model

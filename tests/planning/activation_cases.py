@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_rl.config.schema import OptimizerConfig, TrainConfig
+from moe_rl.config.training import OptimizerConfig, TrainConfig
 from moe_rl.models.facts import LatentAttentionSizes, ModelFacts
 
 EVEN = ((64, 64), (64, 64), (64, 64), (64, 65))

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from moe_rl.config.layout import chunk_layers, make_layout
-from moe_rl.config.schema import ParallelConfig
+from moe_rl.config.training import ParallelConfig
 from moe_rl.megatron import model, schedule, world
 from moe_rl.megatron.microbatch import Microbatch, pack
 from moe_rl.megatron.policy import Policy

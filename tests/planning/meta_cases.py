@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_rl.config.load import load_config
-from moe_rl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
+from moe_rl.config.training import OptimizerConfig, ParallelConfig, TrainConfig
 from moe_rl.models.facts import LatentAttentionSizes, ModelFacts
 from moe_rl.models.hf import read_published
 

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import moe_rl.megatron  # noqa: F401  the CPU backend
-from moe_rl.config.schema import ParallelConfig, TrainConfig
+from moe_rl.config.training import ParallelConfig, TrainConfig
 from moe_rl.megatron import cpu, model, world
 from tests.planning.meta_cases import cases
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from moe_rl.config.layout import make_layout
-from moe_rl.config.schema import ParallelConfig
+from moe_rl.config.training import ParallelConfig
 from moe_rl.planning.activations import Shape, dispatched_rows, head_bytes, in_flight, layer_bytes
 from tests.planning.activation_cases import cases
 from tests.planning.meta_cases import ROOT

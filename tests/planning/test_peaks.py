@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_rl.config.schema import ParallelConfig
+from moe_rl.config.training import ParallelConfig
 from moe_rl.planning.peaks import dispatching_groups
 
 

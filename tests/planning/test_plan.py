@@ -5,7 +5,7 @@ import pytest
 
 from moe_rl.config.layout import least_ranks, stage_layers
 from moe_rl.config.load import load_config
-from moe_rl.config.schema import ParallelConfig
+from moe_rl.config.training import ParallelConfig
 from moe_rl.models.hf import expected_tensors, parameter_count, read_model
 from moe_rl.planning.cluster_plan import make_plan
 from moe_rl.planning.parameters import Buffer

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_rl.config.schema import ObjectiveConfig
+from moe_rl.config.objective import GspoConfig
 from moe_rl.errors import MoeRLError
 from moe_rl.megatron import world
 from moe_rl.megatron.microbatch import pack
@@ -78,7 +78,7 @@ def both(monkeypatch, objective, layouts=TWO_RANKS, speaks=(True, True), **optio
 
 
 def test_every_microbatch_gets_its_own(monkeypatch):
-    got, metrics, _ = both(monkeypatch, ObjectiveConfig(advantage="group_mean"))
+    got, metrics, _ = both(monkeypatch, GspoConfig(advantage="group_mean"))
     assert got == pytest.approx({"s0": 0.5, "s1": -0.5, "s2": -5 / 6, "s3": -5 / 6, "s4": 5 / 3}, rel=1e-6)
     assert metrics == [{"objective/zero_advantage_fraction": 0.0}] * 2
 
@@ -86,7 +86,7 @@ def test_every_microbatch_gets_its_own(monkeypatch):
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_the_kl_of_the_whole_completion_is_taken_off_first(monkeypatch, estimator):
     """Against loops in plain Python, over sequences that lie on different ranks."""
-    objective = ObjectiveConfig(advantage="leave_one_out", kl_in="reward", kl_coef=0.3, kl_estimator=estimator)
+    objective = GspoConfig(advantage="leave_one_out", kl_in="reward", kl_coef=0.3, kl_estimator=estimator)
     got, metrics, rank = both(monkeypatch, objective)
     sums = []
     for old, ref in zip(rank.old, rank.ref, strict=True):
@@ -106,7 +106,7 @@ def test_the_kl_of_the_whole_completion_is_taken_off_first(monkeypatch, estimato
 
 
 def test_ranks_that_share_a_sequence_speak_once(monkeypatch):
-    objective = ObjectiveConfig(kl_in="reward", kl_coef=0.3)
+    objective = GspoConfig(kl_in="reward", kl_coef=0.3)
     everything = [([0, 1], [[0, 1]]), ([2, 3, 4], [[2, 3], [4]])]
     once = both(monkeypatch, objective)[0]
     assert both(monkeypatch, objective, [everything] * 2, speaks=(True, False))[0] == pytest.approx(once, rel=1e-6)
@@ -115,22 +115,22 @@ def test_ranks_that_share_a_sequence_speak_once(monkeypatch):
 
 
 def test_a_dropped_sequence_has_no_kl_and_is_in_no_statistic(monkeypatch):
-    objective = ObjectiveConfig(advantage="group_mean", kl_in="reward", kl_coef=1e-9)
+    objective = GspoConfig(advantage="group_mean", kl_in="reward", kl_coef=1e-9)
     without = [TWO_RANKS[0][:1] + [([2, 3], [[2]])], TWO_RANKS[1][:1] + [([2, 3], [[3]])]]
     got, _, _ = both(monkeypatch, objective, without)
     assert "s4" not in got and got["s2"] == pytest.approx(0, abs=1e-6)  # 0.5 and 0.5 are left
     # its reward is known when no KL is needed: there it counts
-    got, _, _ = both(monkeypatch, ObjectiveConfig(advantage="group_mean"), without)
+    got, _, _ = both(monkeypatch, GspoConfig(advantage="group_mean"), without)
     assert got["s2"] == pytest.approx(-5 / 6)
 
 
 def test_a_kl_that_is_not_finite_spoils_the_step_for_the_guards_to_see(monkeypatch):
-    got, metrics, _ = both(monkeypatch, ObjectiveConfig(kl_in="reward", kl_coef=0.3), spoil=math.nan)
+    got, metrics, _ = both(monkeypatch, GspoConfig(kl_in="reward", kl_coef=0.3), spoil=math.nan)
     assert len(got) == 5 and all(math.isnan(value) for value in got.values())
     assert metrics[0]["objective/zero_advantage_fraction"] == 0
 
 
 def test_equal_rewards_are_counted(monkeypatch):
     whole = [SimpleNamespace(key=s.key, reward=0.5, token_ids=s.token_ids) for s in sequences()]
-    found = credit.give_credit(ObjectiveConfig(), whole, GROUPS, [])
+    found = credit.give_credit(GspoConfig(), whole, GROUPS, [])
     assert found == {"objective/zero_advantage_fraction": 1.0}

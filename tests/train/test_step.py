@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_rl.config.schema import LOSS_PARAMETERS, CorrectionConfig, ObjectiveConfig
+from moe_rl.config.objective import LOSS_PARAMETERS, LOSSES, CorrectionConfig, GspoConfig
 from moe_rl.objectives.losses import POLICY_LOSSES, reference_kl
 from moe_rl.train.loss import LossSums, UpdateLoss
 from moe_rl.train.shares import MicrobatchWork, UpdateShare
@@ -18,7 +18,7 @@ def test_sums_wait_for_the_end_of_the_update(monkeypatch):
         CorrectionConfig(level="sequence", rule="truncate", high=2.0),
         CorrectionConfig(level="geometric", rule="reject", high=2.0),
     )
-    objective = ObjectiveConfig(clip_low=0.1, clip_high=0.1, kl_coef=0.5, corrections=corrections, off_policy_delta=0.5)
+    objective = GspoConfig(clip_low=0.1, clip_high=0.1, kl_coef=0.5, corrections=corrections, off_policy_delta=0.5)
     logprobs, old, ref = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -2.0, -0.4]), torch.full((3,), -1.0)
     microbatch = SimpleNamespace(
         advantages=torch.tensor([1.0, -1.0]), sequence_ids=torch.tensor([0, 0, 1]), rollout_logprobs=old
@@ -48,7 +48,7 @@ def test_sums_wait_for_the_end_of_the_update(monkeypatch):
 def test_every_loss_is_given_its_parameters_its_denominator_and_its_weights(name):
     """The KL penalty has a denominator of its own: its value does not depend on the loss beside it."""
     corrections = (CorrectionConfig(level="geometric", rule="reject", low=0.5),)
-    objective = ObjectiveConfig(
+    objective = LOSSES[name].model_construct(  # unchecked: not every loss may be given these corrections
         name=name,
         kl_coef=0.5,
         kl_estimator="k1",

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from moe_rl import checkpoint_folder as checkpoints
-from moe_rl.config.schema import ParallelConfig
+from moe_rl.config.training import ParallelConfig
 from moe_rl.megatron import checkpoint, hf_map, world
 from moe_rl.megatron.hf_files import CheckpointReader, write_checkpoint
 from moe_rl.megatron.model import unwrap

@@ -1,4 +1,4 @@
-"""Whether ranks on several nodes can reach each other, as far as one of them can tell alone."""
+"""What is wrong with a run on several machines: the servers that sample, and the way between the ranks' nodes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,47 @@ import ipaddress
 import socket
 from collections.abc import Iterator, Mapping
 
+from moe_rl.config.schema import Config
 from moe_rl.errors import describe
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+def server_problems(config: Config) -> Iterator[str]:
+    """Say what is wrong with `rollout.servers` as they are written, one message each."""
+    yield from config.rollout.server_problems()
+    yield from engine_problems(config)
+
+
+def engine_problems(config: Config) -> Iterator[str]:
+    """Say where the servers of a run are not those of the cluster that it is planned for."""
+    cluster, count = config.cluster, len(config.rollout.servers)
+    if count and cluster is not None and cluster.engines != count:
+        yield describe(
+            "cluster.engines: not the servers that there are",
+            got=cluster.engines,
+            expected=f"{count}, as in rollout.servers",
+        )
+
+
+def has_servers(config: Config) -> bool:
+    """Whether a run samples from servers, named or only planned: rank 0 itself starts one engine, on one GPU."""
+    cluster = config.cluster
+    planned = cluster is not None and (cluster.engines, cluster.gpus_per_engine) != (1, 1)
+    return planned or bool(config.rollout.servers)
+
+
+def start_problems(config: Config) -> Iterator[str]:
+    """What may be planned, but not started."""
+    cluster = config.cluster
+    if has_servers(config) and not config.rollout.servers:
+        yield describe(
+            "rollout.servers: the cluster's engines are servers, and none is named",
+            where=f"cluster.engines is {cluster.engines}, cluster.gpus_per_engine is {cluster.gpus_per_engine}",
+            got="no servers",
+            expected=f"{cluster.engines}",
+            do="start them with tools/serve_vllm.py --config and name them, see docs/cluster.md",
+        )
 
 
 def several_nodes(environment: Mapping[str, str]) -> bool:

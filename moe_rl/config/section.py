@@ -1,0 +1,41 @@
+"""What all sections of a config have in common: typed, frozen, closed, and with rules of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic_core import PydanticCustomError
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+NotNegative = Annotated[float, Field(ge=0.0)]
+Count = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """A mapping with known keys. The text under a field documents it; docs/reference/config.md is made of these."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    def problems(self) -> Iterator[str]:
+        """Say what is wrong between the keys of this section, one message each."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _obey_rules(self, info: ValidationInfo) -> Self:
+        """Refuse a section that breaks its rules, with every message at once.
+
+        A list as the context takes the messages instead: `load_config` gives one, and `config.check` then reports them
+        together with what is wrong between sections.
+        """
+        found = list(self.problems())
+        if isinstance(info.context, list):
+            info.context.extend(found)
+        elif found:
+            raise PydanticCustomError("section", "{problems}", {"problems": "\n".join(found)})
+        return self
