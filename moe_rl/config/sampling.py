@@ -15,6 +15,8 @@ from moe_rl.errors import describe
 
 
 class RolloutConfig(Section):
+    """How completions are sampled, and by what."""
+
     prompts_per_step: Count
     """Prompts sampled from in one step."""
     group_size: Annotated[int, Field(ge=2)]
@@ -61,7 +63,7 @@ class RolloutConfig(Section):
     """What records routes. patch: the patched vLLM. worker: the same recorder through vLLM's worker class, in a vLLM
     that may not be patched. native: vLLM's own capture (Model Runner V2, which needs a GPU)."""
     router_logits_fraction: Fraction = 0.0
-    """Of the tokens whose router logits the sampler stores with their routes. Not with native capture."""
+    """Share of the tokens whose router logits the sampler stores with their routes. Not with native capture."""
     startup_timeout_seconds: Positive = 300.0
     """An engine that is not ready by then is given up, a server that has not loaded new weights by then too."""
     servers: tuple[str, ...] = ()
@@ -159,6 +161,8 @@ class RolloutConfig(Section):
 
 
 class ReplayConfig(Section):
+    """Which routes the trainer takes, and what becomes of those that are missing."""
+
     mode: Literal["r3", "r2", "off"] = "r3"
     """r3: the trainer takes the sampler's routes in every forward pass of the policy. r2: it routes natively where it
     computes the old log-probabilities, and takes these routes in the updates. off: it routes natively."""

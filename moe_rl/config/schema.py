@@ -20,8 +20,10 @@ from moe_rl.errors import describe
 
 
 class RunConfig(Section):
+    """Names a run and says how long it is."""
+
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    """Names the run folder, `runs_dir/name-<time>`."""
+    """Names the run folder, `runs_dir/name-<time>`: letters, digits, dots, dashes and underscores."""
     runs_dir: Path = Path("runs")
     """Folder that holds the run folders, relative to the working directory."""
     seed: int = 1
@@ -33,6 +35,8 @@ class RunConfig(Section):
 
 
 class ModelConfig(Section):
+    """The policy."""
+
     path: Path
     """Folder of a Hugging Face checkpoint: config.json, safetensors, tokenizer.json. For families see
     docs/models.md."""
@@ -42,6 +46,8 @@ class ModelConfig(Section):
 
 
 class RewardConfig(Section):
+    """A reward function."""
+
     function: str
     """Dotted path of a callable `(prompt, completion, answer) -> float`; it is given only the parameters it names."""
     weight: float = 1.0
@@ -49,6 +55,8 @@ class RewardConfig(Section):
 
 
 class OverlongConfig(Section):
+    """DAPO's soft punishment of completions that come near the limit."""
+
     cache_tokens: Count
     """Tokens before rollout.max_completion_tokens over which the punishment grows from 0 to `penalty`."""
     penalty: Positive = 1.0
@@ -56,6 +64,8 @@ class OverlongConfig(Section):
 
 
 class TaskConfig(Section):
+    """What is learned: prompts, and what an answer is worth."""
+
     train: Path
     """JSONL of prompts to learn from: id, prompt, answer, level."""
     heldout: Path
@@ -89,6 +99,8 @@ class TaskConfig(Section):
 
 
 class GuardsConfig(Section):
+    """When a run that goes wrong is ended."""
+
     max_skipped_updates: Count = 3
     """The run ends with so many updates in a row that were skipped because a loss or gradient was not finite."""
     collapse_steps: Whole = 3
@@ -110,10 +122,12 @@ class ClusterConfig(Section):
     gpus: Count
     """GPUs that train: the number of ranks of --plan, unless --world-size says another."""
     gpus_per_node: Count = 8
+    """GPUs of one machine."""
     gpu_memory_gib: Positive
-    """Of one GPU, as its driver tells it: 79 of an "80 GB" one, 140 of a "141 GB" one."""
+    """Memory of one GPU, as its driver tells it: 79 of an "80 GB" one, 140 of a "141 GB" one."""
     reserved_gib: NotNegative = 8.0
-    """Of it that the plan does not count on: CUDA's context, NCCL's buffers, kernels' workspaces, fragmentation."""
+    """The part of it that the plan does not count on: CUDA's context, NCCL's buffers, kernels' workspaces,
+    fragmentation."""
     engines: Count = 1
     """Sampling engines. They have GPUs of their own, of the same size."""
     gpus_per_engine: Count = 1
@@ -123,6 +137,8 @@ class ClusterConfig(Section):
 
 
 class CheckpointConfig(Section):
+    """When the state of a run is saved."""
+
     every_steps: Count = 10
     """Steps between checkpoints. The last step always writes one."""
     keep: Count = 2
@@ -135,6 +151,8 @@ class CheckpointConfig(Section):
 
 
 class EvalConfig(Section):
+    """The evaluation on held-out prompts."""
+
     every_steps: Count = 10
     """Steps between evaluations on the held-out prompts. Before the first step and after the last always."""
     prompts: Count = 256
@@ -142,6 +160,8 @@ class EvalConfig(Section):
 
 
 class Config(Section):
+    """A whole config."""
+
     run: RunConfig
     model: ModelConfig
     task: TaskConfig

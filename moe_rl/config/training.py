@@ -73,6 +73,8 @@ class PlacementConfig(Section):
 
 
 class OptimizerConfig(Section):
+    """Adam."""
+
     lr: Positive
     """Peak learning rate of Adam."""
     warmup_steps: Whole = 0
@@ -88,6 +90,8 @@ class OptimizerConfig(Section):
 
 
 class TrainConfig(Section):
+    """How the policy is updated."""
+
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of the trainer's parameters. Main gradients and optimizer state are always float32."""
     updates_per_step: Count = 1
@@ -118,6 +122,7 @@ class TrainConfig(Section):
     """Only for models with an expert bias: added to it, with each update, for experts that got fewer tokens than the
     mean, taken off for those that got more. Counted are the routes taken, recorded ones under replay. 0: it stays."""
     optimizer: OptimizerConfig
+    """The optimizer's settings."""
 
     def problems(self) -> Iterator[str]:
         if self.recompute_layers > 1 and self.recompute not in ("uniform", "block"):

@@ -1,0 +1,137 @@
+"""Write the reference of all config keys, docs/reference/config.md, from the schema:
+
+python -m moe_rl.config.reference > docs/reference/config.md
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from moe_rl.config.objective import LOSSES, ObjectiveConfig
+from moe_rl.config.schema import Config
+
+_HEAD = """\
+# Config keys
+
+<!-- Written by `python -m moe_rl.config.reference > docs/reference/config.md`. Change the schema, not this file. -->
+
+A config is a YAML file of the sections below. Unknown keys are errors. On the command line `section.key=value` replaces
+a value. A file may say `extends: FILE`, relative to itself, and then holds only what differs: sections are merged key
+by key, lists are replaced. Paths are relative to the working directory.
+"""
+_WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", Path: "path", NoneType: "null"}
+_BOUNDS = {"ge": "from", "gt": "above", "le": "to", "lt": "below"}  # as annotated_types names them
+
+
+def reference() -> str:
+    """The whole page, as Markdown."""
+    parts = [_HEAD]
+    for name, field in Config.model_fields.items():
+        parts.append(f"## {name}\n")
+        if name == "objective":
+            parts += _objective()
+        else:
+            parts += _section(name, field)
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _section(path: str, field: FieldInfo) -> Iterator[str]:
+    """A section's table, then those of the sections in it."""
+    section, inside = _inner(field.annotation, path)
+    yield f"{_text(section)}{' The section may be left out.' if not field.is_required() else ''}\n"
+    yield _table(section, section.model_fields)
+    for name, one in section.model_fields.items():
+        if _inner(one.annotation)[0] is not None:
+            deeper = _inner(one.annotation, f"{inside}.{name}")[1]
+            yield f"### {deeper}\n"
+            yield from _section(f"{inside}.{name}", one)
+
+
+def _objective() -> Iterator[str]:
+    default = Config.model_fields["objective"].default.name
+    yield f"""\
+The policy loss and what goes with it. `name` chooses the loss, `{default}` where it is left out. A key of another loss
+is refused, unless it is null. Formulas and denominators stand in docs/objectives.md.
+"""
+    shared = {key: field for key, field in ObjectiveConfig.model_fields.items() if key != "name"}
+    yield _table(ObjectiveConfig, shared)
+    corrections = shared["corrections"]
+    yield f"### {_inner(corrections.annotation, 'objective.corrections')[1]}\n"
+    yield from _section("objective.corrections", corrections)
+    for name, loss in LOSSES.items():
+        yield f"### name: {name}\n"
+        yield f"{_text(loss)}\n"
+        yield _table(loss, {key: loss.model_fields[key] for key in loss.__annotations__ if key != "name"})
+
+
+def _table(section: type[BaseModel], fields: dict[str, FieldInfo]) -> str:
+    rows = ["| key | value | default | meaning |", "|---|---|---|---|"]
+    for key, field in fields.items():
+        if field.is_required():
+            default = f"required; usual: `{field.examples[0]}`" if field.examples else "required"
+        else:
+            default = f"`{_value(field.default)}`"
+        meaning = " ".join((field.description or "").split())
+        rows.append(f"| `{key}` | {_type(field.annotation, field.metadata)} | {default} | {meaning} |")
+    return "\n".join(rows) + "\n"
+
+
+def _value(default: Any) -> str:
+    return default if isinstance(default, str) else json.dumps(default, default=str)
+
+
+def _inner(annotation: Any, path: str = "") -> tuple[Any, str]:
+    """The section that a key holds, None for a plain value; and its path, with NAME or N for the members of many."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation, path
+    many = {dict: "NAME", tuple: "N"}.get(get_origin(annotation))
+    for argument in () if get_origin(annotation) is Literal else get_args(annotation):
+        section, inside = _inner(argument, f"{path}.{many}" if many else path)
+        if section is not None:
+            return section, inside
+    return None, path
+
+
+def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """What a value may be, in words."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type(arguments[0], [*metadata, *_constraints(annotation.__metadata__)])
+    known = ((word, getattr(one, name, None)) for one in metadata for name, word in _BOUNDS.items())
+    bounds = [f"{word} {bound}" for word, bound in known if bound is not None]
+    if origin is Literal:
+        words = " or ".join(f"`{_value(one)}`" for one in arguments)
+    elif origin is tuple and Ellipsis not in arguments:
+        words = f"list of {len(arguments)}: {_type(arguments[0])}"
+    elif origin is tuple:
+        words = f"list of: {_type(arguments[0])}"
+    elif origin is dict:
+        words = f"names, each with: {_type(arguments[1])}"
+    elif arguments:
+        words = ", or ".join(map(_type, arguments))
+    elif issubclass(annotation, BaseModel):
+        words = "section"
+    else:
+        words = _WORDS[annotation]
+    return " ".join([words, *(bounds if not origin else ())])
+
+
+def _constraints(metadata: Iterable[Any]) -> Iterator[Any]:
+    for one in metadata:
+        yield from one.metadata if isinstance(one, FieldInfo) else [one]
+
+
+def _text(section: type[BaseModel]) -> str:
+    return " ".join(inspect.getdoc(section).split())
+
+
+if __name__ == "__main__":
+    print(reference(), end="")
