@@ -24,7 +24,7 @@ import torch
 from output import tell
 from safetensors.torch import load_file
 
-from moe_rl.config.sampling import RolloutConfig
+from moe_rl.config.sampling_keys import RolloutConfig
 from moe_rl.config.training import ParallelConfig
 from moe_rl.megatron import world
 from moe_rl.rollout.engine import VllmEngine

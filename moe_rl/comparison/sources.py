@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from moe_rl import checkpoint_folder as checkpoints
-from moe_rl.config.sampling import RolloutConfig
+from moe_rl.config.sampling_keys import RolloutConfig
 from moe_rl.config.schema import Config
 from moe_rl.errors import DataError, describe
 from moe_rl.megatron import world

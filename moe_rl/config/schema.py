@@ -13,7 +13,7 @@ from typing import Annotated
 from pydantic import Field
 
 from moe_rl.config.objective import AnyObjective, GspoConfig
-from moe_rl.config.sampling import ReplayConfig, RolloutConfig
+from moe_rl.config.sampling_keys import ReplayConfig, RolloutConfig
 from moe_rl.config.section import Count, Fraction, NotNegative, Positive, Section, Share, Whole
 from moe_rl.config.training import ParallelConfig, PlacementConfig, TrainConfig
 from moe_rl.errors import describe

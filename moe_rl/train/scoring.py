@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from moe_rl.config.sampling import ReplayConfig
+from moe_rl.config.sampling_keys import ReplayConfig
 from moe_rl.errors import ReplayError, describe
 from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy, ReferencePolicy

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_rl.config.sampling import RolloutConfig
+from moe_rl.config.sampling_keys import RolloutConfig
 from moe_rl.errors import ConfigError, describe
 from moe_rl.planning.transfer import Place, Way, weight_transfer
 from moe_rl.weights.broadcast import Sender

@@ -4,7 +4,7 @@ import pytest
 
 from moe_rl.comparison import sources
 from moe_rl.comparison.sources import Weights, in_precision, of_run, precision_of
-from moe_rl.config.sampling import RolloutConfig
+from moe_rl.config.sampling_keys import RolloutConfig
 from moe_rl.errors import DataError
 from moe_rl.train.run_folder import RunFolder
 

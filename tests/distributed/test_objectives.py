@@ -46,7 +46,9 @@ CORRECTED = {
 
 
 def overrides(name, others=()):
-    return [f"objective.name={name}", *(f"objective.{k}={v}" for k, v in PARAMETERS[name].items()), *others]
+    """The loss with its parameters, in place of the demo's clip range."""
+    parameters = {"clip_low": "null", "clip_high": "null"} | PARAMETERS[name]
+    return [f"objective.name={name}", *(f"objective.{k}={v}" for k, v in parameters.items()), *others]
 
 
 CASES = {name: overrides(name) for name in POLICY_LOSSES}

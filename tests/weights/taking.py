@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moe_rl.config.sampling import RolloutConfig
+from moe_rl.config.sampling_keys import RolloutConfig
 from moe_rl.weights.intake import Intake
 from moe_rl.weights.reader import Reader
 from moe_rl.weights.shared_disk import checkpoint_shapes

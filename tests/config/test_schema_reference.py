@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from moe_rl.config.reference import reference
+from moe_rl.config.schema_reference import reference
 from moe_rl.config.section import Section
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,7 +16,7 @@ def sections(above=Section):
 
 def test_the_page_is_what_the_schema_says():
     written = (ROOT / "docs/reference/config.md").read_text()
-    assert written == reference(), "run: python -m moe_rl.config.reference > docs/reference/config.md"
+    assert written == reference(), "run: python -m moe_rl.config.schema_reference > docs/reference/config.md"
 
 
 def test_every_key_is_on_the_page_with_its_meaning():

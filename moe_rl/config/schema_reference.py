@@ -1,6 +1,6 @@
 """Write the reference of all config keys, docs/reference/config.md, from the schema:
 
-python -m moe_rl.config.reference > docs/reference/config.md
+python -m moe_rl.config.schema_reference > docs/reference/config.md
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe_rl.config.schema import Config
 _HEAD = """\
 # Config keys
 
-<!-- Written by `python -m moe_rl.config.reference > docs/reference/config.md`. Change the schema, not this file. -->
+<!-- Made from the schema: python -m moe_rl.config.schema_reference > docs/reference/config.md -->
 
 A config is a YAML file of the sections below. Unknown keys are errors. On the command line `section.key=value` replaces
 a value. A file may say `extends: FILE`, relative to itself, and then holds only what differs: sections are merged key
