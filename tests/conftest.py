@@ -1,6 +1,11 @@
-"""In which order files are tested."""
+"""In which order files are tested, and no test by the clock."""
 
+import hypothesis
 import pytest
+
+# A time limit for an example tells how busy the machine is, and fails on a slow one.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 # Of whole runs, of several ranks, of real engines: minutes each, the longest first.
 _LONG = ("end_to_end", "distributed", "rollout")
