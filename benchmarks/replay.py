@@ -76,8 +76,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
     from moe_rl.megatron.microbatch import pack
     from moe_rl.megatron.policy import Policy
     from moe_rl.models.hf import read_model
-    from moe_rl.replay.routes import SequenceRoutes, microbatch_routes
-    from moe_rl.replay.session import ReplaySession
+    from moe_rl.replay.routes import SequenceRoutes
     from moe_rl.trace import TraceSpec
     from moe_rl.types import Sequence
 
@@ -92,7 +91,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
     rng = np.random.default_rng(0)
     microbatches, tables = [], []
     for number in range(0, options.sequences, 2):
-        pair, parts = [], []
+        pair, routes_of = [], {}
         for key in (f"s{number}", f"s{number + 1}"):
             tokens = rng.integers(0, facts.vocab, options.tokens + 1).tolist()
             half = options.tokens // 2
@@ -101,23 +100,20 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
                          1.0, 0, None)
             )  # fmt: skip
             scores = rng.random((options.tokens, len(facts.moe_layers), facts.num_experts))
-            routes = np.argsort(scores, -1)[..., : facts.top_k].astype(np.uint8)
-            parts.append(SequenceRoutes.complete(key, np.array(tokens[:-1]), routes))
+            routes_of[key] = np.argsort(scores, -1)[..., : facts.top_k].astype(np.uint8)
         microbatch = pack(pair, [0, 1], world.device())
         microbatches.append(microbatch)
-        tables.append(
-            microbatch_routes(
-                parts, spec, layers=policy.layers, names=[p.key for p in parts],
-                fed=microbatch.fed(pair), padded_tokens=sum(microbatch.lengths),
-                rows=microbatch.rows, expert_parallel=1, device=world.device(),
-            )
-        )  # fmt: skip
+
+        def read(sequence, fed, here, routes_of=routes_of):
+            return SequenceRoutes.complete(sequence.key, fed, routes_of[sequence.key])
+
+        tables.append(microbatch.routes(pair, read, spec, layers=policy.layers, expert_parallel=1))
 
     def loss(number, logprobs):
         return -logprobs.sum() / 1e4
 
     def timed(mode, run, **options):
-        session = ReplaySession(tables, policy.layers, mode=mode, name="bench", rank=0, **options)
+        session = policy.session(tables, mode=mode, name="bench", **options)
         timer = Timer(session)
         timer.install(TIMED)
         start = time.perf_counter()

@@ -91,7 +91,7 @@ class ReplayedUpdates:
         from moe_rl.megatron import world
         from moe_rl.megatron.microbatch import pack
         from moe_rl.models.hf import read_model
-        from moe_rl.replay.routes import SequenceRoutes, microbatch_routes
+        from moe_rl.replay.routes import SequenceRoutes
         from moe_rl.trace import TraceSpec
         from moe_rl.types import Sequence
 
@@ -104,23 +104,22 @@ class ReplayedUpdates:
         spec = TraceSpec.from_layers("bench", facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
         rng = np.random.default_rng(dist.get_rank())
         self.microbatches, unrecorded = [], []
+
+        def made_up(sequence, fed, here):
+            routes = np.tile(np.arange(facts.top_k, dtype=np.uint8), (len(fed), len(self.policy.layers), 1))
+            return SequenceRoutes.complete(sequence.key, fed, routes)
+
         for number in range(options.microbatches):
             tokens = rng.integers(0, facts.vocab, options.tokens + 1).tolist()
             half = options.tokens // 2
             nothing = np.zeros(len(tokens) - half, np.float32)
             one = Sequence(f"s{number}", tuple(tokens[:half]), tuple(tokens[half:]), nothing, 1.0, 0, None)
             microbatch = pack([one], [0], world.device())
-            fed = microbatch.fed([one])
-            made_up = np.tile(np.arange(facts.top_k, dtype=np.uint8), (len(fed[0]), len(self.policy.layers), 1))
             self.microbatches.append(microbatch)
             unrecorded.append(
-                microbatch_routes(
-                    [SequenceRoutes.complete(one.key, fed[0], made_up)], spec, layers=self.policy.layers,
-                    names=[one.key], fed=fed, padded_tokens=sum(microbatch.lengths), rows=microbatch.rows,
-                    expert_parallel=options.ranks, device=world.device(),
-                )
-            )  # fmt: skip
-        with self._session(unrecorded, "record") as own:
+                microbatch.routes([one], made_up, spec, layers=self.policy.layers, expert_parallel=options.ranks)
+            )
+        with self.policy.session(unrecorded, mode="record", name="bench") as own:
             self.policy.logprobs(self.microbatches, own)
         self.tables = own.recorded_routes()
 
@@ -133,31 +132,16 @@ class ReplayedUpdates:
         train = TrainConfig(dtype="float32", microbatch_tokens=self.options.tokens, optimizer=optimizer)
         return Policy(self.facts, train, parallel, self.options.rank_of / "model", temperature=1.0)
 
-    def _session(self, tables, mode, plans=()):
-        import torch.distributed as dist
-
-        from moe_rl.replay.session import ReplaySession
-
-        return ReplaySession(
-            tables, self.policy.layers, mode=mode, name="bench", rank=dist.get_rank(), plans=list(plans)
-        )
-
     def plans(self, overlap_chunks: int = 0) -> list:
         """Dispatch plans of the microbatches. All ranks call it together."""
-        from moe_rl.megatron import world
-        from moe_rl.replay.plans import plan_dispatch
-
-        group, policy = world.dispatch_group(self.facts.num_experts), self.policy
-        return plan_dispatch(
-            self.tables, policy.layers, group, world.gather_over_dispatch, policy.order, overlap_chunks=overlap_chunks
-        )
+        return self.policy.plan_dispatch(self.tables, overlap_chunks=overlap_chunks)
 
     def update(self, plans: list | None) -> None:
         """Forward, backward and optimizer. None routes natively; [] replays without plans."""
         if plans is None:
             self.policy.update(self.microbatches, None, self._loss)
             return
-        with self._session(self.tables, "replay", plans) as session:
+        with self.policy.session(self.tables, mode="replay", name="bench", plans=plans, training=True) as session:
             self.policy.update(self.microbatches, session, self._loss)
 
     @staticmethod

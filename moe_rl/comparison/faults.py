@@ -22,7 +22,6 @@ from moe_rl.comparison.passes import Pass, Scorer
 from moe_rl.errors import MoeRLError, ReplayError, describe
 from moe_rl.megatron import world
 from moe_rl.replay.routes import PADDING, read_routes
-from moe_rl.replay.session import ReplaySession
 from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
 from moe_rl.trace.record import RouteRecord
@@ -83,7 +82,7 @@ def wrong_tables(fault: str, tables: list[MicrobatchRoutes]) -> list[MicrobatchR
 def in_the_tables(fault: str, scorer: Scorer) -> Refusal:
     """Exchange routes after they were read and summed up: the session must refuse what was dispatched."""
     tables = [replace(table, routes=_planted(fault, table)) for table in scorer.tables]
-    session = ReplaySession(tables, scorer.policy.layers, mode="replay", name=fault, rank=dist.get_rank())
+    session = scorer.policy.session(tables, mode="replay", name=fault)
     message = ""
     try:
         with session:

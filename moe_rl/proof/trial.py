@@ -19,11 +19,11 @@ from moe_rl.planning.packing import fill_rounds
 from moe_rl.planning.packing import pack as assign
 from moe_rl.proof.batch import batch
 from moe_rl.proof.cases import MICROBATCH_TOKENS, Case
-from moe_rl.replay.plans import LayerPlan, plan_dispatch
-from moe_rl.replay.routes import SequenceRoutes, microbatch_routes
-from moe_rl.replay.session import ReplaySession
+from moe_rl.replay.routes import SequenceRoutes
+from moe_rl.replay.session import Mode, ReplaySession
 from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import TraceSpec
+from moe_rl.types import Sequence
 
 
 class BrokenOff(Exception):
@@ -39,53 +39,34 @@ class Trial:
         self.spec = TraceSpec.from_layers("proof", facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
         rank, ranks = world.data_parallel()
         plan = assign([s.forwarded for s in self.sequences], ranks=ranks, microbatch_tokens=MICROBATCH_TOKENS)
-        plan = fill_rounds(plan, world.microbatches_in_a_round())[rank]
+        mine = fill_rounds(plan, world.microbatches_in_a_round())[rank]
         context = world.context_parallel()
-        self.microbatches = [pack(self.sequences, indices, world.device(), context) for indices in plan]
+        self.microbatches = [pack(self.sequences, indices, world.device(), context) for indices in mine]
         for microbatch in self.microbatches:
             microbatch.give_advantages([s.reward for s in self.sequences])
         self.tables = [self._table(microbatch) for microbatch in self.microbatches]
 
     def _table(self, microbatch: Microbatch) -> MicrobatchRoutes:
         columns = [self.facts.moe_layers.index(layer) for layer in self.layers]
-        parts = []
-        for i in microbatch.indices:
-            tokens = np.array((self.sequences[i].prompt_token_ids + self.sequences[i].token_ids)[:-1])
-            parts.append(SequenceRoutes.complete(self.sequences[i].key, tokens, self.routes[i][:, columns]))
-        return microbatch_routes(
-            parts,
-            self.spec,
-            layers=self.layers,
-            names=[part.key for part in parts],
-            fed=microbatch.fed([self.sequences[i] for i in microbatch.indices]),
-            padded_tokens=sum(microbatch.lengths),
-            rows=microbatch.rows[world.own_rows(microbatch.tokens.shape[1])],
-            expert_parallel=self.case.parallel_config.expert,
-            device=world.device(),
-        )
+        forced = {s.key: routes[:, columns] for s, routes in zip(self.sequences, self.routes, strict=True)}
 
-    def session(self, tables: list[MicrobatchRoutes], mode: str, name: str, **options) -> ReplaySession:
-        plans = self.plans(tables) if self.case.plan and mode == "replay" else []
-        return ReplaySession(
-            tables,
-            self.layers,
-            mode=mode,
-            name=name,
-            rank=dist.get_rank(),
-            any_stage=world.any_stage,
-            plans=plans,
-            **options,
-        )
+        def read(sequence: Sequence, fed: np.ndarray, here: np.ndarray) -> SequenceRoutes:
+            tokens = np.array((sequence.prompt_token_ids + sequence.token_ids)[:-1])
+            return SequenceRoutes.complete(sequence.key, tokens, forced[sequence.key])
 
-    def plans(self, tables: list[MicrobatchRoutes]) -> list[dict[int, LayerPlan] | None]:
-        """How the dispatchers are to send the rows of these tables. All ranks call it together."""
-        group = world.dispatch_group(self.facts.num_experts)
-        order, chunks = self.policy.order, self.case.overlap_chunks
-        return plan_dispatch(tables, self.layers, group, world.gather_over_dispatch, order, overlap_chunks=chunks)
+        packed, parallel = [self.sequences[i] for i in microbatch.indices], self.case.parallel_config
+        return microbatch.routes(packed, read, self.spec, layers=self.layers, expert_parallel=parallel.expert)
+
+    def session(self, tables: list[MicrobatchRoutes], mode: Mode, name: str, **options) -> ReplaySession:
+        """The session of one pass, with plans where the case has them. options: see `Policy.session`."""
+        planned = self.case.plan and mode == "replay"
+        plans = self.policy.plan_dispatch(tables, overlap_chunks=self.case.overlap_chunks) if planned else []
+        return self.policy.session(tables, mode=mode, name=name, plans=plans, **options)
 
     def first_pass(self) -> tuple[list[torch.Tensor], ReplaySession, list[MicrobatchRoutes]]:
         """The forward-only pass: its log-probabilities, its session, and the tables that the update will take."""
-        mode = {"r3": "replay", "observe": "observe", "r2": "record"}[self.case.mode]
+        modes: dict[str, Mode] = {"r3": "replay", "observe": "observe", "r2": "record"}
+        mode = modes[self.case.mode]
         session = self.session(self.tables, mode, "logprobs", compare_native=True)
         if self.case.mode != "r2":
             with session:
@@ -103,8 +84,8 @@ class Trial:
 
     def update(self, tables: list[MicrobatchRoutes], loss: LossFunction | None = None):
         """One optimizer step under these tables; the result and its session. loss: None is that of the reference."""
-        mode = "observe" if self.case.mode == "observe" else "replay"
-        session = self.session(tables, mode, "update", recomputed_layers=self.policy.recomputed_layers)
+        mode: Mode = "observe" if self.case.mode == "observe" else "replay"
+        session = self.session(tables, mode, "update", training=True)
         with session:
             return self.policy.update(self.microbatches, session, loss or self.loss), session
 
@@ -134,8 +115,7 @@ class Trial:
     def _rows(self, microbatch: Microbatch) -> list[tuple[int, int] | None]:
         """(sequence, position) of every row that this rank's routers see; None: padding."""
         tokens = [(i, at) for i in microbatch.indices for at in range(self.sequences[i].forwarded)]
-        rows = microbatch.rows[world.own_rows(microbatch.tokens.shape[1])]
-        return [tokens[row] if row < len(tokens) else None for row in rows]
+        return [tokens[row] if row < len(tokens) else None for row in microbatch.routed_rows]
 
     def chosen(self, tables: list[MicrobatchRoutes]) -> list[tuple[int, int, int, list[int]]]:
         """(sequence, position, layer, experts) of every real row that this rank recorded."""

@@ -86,7 +86,7 @@ def run(case):
     move = sys.modules[FINALIZE].get_updated_expert_bias
     logprobs, forward = within("logprobs", lambda s: policy.logprobs(trial.microbatches, s), compare_native=True)
     with mock.patch.object(sys.modules[FINALIZE], "get_updated_expert_bias", look):
-        result, backward = within("update", update, recomputed_layers=policy.recomputed_layers)
+        result, backward = within("update", update, training=True)
     seen = {
         "layers": policy.layers,
         "microbatches": [m.indices for m in trial.microbatches],
@@ -106,7 +106,7 @@ def run(case):
         checkpoint.load(checkpoints.find(saved), resumed, parallel=parallel, seed=1)
         seen["resumed"] = exported(resumed)
         scale = float("nan")
-        skipped, _ = within("skipped", update, recomputed_layers=policy.recomputed_layers)
+        skipped, _ = within("skipped", update, training=True)
         seen["skipped"] = skipped.applied, exported(policy)
         resumed.release()
     seen["read"] = read_again(policy, facts, folder)
