@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -111,6 +113,51 @@ def test_rooms_do_not_import_each_other_in_circles():
         for room in leaves:
             del edges[room]
     assert edges == {}
+
+
+def file_circles(sources: dict[str, str]) -> list[set[str]]:
+    """Groups of modules that import each other in a circle, whether at run time or for type checkers alone.
+
+    sources: dotted module name -> text.
+    """
+    edges: dict[str, set[str]] = {}
+    for module, text in sources.items():
+        names = {name for _, name in imported(ast.parse(text), tuple(module.split(".")[:-1]))}
+        found = {name if name in sources else name.rpartition(".")[0] for name in names}
+        edges[module] = found & sources.keys() - {module}
+    try:
+        list(TopologicalSorter(edges).static_order())
+    except CycleError as error:
+        return [set(error.args[1])]
+    return []
+
+
+def test_files_do_not_import_each_other_in_circles():
+    package = [path for path in sources() if room_of(path) != "tools"]
+    named = {".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text("utf-8") for path in package}
+    assert "moe_rl.train.loop" in named and file_circles(named) == []
+
+
+@pytest.mark.parametrize("guard", ["", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "])
+def test_planted_circles_of_files_are_found(guard):
+    planted = {"moe_rl.a.x": "from moe_rl.b.y import f", "moe_rl.b.y": f"{guard}from moe_rl.a import x\n"}
+    assert file_circles(planted) == [{"moe_rl.a.x", "moe_rl.b.y"}]
+    assert file_circles(planted | {"moe_rl.b.y": "from moe_rl.a.z import x"}) == []
+
+
+def test_a_name_stands_for_one_thing():
+    """Base names of files and names of classes: each is used once in the package."""
+    package = [path for path in sources() if room_of(path) != "tools" and not path.name.startswith("__")]
+    classes = [
+        node.name
+        for path in package
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.ClassDef)
+    ]
+    files = [path.stem for path in package]
+    assert "loop" in files and "ReplaySession" in classes
+    assert [name for name, times in Counter(files).items() if times > 1] == []
+    assert [name for name, times in Counter(classes).items() if times > 1] == []
 
 
 def test_torch_free_rooms_import_without_torch():
