@@ -28,7 +28,7 @@ Same weights, same tokens, same packing: one native and one replayed forward pas
 same stored logprobs of the sampler; a second native pass and one packed otherwise for the noise floor; R2; planted
 faults. --run takes the newest step whose rollouts are kept together with the weights that sampled them, and scores
 them with every later checkpoint as well. Works with plain python (one rank) and under torchrun, which would take
---run for its own without two dashes before it: torchrun --nproc-per-node N -- tools/compare_routing_kl.py --run RUN
+--run for its own without two dashes: torchrun --nproc-per-node N -m -- moe_rl compare --run RUN
 
 Exit status: 0 when every replayed route was applied (mismatch 0), the 95% interval of the policy KL k3 under replay
 lies below the one of native routing, and the self-test passes: every planted fault is refused where it must be, and

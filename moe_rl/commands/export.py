@@ -18,7 +18,7 @@ EPILOG = """
 --run: other ranks than those that trained may do it, in another layout; each reads and writes its own part.
 --model: the ranks share the tensors of a checkpoint in float8 (DeepSeek-V3) or 4 bits (gpt-oss) and write the numbers
 that these stand for.
-torchrun takes --run for an option of its own, unless two dashes stand before the script.
+torchrun takes --run for an option of its own, unless two dashes stand before moe_rl.
 Exit status: 0 done, 2 an error that was explained.
 """
 
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
         if options.model is not None and (options.overrides or options.step is not None):
             raise ConfigError("--step and overrides of parallel.* are for --run, there is no layout to --model")
         if "RANK" not in os.environ:
-            do = "torchrun --nproc-per-node 1 -- tools/export_hf.py ..."
+            do = "torchrun --nproc-per-node 1 -m -- moe_rl export ..."
             raise ConfigError(describe("started without torchrun", got="no RANK", do=do))
         if options.model is not None:
             return _from_model(options.model, options.out, options.dtype or "bfloat16")

@@ -67,7 +67,7 @@ class RolloutConfig(Section):
     startup_timeout_seconds: Positive = 300.0
     """An engine that is not ready by then is given up, a server that has not loaded new weights by then too."""
     servers: tuple[str, ...] = ()
-    """URLs, http://host:port, of the vLLM servers (tools/serve_vllm.py --config) that sample in place of an engine that
+    """URLs, http://host:port, of the vLLM servers (moe-rl serve --config) that sample in place of an engine that
     rank 0 starts; each a replica of the weights, of this run alone. They write below run.runs_dir, which they and all
     ranks see. Each decodes max_concurrent sequences at once."""
     token_file: Path | None = None

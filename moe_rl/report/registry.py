@@ -117,7 +117,7 @@ def metrics_markdown() -> str:
         "mismatch (`routing/native_mismatch` before replay, `routing/shadow_mismatch` inside it), the applied mismatch "
         "(`routing/applied_mismatch`, an integrity check that is 0 by construction and proves no improvement), and "
         "the KL between router distributions, which needs the sampler's router logits and is given by "
-        "`tools/compare_routing_kl.py` alone.",
+        "`moe-rl compare` alone.",
         "",
         "Compare a `_native` value only with its partner of the same step: both are taken on the same tokens, the same "
         "weights and the same sampler logprobs.",

@@ -86,7 +86,7 @@ def _differences(config: Config, facts: ModelFacts, url: str, served: Served) ->
                 where=url,
                 got=got,
                 expected=expected,
-                do="start it with tools/serve_vllm.py --config and this run's config",
+                do="start it with moe-rl serve --config and this run's config",
             )
     longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
     if served.max_model_len < longest:

@@ -1,4 +1,4 @@
-"""A recording vLLM server (tools/serve_vllm.py) as its clients see it.
+"""A recording vLLM server (moe-rl serve) as its clients see it.
 
     client                                           server
     VllmServer.generate -- POST /moe_rl/open ------>  begin a shard

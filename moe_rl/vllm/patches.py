@@ -21,7 +21,7 @@ from moe_rl.vllm.patch_series import PATCHES, Patch, Series, read_all, read_hunk
 if TYPE_CHECKING:
     from unidiff import PatchedFile
 
-COMMAND = "python tools/apply_patches.py"
+COMMAND = "moe-rl patch"
 
 
 @dataclass(frozen=True, slots=True)

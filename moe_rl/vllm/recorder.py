@@ -123,7 +123,7 @@ class Recorder:
                 describe(
                     "A step was not recorded",
                     got="a new step, with nothing heard of the routes of the one before",
-                    do="check the patch series: python tools/apply_patches.py --check",
+                    do="check the patch series: moe-rl patch --check",
                 )
             )
         self._step_is_open = scheduled.total_num_scheduled_tokens > 0
@@ -166,7 +166,7 @@ class Recorder:
                 describe(
                     "A step was recorded twice",
                     got=f"the routes of {count} tokens that were not announced",
-                    do="check the patch series: python tools/apply_patches.py --check",
+                    do="check the patch series: moe-rl patch --check",
                 )
             )
         self._step_is_open = False

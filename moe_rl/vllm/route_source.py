@@ -25,7 +25,7 @@ class WorkerSource:
         self._llm = llm
         if not any(llm.collective_rpc("moe_rl_records")):
             do = {
-                "patch": "run python tools/apply_patches.py --apply, or set rollout.capture: worker",
+                "patch": "run moe-rl patch --apply, or set rollout.capture: worker",
                 "worker": "pass the worker class to vLLM",
             }
             raise EngineError(describe("vLLM did not attach the recorder", got=f"capture {capture}", do=do[capture]))

@@ -136,7 +136,7 @@ class Sinks:
                     where=f"request {key}",
                     got=f"{len(token_ids)} rows",
                     expected=len(wanted),
-                    do="check the patch series: python tools/apply_patches.py --check",
+                    do="check the patch series: moe-rl patch --check",
                 )
             )
         wrong = np.flatnonzero(token_ids[: len(wanted)] != wanted)
@@ -147,7 +147,7 @@ class Sinks:
                     where=f"request {key}, position {wrong[0]}",
                     got=int(token_ids[wrong[0]]),
                     expected=int(wanted[wrong[0]]),
-                    do="check the patch series: python tools/apply_patches.py --check",
+                    do="check the patch series: moe-rl patch --check",
                 )
             )
         return ref.parts[0]

@@ -167,7 +167,7 @@ def refuse_unpatched(config, applied: Set[str], *, on_cpu: bool) -> None:
                 describe(
                     f"This vLLM is wrong about {why}",
                     got=f"a vLLM without patch {patch}",
-                    do="python tools/apply_patches.py --apply, and set rollout.capture to patch",
+                    do="moe-rl patch --apply, and set rollout.capture to patch",
                 )
             )
 

@@ -145,7 +145,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, UpdatePart]):
                 describe(
                     "vLLM lost a part of the new weights",
                     got=f"{len(self._lost)} parameters that did not come whole: {', '.join(self._lost[:3])}",
-                    do="check the patch series: python tools/apply_patches.py --check",
+                    do="check the patch series: moe-rl patch --check",
                 )
             )
 

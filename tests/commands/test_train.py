@@ -166,7 +166,7 @@ def test_an_unpatched_vllm_is_refused(monkeypatch, capsys):
     from moe_rl.vllm import patches
 
     monkeypatch.setenv("WORLD_SIZE", "2")
-    fault = "vLLM is not patched: run tools/apply_patches.py --apply"
+    fault = "vLLM is not patched: run moe-rl patch --apply"
     monkeypatch.setattr(patches, "problems", lambda capture: [fault])
     monkeypatch.chdir(ROOT)
     parser = argparse.ArgumentParser()

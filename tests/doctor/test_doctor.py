@@ -62,7 +62,7 @@ def test_this_machine_runs_the_demo(capsys, tmp_path):
 
 
 def test_what_is_missing_is_said_and_is_the_status(monkeypatch, capsys):
-    fault = "vLLM is not patched: run tools/apply_patches.py --apply"
+    fault = "vLLM is not patched: run moe-rl patch --apply"
     monkeypatch.setattr(patches, "problems", lambda capture: [fault] if capture == "patch" else [])
     assert cli.main(["doctor"]) == 2
     assert f"missing: {fault}\n1 missing" in capsys.readouterr().out

@@ -130,7 +130,7 @@ def test_a_folder_without_vllm_is_named(tmp_path):
 def test_unpatched_is_one_message_with_the_command(tree):
     (message,) = patches.problems(tree)
     assert f"vLLM is not patched ({tree})" in message
-    assert f"Run python tools/apply_patches.py --vllm {tree} --apply" in message
+    assert f"Run moe-rl patch --vllm {tree} --apply" in message
     with pytest.raises(PatchError, match="not patched"):
         patches.check(tree)
     assert patches.problems(tree, capture="worker") == [], "a worker class needs no patch"
