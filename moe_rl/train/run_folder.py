@@ -103,7 +103,7 @@ def reopen(path: Path, overrides: Sequence[str] = ()) -> tuple[RunFolder, Config
     if not folder.config.is_file():
         raise ConfigError(
             describe(
-                "this is no run folder",
+                "--resume, --run: this is no run folder",
                 got=path,
                 expected="a folder with config.yaml in it",
                 do="give the run_dir that the run printed",
