@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+from typing import Any
 
 import msgspec
 
@@ -26,27 +27,27 @@ def encode(value: object) -> bytes:
     return msgspec.msgpack.encode(value, enc_hook=_to_plain)
 
 
-def decode(payload: bytes, kind: type) -> object:
+def decode[T](payload: bytes, kind: type[T]) -> T:
     """The value that `encode` was given. kind: its type. Raises msgspec.MsgspecError when it is anything else."""
     return msgspec.msgpack.decode(payload, type=kind, dec_hook=_from_plain)
 
 
-def decoder(kind: type) -> msgspec.msgpack.Decoder:
-    """A decoder for `Channel`. kind: a union of Messages.
+def decoder(kind: Any) -> msgspec.msgpack.Decoder:
+    """A decoder for `Channel`. kind: a union of Messages, which no annotation can name: whoever keeps it says which.
 
     Make it while a module is imported, by one thread: msgspec dies when two threads are the first to decode a type.
     """
     return msgspec.msgpack.Decoder(kind, dec_hook=_from_plain)
 
 
-class Channel:
+class Channel[Incoming: Message]:
     """One end of a stream socket that carries frames. It waits for as long as the socket's own timeout says.
 
     incoming: what the other end may say, made by `decoder`. longest: bytes of a frame; a longer one is refused before
     any of it is read.
     """
 
-    def __init__(self, end: socket.socket, incoming: msgspec.msgpack.Decoder, longest: int = _LONGEST_FRAME):
+    def __init__(self, end: socket.socket, incoming: msgspec.msgpack.Decoder[Incoming], longest: int = _LONGEST_FRAME):
         self.socket = end
         self._incoming = incoming
         self._longest = longest
@@ -72,7 +73,7 @@ class Channel:
     def has_unsent(self) -> bool:
         return bool(self._unsent)
 
-    def receive(self) -> Message:
+    def receive(self) -> Incoming:
         """The next message. Never reads behind its end: what follows stays in the socket.
 
         Raises EOFError when the other end closed, OSError when it is gone, ValueError for a frame that is too long or

@@ -65,12 +65,12 @@ class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
         self.follow(whole, routing_map, probs)
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
-        self.reversed_local_input_permutation_mapping = order = self.send_order()
+        self.reversed_local_input_permutation_mapping = order = self.send_order(self.plan)
         return rows.index_select(0, order), probs.reshape(-1).index_select(0, self.plan.entries)
 
-    def send_order(self) -> torch.Tensor:
+    def send_order(self, plan: LayerPlan) -> torch.Tensor:
         """int64 [S * B * K]: the rows of the microbatch in the order in which the plan sends them."""
-        return torch.div(self.plan.entries, self.num_experts, rounding_mode="floor").long()
+        return torch.div(plan.entries, self.num_experts, rounding_mode="floor").long()
 
     def follow(self, chunk: ChunkPlan, routing_map: torch.Tensor, probs: torch.Tensor) -> None:
         """Take the numbers of the rows that go next from the plan, and not from the map, which they agree with."""

@@ -38,7 +38,7 @@ class CheckpointReader:
         if problems:
             raise ConfigError(problems)
         self.bytes_read = 0
-        self._files = {}
+        self._files: dict[str, safe_open] = {}
 
     def read(self, name: str, index: Index) -> torch.Tensor:
         """The part of a tensor, one slice for each of its axes."""
@@ -144,7 +144,8 @@ def _write_shards(folder: Path, name: str, tensors: Iterable[tuple[str, torch.Te
 
 
 def _shards(tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    shard, held = {}, 0
+    shard: dict[str, torch.Tensor] = {}
+    held = 0
     for name, tensor in tensors:
         if shard and held + tensor.nbytes > shard_bytes:
             yield shard
@@ -158,7 +159,8 @@ def _shards(tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> It
 def _index(folder: Path, facts: ModelFacts) -> list[str]:
     """Number the files that the ranks wrote and write the index; or what is wrong with them."""
     files = sorted(folder.glob("*.safetensors"))
-    weight_map, size = {}, 0
+    weight_map: dict[str, str] = {}
+    size = 0
     for number, file in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         with safe_open(file, framework="pt") as opened:

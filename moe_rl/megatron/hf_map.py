@@ -94,7 +94,7 @@ def _entries_of(
         return left.pop(name)
 
     names = tuple(theirs + name for name in weight.tensors)
-    if not weight.experts:
+    if order is None:  # no expert's
         yield Entry(weight, (take(ours),), names, weight.axis)
         return
     here = [take(ours.format(expert=number)) for number in range(slots.stop - slots.start)]
@@ -188,14 +188,15 @@ def export(
 
 
 def _runs(
-    chunks: Iterable[torch.nn.Module], facts: ModelFacts, size: Callable[[str, tuple[int, ...]], int], limit: int
+    chunks: Iterable[torch.nn.Module], facts: ModelFacts, size: Callable[[str, tuple[int, ...]], int], limit: float
 ) -> list[list[Entry]]:
     """The entries of this rank cut into runs of at most `limit` bytes of whole tensors, or of one entry that is larger.
 
     size: bytes of a tensor by its Hugging Face name and shape. Ranks that share tensors cut at the same entries, so
     that they can export a run together and then wait for others.
     """
-    runs, held = [[]], 0
+    runs: list[list[Entry]] = [[]]
+    held = 0
     for entry in (entry for model in chunks for entry in entries(model, facts)):
         bytes_ = sum(size(*tensor) for tensor in entry.whole)
         if runs[-1] and held + bytes_ > limit:

@@ -120,7 +120,7 @@ class _Chunk:
 
 def _chunks(moe: MoELayer, plan: LayerPlan, rows: torch.Tensor) -> list[_Chunk]:
     sizes = [chunk.rows for chunk in plan.chunks]
-    orders = moe.token_dispatcher.send_order().split([sum(chunk.sent) for chunk in plan.chunks])
+    orders = moe.token_dispatcher.send_order(plan).split([sum(chunk.sent) for chunk in plan.chunks])
     first, chunks = 0, []
     for chunk, own, order in zip(plan.chunks, rows.split(sizes), orders, strict=True):
         chunks.append(_Chunk(moe, chunk, own, order - first))
@@ -138,9 +138,6 @@ class Exchange:
     def __init__(self, group: dist.ProcessGroup, sent: list[int], got: list[int]):
         """sent, got: numbers of rows to and from each rank of the group."""
         self.group, self.sent, self.got = group, sent, got
-        self._work: dist.Work | None = None
-        self._leaving: torch.Tensor | None = None
-        self._arriving: torch.Tensor | None = None
 
     def begin(self, rows: torch.Tensor, sent: list[int], got: list[int]) -> torch.Tensor:
         """Where the rows will be: to be read after `wait`."""
@@ -159,7 +156,8 @@ class Exchange:
     def wait(self) -> torch.Tensor:
         """The rows that `begin` promised."""
         self._work.wait()
-        arrived, self._work, self._leaving, self._arriving = self._arriving, None, None, None
+        arrived = self._arriving
+        del self._work, self._leaving, self._arriving
         return arrived
 
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -104,7 +105,7 @@ class Checkpoints:
     @property
     def pending(self) -> int | None:
         """Steps done of the checkpoint that is not published yet."""
-        return self._pending and self._pending.step
+        return None if self._pending is None else self._pending.step
 
     def steps(self) -> list[int]:
         """Steps done of the checkpoints that are kept and of the one under way."""
@@ -211,9 +212,11 @@ class _Writer(threading.Thread):
         """own: the files that are not Megatron's. in_use: addresses of storages that the run goes on writing to."""
         super().__init__(name="checkpoint", daemon=True)
         self.hidden, self.own = hidden, own
-        self.written, self.failure, self.digests, self.seconds = threading.Event(), "", {}, 0.0
+        self.written, self.failure, self.seconds = threading.Event(), "", 0.0
+        self.digests: dict[str, str] = {}
         # Megatron has nothing for a rank to write that holds no first replica of any tensor.
-        _, buckets, self.results = request.async_fn_args or (0, [], None)
+        given: tuple[int, list, Any] = request.async_fn_args or (0, [], None)
+        _, buckets, self.results = given
         self.transforms = request.async_fn.args[0] if buckets else []
         self.buckets = [(path, key, (blobs, _on_host(tensors, in_use))) for path, key, (blobs, tensors) in buckets]
 
@@ -263,7 +266,7 @@ def _storages(sharded: dict) -> set[int]:
 
 def _told(error: BaseException) -> str:
     """What went wrong, in words: of torch's serializer, whose stream broke off, what the system said."""
-    cause = error
+    cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
     return f"{type(cause or error).__name__}: {cause or error}"

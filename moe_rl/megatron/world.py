@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Sequence
 from datetime import timedelta
+from types import UnionType
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -192,7 +195,15 @@ def own_rows(tokens: int) -> slice:
     return slice(rank * share, (rank + 1) * share)
 
 
-def broadcast(message: object, kind: type, source: int = 0):
+@overload
+def broadcast[T](message: T | None, kind: type[T], source: int = 0) -> T: ...
+
+
+@overload
+def broadcast(message: object, kind: UnionType, source: int = 0) -> Any: ...
+
+
+def broadcast(message: object, kind: Any, source: int = 0) -> Any:
     """Send a value from `source` to every rank; returns it everywhere.
 
     kind: the type to decode to; see `messages`. Other ranks pass None as message.
@@ -208,7 +219,7 @@ def broadcast(message: object, kind: type, source: int = 0):
     return message if rank == source else messages.decode(data.cpu().numpy().tobytes(), kind)
 
 
-def gather(message: object, kind: type) -> list:
+def gather[T](message: T, kind: type[T]) -> list[T]:
     """One value of each rank, in their order, on all of them. kind: as in `broadcast`."""
     payload = messages.encode(message)
     length = torch.tensor([len(payload)], dtype=torch.int64, device=device())
@@ -221,7 +232,7 @@ def gather(message: object, kind: type) -> list:
     return [messages.decode(one[: int(n)].cpu().numpy().tobytes(), kind) for one, n in zip(data, lengths, strict=True)]
 
 
-def all_reduce(values: list[float], op: dist.ReduceOp = dist.ReduceOp.SUM) -> list[float]:
+def all_reduce(values: Sequence[float], op: dist.ReduceOp = dist.ReduceOp.SUM) -> list[float]:
     """Reduce float64 numbers over all ranks; the result is the same everywhere."""
     tensor = torch.tensor(values, dtype=torch.float64, device=device())
     dist.all_reduce(tensor, op)

@@ -113,7 +113,8 @@ class Fields:
     """Typed look-ups in config.json that collect what is wrong instead of stopping at the first."""
 
     def __init__(self, raw: dict[str, Any], where: str):
-        self.raw, self.where, self.problems = raw, where, []
+        self.raw, self.where = raw, where
+        self.problems: list[str] = []
 
     def wrong(self, key: str, got: Any, expected: str) -> None:
         self.problems.append(describe(f"model.path: {key}", where=self.where, got=repr(got), expected=expected))

@@ -6,12 +6,15 @@ checkpoint must have, the numbers of parameters, and what each rank reads and wr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from moe_rl.models.facts import ModelFacts
 
 Shape = tuple[int, ...]
+Arrangement = Literal["copy", "qkv", "gate_up", "transposed", "gate_up_columns"]
+Experts = Literal["", "each", "stacked"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +36,10 @@ class Weight:
     """
 
     parameter: str
-    tensors: dict[str, Shape]
-    layout: Literal["copy", "qkv", "gate_up", "transposed", "gate_up_columns"] = "copy"
+    tensors: Mapping[str, Shape]
+    layout: Arrangement = "copy"
     axis: int | None = None
-    experts: Literal["", "each", "stacked"] = ""
+    experts: Experts = ""
     fused: str = ""
 
 
@@ -81,6 +84,7 @@ def grouped_query_attention(facts: ModelFacts) -> tuple[Weight, ...]:
 def latent_attention(facts: ModelFacts) -> tuple[Weight, ...]:
     """Multi-head latent attention and the norm before it. The down-projections are whole on every rank."""
     latent, hidden = facts.latent, facts.hidden_size
+    assert latent is not None  # a family that lists this attention reads its sizes
     queries = facts.heads * (latent.nope_dim + latent.rope_dim)
     kv_up = (facts.heads * (latent.nope_dim + latent.value_dim), latent.kv_rank)
     at, theirs = "self_attention.", "self_attn."
@@ -153,7 +157,7 @@ def separate_experts(facts: ModelFacts) -> tuple[Weight, ...]:
 def stacked_experts(facts: ModelFacts) -> tuple[Weight, ...]:
     """Experts that share tensors [experts, ...], matrices with inputs as rows; each has biases."""
     experts, hidden, width = facts.num_experts, facts.hidden_size, facts.moe_intermediate_size
-    rows = (
+    rows: tuple[tuple[str, str, Shape, Arrangement], ...] = (
         ("linear_fc1.weight", "gate_up_proj", (experts, hidden, 2 * width), "gate_up_columns"),
         ("linear_fc1.bias", "gate_up_proj_bias", (experts, 2 * width), "gate_up_columns"),
         ("linear_fc2.weight", "down_proj", (experts, width, hidden), "transposed"),
@@ -176,7 +180,7 @@ def _norm(ours: str, theirs: str, width: int, fused: str = "") -> Weight:
 
 
 def _swiglu(
-    ours: str, theirs: str, hidden: int, width: int, *, experts: str = "", fused: tuple[str, str] = ("", "")
+    ours: str, theirs: str, hidden: int, width: int, *, experts: Experts = "", fused: tuple[str, str] = ("", "")
 ) -> tuple[Weight, ...]:
     gate_up = {f"{theirs}.{one}_proj.weight": (width, hidden) for one in ("gate", "up")}
     down = {f"{theirs}.down_proj.weight": (hidden, width)}

@@ -147,8 +147,8 @@ def _within_groups(
             continue
         mean, divisor = math.fsum(scored) / len(scored), scale(scored)
         for index in indices:
-            if rewards[index] is not None:
-                result[index] = (rewards[index] - mean) / divisor
+            if (reward := rewards[index]) is not None:
+                result[index] = (reward - mean) / divisor
     return result
 
 

@@ -79,7 +79,7 @@ class _TokenLogprobs(torch.autograd.Function):
         shift = result.new_empty((2, len(targets))) if group is not None else None
         for rows in _chunks(logits):
             scaled = _scaled(logits, rows, result.dtype, temperature, support, group)
-            if group is None:
+            if shift is None:
                 logprobs = scaled.log_softmax(-1)
             else:
                 shift[:, rows] = torch.stack(_shift(scaled, group))

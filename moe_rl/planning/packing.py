@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from moe_rl.errors import ConfigError, describe
 
@@ -79,7 +79,7 @@ def fill_rounds(plan: list[list[list[int]]], rounds: int) -> list[list[list[int]
     return [[*microbatches, *([] for _ in range(-len(microbatches) % rounds))] for microbatches in plan]
 
 
-def split_groups(group_ids: Sequence[int], updates: int) -> list[list[int]]:
+def split_groups(group_ids: Sequence[Hashable], updates: int) -> list[list[int]]:
     """Share the sequences of a step out to its optimizer updates, whole groups only: result[update] lists indices.
 
     Groups keep the order of their first members, the shares are runs of that order and differ by at most one group, and

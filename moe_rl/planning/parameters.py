@@ -70,7 +70,8 @@ class Buffer:
 
 def chunk_buffers(facts: ModelFacts, layout: Layout, layers: range) -> list[Buffer]:
     """The buffers of a rank for a run of adjacent layers, with the model's ends where they belong to it."""
-    dense, expert = [], []
+    dense: list[int] = []
+    expert: list[int] = []
     for size, shared_expert in _parameters(facts, layout, layers):
         (expert if shared_expert else dense).append(size)
     # Megatron fills them in the order of the backward pass.

@@ -21,6 +21,8 @@ import socket
 import sys
 from collections.abc import Callable
 
+from msgspec.msgpack import Decoder
+
 from moe_rl.messages import Channel, Message, decoder
 
 ARGUMENTS = ("prompt", "completion", "answer")
@@ -30,7 +32,7 @@ _MAX_FILE_BYTES = 64 << 20
 _MAX_DETAIL = 500
 
 
-class Load(Message):
+class Load(Message, frozen=True):
     """Pool, first: what to import, and how much address space the worker may map."""
 
     sys_path: list[str]
@@ -38,43 +40,44 @@ class Load(Message):
     memory_limit_bytes: int
 
 
-class Call(Message):
+class Call(Message, frozen=True):
     """Pool: call one reward function, with the arguments that it names and no others."""
 
     reward: str
     arguments: dict[str, str]
 
 
-class Begun(Message):
+class Begun(Message, frozen=True):
     """Worker: this call, or before the first one the import of this function, begins now."""
 
     reward: str
 
 
-class Loaded(Message):
+class Loaded(Message, frozen=True):
     """Worker: every function is there; these are the arguments each one names."""
 
     arguments: dict[str, list[str]]
 
 
-class Unusable(Message):
+class Unusable(Message, frozen=True):
     """Worker: reward name -> why its function cannot be used."""
 
     problems: dict[str, str]
 
 
-class Returned(Message):
+class Returned(Message, frozen=True):
     value: float
 
 
-class Raised(Message):
+class Raised(Message, frozen=True):
     """Worker: the function raised, or returned what is no number."""
 
     detail: str
 
 
-QUESTIONS = decoder(Load | Call)
-ANSWERS = decoder(Begun | Loaded | Unusable | Returned | Raised)
+QUESTIONS: Decoder[Load | Call] = decoder(Load | Call)
+Answer = Begun | Loaded | Unusable | Returned | Raised
+ANSWERS: Decoder[Answer] = decoder(Answer)
 
 
 def main(socket_fd: int, parent_pid: int) -> None:
@@ -86,13 +89,16 @@ def main(socket_fd: int, parent_pid: int) -> None:
     pid = os.getpid()
     try:
         load = channel.receive()
+        assert isinstance(load, Load)  # the pool says it first, and then nothing but calls
         _limit(load.memory_limit_bytes)
         sys.path[:] = load.sys_path
+        answer: Answer
         functions, answer = _load(channel, load.functions)
         del load
         while True:
             channel.send(answer)
             call = channel.receive()
+            assert isinstance(call, Call)
             channel.send(Begun(call.reward))
             answer = _answer(functions[call.reward], call)
             if os.getpid() != pid:  # a child that the function forked and let run on into this loop
@@ -121,7 +127,7 @@ def _limit(memory_bytes: int) -> None:
         resource.setrlimit(which, (value, value))
 
 
-def _load(channel: Channel, functions: dict[str, str]) -> tuple[dict[str, Callable[..., object]], Message]:
+def _load(channel: Channel, functions: dict[str, str]) -> tuple[dict[str, Callable[..., object]], Unusable | Loaded]:
     loaded, arguments, problems = {}, {}, {}
     for reward, path in functions.items():
         channel.send(Begun(reward))

@@ -31,7 +31,18 @@ from moe_rl.config.check_files import dotted_path_problem
 from moe_rl.config.schema import RewardConfig
 from moe_rl.errors import ConfigError, RewardError, describe
 from moe_rl.messages import Channel, Message
-from moe_rl.tasks.verifier_worker import ANSWERS, ARGUMENTS, Begun, Call, Load, Loaded, Raised, Returned, Unusable
+from moe_rl.tasks.verifier_worker import (
+    ANSWERS,
+    ARGUMENTS,
+    Answer,
+    Begun,
+    Call,
+    Load,
+    Loaded,
+    Raised,
+    Returned,
+    Unusable,
+)
 from moe_rl.types import Verdict
 
 # Importing a verifier may pull in a large library; more than this is a hang.
@@ -257,15 +268,17 @@ class _Place:
         """Each function's value. Raises ValueError saying why there is none, or _Lost."""
         deadline = time.monotonic() + self._timeout
         begun, parts, failure = "", {}, ""
+        process = self.process
+        assert process is not None  # `start` came before, and whoever buries a worker starts another or ends the pool
         for reward, names in self._arguments.items():
             try:
-                self.process.send(Call(reward, {name: getattr(item, name) for name in names}), deadline)
-                if (answer := self.process.receive(deadline)) != Begun(reward):
+                process.send(Call(reward, {name: getattr(item, name) for name in names}), deadline)
+                if (answer := process.receive(deadline)) != Begun(reward):
                     raise ValueError(f"{type(answer).__name__}, out of turn")
                 if not begun:
                     deadline = time.monotonic() + self._timeout
                 begun = reward
-                answer = self.process.receive(deadline)
+                answer = process.receive(deadline)
                 if not isinstance(answer, Returned | Raised):
                     raise ValueError(f"{type(answer).__name__}, out of turn")
             except UnicodeEncodeError as error:
@@ -273,12 +286,12 @@ class _Place:
             except (OSError, EOFError, ValueError) as error:
                 reason = self.bury(error, self._timeout)
                 raise _Lost(f"{begun}: {reason}" if begun else reason, bool(begun)) from error
-            if isinstance(answer, Returned) and math.isfinite(answer.value):
+            if isinstance(answer, Raised):
+                failure = failure or f"{reward}: {answer.detail}"
+            elif math.isfinite(answer.value):
                 parts[reward] = answer.value
             else:
-                raised = isinstance(answer, Raised)
-                detail = answer.detail if raised else f"returned {answer.value}, expected a finite number"
-                failure = failure or f"{reward}: {detail}"
+                failure = failure or f"{reward}: returned {answer.value}, expected a finite number"
         if failure:
             raise ValueError(failure)
         return parts
@@ -323,7 +336,7 @@ class _WorkerProcess:
         self._channel.socket.settimeout(max(0.001, deadline - time.monotonic()))
         self._channel.send(message)
 
-    def receive(self, deadline: float) -> Message:
+    def receive(self, deadline: float) -> Answer:
         """The next answer. Raises as `Channel.receive`; TimeoutError at the deadline, EOFError if the process ended."""
         self._channel.socket.setblocking(False)
         events: dict[int, int] = {}
