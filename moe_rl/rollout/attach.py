@@ -32,10 +32,14 @@ def attach_problems(config: Config, facts: ModelFacts, runs_dir: Path) -> list[s
 def servers_of(config: Config, folder: str = "") -> list[VllmServer]:
     """Clients of the config's servers. folder: of the run's trace store, below their trace root. Raises EngineError for
     a token that is no secret."""
+    token_file = config.rollout.token_file
+    if not config.rollout.servers:
+        return []
+    assert token_file is not None  # the config's checks want it of whoever names servers
     return [
         VllmServer(
             url,
-            config.rollout.token_file,
+            token_file,
             timeout_seconds=config.run.peer_timeout_seconds,
             folder=folder,
             alone=True,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -113,7 +113,8 @@ class ServerFleet:
     def address(self) -> str:
         """The address of this host, as the servers reach it."""
         urls = (urlsplit(server.url) for server in self._servers.values())
-        return reached_by_all([(url.hostname, url.port) for url in urls])
+        # The config's checks want both of a URL.
+        return reached_by_all([(url.hostname, url.port) for url in urls if url.hostname and url.port])
 
     def generate(
         self, requests: Sequence[GenerateRequest], *, shard: str, enough: int | None = None
@@ -123,17 +124,16 @@ class ServerFleet:
         Depends on the weights, the requests and which servers there are only. enough: completions that are waited for,
         of each server its share of them. Raises SamplerGone when more servers are lost than may be.
         """
-        self._check_whole()
-        return asyncio.run(self._generate(requests, shard, enough))
+        return asyncio.run(self._generate(requests, shard, enough, self._confirmed()))
 
     def score(self, token_ids: Sequence[int]) -> np.ndarray:
         """As Sampler.score, of every server: [servers, n - 1]."""
 
         async def one(number: int) -> np.ndarray:
-            await self._check(number)
+            await self._check(number, held[number])
             return await self._servers[number].score(token_ids)
 
-        self._check_whole()
+        held = self._confirmed()
         return np.stack(list(asyncio.run(self._each(dict.fromkeys(self._servers, one))).values()))
 
     def update_weights(self, update: WeightUpdate) -> None:
@@ -173,7 +173,9 @@ class ServerFleet:
         """Servers outlive the run; it only samples no more."""
         self._held = None
 
-    async def _generate(self, requests: Sequence[GenerateRequest], shard: str, enough: int | None) -> list[Completion]:
+    async def _generate(
+        self, requests: Sequence[GenerateRequest], shard: str, enough: int | None, held: Mapping[int, _Held]
+    ) -> list[Completion]:
         completions: dict[int, Completion] = {}
         attempt = 0
         while lacking := [at for at in range(len(requests)) if at not in completions]:
@@ -185,17 +187,17 @@ class ServerFleet:
             async def sample(number: int, places=places, again=again) -> list[Completion]:
                 mine = [requests[at] for at in places[number]]
                 wanted = None if enough is None else -(-enough * len(mine) // len(requests))
-                await self._check(number)
+                await self._check(number, held[number])
                 return await self._servers[number].sample(mine, f"{shard}-server{number}{again}", wanted)
 
             for number, sampled in (await self._each(dict.fromkeys(places, sample))).items():
                 completions |= zip(places[number], sampled, strict=True)
         return [completions[at] for at in range(len(requests))]
 
-    async def _check(self, number: int) -> None:
+    async def _check(self, number: int, expected: _Held) -> None:
         """Raises WeightSyncError when a server holds anything else than what it confirmed last."""
         served = await self._servers[number].served()
-        now, expected = _held(served), self._held[number]
+        now = _held(served)
         if now != expected or not served.weights_whole:
             restarted = "; it was started again" if now.start != expected.start else ""
             raise WeightSyncError(
@@ -214,7 +216,8 @@ class ServerFleet:
             paths = [str(Path(path).resolve().relative_to(self._root)) for path in source.paths]
             return dict.fromkeys(self._servers, Files(paths))
         if isinstance(source, Broadcast):
-            found, rank = {}, source.first_rank
+            found: dict[int, Source] = {}
+            rank = source.first_rank
             for number in self._servers:
                 found[number] = msgspec.structs.replace(source, first_rank=rank)
                 rank += self._workers[number]
@@ -224,11 +227,13 @@ class ServerFleet:
         message = "Servers share no memory with the trainer"
         raise WeightSyncError(describe(message, got=type(source).__name__, do="sync by disk or broadcast"))
 
-    def _check_whole(self) -> None:
+    def _confirmed(self) -> dict[int, _Held]:
+        """What each server holds. Raises WeightSyncError unless all have confirmed a whole update."""
         if self._held is None:
             raise WeightSyncError(
                 describe("The servers hold no weights that all have confirmed", do="send a whole update")
             )
+        return self._held
 
     def _agree(self, version: int, held: dict[int, _Held]) -> None:
         kinds = {(one.version, one.digest) for one in held.values()}
@@ -237,13 +242,16 @@ class ServerFleet:
             raise WeightSyncError(describe("The servers came to hold different weights", got=got, expected=version))
         self._held = held
 
-    async def _each(self, calls: dict[int, Callable[[int], Awaitable]], *, spares: bool = True) -> dict[int, object]:
+    async def _each[T](
+        self, calls: Mapping[int, Callable[[int], Awaitable[T]]], *, spares: bool = True
+    ) -> dict[int, T]:
         """What every call gives, all at once, by number of the server. Without those that are lost on the way.
 
         The first refusal, or failure that is not within the bound, ends the others. spares: whether any may be lost.
         """
         tasks = {asyncio.ensure_future(call(number)): number for number, call in calls.items()}
-        pending, results = set(tasks), {}
+        results: dict[int, T] = {}
+        pending = set(tasks)
         try:
             while pending:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)

@@ -119,9 +119,10 @@ def _listener(host: str | None, port: int) -> socket.socket:
         listener.bind(address)
     except (OSError, OverflowError) as error:
         raise EngineError(describe("The server cannot listen", where=f"host {host}, port {port}", got=error)) from None
-    if not ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
+    reached = str(address[0])
+    if not ipaddress.ip_address(reached.partition("%")[0]).is_loopback:
         print(
-            f"warning: {address[0]} is reached from other machines, and the token and all tokens travel unencrypted",
+            f"warning: {reached} is reached from other machines, and the token and all tokens travel unencrypted",
             file=sys.stderr,
         )
     return listener
@@ -135,16 +136,17 @@ def _serve(settings: ServerSettings, token_file: Path, listener: socket.socket) 
     address, port = listener.getsockname()[:2]
     url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
     fingerprint = settings.model_fingerprint or read_model(settings.model).fingerprint
+    trace_root = str(settings.trace_root.absolute())
     document = {
         "url": url,
         "pid": os.getpid(),
         "token_file": str(token_file),
-        "trace_root": str(settings.trace_root.absolute()),
+        "trace_root": trace_root,
         "capture": settings.capture,
         "moe_rl": moe_rl.__version__,
     }
     recording = Recording(
-        document["trace_root"],
+        trace_root,
         fingerprint,
         support=settings.support,
         router_logits_fraction=settings.router_logits_fraction,

@@ -11,13 +11,14 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from moe_rl.errors import EngineError, MoeRLError, WeightSyncError, describe
-from moe_rl.messages import Channel, Message
-from moe_rl.types import Completion, GenerateRequest
+from moe_rl.messages import Channel
+from moe_rl.types import Completion, GenerateRequest, RouteRef
 from moe_rl.vllm import arguments, sampling, wire
 from moe_rl.vllm.recording import Recording, RecordingRequest, as_stored
 from moe_rl.vllm.route_source import NativeSource, WorkerSource
@@ -38,7 +39,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=descriptor), wire.CALLS)
     try:
-        engine = ChildEngine(channel.receive().settings, _Pulse(channel))
+        start = channel.receive()
+        assert isinstance(start, wire.Start)  # the parent says it first, and once
+        engine = ChildEngine(start.settings, _Pulse(channel))
     except Exception as error:
         traceback.print_exc()
         channel.send(wire.Failed(_message(error)))
@@ -53,6 +56,8 @@ def main() -> int:
             sys.stdout.flush()
             # vLLM's own shutdown takes seconds and has nothing to save.
             os._exit(0)
+        assert not isinstance(call, wire.Start)
+        reply: wire.Reply | wire.Failed
         try:
             reply, sound = engine.answer(call), True
         except MoeRLError as error:
@@ -118,7 +123,7 @@ class ChildEngine:
         """Whether nothing is left of a failed call, so that the next one may be taken."""
         return not self._llm.llm_engine.has_unfinished_requests()
 
-    def answer(self, call: Message) -> Message:
+    def answer(self, call: wire.Call) -> wire.Reply:
         """Work on one call. Raises MoeRLError for what can be refused; anything else means that vLLM is broken."""
         match call:
             case wire.Generate():
@@ -139,32 +144,20 @@ class ChildEngine:
         sampling.check(requests, max_model_len=self._max_model_len, vocabulary=self._vocabulary)
         self._forget_prefixes()
         version = int(self._llm.llm_engine.get_weight_version())
-        asks = [RecordingRequest.of(request, shard) if self._source is not None else None for request in requests]
-        records = any(ask is not None for ask in asks)
-        if records:
-            self._source.open(shard)
+        source = self._source if any(request.record for request in requests) else None
+        asks = [RecordingRequest.of(request, shard) if source is not None else None for request in requests]
+        if source is not None:
+            source.open(shard)
         try:
             grows = enough is not None
             prompts = [(r.prompt_token_ids, _parameters(r, ask, grows)) for r, ask in zip(requests, asks, strict=True)]
             outputs = self._run(prompts, enough)
-            refs = self._publish(shard, requests, asks, outputs) if records else {}
+            refs = _publish(source, shard, requests, asks, outputs) if source is not None else {}
         except BaseException:
-            if records:
-                self._source.abandon(shard)
+            if source is not None:
+                source.abandon(shard)
             raise
         return [output.completion(request, version, refs) for request, output in zip(requests, outputs, strict=True)]
-
-    def _publish(self, shard: str, requests: list[GenerateRequest], asks: list, outputs: list[_Output]) -> dict:
-        """Publish the routes of what was sampled."""
-        sequences, aborted = sampling.forwarded(requests, asks, outputs)
-        for request, ask, output in zip(requests, asks, outputs, strict=True):
-            if ask is not None and ask.key in sequences and not output.aborted:
-                self._source.finished(ask, request.prompt_token_ids, output.token_ids, output.result)
-        refs = as_stored(self._source.publish(shard, sequences, aborted), asks)
-        stats = ", ".join(f"{count} {name}" for name, count in sorted(self._source.stats().items()))
-        rows = sum(map(len, sequences.values()))
-        print(f"shard {shard}: {len(sequences)} sequences, {rows} rows; since the start: {stats}")
-        return refs
 
     def _score(self, token_ids: list[int]) -> np.ndarray:
         from vllm import SamplingParams
@@ -254,7 +247,7 @@ class _Pulse:
 class _Output(Growing):
     """result: vLLM's last output of it."""
 
-    result: object = None
+    result: Any = None
 
     def take(self, result) -> None:
         """Take what came since the output before."""
@@ -263,6 +256,25 @@ class _Output(Growing):
         pairs = zip(last.logprobs, last.token_ids, strict=True) if last.logprobs is not None else ()
         logprobs = [at[token].logprob for at, token in pairs]
         self.add(last.token_ids, logprobs, last.finish_reason, last.weight_versions)
+
+
+def _publish(
+    source: WorkerSource | NativeSource,
+    shard: str,
+    requests: list[GenerateRequest],
+    asks: list[RecordingRequest | None],
+    outputs: list[_Output],
+) -> dict[str, RouteRef]:
+    """Publish the routes of what was sampled."""
+    sequences, aborted = sampling.forwarded(requests, asks, outputs)
+    for request, ask, output in zip(requests, asks, outputs, strict=True):
+        if ask is not None and ask.key in sequences and not output.aborted:
+            source.finished(ask, request.prompt_token_ids, output.token_ids, output.result)
+    refs = as_stored(source.publish(shard, sequences, aborted), asks)
+    stats = ", ".join(f"{count} {name}" for name, count in sorted(source.stats().items()))
+    rows = sum(map(len, sequences.values()))
+    print(f"shard {shard}: {len(sequences)} sequences, {rows} rows; since the start: {stats}")
+    return refs
 
 
 def _parameters(request: GenerateRequest, ask: RecordingRequest | None, grows: bool):

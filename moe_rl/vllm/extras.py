@@ -18,7 +18,7 @@ router_logits_rows [M] uint32, ascending.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -83,7 +83,8 @@ class Extras:
         for request, count in self._in_step:
             if request.ask is not None:
                 positions = range(request.forwarded - count, request.forwarded)
-                wanted += [(request, p, first + i) for i, p in enumerate(positions) if self._is_chosen(request, p)]
+                key = request.ask.key
+                wanted += [(request, p, first + i) for i, p in enumerate(positions) if self._is_chosen(key, p)]
             first += count
         if wanted:
             logits = self._buffer[[row for *_, row in wanted]].cpu().numpy()
@@ -98,21 +99,22 @@ class Extras:
 
     def of_request(self, request: Recorded, rows: int) -> dict[str, np.ndarray]:
         """The arrays of a finished request; what is kept of it here is dropped. rows: its forwarded tokens."""
+        assert request.ask is not None  # the recorder asks for what is stored only
         aux: dict[str, np.ndarray] = {}
         sampled = self._sampled.pop(request.number, {})
         logits = self._logits.pop(request.number, {})
         # The token at position p was drawn from the row of position p - 1; the last one drawn has no row itself.
-        drawn = range(len(request.prompt), rows + 1) if self._samples and not request.greedy else range(0)
-        if unseen := [p for p in drawn if p not in sampled]:
+        positions = range(len(request.prompt), rows + 1) if self._samples and not request.greedy else range(0)
+        if unseen := [p for p in positions if p not in sampled]:
             # No support would be taken for the whole vocabulary.
             raise EngineError(
                 describe(
                     "the recorder did not see what a token was drawn from",
                     where=f"request {request.ask.key}",
-                    got=f"nothing for {len(unseen)} of {len(drawn)} tokens, the first at position {unseen[0]}",
+                    got=f"nothing for {len(unseen)} of {len(positions)} tokens, the first at position {unseen[0]}",
                 )
             )
-        drawn = [sampled[p] for p in drawn]
+        drawn = [sampled[p] for p in positions]
         if self._support and not request.greedy:
             aux["support_counts"] = np.asarray([len(ids) for ids, _ in drawn], np.uint32)
             aux["support_ids"] = np.concatenate([_NOTHING, *(ids for ids, _ in drawn)])
@@ -125,9 +127,9 @@ class Extras:
             aux["router_logits"] = np.asarray([logits[p] for p in kept], np.float32).reshape(-1, layers, experts)
         return aux
 
-    def _is_chosen(self, request: Recorded, position: int) -> bool:
+    def _is_chosen(self, key: str, position: int) -> bool:
         """The same tokens in every run of the same requests, whatever the batches."""
-        return xxhash.xxh3_64_intdigest(f"{request.ask.key} {position}".encode()) < self._fraction * 2.0**64
+        return xxhash.xxh3_64_intdigest(f"{key} {position}".encode()) < self._fraction * 2.0**64
 
     def _watch_sampler(self, sampler) -> None:
         scale = sampler.apply_temperature
@@ -185,7 +187,7 @@ def _watch_routers(worker, moe_modules: Mapping[int, torch.nn.Module]) -> Tensor
     shape = (worker.model_runner.max_num_tokens, len(moe_modules), experts)
     buffer = torch.zeros(shape, dtype=torch.float32, device=worker.device)
     for column, (layer, module) in enumerate(moe_modules.items()):
-        router = getattr(module, "router", None)
+        router: Any = getattr(module, "router", None)
         if not hasattr(router, "_compute_routing"):
             raise EngineError(
                 describe("Router logits cannot be recorded", where=f"layer {layer}", got=type(router).__name__)

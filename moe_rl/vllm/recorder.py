@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -27,7 +28,7 @@ from moe_rl.errors import EngineError, MoeRLError, describe
 from moe_rl.types import RoutePart
 from moe_rl.vllm.capture import NOT_REPORTED, Capture, to_host
 from moe_rl.vllm.extras import Extras
-from moe_rl.vllm.recording import Recording, parse
+from moe_rl.vllm.recording import Recording, RecordingRequest, parse
 from moe_rl.vllm.sinks import Sinks
 from moe_rl.vllm.slots import BlockTable, Recorded, Rows, SlotTable
 
@@ -85,7 +86,7 @@ class Recorder:
             suffix=f".pp{stage}of{stages}" if stages > 1 else "",
         )
         self._extras = Extras.of(worker, self.recording, self._capture.modules, pipeline_stages=stages)
-        self._slots: SlotTable | None = None  # made when the KV cache is there
+        self._slots: SlotTable  # made in the first step: the KV cache is there then
         self._requests: dict[str, Recorded] = {}
         self._partial_hits: dict[int, int] = {}
         self._journal: deque[tuple[torch.Event | None, Callable[[], None]]] = deque()
@@ -127,7 +128,7 @@ class Recorder:
                 )
             )
         self._step_is_open = scheduled.total_num_scheduled_tokens > 0
-        if self._slots is None:
+        if not hasattr(self, "_slots"):
             self._group, blocks, block_size = _attention_group(self._runner.kv_cache_config)
             row_shape = (len(self._capture.layers), self.spec.top_k)
             self._slots = SlotTable(blocks, block_size, row_shape, self.spec.dtype)
@@ -146,10 +147,10 @@ class Recorder:
         for at, request_id in enumerate(cached.req_ids):
             blocks, computed = cached.new_block_ids[at], cached.num_computed_tokens[at]
             self._continue(request_id, blocks, computed, allotted, resumed=request_id in cached.resumed_req_ids)
-        self._submit(lambda: allotted.apply(self._slots))
+        self._submit(partial(allotted.apply, self._slots))
         for source, target in scheduled.kv_cache_block_copies or ():
             if (rows := self._partial_hits.get(target)) is not None:
-                self._submit(lambda source=source, target=target, rows=rows: self._slots.copy(source, target, rows))
+                self._submit(partial(self._slots.copy, source, target, rows))
         for request_id, count in scheduled.num_scheduled_tokens.items():
             self._requests[request_id].forwarded += count
             self._requests[request_id].drafts = len(scheduled.scheduled_spec_decode_tokens.get(request_id, ()))
@@ -179,7 +180,7 @@ class Recorder:
         )
         copies, arrived = to_host(on_device)
         version = self.weight_version
-        self._submit(lambda: self._store(*(copy.numpy() for copy in copies), version), arrived)
+        self._submit(lambda: self._store(version, *(copy.numpy() for copy in copies)), arrived)
         if self._extras is not None:
             self._extras.after_forward(
                 [(self._requests[id_], scheduled.num_scheduled_tokens[id_]) for id_ in runner.input_batch.req_ids]
@@ -231,11 +232,11 @@ class Recorder:
         self.stats["preemptions"] += 1
 
         def keep() -> None:
-            if request.ask is not None:
+            if (ask := request.ask) is not None:
                 try:
-                    request.kept = self._rows(request, table, forwarded)
+                    request.kept = self._rows(request, ask, table, forwarded)
                 except MoeRLError as error:
-                    self.sinks.refuse(request.ask.sink, request.ask.key, error)
+                    self.sinks.refuse(ask.sink, ask.key, error)
                     request.ask = None
 
         self._submit(keep)
@@ -244,16 +245,15 @@ class Recorder:
         table, forwarded = request.table, request.forwarded
 
         def take() -> None:
-            try:
-                if request.ask is not None:
-                    rows = self._rows(request, table, forwarded)
+            if (ask := request.ask) is not None:
+                try:
+                    rows = self._rows(request, ask, table, forwarded)
                     aux = self._extras.of_request(request, len(rows)) if self._extras is not None else {}
-                    self.sinks.add(request, rows, aux)
-            except MoeRLError as error:
-                self.sinks.refuse(request.ask.sink, request.ask.key, error)
-            finally:
-                if self._extras is not None:
-                    self._extras.drop(request)
+                    self.sinks.add(request, ask, rows, aux)
+                except MoeRLError as error:
+                    self.sinks.refuse(ask.sink, ask.key, error)
+            if self._extras is not None:
+                self._extras.drop(request)
 
         self._submit(take)
 
@@ -281,7 +281,7 @@ class Recorder:
             act()
 
     def _store(
-        self, routes: np.ndarray, slots: np.ndarray, positions: np.ndarray, token_ids: np.ndarray, weight_version: int
+        self, weight_version: int, routes: np.ndarray, slots: np.ndarray, positions: np.ndarray, token_ids: np.ndarray
     ) -> None:
         if routes.min() < 0 or routes.max() >= self.spec.num_experts:
             outside = np.nonzero((routes < 0) | (routes >= self.spec.num_experts))
@@ -298,9 +298,9 @@ class Recorder:
             )
         self._slots.write(slots, positions, token_ids, routes, weight_version, may_repeat=self._speculates)
 
-    def _rows(self, request: Recorded, table: BlockTable, forwarded: int) -> Rows:
+    def _rows(self, request: Recorded, ask: RecordingRequest, table: BlockTable, forwarded: int) -> Rows:
         """All rows of a request up to `forwarded`: those that decided the sampling where it was preempted since."""
-        rows, who = request.kept, f"request {request.ask.key}"
+        rows, who = request.kept, f"request {ask.key}"
         if rows is None:
             rows = self._slots.read(table, 0, forwarded, who)
         elif forwarded > len(rows):

@@ -81,7 +81,7 @@ class NativeSource:
                 greedy=False,
                 forwarded=len(rows),
             )
-            self._sinks.add(recorded, rows, {})
+            self._sinks.add(recorded, ask, rows, {})
         except MoeRLError:
             self._stats["refused"] += 1
             raise

@@ -75,7 +75,7 @@ def check(requests: Sequence[GenerateRequest], *, max_model_len: int, vocabulary
     the end of its embeddings."""
     seen = set()
     for request in requests:
-        tokens, expected, do = request.prompt_token_ids, None, None
+        tokens, expected, do = request.prompt_token_ids, None, ""
         length = len(tokens) + request.max_tokens
         if not tokens:
             got = "an empty prompt"

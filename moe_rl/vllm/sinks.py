@@ -17,6 +17,7 @@ from moe_rl.errors import EngineError, MoeRLError, TraceError, describe
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
 from moe_rl.trace.spans import cut_spans, spans_of_rows
 from moe_rl.types import RoutePart, RouteRef
+from moe_rl.vllm.recording import RecordingRequest
 from moe_rl.vllm.slots import Recorded, Rows
 
 _MAX_OPEN = 64
@@ -65,10 +66,10 @@ class Sinks:
         sink = self._open[name] = _Sink(TraceStore(root), writer)
         return sink
 
-    def add(self, request: Recorded, rows: Rows, aux: Mapping[str, np.ndarray]) -> None:
-        """Append the rows of a finished request to its sink, which is begun if need be."""
-        ask = request.ask
+    def add(self, request: Recorded, ask: RecordingRequest, rows: Rows, aux: Mapping[str, np.ndarray]) -> None:
+        """Append the rows of a finished request to its sink, which is begun if need be. ask: the request's."""
         sink = self._open.get(ask.sink) or self.open(ask.sink)
+        parent: RouteRef | None
         if ask.parent is not None:
             parent = self._mine(ask.parent)
             _check_parent(sink.store, parent, rows, ask.key)
@@ -159,9 +160,10 @@ class Sinks:
         """
         if self._suffix:
             return None
-        ref, theirs = sink.families.get(request.prompt.tobytes(), (None, None))
-        if ref is None:
+        family = sink.families.get(request.prompt.tobytes())
+        if family is None:
             return None
+        ref, theirs = family
         most = min(len(rows), len(theirs))
         same = (
             (rows.token_ids[:most] == theirs.token_ids[:most])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from msgspec.msgpack import Decoder
 
 from moe_rl.messages import Message, decoder
 from moe_rl.types import Completion, GenerateRequest
@@ -44,13 +45,13 @@ class EngineSettings:
     sleeps: bool = False
 
 
-class Start(Message):
+class Start(Message, frozen=True):
     """First frame to the engine."""
 
     settings: EngineSettings
 
 
-class Generate(Message):
+class Generate(Message, frozen=True):
     """enough: completions after which the others are aborted; None: all are sampled to their end."""
 
     requests: list[GenerateRequest]
@@ -58,64 +59,66 @@ class Generate(Message):
     enough: int | None
 
 
-class Score(Message):
+class Score(Message, frozen=True):
     token_ids: list[int]
 
 
-class Update(Message):
+class Update(Message, frozen=True):
     update: WeightUpdate
 
 
-class Sleep(Message):
+class Sleep(Message, frozen=True):
     level: int
 
 
-class Wake(Message):
+class Wake(Message, frozen=True):
     part: str
 
 
-class Close(Message):
+class Close(Message, frozen=True):
     pass
 
 
-class Ready(Message):
+class Ready(Message, frozen=True):
     vllm_version: str
 
 
-class Alive(Message):
+class Alive(Message, frozen=True):
     """Sent while a call is worked on, whenever the engine got ahead: a step done, a tensor loaded."""
 
 
-class Generated(Message):
+class Generated(Message, frozen=True):
     completions: list[Completion]
 
 
-class Scored(Message):
+class Scored(Message, frozen=True):
     """logprobs: float32, of every token but the first."""
 
     logprobs: np.ndarray
 
 
-class Updated(Message):
+class Updated(Message, frozen=True):
     pass
 
 
-class Slept(Message):
+class Slept(Message, frozen=True):
     """gives_back: whether there was memory to give back."""
 
     gives_back: bool
 
 
-class Awake(Message):
+class Awake(Message, frozen=True):
     pass
 
 
-class Failed(Message):
+class Failed(Message, frozen=True):
     """The call failed. weights: for what the weights are, or were to be."""
 
     message: str
     weights: bool = False
 
 
-CALLS = decoder(Start | Generate | Score | Update | Sleep | Wake | Close)
-REPLIES = decoder(Ready | Alive | Generated | Scored | Updated | Slept | Awake | Failed)
+Call = Generate | Score | Update | Sleep | Wake
+Reply = Generated | Scored | Updated | Slept | Awake
+CALLS: Decoder[Start | Call | Close] = decoder(Start | Call | Close)
+REPLIES: Decoder[Ready | Alive | Reply | Failed] = decoder(Ready | Alive | Reply | Failed)

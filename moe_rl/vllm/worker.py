@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import traceback
 from collections.abc import Mapping, Sequence, Set
+from typing import Any
 
 import msgspec
 import torch
@@ -30,6 +31,9 @@ class RecorderControl:
     """
 
     moe_rl_recorder: Recorder | None = None
+    # What it is mixed into has these.
+    model_runner: Any
+    weight_transfer_engine: receiver.WeightReceiver
 
     def moe_rl_records(self) -> bool:
         return self.moe_rl_recorder is not None
