@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.check import config_problems, problems
@@ -180,7 +181,7 @@ def _plan(config: Config, world_size: int, trace: str | None, file: Path | None)
         print(render(plan))
         found += [*memory_problems(plan), *transfer_problems(plan)]
         (absent if absent else found).extend(disk_problems(config, plan))
-    if trace and not found:
+    if facts is not None and trace and not found:
         try:
             asked = peaks(config, facts, world_size, trace)
             print(render_peaks(asked, config, facts.num_experts))
@@ -193,7 +194,7 @@ def _plan(config: Config, world_size: int, trace: str | None, file: Path | None)
         print(f"problem: {problem}")
     print(f"{len(found)} problems" if found else "no problems")
     if file:
-        result = {"plan": plan and dataclasses.asdict(plan), "problems": found, "absent": absent}
+        result: dict[str, Any] = {"plan": plan and dataclasses.asdict(plan), "problems": found, "absent": absent}
         result |= {"trace": asked and dataclasses.asdict(asked)} if trace else {}
         file.write_text(json.dumps(result, indent=2) + "\n")
     return 2 if found else 0

@@ -39,7 +39,7 @@ def has_servers(config: Config) -> bool:
 def start_problems(config: Config) -> Iterator[str]:
     """What may be planned, but not started."""
     cluster = config.cluster
-    if has_servers(config) and not config.rollout.servers:
+    if cluster is not None and has_servers(config) and not config.rollout.servers:
         yield describe(
             "rollout.servers: the cluster's engines are servers, and none is named",
             where=f"cluster.engines is {cluster.engines}, cluster.gpus_per_engine is {cluster.gpus_per_engine}",
@@ -72,7 +72,7 @@ def node_problems(environment: Mapping[str, str]) -> Iterator[str]:
         return
     host = socket.gethostname()
     try:
-        found = {entry[4][0] for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError as error:
         yield describe(f"{INTERFACE} is not set and the host's name has no address", where=host, got=error, do=do)
         return

@@ -160,15 +160,15 @@ def dotted_path_problem(dotted: str) -> str | None:
     spec = None
     for depth, name in enumerate(parts[:-1], start=1):
         module = ".".join(parts[:depth])
-        if depth == 1:
-            # importlib.util.find_spec would import the parents of a dotted name; of a plain one there are none.
+        if spec is None:
+            # importlib.util.find_spec would import the parents of a dotted name; the first one has none.
             spec = importlib.util.find_spec(name)
         else:
             places = spec.submodule_search_locations
             spec = None if places is None else importlib.machinery.PathFinder.find_spec(module, list(places))
         if spec is None:
             return f"there is no module {module}"
-    if spec.origin is None or not spec.origin.endswith(".py"):
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         return None
     try:
         with open(spec.origin, "rb") as stream:

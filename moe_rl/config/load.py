@@ -16,6 +16,7 @@ from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from moe_rl.config import strict_yaml
 from moe_rl.config.objective import LOSS_PARAMETERS, LOSSES, ObjectiveConfig, without_nulls
@@ -147,7 +148,7 @@ def _override(data: dict[str, Any], text: str, sources: Sources) -> str | None:
     return None
 
 
-def _message(error: dict[str, Any], sources: Sources) -> str:
+def _message(error: ErrorDetails, sources: Sources) -> str:
     (loc, holder), given = _place(error["loc"]), error["input"]
     expected = error["msg"].removeprefix("Input should be ").replace("object", "mapping")
     if error["type"] == "union_tag_not_found":  # no loss has this name

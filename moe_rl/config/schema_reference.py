@@ -130,7 +130,7 @@ def _constraints(metadata: Iterable[Any]) -> Iterator[Any]:
 
 
 def _text(section: type[BaseModel]) -> str:
-    return " ".join(inspect.getdoc(section).split())
+    return " ".join((inspect.getdoc(section) or "").split())
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ tags are errors that name the line.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import yaml
@@ -19,7 +20,7 @@ Path = tuple[str | int, ...]
 
 MAX_BYTES = 1 << 20
 
-_SCALARS = {
+_SCALARS: dict[str, tuple[re.Pattern[str] | None, Callable[[str], Any]]] = {
     "tag:yaml.org,2002:null": (re.compile(r"^(?:~|null|Null|NULL|)$"), lambda text: None),
     "tag:yaml.org,2002:bool": (re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), lambda text: text[0] in "tT"),
     "tag:yaml.org,2002:int": (re.compile(r"^[-+]?[0-9]+$"), int),

@@ -19,10 +19,17 @@ class Sampler(Protocol):
     """
 
     vllm_version: str
-    workers: int
-    """Processes that hold weights. Who drives several engines gives each, by `Broadcast.first_rank`, its own ranks."""
-    address: str
-    """The address of this host, as these processes reach it."""
+
+    @property
+    def workers(self) -> int:
+        """Processes that hold weights. Who drives several engines gives each, by `Broadcast.first_rank`, its own
+        ranks."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """The address of this host, as these processes reach it."""
+        ...
 
     def generate(
         self, requests: Sequence[GenerateRequest], *, shard: str, enough: int | None = None

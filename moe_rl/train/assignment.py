@@ -25,7 +25,7 @@ from moe_rl.types import RouteRef, Sequence
 def agreed[Result](read: Callable[[], Result]) -> Result:
     """What `read` gives, once it has given something on every rank: where it raises on one, all raise. It must not wait
     for other ranks."""
-    result, refused = None, None
+    refused: MoeRLError | None = None
     try:
         result = read()
     except MoeRLError as error:
@@ -99,8 +99,8 @@ def load_excess(tables: list[MicrobatchRoutes], order: np.ndarray, expert_parall
         by_slot = counts.gather(2, torch.from_numpy(order).to(counts.device).expand_as(counts))
         loads = by_slot.view(*counts.shape[:2], expert_parallel, -1).sum(dim=3)
         most, pairs = int(loads.amax(dim=2).sum()), int(loads.sum())
-    most, pairs = world.all_reduce([most, pairs])
-    return most * expert_parallel / pairs - 1 if pairs else 0.0
+    most_of_all, all_pairs = world.all_reduce([most, pairs])
+    return most_of_all * expert_parallel / all_pairs - 1 if all_pairs else 0.0
 
 
 def expert_counts(store: TraceStore, ref: RouteRef, spec: TraceSpec) -> np.ndarray:

@@ -39,15 +39,16 @@ def give_credit(
         metrics["objective/kl_ref"] = math.fsum(nonempty) / max(len(nonempty), 1)
         metrics["reward/kl_penalty"] = -objective.kl_coef * math.fsum(v for v, _ in measured) / len(measured)
         rewards = [
-            None if value is None else reward - objective.kl_coef * value
-            for reward, value in zip(rewards, kl, strict=True)
+            None if value is None else sequence.reward - objective.kl_coef * value
+            for sequence, value in zip(sequences, kl, strict=True)
         ]
     if all(reward is None or math.isfinite(reward) for reward in rewards):
         lengths = [len(sequence.token_ids) for sequence in sequences]
         values = advantages(objective.advantage, rewards, group_ids, lengths)
     else:
         values = [math.nan] * len(rewards)
-    of = dict(zip((sequence.key for sequence in sequences), values, strict=True))
+    # A sequence without one is in no share.
+    of = {sequence.key: value for sequence, value in zip(sequences, values, strict=True) if value is not None}
     for share in shares:
         for work in share.work:
             work.microbatch.give_advantages([of[key] for key in share.keys])
@@ -67,23 +68,24 @@ def _sequence_kl(estimator: str, sequences: list[Sequence], shares: list[UpdateS
             microbatch = work.microbatch
             if not microbatch.indices:
                 continue
+            assert work.ref_logprobs is not None  # a KL brings the reference, whose pass came before
             tokens = KL_ESTIMATORS[estimator](work.ref_logprobs.double() - work.old_logprobs.double())
             # The tokens of a sequence lie together, in the order of the sequences.
             counts = torch.bincount(microbatch.sequence_ids, minlength=len(microbatch.indices))
-            totals = torch.segment_reduce(tokens, "sum", lengths=counts, initial=0)
-            for index, total in zip(microbatch.indices, totals.tolist(), strict=True):
+            sums_here = torch.segment_reduce(tokens, "sum", lengths=counts, initial=0)
+            for index, total in zip(microbatch.indices, sums_here.tolist(), strict=True):
                 number = where[share.keys[index]]
                 sums[number], speakers[number] = total, speakers[number] + 1
     reduced = world.all_reduce([*sums, *speakers])
-    sums, speakers = reduced[: len(sequences)], reduced[len(sequences) :]
-    if max(speakers) > 1:
-        number = speakers.index(max(speakers))
+    totals, spoke = reduced[: len(sequences)], reduced[len(sequences) :]
+    if max(spoke) > 1:
+        number = spoke.index(max(spoke))
         raise MoeRLError(
             describe(
                 "ranks do not share the sequences of a step out",
                 where=f"sequence {sequences[number].key}",
-                got=f"{speakers[number]:.0f} that speak for it",
+                got=f"{spoke[number]:.0f} that speak for it",
                 expected=1,
             )
         )
-    return [total if count else None for total, count in zip(sums, speakers, strict=True)]
+    return [total if count else None for total, count in zip(totals, spoke, strict=True)]

@@ -104,7 +104,7 @@ class KeptRollouts:
     def steps(self) -> list[int]:
         """The steps that have both their file and their trace shards, ascending."""
         shards = {shard_step(name) for name in self.store.shards()}
-        return sorted(step for path in self._files() if (step := shard_step(path.stem)) in shards)
+        return sorted(step for path in self._files() if (step := shard_step(path.stem)) is not None and step in shards)
 
     def retain(self, steps: Container[int]) -> None:
         """Remove every file and every shard but those of these steps, unfinished files too."""

@@ -65,7 +65,8 @@ class UpdateLoss:
             total = total + objective.kl_coef * kl
             sums.kl += kl.detach().double()
         if objective.entropy_coef > 0:
-            total = total - objective.entropy_coef * entropy_bonus(*entropies, share.tokens)
+            (entropy,) = entropies
+            total = total - objective.entropy_coef * entropy_bonus(entropy, share.tokens)
         # Nothing is read here: the host would wait for the device after every microbatch.
         sums.loss += total.detach().double()
         sums.clip_events += result.clip_events

@@ -28,7 +28,7 @@ from moe_rl.train import run_folder
 from moe_rl.train.kept import KeptRollouts, RolloutBatch
 from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.sampling_support import read_support
-from moe_rl.train.trainer import Trainer
+from moe_rl.train.trainer import RankZero, Trainer
 
 # What a step does about routes that are missing is decided when it is trained on.
 _ROWS = RowPolicy(missing="native", stale="refuse", max_staleness=0)
@@ -90,29 +90,31 @@ def _check_seen(folder: RunFolder) -> None:
 
 def restore(trainer: Trainer, done: int) -> None:
     """Put every part of a run back to the checkpoint after `done` steps, with 0 to its beginning. All ranks call it."""
-    parallel, cursor, before = trainer.config.parallel, 0, None
+    parallel, cursor = trainer.config.parallel, 0
+    before: dict[str, int] | None = None
     if done:
         path = checkpoints.find(trainer.folder.checkpoints, done)
         state = checkpoint.load(path, trainer.policy, parallel=parallel, seed=trainer.config.run.seed)
         trainer.train_step.guards.restore(state["guards"])
         trainer.train_step.placement.restore(checkpoint.run_tensors(path))
         cursor, before = state["cursor"], state["layout"]
-        if trainer.is_main:
-            check_of_this_run(path, state["ledger"], trainer.rollouts.ledger.digest(done))
-    if trainer.is_main:
+        if trainer.main is not None:
+            check_of_this_run(path, state["ledger"], trainer.main.rollouts.ledger.digest(done))
+    if (main := trainer.main) is not None:
         checkpoints.sweep(trainer.folder.checkpoints)
         for aside in checkpoints.abandon_newer(trainer.folder.checkpoints, done):
-            trainer.log.note(f"a newer checkpoint was put aside: {aside}")
-        trainer.rollouts.source.seek(cursor)
-        trainer.left_behind = _take_left_behind(trainer, done)
-        entered = done + (trainer.left_behind is not None)
-        trainer.rollouts.ledger.verify(trainer.rollouts.source, steps=entered)
+            main.log.note(f"a newer checkpoint was put aside: {aside}")
+        main.rollouts.source.seek(cursor)
+        main.left_behind = _take_left_behind(trainer, main, done)
+        entered = done + (main.left_behind is not None)
+        main.rollouts.ledger.verify(main.rollouts.source, steps=entered)
         trainer.kept.retain(range(entered + 1))
         trainer.store.collect_garbage()
-        trainer.log.rewind(done + 1)
-        if before not in (None, now := checkpoint.layout(parallel)):
+        main.log.rewind(done + 1)
+        now = checkpoint.layout(parallel)
+        if before is not None and before != now:
             changed = [f"{name} {before.get(name)} -> {n}" for name, n in now.items() if before.get(name) != n]
-            trainer.log.note(f"another layout: {', '.join(changed)}; random generators derived from run.seed anew")
+            main.log.note(f"another layout: {', '.join(changed)}; random generators derived from run.seed anew")
 
 
 def check_of_this_run(path: Path, expected: str, got: str) -> None:
@@ -132,9 +134,9 @@ def check_of_this_run(path: Path, expected: str, got: str) -> None:
         )
 
 
-def _take_left_behind(trainer: Trainer, done: int) -> RolloutBatch | None:
+def _take_left_behind(trainer: Trainer, main: RankZero, done: int) -> RolloutBatch | None:
     """The rollouts of the next step, if they are there and whole. The ledger is cut behind them, else before."""
-    rollouts, step = trainer.rollouts, done + 1
+    rollouts, step = main.rollouts, done + 1
     begun = f"resumed after step {done}" if done else "begun again"
     vocabulary = trainer.facts.vocab if trainer.config.rollout.keep_sampling_mask else None
     try:
@@ -143,12 +145,12 @@ def _take_left_behind(trainer: Trainer, done: int) -> RolloutBatch | None:
         )
     except MoeRLError as error:
         dropped = rollouts.ledger.rewind(done)
-        trainer.log.note(f"{begun}; {dropped} steps are done again. Step {step} is sampled: {error}")
+        main.log.note(f"{begun}; {dropped} steps are done again. Step {step} is sampled: {error}")
         return None
     dropped = rollouts.ledger.rewind(step)
     rollouts.source.seek(entry.next_cursor)
     found = f"{len(batch.sequences)} sequences that were sampled for it before and are whole"
-    trainer.log.note(f"{begun}; {dropped + 1} steps are done again. Step {step} is trained on the {found}")
+    main.log.note(f"{begun}; {dropped + 1} steps are done again. Step {step} is trained on the {found}")
     return batch
 
 

@@ -147,12 +147,13 @@ class Rollouts:
         sequences = [Sequence.of(completion, reward) for _, completion, reward in trained]
         if self.config.task.overlong is not None:
             metrics["reward/overlong_penalty"] = _mean([self._overlong(c) for c in completions])
-        written = {part.shard for completion in completions for part in completion.routes.parts}
+        recorded = [completion.routes for completion in completions if completion.routes is not None]
+        written = {part.shard for routes in recorded for part in routes.parts}
         trace_bytes = sum((self.trace_root / f"{shard}.safetensors").stat().st_size for shard in written)
         same = sum(group.scored > 1 and not group.informative for group in groups)
         metrics |= {
             "trace/bytes": trace_bytes,
-            "trace/bytes_per_token": trace_bytes / sum(c.routes.rows for c in completions),
+            "trace/bytes_per_token": trace_bytes / sum(routes.rows for routes in recorded),
             "group/zero_variance": same,
             "group/zero_variance_fraction": same / len(groups),
         }
@@ -179,7 +180,7 @@ class Rollouts:
                 completions[of],
                 verdicts[of],
                 [
-                    v.reward + self._overlong(c) if v.scored else None
+                    v.reward + self._overlong(c) if v.reward is not None else None
                     for c, v in zip(completions[of], verdicts[of], strict=True)
                 ],
             )
@@ -263,7 +264,7 @@ def generate_request(
     """A request as the run makes it: its randomness follows from the run's seed and its own key, not from when or with
     whom it is decoded. Nothing is taken out of the distributions where the likeliest token is taken anyway."""
     rollout = config.rollout
-    removed = {"top_k": rollout.top_k, "top_p": rollout.top_p, "min_p": rollout.min_p} if temperature else {}
+    top_k, top_p, min_p = (rollout.top_k, rollout.top_p, rollout.min_p) if temperature else (0, 1.0, 0.0)
     return GenerateRequest(
         key=key,
         prompt_token_ids=prompt_token_ids,
@@ -271,7 +272,9 @@ def generate_request(
         temperature=temperature,
         max_tokens=rollout.max_completion_tokens,
         stop_token_ids=stop_tokens,
-        **removed,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
     )
 
 

@@ -63,8 +63,8 @@ def plan_dispatch(policy: Policy, work: list[MicrobatchWork], settings: ReplayCo
 
 def score_old(policy: Policy, work: list[MicrobatchWork], replay: str, step: int, shown: Shown) -> None:
     """Log-probabilities of the policy that the step begins with. Under r2 its routers' choice becomes the routes."""
-    mode: Mode = {"r3": "replay", "r2": "record", "off": "observe"}[replay]
-    with session(policy, work, mode, f"step {step} old logprobs") as opened:
+    modes: dict[str, Mode] = {"r3": "replay", "r2": "record", "off": "observe"}
+    with session(policy, work, modes[replay], f"step {step} old logprobs") as opened:
         scored, shown.entropies = policy.logprobs_and_entropies([one.microbatch for one in work], opened)
     shown.tallies.append(opened.tally)
     shown.mismatch = mismatch_of(work, scored)

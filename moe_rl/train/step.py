@@ -9,6 +9,7 @@ from moe_rl.config.schema import Config
 from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy, ReferencePolicy
 from moe_rl.objectives.mismatch import MismatchSums
+from moe_rl.replay.session import Mode
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train import scoring
 from moe_rl.train.assignment import ExpertPlacement
@@ -68,7 +69,8 @@ class TrainStep:
             for number, share in enumerate(shares):
                 # Without an old-logprob pass the first update's forward is the one that ran on the sampler's weights.
                 observe_here = number == 0 and objective.old_logprobs == "sampler"
-                mode, name = "observe" if replay == "off" else "replay", f"step {step} update {number}"
+                mode: Mode = "observe" if replay == "off" else "replay"
+                name = f"step {step} update {number}"
                 loss = UpdateLoss(objective, share, shown.sums)
                 with scoring.session(
                     policy, share.work, mode, name, compare_native=observe_here, training=True

@@ -110,8 +110,8 @@ def step_metrics(config: Config, spec: TraceSpec, shown: Shown, *, by_layer: boo
         "optim/lr": results[-1].lr,
         "optim/skipped": sum(not result.applied for result in results),
     }
-    if config.train.router_aux_loss:
-        metrics["objective/aux_loss"] = sum(result.aux_loss for result in results) / len(results)
+    if balances := [result.aux_loss for result in results if result.aux_loss is not None]:
+        metrics["objective/aux_loss"] = sum(balances) / len(balances)
     if shown.native is not None:
         mismatch, tally = shown.native
         measured = _global(mismatch).metrics()

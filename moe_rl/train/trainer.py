@@ -7,6 +7,7 @@ the prompts and the log.
 from __future__ import annotations
 
 from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import NoReturn
 
@@ -36,12 +37,22 @@ from moe_rl.weights.sender import WeightSender
 _TRAINING = ("placement", "routes", "logprobs", "train", "sync")
 
 
+@dataclass(slots=True)
+class RankZero:
+    """What rank 0 alone has. left_behind: the rollouts of the next step, sampled by a process that has ended.
+    kept_awake: whether the sampler was told to sleep and gave nothing back."""
+
+    log: RunLog
+    rollouts: Rollouts
+    left_behind: RolloutBatch | None = None
+    kept_awake: bool = False
+
+
 class Trainer:
     """The parts of a run on one rank, made and opened once, and what the loop does with them."""
 
     def __init__(self, config: Config, folder: RunFolder, peers: Peers, stack: ExitStack):
         self.config, self.folder, self.peers = config, folder, peers
-        self.is_main = dist.get_rank() == 0
         self.facts = read_model(config.model.path)
         self.store = TraceStore(folder.trace)
         self.kept = KeptRollouts(folder.rollouts, self.store)
@@ -52,15 +63,14 @@ class Trainer:
             asynchronous=config.checkpoint.asynchronous,
             published=peers.save_done,
         )
-        self.log = self.rollouts = self.left_behind = None
-        self.kept_awake = False
-        if self.is_main:
-            self.log = RunLog(folder.path, total_steps=config.run.steps, mode=config.replay.mode)
-            stack.callback(self.log.close)
-            self.log.note(f"run folder: {folder.path}")
+        self.main: RankZero | None = None
+        if dist.get_rank() == 0:
+            log = RunLog(folder.path, total_steps=config.run.steps, mode=config.replay.mode)
+            stack.callback(log.close)
+            log.note(f"run folder: {folder.path}")
             if self.facts.mtp_layers:
-                self.log.note("the model's multi-token-prediction layers are left alone: not trained, not sent")
-            self.log.note("starting the sampler and the verifiers ...")
+                log.note("the model's multi-token-prediction layers are left alone: not trained, not sent")
+            log.note("starting the sampler and the verifiers ...")
             verifiers = stack.enter_context(
                 VerifierPool(
                     config.task.rewards,
@@ -69,7 +79,7 @@ class Trainer:
                 )
             )
             engine = stack.enter_context(closing(start_sampler(config, self.facts, folder)))
-            self.rollouts = Rollouts(config, self.facts, engine, verifiers, folder.path, self.store)
+            self.main = RankZero(log, Rollouts(config, self.facts, engine, verifiers, folder.path, self.store))
         build = (self.facts, config.train, config.parallel, config.model.path)
         self.policy = Policy(*build, temperature=config.rollout.temperature)
         reference = None
@@ -81,44 +91,46 @@ class Trainer:
         self.sender = WeightSender(self.policy, config.rollout, folder.sync, world)
         self.train_seconds = 0.0  # of the last step, with its sync
         self.saving = Clock()  # since the last step was logged
-        self.canary = Canary(world.broadcast(self.rollouts.canary_tokens() if self.is_main else None, tuple[int, ...]))
+        tokens = None if self.main is None else self.main.rollouts.canary_tokens()
+        self.canary = Canary(world.broadcast(tokens, tuple[int, ...]))
 
     def sample(self, step: int, clock: Clock) -> RolloutBatch | None:
         """Rank 0 samples and judges, unless a crash left that behind; every rank gets the tokens. Routes stay in the
         trace store. None when the run was asked to stop meanwhile."""
-        batch = None
-        if self.is_main:
-            cursor, (batch, self.left_behind) = self.rollouts.source.cursor, (self.left_behind, None)
+        batch: RolloutBatch | None = None
+        if (main := self.main) is not None:
+            source = main.rollouts.source
+            cursor, (batch, main.left_behind) = source.cursor, (main.left_behind, None)
             if batch is not None:
                 clock.seconds |= {"sample": 0.0, "reward": 0.0}
             else:
                 with self.peers.phase("rollout", step), suppress(StopRequested), self.peers.to_be_left():
-                    with self.log.phase(f"step {step}: sampling"):
-                        sampled = self.rollouts.collect(step, clock)
+                    with main.log.phase(f"step {step}: sampling"):
+                        sampled = main.rollouts.collect(step, clock)
                     self.kept.save(step, sampled)
                     batch = sampled
             if self.peers.asked or batch is None:
-                self.rollouts.source.seek(cursor)
+                source.seek(cursor)
                 batch = None
             if batch is not None:
-                self._rest(clock)
+                self._rest(main, clock)
         with self.peers.phase("receive rollout", step):
             batch = world.broadcast(batch, RolloutBatch | None)
         if batch is not None and self.checkpoints.pending is not None:
             with self.peers.phase("checkpoint", step), self.saving("checkpoint"):
                 self.checkpoints.poll()  # sampling has left its writers time
-        if self.is_main and batch is not None:
+        if main is not None and batch is not None:
             self._retain_rollouts(step)
         return batch
 
-    def _rest(self, clock: Clock) -> None:
+    def _rest(self, main: RankZero, clock: Clock) -> None:
         """Let the sampler give its memory back until it gets weights again."""
         if level := self.config.rollout.sleep_level:
             with clock("sleep"):
-                gave_back = self.rollouts.engine.sleep(level)
-            if not gave_back and not self.kept_awake:
-                self.log.note("rollout.sleep_level: the sampler keeps its memory, vLLM does not sleep on a CPU")
-            self.kept_awake = not gave_back
+                gave_back = main.rollouts.engine.sleep(level)
+            if not gave_back and not main.kept_awake:
+                main.log.note("rollout.sleep_level: the sampler keeps its memory, vLLM does not sleep on a CPU")
+            main.kept_awake = not gave_back
 
     def finish(self, step: int, batch: RolloutBatch, metrics: dict[str, float], clock: Clock) -> CollapseError | None:
         """Log a step that is done. Returns what to end the run with, if it is lost. metrics: those of training."""
@@ -128,13 +140,13 @@ class Trainer:
         }
         self.saving = Clock()
         self.train_seconds = sum(clock.seconds[part] for part in _TRAINING)
-        if self.is_main:
-            self.log.step(step, metrics)
+        if self.main is not None:
+            self.main.log.step(step, metrics)
         return self.train_step.guards.after_step(step, metrics)
 
     def sync(self, version: int) -> dict[str, float]:
         """Give the sampler the trainer's weights as `version`, and let both score the canary with them."""
-        engine = self.rollouts.engine if self.is_main else None
+        engine = None if self.main is None else self.main.rollouts.engine
         sent = self.sender.send(engine, version)
         difference = self.canary.difference(self.policy, engine)
         self.train_step.guards.after_sync(version, difference)
@@ -143,19 +155,21 @@ class Trainer:
     def evaluate(self, step: int, *, last: bool) -> None:
         """Where it is time for it, and the log has it not: a run that stopped in it does it when it goes on."""
         with self.peers.phase("evaluate", step):
-            if self.is_main and (last or step % self.config.eval.every_steps == 0) and not self.log.evaluated(step):
+            main, due = self.main, last or step % self.config.eval.every_steps == 0
+            if main is not None and due and not main.log.evaluated(step):
                 clock, metrics = Clock(self.peers.part), None
-                saying = self.log.phase("evaluating on held-out prompts")
+                saying = main.log.phase("evaluating on held-out prompts")
                 with suppress(StopRequested), self.peers.to_be_left(), clock("eval"), saying:
-                    metrics = self.rollouts.evaluate(step)
+                    metrics = main.rollouts.evaluate(step)
                 if metrics is not None:
-                    self.log.eval_row(step, metrics | {"time/eval": clock.seconds["eval"]})
+                    main.log.eval_row(step, metrics | {"time/eval": clock.seconds["eval"]})
 
     def save(self, step: int, *, whole: bool) -> None:
         """Begin a checkpoint, and wait for the whole of it or let it be written behind the run."""
-        state = {"guards": self.train_step.guards.state()}
-        if self.is_main:
-            state |= {"cursor": self.rollouts.source.cursor, "ledger": self.rollouts.ledger.digest(step)}
+        state: dict[str, object] = {"guards": self.train_step.guards.state()}
+        if self.main is not None:
+            rollouts = self.main.rollouts
+            state |= {"cursor": rollouts.source.cursor, "ledger": rollouts.ledger.digest(step)}
         with self.peers.phase("checkpoint", step), self.saving("checkpoint"):
             self.checkpoints.save(
                 step,
@@ -165,7 +179,7 @@ class Trainer:
             )
             if whole:
                 self.checkpoints.finish()
-            if self.is_main:
+            if self.main is not None:
                 self._retain_rollouts(step)
 
     def asked_to_stop(self) -> bool:
@@ -192,17 +206,19 @@ class Trainer:
     def report(self, done: int, collapse: CollapseError | None) -> None:
         """End the run with its summary and its page."""
         with self.peers.phase("report", done):
-            if self.is_main:
-                self.rollouts.ledger.verify(self.rollouts.source, steps=done)
-                summarize(self.folder.path, self._facts() | {"collapse": collapse and str(collapse)})
-                self.log.note(f"report: {write_report(self.folder.path)}")
+            if self.main is not None:
+                rollouts = self.main.rollouts
+                rollouts.ledger.verify(rollouts.source, steps=done)
+                facts = self._facts(rollouts.engine.vllm_version)
+                summarize(self.folder.path, facts | {"collapse": collapse and str(collapse)})
+                self.main.log.note(f"report: {write_report(self.folder.path)}")
             dist.barrier()  # a rank that ended with an error now would take the one that writes with it
 
-    def _facts(self) -> dict[str, object]:
+    def _facts(self, vllm_version: str) -> dict[str, object]:
         """What summary.json says besides what was measured."""
         config = self.config
         return {
-            "vllm_version": self.rollouts.engine.vllm_version,
+            "vllm_version": vllm_version,
             "megatron_core_version": version("megatron-core"),
             "torch_version": version("torch"),
             "replay_mode": config.replay.mode,

@@ -44,8 +44,11 @@ class Ranks(Protocol):
 class Recipient(Protocol):
     """What an update asks of a sampler, see `rollout.sampler.Sampler`."""
 
-    workers: int
-    address: str
+    @property
+    def workers(self) -> int: ...
+
+    @property
+    def address(self) -> str: ...
 
     def update_weights(self, update: WeightUpdate) -> None: ...
 

@@ -29,14 +29,11 @@ def test_rollouts_are_trained_on_when_all_of_them_are_kept(monkeypatch, where):
 
     source = SimpleNamespace(cursor=3, seek=lambda cursor: setattr(source, "cursor", cursor))
     run = SimpleNamespace(
-        is_main=True,
-        left_behind=None,
-        rollouts=SimpleNamespace(source=source, collect=collect),
+        main=trainer.RankZero(SimpleNamespace(phase=phase), SimpleNamespace(source=source, collect=collect)),
         peers=SimpleNamespace(phase=phase, to_be_left=nullcontext, asked=False),
-        log=SimpleNamespace(phase=phase),
         kept=SimpleNamespace(save=lambda *_: left("save")),
         checkpoints=SimpleNamespace(pending=None),
-        _rest=lambda clock: None,
+        _rest=lambda main, clock: None,
         _retain_rollouts=lambda step: None,
     )
     monkeypatch.setattr(trainer.world, "broadcast", lambda batch, kind: batch)
