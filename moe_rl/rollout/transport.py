@@ -46,10 +46,9 @@ class Transport:
         answer: msgspec.json.Decoder,
         seconds: float | None = None,
     ):
-        """As `call`, by a connection of its own. seconds: of silence, in place of timeout_seconds."""
-        body = b"" if message is None else msgspec.json.encode(message)
-        async with self.client(1) as client, self.ask(client, method, path, body, seconds or self.timeout) as response:
-            return self.decode(await response.aread(), answer)
+        """As `call`, by a connection of its own."""
+        async with self.client(1) as client:
+            return await self.call(client, method, path, message, answer, seconds)
 
     async def call(
         self,
@@ -58,10 +57,11 @@ class Transport:
         path: str,
         message: msgspec.Struct | None,
         answer: msgspec.json.Decoder,
+        seconds: float | None = None,
     ):
-        """One control call; its answer as `answer` reads it."""
+        """One control call; its answer as `answer` reads it. seconds: of silence, in place of timeout_seconds."""
         body = b"" if message is None else msgspec.json.encode(message)
-        async with self.ask(client, method, path, body, self.timeout) as response:
+        async with self.ask(client, method, path, body, seconds or self.timeout) as response:
             return self.decode(await response.aread(), answer)
 
     @contextlib.asynccontextmanager
