@@ -261,7 +261,7 @@ def _pristine(tmp_path, patches) -> dict[str, str]:
     touched = {source, *files, *(parent for file in files for parent in file.parents if source in parent.parents)}
     link(source)
     assert patches.revert(target).summary == "pristine"
-    return {"PYTHONPATH": str(tmp_path / "site")}
+    return {"PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), str(SCENARIO.parents[2])])}
 
 
 def test_chunked_prefill_with_few_tokens_a_step(play, router):
