@@ -17,10 +17,10 @@ from moe_rl.megatron import world
 from moe_rl.megatron.router import ReplaySeqParams
 from moe_rl.objectives.logprobs import Support
 from moe_rl.planning.token_layout import padded_lengths, rows_of
-from moe_rl.replay.routes import SequenceRoutes, microbatch_routes
+from moe_rl.replay.routes import RowPolicy, SequenceRoutes, microbatch_routes, read_routes
 from moe_rl.replay.session import ReplaySession
 from moe_rl.replay.tables import MicrobatchRoutes
-from moe_rl.trace import TraceSpec
+from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.types import SamplingSupport, Sequence
 
 
@@ -52,8 +52,13 @@ class Microbatch:
     real_tokens: int
     padding: torch.Tensor
 
-    def seq_params(self, session: ReplaySession | None, number: int) -> ReplaySeqParams:
-        """What megatron gets beside the tokens. session None routes natively, uncompared."""
+    def begin_forward(self, session: ReplaySession | None, number: int) -> ReplaySeqParams:
+        """Tell the session that the forward of its microbatch `number` begins now, which is this one.
+
+        Returns what megatron gets beside tokens and positions. session None routes natively, uncompared.
+        """
+        if session is not None:
+            session.begin_forward(number, self.tokens[0, world.own_rows(self.tokens.shape[1])])
         bounds = torch.tensor((0, *self.lengths), dtype=torch.int32, device=self.tokens.device).cumsum(
             0, dtype=torch.int32
         )
@@ -92,6 +97,31 @@ class Microbatch:
         """int64 [R], like `rows`: those that this rank's routers see, which under sequence parallelism are a part."""
         return self.rows[world.own_rows(self.tokens.shape[1])]
 
+    def read_routes(
+        self,
+        store: TraceStore,
+        sequences: Seq[Sequence],
+        spec: TraceSpec,
+        *,
+        weight_version: int,
+        layers: tuple[int, ...] | None = None,
+        policy: RowPolicy = RowPolicy(),  # noqa: B008 - frozen
+    ) -> MicrobatchRoutes:
+        """Read what a replay session takes for this microbatch from a store, validated against the tokens in its rows.
+
+        sequences: the packed ones, in that order. weight_version: of the trainer. layers: global numbers of the MoE
+        layers that this rank holds; None: all of `spec`. policy: what is done about missing and stale rows.
+        Raises TraceError for routes that are missing or damaged, RouteValidationError for wrong ones, naming them.
+        """
+        here = spec.moe_layers if layers is None else layers
+
+        def read(sequence: Sequence, fed: np.ndarray, rows: np.ndarray) -> SequenceRoutes:
+            return read_routes(
+                store, sequence, spec, layers=here, fed=fed, here=rows, weight_version=weight_version, policy=policy
+            )
+
+        return self.routes(sequences, read, spec, layers=here, expert_parallel=world.expert_parallel())
+
     def routes(
         self,
         sequences: Seq[Sequence],
@@ -128,16 +158,19 @@ class Microbatch:
 
 def pack(
     sequences: Seq[Sequence],
-    indices: Seq[int],
-    device: torch.device,
+    indices: Seq[int] | None = None,
+    device: torch.device | None = None,
     context: tuple[int, int] = (0, 1),
     supports: Seq[SamplingSupport] | None = None,
 ) -> Microbatch:
     """Pack sequences[i] for i in indices. Of each, all but the last token is fed: nothing is predicted after it.
 
-    context: which part of every sequence is this rank's, and of how many; see `world.context_parallel`. supports: of
-    each packed sequence, in the order of `indices`; None: every token was drawn from the whole vocabulary.
+    indices: None packs all. device: None is `world.device()`. context: which part of every sequence is this rank's, and
+    of how many; see `world.context_parallel`. supports: of each packed sequence, in the order of `indices`; None: every
+    token was drawn from the whole vocabulary.
     """
+    indices = range(len(sequences)) if indices is None else indices
+    device = world.device() if device is None else device
     chosen = [sequences[i] for i in indices]
     lengths = padded_lengths([s.forwarded for s in chosen], context[1])
     starts = np.cumsum((0, *lengths))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -14,13 +17,15 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from moe_rl.config.training import ParallelConfig, TrainConfig
-from moe_rl.megatron import hf_map
-from moe_rl.megatron.bypasses import refuse_bypasses
+from moe_rl.megatron import hf_map, world
 from moe_rl.megatron.hf_files import CheckpointReader
 from moe_rl.megatron.layers import PackedRotaryEmbedding
 from moe_rl.megatron.router import ReplayRouter
-from moe_rl.megatron.specs import block_spec
+from moe_rl.megatron.specs import replay_spec
 from moe_rl.models.facts import ModelFacts, Yarn
+from moe_rl.replay.plans import LayerPlan
+from moe_rl.replay.session import Mode, ReplaySession
+from moe_rl.replay.tables import MicrobatchRoutes
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -169,7 +174,13 @@ def _recomputation(train: TrainConfig) -> dict:
     }
 
 
-def recomputed_layers(chunks: list[torch.nn.Module]) -> frozenset[int]:
+def moe_layers(chunks: Seq[torch.nn.Module]) -> tuple[int, ...]:
+    """Global 0-based numbers, ascending, of the layers with experts in the `chunks` of a model that this rank holds."""
+    layers = (layer for chunk in chunks for layer in unwrap(chunk).decoder.layers)
+    return tuple(layer.layer_number - 1 for layer in layers if layer.is_moe_layer)
+
+
+def recomputed_layers(chunks: Seq[torch.nn.Module]) -> frozenset[int]:
     """Global 0-based numbers of the MoE layers of `chunks` that a training pass runs a second time."""
     numbers = []
     for block in (unwrap(chunk).decoder for chunk in chunks):
@@ -180,6 +191,39 @@ def recomputed_layers(chunks: list[torch.nn.Module]) -> frozenset[int]:
             layers = block.layers
         numbers += [layer.layer_number - 1 for layer in layers if layer.is_moe_layer]
     return frozenset(numbers)
+
+
+def replay_session(
+    chunks: Seq[torch.nn.Module],
+    tables: Seq[MicrobatchRoutes],
+    *,
+    mode: Mode = "replay",
+    name: str,
+    plans: Seq[dict[int, LayerPlan] | None] = (),
+    training: bool = False,
+    compare_native: bool = False,
+    compare_with: Seq[MicrobatchRoutes] | None = None,
+    keep_router_logits: bool = False,
+) -> ReplaySession:
+    """Make the session of one pass of a model over its microbatches, to be opened around the pass, see `ReplaySession`.
+
+    chunks: what this rank holds of a model whose layers are of `replay_spec`: one GPTModel, wrapped or not, or one for
+    each run of an interleaved schedule. tables: of the microbatches, in the order of their numbers. name: of the pass,
+    for error messages. training: the pass has a backward, which runs recomputed layers a second time.
+    """
+    return ReplaySession(
+        list(tables),
+        moe_layers(chunks),
+        mode=mode,
+        name=name,
+        rank=dist.get_rank(),
+        compare_native=compare_native,
+        recomputed_layers=recomputed_layers(chunks) if training else frozenset(),
+        any_stage=world.any_stage,
+        compare_with=None if compare_with is None else list(compare_with),
+        keep_router_logits=keep_router_logits,
+        plans=list(plans),
+    )
 
 
 def _sum_gradients(chunks, num_tokens, **kwargs):
@@ -197,7 +241,6 @@ def build_model(facts: ModelFacts, config: TransformerConfig, checkpoint) -> lis
     Filled from a Hugging Face checkpoint folder, wrapped for bf16 when the config says so. Raises ConfigError when the
     config has settings under which replay is not exact.
     """
-    refuse_bypasses(config)
     runs = config.virtual_pipeline_model_parallel_size
     numbers = [None] if runs is None else range(runs)
     reader = CheckpointReader(checkpoint, facts)
@@ -209,7 +252,7 @@ def _build_chunk(
 ) -> torch.nn.Module:
     model = GPTModel(
         config,
-        block_spec(config, vp_stage),
+        replay_spec(config, vp_stage),
         vocab_size=facts.vocab,
         max_sequence_length=facts.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),

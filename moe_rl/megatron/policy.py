@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,15 @@ from moe_rl.errors import ReplayError, describe
 from moe_rl.megatron import hf_map, rng, schedule, world
 from moe_rl.megatron.expert_order import checksum, move
 from moe_rl.megatron.microbatch import Microbatch
-from moe_rl.megatron.model import build_model, recomputed_layers, transformer_config, unwrap, wrap_for_training
+from moe_rl.megatron.model import (
+    build_model,
+    moe_layers,
+    recomputed_layers,
+    replay_session,
+    transformer_config,
+    unwrap,
+    wrap_for_training,
+)
 from moe_rl.megatron.router import ReplayMoELayer, ReplayRouter
 from moe_rl.megatron.schedule import LossFunction
 from moe_rl.models.hf import ModelFacts
@@ -71,8 +80,7 @@ class Policy:
     @property
     def layers(self) -> tuple[int, ...]:
         """Global 0-based numbers of the MoE layers this rank holds, ascending."""
-        layers = (layer for chunk in self.chunks for layer in unwrap(chunk).decoder.layers)
-        return tuple(layer.layer_number - 1 for layer in layers if layer.is_moe_layer)
+        return moe_layers(self.chunks)
 
     @property
     def recomputed_layers(self) -> frozenset[int]:
@@ -89,33 +97,9 @@ class Policy:
             tables, self.layers, group, world.gather_over_dispatch, self.order, overlap_chunks=overlap_chunks
         )
 
-    def session(
-        self,
-        tables: list[MicrobatchRoutes],
-        *,
-        mode: Mode,
-        name: str,
-        plans: Seq[dict[int, LayerPlan] | None] = (),
-        training: bool = False,
-        compare_native: bool = False,
-        compare_with: list[MicrobatchRoutes] | None = None,
-        keep_router_logits: bool = False,
-    ) -> ReplaySession:
-        """The session of one pass of this policy, to be opened around it, see `ReplaySession`. training: of `update`;
-        otherwise of a pass without a gradient."""
-        return ReplaySession(
-            tables,
-            self.layers,
-            mode=mode,
-            name=name,
-            rank=dist.get_rank(),
-            compare_native=compare_native,
-            recomputed_layers=self.recomputed_layers if training else frozenset(),
-            any_stage=world.any_stage,
-            compare_with=compare_with,
-            keep_router_logits=keep_router_logits,
-            plans=list(plans),
-        )
+    def session(self, tables: Seq[MicrobatchRoutes], *, mode: Mode, name: str, **options: Any) -> ReplaySession:
+        """Make the session of one pass of this policy. options: see `replay_session`."""
+        return replay_session(self.chunks, tables, mode=mode, name=name, **options)
 
     def logprobs(
         self, microbatches: list[Microbatch], session: ReplaySession | None, temperature: float | None = None

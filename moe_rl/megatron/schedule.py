@@ -102,13 +102,10 @@ def _arguments(chunks, microbatches, session, after_forward) -> dict[str, object
 
     def forward_step(iterator, model, return_schedule_plan=False):
         number, microbatch = next(iterator)
-        if session is not None:
-            session.begin_forward(number, microbatch.tokens[0, world.own_rows(microbatch.tokens.shape[1])])
+        params = microbatch.begin_forward(session, number)
         # Combined 1F1B asks for the parts of the forward, and runs them before it asks for those of the next one.
         forward = model.build_schedule_plan if return_schedule_plan else model
-        output = forward(
-            microbatch.tokens, microbatch.positions, None, packed_seq_params=microbatch.seq_params(session, number)
-        )
+        output = forward(microbatch.tokens, microbatch.positions, None, packed_seq_params=params)
         return output, partial(after_forward, number, microbatch)
 
     iterators = [enumerate(microbatches) for _ in chunks]

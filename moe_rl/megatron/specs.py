@@ -25,15 +25,20 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
+from moe_rl.errors import ConfigError, describe
+from moe_rl.megatron.bypasses import refuse_bypasses
 from moe_rl.megatron.layers import ExpertOutput, LatentAttention, PackedAttention, RMSNorm, TorchLatentAttention
 from moe_rl.megatron.router import ReplayLayer, ReplayMoELayer, ReplayRouter
 
 
-def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Spec of this pipeline stage's layers, with replay plugged in. vp_stage: which run of them; None: all.
+def replay_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """Make the layer spec of a GPTModel with replay: `GPTModel(config, replay_spec(config), ...)`.
 
-    config.moe_layer_freq: one flag a layer, 0 for a dense one.
+    It has this pipeline stage's layers. vp_stage: which run of them; None: all. A model of this spec takes packed
+    sequences only, with the parameters that `Microbatch.begin` makes.
+    Raises ConfigError when the config has settings under which replay is not exact.
     """
+    refuse_bypasses(config)
     if HAVE_TE:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     else:
@@ -60,8 +65,13 @@ def _replayed(mlp: functools.partial) -> functools.partial:
 
 
 def _torch_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    here = config.moe_layer_freq[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
+    if config.normalization != "RMSNorm":
+        message, do = "Without TransformerEngine there is one norm", "set normalization, or install TransformerEngine"
+        where = "megatron config, normalization"
+        raise ConfigError(describe(message, where=where, got=config.normalization, expected="RMSNorm", do=do))
+    first, every = get_transformer_layer_offset(config, vp_stage=vp_stage), config.moe_layer_freq
+    flags = every if isinstance(every, list) else [layer % every == 0 for layer in range(config.num_layers)]
+    here = flags[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
     return TransformerBlockSubmodules(
         layer_specs=[_torch_layer_spec(config, has_experts=bool(flag)) for flag in here], layer_norm=RMSNorm
     )

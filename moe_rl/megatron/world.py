@@ -185,6 +185,11 @@ def own_slots(experts: int) -> slice:
     return slice(first, first + share)
 
 
+def expert_parallel() -> int:
+    """Among how many ranks the experts of a layer are shared out."""
+    return parallel_state.get_expert_model_parallel_world_size()
+
+
 def own_rows(tokens: int) -> slice:
     """Of the `tokens` rows of a microbatch those that this rank's routers see: its part under sequence parallelism."""
     ranks, rank = (

@@ -15,7 +15,7 @@ from moe_rl.objectives.losses import global_denominator, nonempty
 from moe_rl.planning.balance import Plan
 from moe_rl.planning.packing import split_groups
 from moe_rl.replay.plans import LayerPlan
-from moe_rl.replay.routes import RowPolicy, missing_rows, read_routes
+from moe_rl.replay.routes import RowPolicy, missing_rows
 from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train.assignment import agreed, assign, load_excess
@@ -132,7 +132,14 @@ class Shares:
                 packed = [ours[i] for i in indices]
                 supports = self._supports(packed)
                 microbatch = pack(ours, indices, world.device(), world.context_parallel(), supports)
-                table = self._routes(packed, microbatch, weight_version)
+                table = microbatch.read_routes(
+                    self.store,
+                    packed,
+                    self.spec,
+                    weight_version=weight_version,
+                    layers=self.layers,
+                    policy=self.rows,
+                )
                 work.append(MicrobatchWork(microbatch, table, old_logprobs=microbatch.rollout_logprobs))
             lengths = [len(s.token_ids) for s in ours]
             shares.append(
@@ -151,25 +158,6 @@ class Shares:
         if not self.config.rollout.keep_sampling_mask or not world.is_last_stage():
             return None
         return [read_support(self.store, sequence, self.vocabulary) for sequence in packed]
-
-    def _routes(self, packed: list[Sequence], microbatch: Microbatch, weight_version: int) -> MicrobatchRoutes:
-        """Routes of the packed sequences, each validated against the tokens that lie in the microbatch."""
-        return microbatch.routes(
-            packed,
-            lambda sequence, fed, here: read_routes(
-                self.store,
-                sequence,
-                self.spec,
-                layers=self.layers,
-                fed=fed,
-                here=here,
-                weight_version=weight_version,
-                policy=self.rows,
-            ),
-            self.spec,
-            layers=self.layers,
-            expert_parallel=self.config.parallel.expert,
-        )
 
     def _fallback(self, tables: list[MicrobatchRoutes], sequences: list[Sequence]) -> dict[str, float]:
         """How much of the step has routes to replay, on all ranks. Raises ReplayError on all when it is too little."""

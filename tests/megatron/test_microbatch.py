@@ -38,7 +38,7 @@ def test_rows_targets_and_padding():
     assert packed.advantages.isnan().tolist() == [True, True]
     packed.give_advantages([0.5, 9.0, -1])
     assert packed.advantages.tolist() == [-1, 0.5] and packed.advantages.dtype == torch.float32
-    params = packed.seq_params(None, 0)
+    params = packed.begin_forward(None, 0)
     assert params.cu_seqlens_q.tolist() == [0, 2, 6, 8] and params.cu_seqlens_q.dtype == torch.int32
     assert params.max_seqlen_q == 4 and params.replay is None
 
@@ -68,7 +68,7 @@ def test_rows_targets_and_padding_where_two_ranks_share_sequences():
     assert second.predicted.tolist() == [0, 1, 2, 3]
     for packed in (first, second):
         assert packed.sequence_ids.tolist() == [0, 0, 0, 0, 1] and packed.rollout_logprobs.tolist() == [0, 1, 2, 3, 0]
-        params = packed.seq_params(None, 0)
+        params = packed.begin_forward(None, 0)
         assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv_padded.tolist() == [0, 8, 12, 16]
 
 

@@ -21,13 +21,13 @@ def build(**recompute):
 
     from moe_rl.megatron.layers import PackedRotaryEmbedding
     from moe_rl.megatron.model import transformer_config
-    from moe_rl.megatron.specs import block_spec
+    from moe_rl.megatron.specs import replay_spec
 
     style = facts()
     config = transformer_config(style, TRAIN, ParallelConfig())
     settings = {"mtp_num_layers": 1, "perform_initialization": True, "init_method_std": 0.3}
     config = dataclasses.replace(config, **settings, **recompute)
-    spec = block_spec(config, None)
+    spec = replay_spec(config)
     torch.manual_seed(0)
     model = GPTModel(
         config,

@@ -25,11 +25,11 @@ class Layer:
 
         from moe_rl.megatron.model import transformer_config
         from moe_rl.megatron.router import ReplaySeqParams
-        from moe_rl.megatron.specs import block_spec
+        from moe_rl.megatron.specs import replay_spec
 
         config = transformer_config(facts(shared_intermediate_size=24 if shared else 0), TRAIN, ParallelConfig())
         config.moe_router_dtype = {torch.float32: "fp32", torch.float64: "fp64"}[dtype]
-        build = block_spec(config, None).layer_specs[0].submodules.mlp
+        build = replay_spec(config).layer_specs[0].submodules.mlp
         self.moe = build(config=config, pg_collection=get_default_pg_collection(), is_mtp_layer=False)
         self.moe.set_layer_number(1)
         self.moe.to(dtype)

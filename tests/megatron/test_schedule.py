@@ -230,8 +230,7 @@ def test_recomputation_behind_later_forwards_keeps_its_own_routes(one_rank, boun
     def forwards_and_backwards(session):
         outputs = []
         for number, microbatch in enumerate(run.microbatches[:2]):
-            session.begin_forward(number, session.microbatches[number].fed.tokens)
-            params = microbatch.seq_params(session, number)
+            params = microbatch.begin_forward(session, number)
             outputs.append(chunk(microbatch.tokens, microbatch.positions, None, packed_seq_params=params))
         for output in outputs:
             output.square().mean().backward()
