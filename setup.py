@@ -21,7 +21,7 @@ setup(
     packages=[*find_packages(include=["moe_rl", "moe_rl.*"]), *(f"moe_rl.{folder}" for folder in SHIPPED)],
     package_dir={f"moe_rl.{folder}": folder for folder in SHIPPED},
     package_data={
-        "moe_rl": ["py.typed"],
+        "moe_rl": ["py.typed", "__init__.pyi"],
         "moe_rl.report": ["templates/*.html"],
         **{f"moe_rl.{folder}": ["**/*"] for folder in SHIPPED},
     },

@@ -1,3 +1,40 @@
-"""moe_rl: routing replay and GSPO for mixture-of-experts models, vLLM to sample, Megatron-core to train."""
+"""Routing replay and GSPO for mixture-of-experts models: vLLM samples, Megatron-core trains.
+
+The names below are the public API, shown at work in docs/library.md. Importing `moe_rl` imports none of them: each is
+looked up when it is asked for, and brings torch, vLLM or Megatron with it only then. `__init__.pyi` has their types.
+"""
+
+from importlib import import_module
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "record": "moe_rl.vllm.offline",
+    "Sequence": "moe_rl.types",
+    "read_model": "moe_rl.models.hf",
+    "TraceStore": "moe_rl.trace",
+    "TraceSpec": "moe_rl.trace",
+    "validate": "moe_rl.trace",
+    "pack": "moe_rl.megatron.microbatch",
+    "replay_spec": "moe_rl.megatron.specs",
+    "replay_session": "moe_rl.megatron.model",
+    "ReplaySession": "moe_rl.replay.session",
+    "token_logprobs": "moe_rl.objectives.logprobs",
+    "advantages": "moe_rl.objectives.advantages",
+    "policy_loss": "moe_rl.objectives.losses",
+    "global_denominator": "moe_rl.objectives.losses",
+    "reference_kl": "moe_rl.objectives.losses",
+    "MismatchSums": "moe_rl.objectives.mismatch",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

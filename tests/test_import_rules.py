@@ -98,7 +98,8 @@ def test_source_keeps_the_rules(path):
         assert room in LEVEL, f"{room} has no place in the import order; give it one here and in the design"
         assert import_faults(text, room, path.relative_to(ROOT).parent.parts) == []
     else:
-        assert list(imported(ast.parse(text), ())) == []
+        # Its names are looked up when they are asked for: every worker of vLLM imports it.
+        assert [name for _, name in imported(ast.parse(text), ())] == ["importlib.import_module"]
     assert unsafe_faults(text) == []
 
 

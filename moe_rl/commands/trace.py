@@ -226,7 +226,7 @@ def _spec(options: argparse.Namespace) -> TraceSpec:
     """The layer map from the checkpoint that was served, or as it was given."""
     if options.model:
         facts = read_model(options.model)
-        return TraceSpec.from_layers(facts.fingerprint, facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
+        return TraceSpec.of(facts)
     given = (options.fingerprint, options.experts, options.top_k, options.layer_map)
     if None in given:
         do = "give --model, or all of --experts, --top-k, --layer-map and --fingerprint"

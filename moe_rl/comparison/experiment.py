@@ -71,7 +71,7 @@ def compare(asked: Asked) -> tuple[dict[str, Any], Detail]:
     """
     config = asked.config
     facts = read_model(config.model.path)
-    spec = TraceSpec.from_layers(facts.fingerprint, facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
+    spec = TraceSpec.of(facts)
     policy = Policy(facts, config.train, config.parallel, config.model.path, temperature=config.rollout.temperature)
     step, weights = (0, [Weights(0, None)]) if asked.run is None else sources.of_run(asked.run)
     updates = _load(policy, weights[0])

@@ -68,7 +68,7 @@ def _unknown(answer: object) -> bool:
 def _differences(config: Config, facts: ModelFacts, url: str, served: Served) -> Iterator[str]:
     """What the run needs otherwise than this server has it."""
     rollout = config.rollout
-    spec = TraceSpec.from_layers(facts.fingerprint, facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
+    spec = TraceSpec.of(facts)
     needed: dict[str, tuple[object, object]] = {
         "moe_rl": (served.moe_rl, moe_rl.__version__),
         "the model (fingerprint)": (served.model_fingerprint, spec.model_fingerprint),

@@ -13,6 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from moe_rl.errors import RouteValidationError, TraceError, describe
+from moe_rl.models.facts import ModelFacts
 from moe_rl.types import RouteRef, Span
 
 MAX_LAYERS = 1024
@@ -93,6 +94,11 @@ class TraceSpec:
                 )
             )
         return cls(fingerprint, num_experts, top_k, "".join("m" if i in moe else "d" for i in range(num_layers)))
+
+    @classmethod
+    def of(cls, facts: ModelFacts) -> TraceSpec:
+        """The spec of a model, whose facts `read_model` reads from its checkpoint folder."""
+        return cls.from_layers(facts.fingerprint, facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -86,7 +86,7 @@ class Trainer:
         if config.objective.kl_coef > 0:
             reference = ReferencePolicy(*build, temperature=config.rollout.temperature)
         facts = self.facts
-        spec = TraceSpec.from_layers(facts.fingerprint, facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
+        spec = TraceSpec.of(facts)
         self.train_step = TrainStep(config, self.policy, reference, self.store, spec)
         self.sender = WeightSender(self.policy, config.rollout, folder.sync, world)
         self.train_seconds = 0.0  # of the last step, with its sync

@@ -12,17 +12,17 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
 from moe_rl.errors import EngineError, describe
 from moe_rl.models.hf import read_model
 from moe_rl.trace import TraceSpec, TraceStore, validate
-from moe_rl.types import RouteRef
+from moe_rl.types import RouteRef, Sequence
 from moe_rl.vllm import arguments
 from moe_rl.vllm.process import model_runner
 from moe_rl.vllm.recording import Recording, RecordingRequest
@@ -34,28 +34,46 @@ class RecordedCompletion:
     """What vLLM returned for one prompt, and the experts that every forwarded token went to.
 
     prompt_token_ids: P tokens. output: vLLM's CompletionOutput of S sampled tokens (token_ids, text, logprobs, ...).
+    logprobs float32 [S]: natural log, of the sampled tokens under the distribution that they were drawn from.
     routes [P + S - 1, L, K] uint8 or uint16: ids of the K experts, ascending; the last sampled token is not forwarded.
     layers: the global numbers of the L decoder layers. ref: of the record in the trace store.
+    weight_version: of the weights that sampled it.
     """
 
     prompt_token_ids: tuple[int, ...]
-    output: object
+    output: Any
+    logprobs: np.ndarray
     routes: np.ndarray
     layers: tuple[int, ...]
     ref: RouteRef
+    weight_version: int
+
+    def sequence(self, reward: float) -> Sequence:
+        """The completion with its reward, as `moe_rl.pack` takes it to train on."""
+        tokens = tuple(self.output.token_ids)
+        return Sequence(
+            self.ref.key, self.prompt_token_ids, tokens, self.logprobs, reward, self.weight_version, self.ref
+        )
 
 
 class RecordingLLM:
     """What `record` gives. llm: the vllm.LLM. store: where the routes are kept. spec: of the model."""
 
     def __init__(
-        self, llm, source: WorkerSource, store: TraceStore, spec: TraceSpec, folder: tempfile.TemporaryDirectory
-    ):
+        self,
+        llm: Any,
+        source: WorkerSource,
+        store: TraceStore,
+        spec: TraceSpec,
+        folder: tempfile.TemporaryDirectory[str],
+    ) -> None:
         self.llm, self.store, self.spec = llm, store, spec
         self._source, self._folder = source, folder
         llm.update_weight_version("0")
 
-    def generate(self, prompts: Sequence, sampling_params, *, shard: str | None = None) -> list[RecordedCompletion]:
+    def generate(
+        self, prompts: Seq[str | Seq[int]], sampling_params: Any, *, shard: str | None = None
+    ) -> list[RecordedCompletion]:
         """Completions of the prompts, in their order; with n > 1 the samples of a prompt follow each other.
 
         prompts: texts, or lists of token ids. sampling_params: vLLM's, one for all prompts or one each. shard: name of
@@ -63,7 +81,7 @@ class RecordingLLM:
         the tokens, TraceError for a shard that exists.
         """
         shard = shard or f"offline-{secrets.token_hex(8)}"
-        given = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params] * len(prompts)
+        given = sampling_params if isinstance(sampling_params, Seq) else [sampling_params] * len(prompts)
         inputs = [one if isinstance(one, str) else {"prompt_token_ids": list(one)} for one in prompts]
         asked = [_with_recording(params, RecordingRequest(str(at), shard)) for at, params in enumerate(given)]
         self._source.open(shard)
@@ -91,14 +109,19 @@ class RecordingLLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _completion(self, prompt: tuple[int, ...], output, ref: RouteRef, token_ids: list[int]) -> RecordedCompletion:
+    def _completion(
+        self, prompt: tuple[int, ...], output: Any, ref: RouteRef, token_ids: list[int]
+    ) -> RecordedCompletion:
         record = self.store.read(ref)
         version = int(self.llm.llm_engine.get_weight_version())
         validate(record, token_ids=token_ids, spec=self.spec, weight_version=version, ref=ref)
-        return RecordedCompletion(prompt, output, record.routes, record.layers, ref)
+        logprobs = [at[token].logprob for at, token in zip(output.logprobs, output.token_ids, strict=True)]
+        return RecordedCompletion(
+            prompt, output, np.array(logprobs, np.float32), record.routes, record.layers, ref, version
+        )
 
 
 def record(
@@ -109,7 +132,7 @@ def record(
     support: bool = False,
     log_normalizer: bool = False,
     router_logits_fraction: float = 0.0,
-    **of_vllm,
+    **of_vllm: Any,
 ) -> RecordingLLM:
     """Start a `vllm.LLM` that records routes.
 
@@ -135,12 +158,13 @@ def record(
     # Prompts may be texts here, and what the caller asks for replaces what is not recording's.
     ours = arguments.fixed(Path(model), capture=capture, recording=recording) | {"skip_tokenizer_init": False}
     llm = vllm.LLM(**ours | of_vllm)
-    spec = TraceSpec.from_layers(facts.fingerprint, facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
-    return RecordingLLM(llm, WorkerSource(llm, capture), TraceStore(root), spec, folder)
+    return RecordingLLM(llm, WorkerSource(llm, capture), TraceStore(root), TraceSpec.of(facts), folder)
 
 
-def _with_recording(params, ask: RecordingRequest):
-    """A copy of vLLM's SamplingParams that asks for its routes."""
+def _with_recording(params: Any, ask: RecordingRequest) -> Any:
+    """A copy of vLLM's SamplingParams that asks for its routes, and for the log-probabilities of sampled tokens."""
     params = params.clone()
+    if params.logprobs is None:
+        params.logprobs = 0
     params.extra_args = (params.extra_args or {}) | ask.extra_args(params.n)
     return params

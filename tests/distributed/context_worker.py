@@ -30,7 +30,7 @@ LENGTHS = [(1, 1), (5, 4), (1, 2), (3, 9), (2, 2), (11, 13)]
 def batch(facts, folder):
     """Random sequences, and a store with random routes for them."""
     rng = np.random.default_rng(5)
-    spec = TraceSpec.from_layers(facts.fingerprint, facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
+    spec = TraceSpec.of(facts)
     sequences = []
     with ShardWriter(folder, "step1", spec) as writer:
         for number, (prompt, completion) in enumerate(LENGTHS):

@@ -142,7 +142,7 @@ def base_logprobs(step, policy, ready):
 
 def main(checkpoint, out, plan):
     facts = read_model(checkpoint)
-    spec = TraceSpec.from_layers(facts.fingerprint, facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
+    spec = TraceSpec.of(facts)
     rank, file = dist.get_rank(), out / "reference.pt"
     sequences, routes = batch(facts)
     folder = out / f"trace-ranks{dist.get_world_size()}-rank{rank}"

@@ -117,7 +117,7 @@ def stored(sequences, routes, spec, folder, plan, vocabulary):
 
 def one(name, plan, checkpoint, out):
     facts = read_model(checkpoint)
-    spec = TraceSpec.from_layers(facts.fingerprint, facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
+    spec = TraceSpec.of(facts)
     overrides = [f"model.path={checkpoint}", "train.microbatch_tokens=40", "train.dtype=float32"]
     config = load_config(ROOT / "configs/tiny_moe_cpu.yaml", [*overrides, *plan.get("overrides", [])])
     world.lay_out(config.parallel, seed=1)
