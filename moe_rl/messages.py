@@ -103,7 +103,7 @@ class Channel[Incoming: Message]:
 # numpy is imported by those who send or receive arrays: a verifier process starts faster without it.
 
 
-def _to_plain(value):
+def _to_plain(value: object) -> object:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     import numpy as np
@@ -113,7 +113,7 @@ def _to_plain(value):
     raise TypeError(describe(f"{type(value).__name__} cannot be sent", expected="a float32 vector"))
 
 
-def _from_plain(kind, value):
+def _from_plain(kind: Any, value: Any) -> object:
     if issubclass(kind, os.PathLike):
         return kind(value)
     import numpy as np

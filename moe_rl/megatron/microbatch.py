@@ -195,7 +195,7 @@ def pack(
     predicted = np.flatnonzero(predicts >= 0)
     logprobs = np.concatenate([np.empty(0, np.float32), *(s.rollout_logprobs for s in chosen)])
 
-    def on_device(values):
+    def on_device(values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
     return Microbatch(

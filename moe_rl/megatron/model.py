@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -226,7 +228,7 @@ def replay_session(
     )
 
 
-def _sum_gradients(chunks, num_tokens, **kwargs):
+def _sum_gradients(chunks: list[torch.nn.Module], num_tokens: torch.Tensor | None, **kwargs: Any) -> None:
     """Leaves word on each chunk whether what this rank adds is finite: afterwards, what one has, all have."""
     for chunk in chunks:
         buffers = chunk.buffers + chunk.expert_parallel_buffers
@@ -235,7 +237,7 @@ def _sum_gradients(chunks, num_tokens, **kwargs):
     finalize_model_grads(chunks, None, **kwargs)
 
 
-def build_model(facts: ModelFacts, config: TransformerConfig, checkpoint) -> list[torch.nn.Module]:
+def build_model(facts: ModelFacts, config: TransformerConfig, checkpoint: Path | str) -> list[torch.nn.Module]:
     """What this rank holds of the model, one GPTModel with replay for each run of layers, in the model's order.
 
     Filled from a Hugging Face checkpoint folder, wrapped for bf16 when the config says so. Raises ConfigError when the

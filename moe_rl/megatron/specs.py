@@ -78,7 +78,7 @@ def _torch_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transf
 
 
 class _TorchProvider(LocalSpecProvider):
-    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool):
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> functools.partial[SequentialMLP]:
         submodules = MLPSubmodules(linear_fc1=self.column_parallel_linear(), linear_fc2=ExpertOutput)
         return functools.partial(SequentialMLP, submodules=submodules)
 

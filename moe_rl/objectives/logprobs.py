@@ -76,7 +76,7 @@ class _TokenLogprobs(torch.autograd.Function):
         own, local = _own(targets, logits.shape[1], group)
         # of each token: logprob and entropy, summed over the ranks; largest logit, log of the sum of exp(logit - it)
         result = logits.new_zeros((2 if entropy else 1, len(targets)), dtype=_working_dtype(logits))
-        shift = result.new_empty((2, len(targets))) if group is not None else None
+        shift: Any = result.new_empty((2, len(targets))) if group is not None else None
         for rows in _chunks(logits):
             scaled = _scaled(logits, rows, result.dtype, temperature, support, group)
             if shift is None:

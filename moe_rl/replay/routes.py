@@ -208,7 +208,9 @@ def _mask(count: int, rows: slice | np.ndarray) -> np.ndarray:
     return mask
 
 
-def _checksums(part: SequenceRoutes, here: np.ndarray, layers, spec: TraceSpec, device: torch.device) -> torch.Tensor:
+def _checksums(
+    part: SequenceRoutes, here: np.ndarray, layers: Seq[int], spec: TraceSpec, device: torch.device
+) -> torch.Tensor:
     """int64 [L] of the rows of a sequence that are on this rank and replayed, from its own key, tokens and routes."""
     rows = here & ~part.native
     routes = part.routes[rows]

@@ -87,7 +87,7 @@ class ReplaySession:
         _open_session = self
         return self
 
-    def __exit__(self, kind, error, traceback) -> None:
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
         global _open_session
         _open_session = None
         if error is None:

@@ -9,9 +9,9 @@ import fcntl
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Buffer, Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from moe_rl.errors import TraceError, describe
 
@@ -116,7 +116,7 @@ class RemoteFolder:
 
 
 class RemoteFile:
-    def __init__(self, fs, path: str):
+    def __init__(self, fs: Any, path: str):
         self._fs, self._path = fs, path
         info = fs.info(path)
         self.size = info["size"] if info["type"] == "file" else -1
@@ -166,7 +166,7 @@ def _runs(ranges: Iterable[Range]) -> Iterator[list[Range]]:
         yield run
 
 
-def write_all(fd: int, data, at: int) -> None:
+def write_all(fd: int, data: Buffer, at: int) -> None:
     view = memoryview(data)
     if view.nbytes:  # cast() refuses an empty view of several dimensions
         left = view.cast("B")

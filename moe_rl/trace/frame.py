@@ -12,7 +12,7 @@ Legend for shapes: T tokens, L MoE layers, K top-k experts per token, E experts.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Buffer, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -251,12 +251,12 @@ def count_experts(routes: np.ndarray, num_experts: int) -> np.ndarray:
     return np.array(layers, np.int64).reshape(-1, num_experts)
 
 
-def checksum(data) -> int:
+def checksum(data: Buffer) -> int:
     """xxh3-64 of a section's stored bytes; of a token block, of its ids as little-endian int32."""
     return xxhash.xxh3_64_intdigest(data)
 
 
-def _checksum(data) -> bytes:
+def _checksum(data: Buffer) -> bytes:
     return xxhash.xxh3_64_digest(data)
 
 

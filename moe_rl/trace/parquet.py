@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -74,7 +75,7 @@ def _blocks(selection: Selection, pattern: str) -> Iterator[RouteRecord]:
             yield selection.store.read(ref, layers=layers, rows=(first, min(first + step, ref.rows)))
 
 
-def _schema(pa, record: RouteRecord, per: str):
+def _schema(pa: Any, record: RouteRecord, per: str) -> Any:
     experts = pa.list_(pa.uint16(), record.spec.top_k)
     common = [
         ("key", pa.string()),
@@ -89,17 +90,17 @@ def _schema(pa, record: RouteRecord, per: str):
     return pa.schema([*common, *((f"layer_{layer}", experts) for layer in record.layers)])
 
 
-def _table(pa, record: RouteRecord, per: str, schema):
+def _table(pa: Any, record: RouteRecord, per: str, schema: Any) -> Any:
     rows, layers, top_k = record.routes.shape
     times = layers if per == "layer" else 1
     counts = [span.rows for span in record.spans]
     names = [span.provenance for span in record.spans]
     position = np.arange(record.first_row, record.first_row + rows, dtype=np.int32)
 
-    def column(values: np.ndarray):
+    def column(values: np.ndarray) -> Any:
         return pa.array(np.repeat(values, times))
 
-    def sets(routes: np.ndarray):
+    def sets(routes: np.ndarray) -> Any:
         return pa.FixedSizeListArray.from_arrays(pa.array(routes.reshape(-1).astype(np.uint16)), top_k)
 
     kinds = pa.DictionaryArray.from_arrays(

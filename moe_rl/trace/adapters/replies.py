@@ -150,7 +150,9 @@ def _sampled(
     return _record(key, routes, ids, spans, reply.aborted, spec, start)
 
 
-def _record(key, routes, ids, spans, aborted, spec, start) -> RouteRecord:
+def _record(
+    key: str, routes: np.ndarray, ids: np.ndarray, spans: tuple[Span, ...], aborted: bool, spec: TraceSpec, start: int
+) -> RouteRecord:
     routes.flags.writeable = ids.flags.writeable = False
     return RouteRecord(key, routes, ids, spans, aborted, spec, start, spec.moe_layers)
 
