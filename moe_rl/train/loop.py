@@ -39,7 +39,7 @@ def train(config: Config, folder: RunFolder | None, begin_after: int | None = No
         folder, done = open_folder(config, folder, begin_after, stack)
         peers = stack.enter_context(
             Peers(
-                folder.ranks,
+                folder.path,
                 dist.get_rank(),
                 dist.get_world_size(),
                 timeout_seconds=config.run.peer_timeout_seconds,

@@ -1,15 +1,17 @@
 """Who is alive, and who was asked to stop: every rank beats, every rank listens, one message says why a run ends.
 
-Each rank rewrites `ranks/rank<r>.json` in the run folder from a thread of its own. A beat that stops for too long, or a
-process of this host that is gone, ends the run: a collective would only wait. Beats are counted and timed on the
-listener's own monotonic clock, so clocks that jump or differ do no harm.
+Signs of life go through the store that torchrun keeps for the ranks (MASTER_ADDR, MASTER_PORT). Each rank writes
+one key of it, twice a second, and reads those of its node and of rank 0; rank 0 reads all: the load grows with the
+number of ranks, not its square. A beat that stops for too long, or a process of this host that is gone, ends the run:
+a collective would only wait. Beats are counted and timed on the listener's own monotonic clock, so clocks that jump or
+differ do no harm. The first who ends the run leaves the reason in the store, so that all nodes give the same one.
 
-Rank 0 listens to all, the others to rank 0 and to the ranks of their node: a folder that many nodes share is not asked
-for every rank by every rank. Who ends the run leaves the reason in its file, so that all nodes soon give the same one.
+A call to a store that was stopped does not return, whatever timeout it is given. So one thread talks to the store and a
+second one judges, which never waits for the first: a store that is gone or silent ends the run too.
 
-SIGTERM asks the run to stop: torchrun forwards the one that it gets, schedulers send it before they kill. The thread
-hears of it at once, also while the main thread waits in a collective, tells the other ranks with its next beat, and
-sees to it that the run has ended `grace_seconds` later, with a checkpoint or without. SIGINT ends it there and then.
+SIGTERM asks the run to stop: torchrun forwards the one that it gets, schedulers send it before they kill. The second
+thread hears of it at once, also while the main thread waits in a collective, has the other ranks told, and sees to it
+that the run has ended `grace_seconds` later, with a checkpoint or without. SIGINT ends it there and then.
 """
 
 from __future__ import annotations
@@ -22,17 +24,23 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from moe_rl.errors import MoeRLError, Stopped
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 _INTERVAL = 0.5
 # A scheduler signals torchrun and its ranks, and torchrun them again: one request.
 _SAME_REQUEST = 3.0
 # From where a dying process has closed its connections to where the kernel has done with it.
 _DYING_SECONDS = 5.0
+_OVER = ("finished", "stopped")
 EXIT_CODE = 3
 STOPPED = 5
 
@@ -41,8 +49,73 @@ class StopRequested(BaseException):
     """Raised within `Peers.to_be_left`. Not an Exception: what handles those has no business with it."""
 
 
+def connect(folder: Path, environment: Mapping[str, str] = os.environ) -> Store:
+    """The part of torchrun's store that is for the run in `folder`. environment: that of a rank of the run.
+
+    Keys: a rank's number, its state as JSON; "asked", "1" when the run was asked to stop; "ended", why it ends.
+    """
+    from torch.distributed import PrefixStore, TCPStore  # not above: the exit codes are needed without torch
+
+    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30))
+    return PrefixStore(f"{folder.name}/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+class _Wire(threading.Thread):
+    """Takes this rank's state to the store and brings back what others say. Its calls may hang for as long as the store
+    does, so nobody else calls the store, or waits for this thread without a limit."""
+
+    def __init__(self, folder: Path, rank: int, others: list[int], state: Callable[[int], dict[str, Any]]):
+        super().__init__(name="peers' wire", daemon=True)
+        self._folder, self._rank, self._others, self._state = folder, rank, others, state
+        self._news, self._hurry, self._begun, self._ended = threading.Event(), False, 0, 0
+        self.asked, self.why = False, ""  # what this rank has to tell all, then what all were told
+        self.heard: tuple[float, dict[int, dict[str, Any]]] = 0.0, {}  # when the store last answered, and what
+        self.broken = False
+
+    def run(self) -> None:
+        try:
+            with suppress(RuntimeError):  # all that torch raises for a store that is gone
+                self._talk(connect(self._folder))
+        finally:
+            self.broken = True
+
+    def beat(self) -> None:
+        """Have the state sent now."""
+        self._news.set()
+
+    def exchange(self, seconds: float = 1.0) -> None:
+        """Have it sent, and what there is to hear, before this returns, if the store lets it."""
+        goal, limit = self._begun + 1, time.monotonic() + seconds
+        while self._ended < goal and not self.broken and time.monotonic() < limit:
+            self._hurry = True
+            self.beat()
+            time.sleep(0.005)
+
+    def _talk(self, store: Store) -> None:
+        keys = [str(other) for other in self._others]
+        for key in (*keys, "asked", "ended"):
+            store.compare_set(key, "", "")  # to read a key that is not there is to wait for it
+        listened = 0.0
+        while True:
+            self._begun += 1
+            store.set(str(self._rank), json.dumps(self._state(self._begun)))
+            if self.asked:
+                store.set("asked", "1")
+            if self.why:
+                self.why = store.compare_set("ended", "", self.why).decode()  # who is first has said it for all
+            if self._hurry or time.monotonic() > listened + _INTERVAL:
+                self._hurry, listened = False, time.monotonic()
+                *states, asked, why = store.multi_get([*keys, "asked", "ended"])
+                self.heard = listened, {r: json.loads(s) for r, s in zip(self._others, states, strict=True) if s}
+                self.asked, self.why = self.asked or bool(asked), why.decode() or self.why
+                self._ended = self._begun
+            self._news.wait(_INTERVAL)
+            self._news.clear()
+
+
 class Peers:
-    """Context manager that beats and listens from a thread until it is left. Entered on the main thread."""
+    """Context manager that beats and listens from threads until it is left. Entered on the main thread."""
 
     def __init__(
         self,
@@ -54,28 +127,27 @@ class Peers:
         grace_seconds: float,
         near: range | None = None,
     ):
-        """near: the ranks of this node, None: all are."""
+        """folder: the run's. near: the ranks of this node, None: all are."""
         self.folder, self.rank = folder, rank
         near = range(ranks) if near is None else near
-        self._heard = [other for other in range(ranks) if other != rank and (0 in (rank, other) or other in near)]
+        others = [other for other in range(ranks) if other != rank and (0 in (rank, other) or other in near)]
         self._several_nodes = len(near) < ranks
-        self._ended = ""
-        self._hosts: dict[int, str] = {}
         self.timeout, self.grace = timeout_seconds, grace_seconds
         self.saved, self.save_seconds = 0, 0.0
-        self._phase, self._part, self._step, self._beats, self._due = "start", "", 0, 0, 0.0
+        self._phase, self._part, self._step, self._due = "start", "", 0, 0.0
         self._asked: float | None = None
         self._left = False
         self._parent = os.getppid()
-        self._done = threading.Event()
-        self._said, self._writing = threading.Lock(), threading.Lock()
+        self._done, self._said = threading.Event(), threading.Lock()
         self._seen: dict[int, tuple[int, float]] = {}
         self._failed_since: dict[int, float] = {}
+        self._answer, self._looked, self._unanswered = 0.0, time.monotonic(), 0.0
+        self._wire = _Wire(folder, rank, others, self._state)
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
 
     def __enter__(self) -> Peers:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._beat()
+        self._wire.start()
+        self._wire.exchange(self.timeout)
         # The interpreter writes each signal's number there, whatever the main thread is doing.
         self._signals, self._signalled = socket.socketpair()
         self._signalled.setblocking(False)
@@ -97,8 +169,6 @@ class Peers:
                 patience += self.timeout + 2 * _INTERVAL if self._several_nodes else _DYING_SECONDS
             while (lost := self._lost()) is None and (self._failed_since or time.monotonic() < patience):
                 time.sleep(_INTERVAL / 5)
-                with suppress(OSError):
-                    self._beat()  # who waits here is not the one that is gone
             if lost is not None:
                 self._end(lost)
         signal.set_wakeup_fd(self._wakeup)
@@ -108,23 +178,20 @@ class Peers:
             # Ranks that stop as they were asked to are not hurried by the first that is done.
             signal.signal(number, signal.SIG_IGN if isinstance(error, Stopped) else handler)
         self._phase = "stopped" if isinstance(error, Stopped) else "failed" if error is not None else "finished"
-        with suppress(OSError):  # a full disk may be what `error` is about to tell
-            self._beat()
+        self._wire.exchange()
 
     @contextmanager
     def phase(self, name: str, step: int, *, seconds: float = 0.0) -> Iterator[None]:
         """Say what this rank is doing; it stands in the message if the rank is lost meanwhile. seconds: how long it is
         expected to take, where a run that is asked to stop ends it first."""
         self._phase, self._part, self._step, self._due = name, "", step, time.monotonic() + seconds
-        with suppress(OSError):
-            self._beat()
+        self._wire.beat()
         yield
 
     def part(self, name: str) -> None:
         """Say which part of the phase this rank is at."""
         self._part = name
-        with suppress(OSError):
-            self._beat()
+        self._wire.beat()
 
     @property
     def asked(self) -> bool:
@@ -150,27 +217,14 @@ class Peers:
         """The run has done all that it could for the request to stop."""
         self._asked = float("inf")
 
-    def _beat(self) -> None:
-        with self._writing:
-            self._write()
-
-    def _write(self) -> None:
-        self._beats += 1
-        path = self.folder / f"rank{self.rank}.json"
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self._state()))
-        os.replace(temporary, path)
-
-    def _state(self) -> dict[str, object]:
+    def _state(self, beats: int = 0) -> dict[str, Any]:
         return {
             "pid": os.getpid(),
             "host": socket.gethostname(),
-            "beats": self._beats,
+            "beats": beats,
             "phase": self._phase,
             "part": self._part,
             "step": self._step,
-            "asked": self.asked,
-            "ended": self._ended,
         }
 
     def _watch(self) -> None:
@@ -179,12 +233,10 @@ class Peers:
             for number in self._signals.recv(64) if readable else b"":
                 if number in (signal.SIGTERM, signal.SIGINT):
                     self._hear(signal.Signals(number))
-            with suppress(OSError):  # a full disk must not be taken for a dead rank
-                self._beat()
             lost = self._lost()
             if lost is not None:
                 self._end(lost)
-            if self.asked and time.monotonic() > self._asked + self.grace:
+            if self._asked is not None and time.monotonic() > self._asked + self.grace:
                 self._end(
                     f"{self._here} was asked to stop and did not within checkpoint.grace_seconds = {self.grace:g}; "
                     f"{self._standing}",
@@ -205,7 +257,8 @@ class Peers:
             code = STOPPED if number == signal.SIGTERM else EXIT_CODE
             self._end(f"{self._here} was ended by {number.name}; {self._standing}", code)
         if self._asked is None:
-            self._asked = now
+            self._asked, self._wire.asked = now, True
+            self._wire.beat()
             needed = max(0.0, self._due - now) + self.save_seconds
             if needed > self.grace:
                 self._end(
@@ -233,71 +286,92 @@ class Peers:
         well."""
         if os.getppid() != self._parent:
             return f"torchrun (pid {self._parent}), which started rank {self.rank}, died"
-        for rank in self._heard:
-            with suppress(OSError, ValueError):
-                state = json.loads((self.folder / f"rank{rank}.json").read_text())
-                if state["asked"] and not self.asked and self._phase != "start":
-                    os.kill(os.getpid(), signal.SIGTERM)  # heard by both threads
-                if state["phase"] in ("finished", "stopped"):
-                    self._seen.pop(rank, None)
-                    continue
-                if state["ended"]:
-                    return state["ended"]
-                who = f"rank {rank} (pid {state['pid']} on {state['host']})"
-                where = f"{who}, {_doing(state)}"
-                self._hosts[rank] = state["host"]
-                local = state["host"] == socket.gethostname()
-                if state["phase"] == "failed":
-                    # It is about to say why. Were this rank to end first, torchrun would end that one unheard.
-                    since = self._failed_since.setdefault(rank, time.monotonic())
-                    if (local and not _running(state["pid"])) or time.monotonic() - since > self.timeout:
-                        return ""
-                    continue
-                if local and not _running(state["pid"]):
-                    return f"{where}, died"
-                beats, since = self._seen.get(rank, (-1, 0.0))
-                if beats != state["beats"]:
-                    self._seen[rank] = state["beats"], time.monotonic()
-                elif time.monotonic() - since > self.timeout:
-                    if local:  # stopped or hung: it would outlive the run
-                        with suppress(ProcessLookupError):
-                            os.kill(state["pid"], signal.SIGKILL)
-                    return f"{where}, gave no sign of life for {self.timeout:g} s{self._silent_too(rank)}"
-        return None
+        if self._wire.asked and not self.asked and self._phase != "start":
+            os.kill(os.getpid(), signal.SIGTERM)  # heard by both threads
+        answer, states = self._wire.heard
+        dead = {rank for rank, state in states.items() if _died(state)}
+        if dead:
+            self._wire.exchange()  # it may have said last that it failed, or why the run ends
+            answer, states = self._wire.heard
+        if self._wire.why:
+            return self._wire.why
+        for rank, state in states.items():
+            if state["phase"] in _OVER:
+                self._seen.pop(rank, None)
+                continue
+            if state["phase"] == "failed":
+                # It is about to say why. Were this rank to end first, torchrun would end that one unheard.
+                since = self._failed_since.setdefault(rank, time.monotonic())
+                if rank in dead or time.monotonic() - since > self.timeout:
+                    return ""
+                continue
+            if rank in dead:
+                return f"{_who(rank, state)}, died"
+            beats, since = self._seen.get(rank, (-1, 0.0))
+            if beats != state["beats"]:
+                self._seen[rank] = state["beats"], answer
+            elif answer - since > self.timeout:
+                if state["host"] == socket.gethostname():  # stopped or hung: it would outlive the run
+                    with suppress(ProcessLookupError):
+                        os.kill(state["pid"], signal.SIGKILL)
+                # When a node is gone, a rank that waits for it may fall silent before those that were there.
+                others = [r for r, (_, s) in sorted(self._seen.items()) if r != rank and answer - s > self.timeout / 2]
+                too = "".join(f", nor lately rank {other} on {states[other]['host']}" for other in others)
+                return f"{_who(rank, state)}, gave no sign of life for {self.timeout:g} s{too}"
+        return self._store_lost(answer, states)
 
-    def _silent_too(self, first: int) -> str:
-        """Others that are about to be missed: when a node is gone, a rank that waits for it may fall silent before."""
+    def _store_lost(self, answer: float, states: dict[int, dict[str, Any]]) -> str | None:
+        """The same of the store, which lives in the torchrun of rank 0's node."""
         now = time.monotonic()
-        ranks = [r for r, (_, since) in sorted(self._seen.items()) if r != first and now - since > self.timeout / 2]
-        return "".join(f", nor lately rank {rank} on {self._hosts[rank]}" for rank in ranks)
+        # Seconds in which this process ran: one that was stopped for a while has not heard for as long.
+        self._unanswered = 0.0 if answer != self._answer else self._unanswered + min(now - self._looked, 2 * _INTERVAL)
+        self._answer, self._looked = answer, now
+        first = states.get(0, {"phase": self._phase})
+        if self._unanswered < (2 * _INTERVAL if self._wire.broken else self.timeout) or first["phase"] in (
+            *_OVER,
+            "failed",
+        ):
+            return None
+        store = f"torchrun's store at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        beside = f", beside {_who(0, first)}," if "pid" in first else ""
+        return f"{store}{beside} " + ("is gone" if self._wire.broken else f"gave no answer for {self.timeout:g} s")
 
     def _end(self, why: str, code: int = EXIT_CODE) -> None:
         with self._said:  # never released: the process ends here
             if code == STOPPED:
                 self._phase = "stopped"
             else:
-                self._ended = why
-            with suppress(OSError):
-                self._beat()
+                self._wire.why = self._wire.why or why
+            self._wire.exchange()
+            if code == EXIT_CODE:
+                why = self._wire.why  # another rank may have been the first to say it
             if why:
-                again = f"--resume {self.folder.parent}" + ("" if self.saved else " --step 0")
+                again = f"--resume {self.folder}" + ("" if self.saved else " --step 0")
                 print(
                     f"moe_rl: {why}; the run stops. Continue it with {again}",
                     file=sys.stderr,
                     flush=True,
                 )
+            if self._several_nodes:
+                time.sleep(2 * _INTERVAL)  # torchrun ends with this rank, the store with it: let all nodes hear why
             # Children die with this process: the kernel signals them (PR_SET_PDEATHSIG), and their sockets close.
             os._exit(code)
 
 
-def _doing(state: dict[str, object]) -> str:
+def _doing(state: dict[str, Any]) -> str:
     phase, part, step = state["phase"], state["part"], state["step"]
     return f"in phase {phase} of step {step}" if part in ("", phase) else f"in phase {phase} ({part}) of step {step}"
 
 
-def _running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
+def _who(rank: int, state: dict[str, Any]) -> str:
+    return f"rank {rank} (pid {state['pid']} on {state['host']}), {_doing(state)}"
+
+
+def _died(state: dict[str, Any]) -> bool:
+    """Whether it is of a process of this host that is gone without a word."""
+    if state["phase"] in _OVER or state["host"] != socket.gethostname():
         return False
-    return state != "Z"
+    try:
+        return Path(f"/proc/{state['pid']}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True

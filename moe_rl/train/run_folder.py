@@ -2,8 +2,8 @@
 
 config.yaml     resolved config           metrics.jsonl   one line a step       prompts.jsonl   the prompt ledger
 trace/          routing-trace shards      sync/           weights in transit    checkpoints/    step-<n>
-rollouts/       what steps learned from   ranks/          signs of life         engine.log      the sampler's output
-summary.json, report.html                 run.lock        held by every rank while it lives
+rollouts/       what steps learned from   engine.log      the sampler's output
+summary.json, report.html                 run.lock        held by every rank while it lives, says where rank 0 is
 
 A step's shard and its rollout file are kept together: of the last `replay.keep_shards` steps; of the step after each
 kept checkpoint, which was sampled from that checkpoint's weights; and of step 1, sampled from the initial model. So
@@ -13,7 +13,9 @@ there are always weights whose own rollouts can be scored again.
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -54,10 +56,6 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
-
-    @property
-    def ranks(self) -> Path:
-        return self.path / "ranks"
 
     @property
     def engine_log(self) -> Path:
@@ -119,7 +117,7 @@ def held(folder: RunFolder, *, first: bool) -> Iterator[None]:
 
     Raises ConfigError when the run is still going: two would write into one folder.
     """
-    with folder.lock.open("ab") as file:
+    with folder.lock.open("a+") as file:
         deadline = time.monotonic() + _STILL_ENDING
         while first:
             try:
@@ -127,15 +125,20 @@ def held(folder: RunFolder, *, first: bool) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
+                    file.seek(0)
                     raise ConfigError(
                         describe(
                             "the run is still going",
                             where=str(folder.path),
-                            got="ranks that hold its run.lock",
-                            do="wait until it has ended, or end it; ranks/ says on which hosts and in which processes",
+                            got=f"ranks that hold its run.lock; {file.read() or 'rank 0 has not been there'}",
+                            do="wait until it has ended, or end it",
                         )
                     ) from None
             time.sleep(0.1)
+        if first:
+            file.truncate(0)
+            file.write(f"rank 0 is or was pid {os.getpid()} on {socket.gethostname()}")
+            file.flush()
         fcntl.flock(file, fcntl.LOCK_SH)
         yield
 
@@ -143,8 +146,7 @@ def held(folder: RunFolder, *, first: bool) -> Iterator[None]:
 def take_over(folder: RunFolder, config: Config) -> RunFolder:
     """Go on in the folder of an earlier process: it says what runs from now on, and holds nothing of what ran then that
     could be taken for new."""
-    for path in (folder.ranks, folder.sync):
-        shutil.rmtree(path, ignore_errors=True)
+    shutil.rmtree(folder.sync, ignore_errors=True)
     _write_config(folder, config)
     return folder
 

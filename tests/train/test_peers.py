@@ -1,107 +1,91 @@
 """Ranks watch each other: who is lost is named, and nobody waits for the dead."""
 
-import json
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from moe_rl.train.peers import EXIT_CODE, STOPPED
+from tests.train.peer_processes import beside, hold_store, run_rank
 
-ROOT = Path(__file__).parents[2]
-RANK = """
-import sys, time
-from pathlib import Path
-from moe_rl.errors import EngineError
-from moe_rl.train.peers import Peers, StopRequested
-folder, rank, how, count, apart = Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
-count, apart = int(count), apart == "True"
-if apart:  # each on a host of its own
-    import socket
-    socket.gethostname = lambda: f"host{rank}"
-near = range(rank, rank + 1) if apart else None
-grace = 60 if how == "patient" else 3
-try:
-    with Peers(folder, rank, count, timeout_seconds=2, grace_seconds=grace, near=near) as peers:
-        peers.save_done(5, 0.1)
-        with peers.phase("train", 7, seconds=60 if how == "long step" else 0):
-            print("ready", flush=True)
-            if how.startswith("fail"):
-                time.sleep(1)
-                if how == "fail on a full disk":
-                    import errno
-                    def no_space(*_):
-                        raise OSError(errno.ENOSPC, "No space left on device")
-                    Path.write_text = no_space
-                raise EngineError("planted")
-            if how == "broken by a failure":
-                peer = folder / "rank1.json"
-                while not (peer.exists() and '"phase": "failed"' in peer.read_text()):
-                    time.sleep(0.01)
-                raise RuntimeError("Connection closed by peer")
-            if how == "broken off":
-                time.sleep(1)
-                raise RuntimeError("Connection closed by peer")
-            if how == "broken collective":
-                while True:
-                    try:
-                        time.sleep(0.05)
-                        if not (folder / "rank1.json").exists():
-                            continue
-                        import json, os
-                        os.kill(json.loads((folder / "rank1.json").read_text())["pid"], 0)
-                    except ProcessLookupError:
-                        raise RuntimeError("Connection closed by peer") from None
-            if how == "sampling":
-                try:
-                    with peers.to_be_left():
-                        time.sleep(60)
-                except StopRequested:
-                    print("left", flush=True)
-            if how == "in a collective":
-                import ctypes
-                ctypes.CDLL(None).sleep(60)  # no handler runs before it returns
-            time.sleep(1 if how == "finish" else 60)
-except EngineError:
-    if how == "fail slowly":
-        time.sleep(1.5)  # engine and groups are closed before anyone prints the error
-    raise
-"""
+# Its processes are forks of one that has imported torch.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["tests.train.peer_processes"])
+
+
+class Process:
+    """A process of the tests: as a Popen, but for what it prints, which goes into files."""
+
+    def __init__(self, function, *arguments, folder):
+        self._out, self._errors = folder / f"{time.monotonic_ns()}.out", folder / f"{time.monotonic_ns()}.err"
+        self._process = FORKS.Process(target=function, args=(self._out, self._errors, *arguments))
+        self._process.start()
+        self.pid, self.kill = self._process.pid, self._process.kill
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+    def poll(self):
+        return self._process.exitcode
+
+    returncode = property(poll)
+
+    def wait(self, timeout=20):
+        self._process.join(timeout)
+        assert self.poll() is not None
+        return self.poll()
+
+    def line(self, number, timeout=30):
+        """A line of what it printed, as soon as it is there."""
+        limit = time.monotonic() + timeout
+        while not self._out.exists() or self._out.read_text().count("\n") <= number:
+            assert time.monotonic() < limit and self.poll() is None, self.errors()
+            time.sleep(0.01)
+        return self._out.read_text().splitlines()[number]
+
+    def errors(self):
+        return self._errors.read_text() if self._errors.exists() else ""
 
 
 @pytest.fixture
-def ranks(tmp_path):
+def start(tmp_path):
     started = []
 
-    def start(*hows, apart=False):
-        for rank, how in enumerate(hows):
-            process = subprocess.Popen(
-                [sys.executable, "-c", RANK, str(tmp_path / "ranks"), str(rank), how, str(len(hows)), str(apart)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-            )
-            started.append(process)
-        for process in started:
-            assert process.stdout.readline() == "ready\n"
-        return started
+    def start(function, *arguments):
+        started.append(Process(function, *arguments, folder=tmp_path))
+        return started[-1]
 
     yield start
     for process in started:
         process.kill()
-        process.communicate()
+        process.wait()
+
+
+@pytest.fixture
+def torchrun(start):
+    """Stands for the process of torchrun that holds the store."""
+    return start(hold_store)
+
+
+@pytest.fixture
+def ranks(start, torchrun, tmp_path):
+    def ranks(*hows, apart=False):
+        port = torchrun.line(0)
+        started = [start(run_rank, port, tmp_path, rank, how, len(hows), apart) for rank, how in enumerate(hows)]
+        for process in started:
+            assert process.line(0) == "ready"
+        return started
+
+    return ranks
 
 
 def end(process, within):
     began = time.monotonic()
-    _, errors = process.communicate(timeout=within)
+    process.wait(within)
     assert time.monotonic() - began < within
-    return process.returncode, errors
+    return process.returncode, process.errors()
 
 
 def test_a_killed_rank_is_named_with_its_phase(ranks, tmp_path):
@@ -129,11 +113,36 @@ def test_a_rank_that_explained_itself_is_not_explained_again(ranks):
     assert (code, errors) == (EXIT_CODE, "")
 
 
-def test_a_full_disk_does_not_take_the_place_of_what_a_rank_has_to_say(ranks):
-    survivor, failed = ranks("sleep", "fail on a full disk")
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_store_does_not_take_the_place_of_what_a_rank_has_to_say(ranks, torchrun, blow):
+    torchrun.line(0)
+    (failed,) = ranks(f"blow {blow:d} {torchrun.pid}")
     code, errors = end(failed, 10)
-    assert code == 1 and errors.splitlines()[-1].endswith("EngineError: planted") and "No space left" not in errors
-    assert f"rank 1 (pid {failed.pid} on " in end(survivor, 10)[1]  # its last beat did not arrive
+    assert code == 1 and errors.splitlines()[-1].endswith("EngineError: planted") and "moe_rl: " not in errors
+
+
+@pytest.mark.parametrize(
+    "blow, said", [(signal.SIGKILL, "is gone"), (signal.SIGSTOP, "gave no answer for 2 s")], ids=["killed", "stopped"]
+)
+def test_a_store_that_is_gone_or_stopped_ends_all_ranks(ranks, torchrun, blow, said):
+    first, other = ranks("sleep", "in a collective", apart=True)
+    time.sleep(1)  # they have heard each other
+    torchrun.send_signal(blow)
+    code, errors = end(first, 10)
+    store = f"torchrun's store at 127.0.0.1:{torchrun.line(0)}" if blow == signal.SIGSTOP else "torchrun's store at"
+    assert code == EXIT_CODE and store in errors and f"{said}; the run stops" in errors
+    code, errors = end(other, 10)
+    assert code == EXIT_CODE and f"{said}; the run stops" in errors
+    assert f", beside rank 0 (pid {first.pid} on host0), in phase train of step 7," in errors
+
+
+def test_ranks_that_were_all_stopped_for_a_while_go_on(ranks, torchrun):
+    processes = (torchrun, *ranks("sleep", "sleep"))
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for process in processes:
+            process.send_signal(number)
+        time.sleep(2.5)  # longer than the timeout
+    assert [process.poll() for process in processes] == [None] * 3
 
 
 @pytest.mark.parametrize("other", ["sleep", "broken by a failure"])
@@ -144,7 +153,7 @@ def test_a_rank_that_fails_is_heard_before_the_others_end(ranks, other):
     while failed.poll() is None:
         assert survivor.poll() is None
         time.sleep(0.05)
-    assert failed.returncode == 1 and "planted" in failed.stderr.read()
+    assert failed.returncode == 1 and "planted" in failed.errors()
     code, errors = end(survivor, 10)
     assert (code, errors) == (EXIT_CODE, "")
 
@@ -166,8 +175,8 @@ def test_a_peer_that_is_still_dying_when_the_collective_breaks_off_is_named(rank
     assert code == EXIT_CODE and f"rank 1 (pid {dying.pid} on " in errors and "died" in errors
 
 
-def test_ranks_on_other_nodes_give_the_same_reason(ranks):
-    """Rank 1 hears rank 0 only; its collective broke off, and it waits to be told why."""
+def test_ranks_on_other_nodes_give_the_same_reason(ranks, torchrun):
+    """Rank 1 hears rank 0 only; its collective broke off, and it waits to be told why. torchrun ends with rank 0."""
     first, told, victim, other = ranks("sleep", "broken off", "sleep", "sleep", apart=True)
     for process in (victim, other):
         process.kill()
@@ -177,12 +186,13 @@ def test_ranks_on_other_nodes_give_the_same_reason(ranks):
     for process in (first, told):
         code, errors = end(process, 15)
         assert code == EXIT_CODE and said in errors and "Traceback" not in errors
+        torchrun.kill()
 
 
-def test_a_rank_that_finished_is_not_missed(ranks, tmp_path):
-    slower, done = ranks("sleep", "finish")
+def test_a_rank_that_finished_is_not_missed(ranks):
+    slower, done = ranks("hear", "finish")
     assert end(done, 10)[0] == 0
-    assert json.loads((tmp_path / "ranks" / "rank1.json").read_text())["phase"] == "finished"
+    assert slower.line(1) == "rank 1 finished"
     time.sleep(3)  # longer than the timeout
     assert slower.poll() is None
 
@@ -198,7 +208,7 @@ def test_sigint_ends_it_there_and_then(ranks):
 def test_sigterm_makes_a_rank_leave_its_sampling_and_is_told_to_the_others(ranks, tmp_path):
     other, sampler = ranks("in a collective", "sampling")
     other.send_signal(signal.SIGTERM)
-    assert sampler.stdout.readline() == "left\n"
+    assert sampler.line(1) == "left"
     # nobody saves here: both have ended when the time is up, and say what stands
     for process, who in ((sampler, 1), (other, 0)):
         code, errors = end(process, 15)
@@ -237,19 +247,12 @@ def test_a_second_request_ends_it(ranks):
     assert code == STOPPED and "was asked to stop a second time" in errors
 
 
-def test_a_rank_whose_torchrun_died_ends(tmp_path):
+def test_a_rank_whose_torchrun_died_ends(start, torchrun, tmp_path):
     """It would go on alone, beside the run that takes its folder over."""
-    script = "import subprocess, sys; subprocess.Popen([sys.executable, *sys.argv[1:]]); sys.stdin.read()"
-    command = [sys.executable, "-c", script, "-c", RANK, str(tmp_path / "ranks"), "0", "sleep", "2", "False"]
-    agent = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert agent.stdout.readline() == "ready\n"
+    agent = start(beside, torchrun.line(0), tmp_path)
+    assert agent.line(0) == "ready"
     agent.kill()
-    _, errors = agent.communicate(timeout=10)  # which the rank holds open for as long as it lives
-    assert f"torchrun (pid {agent.pid}), which started rank 0, died" in errors
+    limit = time.monotonic() + 10
+    while f"torchrun (pid {agent.pid}), which started rank 0, died" not in agent.errors():
+        assert time.monotonic() < limit
+        time.sleep(0.05)

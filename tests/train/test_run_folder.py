@@ -1,6 +1,7 @@
 """Who may write into a run's folder."""
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -38,6 +39,17 @@ def test_a_run_that_is_still_going_is_not_taken_over(tmp_path, rank, monkeypatch
         pass
     with held(RunFolder(tmp_path), first=False):  # its other ranks
         pass
+
+
+def test_who_is_refused_is_told_where_the_run_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "_STILL_ENDING", 0.3)
+    said = f"rank 0 is or was pid {os.getpid()} on {socket.gethostname()}"
+    for _ in range(2):  # a later run is not told of an earlier one
+        with held(RunFolder(tmp_path), first=True):
+            refused = pytest.raises(ConfigError, match=f"run.lock; {said}. Wait")
+            with refused, held(RunFolder(tmp_path), first=True):
+                pass
+    assert RunFolder(tmp_path).lock.read_text() == said
 
 
 def test_what_is_left_of_a_run_that_was_killed_is_waited_for(tmp_path, rank):

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from moe_rl.errors import MoeRLError
+from moe_rl.train.peers import connect
 
 ROOT = Path(__file__).resolve().parents[2]
 _POLL_SECONDS = 0.01
@@ -30,6 +31,7 @@ class Launch:
         self.output = self.runs_dir / f"output-{len(list(self.runs_dir.glob('output-*')))}"
         own = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "TORCHELASTIC"))}
         own |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | (environment or {})
+        self._store, self._signs = None, {}
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         with self.output.open("w") as out:
             self.process = subprocess.Popen(
@@ -72,16 +74,20 @@ class Launch:
         raise RunEnded(f"waited {timeout:g} s in vain:\n{self.text()[-4000:]}")
 
     def sign(self, rank: int = 0) -> dict[str, object]:
-        """What a rank says of itself; nothing before it is there."""
+        """What a living rank says of itself; nothing before it is there."""
         sign = self.last_sign(rank)
         return sign if sign and running(sign["pid"]) else {}
 
     def last_sign(self, rank: int = 0) -> dict[str, object]:
-        """What a rank last said of itself, dead or alive, in this launch or before it."""
-        folder = self.folder
-        with suppress(OSError, ValueError):
-            return json.loads((folder / "ranks" / f"rank{rank}.json").read_text()) if folder else {}
-        return {}
+        """What a rank of this launch last said of itself, dead or alive. It is asked for while torchrun lives."""
+        with suppress(RuntimeError):  # of a store that is gone
+            if self._store is None and self.folder:
+                self._store = next(
+                    (connect(self.folder, e) for e in map(_environment, self.processes()) if "RANK" in e), None
+                )
+            if self._store is not None and self._store.check([str(rank)]):
+                self._signs[rank] = json.loads(self._store.get(str(rank)) or "{}")
+        return self._signs.get(rank, {})
 
     def rank_pid(self, rank: int) -> int:
         return self.until(lambda: self.sign(rank).get("pid"))
@@ -134,6 +140,13 @@ def rows(folder: Path) -> list[dict[str, object]]:
         row = json.loads(line)
         kept.append({k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))})
     return kept
+
+
+def _environment(pid: int) -> dict[str, str]:
+    with suppress(OSError):
+        text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+        return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
+    return {}
 
 
 def _command(pid: int) -> bytes:

@@ -180,14 +180,14 @@ class Soak:
         for pid in kill.pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        # The last sign of the dead is the truth about where it died. The store has it until torchrun ends.
+        last = launch.last_sign(1 if kill.victim == "rank 1" else 0)
         began = time.monotonic()
         kill.fired = not still_running(kill.pids, 1.0)
         kill.left = still_running(everyone, _END_SECONDS)
         kill.end_seconds = time.monotonic() - began
         launch.process.wait()
         if kill.victim in ("rank 0", "rank 1", "all"):
-            # The last sign of the dead is the truth about where it died.
-            last = launch.last_sign(1 if kill.victim == "rank 1" else 0)
             kill.step, found = last["step"], self._phases(launch, last) or found
         kill.unpublished = self._writing(launch)
         kill.phase = kill.planned if kill.planned in found else next(iter(found), f"{sign['phase']} {sign['part']}")
