@@ -6,7 +6,7 @@ looked up when it is asked for, and brings torch, vLLM or Megatron with it only 
 
 from importlib import import_module
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "record": "moe_rl.vllm.offline",
