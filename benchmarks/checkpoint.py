@@ -126,7 +126,7 @@ def _resumed(bench: ReplayedUpdates, done: int, last: Path) -> dict[str, object]
 
 
 def _same_bytes(one: Path, other: Path) -> bool:
-    """Of all files but Megatron's metadata, which name times and places. Their digests are the checkpoints' own."""
+    """Digests of all files but Megatron's metadata, which name times and places; the checkpoints' own digests."""
     ours, theirs = (
         {
             name: d

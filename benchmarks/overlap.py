@@ -96,7 +96,7 @@ def run_rank(options: argparse.Namespace, bench: ReplayedUpdates) -> dict:
 
 
 def seconds(timeline) -> float:
-    """Of the layer's forward and backward pass together."""
+    """Add up the layer's forward and backward pass."""
     return sum(
         max(span.end for span in timeline.spans if span.backward == backward)
         - min(span.begin for span in timeline.spans if span.backward == backward)

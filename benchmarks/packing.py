@@ -92,7 +92,7 @@ def measured(options: argparse.Namespace) -> Iterator[dict[str, object]]:
 
 
 def recorded(store: str, steps: int) -> Iterator[tuple[str, list[int], np.ndarray, np.ndarray]]:
-    """Of each of the last shards: its name, lengths, counts [S, L, E], and counts [N, L, E] of the up to four before
+    """Yield for each of the last shards its name, lengths, counts [S, L, E], and counts [N, L, E] of up to four before
     it; none of these if it is the first."""
     selection, totals = select(store), []
     shards = selection.shards[-steps - _EARLIER :]

@@ -18,8 +18,8 @@ class Interval:
     """Seconds of time.perf_counter. name: "router", "shared experts", "experts 0", "rows 0", "weights 0", "back 0" with
     the number of the chunk. backward: of the gradient.
 
-    end: when the host was through with it. Of an all-to-all, which the host only begins, that is when it went on after
-    waiting for it; waiting is when it came to wait, and arrived when the rows were there.
+    end: when the host was through with it. An all-to-all is only begun by the host: there it is when it went on after
+    waiting; waiting is when it came to wait, and arrived when the rows were there.
     """
 
     name: str
@@ -161,7 +161,7 @@ class _Mark(torch.autograd.Function):
 
 
 def _length(intervals: list[tuple[float, float]]) -> float:
-    """Of the union; those that end before they begin are empty."""
+    """Length of the union; intervals that end before they begin are empty."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted(intervals):
         total += max(0.0, end - max(begin, reached))

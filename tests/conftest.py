@@ -7,7 +7,7 @@ import pytest
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 
-# Of whole runs, of several ranks, of real engines: minutes each, the longest first.
+# Folders with whole runs, several ranks, real engines: minutes each, the longest first.
 _LONG = ("end_to_end", "distributed", "rollout")
 
 

@@ -37,7 +37,7 @@ class Diagnosis:
 def installation_problems(config: Config | None = None) -> list[str]:
     """Why what is installed cannot do what a run needs, every run or that of a config, one message each.
 
-    Of vLLM it is the patch series that decides, where it samples here: servers have looked at theirs.
+    Where vLLM samples here, its patch series decides; servers have looked at theirs.
     """
     found = {part: found_version(part) for part in ALWAYS if part is not VLLM}
     unfit = [_unfit(part, version) for part, version in found.items() if not fits(part, version)]

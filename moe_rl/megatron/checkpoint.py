@@ -177,7 +177,7 @@ def _read_tensors(path: Path, wanted: dict, strict: StrictHandling) -> dict:
     """What `wanted` names, read from the files; nothing may be missing in them and, by `strict`, nothing left over."""
     try:
         with warnings.catch_warnings():
-            # Of how megatron calls torch, from every rank: nothing that a user could mend.
+            # Every rank warns of how megatron calls torch: nothing that a user could mend.
             warnings.simplefilter("ignore")
             return dist_checkpointing.load(wanted, str(path), strict=strict)
     except (CheckpointingException, CheckpointException) as error:

@@ -1,6 +1,6 @@
 """Megatron's all-to-all dispatcher, told by a plan how many rows go where.
 
-Of one MoE layer in one microbatch Megatron's asks all ranks of its group for their counts (an all-gather), makes the
+For each MoE layer and microbatch Megatron's asks all ranks of its group for their counts (an all-gather), makes the
 host wait until these are there (the sizes of what is sent and received must be known to it), and sorts a table of rows
 by experts. A plan has all three results beforehand. The rows that are then exchanged, their order, and the sums over
 them are Megatron's own, so that nothing changes by a bit.

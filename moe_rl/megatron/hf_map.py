@@ -3,7 +3,7 @@
 What they are called and how they are laid out is in the table of the model's family, see
 `moe_rl/models/weight_table.py`. A rank holds the experts in the slots s with s // (num_experts / EP) equal to its
 expert rank; which expert lies in a slot, the layer's dispatcher says (`placement`): when a model is loaded, that of
-the slot's number. Of a tensor that ranks share it holds an equal run of rows or of columns, and it reads no other
+the slot's number. It holds an equal run of rows or of columns of a tensor that ranks share, and it reads no other
 bytes of it; of query, key and value rows that is whole key-value groups, of gate and up rows its run of each.
 """
 

@@ -105,7 +105,7 @@ class PackedAttention(torch.nn.Module):
         ranks, longest = self.context.size(), max(lengths)
         slots, key_slots, positions = _slots(lengths, self.context.rank(), ranks, query.device)
         if ranks > 1:
-            # Of both at once: backward, each rank is sent the sum of the gradients for its rows.
+            # Both at once. Backward, each rank is sent the sum of the gradients for its rows.
             rows = gather_from_sequence_parallel_region(torch.cat((key, value), -1), group=self.context)
             key, value = rows.chunk(2, -1)
 
@@ -138,7 +138,7 @@ class PackedAttention(torch.nn.Module):
         return query, key, value, {"attn_mask": F.pad(mask["attn_mask"], (0, 1), value=True)}
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """Of the sinks, of which each rank has those of its heads."""
+        """Say how the sinks are shared: each rank has those of its heads."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,

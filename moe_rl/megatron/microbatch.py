@@ -163,7 +163,7 @@ def pack(
     context: tuple[int, int] = (0, 1),
     supports: Seq[SamplingSupport] | None = None,
 ) -> Microbatch:
-    """Pack sequences[i] for i in indices. Of each, all but the last token is fed: nothing is predicted after it.
+    """Pack sequences[i] for i in indices. The last token of each is not fed: nothing is predicted after it.
 
     indices: None packs all. device: None is `world.device()`. context: which part of every sequence is this rank's, and
     of how many; see `world.context_parallel`. supports: of each packed sequence, in the order of `indices`; None: every

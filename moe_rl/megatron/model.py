@@ -79,7 +79,7 @@ def transformer_config(facts: ModelFacts, train: TrainConfig, parallel: Parallel
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
         pipeline_model_parallel_layout=_runs(parallel.layers_per_run),
-        # Of two stages each is before and behind the other: megatron's batched sends and receives, both to one rank,
+        # With two stages each is before and behind the other: megatron's batched sends and receives, both to one rank,
         # then pair up crosswise, unnoticed where lengths are equal. Single ones do not.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
@@ -288,7 +288,7 @@ def wrap_for_training(
         overlap_grad_reduce=False,
         delay_wgrad_compute=train.delay_wgrad_compute,
     )
-    # Of later chunks all gradients are ready at once, so that buckets would only make more, smaller messages.
+    # Later chunks have all gradients ready at once: buckets would only make more, smaller messages.
     chunks = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)

@@ -172,7 +172,7 @@ class Policy:
     def _nonfinite(self, finite_losses: list[torch.Tensor], grad_norm: float) -> str:
         """What is not finite, and on which ranks, in the same words on all of them; "" when everything is.
 
-        Of gradients a rank is named whose own part, before ranks sum theirs, is not finite.
+        For gradients it names the ranks whose own part, before ranks sum theirs, is not finite.
         """
         ranks = dist.get_world_size()
         parts = {"loss": finite_losses, "gradient": [chunk.own_gradients_finite for chunk in self.chunks]}

@@ -87,12 +87,12 @@ def _of_best_groups(scores: torch.Tensor, groups: int, top_groups: int) -> torch
 class ReplayRouter(TopKRouter):
     """TopKRouter whose top-k comes from the replay session when its microbatch has one.
 
-    Groups of experts limit the router's own choice, never a recorded one. Of what a router keeps the balance by:
+    Groups of experts limit the router's own choice, never a recorded one. What a router keeps the balance by:
 
     Expert-bias statistics (`local_tokens_per_expert`) count what is dispatched, hence what was recorded: the bias evens
     out the load of the sampler.
     The auxiliary loss compares the router's mean scores with its own live top-k over all experts, without bias and
-    groups, never with the recorded choice: a gradient can only move what the router itself prefers. Of a microbatch
+    groups, never with the recorded choice: a gradient can only move what the router itself prefers. In a microbatch
     with T tokens it is E / K * sum_e (tokens that choose e / T) * (mean score of e), 1 when balanced (Switch
     Transformers, arXiv 2101.03961, equation 4, for K choices); an update's microbatches weigh as their tokens.
 

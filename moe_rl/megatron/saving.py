@@ -68,7 +68,7 @@ class Checkpoints:
         self.finish()
         rank, began = dist.get_rank(), time.perf_counter()
         hidden = self._begin(step)
-        # Of this process and this save: the results of another must not be taken for its own.
+        # Results of another process or save must not be taken for this one's.
         filesystem_async._results_queue = queue.Queue()
         gc.freeze()  # Megatron collects garbage twice: only what it makes itself need be searched
         try:

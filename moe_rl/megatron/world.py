@@ -191,7 +191,7 @@ def expert_parallel() -> int:
 
 
 def own_rows(tokens: int) -> slice:
-    """Of the `tokens` rows of a microbatch those that this rank's routers see: its part under sequence parallelism."""
+    """Which of a microbatch's `tokens` rows this rank's routers see: its part under sequence parallelism."""
     ranks, rank = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_rank(),

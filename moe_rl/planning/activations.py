@@ -110,7 +110,7 @@ def dispatched_rows(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
 
 
 def expert_row_bytes(facts: ModelFacts, expert_tensor: int, bytes_each: int) -> int:
-    """Of one dispatched row, b x (hidden + 6 x the expert's width): its input, what an MLP keeps, and the product with
+    """Bytes of one dispatched row, b x (hidden + 6 x the expert's width): input, what an MLP keeps, the product with
     the router's weight. 8 x where the SwiGLU is clamped."""
     times = 6 if facts.glu_clamp is None else 8
     return bytes_each * (facts.hidden_size + times * (facts.moe_intermediate_size // expert_tensor))
@@ -129,7 +129,7 @@ def router_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
 
 
 def held_by_router_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
-    """Of the router's, what stays also where the layer is recomputed: S x (5 experts + 8 top_k)."""
+    """Bytes of the router that stay also where the layer is recomputed: S x (5 experts + 8 top_k)."""
     return -(-shape.rows // layout.tensor) * (facts.num_experts * (FLOAT32 + 1) + INT64 * facts.top_k)
 
 
@@ -192,7 +192,7 @@ def stage_activations(
     runs: list[range],
     microbatches: int,
 ) -> Activations:
-    """Of a rank of a pipeline stage. runs: its layers, in runs of adjacent ones. microbatches: of an update."""
+    """Estimate a rank of a pipeline stage. runs: its layers, in runs of adjacent ones. microbatches: of an update."""
     kept = again = behind = 0
     hidden, held = hidden_bytes(facts, layout, shape), held_by_router_bytes(facts, layout, shape)
     for run in runs:

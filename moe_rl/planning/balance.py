@@ -223,7 +223,7 @@ class _Search:
     def _improve(self, one: int, two: int, start: int) -> bool:
         """Make the best exchange between two rounds, if one improves them.
 
-        Of large rounds a window of sequences from number `start` on is looked at. Candidates are those that the slope
+        In large rounds it looks at a window of sequences from number `start` on. Candidates are those that the slope
         of the maxima promises the most; each is then tried exactly.
         """
         places, ours = self._some(one, start)

@@ -85,7 +85,7 @@ def budget(counts_SMLE: np.ndarray, *, expert_parallel: int, top_k: int) -> Budg
 
 
 def most(budgets: Iterable[Budget]) -> Budget:
-    """Of each number the largest: what holds all of them."""
+    """Take the largest of each number: what holds all of them."""
     budgets = list(budgets) or [Budget()]
     return Budget(*(max(getattr(one, field.name) for one in budgets) for field in fields(Budget)))
 

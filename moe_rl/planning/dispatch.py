@@ -87,7 +87,7 @@ def splits(counts: np.ndarray, group: DispatchGroup) -> Splits:
 def send_order(routes: np.ndarray, slots: np.ndarray) -> np.ndarray:
     """int32 [..., R * K]: the entries of a [R, E] table of (row, expert), counted row by row, in the order in which
     they are sent: by the expert's slot, and to one expert by row. routes: integers [..., R, K], distinct in a row.
-    slots: integers [..., E], where each expert lies. Of an entry, the row is entry // E and the expert entry % E."""
+    slots: integers [..., E], where each expert lies. An entry has the row entry // E and the expert entry % E."""
     top_k, experts = routes.shape[-1], slots.shape[-1]
     flat = routes.reshape(*routes.shape[:-2], math.prod(routes.shape[-2:]))
     slots = np.broadcast_to(slots, (*routes.shape[:-2], experts)).astype(routes.dtype)

@@ -19,12 +19,12 @@ import numpy as np
 from moe_rl.errors import describe
 from moe_rl.planning.balance import excess
 
-# Of a mean rank's load in a layer: what it must bring there, in each batch, to move one expert. An expert moves once
+# A fraction of a mean rank's load in a layer: what moving one expert must bring in each batch. An expert moves once
 # and its load comes with every batch, so this is little; but gains below the noise of the counts are none.
 PRICE = 2e-4
 # Pairs of experts that a search looks at in a layer before it stops, where looking at a rank costs as much as so many.
 _WORK, _PASS = 3_000_000, 4_000
-# Of these pairs, how many are tried exactly.
+# How many of these pairs are tried exactly.
 _TRIED = 256
 
 

@@ -17,7 +17,7 @@ ADAM_MOMENTS_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Of the fullest rank of a pipeline stage. layers: 0-based. parameters: how many, without padding. reference_bytes:
+    """What the fullest rank of a stage holds. layers: 0-based. parameters: how many, without padding. reference_bytes:
     the frozen initial policy's, 0 without one."""
 
     layers: tuple[int, ...]
@@ -55,7 +55,7 @@ def main_grad_bytes(buffers: list[Buffer], train: TrainConfig) -> int:
 
 
 def optimizer_bytes(buffers: list[Buffer], train: TrainConfig, ranks: int) -> list[int]:
-    """Of each of the `ranks` of a stage: `state_bytes` x parameters in its piece of each buffer, and in all of them
+    """For each of the `ranks` of a stage `state_bytes` x parameters in its piece of each buffer, and in all of them
     without the distributed optimizer."""
     each = state_bytes(train.dtype)
     if not train.distributed_optimizer:

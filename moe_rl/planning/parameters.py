@@ -38,7 +38,7 @@ class Buffer:
 
     @property
     def elements(self) -> int:
-        """Of the parameters alone."""
+        """How many there are, without padding."""
         return sum(self.sizes)
 
     def gaps(self) -> Iterator[tuple[int, int]]:
@@ -115,13 +115,13 @@ def _module(weight: Weight) -> str:
 
 
 def _elements(weight: Weight, layout: Layout) -> int:
-    """Of a dense parameter: all of it, or a tensor-parallel rank's part."""
+    """Count a dense parameter: all of it, or a tensor-parallel rank's part."""
     total = sum(map(math.prod, weight.tensors.values()))
     return total if weight.axis is None else -(-total // layout.tensor)
 
 
 def _expert_elements(facts: ModelFacts, weight: Weight, layout: Layout) -> int:
-    """Of a parameter of one expert, on a rank that holds it in whole or in part."""
+    """Count a parameter of one expert, on a rank that holds it in whole or in part."""
     total = sum(map(math.prod, weight.tensors.values())) // (facts.num_experts if weight.experts == "stacked" else 1)
     return total if weight.axis is None else -(-total // layout.expert_tensor)
 

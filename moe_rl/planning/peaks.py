@@ -48,7 +48,7 @@ def dispatching_groups(parallel: ParallelConfig, shares: int) -> list[slice]:
 
 
 def peaks(config: Config, facts: ModelFacts, world_size: int, trace: str) -> Peaks:
-    """Of every shard at `trace`, a store or one shard of it. Every record is taken as trained on, in the order of keys.
+    """Find the peaks of all shards at `trace`, a store or one shard. Records count as trained on, in the order of keys.
 
     Raises TraceError when there is no such store, a record is damaged or of another model, or it holds none, and
     ConfigError when a sequence does not fit into a microbatch.
@@ -83,7 +83,7 @@ def peaks(config: Config, facts: ModelFacts, world_size: int, trace: str) -> Pea
 
 
 def _batches(trace: str, facts: ModelFacts) -> Iterator[tuple[list[str], list[int], np.ndarray]]:
-    """Of each shard: the groups of its sequences, their lengths, and counts [S, L, E], in the order of their keys."""
+    """Yield for each shard the groups of its sequences, their lengths, and counts [S, L, E], in the order of keys."""
     selection, shape = select(trace), (len(facts.moe_layers), facts.num_experts)
     for shard in selection.shards:
         refs = [ref for ref in references(selection) if ref.parts[0].shard == shard]

@@ -1,7 +1,7 @@
 """Where the tokens of packed sequences lie, and which of them a context-parallel rank holds.
 
 A packed run is sequences end to end, each padded at its end where ranks share it, and behind them padding that counts
-as a sequence of its own. Of each sequence, cut into 2 C equal chunks, rank c of C holds the chunks c and 2 C - 1 - c,
+as a sequence of its own. Each sequence is cut into 2 C equal chunks; rank c of C holds the chunks c and 2 C - 1 - c,
 megatron's zig-zag: causal attention then costs every rank the same. Padding at the end of a sequence is never seen by
 its tokens.
 """

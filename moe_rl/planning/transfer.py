@@ -61,7 +61,7 @@ def weight_transfer(wanted: Literal["auto"] | Way, *, gpu: bool, place: Place, o
 
 
 def planned_transfer(config: Config, world_size: int) -> Transfer:
-    """Of a run on the GPUs of the config's cluster, or without one on the CPUs of one host."""
+    """Choose for a run on the GPUs of the config's cluster, or without one on the CPUs of one host."""
     cluster = config.cluster
     one_host = cluster is None or world_size <= cluster.gpus_per_node
     place: Place = "servers" if has_servers(config) else "child"

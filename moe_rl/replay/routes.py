@@ -50,7 +50,7 @@ class SequenceRoutes:
 
     @classmethod
     def complete(cls, key: str, token_ids: np.ndarray, routes: np.ndarray) -> SequenceRoutes:
-        """Of a sequence all of whose rows are recorded and to be replayed."""
+        """Make those of a sequence whose rows are all recorded and to be replayed."""
         nothing = np.zeros(len(routes), bool)
         return cls(key, token_ids, routes, native=nothing, recorded=~nothing, stale=nothing)
 
@@ -76,8 +76,8 @@ def read_routes(
     """Routes of one sequence in `layers`, proven to belong to the tokens that will be fed.
 
     layers [L]: global numbers, increasing. fed [T]: those tokens, taken from the packed microbatch itself rather than
-    from the sequence. here bool [T]: the rows that this rank's routers see. Of other layers and, but for short gaps, of
-    other rows nothing is read. weight_version: of the trainer.
+    from the sequence. here bool [T]: the rows that this rank's routers see. Nothing is read of other layers, nor,
+    but for short gaps, of other rows. weight_version: of the trainer.
     Raises TraceError (missing, damaged) or RouteValidationError (wrong), both naming the sequence.
     """
     fed = np.asarray(fed)

@@ -84,14 +84,14 @@ class Compared:
 
     @classmethod
     def of(cls, recorded: torch.Tensor, native: torch.Tensor, scores: torch.Tensor) -> Compared:
-        """Of one layer: the record and the router's own choice, int64 [N, K], and its scores [N, E]. On the device."""
+        """Compare one layer: the record, the router's choice, int64 [N, K], and its scores [N, E]. On the device."""
         shared = (recorded[:, :, None] == native[:, None, :]).sum((1, 2))
         margin = scores.gather(1, native).amin(1) - scores.gather(1, recorded).amin(1)
         return cls(shared < recorded.shape[1], shared, margin.float())
 
     @classmethod
     def of_layers(cls, layers: Seq[Compared]) -> Compared:
-        """Of the same rows in several layers."""
+        """Put several layers of the same rows together."""
         return cls(*(torch.stack([getattr(one, name) for one in layers]) for name in ("differs", "shared", "margin")))
 
 

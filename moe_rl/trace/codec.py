@@ -16,7 +16,7 @@ little-endian uint16. The codec id is kept beside the chunk:
            of a layer are chosen much more often than others and sets do not repeat. Decodes some 5 times slower than
            GAP.
 
-16-bit values go to zstd as the plane of low bytes, then the plane of high bytes. Of the zstd frame only the blocks are
+16-bit values go to zstd as the plane of low bytes, then the plane of high bytes. Only the blocks of the zstd frame are
 stored: a reader puts magic and a header with the size that it expects in front, so that no chunk can make it allocate
 more than its shape says.
 
@@ -49,7 +49,7 @@ class Codec(IntEnum):
 
 
 # What a codec that decodes slowly must save: uniform routes lose 3% of size by staying with GAP, and decode some 40
-# times as fast as by ENUM. Of chunks of few bytes ENUM is taken when it is smaller at all, RANKED not tried.
+# times as fast as by ENUM. For chunks of few bytes ENUM is taken when it is smaller at all, RANKED not tried.
 _SHORT = 4096
 _GAIN = 1 / 16
 
@@ -234,7 +234,7 @@ def _bad_set(ids_NK: np.ndarray, num_experts: int, layers: int, *, ascending: bo
 
 
 def _skips(ids_NK: np.ndarray) -> np.ndarray:
-    """Of ascending sets: the first id, then how many experts lie between each id and the one before it."""
+    """Turn ascending sets into the first id, then how many experts lie between each id and the one before it."""
     skips_NK = np.empty_like(ids_NK)
     ids, skips = ids_NK.reshape(-1), skips_NK.reshape(-1)
     # Over the ends of sets too; what comes out there is the first column, written over below.

@@ -30,7 +30,7 @@ MAX_HEAD = 1 << 20
 MAX_DEPTH = 64
 MAX_AUX = 64
 MAX_AUX_BYTES = 1 << 26
-# Mean count per expert from which counts are stored. Of fewer rows decoding is as quick, and they cost over 5%.
+# Mean count per expert from which counts are stored. With fewer rows decoding is as quick, and they cost over 5%.
 COUNTS_FROM = 16
 
 _AUX_NAME = re.compile(r"[a-z_]{1,64}", re.ASCII)
@@ -89,7 +89,7 @@ class Frame:
 
     @property
     def rows(self) -> int:
-        """Of the whole sequence."""
+        """How many the whole sequence has."""
         return self.own_rows + (self.parent.rows if self.parent else 0)
 
     @property

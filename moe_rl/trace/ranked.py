@@ -40,9 +40,9 @@ def applies(num_experts: int, top_k: int) -> bool:
 def expected_bits(routes: np.ndarray, num_experts: int) -> float:
     """Roughly the bits of a set of routes [T, L, K], levels included, when all goes well; from every 13th token.
 
-    Of two picks in a layer, how often are they one expert? That gives the collision entropy of its popularity. Of what
-    a set's K picks lack of log2 E each, ranked chunks were measured to save half on Zipf and 0.7 on log-normal
-    popularity. Skips and Huffman codes cost 4% on even routes, levels and zstd's tables about 3 bits an expert.
+    How often two picks in a layer are one expert gives the collision entropy of its popularity. Ranked chunks were
+    measured to save half of what a set's K picks lack of log2 E each on Zipf popularity, and 0.7 on log-normal.
+    Skips and Huffman codes cost 4% on even routes, levels and zstd's tables about 3 bits an expert.
     """
     tokens, layers, top_k = routes.shape
     sample = routes[::_SAMPLE]

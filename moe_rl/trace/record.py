@@ -107,7 +107,7 @@ class TraceSpec:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of one expert id: uint8 when every id fits, else little-endian uint16."""
+        """The type of one expert id: uint8 when every id fits, else little-endian uint16."""
         return np.dtype("<u1") if self.num_experts <= 256 else np.dtype("<u2")
 
     @property

@@ -125,8 +125,8 @@ class Canary:
         self.microbatches = [pack([canary], one, world.device(), world.context_parallel()) for one in plan]
 
     def difference(self, policy: Policy, sampler: Sampler | None) -> float:
-        """Mean |log-probability difference| in nats, both routing natively, on rank 0; 0 on the others. Of several
-        samplers that of the worst."""
+        """Mean |log-probability difference| in nats, both routing natively, on rank 0; 0 on the others. With
+        several samplers that of the worst."""
         ours, *_ = policy.logprobs(self.microbatches, None, temperature=1.0)
         if sampler is None:
             return 0.0

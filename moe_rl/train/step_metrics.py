@@ -125,7 +125,7 @@ def step_metrics(config: Config, spec: TraceSpec, shown: Shown, *, by_layer: boo
 
 
 def loss_metrics(objective: ObjectiveConfig, sums: LossSums, updates: int) -> dict[str, float]:
-    """Of a step of so many updates."""
+    """The metrics of the loss, over a step of so many updates."""
     sums = sums if world.speaks_for_its_sequences() else LossSums()
     loss, kl, events, units, ratio = world.all_reduce(
         [*map(float, (sums.loss, sums.kl, sums.clip_events, sums.clip_units, sums.ratio))]
@@ -188,7 +188,7 @@ def _compared(tallies: list[Tally], name: str, top_k: int) -> dict[str, float]:
 
 
 def _by_layer(tallies: list[Tally], layers: Seq[int]) -> dict[int, float]:
-    """Of each MoE layer of the model: fraction of the tokens where the router's choice is not the recorded one."""
+    """For each MoE layer of the model the fraction of tokens where the router's choice is not the recorded one."""
     wrong = [sum(t.native_by_layer.get(layer, 0) for t in tallies) for layer in layers]
     tokens = [sum(t.native_tokens for t in tallies if layer in t.native_by_layer) for layer in layers]
     reduced = world.all_reduce([*wrong, *tokens])

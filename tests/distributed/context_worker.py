@@ -23,7 +23,7 @@ from moe_rl.types import Provenance, Sequence, Span
 from tests.weights.taking import taken
 
 CONFIG = Path(__file__).parents[2] / "configs/tiny_moe_cpu.yaml"
-# Of prompt and completion. 1 and 2 tokens are fed of some, where there are 4 chunks; no length is as any other.
+# Lengths of prompt and completion. 1 and 2 tokens are fed of some, where there are 4 chunks; no length is as any other.
 LENGTHS = [(1, 1), (5, 4), (1, 2), (3, 9), (2, 2), (11, 13)]
 
 

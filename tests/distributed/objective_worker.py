@@ -105,7 +105,7 @@ def microbatch_means(step, share, sums):
 
 
 def gradients(step, policy, ready, scores, order, *, wrong=False):
-    """Of one update with this objective, under Hugging Face names; and what the step says of it."""
+    """Gradients of one update with this objective, under Hugging Face names; and what the step says of it."""
     (share,), _ = step.shares.of(ready, list(range(len(ready))), VERSION, step.policy.placement)
 
     def of(microbatch, values):

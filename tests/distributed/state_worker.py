@@ -49,7 +49,7 @@ LAYOUTS = {
 # Resumed once more, from a checkpoint of their own.
 AGAIN = ("TP2-ETP2", "PP2-VPP2")
 SEED, STEP, UPDATES = 1, 1, 2
-# Of a checkpoint that two ranks wrote.
+# The files of a checkpoint that two ranks wrote.
 FILES = (".metadata", "__0_0.distcp", "__1_0.distcp", "metadata.json", "rng-rank0.safetensors", "rng-rank1.safetensors")
 BUCKET = 150_000  # bytes
 

@@ -191,7 +191,7 @@ def test_a_checkpoint_goes_in_and_out_bit_for_bit(seen, checkpoints, ranks, case
 
 @pytest.mark.parametrize("ranks, case", EXACT)
 def test_a_rank_reads_its_own_bytes_of_a_checkpoint(seen, checkpoints, ranks, case):
-    """Of float32 files into float32 parameters: as many bytes as it holds, and not one more."""
+    """Float32 files into float32 parameters: as many bytes as it holds, and not one more."""
     ours = seen(ranks, case)
     assert all(read == held > 0 for read, held in (rank["read"] for rank in ours))
     whole = sum(tensor.nbytes for tensor in load_file(checkpoints[case.split()[0]] / "model.safetensors").values())

@@ -75,7 +75,7 @@ def seen(tmp_path_factory):
 
 
 def worst(ranks):
-    """Of a case: the largest difference as a fraction of the gradient's largest entry."""
+    """The largest difference of a case as a fraction of the gradient's largest entry."""
     return max(rank["difference"] for rank in ranks) / ranks[0]["largest"]
 
 

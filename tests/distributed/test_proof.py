@@ -218,7 +218,7 @@ def test_overlapped_in_one_chunk_no_bit_changes(proven, case):
 
 @pytest.mark.parametrize("case", CHUNKS, ids=name)
 def test_in_chunks_the_gradient_changes_by_the_rounding_of_its_sums(proven, case):
-    """Of all tensors together; through four layers each adds its rounding to what it got."""
+    """The norm of all tensors together; through four layers each adds its rounding to what it got."""
     chunked, plain = (merged(proven.ranks(one), "grads") for one in (case, replace(case, overlap_chunks=0)))
     whole, difference = (torch.cat([t.flatten().double() for t in one]) for one in (
         plain.values(), [chunked[n].double() - plain[n].double() for n in plain]

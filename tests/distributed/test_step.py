@@ -386,7 +386,7 @@ def test_two_halves_of_the_vocabulary_are_one(out):
 
 @pytest.fixture(scope="module")
 def by_transformers(checkpoint):
-    """Of the natively routed batch over the supports, and over everything: mean entropy and k1; and over the supports
+    """Mean entropy and k1 of the natively routed batch over the supports and over everything; and over the supports
     the norm of the gradient of GSPO's loss, where no ratio has moved, with and without the entropy bonus."""
     from transformers import Qwen3MoeForCausalLM
 

@@ -146,7 +146,7 @@ def clip(ratio, batch):
 
 
 def scalar_sequence(name, batch, advantage, tokens):
-    """Of one sequence, before the denominator: what it adds to the loss, the gradient of each token, the ratios counted
+    """For one sequence, before the denominator: what it adds to the loss, each token's gradient, the ratios counted
     and how many of them are clip events."""
     n, o = len(tokens), batch.others
     weights = [1.0 if batch.weights is None else batch.weights[t] for t in tokens]  # of gspo, gmpo: all the same

@@ -133,7 +133,7 @@ def test_routes_of_other_weights_or_models_are_refused(stored):
 
 
 def test_only_the_rows_of_this_rank_are_read(tmp_path):
-    """Of a context-parallel rank: the first and the last quarter, and of these no other rank's routes."""
+    """A context-parallel rank reads the first and the last quarter, and of these no other rank's routes."""
     rng = np.random.default_rng(4)
     tokens = rng.integers(0, 99, 801).tolist()
     with ShardWriter(tmp_path, "step1", SPEC) as writer:

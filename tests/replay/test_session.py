@@ -124,7 +124,7 @@ def test_recomputed_layers_take_each_route_a_second_time():
 
 
 def test_microbatches_that_swap_their_routes_are_refused():
-    """Of equal length, each taken and dispatched once: no count would tell."""
+    """Two of equal length, each taken and dispatched once: no count would tell."""
     with (
         pytest.raises(ReplayError, match=r"another microbatch.*layer 0\): got microbatch 1, expected microbatch 0"),
         session([table(0), table(1)]) as s,

@@ -171,7 +171,7 @@ def _cache_groups(engine) -> list:
 
 
 def _compile_cache_keys(config) -> list[str]:
-    """Of this engine, and of the same one without recording."""
+    """What this engine says, and the same one without recording."""
     key = config.compute_hash()
     config.additional_config = {}
     return [key, config.compute_hash()]

@@ -264,7 +264,7 @@ def test_splices_from_other_shards_are_refused(tmp_path, spec, write_shard):
     shutil.copy(other.path, shard.path)
     result = _outcomes(tmp_path, checks)
     assert [result[f"read {i}"] for i in range(4)] == [None, None, True, None]
-    # Of another model with the same sizes, or cut otherwise: every record is bound to what its bytes mean.
+    # Those of another model with the same sizes, or cut otherwise: every record is bound to what its bytes mean.
     for change in (
         {"spec": replace(spec, layer_map="mmmd"), "layers": (0, 1, 2)},
         {"spec": replace(spec, layer_map="mmhm")},

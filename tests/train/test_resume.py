@@ -107,7 +107,7 @@ def test_routes_that_are_damaged_gone_or_of_other_tokens_are_not_taken(left, tmp
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
-    """Of the same config, so that nothing else about it is wrong: steps, prompts and shapes are the same."""
+    """A checkpoint of the same config, so that nothing else is wrong: steps, prompts and shapes are the same."""
     (tmp_path / "other").mkdir()
     ledgers = [PromptLedger(tmp_path / name / "prompts.jsonl") for name in (".", "other")]
     for ledger, completions in zip(ledgers, ("first", "sampled otherwise"), strict=True):

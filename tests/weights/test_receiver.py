@@ -13,7 +13,7 @@ from tests.weights.test_intake import equal
 
 
 class Worker:
-    """Of vLLM's worker how it keeps count of an update."""
+    """How vLLM's worker keeps count of an update."""
 
     moe_rl_recorder, active = None, False
 
