@@ -69,10 +69,6 @@ class Channel[Incoming: Message]:
         while self._unsent:
             del self._unsent[: self.socket.send(self._unsent)]
 
-    @property
-    def has_unsent(self) -> bool:
-        return bool(self._unsent)
-
     def receive(self) -> Incoming:
         """The next message. Never reads behind its end: what follows stays in the socket.
 

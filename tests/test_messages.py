@@ -107,12 +107,12 @@ def test_a_message_that_the_other_end_does_not_take_is_kept(ends):
         try:
             heard.append(receiver.receive().text)
         except BlockingIOError:
-            assert sender.has_unsent
+            assert sender._unsent
             try:
                 sender.flush()
             except BlockingIOError:
                 continue
-    assert heard == texts and not sender.has_unsent
+    assert heard == texts and not sender._unsent
 
 
 def test_an_end_that_does_not_read_is_waited_for_no_longer_than_the_timeout(ends):
@@ -124,7 +124,7 @@ def test_a_message_that_cannot_be_encoded_sends_nothing(ends):
     channel = Channel(ends[0], REPLIES)
     with pytest.raises(UnicodeEncodeError, match="surrogates"):
         channel.send(Told("\ud800"))
-    assert not channel.has_unsent
+    assert not channel._unsent
     channel.send(Told("next"))
     assert Channel(ends[1], REPLIES).receive() == Told("next")
 

@@ -47,7 +47,7 @@ def _section(path: str, field: FieldInfo) -> Iterator[str]:
     """A section's table, then those of the sections in it."""
     section, inside = _inner(field.annotation, path)
     yield f"{_text(section)}{' The section may be left out.' if not field.is_required() else ''}\n"
-    yield _table(section, section.model_fields)
+    yield _table(section.model_fields)
     for name, one in section.model_fields.items():
         if _inner(one.annotation)[0] is not None:
             deeper = _inner(one.annotation, f"{inside}.{name}")[1]
@@ -62,17 +62,17 @@ The policy loss and what goes with it. `name` chooses the loss, `{default}` wher
 is refused, unless it is null. Formulas and denominators stand in docs/objectives.md.
 """
     shared = {key: field for key, field in ObjectiveConfig.model_fields.items() if key != "name"}
-    yield _table(ObjectiveConfig, shared)
+    yield _table(shared)
     corrections = shared["corrections"]
     yield f"### {_inner(corrections.annotation, 'objective.corrections')[1]}\n"
     yield from _section("objective.corrections", corrections)
     for name, loss in LOSSES.items():
         yield f"### name: {name}\n"
         yield f"{_text(loss)}\n"
-        yield _table(loss, {key: loss.model_fields[key] for key in loss.__annotations__ if key != "name"})
+        yield _table({key: loss.model_fields[key] for key in loss.__annotations__ if key != "name"})
 
 
-def _table(section: type[BaseModel], fields: dict[str, FieldInfo]) -> str:
+def _table(fields: dict[str, FieldInfo]) -> str:
     rows = ["| key | value | default | meaning |", "|---|---|---|---|"]
     for key, field in fields.items():
         if field.is_required():
