@@ -59,7 +59,7 @@ class EngineError(MoeRLError):
 
 
 class SamplerGone(EngineError):
-    """A server died, hangs, or lost the run's weights, and the run cannot do without it. Tools exit 3."""
+    """A sampler died, hangs, or lost the run's weights, and the run cannot do without it. Tools exit 3."""
 
 
 class WeightSyncError(EngineError):

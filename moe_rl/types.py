@@ -10,6 +10,9 @@ from enum import IntEnum
 
 import numpy as np
 
+# Of the size of a reward. Above it squares of rewards leave float32, and far above it sums leave float64.
+LARGEST_REWARD = 1e12
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:

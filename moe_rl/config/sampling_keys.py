@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from moe_rl.config.section import BelowOne, Count, Fraction, Positive, Section, Share, Whole
+from moe_rl.config.section import BelowOne, Count, Fraction, Positive, Seconds, Section, Share, Whole
 from moe_rl.errors import describe
 
 
@@ -29,8 +29,8 @@ class RolloutConfig(Section):
     """Longer prompts are refused when the prompts are read."""
     max_completion_tokens: Count
     """Completions are truncated here."""
-    temperature: Positive = 1.0
-    """Sampling temperature; the trainer's logits are divided by it too."""
+    temperature: Annotated[float, Field(ge=0.01, le=100.0)] = 1.0
+    """Sampling temperature; the trainer's logits are divided by it too. vLLM would take 0.01 for a lower one."""
     top_k: Whole = 0
     """Tokens are drawn from the `top_k` most likely ones. 0: from all. This and the next two need
     keep_sampling_mask. Evaluation samples with them too, but for its greedy half."""
@@ -64,7 +64,7 @@ class RolloutConfig(Section):
     that may not be patched. native: vLLM's own capture (Model Runner V2, which needs a GPU)."""
     router_logits_fraction: Fraction = 0.0
     """Share of the tokens whose router logits the sampler stores with their routes. Not with native capture."""
-    startup_timeout_seconds: Positive = 300.0
+    startup_timeout_seconds: Seconds = 300.0
     """An engine that is not ready by then is given up, a server that has not loaded new weights by then too."""
     servers: tuple[str, ...] = ()
     """URLs, http://host:port, of the vLLM servers (moe-rl serve --config) that sample in place of an engine that

@@ -14,9 +14,10 @@ from pydantic import Field
 
 from moe_rl.config.objective import AnyObjective, GspoConfig
 from moe_rl.config.sampling_keys import ReplayConfig, RolloutConfig
-from moe_rl.config.section import Count, Fraction, NotNegative, Positive, Section, Share, Whole
+from moe_rl.config.section import Count, Fraction, NotNegative, Positive, Reward, Seconds, Section, Share, Whole
 from moe_rl.config.training import ParallelConfig, PlacementConfig, TrainConfig
 from moe_rl.errors import describe
+from moe_rl.types import LARGEST_REWARD
 
 
 class RunConfig(Section):
@@ -26,11 +27,12 @@ class RunConfig(Section):
     """Names the run folder, `runs_dir/name-<time>`: letters, digits, dots, dashes and underscores."""
     runs_dir: Path = Path("runs")
     """Folder that holds the run folders, relative to the working directory."""
-    seed: int = 1
-    """Every random choice of a run derives from it: prompt order, sampling seeds, model RNG."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 1
+    """Every random choice of a run derives from it: prompt order, sampling seeds, model RNG. vLLM and NumPy take no
+    larger one."""
     steps: Count
     """Rollout batches to sample and learn from."""
-    peer_timeout_seconds: Positive = 30.0
+    peer_timeout_seconds: Seconds = 30.0
     """A rank or a sampler that gives no sign of life for so long ends the run."""
 
 
@@ -50,7 +52,7 @@ class RewardConfig(Section):
 
     function: str
     """Dotted path of a callable `(prompt, completion, answer) -> float`; it is given only the parameters it names."""
-    weight: float = 1.0
+    weight: Reward = 1.0
     """Its share in the reward, a weighted sum."""
 
 
@@ -59,7 +61,7 @@ class OverlongConfig(Section):
 
     cache_tokens: Count
     """Tokens before rollout.max_completion_tokens over which the punishment grows from 0 to `penalty`."""
-    penalty: Positive = 1.0
+    penalty: Annotated[float, Field(gt=0.0, le=LARGEST_REWARD)] = 1.0
     """Taken off the reward of a completion that is truncated."""
 
 
@@ -76,7 +78,7 @@ class TaskConfig(Section):
     """Reward functions by name."""
     pass_reward: str
     """The reward function whose value 1 means that a completion passes."""
-    verifier_timeout_seconds: Positive = 5.0
+    verifier_timeout_seconds: Seconds = 5.0
     """A verification that takes longer is killed and counts as failed."""
     verifier_workers: Count = 1
     """Verifier processes."""
@@ -145,7 +147,7 @@ class CheckpointConfig(Section):
     """Checkpoints kept."""
     asynchronous: bool = True
     """Copy to host memory what a checkpoint holds, and write it while the run goes on. Off, the run waits."""
-    grace_seconds: Positive = 25.0
+    grace_seconds: Seconds = 25.0
     """A run that is asked to stop (SIGTERM) leaves its sampling, or ends its training step, and saves. It has ended so
     many seconds later, at the latest. Less than what the scheduler and torchrun (--shutdown-timeout, 30) wait."""
 

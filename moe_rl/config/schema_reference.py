@@ -25,9 +25,11 @@ _HEAD = """\
 
 A config is a YAML file of the sections below. Unknown keys are errors. On the command line `section.key=value` replaces
 a value. A file may say `extends: FILE`, relative to itself, and then holds only what differs: sections are merged key
-by key, lists are replaced. Paths are relative to the working directory.
+by key, lists are replaced. Paths are relative to the working directory. Whole numbers are below 2^31 and other numbers
+at most 1e30, where nothing else is said: no library below takes larger ones.
 """
 _WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", Path: "path", NoneType: "null"}
+_EVERYWHERE = (2**31 - 1, 1e30)  # what the head of the page says of all numbers
 _BOUNDS = {"ge": "from", "gt": "above", "le": "to", "lt": "below"}  # as annotated_types names them
 
 
@@ -106,7 +108,7 @@ def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if origin is Annotated:
         return _type(arguments[0], [*metadata, *_constraints(annotation.__metadata__)])
     known = ((word, getattr(one, name, None)) for one in metadata for name, word in _BOUNDS.items())
-    bounds = [f"{word} {bound}" for word, bound in known if bound is not None]
+    bounds = [f"{word} {bound}" for word, bound in known if bound is not None and bound not in _EVERYWHERE]
     if origin is Literal:
         words = " or ".join(f"`{_value(one)}`" for one in arguments)
     elif origin is tuple and Ellipsis not in arguments:

@@ -8,13 +8,19 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
+from moe_rl.types import LARGEST_REWARD
+
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
-Positive = Annotated[float, Field(gt=0.0)]
-NotNegative = Annotated[float, Field(ge=0.0)]
-Count = Annotated[int, Field(ge=1)]
-Whole = Annotated[int, Field(ge=0)]
+# Larger ones do not fit into the float32 and int32 of the libraries below.
+Positive = Annotated[float, Field(gt=0.0, le=1e30)]
+NotNegative = Annotated[float, Field(ge=0.0, le=1e30)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Whole = Annotated[int, Field(ge=0, le=2**31 - 1)]
+# The kernel waits for so many milliseconds at most.
+Seconds = Annotated[float, Field(gt=0.0, le=2e6)]
+Reward = Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
 
 
 class Section(BaseModel):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from moe_rl.config.section import BelowOne, Count, NotNegative, Positive, Section, Share, Whole
 from moe_rl.errors import describe
@@ -81,7 +83,7 @@ class OptimizerConfig(Section):
     """Optimizer steps of linear warm-up, then constant."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
     """How slowly Adam's averages of the gradient and of its square move."""
-    eps: Positive = 1e-8
+    eps: Annotated[float, Field(ge=1e-30, le=1.0)] = 1e-8
     """Added to the root of the average square, so that nothing is divided by 0."""
     weight_decay: NotNegative = 0.0
     """Share of a weight, times the learning rate, that each update takes off it."""

@@ -29,6 +29,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from moe_rl.errors import ConfigError, RewardError, describe
+from moe_rl.types import LARGEST_REWARD
 
 # Rewards are weighted sums of parts, so equal outcomes may differ in the last bits. A spread below this (times the
 # largest |reward|, at least 1) is rounding; dividing by it would turn rounding into advantages of size 1.
@@ -97,8 +98,8 @@ def advantages(name: str, rewards: Rewards, group_ids: Sequence[int], lengths: S
     rewards: None is a verification that failed; its advantage is None, and only its. Such a completion must not be
     trained on: an advantage of 0 would still put it into the loss's denominator. group_ids: the prompt of each reward,
     any integers in any order. lengths: completion tokens.
-    Raises ConfigError for an unknown name, RewardError for a reward that is not finite, ValueError for lists of
-    different length.
+    Raises ConfigError for an unknown name, RewardError for a reward that is not finite or larger than LARGEST_REWARD,
+    ValueError for lists of different length.
     """
     if name not in ADVANTAGES:
         raise ConfigError(
@@ -120,13 +121,13 @@ def advantages(name: str, rewards: Rewards, group_ids: Sequence[int], lengths: S
             )
         )
     for index, (reward, group) in enumerate(zip(rewards, group_ids, strict=True)):
-        if reward is not None and not math.isfinite(reward):
+        if reward is not None and not abs(reward) <= LARGEST_REWARD:  # nor is a NaN
             raise RewardError(
                 describe(
-                    "a reward is not finite",
+                    "a reward is not finite, or too large",
                     where=f"completion {index}, group {group}",
                     got=reward,
-                    expected="a finite number, or None for a failed verification",
+                    expected=f"at most {LARGEST_REWARD:g} in size, or None for a failed verification",
                     do="mend the reward function",
                 )
             )

@@ -6,7 +6,7 @@
                                    <-- Generated -  tokens, logprobs, references to routes
                                                     routes ----> trace store
 
-The child ends when the parent does, whatever ends it; a child that ends or falls silent is an EngineError here.
+The child ends when the parent does, whatever ends it; a child that ends or falls silent is gone (SamplerGone) here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Self
 
 import numpy as np
 
-from moe_rl.errors import EngineError, WeightSyncError, describe
+from moe_rl.errors import EngineError, SamplerGone, WeightSyncError, describe
 from moe_rl.messages import Channel, Message
 from moe_rl.types import Completion, GenerateRequest
 from moe_rl.vllm import wire
@@ -39,7 +39,7 @@ _LOG_TAIL_LINES = 15
 
 
 class VllmEngine:
-    """A running engine. Every call raises EngineError, naming process and log, once the engine is dead or hung."""
+    """A running engine. Every call raises SamplerGone, naming process and log, once the engine is dead or hung."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class VllmEngine:
     def _call(self, message: Message, expected: type, seconds: float | None = None):
         """Send one call and wait for its reply. seconds: of all of it; None: of silence between frames."""
         if self._failure:
-            raise EngineError(self._failure)
+            raise SamplerGone(self._failure)
         limit = self._settings.silence_seconds if seconds is None else seconds
         deadline = time.monotonic() + limit
         try:
@@ -199,11 +199,13 @@ class VllmEngine:
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def _broken(self, what: str, got: str) -> EngineError:
-        """Remember that the engine is of no more use, end what is left of it and describe it."""
+        """Remember that the engine is of no more use, end what is left of it and describe it. One that was never ready
+        is not gone: it would not be ready the next time either."""
         self._kill()
         where = f"pid {self.pid}, log {self._settings.log_path}"
         self._failure = describe(f"The vLLM engine {what}", where=where, got=got, do="read its log and start again")
-        return EngineError(f"{self._failure}\n{_tail(self._settings.log_path)}".rstrip())
+        kind = SamplerGone if self.vllm_version else EngineError
+        return kind(f"{self._failure}\n{_tail(self._settings.log_path)}".rstrip())
 
     def _kill(self) -> None:
         self._channel.socket.close()

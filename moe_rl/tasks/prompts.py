@@ -151,7 +151,7 @@ class PromptSource:
         if not prompts:
             raise DataError("a prompt source needs at least one prompt")
         self._prompts = list(prompts)
-        self._seed = seed % 2**64  # a negative seed is a seed too
+        self._seed = seed
         self._cursor = 0
         self._epoch = -1
         self._order = np.empty(0, np.int64)

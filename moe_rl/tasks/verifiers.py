@@ -10,7 +10,6 @@ grandchild into another session puts it out of the pool's reach.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import select
 import signal
@@ -43,7 +42,7 @@ from moe_rl.tasks.verifier_worker import (
     Returned,
     Unusable,
 )
-from moe_rl.types import Verdict
+from moe_rl.types import LARGEST_REWARD, Verdict
 
 # Importing a verifier may pull in a large library; more than this is a hang.
 _START_SECONDS = 60.0
@@ -53,6 +52,7 @@ _KILL_SECONDS = 10.0
 _MAX_ANSWER_BYTES = 1 << 20
 _READ_BYTES = 1 << 16
 _TAIL_BYTES = 2048
+_SIZE = f"a finite number, at most {LARGEST_REWARD:g} in size"
 # What a verifier may know of this process's environment. An allow-list: torchrun's variables would make a verifier join
 # the run, and tokens and keys are none of its business.
 _ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
@@ -253,8 +253,8 @@ class _Place:
         try:
             parts = self._ask(item)
             reward = sum(weight * parts[name] for name, weight in self._weights.items())
-            if not math.isfinite(reward):
-                raise ValueError(f"the weighted sum of the rewards is {reward}: {parts}")
+            if not abs(reward) <= LARGEST_REWARD:  # nor is a NaN
+                raise ValueError(f"the weighted sum of the rewards is {reward}, expected {_SIZE}: {parts}")
             return Verdict("scored", reward, parts)
         except ValueError as error:
             return Verdict("failed", None, detail=str(error))
@@ -288,10 +288,10 @@ class _Place:
                 raise _Lost(f"{begun}: {reason}" if begun else reason, bool(begun)) from error
             if isinstance(answer, Raised):
                 failure = failure or f"{reward}: {answer.detail}"
-            elif math.isfinite(answer.value):
+            elif abs(answer.value) <= LARGEST_REWARD:
                 parts[reward] = answer.value
             else:
-                failure = failure or f"{reward}: returned {answer.value}, expected a finite number"
+                failure = failure or f"{reward}: returned {answer.value}, expected {_SIZE}"
         if failure:
             raise ValueError(failure)
         return parts

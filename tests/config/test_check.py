@@ -86,6 +86,17 @@ def test_a_good_config_has_no_problems(found):
         (["objective.name=grpo", "objective.clip_low=0.2"], ["objective.clip_high"]),
         (["train.optimizer.betas=[0.9, 1.0]"], ["train.optimizer.betas", "less than 1"]),
         (["train.optimizer.warmup_steps=13"], ["warmup_steps", "= 12"]),
+        (["run.seed=-5"], ["run.seed", "got -5", "greater than or equal to 0"]),
+        (["run.seed=4294967296"], ["run.seed", "less than 4294967296"]),
+        (["run.steps=9223372036854775808"], ["run.steps", "less than or equal to 2147483647"]),
+        (["rollout.temperature=0.009"], ["rollout.temperature", "greater than or equal to 0.01"]),
+        (["run.peer_timeout_seconds=1e300"], ["run.peer_timeout_seconds", "less than or equal to 2000000"]),
+        (["train.optimizer.lr=1e300"], ["train.optimizer.lr", "less than or equal to 1000000000000000000000000000000"]),
+        (
+            ["train.optimizer.eps=1e-46"],
+            ["train.optimizer.eps", "greater than or equal to 0.000000000000000000000000000001"],
+        ),
+        (["task.rewards.exact.weight=1e308"], ["task.rewards.exact.weight", "1000000000000"]),
         (["parallel.expert=1", "train.updates_per_step=4", "rollout.group_size=1"], ["rollout.group_size", "got 1"]),
     ],
 )

@@ -136,10 +136,12 @@ def test_normalised_group_has_mean_zero_and_unbiased_std_one():
     assert abs(statistics.fmean(got)) < 1e-15 and math.isclose(statistics.stdev(got), 1.0, rel_tol=1e-14)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_reward_that_is_not_finite_is_refused(value):
+@NAMES
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, -1e308, 1.1e12])
+def test_a_reward_that_is_not_finite_or_too_large_is_refused(name, value):
+    """The square of 1e308 is an OverflowError that names nothing."""
     with pytest.raises(RewardError, match="completion 1, group 4"):
-        advantages("group_std", [1.0, value], [4, 4], [1, 1])
+        advantages(name, [1.0, value], [4, 4], [1, 1])
 
 
 def test_what_does_not_fit_together_is_refused():

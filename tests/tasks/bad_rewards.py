@@ -143,6 +143,7 @@ FAULTS = {
     "bool": lambda: True,
     "complex": lambda: 1j,
     "huge": lambda: 10**400,
+    "astronomic": lambda: 1e308,
 }
 
 
