@@ -12,6 +12,7 @@ import numpy as np
 from moe_rl.errors import RouteValidationError, describe
 from moe_rl.trace.record import RouteRecord, TraceSpec, as_token_ids
 from moe_rl.trace.spans import check_spans
+from moe_rl.trace.variety import check_variety
 from moe_rl.types import RouteRef
 
 # Sets compared at a time: K planes of this many ids stay in the processor's second-level cache.
@@ -43,7 +44,7 @@ def validate(
         raise _wrong_layers(record.layers, wanted, where)
     check_routes(record.routes, spec, rows=len(token_ids), where=where, layers=wanted)
     _same_tokens(record, as_token_ids(token_ids, where=where), where)
-    _check_varies(record.routes, record.token_ids, spec, where)
+    check_variety(record.routes, record.token_ids, num_experts=spec.num_experts, layers=wanted, where=where)
     oldest = max(0, weight_version - max_staleness)
     row = record.first_row
     for span in check_spans(record.spans, rows=len(record.routes), where=where):
@@ -234,27 +235,6 @@ def _same_tokens(record: RouteRecord, token_ids: np.ndarray, where: str) -> None
             do="feed prompt + completion[:-1] exactly as the sampler forwarded it, or drop the sequence",
         )
     )
-
-
-def _check_varies(routes: np.ndarray, token_ids: np.ndarray, spec: TraceSpec, where: str) -> None:
-    """Refuse a buffer that something filled, rather than a router: well-formed sets, but the same for every token, or
-    for every layer. A few equal tokens may route alike, so the routes must be of at least 8, not all equal."""
-    if len(routes) < 8 or spec.top_k == spec.num_experts or not routes.shape[1] or (token_ids == token_ids[0]).all():
-        return
-    fault = None
-    if (routes == routes[:1]).all():
-        fault = "every token"
-    elif routes.shape[1] > 1 and (routes == routes[:, :1]).all():
-        fault = "every layer"
-    if fault:
-        raise RouteValidationError(
-            describe(
-                f"routes are the same for {fault}, which no router does",
-                where=where,
-                got=f"{routes[0, 0].tolist()} in token 0",
-                do="look at the recorder: a buffer was handed over that was never written",
-            )
-        )
 
 
 def _same_request(record: RouteRecord, ref: RouteRef, where: str) -> None:
