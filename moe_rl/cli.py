@@ -18,7 +18,7 @@ VERBS = {
     "compare": "compare sampler and trainer without and with replay",
     "prove": "prove on this machine that a layout replays exactly",
     "patch": "check, apply or take back the patches of an installed vLLM or a checkout",
-    "export": "write a run's weights as a Hugging Face checkpoint; start it with torchrun",
+    "export": "write a run's weights as a Hugging Face checkpoint",
     "doctor": "say what is installed here, what it enables and what is missing",
 }
 

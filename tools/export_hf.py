@@ -1,7 +1,8 @@
 """Write a run's weights, or the numbers behind a packed checkpoint, as a Hugging Face checkpoint: `moe-rl export`.
 
-torchrun --nproc-per-node N -- tools/export_hf.py --run runs/RUN [--step 12] --out FOLDER [parallel.b=c ...]
-torchrun --nproc-per-node N -- tools/export_hf.py --model FOLDER --out FOLDER
+python tools/export_hf.py --run runs/RUN [--step 12] --out FOLDER
+python tools/export_hf.py --model FOLDER --out FOLDER
+torchrun --nproc-per-node N -- tools/export_hf.py --run runs/RUN --out FOLDER [parallel.b=c ...]
 """
 
 import sys

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 from moe_rl.config.check import problems
+from moe_rl.config.layout import one_rank
 from moe_rl.config.load import load_config
 from moe_rl.config.schema import Config
 from moe_rl.config.training import ParallelConfig
@@ -78,9 +78,6 @@ def run(options: argparse.Namespace) -> int:
         if rank == 0:
             print(f"moe_rl: {error}", file=sys.stderr)
         return 2
-    if "WORLD_SIZE" not in os.environ:
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-        os.environ["MASTER_PORT"] = str(_free_port())
     try:
         return _compare(config, folder, options)
     except ReplayError as error:
@@ -121,12 +118,10 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None]:
             )
         config = load_config(run.config, options.overrides)
     if "WORLD_SIZE" not in os.environ and not any(text.startswith("parallel.") for text in options.overrides):
-        # A layout is for many ranks; without torchrun there is one, which has all of the model: nothing to overlap, and
-        # no loads to even out.
-        overlap = {"overlap_expert_parallel_comm": False, "delay_wgrad_compute": False}
-        train = config.train.model_copy(update=overlap | {"packing": "length"})
+        # A layout is for many ranks; without torchrun there is one.
         replay = config.replay.model_copy(update={"overlap_chunks": 0})
-        config = config.model_copy(update={"parallel": ParallelConfig(), "train": train, "replay": replay})
+        alone = {"parallel": ParallelConfig(), "train": one_rank(config.train), "replay": replay}
+        config = config.model_copy(update=alone)
     if len(set(options.sampler_dtype)) != len(options.sampler_dtype):
         raise ConfigError(describe("--sampler-dtype: named twice", got=" ".join(options.sampler_dtype)))
     if options.out and not options.out.is_dir():
@@ -166,9 +161,3 @@ def _write(out: Path, result: dict[str, Any], html: str, copy: Path | None) -> N
         write_atomic(path, content)
     write_atomic(out / "routing_kl.html", html)
     print(f"written: {out / 'routing_kl.json'}, {out / 'routing_kl.html'}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from pathlib import Path
 
 from moe_rl.config.check_layout import layout_problems
+from moe_rl.config.layout import one_rank
 from moe_rl.config.schema import Config
 from moe_rl.config.training import ParallelConfig
-from moe_rl.errors import ConfigError, MoeRLError, describe
+from moe_rl.errors import ConfigError, MoeRLError
 from moe_rl.models.hf import ModelFacts, expected_tensors, read_model
+from moe_rl.report.lines import write_atomic
 from moe_rl.train import run_folder
 
 EPILOG = """
---run: other ranks than those that trained may do it, in another layout; each reads and writes its own part.
+One process exports any run: it holds the whole model. Several, started with torchrun, share it in the layout of the
+run, or in another one: parallel.expert=4. Each reads and writes its own part.
+    torchrun --nproc-per-node N -m -- moe_rl export --run RUN --out FOLDER
+(torchrun takes --run for an option of its own, unless two dashes stand before moe_rl.)
 --model: the ranks share the tensors of a checkpoint in float8 (DeepSeek-V3) or 4 bits (gpt-oss) and write the numbers
 that these stand for.
-torchrun takes --run for an option of its own, unless two dashes stand before moe_rl.
 Exit status: 0 done, 2 an error that was explained.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `moe-rl export`, its description and what its exit status means."""
-    parser.description = "Write weights as a Hugging Face folder that transformers and vLLM load. Runs under torchrun."
+    parser.description = "Write weights as a Hugging Face folder that transformers and vLLM load."
     parser.epilog, parser.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=Path, metavar="RUN", help="folder of a run")
@@ -33,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=int, help="the run's checkpoint after so many steps (default: the newest)")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="is made")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: the run's; with --model bfloat16")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write there what was written: folder, dtype, ...")
     parser.add_argument("overrides", nargs="*", metavar="parallel.b=c", help="another layout than the run's")
 
 
@@ -42,17 +48,16 @@ def run(options: argparse.Namespace) -> int:
     try:
         if options.model is not None and (options.overrides or options.step is not None):
             raise ConfigError("--step and overrides of parallel.* are for --run, there is no layout to --model")
-        if "RANK" not in os.environ:
-            do = "torchrun --nproc-per-node 1 -m -- moe_rl export ..."
-            raise ConfigError(describe("started without torchrun", got="no RANK", do=do))
         if options.model is not None:
-            return _from_model(options.model, options.out, options.dtype or "bfloat16")
+            return _from_model(options, options.dtype or "bfloat16")
         folder, config = run_folder.reopen(options.run, options.overrides)
+        if ranks == 1 and not any(text.startswith("parallel.") for text in options.overrides):
+            config = config.model_copy(update={"parallel": ParallelConfig(), "train": one_rank(config.train)})
         facts = read_model(config.model.path)
         found = list(layout_problems(config.parallel, config.train, facts, ranks))
         if found:
             raise ConfigError(found)
-        return _from_run(folder, config, facts, options.step, options.out, options.dtype or config.train.dtype)
+        return _from_run(options, folder, config, facts, options.dtype or config.train.dtype)
     except MoeRLError as error:
         if rank == 0:
             print(f"moe_rl: {error}", file=sys.stderr, flush=True)
@@ -60,16 +65,18 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _from_run(
-    folder: run_folder.RunFolder, config: Config, facts: ModelFacts, step: int | None, out: Path, dtype: str
+    options: argparse.Namespace, folder: run_folder.RunFolder, config: Config, facts: ModelFacts, dtype: str
 ) -> int:
     # Only now torch and megatron are imported: a mistake does not wait for them.
+    import torch.distributed as dist
+
     from moe_rl import checkpoint_folder as checkpoints
     from moe_rl.megatron import checkpoint, hf_map, world
     from moe_rl.megatron.hf_files import CheckpointReader, write_checkpoint
     from moe_rl.megatron.model import DTYPES, unwrap
     from moe_rl.megatron.policy import ReferencePolicy
 
-    path = checkpoints.find(folder.checkpoints, step)
+    path = checkpoints.find(folder.checkpoints, options.step)
     world.start(config.parallel, seed=config.run.seed, timeout_seconds=3600)
     try:
         model = config.model.path
@@ -77,16 +84,17 @@ def _from_run(
         done = checkpoint.load_weights(path, policy)["step"]
         dense, experts = world.holds_first_replica()
         tensors = hf_map.export(map(unwrap, policy.chunks), facts, dense=dense, experts=experts)
-        write_checkpoint(out, tensors, facts, CheckpointReader(model, facts), DTYPES[dtype])
-        if int(os.environ["RANK"]) == 0:
-            print(f"written: {out}, the weights after {done} steps")
+        write_checkpoint(options.out, tensors, facts, CheckpointReader(model, facts), DTYPES[dtype])
+        if dist.get_rank() == 0:
+            print(f"written: {options.out}, the weights after {done} steps")
+            _write_result(options, dtype, {"step": done})
     finally:
         world.stop()
     return 0
 
 
-def _from_model(model: Path, out: Path, dtype: str) -> int:
-    facts = read_model(model)
+def _from_model(options: argparse.Namespace, dtype: str) -> int:
+    facts = read_model(options.model)
     import torch.distributed as dist
 
     from moe_rl.megatron import world
@@ -95,11 +103,23 @@ def _from_model(model: Path, out: Path, dtype: str) -> int:
 
     world.start(ParallelConfig(), seed=0, timeout_seconds=3600)
     try:
-        source = CheckpointReader(model, facts)
+        source = CheckpointReader(options.model, facts)
         mine = list(expected_tensors(facts))[dist.get_rank() :: dist.get_world_size()]
-        write_checkpoint(out, ((name, source.whole(name)) for name in mine), facts, source, DTYPES[dtype])
+        write_checkpoint(options.out, ((name, source.whole(name)) for name in mine), facts, source, DTYPES[dtype])
         if dist.get_rank() == 0:
-            print(f"written: {out}, {len(source.packing)} tensors unpacked")
+            print(f"written: {options.out}, {len(source.packing)} tensors unpacked")
+            _write_result(options, dtype, {"unpacked": len(source.packing)})
     finally:
         world.stop()
     return 0
+
+
+def _write_result(options: argparse.Namespace, dtype: str, result: dict[str, int]) -> None:
+    """Write the file of --json: the folder, what is in it, and `result`."""
+    if options.json is None:
+        return
+    index = json.loads((options.out / "model.safetensors.index.json").read_text())
+    size = {"tensors": len(index["weight_map"]), "bytes": index["metadata"]["total_size"]}
+    write_atomic(
+        options.json, json.dumps({"folder": str(options.out), "dtype": dtype} | size | result, indent=2) + "\n"
+    )

@@ -47,7 +47,7 @@ def _checkpoint_problems(config: Config, facts: ModelFacts) -> Iterator[str]:
                 "model.path: the checkpoint is packed, and the sampler would not get what the trainer sends",
                 where=str(path),
                 got=f"{len(packing)} tensors in {' and '.join(sorted(set(packing.values())))}",
-                do=f"unpack it first: torchrun -m -- moe_rl export --model {path} --out FOLDER",
+                do=f"unpack it first: moe-rl export --model {path} --out FOLDER",
             )
     except ConfigError as error:
         yield from error.problems

@@ -6,7 +6,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from moe_rl.config.training import ParallelConfig
+from moe_rl.config.training import ParallelConfig, TrainConfig
 from moe_rl.models.facts import ModelFacts
 
 
@@ -49,6 +49,13 @@ def make_layout(parallel: ParallelConfig, facts: ModelFacts, world_size: int) ->
         expert_tensor=parallel.expert_tensor,
         expert_data=max(1, stage_size // (parallel.expert * parallel.expert_tensor)),
         experts_per_rank=-(-facts.num_experts // parallel.expert),
+    )
+
+
+def one_rank(train: TrainConfig) -> TrainConfig:
+    """The same settings for one rank that holds all of the model: nothing to overlap, and no loads to even out."""
+    return train.model_copy(
+        update={"overlap_expert_parallel_comm": False, "delay_wgrad_compute": False, "packing": "length"}
     )
 
 

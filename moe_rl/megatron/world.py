@@ -21,13 +21,13 @@ from moe_rl.planning.dispatch import DispatchGroup
 
 
 def start(parallel: ParallelConfig, *, seed: int, timeout_seconds: float) -> None:
-    """Join the process group torchrun described in the environment and lay out megatron's parallel groups."""
+    """Join the process group, see `join`, and lay out megatron's parallel groups."""
     join(timeout_seconds=timeout_seconds)
     lay_out(parallel, seed=seed)
 
 
 def join(*, timeout_seconds: float) -> None:
-    """Join the process group torchrun described in the environment.
+    """Join the process group torchrun described in the environment; without torchrun, one of this process alone.
 
     Chooses the device backend once: CUDA with NCCL where there is a GPU, otherwise the host with gloo.
     """
@@ -37,7 +37,8 @@ def join(*, timeout_seconds: float) -> None:
     else:
         torch.set_num_threads(1)  # one rank per core: more threads only take turns
         backend = "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), **alone)
 
 
 def lay_out(parallel: ParallelConfig, *, seed: int) -> None:

@@ -362,7 +362,7 @@ def test_a_packed_checkpoint_is_for_reading_only(found, tmp_path, write_gpt_oss)
     tensors |= {f"{name}_blocks": np.zeros((4, 64, 1, 16), np.uint8), f"{name}_scales": np.zeros((4, 64, 1), np.uint8)}
     save_file(tensors, model / "model.safetensors")
     (message,) = found()
-    assert "packed" in message and "1 tensors in mxfp4" in message and "moe_rl export --model" in message
+    assert "packed" in message and "1 tensors in mxfp4" in message and "moe-rl export --model" in message
 
 
 def test_weights_that_are_no_matrices_are_not_rounded(found, tmp_path, write_gpt_oss):

@@ -18,6 +18,7 @@ from moe_rl.commands import train as train_command
 from moe_rl.commands.serve import add_arguments as add_serve_arguments
 from moe_rl.commands.serve import engine_arguments
 from moe_rl.config.check_cluster import server_problems, start_problems
+from moe_rl.config.layout import least_ranks
 from moe_rl.config.load import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -247,4 +248,5 @@ def test_the_readme_can_be_followed_line_by_line(shell, tmp_path):
     assert f"http://{served(server).host}:{served(server).port}" == config.rollout.servers[0]
     (doctor,) = calls["moe-rl"]
     assert doctor[:3] == ["doctor", "--config", str(ours.config)] and set(doctor[3:]) < set(ours.overrides)
-    assert export[:2] == ["--", "tools/export_hf.py"] and f"--resume {config.run.runs_dir}/RUN" in script
+    assert export[0] == "--nproc-per-node" and int(export[1]) % least_ranks(config.parallel) == 0
+    assert export[2:4] == ["--", "tools/export_hf.py"] and f"--resume {config.run.runs_dir}/RUN" in script

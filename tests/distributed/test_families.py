@@ -1,6 +1,9 @@
 """Every model family against `transformers` with the same routes, in every kind of layout, many in a process group."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ from moe_rl.models.hf import read_model
 from moe_rl.proof.batch import LENGTHS, batch
 from moe_rl.proof.matrix import largest, merged
 from moe_rl.proof.reference import reference as transformers
-from tests.distributed.conftest import torchrun
+from tests.distributed.conftest import ROOT, torchrun
 from tests.distributed.families.data import MODELS, recorded_load, write_checkpoint
 
 WORKER = Path(__file__).with_name("families") / "worker.py"
@@ -275,23 +278,34 @@ task: {{train: x, heldout: x, rewards: {{exact: {{function: moe_rl.errors.descri
 rollout: {{prompts_per_step: 1, group_size: 2, max_prompt_tokens: 10, max_completion_tokens: 6, kv_cache_mib: 1}}
 train: {{dtype: float32, microbatch_tokens: 40, optimizer: {{lr: 1.0e-3}}}}
 eval: {{prompts: 1}}
-parallel: {{pipeline: 2, virtual_pipeline: 2, layers_per_run: [2, 1, 1, 1]}}
+parallel: {parallel}
 """
 
 
-def test_a_runs_checkpoint_becomes_a_hugging_face_one(seen, checkpoints, tmp_path):
-    """That of two uneven stages, exported by one rank: the weights after the update."""
-    ranks, case = next(one for one in RESUMED if "uneven" in one[1])
-    ours = seen(ranks, case)
-    saved = seen(ranks, case, written=True).with_name(f"{case} saved")
+@pytest.mark.parametrize("case", ["deepseek PP2-VPP2-uneven-uniform", "glm-groups TP2-EP2-uniform"])
+def test_one_process_exports_a_run_of_any_layout(seen, checkpoints, tmp_path, case):
+    """Without torchrun and without a word about the layout. What is written are the weights after the update."""
+    model, layout = case.split()
+    ours = seen(2, case)
+    saved = seen(2, case, written=True).with_name(f"{case} saved")
     run = tmp_path / "run"
     run.mkdir()
     (run / "checkpoints").symlink_to(saved)
-    (run / "config.yaml").write_text(RUN.format(root=tmp_path, model=checkpoints[case.split()[0]]))
-    layout = ("parallel.pipeline=1", "parallel.virtual_pipeline=1", "parallel.layers_per_run=[]")
-    done = torchrun(1, "tools/export_hf.py", "--run", run, "--out", tmp_path / "out", *layout)
+    parallel = json.dumps(LAYOUTS[layout]["parallel"])
+    (run / "config.yaml").write_text(RUN.format(root=tmp_path, model=checkpoints[model], parallel=parallel))
+    command = [sys.executable, ROOT / "tools/export_hf.py", "--run", run, "--out", tmp_path / "out"]
+    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [*map(str, command), "--json", str(tmp_path / "result.json")],
+        env=alone | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0 and "the weights after 1 steps" in done.stdout, done.stderr[-3000:]
     written = {name: t for file in (tmp_path / "out").glob("*.safetensors") for name, t in load_file(file).items()}
     updated = merged(ours, "updated")
     assert written.keys() == updated.keys() and all(torch.equal(t, updated[name]) for name, t in written.items())
     assert any(not torch.equal(t, merged(ours, "loaded")[name]) for name, t in written.items())
+    result = json.loads((tmp_path / "result.json").read_text())
+    size = {"tensors": len(written), "bytes": sum(tensor.nbytes for tensor in written.values())}
+    assert result == {"folder": str(tmp_path / "out"), "dtype": "float32", "step": 1} | size
