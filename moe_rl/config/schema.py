@@ -112,6 +112,10 @@ class GuardsConfig(Section):
     """Limit of policy_kl/k3, in nats per token. Healthy runs are below 0.01."""
     max_extreme_fraction: Share = 0.5
     """Limit of policy/extreme_fraction. Healthy runs are below 0.001, runs that are about to collapse at 0.1."""
+    alignment: bool = True
+    """Refuse routes that the trainer's routers agree with less than with those of another token, layer or sequence,
+    before the first update under them (replay.mode r3). false: replay routes that other weights or tokens are known to
+    have made."""
     max_canary_difference: Positive = 1.0
     """Limit of sync/canary_abs_diff, in nats: a run whose sampler and trainer differ by more after a sync ends before
     the next token is sampled. Tiny bfloat16 models stay below 0.3; layers or experts that changed places give 1 to 6,

@@ -204,6 +204,7 @@ def replay_session(
     plans: Seq[dict[int, LayerPlan] | None] = (),
     training: bool = False,
     compare_native: bool = False,
+    align: bool = False,
     compare_with: Seq[MicrobatchRoutes] | None = None,
     keep_router_logits: bool = False,
 ) -> ReplaySession:
@@ -220,6 +221,7 @@ def replay_session(
         name=name,
         rank=dist.get_rank(),
         compare_native=compare_native,
+        align=align,
         recomputed_layers=recomputed_layers(chunks) if training else frozenset(),
         any_stage=world.any_stage,
         compare_with=None if compare_with is None else list(compare_with),

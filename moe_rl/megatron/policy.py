@@ -152,6 +152,8 @@ class Policy:
         finite_losses = get_forward_backward_func()(
             **schedule.training_pass(self.chunks, microbatches, session, loss, self.temperature, entropy=entropy)
         )
+        if session is not None:
+            session.conclude()  # nothing is learned from a pass that took wrong routes
         lr = learning_rate(self.settings, self.updates)
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())

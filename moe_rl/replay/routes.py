@@ -14,6 +14,7 @@ import torch
 
 from moe_rl.errors import ReplayError, TraceError, describe
 from moe_rl.planning.token_layout import padding_experts
+from moe_rl.replay.alignment import RowPlaces
 from moe_rl.replay.checksum import RowSalts, expected, row_salts
 from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import TraceSpec, TraceStore, validate
@@ -39,6 +40,7 @@ class RowPolicy:
 class SequenceRoutes:
     """routes [T, L, K] of one sequence. native bool [T]: rows for which the router chooses, whose routes are made up.
     recorded bool [T]: rows whose recorded route was read. stale bool [T]: those of them that older weights routed.
+    prompt: how many of the tokens are the prompt's.
     """
 
     key: str
@@ -47,6 +49,7 @@ class SequenceRoutes:
     native: np.ndarray
     recorded: np.ndarray
     stale: np.ndarray
+    prompt: int = 0
 
     @classmethod
     def complete(cls, key: str, token_ids: np.ndarray, routes: np.ndarray) -> SequenceRoutes:
@@ -112,7 +115,7 @@ def read_routes(
             versions = np.repeat([s.weight_version for s in record.spans], [s.rows for s in record.spans])
             stale[rows] = versions != weight_version
     native = missing | (stale if policy.stale == "native" else False)
-    return SequenceRoutes(sequence.key, fed, routes, native, recorded, stale)
+    return SequenceRoutes(sequence.key, fed, routes, native, recorded, stale, len(sequence.prompt_token_ids))
 
 
 def _runs(here: np.ndarray, rows: int, gap: int = 64) -> list[tuple[int, int]]:
@@ -180,6 +183,7 @@ def microbatch_routes(
             len(lengths),
             spec.num_experts,
         ),
+        places=RowPlaces.of(lengths, [part.prompt for part in parts], rows, device),
         routes=dict(zip(layers, on_device(ids[rows].transpose(1, 0, 2)), strict=True)),
         checksums=dict(zip(layers, sums, strict=True)),
         recorded=on_device(np.flatnonzero(recorded)),

@@ -21,6 +21,7 @@ from typing import Literal
 import torch
 
 from moe_rl.errors import ReplayError, describe
+from moe_rl.replay.alignment import Alignment, AlignmentTest
 from moe_rl.replay.ledger import Ledger, first_of
 from moe_rl.replay.plans import LayerPlan
 from moe_rl.replay.tables import Compared, MicrobatchRoutes, Tally, totals
@@ -45,6 +46,8 @@ class ReplaySession:
     Megatron's dispatcher asks the other ranks in every layer.
     compared: under compare_native, after the exit: of each microbatch, with the layers in the order of `layers`.
     router_logits: {(microbatch, layer): [R, E]}, before scores, bias and groups.
+    align: test, with the router's own choice as the witness, that the routes are those of their rows; only with
+    compare_native. alignment: what the test found. `conclude` makes all these checks.
     Raises ReplayError when nested, when asked for an unknown key, for the key of other tokens or while not open, and at
     exit when the ledger is not exact.
     """
@@ -55,6 +58,7 @@ class ReplaySession:
     name: str
     rank: int
     compare_native: bool = False
+    align: bool = False
     recomputed_layers: frozenset[int] = frozenset()
     any_stage: Callable[[torch.Tensor], torch.Tensor] = lambda flags: flags
     compare_with: list[MicrobatchRoutes] | None = None
@@ -63,7 +67,10 @@ class ReplaySession:
     tally: Tally = field(default_factory=Tally)
     compared: list[Compared] = field(default_factory=list)
     router_logits: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    alignment: Alignment | None = None
     _forwarding: int | None = None
+    _aligned: AlignmentTest | None = None
+    _concluded: bool = False
     _strangers: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     _taken: Ledger = field(default_factory=lambda: Ledger("taken"))
     _dispatched: Ledger = field(default_factory=lambda: Ledger("dispatched"))
@@ -91,6 +98,13 @@ class ReplaySession:
         global _open_session
         _open_session = None
         if error is None:
+            self.conclude()
+
+    def conclude(self) -> None:
+        """Make all checks, once every forward and recomputation of the pass has run. The exit does it, unless who moves
+        weights by what the pass gave has done it before."""
+        if not self._concluded:
+            self._concluded = True
             self._close()
 
     def handle(self, microbatch: int) -> MicrobatchHandle:
@@ -187,6 +201,10 @@ class ReplaySession:
         self._check_whose(microbatch, layer)
         rows = self.microbatches[microbatch].recorded
         routes = self.routes(microbatch, layer)
+        if self.align:
+            if self._aligned is None:
+                self._aligned = AlignmentTest(self.layers, len(self.microbatches))
+            self._aligned.observe(microbatch, layer, rows, routes, native)
         if self.compare_with is not None:
             routes = self.compare_with[microbatch].routes[layer]
         self._native[microbatch, layer] = Compared.of(
@@ -307,6 +325,30 @@ class ReplaySession:
             )
         self.compared = [Compared.of_layers([self._native[m, layer] for layer in self.layers]) for m in numbers]
         self.tally = replace(self.tally, **totals(self.compared, self.layers, self.any_stage))
+        if self._aligned is not None:
+            self._check_alignment(self._aligned)
+
+    def _check_alignment(self, test: AlignmentTest) -> None:
+        tables = self.microbatches
+        self.alignment = test.verdict(
+            [one.shared for one in self.compared],
+            [one.recorded for one in tables],
+            [one.fed.owner for one in tables],
+            [one.places for one in tables],
+            [one.names for one in tables],
+            tables[0].fed.experts,
+        )
+        if faults := self.alignment.faults:
+            raise ReplayError(
+                describe(
+                    "recorded routes are not those of the rows that they would be replayed for",
+                    where=f"{self.name}, rank {self.rank}",
+                    got=first_of(faults),
+                    expected="routes that the trainer's routers nearly agree with. No update was made with these",
+                    do="look at the recorder, and at the weights that the sampler holds. If the routes are meant to be "
+                    "of other weights or tokens, set guards.alignment=false",
+                )
+            )
 
     def _check_planned(self) -> None:
         flags = torch.stack([flag for _, _, flag in self._misplanned]).tolist() if self._misplanned else []

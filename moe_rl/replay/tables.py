@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from moe_rl.replay.alignment import RowPlaces
 from moe_rl.replay.checksum import RowSalts
 
 
@@ -21,15 +22,17 @@ from moe_rl.replay.checksum import RowSalts
 class MicrobatchRoutes:
     """Routes of one packed microbatch, cut to the rows that this rank's routers see.
 
-    names [S]: requests, and "padding". fed: of the rows as they are fed to the model. routes: {layer: integers [R, K]};
-    padding rows have made-up ones. checksums: {layer: int64 [S]} of the replayed rows, from the routes as read.
-    recorded: int64 [N], the rows whose recorded routes a router's own choice is compared with. native: bool [R], the
-    rows that have no route to replay, where the router chooses; None: there are none. replayed_tokens, native_tokens:
-    rows of either kind without the padding. stale_tokens: rows whose recorded routes older weights chose.
+    names [S]: requests, and "padding". fed: of the rows as they are fed to the model. places: where these lie. routes:
+    {layer: integers [R, K]}; padding rows have made-up ones. checksums: {layer: int64 [S]} of the replayed rows, from
+    the routes as read. recorded: int64 [N], the rows whose recorded routes a router's own choice is compared with.
+    native: bool [R], the rows that have no route to replay, where the router chooses; None: there are none.
+    replayed_tokens, native_tokens: rows of either kind without the padding. stale_tokens: rows whose recorded routes
+    older weights chose.
     """
 
     names: tuple[str, ...]
     fed: RowSalts
+    places: RowPlaces
     routes: dict[int, torch.Tensor]
     checksums: dict[int, torch.Tensor]
     recorded: torch.Tensor

@@ -204,6 +204,19 @@ ALL = (
         "routing/shadow_mismatch of one MoE layer. The name is the layer's global number.",
         "One layer far above its neighbours: its gate's weights or precision differ between the engines.",
         "when measured", modes=("r3",)),
+    Metric("routing/alignment_power", "fraction", "higher",
+        "Fraction of the (token, MoE layer) positions of which this step's alignment test would have told that their "
+        "routes are another token's, layer's or sequence's: those in a layer and in a piece of a sequence that show "
+        "enough for a false alarm rate of one pass in a million. The test compares the recorded routes with the "
+        "trainer's own choice before the first update under them (guards.alignment).",
+        "Low: few tokens a rank, short sequences, or routers that choose alike for all tokens. Faults there would be "
+        "seen by the checksums alone.",
+        "when measured", modes=("r3",)),
+    Metric("routing/alignment_margin", "fraction", "higher",
+        "By how much more of its experts the record of an MoE layer shares with the trainer's own choice for its rows "
+        "than with the best rival: another layer, or the same one some tokens before or behind. Of the worst layer.",
+        "Falls towards 0: the two engines disagree, or neighbouring tokens route alike. Below 0 the run ends.",
+        "when measured", modes=("r3",)),
     Metric("routing/native_mismatch", "fraction", "lower",
         "Fraction of the (token, MoE layer) positions where a forward that routes natively chooses another set of "
         "experts than the recorded one. It counts the disagreement of each router and what follows from it in later "

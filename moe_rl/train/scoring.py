@@ -24,15 +24,17 @@ def session(
     name: str,
     *,
     compare_native: bool = True,
+    align: bool = False,
     training: bool = False,
 ) -> ReplaySession:
-    """The session of one pass over this work, under its routes and plans."""
+    """The session of one pass over this work, under its routes and plans. Options: see `ReplaySession`."""
     return policy.session(
         [one.table for one in work],
         mode=mode,
         name=name,
         plans=[one.plan for one in work] if mode == "replay" else (),
         compare_native=compare_native,
+        align=align,
         training=training,
     )
 
@@ -61,12 +63,17 @@ def plan_dispatch(policy: Policy, work: list[MicrobatchWork], settings: ReplayCo
         one.plan = plan
 
 
-def score_old(policy: Policy, work: list[MicrobatchWork], replay: str, step: int, shown: Shown) -> None:
-    """Log-probabilities of the policy that the step begins with. Under r2 its routers' choice becomes the routes."""
+def score_old(policy: Policy, work: list[MicrobatchWork], replay: str, step: int, shown: Shown, *, align: bool) -> None:
+    """Log-probabilities of the policy that the step begins with. Under r2 its routers' choice becomes the routes.
+
+    align: test the routes that r3 replays against the routers' own choice.
+    """
     modes: dict[str, Mode] = {"r3": "replay", "r2": "record", "off": "observe"}
-    with session(policy, work, modes[replay], f"step {step} old logprobs") as opened:
+    name = f"step {step} old logprobs"
+    with session(policy, work, modes[replay], name, align=align and replay == "r3") as opened:
         scored, shown.entropies = policy.logprobs_and_entropies([one.microbatch for one in work], opened)
     shown.tallies.append(opened.tally)
+    shown.alignment = opened.alignment
     shown.mismatch = mismatch_of(work, scored)
     for one, values in zip(work, scored, strict=True):
         one.old_logprobs = values

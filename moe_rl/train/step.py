@@ -47,6 +47,7 @@ class TrainStep:
         group_ids: the prompt each sequence belongs to. measure_native: also score the batch with native routing.
         """
         replay, objective, policy = self.config.replay.mode, self.config.objective, self.policy
+        align = self.config.guards.alignment
         shown = Shown(MismatchSums.empty(world.device()))
         with clock("placement"):
             placement = self.placement.start_step(step, sequences)
@@ -57,7 +58,7 @@ class TrainStep:
                 scoring.plan_dispatch(policy, work, self.config.replay, step, shown)
         with clock("logprobs"):
             if objective.old_logprobs == "trainer":
-                scoring.score_old(policy, work, replay, step, shown)
+                scoring.score_old(policy, work, replay, step, shown, align=align)
                 if replay == "r2":
                     scoring.plan_dispatch(policy, work, self.config.replay, step, shown)
             if measure_native and replay == "r3":
@@ -73,7 +74,13 @@ class TrainStep:
                 name = f"step {step} update {number}"
                 loss = UpdateLoss(objective, share, shown.sums)
                 with scoring.session(
-                    policy, share.work, mode, name, compare_native=observe_here, training=True
+                    policy,
+                    share.work,
+                    mode,
+                    name,
+                    compare_native=observe_here,
+                    align=align and observe_here and replay == "r3",
+                    training=True,
                 ) as session:
                     result = policy.update(
                         [one.microbatch for one in share.work],
@@ -83,6 +90,8 @@ class TrainStep:
                     )
                 shown.tallies.append(session.tally)
                 shown.results.append(result)
+                if observe_here:
+                    shown.alignment = session.alignment
                 if observe_here and world.is_last_stage():
                     seen = [loss.seen[i] for i in range(len(share.work))]
                     shown.mismatch = mismatch_of(share.work, [logprobs for logprobs, _ in seen])

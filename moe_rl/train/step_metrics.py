@@ -21,6 +21,7 @@ from moe_rl.megatron import world
 from moe_rl.megatron.policy import UpdateResult
 from moe_rl.objectives import corrections
 from moe_rl.objectives.mismatch import MismatchSums
+from moe_rl.replay.alignment import Alignment
 from moe_rl.replay.tables import Tally
 from moe_rl.trace import TraceSpec
 from moe_rl.train.loss import LossSums
@@ -69,7 +70,8 @@ class Shown:
 
     tallies: of the passes that the routers' own choice counts for. mismatch, entropies: of the pass that ran on the
     sampler's weights. native: of the pass with native routing, where there was one. peak_rows: of all ranks' dispatch
-    plans, what `replay.plans.peak_rows` gives.
+    plans, what `replay.plans.peak_rows` gives. alignment: of the routes with the routers' own choice, where
+    it was tested and this rank has MoE layers.
     """
 
     mismatch: MismatchSums
@@ -79,6 +81,7 @@ class Shown:
     results: list[UpdateResult] = field(default_factory=list)
     sums: LossSums = field(default_factory=LossSums)
     peak_rows: float = 0.0
+    alignment: Alignment | None = None
 
 
 def mismatch_of(work: Seq[MicrobatchWork], logprobs: Seq[torch.Tensor]) -> MismatchSums:
@@ -97,6 +100,8 @@ def step_metrics(config: Config, spec: TraceSpec, shown: Shown, *, by_layer: boo
     metrics = loss_metrics(config.objective, shown.sums, len(results))
     if replay != "off":
         metrics |= _replay(shown)
+    if replay == "r3" and config.guards.alignment:
+        metrics |= _alignment(shown.alignment or Alignment(), shown.tallies)
     name = "shadow" if replay == "r3" else "native"
     metrics |= _compared(shown.tallies, name, spec.top_k)
     if by_layer:
@@ -163,6 +168,14 @@ def _replay(shown: Shown) -> dict[str, float]:
         "routing/planned_fraction": planned / max(dispatched, 1),
         "routing/peak_rows": shown.peak_rows,
     }
+
+
+def _alignment(alignment: Alignment, tallies: list[Tally]) -> dict[str, float]:
+    """How surely the routes are those of their rows."""
+    positions = sum(tally.native_positions for tally in tallies)
+    seen, total = world.all_reduce([alignment.power * positions, positions])
+    (margin,) = world.all_reduce([alignment.margin], dist.ReduceOp.MIN)
+    return {"routing/alignment_power": seen / max(total, 1), "routing/alignment_margin": min(margin, 1.0)}
 
 
 def _compared(tallies: list[Tally], name: str, top_k: int) -> dict[str, float]:

@@ -1,0 +1,375 @@
+"""Tests whether recorded routes are those of the rows that they are replayed for.
+
+A record can be well formed and still be of another token, layer or sequence. The witness against it is what the
+trainer's routers would choose themselves inside the replayed forward: they saw the same tokens under the same weights.
+Nothing here is tuned to a model. Every test compares the record's agreement with its own row of the witness to its
+agreement with another row, and asks which of the two is better:
+
+    layers       a sample of rows: the record of a layer against the witness of every other layer of this rank, one or
+                 two tokens earlier or later, and of a token that has nothing to do with it
+    sequences    all rows, in pieces of at most 64, prompt and completion apart: a piece must lie nearer to how well the
+                 batch agrees with its own rows than to how well it agrees with rows of other tokens
+
+All bounds are Chernoff's, for a mean of n values in [0, 1] (Hoeffding 1963, theorem 1): by chance it is below m with a
+probability of at most exp(-n KL(m || mean)). A healthy pass is refused with a probability of at most FALSE_ALARM.
+Healthy means: a record agrees with its own row at least as well as with a row of another layer or position, and better
+than with one of another token in nine cases of ten; rows err independently of each other. Where so little is seen that
+no fault could be told at this rate, nothing is refused, and `Alignment.power` says so.
+
+Legend: L MoE layers of this rank, S sampled rows, N rows with a record, K top-k, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+FALSE_ALARM = 1e-6
+"""Probability at most that one pass of a rank is refused although its routes are right."""
+SAMPLED_ROWS = 256
+"""Rows of a pass that the test of layers looks at."""
+
+_SHIFTS = (0, -2, -1, 1, 2)
+_WINDOW = 8  # sampled rows come in runs, so that the rows before and behind them are there too
+_PIECE = 64
+# A record that has nothing to do with its row wins half of its comparisons with another row, a healthy one at least
+# this share. At the threshold both are equally unlikely; _SEEN is how unlikely one comparison makes them, in nats.
+_HEALTHY = 0.9
+_THRESHOLD = math.log(0.5 / (1 - _HEALTHY)) / (math.log(0.5 / (1 - _HEALTHY)) + math.log(_HEALTHY / 0.5))
+
+
+def divergence(mean: float, expected: float) -> float:
+    """The Kullback-Leibler divergence of two coins, in nats: `n` times this is -log of Chernoff's bound."""
+    parts = ((mean, expected), (1 - mean, 1 - expected))
+    return sum(p * math.log(p / q) if q > 0 else math.inf for p, q in parts if p > 0)
+
+
+_SEEN = divergence(_THRESHOLD, 0.5)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowPlaces:
+    """Where the rows of a microbatch lie in their sequences.
+
+    positions int64 [R]: in the sequence. pieces int64 [R]: the piece of a sequence that each row belongs to. named: of
+    each piece the sequence's number, its first and last row.
+    """
+
+    positions: Tensor
+    pieces: Tensor
+    named: tuple[tuple[int, int, int], ...]
+
+    @classmethod
+    def of(cls, lengths: Seq[int], prompts: Seq[int], rows: slice | np.ndarray, device: torch.device) -> RowPlaces:
+        """Make those of sequences of so many rows, of which so many are the prompt's, cut to `rows`."""
+        named = []
+        for number, (length, prompt) in enumerate(zip(lengths, prompts, strict=True)):
+            starts = sorted({*range(0, min(prompt, length), _PIECE), *range(min(prompt, length), length, _PIECE)})
+            named += [(number, a, b - 1) for a, b in zip(starts, [*starts[1:], length], strict=True)]
+        pieces = np.repeat(np.arange(len(named)), [last - first + 1 for _, first, last in named])
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        on_device = (torch.from_numpy(np.ascontiguousarray(a[rows])).to(device) for a in (positions, pieces))
+        return cls(*on_device, tuple(named))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """Rows of one microbatch or sequence in all layers.
+
+    record, witness: integers [L, S, K]. owner, position: int64 [S], the sequence of each row and its place there; rows
+    that follow each other in a sequence do so here.
+    """
+
+    record: Tensor
+    witness: Tensor
+    owner: Tensor
+    position: Tensor
+
+    @classmethod
+    def of_sequence(cls, record: Tensor, witness: Tensor) -> Sample:
+        """Take all rows [L, S, K] of one sequence."""
+        rows = torch.arange(record.shape[1], device=record.device)
+        return cls(record, witness, torch.zeros_like(rows), rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Misplaced:
+    """A layer whose record is not of its rows. match: what it agrees with instead, "" for nothing that was tried.
+    own, other: share of its experts that its own row of the witness has too, and that the match has."""
+
+    layer: int
+    match: str
+    own: float
+    other: float
+
+    def __str__(self) -> str:
+        if self.match:
+            agree = f"{self.other:.2f} of the experts agree, {self.own:.2f} with its own"
+            return f"layer {self.layer} has {self.match}: {agree}"
+        return (
+            f"layer {self.layer} has rows of nothing that was tried: {self.own:.2f} of the experts agree with its own"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """What the tests of a pass found on this rank.
+
+    layers: those that are wrong. sequences: pieces of sequences that are, one text each. power: share of the (row,
+    layer) positions that lie in a layer and in a piece of which a fault would have been told. margin: by how much more
+    of its experts a layer shares with its own row of the witness than with the best other one; of the worst layer.
+    """
+
+    layers: tuple[Misplaced, ...] = ()
+    sequences: tuple[str, ...] = ()
+    power: float = 0.0
+    margin: float = math.inf
+
+    @property
+    def faults(self) -> list[str]:
+        """Everything that is wrong, one text each; the same fault of all layers is one text."""
+        matches = {fault.match for fault in self.layers}
+        texts = [str(fault) for fault in self.layers]
+        if len(self.layers) > 1 and len(matches) == 1 and "layer" not in (match := matches.pop()):
+            own, other = (sum(getattr(f, name) for f in self.layers) / len(self.layers) for name in ("own", "other"))
+            numbers = ", ".join(str(fault.layer) for fault in self.layers)
+            agree = f": {other:.2f} of the experts agree, {own:.2f} with their own" if match else f": {own:.2f} agree"
+            texts = [f"layers {numbers} have {match or 'rows of nothing that was tried'}{agree}"]
+        return texts + list(self.sequences)
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Counts over samples.
+
+    rows, score, shared [shifts, L, L], of record layer i against witness layer j: comparisons that could be won, those
+    that the own row won (a tie: half), experts in both. compared [shifts]: rows with a neighbour at that shift.
+    own [L]: experts shared with the own row. unrelated_* [L]: the same against a row of another token. varies [L]:
+    whether the record does. sampled: rows.
+    """
+
+    rows: Tensor
+    score: Tensor
+    shared: Tensor
+    compared: Tensor
+    own: Tensor
+    unrelated_rows: Tensor
+    unrelated_score: Tensor
+    unrelated_shared: Tensor
+    varies: Tensor
+    sampled: int = 0
+
+    def add(self, other: _Sums) -> None:
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+def misplaced_layers(
+    samples: Seq[Sample], layers: Seq[int], experts: int
+) -> tuple[tuple[Misplaced, ...], float, float]:
+    """Test the layers on these samples: those that are wrong, the share of layers that could be judged, and the margin.
+
+    layers [L]: their global numbers. experts: in each. The host waits for the device once.
+    """
+    sums = _sum(samples, experts)
+    found, judged, margin = _judge(sums, layers, samples[0].record.shape[2])
+    return found, sum(judged) / len(layers), margin
+
+
+@dataclass(slots=True, eq=False)
+class AlignmentTest:
+    """Gathers what one pass shows on this rank. layers [L]: global numbers. microbatches: in the pass."""
+
+    layers: Seq[int]
+    microbatches: int
+    _chosen: dict[int, Tensor] = field(default_factory=dict)
+    _seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def observe(self, microbatch: int, layer: int, recorded: Tensor, routes: Tensor, native: Tensor) -> None:
+        """Take the sampled rows of a layer. Stays on the device.
+
+        recorded int64 [N]: rows with a record. routes, native: integers [R, K], the record and the router's own choice.
+        """
+        if microbatch not in self._chosen:
+            self._chosen[microbatch] = _sampled(recorded, max(32, SAMPLED_ROWS // max(1, self.microbatches)))
+        rows = self._chosen[microbatch]
+        self._seen[microbatch, layer] = (routes.index_select(0, rows).long(), native.index_select(0, rows))
+
+    def verdict(
+        self,
+        shared: Seq[Tensor],
+        recorded: Seq[Tensor],
+        owners: Seq[Tensor],
+        places: Seq[RowPlaces],
+        names: Seq[Seq[str]],
+        experts: int,
+    ) -> Alignment:
+        """Judge the pass. Of each microbatch - shared int64 [L, N]: experts in both the record and the router's choice.
+        recorded int64 [N]: the rows. owners int64 [R]: the sequence of each row. names: of the sequences."""
+        samples = []
+        for number, rows in self._chosen.items():
+            if not len(rows):
+                continue
+            seen = [self._seen[number, layer] for layer in self.layers]
+            record, witness = (torch.stack([one[side] for one in seen]) for side in (0, 1))
+            samples.append(
+                Sample(record, witness, owners[number][rows], places[number].positions.index_select(0, rows))
+            )
+        if not samples or not self.layers:
+            return Alignment()
+        top_k = samples[0].record.shape[2]
+        sums = _sum(samples, experts)
+        found, judged, margin = _judge(sums, self.layers, top_k)
+        unrelated = float(sums.unrelated_shared.sum()) / max(1.0, float(sums.unrelated_rows.sum())) / top_k
+        wrong, seen_rows = _pieces(shared, recorded, places, names, top_k, unrelated)
+        return Alignment(found, wrong, sum(judged) / len(self.layers) * seen_rows, margin)
+
+
+def _sampled(recorded: Tensor, count: int) -> Tensor:
+    """About `count` of the rows, spread over them in runs."""
+    total = len(recorded)
+    if total <= count:
+        return recorded
+    starts = torch.linspace(0, total - _WINDOW, count // _WINDOW, device=recorded.device).long()
+    return recorded[(starts[:, None] + torch.arange(_WINDOW, device=recorded.device)).flatten().unique()]
+
+
+def _sum(samples: Seq[Sample], experts: int) -> _Sums:
+    total: _Sums | None = None
+    for sample in samples:
+        one = _sums_of(sample, experts)
+        if total is None:
+            total = one
+        else:
+            total.add(one)
+    assert total is not None
+    # One copy to the host for all of it.
+    names = [name for name in _Sums.__slots__ if name != "sampled"]
+    flat = torch.cat([getattr(total, name).double().flatten() for name in names]).cpu()
+    pieces = flat.split([getattr(total, name).numel() for name in names])
+    for name, piece in zip(names, pieces, strict=True):
+        setattr(total, name, piece.view(getattr(total, name).shape))
+    return total
+
+
+def _sums_of(sample: Sample, experts: int) -> _Sums:
+    layers, rows, top_k = sample.record.shape
+    record, witness = (
+        one_hot(choice.long(), experts).sum(2).float().transpose(0, 1) for choice in (sample.record, sample.witness)
+    )  # [S, L, E]
+    own = (record * witness).sum(2)  # [S, L]
+    here = torch.arange(rows, device=own.device)
+    counted: list[tuple[Tensor, ...]] = []
+    for shift in _SHIFTS:
+        there = (here - shift).clamp(0, rows - 1)
+        valid = (sample.owner[there] == sample.owner) & (sample.position - sample.position[there] == shift)
+        others = witness[there].transpose(1, 2)  # [S, E, L]
+        both, alike = record @ others, witness @ others  # [S, L, L]
+        told = ((alike < top_k) & valid[:, None, None]).float()
+        score = (own[:, :, None] > both).float() + 0.5 * (own[:, :, None] == both)
+        counted.append((told.sum(0), (score * told).sum(0), (both * valid[:, None, None]).sum(0), valid.sum().float()))
+    # A token of another place in the sample stands for one that has nothing to do with the row.
+    other = (here + rows // 2) % rows
+    both, alike = (record * witness[other]).sum(2), (witness * witness[other]).sum(2)
+    told = (alike < top_k).float()
+    score = (own > both).float() + 0.5 * (own == both)
+    return _Sums(
+        *(torch.stack([one[part] for one in counted]) for part in range(4)),
+        own=own.sum(0),
+        unrelated_rows=told.sum(0),
+        unrelated_score=(score * told).sum(0),
+        unrelated_shared=(both * told).sum(0),
+        varies=(record != record[:1]).any(2).any(0).float(),
+        sampled=rows,
+    )
+
+
+def _judge(sums: _Sums, layers: Seq[int], top_k: int) -> tuple[tuple[Misplaced, ...], list[bool], float]:
+    """The layers that are wrong, whether each could be judged, and the least margin."""
+    needed = math.log(len(layers) * (len(_SHIFTS) * len(layers) + 1) / FALSE_ALARM)
+    found, judged, margin = [], [], math.inf
+    for i, layer in enumerate(layers):
+        own = float(sums.own[i]) / sums.sampled / top_k
+        rivals = []
+        for at, shift in enumerate(_SHIFTS):
+            for j, other in enumerate(layers):
+                if (shift, j) == (0, i) or not sums.compared[at]:
+                    continue
+                rows, score = float(sums.rows[at, i, j]), float(sums.score[at, i, j])
+                agree = float(sums.shared[at, i, j]) / float(sums.compared[at]) / top_k
+                margin = min(margin, own - agree)
+                if score < rows / 2 and rows * divergence(score / rows, 0.5) >= needed:
+                    rivals.append((agree, _whose(layer, other, shift)))
+        rows, score = float(sums.unrelated_rows[i]), float(sums.unrelated_score[i])
+        judged.append(rows * _SEEN >= needed)
+        if rivals:
+            agree, match = max(rivals)
+            found.append(Misplaced(layer, match, own, agree))
+        elif judged[-1] and score < _THRESHOLD * rows:
+            match, agree = ("", 0.0) if sums.varies[i] else ("the same experts for every token", own)
+            found.append(Misplaced(layer, match, own, agree))
+    return tuple(found), judged, margin
+
+
+def _whose(layer: int, other: int, shift: int) -> str:
+    rows = "its own rows" if other == layer else f"the rows of layer {other}"
+    if not shift:
+        return rows
+    return f"{rows.replace('its own rows', 'rows')} {abs(shift)} token{'s' if abs(shift) > 1 else ''} " + (
+        "too late" if shift > 0 else "too early"
+    )
+
+
+def _pieces(
+    shared: Seq[Tensor],
+    recorded: Seq[Tensor],
+    places: Seq[RowPlaces],
+    names: Seq[Seq[str]],
+    top_k: int,
+    unrelated: float,
+) -> tuple[tuple[str, ...], float]:
+    """The pieces of sequences that are wrong, and the share of rows in pieces of which it could be told.
+
+    unrelated: share of a record's experts that a row of another token has.
+    """
+    sums = []
+    for one, rows, place in zip(shared, recorded, places, strict=True):
+        agree = one.double() / top_k
+        token = agree.mean(0)
+        columns = torch.stack([torch.ones_like(token), token, token**2, (agree**2).mean(0)], 1)
+        empty = columns.new_zeros(len(place.named), 4)
+        sums.append(empty.index_add_(0, place.pieces.index_select(0, rows), columns))
+    table = torch.cat(sums).cpu().numpy()  # rows, agreement, its square by token and by position
+    named = [
+        (name[number], first, last)
+        for name, place in zip(names, places, strict=True)
+        for number, first, last in place.named
+    ]
+    rows, layers = table[:, 0], shared[0].shape[0]
+    present = rows > 0
+    if not present.any():
+        return (), 0.0
+    mean = np.divide(table[:, 1], rows, out=np.ones_like(rows), where=present)
+    # What the batch shows without the pieces in question: these must not speak for themselves.
+    level = float(np.median(np.repeat(mean[present], rows[present].astype(int))))
+    sound = present & (mean >= (level + unrelated) / 2)
+    count, total, by_token, by_position = table[sound].sum(0)
+    level = min(total / count, 1 - 0.5 / (count * layers))
+    between = (level + unrelated) / 2
+    spread, spread_of_tokens = (max(0.0, squares / count - (total / count) ** 2) for squares in (by_position, by_token))
+    # Layers of one token err together: so many of them count as one.
+    together = min(max(layers * spread_of_tokens / spread, 1.0), layers) if spread > 0 else 1.0
+    needed = math.log(present.sum() / FALSE_ALARM)
+    told = present & (rows * layers / together * divergence(between, level) >= needed) & (between < level)
+    wrong = [
+        f"{named[i][0]} has other rows at tokens {named[i][1]} to {named[i][2]}: {mean[i]:.2f} of the experts agree, "
+        f"{level:.2f} in the batch"
+        for i in np.flatnonzero(told & (mean < between))
+    ]
+    return tuple(wrong), float(rows[told].sum() / rows.sum())
