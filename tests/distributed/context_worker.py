@@ -53,7 +53,6 @@ def main():
         "train.microbatch_tokens=40",
         "train.updates_per_step=1",
         "objective.advantage=reinforce_pp",
-        "guards.alignment=false",  # the routes are random
     ]
     halves, shares = (load_config(CONFIG, [*common, f"parallel.context={ranks}"]) for ranks in (2, 1))
     world.start(halves.parallel, seed=1, timeout_seconds=120)

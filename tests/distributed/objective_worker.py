@@ -43,7 +43,6 @@ COMMON = [
     "train.optimizer.warmup_steps=0",
     "train.optimizer.clip_grad=1e9",
     "rollout.max_completion_tokens=32",
-    "guards.alignment=false",  # the routes are random
 ]
 
 
