@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     added = command("cat", _cat, "records as JSON lines")
     added.add_argument("store")
     _add_key(added)
+    added.add_argument("--limit", type=int, default=10, metavar="N", help="records at most; 0: all (default: 10)")
     added.add_argument("--layers", type=_numbers, metavar="0-11,13", help="global numbers of MoE layers")
     added.add_argument("--rows", type=_range, metavar="FIRST:LAST", help="rows of each record, last not included")
     added = command(
@@ -107,8 +108,10 @@ def _inspect(options: argparse.Namespace) -> tuple[int, object]:
     for model in facts["models"]:
         print(f"model {model['fingerprint'][:16]}: {model['top_k']} of {model['num_experts']} experts, layers ", end="")
         print(re.sub(r"(.)\1{3,}", lambda run: f"{run[1]}*{len(run[0])} ", model["layer_map"]).strip())
-        for name in ("sequences", "incomplete_sequences", "records", "continued_records", "aborted_records", "tokens"):
+        for name in ("sequences", "incomplete_sequences", "records", "continued_records", "aborted_records"):
             print(f"  {name.replace('_', ' '):26} {model[name]:,}")
+        shared = f"{model['stored_tokens']:,} of them stored: a beginning that sequences share is stored once"
+        print(f"  {'tokens of the sequences':26} {model['tokens']:,}, {shared}")
         print(
             f"  {'rows by provenance':26} {', '.join(f'{k} {v:,}' for k, v in model['provenance'].items()) or 'none'}"
         )
@@ -118,7 +121,8 @@ def _inspect(options: argparse.Namespace) -> tuple[int, object]:
             print(f"  {'other arrays':26} {', '.join(model['aux'])}")
         if not model["tokens"]:
             continue
-        print(f"  {'bytes per token':26} {model['bytes_per_token']:.1f}, raw {model['raw_bytes_per_token']}")
+        stored = f"{model['bytes_per_stored_token']:.1f} per stored one"
+        print(f"  {'bytes per token':26} {model['bytes_per_token']:.1f}, {stored}, raw {model['raw_bytes_per_token']}")
         stored = f"{model['bits_per_set']:.2f} in chunks, {model['bits_per_set_with_all']:.2f} in all of the file"
         bounds = f"bound {model['bits_per_set_bound']:.2f}, by popularity alone {model['bits_per_set_order0']:.2f}"
         print(f"  {'bits per set':26} {stored}; {bounds}")
@@ -142,6 +146,9 @@ def _verify(options: argparse.Namespace) -> tuple[int, object]:
 def _cat(options: argparse.Namespace) -> tuple[int, object]:
     selection, count = select(options.store), 0
     for ref in references(selection, options.key):
+        if count == options.limit > 0:
+            print(f"there are more than {count} records: --limit 0 prints all", file=sys.stderr)
+            break
         layers = selection.store.info(ref).layers
         if options.layers is not None:
             layers = tuple(layer for layer in layers if layer in options.layers)
@@ -205,7 +212,9 @@ def _repair(options: argparse.Namespace) -> tuple[int, object]:
 def _bench(options: argparse.Namespace) -> tuple[int, object]:
     result = measure(select(options.store), max_bytes=options.max_bytes)
     for name, value in result.items():
-        print(f"{name.replace('_', ' '):28} {value:.3f}" if isinstance(value, float) else f"{name:28} {value:,}")
+        label = name.removesuffix("_gb_per_core_second").removesuffix("_gb_per_second").replace("_", " ")
+        per = "s of one core" if name.endswith("_core_second") else "s"
+        print(f"{label:16} {f'{value * 1e3:,.3g} MB/{per}' if isinstance(value, float) else f'{value:,}'}")
     return 0, result
 
 

@@ -431,8 +431,8 @@ ALL = (
         "Prompt and completion tokens / time/train.",
         "Falls: packing got worse, or experts are unbalanced."),
     Metric("trace/bytes_per_token", "bytes/token", "lower",
-        "Stored bytes of one forwarded token: its routes in all layers and, where asked for, its sampling support and "
-        "router logits.",
+        "trace/bytes over the tokens of the sequences: routes in all layers and, where asked for, sampling support and "
+        "router logits. A prompt that sequences share is stored once and counts in each.",
         "Above layers x top_k x bytes per id when only routes are stored: the codec costs more than it saves."),
     Metric("trace/bytes", "bytes", "lower",
         "Stored bytes of everything that this step recorded.",

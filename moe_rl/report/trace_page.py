@@ -239,7 +239,7 @@ def _page(selection: Selection, facts: dict, panels: list[Panel], other: Selecti
         f"experts in {len(model['popularity'])} layers; model {model['fingerprint'][:16]}"
     )
     bounds = f"bound {model['bits_per_set_bound']:.1f}; by popularity alone {model['bits_per_set_order0']:.1f}"
-    raw = f"all of the file; raw routes alone {model['raw_bytes_per_token']}"
+    raw = f"all of the file; {model['bytes_per_stored_token']:.0f} a stored token; raw {model['raw_bytes_per_token']}"
     evenness = percent(float(np.mean([row["evenness"] for row in model["popularity"]])))
     return render(
         "trace.html",
@@ -248,7 +248,11 @@ def _page(selection: Selection, facts: dict, panels: list[Panel], other: Selecti
         heading=name,
         facts=[said + (f", against {other.root}" if other else "")],
         tiles=[
-            Tile("Sequences", count(model["sequences"]), f"{count(model['tokens'])} tokens forwarded"),
+            Tile(
+                "Sequences",
+                count(model["sequences"]),
+                f"{count(model['tokens'])} tokens, {count(model['stored_tokens'])} stored",
+            ),
             Tile("Bits a set", f"{model['bits_per_set']:.1f}", bounds),
             Tile("Bytes a token", f"{model['bytes_per_token']:.0f}", raw),
             Tile("Evenness", evenness, "entropy of picks; 100% is an even load"),

@@ -85,7 +85,8 @@ class _Model:
     counts_LE: np.ndarray
     shards: set[str] = field(default_factory=set)
     layers_of: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
-    rows: int = 0
+    tokens: int = 0
+    stored_tokens: int = 0
     sets: int = 0
     records: int = 0
     continued: int = 0
@@ -99,8 +100,14 @@ class _Model:
 
 
 def inspect(selection: Selection) -> dict[str, Any]:
-    """Facts as plain JSON values. Chunks are decoded only of records too short to have stored expert counts, and of
-    those that continue others. Raises TraceError on damage."""
+    """Facts as plain JSON values.
+
+    `tokens` are those of all sequences: a beginning that sequences share counts in each of them, and once in
+    `stored_tokens`. `bytes_per_token` divides by the former, as a run's metric does.
+
+    Chunks are decoded only of records too short to have stored expert counts, and of those that continue others.
+    Raises TraceError on damage.
+    """
     models: dict[TraceSpec, _Model] = {}
     library = Library(selection.root)
     file_bytes = 0
@@ -166,7 +173,8 @@ def _add(model: _Model, tip: Found) -> None:
     frame, layers = tip.frame, tip.shard.header.layers
     # Every stage of a pipeline stores the tokens of a sequence: they are counted once.
     if frame.key not in model.layers_of:
-        model.rows += frame.own_rows
+        model.tokens += frame.rows
+        model.stored_tokens += frame.own_rows
         for span in frame.spans:
             model.provenance[span.provenance.name.lower()] += span.rows
             model.versions.add(span.weight_version)
@@ -224,12 +232,14 @@ def _facts(model: _Model) -> dict[str, object]:
         "records": model.records,
         "continued_records": model.continued,
         "aborted_records": model.aborted,
-        "tokens": model.rows,
+        "tokens": model.tokens,
+        "stored_tokens": model.stored_tokens,
         "weight_versions": [min(model.versions), max(model.versions)] if model.versions else None,
         "provenance": dict(sorted(model.provenance.items())),
         "aux": sorted(model.aux),
         "bytes": model.bytes,
-        "bytes_per_token": model.bytes / model.rows if model.rows else None,
+        "bytes_per_token": model.bytes / model.tokens if model.tokens else None,
+        "bytes_per_stored_token": model.bytes / model.stored_tokens if model.stored_tokens else None,
         "raw_bytes_per_token": spec.row_bytes,
         "codecs": dict(sorted(model.codecs.items())),
         "bits_per_set": 8 * model.chunk_bytes / model.sets if model.sets else None,

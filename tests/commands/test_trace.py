@@ -1,6 +1,7 @@
 """`moe-rl trace` as a user runs it: what it prints, writes and returns."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -64,6 +65,15 @@ def test_cat_gives_the_slice_that_was_asked_for(tool, tmp_path, capsys):
     record = json.loads(line)
     assert record["routes"] == routes[3:5, 1:].tolist() and record["token_ids"] == [6, 8]
     assert record["spans"] == [[2, 5, "decode"]] and record["layers"] == [2]
+
+
+@pytest.mark.parametrize(("limit", "lines"), [([], 10), (["--limit", "3"], 3), (["--limit", "0"], 12)])
+def test_cat_stops_at_its_limit_and_says_so(tool, tmp_path, capsys, limit, lines):
+    for name in "uvwxyz":
+        write(tmp_path, name=name)
+    assert tool(["cat", str(tmp_path), *limit]) == 0
+    said = capsys.readouterr()
+    assert len(said.out.splitlines()) == lines and bool(said.err) == (lines < 12)
 
 
 def test_cat_into_head_ends_quietly(tmp_path):
@@ -148,8 +158,10 @@ def test_export_has_every_set(tool, tmp_path, per):
 def test_bench_and_plot_write_what_they_say(tool, tmp_path, capsys):
     write(tmp_path / "store")
     assert tool(["bench", str(tmp_path / "store"), "--json", str(tmp_path / "bench.json")]) == 0
-    assert json.loads((tmp_path / "bench.json").read_text())["decode_gb_per_core_second"] > 0
-    capsys.readouterr()
+    rates = {k: v for k, v in json.loads((tmp_path / "bench.json").read_text()).items() if "_gb_" in k}
+    assert len(rates) == 4 and all(rate > 0 for rate in rates.values())
+    said = [float(number) for number in re.findall(r"([\d.e+,-]+) MB/s", capsys.readouterr().out)]
+    assert said == pytest.approx([1e3 * rate for rate in rates.values()], rel=0.01)
     assert tool(["plot", str(tmp_path / "store"), "--out", str(tmp_path / "plots")]) == 0
     written = capsys.readouterr().out.split()
     assert len(written) == 4 and all(Path(path).stat().st_size > 1000 for path in written)

@@ -41,7 +41,10 @@ def test_facts_are_those_of_the_records(tmp_path, spec, store):
     own = own_rows(store)
     assert facts["shards"] == 2 and facts["bytes"] == sum(shard.path.stat().st_size for shard in store)
     assert (model["sequences"], model["records"], model["continued_records"], model["aborted_records"]) == (8, 8, 2, 2)
-    assert model["tokens"] == len(own) and model["provenance"] == {"decode": len(own)}
+    assert model["stored_tokens"] == len(own) and model["provenance"] == {"decode": len(own)}
+    assert model["tokens"] == sum(len(routes) for shard in store for routes in shard.routes) == len(own) + 4
+    assert model["bytes_per_token"] * model["tokens"] == pytest.approx(facts["bytes"])
+    assert model["bytes_per_stored_token"] * len(own) == pytest.approx(facts["bytes"])
     assert model["weight_versions"] == [7, 7] and model["aux"] == ["logprobs"]
     assert model["incomplete_sequences"] == 0
     _, counts = expert_counts(select(tmp_path))
