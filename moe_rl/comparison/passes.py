@@ -206,6 +206,15 @@ class Scorer:
                 seen[column, places] = 1
         for tensor in (values, seen):
             dist.all_reduce(tensor)
+        if not bool(values.isfinite().all()):  # NaN stands for what the sampler did not store
+            layers = [self.spec.moe_layers[at] for at in (~values.isfinite()).any(1).nonzero()[:, 0].tolist()]
+            raise ReplayError(
+                describe(
+                    "router logits are not finite, or leave an expert no probability",
+                    where=f"MoE layers {layers}",
+                    expected="finite logits in sampler and trainer",
+                )
+            )
         return np.where(seen.cpu().numpy() > 0, values.cpu().numpy(), np.nan)
 
     def _sampler_logits(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:

@@ -87,7 +87,7 @@ def policy_sums(logprobs: np.ndarray, rollout_logprobs: np.ndarray, owners: np.n
     """
     d = np.asarray(logprobs, np.float64) - np.asarray(rollout_logprobs, np.float64)
     values = {"k1": -d, "k3": np.expm1(d) - d, "abs": np.abs(d)}
-    values |= {f"F({tau})": np.abs(d) > math.log(tau) for tau in TAUS}
+    values |= {f"F({tau})": (np.abs(d) > math.log(tau)) + (d - d) for tau in TAUS}  # a NaN is no smaller one
     return {name: by_sequence(value, owners, sequences) for name, value in values.items()}
 
 

@@ -39,7 +39,10 @@ Rewards = Sequence[float | None]
 
 
 def has_spread(rewards: Rewards) -> bool:
-    """Whether two of the scored rewards differ by more than rounding: only then do they teach which was better."""
+    """Whether two of the scored rewards differ by more than rounding: only then do they teach which was better.
+
+    Raises RewardError for a reward that is not finite, or too large.
+    """
     scored = _scored(rewards)
     if len(scored) < 2:
         return False
@@ -120,17 +123,7 @@ def advantages(name: str, rewards: Rewards, group_ids: Sequence[int], lengths: S
                 do="pass one of each for every reward",
             )
         )
-    for index, (reward, group) in enumerate(zip(rewards, group_ids, strict=True)):
-        if reward is not None and not abs(reward) <= LARGEST_REWARD:  # nor is a NaN
-            raise RewardError(
-                describe(
-                    "a reward is not finite, or too large",
-                    where=f"completion {index}, group {group}",
-                    got=reward,
-                    expected=f"at most {LARGEST_REWARD:g} in size, or None for a failed verification",
-                    do="mend the reward function",
-                )
-            )
+    _refuse_wrong(rewards, [f"completion {index}, group {group}" for index, group in enumerate(group_ids)])
     return ADVANTAGES[name](rewards, group_ids, lengths)
 
 
@@ -153,7 +146,22 @@ def _within_groups(
     return result
 
 
+def _refuse_wrong(rewards: Rewards, where: Sequence[str]) -> None:
+    for reward, place in zip(rewards, where, strict=True):
+        if reward is not None and not abs(reward) <= LARGEST_REWARD:  # nor is a NaN
+            raise RewardError(
+                describe(
+                    "a reward is not finite, or too large",
+                    where=place,
+                    got=reward,
+                    expected=f"at most {LARGEST_REWARD:g} in size, or None for a failed verification",
+                    do="mend the reward function",
+                )
+            )
+
+
 def _scored(rewards: Rewards) -> list[float]:
+    _refuse_wrong(rewards, [f"reward {index} of {len(rewards)}" for index in range(len(rewards))])
     return [float(reward) for reward in rewards if reward is not None]
 
 

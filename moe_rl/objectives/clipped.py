@@ -13,7 +13,6 @@ from torch import Tensor
 from moe_rl.objectives.loss_parts import (
     PolicyLoss,
     check_loss,
-    check_tokens,
     clipped_surrogate,
     own_length,
     token_advantages,
@@ -38,12 +37,12 @@ def grpo(
 
     denominator: non-empty sequences: a mean over sequences of means over tokens.
     """
-    check_loss(
+    broken = check_loss(
         logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, clip_low=clip_low, clip_high=clip_high
     )
     of_token = token_advantages(advantages, sequence_ids, weights)
     scale = 1 / own_length(sequence_ids)
-    return _clipped(logprobs, old_logprobs, of_token, scale, clip_low, clip_high, denominator)
+    return _clipped(logprobs, old_logprobs, of_token, scale, clip_low, clip_high, denominator, broken)
 
 
 def dr_grpo(
@@ -64,11 +63,13 @@ def dr_grpo(
     denominator: sequences, empty ones too, x the longest completion allowed: a constant of the run's shape, so that
     no token's weight depends on how long its sequence became. The method's advantages are R - mean, without std.
     """
-    check_loss(
+    broken = check_loss(
         logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, clip_low=clip_low, clip_high=clip_high
     )
     of_token = token_advantages(advantages, sequence_ids, weights)
-    return _clipped(logprobs, old_logprobs, of_token, torch.ones_like(of_token), clip_low, clip_high, denominator)
+    return _clipped(
+        logprobs, old_logprobs, of_token, torch.ones_like(of_token), clip_low, clip_high, denominator, broken
+    )
 
 
 def dapo(
@@ -88,11 +89,13 @@ def dapo(
 
     denominator: tokens: every token of the batch weighs the same. Published: clip_low 0.2, clip_high 0.28.
     """
-    check_loss(
+    broken = check_loss(
         logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, clip_low=clip_low, clip_high=clip_high
     )
     of_token = token_advantages(advantages, sequence_ids, weights)
-    return _clipped(logprobs, old_logprobs, of_token, torch.ones_like(of_token), clip_low, clip_high, denominator)
+    return _clipped(
+        logprobs, old_logprobs, of_token, torch.ones_like(of_token), clip_low, clip_high, denominator, broken
+    )
 
 
 def decoupled(
@@ -115,21 +118,21 @@ def decoupled(
     old_logprobs are the proximal policy's: the trainer's before the step. rollout_logprobs are the sampler's.
     denominator: tokens, those with a truncated weight among them. The ratio counted and clipped is r_t, without w_t.
     """
-    check_loss(
+    broken = check_loss(
         logprobs,
         old_logprobs,
         advantages,
         sequence_ids,
         denominator,
         weights,
+        rollout_logprobs=rollout_logprobs,
         clip_low=clip_low,
         clip_high=clip_high,
         weight_cap=weight_cap,
     )
-    check_tokens(logprobs, rollout_logprobs, sequence_ids, denominator)
     of_token = token_advantages(advantages, sequence_ids, weights)
     scale = (old_logprobs.detach().double() - rollout_logprobs.detach().double()).exp().clamp(max=weight_cap)
-    return _clipped(logprobs, old_logprobs, of_token, scale, clip_low, clip_high, denominator)
+    return _clipped(logprobs, old_logprobs, of_token, scale, clip_low, clip_high, denominator, broken)
 
 
 def _clipped(
@@ -140,12 +143,14 @@ def _clipped(
     clip_low: float,
     clip_high: float,
     denominator: int,
+    broken: Tensor,
 ) -> PolicyLoss:
-    """of_token [T]: see `token_advantages`. scale [T] float64: of each token's c_t, before the denominator."""
+    """of_token [T]: see `token_advantages`. scale [T] float64: of each token's c_t, before the denominator. broken: see
+    `check_loss`."""
     log_ratio = logprobs.double() - old_logprobs.detach().double()
     surrogate, ratio, clipped = clipped_surrogate(log_ratio, of_token, clip_low, clip_high)
     loss = -(surrogate * scale).sum() / denominator
-    return with_counts(loss.to(logprobs.dtype), ratio, clipped, torch.ones_like(clipped))
+    return with_counts((loss - broken).to(logprobs.dtype), ratio, clipped, torch.ones_like(clipped))
 
 
 def sapo(
@@ -168,7 +173,7 @@ def sapo(
     denominator: non-empty sequences: a mean over sequences of means over tokens. A token is a clip event where its
     gate is below 1/2 and A_i is not 0. Shapes, dtypes and errors: see `losses.py`. Published: 1.0 and 1.05.
     """
-    check_loss(
+    broken = check_loss(
         logprobs,
         old_logprobs,
         advantages,
@@ -188,4 +193,4 @@ def sapo(
     surrogate = 4 / tau * torch.where(flat, level, live) * of_token
     loss = -(surrogate / own_length(sequence_ids)).sum() / denominator
     faded = (4 * level * (1 - level) < 0.5) & (of_token != 0)
-    return with_counts(loss.to(logprobs.dtype), log_ratio.detach().exp(), faded, torch.ones_like(faded))
+    return with_counts((loss - broken).to(logprobs.dtype), log_ratio.detach().exp(), faded, torch.ones_like(faded))

@@ -20,7 +20,8 @@ that it sees mismatch and staleness together: 0 for a sequence with A_i < 0 and 
 delta, else 1.
 
 Several multiply. They are sums of logarithms until the end: no ratio of a long sequence overflows, and no 0 meets an
-inf. A NaN among the logprobs gives NaN weights, hence a loss that the step refuses; it is not rejected in silence.
+inf. A token of which a logprob, or the advantage, is not finite has weight NaN, whatever rejects it: the step refuses
+the loss.
 
 Every sequence lies whole in one microbatch (see `losses.py`), so no weight depends on how the batch was cut. Rejected
 tokens stay in the denominator of the loss: rejection makes a step smaller, not the tokens that are left louder.
@@ -86,7 +87,7 @@ def token_weights(
     rollout_logprobs [T] float32 or float64; advantages [B]; sequence_ids [T] int64 in 0..B-1: as in `policy_loss`,
     which checks them. The host does not wait for the device.
     """
-    old, rollout = old_logprobs.detach().double(), rollout_logprobs.detach().double()
+    now, old, rollout = (one.detach().double() for one in (logprobs, old_logprobs, rollout_logprobs))
     of_token = old - rollout
     log_weights = torch.zeros_like(of_token)
     truncated = torch.zeros_like(sequence_ids, dtype=torch.bool)
@@ -106,10 +107,12 @@ def token_weights(
             kept = torch.where(log_ratio.isnan(), torch.nan, 0.0)
             log_weights = log_weights + torch.where(outside, -torch.inf, kept)
     if off_policy_delta is not None:
-        drift = mean_by_sequence(rollout - logprobs.detach().double(), advantages, sequence_ids)
+        drift = mean_by_sequence(rollout - now, advantages, sequence_ids)
         masked = (advantages.detach() < 0) & (drift > off_policy_delta)
         log_weights = log_weights.masked_fill(masked[sequence_ids], -torch.inf)
     weights = log_weights.exp()
+    for given in (now, old, rollout, advantages.detach()[sequence_ids]):
+        weights = weights - (given - given)  # 0, or NaN where it is not finite: comparisons pass over it
     return TokenWeights(weights, _sums(weights, truncated, advantages, sequence_ids))
 
 

@@ -84,6 +84,15 @@ def clipped_surrogate(
     return torch.where(flat, bounded, live) * advantages, ratio, clipped
 
 
+def nan_unless_finite(*values: Tensor) -> Tensor:
+    """Scalar float64 without a gradient: 0 where every number of all values is finite, else NaN.
+
+    To be taken off a result whose clamps, masks and comparisons may pass over such a number; 0 then changes no bit of
+    it. The host does not wait for the device.
+    """
+    return torch.stack([(one - one).detach().double().sum() for one in values]).sum()
+
+
 def with_counts(loss: Tensor, ratio: Tensor, clipped: Tensor, counted: Tensor) -> PolicyLoss:
     """loss: in the dtype it is returned in. ratio float64, clipped bool, counted bool: one of each for every unit."""
     end = ratio.new_full((1,), torch.inf)  # lets min and max of nothing be their neutral elements
@@ -153,11 +162,15 @@ def check_loss(
     sequence_ids: Tensor,
     denominator: int,
     weights: Tensor | None,
+    *,
+    rollout_logprobs: Tensor | None = None,
     **parameters: float,
-) -> None:
-    """`check_tokens`, and the same for advantages and weights. parameters: the loss's own, by name; all must be
-    positive."""
+) -> Tensor:
+    """`check_tokens`, and the same for the other tensors that the loss takes. parameters: the loss's own, by name; all
+    must be positive. Returns `nan_unless_finite` of all these tensors, to be taken off the loss."""
     check_tokens(logprobs, old_logprobs, sequence_ids, denominator)
+    if rollout_logprobs is not None:
+        check_tokens(logprobs, rollout_logprobs, sequence_ids, denominator)
     if advantages.dtype != logprobs.dtype:
         raise TypeError(
             describe(
@@ -190,3 +203,5 @@ def check_loss(
             raise ValueError(
                 describe(f"{name} must be positive", got=value, expected="above 0", do=f"mend objective.{name}")
             )
+    given = (logprobs, old_logprobs, advantages, weights, rollout_logprobs)
+    return nan_unless_finite(*(tensor for tensor in given if tensor is not None))

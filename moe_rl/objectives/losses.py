@@ -14,7 +14,7 @@ float64); everything between them and the returned loss is computed in float64.
 
 No log-ratio is clamped: a clamp would zero gradients silently. A ratio that overflows where it matters gives a
 non-finite loss, which the step refuses; where it does not matter (clipped, truncated, or advantage 0) it gives no NaN
-either.
+either. A NaN or an infinity in what a loss is given makes it NaN, wherever it stands.
 
 Legend: B sequences, T completion tokens; l = logprobs, l_old = old_logprobs, A = advantages, n_i tokens of sequence i.
 """
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from moe_rl.errors import ConfigError, describe
 from moe_rl.objectives.clipped import dapo, decoupled, dr_grpo, grpo, sapo
-from moe_rl.objectives.loss_parts import PolicyLoss, check_tokens, own_length
+from moe_rl.objectives.loss_parts import PolicyLoss, check_tokens, nan_unless_finite, own_length
 from moe_rl.objectives.penalties import KL_ESTIMATORS
 from moe_rl.objectives.sequence_ratio import gmpo, gspo, gspo_token
 from moe_rl.objectives.weighted import cispo, dppo_tv, minirl
@@ -133,7 +133,8 @@ def reference_kl(
     tokens = KL_ESTIMATORS[estimator](ref_logprobs.detach().double() - logprobs.double())
     if old_logprobs is not None:
         check_tokens(logprobs, old_logprobs, sequence_ids, denominator)
-        tokens = (logprobs.double() - old_logprobs.detach().double()).exp() * tokens
+        # A ratio of 0, to an old logprob that is infinite, is finite.
+        tokens = (logprobs.double() - old_logprobs.detach().double()).exp() * tokens - nan_unless_finite(old_logprobs)
     return ((tokens / own_length(sequence_ids)).sum() / denominator).to(logprobs.dtype)
 
 

@@ -48,8 +48,8 @@ class MismatchSums:
     """Mergeable sums over one set of sequences. The empty set is `MismatchSums.empty()`.
 
     values float64: sums in the order of _SUMS, how many tokens have |d| in each bin, max |d|. All but the last add up;
-    the last takes the maximum (0 when there is no token). A non-finite d makes its sums non-finite: it is shown, not
-    dropped.
+    the last takes the maximum (0 when there is no token). A logprob that is not finite makes every sum that it enters
+    NaN.
     """
 
     values: Tensor
@@ -87,7 +87,8 @@ class MismatchSums:
                     do="cut all to the completion tokens",
                 )
             )
-        train, rollout = logprobs.detach().double(), rollout_logprobs.detach().double()
+        # x - (x - x): an infinity becomes NaN, which no exp turns into 0, and no bit of anything else changes.
+        train, rollout = (x - (x - x) for x in (logprobs.detach().double(), rollout_logprobs.detach().double()))
         d = train - rollout
         size = d.abs()
 
@@ -106,7 +107,7 @@ class MismatchSums:
             "tokens": d.new_full((), len(d)),
             "minus_d": -d.sum(),
             "k3": k3(d).sum(),
-            **{f"extreme_{tau:.0f}": (size > math.log(tau)).sum().double() for tau in EXTREME_RATIOS},
+            **{f"extreme_{tau:.0f}": ((size > math.log(tau)) + (d - d)).sum() for tau in EXTREME_RATIOS},
             "abs": size.sum(),
             "ratio": d.exp().sum(),
             "ratio_squared": (2 * d).exp().sum(),

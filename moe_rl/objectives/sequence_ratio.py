@@ -42,7 +42,7 @@ def gspo(
 
     A sequence is a clip event where the clipped branch is strictly the smaller one. Published: 3e-4 and 4e-4.
     """
-    check_loss(
+    broken = check_loss(
         logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, clip_low=clip_low, clip_high=clip_high
     )
     advantages = sequence_advantages(advantages, sequence_ids, weights)
@@ -50,7 +50,7 @@ def gspo(
     nonempty = torch.zeros_like(advantages, dtype=torch.bool).index_fill(0, sequence_ids, True)
     surrogate, ratio, clipped = clipped_surrogate(log_ratio, advantages, clip_low, clip_high)
     loss = -torch.where(nonempty, surrogate, 0.0).sum() / denominator
-    return with_counts(loss.to(logprobs.dtype), ratio, clipped, nonempty)
+    return with_counts((loss - broken).to(logprobs.dtype), ratio, clipped, nonempty)
 
 
 def gspo_token(
@@ -72,7 +72,7 @@ def gspo_token(
     With one advantage per sequence, all there is here, value and gradient are GSPO's. Counted are tokens, each with the
     ratio of its sequence: long sequences weigh more in the clip fraction than under gspo.
     """
-    check_loss(
+    broken = check_loss(
         logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, clip_low=clip_low, clip_high=clip_high
     )
     of_token = token_advantages(advantages, sequence_ids, weights)
@@ -81,7 +81,7 @@ def gspo_token(
     log_ratio = of_sequence + (current - current.detach())
     surrogate, ratio, clipped = clipped_surrogate(log_ratio, of_token, clip_low, clip_high)
     loss = -(surrogate / own_length(sequence_ids)).sum() / denominator
-    return with_counts(loss.to(logprobs.dtype), ratio, clipped, torch.ones_like(clipped))
+    return with_counts((loss - broken).to(logprobs.dtype), ratio, clipped, torch.ones_like(clipped))
 
 
 def gmpo(
@@ -104,7 +104,7 @@ def gmpo(
     nothing. A token is a clip event where its b_t is not its d_t: the sequence still counts, this token has no
     gradient. The ratio counted is exp(d_t) of each token.
     """
-    check_loss(
+    broken = check_loss(
         logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, clip_low=clip_low, clip_high=clip_high
     )
     low, high = math.log(1 - clip_low) if clip_low < 1 else -math.inf, math.log1p(clip_high)
@@ -121,4 +121,4 @@ def gmpo(
     surrogate = mean_by_sequence(bounded, advantages, sequence_ids).exp() * advantages
     nonempty = torch.zeros_like(advantages, dtype=torch.bool).index_fill(0, sequence_ids, True)
     loss = -torch.where(nonempty, surrogate, 0.0).sum() / denominator
-    return with_counts(loss.to(logprobs.dtype), log_ratio.detach().exp(), clipped, torch.ones_like(clipped))
+    return with_counts((loss - broken).to(logprobs.dtype), log_ratio.detach().exp(), clipped, torch.ones_like(clipped))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_rl.objectives.loss_parts import PolicyLoss, check_loss, check_tokens, token_advantages, with_counts
+from moe_rl.objectives.loss_parts import PolicyLoss, check_loss, token_advantages, with_counts
 
 
 def cispo(
@@ -30,11 +30,11 @@ def cispo(
     off, as the paper does in its runs. denominator: tokens. A token is a clip event where its weight is the cap and
     A_i is not 0: its gradient is smaller, not gone.
     """
-    check_loss(logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, weight_cap=weight_cap)
+    broken = check_loss(logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, weight_cap=weight_cap)
     of_token = token_advantages(advantages, sequence_ids, weights)
     ratio = (logprobs.detach().double() - old_logprobs.detach().double()).exp()
     capped = (ratio > weight_cap) & (of_token != 0)
-    return _weighted(logprobs, of_token, ratio.clamp(max=weight_cap), ratio, capped, denominator)
+    return _weighted(logprobs, of_token, ratio.clamp(max=weight_cap), ratio, capped, denominator, broken)
 
 
 def dppo_tv(
@@ -58,7 +58,7 @@ def dppo_tv(
     is the one that sampled: pass the sampler's logprobs as old_logprobs. denominator: tokens, masked ones among them,
     as in TRL. A token is a clip event where M_t is 0. Published weight_cap: 20.
     """
-    check_loss(
+    broken = check_loss(
         logprobs,
         old_logprobs,
         advantages,
@@ -74,7 +74,7 @@ def dppo_tv(
     ratio, moved = (current - old).exp(), current.exp() - old.exp()
     masked = ((of_token > 0) & (moved > delta_high)) | ((of_token < 0) & (moved < -delta_low))
     scale = torch.where(masked, 0.0, ratio.clamp(max=weight_cap))
-    return _weighted(logprobs, of_token, scale, ratio, masked, denominator)
+    return _weighted(logprobs, of_token, scale, ratio, masked, denominator, broken)
 
 
 def minirl(
@@ -100,29 +100,30 @@ def minirl(
     length. A token is a clip event where M_t is 0; the ratio counted is r_t. The method's advantages are R - mean.
     Published: clip_low 0.2, clip_high 0.27, weight_cap 5.
     """
-    check_loss(
+    broken = check_loss(
         logprobs,
         old_logprobs,
         advantages,
         sequence_ids,
         denominator,
         weights,
+        rollout_logprobs=rollout_logprobs,
         clip_low=clip_low,
         clip_high=clip_high,
         weight_cap=weight_cap,
     )
-    check_tokens(logprobs, rollout_logprobs, sequence_ids, denominator)
     of_token = token_advantages(advantages, sequence_ids, weights)
     current = logprobs.detach().double()
     ratio = (current - old_logprobs.detach().double()).exp()
     masked = ((of_token > 0) & (ratio > 1 + clip_high)) | ((of_token < 0) & (ratio < 1 - clip_low))
     scale = torch.where(masked, 0.0, (current - rollout_logprobs.detach().double()).exp().clamp(max=weight_cap))
-    return _weighted(logprobs, of_token, scale, ratio, masked, denominator)
+    return _weighted(logprobs, of_token, scale, ratio, masked, denominator, broken)
 
 
 def _weighted(
-    logprobs: Tensor, of_token: Tensor, scale: Tensor, ratio: Tensor, clipped: Tensor, denominator: int
+    logprobs: Tensor, of_token: Tensor, scale: Tensor, ratio: Tensor, clipped: Tensor, denominator: int, broken: Tensor
 ) -> PolicyLoss:
-    """of_token [T]: see `token_advantages`. scale [T] float64: of each token's A l, before the denominator."""
+    """of_token [T]: see `token_advantages`. scale [T] float64: of each token's A l, before the denominator. broken: see
+    `check_loss`."""
     loss = -(scale * of_token * logprobs.double()).sum() / denominator
-    return with_counts(loss.to(logprobs.dtype), ratio, clipped, torch.ones_like(clipped))
+    return with_counts((loss - broken).to(logprobs.dtype), ratio, clipped, torch.ones_like(clipped))

@@ -174,7 +174,7 @@ def merged(ranks: list[dict], key: str) -> dict[Any, torch.Tensor]:
 
 
 def largest(got: Tensors, expected: Tensors) -> float:
-    """Largest absolute difference over all tensors. Raises ReplayError when the names differ."""
+    """Largest absolute difference over all tensors, NaN when one is. Raises ReplayError when the names differ."""
     if got.keys() != expected.keys():
         raise ReplayError(
             describe(
@@ -183,7 +183,8 @@ def largest(got: Tensors, expected: Tensors) -> float:
                 expected=sorted(map(str, expected.keys() - got.keys()))[:5],
             )
         )
-    return max((got[name].float() - expected[name].float()).abs().max().item() for name in expected)
+    differences = [(got[name].float() - expected[name].float()).abs().max() for name in expected]
+    return torch.stack(differences).max().item()  # Python's max would pass over a NaN
 
 
 def _torchrun(ranks: int, *arguments, timeout: float) -> subprocess.CompletedProcess:

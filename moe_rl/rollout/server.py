@@ -32,8 +32,6 @@ from moe_rl.weights.update import Holding, WeightUpdate
 
 _GENERATE = "/inference/v1/generate"
 _TIDY_SECONDS = 12.0
-# What vLLM answers for the logprob of a token that it does not know one of.
-_NO_LOGPROB = -9999.0
 
 
 class _TokenLogprob(msgspec.Struct, frozen=True):
@@ -274,7 +272,7 @@ def _add(sample: Growing, answer: _Answer, key: str) -> None:
         raise EngineError(describe("The vLLM server could not sample", where=f"request {key}", got=got))
     (choice,) = answer.choices
     logprobs = [at.logprob for at in choice.logprobs.content]
-    if len(logprobs) != len(choice.token_ids) or any(logprob <= _NO_LOGPROB for logprob in logprobs):
+    if len(logprobs) != len(choice.token_ids):
         raise EngineError(describe("The vLLM server left a logprob out", where=f"request {key}"))
     sample.add(choice.token_ids, logprobs, choice.finish_reason, choice.weight_versions)
 

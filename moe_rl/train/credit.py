@@ -57,7 +57,8 @@ def give_credit(
 
 
 def _sequence_kl(estimator: str, sequences: list[Sequence], shares: list[UpdateShare]) -> list[float | None]:
-    """Sum of the estimates over each sequence's completion, in nats; None for a sequence that is in no share.
+    """Sum of the estimates over each sequence's completion, in nats; None for a sequence that is in no share, NaN for
+    one that is not finite.
 
     Each is taken from one of the ranks that have the sequence. Raises MoeRLError when two speak for the same one.
     """
@@ -88,4 +89,5 @@ def _sequence_kl(estimator: str, sequences: list[Sequence], shares: list[UpdateS
                 expected=1,
             )
         )
-    return [total if count else None for total, count in zip(totals, spoke, strict=True)]
+    # An infinity becomes NaN, since there is no sum of two with different signs.
+    return [total - (total - total) if count else None for total, count in zip(totals, spoke, strict=True)]

@@ -27,6 +27,7 @@ from moe_rl.vllm import arguments
 from moe_rl.vllm.process import model_runner
 from moe_rl.vllm.recording import Recording, RecordingRequest
 from moe_rl.vllm.route_source import WorkerSource
+from moe_rl.vllm.sampling import sampled_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ class RecordingLLM:
         validate(record, token_ids=token_ids, spec=self.spec, weight_version=version, ref=ref)
         logprobs = [at[token].logprob for at, token in zip(output.logprobs, output.token_ids, strict=True)]
         return RecordedCompletion(
-            prompt, output, np.array(logprobs, np.float32), record.routes, record.layers, ref, version
+            prompt, output, sampled_logprobs(logprobs, ref.key), record.routes, record.layers, ref, version
         )
 
 

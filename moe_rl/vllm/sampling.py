@@ -12,6 +12,9 @@ from moe_rl.errors import EngineError, describe
 from moe_rl.types import Completion, GenerateRequest, RouteRef
 from moe_rl.vllm.recording import RecordingRequest
 
+# What vLLM answers over HTTP for the logprob of a token that it does not know one of, or that is -inf.
+_NO_LOGPROB = -9999.0
+
 
 class VersionSpan(msgspec.Struct, frozen=True):
     """As vLLM reports it: sampled tokens [start, end) come from the weights called `version`."""
@@ -50,13 +53,13 @@ class Growing:
     def completion(self, request: GenerateRequest, now: int, refs: Mapping[str, RouteRef]) -> Completion:
         """now: the version of the weights that vLLM holds; it tells none for an aborted request. refs: routes by key.
 
-        Raises EngineError when not all tokens were sampled by one version.
+        Raises EngineError when not all tokens were sampled by one version, or one has no finite logprob.
         """
         return Completion(
             key=request.key,
             prompt_token_ids=request.prompt_token_ids,
             token_ids=tuple(self.token_ids),
-            logprobs=np.asarray(self.logprobs, np.float32),
+            logprobs=sampled_logprobs(self.logprobs, request.key),
             finish_reason=self.finish_reason,
             weight_version=now if self.aborted else self._one_version(request.key),
             routes=refs.get(request.key),
@@ -68,6 +71,24 @@ class Growing:
             message = "A completion was not sampled by one version"
             raise EngineError(describe(message, where=f"request {key}", got=found or "no version"))
         return int(found[0][0])
+
+
+def sampled_logprobs(values: Sequence[float], key: str) -> np.ndarray:
+    """The logprobs of a completion's tokens as float32 [T]. Raises EngineError for one that is not finite: a token of
+    such a probability cannot have been sampled."""
+    logprobs = np.asarray(values, np.float32)
+    wrong = np.flatnonzero(~((logprobs > _NO_LOGPROB) & (logprobs < np.inf)))
+    if len(wrong):
+        raise EngineError(
+            describe(
+                "vLLM gave no finite logprob of a token that it sampled",
+                where=f"request {key}, token {wrong[0]} of {len(logprobs)}",
+                got=f"{logprobs[wrong[0]]:g}",
+                expected="a finite number",
+                do="look for NaN in the sampler's weights, or set rollout.dtype=float32 if its numbers overflow",
+            )
+        )
+    return logprobs
 
 
 def check(requests: Sequence[GenerateRequest], *, max_model_len: int, vocabulary: int) -> None:

@@ -1,16 +1,19 @@
 """The command line of the proof: what cannot be proven is told before anything runs; the docs list what is proven."""
 
 import argparse
+import math
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from moe_rl.commands import prove
 from moe_rl.commands.prove import BEGIN, END
 from moe_rl.errors import ConfigError
 from moe_rl.proof.cases import LAYOUTS, RECORDED, Case, parse
+from moe_rl.proof.matrix import largest
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,3 +70,12 @@ def test_the_docs_have_a_row_for_every_case():
     shown = [(int(row[0].strip("| ")), row[1], row[2]) for row in rows]
     assert shown == [(case.ranks, case.layout_name, case.mode.upper()) for case in LAYOUTS + RECORDED]
     assert all("not exact" not in row[3] and float(row[3]) < 1e-6 < 1e-2 < float(row[4]) for row in rows)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_tensor_that_is_not_a_number_proves_nothing(at):
+    """Wherever it comes among the others: Python's max keeps the first of two when one is NaN."""
+    expected = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    assert largest({"a": torch.ones(2), "b": torch.tensor([0.0, -3.0])}, expected) == 3
+    got = {name: torch.full((2,), torch.nan if number == at else 0.0) for number, name in enumerate("ab")}
+    assert math.isnan(largest(got, expected))

@@ -45,6 +45,19 @@ def test_policy_sums_are_those_of_a_loop():
     assert 0 < sum(want["F(5)"]) < sum(want["F(2)"]) < len(OWNERS)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("side", [0, 1])
+def test_what_is_not_finite_shows_in_every_number_of_its_sequence_and_in_the_mean(bad, side):
+    both = np.full((2, 8), -1.0)
+    both[side, 5] = bad
+    for name, sums in policy_sums(*both, OWNERS, 3).items():
+        assert np.isfinite(sums).tolist() == [True, True, False], name
+        estimate = Bootstrap(3, seed=0).mean(sums, np.array([3, 1, 4]))
+        assert not any(map(math.isfinite, (estimate.value, estimate.low, estimate.high))), name
+    assert not math.isfinite(quantiles(*both)["abs_max"])
+
+
 def test_k3_of_a_tiny_difference_is_not_lost_to_rounding():
     d = 1e-6
     (k3,) = policy_sums(np.array([d]), np.array([0.0]), np.array([0]), 1)["k3"]

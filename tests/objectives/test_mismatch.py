@@ -120,8 +120,7 @@ def test_no_tokens_is_undefined_not_zero():
 def test_a_broken_logprob_is_shown():
     got = sums([[(-1.0, -1.0), (math.nan, -1.0)]]).merge(sums([[(-1.0, -1.0)]])).metrics()
     assert got.pop("tokens") == 3 and got.pop("sequences") == 2
-    # a comparison with nan is false, and the sampler's own logprobs are sound
-    assert got.pop("extreme_fraction_2") == got.pop("extreme_fraction_5") == 0
+    # the sampler's own logprobs are sound
     assert got.pop("perplexity_rollout") == pytest.approx(math.e)
     assert all(math.isnan(value) for value in got.values())
 

@@ -28,18 +28,19 @@ def sequences():
 class Rank:
     """What one rank has of two updates: microbatches of these sequences, by their number in the batch."""
 
-    def __init__(self, whole, updates, spoil=1.0):
+    def __init__(self, whole, updates, planted=()):
         self.shares = []
         rng = np.random.default_rng(1)
         # of every sequence the same numbers, wherever it lies
         old, ref = ([rng.normal(-2, 0.5, n) for n in LENGTHS] for _ in range(2))
+        for number, value in enumerate(planted, start=1):
+            ref[number][0] = value
         self.old, self.ref = old, ref
         for members, microbatches in updates:
             ours = [whole[i] for i in members]
             packed = [pack(ours, [members.index(i) for i in chosen], torch.device("cpu")) for chosen in microbatches]
             of_old, of_ref = (
-                [spoil * torch.tensor([x for i in chosen for x in part[i]]) for chosen in microbatches]
-                for part in (old, ref)
+                [torch.tensor([x for i in chosen for x in part[i]]) for chosen in microbatches] for part in (old, ref)
             )
             keys = tuple(s.key for s in ours)
             work = [MicrobatchWork(m, None, *scores) for m, *scores in zip(packed, of_old, of_ref, strict=True)]
@@ -124,9 +125,13 @@ def test_a_dropped_sequence_has_no_kl_and_is_in_no_statistic(monkeypatch):
     assert got["s2"] == pytest.approx(-5 / 6)
 
 
-def test_a_kl_that_is_not_finite_spoils_the_step_for_the_guards_to_see(monkeypatch):
-    got, metrics, _ = both(monkeypatch, GspoConfig(kl_in="reward", kl_coef=0.3), spoil=math.nan)
+@pytest.mark.parametrize("planted", [[math.nan], [math.inf], [-math.inf], [math.inf, -math.inf]])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_a_kl_that_is_not_finite_spoils_the_step_for_the_guards_to_see(monkeypatch, planted, estimator):
+    objective = GspoConfig(kl_in="reward", kl_coef=0.3, kl_estimator=estimator)
+    got, metrics, _ = both(monkeypatch, objective, planted=planted)
     assert len(got) == 5 and all(math.isnan(value) for value in got.values())
+    assert all(math.isnan(metrics[0][key]) for key in ("objective/kl_ref", "reward/kl_penalty"))
     assert metrics[0]["objective/zero_advantage_fraction"] == 0
 
 

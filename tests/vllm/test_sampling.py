@@ -62,6 +62,16 @@ def test_tokens_of_no_or_several_versions_are_no_completion(versions):
     assert grown(2, finish="abort", versions=versions).completion(request(), 9, {}).weight_version == 9
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -9999.0, 1e39])
+@pytest.mark.parametrize("finish", ["stop", "abort"])
+def test_a_logprob_that_no_sampled_token_has_is_refused(bad, finish):
+    """-9999 stands for -inf in vLLM's JSON; 1e39 is none in float32."""
+    sample = grown(2, finish=finish)
+    sample.logprobs[1] = float(bad)
+    with pytest.raises(EngineError, match=f"no finite logprob .*request a, token 1 of 2.: got {np.float32(bad):g}"):
+        sample.completion(request(), 9, {})
+
+
 def test_what_was_forwarded_is_published():
     requests = [request(key) for key in "abcd"]
     asks = [RecordingRequest(one.key, "shard") for one in requests[:3]] + [None]

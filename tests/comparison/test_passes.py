@@ -1,0 +1,41 @@
+"""What a pass gathers from the ranks, with one rank that has it all."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from moe_rl.comparison import passes
+from moe_rl.errors import ReplayError
+
+LAYERS, EXPERTS = (1, 3), 4
+
+
+def router_kl(monkeypatch, stored, ours):
+    """Of four rows, 1 and 2 of which the sampler stored. stored [2, L, E], ours [4, L, E]."""
+    monkeypatch.setattr(passes.dist, "all_reduce", lambda tensor: None)
+    monkeypatch.setattr(passes.world, "device", lambda: torch.device("cpu"))
+    scorer = object.__new__(passes.Scorer)
+    scorer.spec = SimpleNamespace(moe_layers=LAYERS)
+    scorer.policy = SimpleNamespace(layers=LAYERS, facts=SimpleNamespace(score_function="softmax"))
+    scorer._first_row, scorer._logits = np.array([0, 4]), [(np.array([1, 2]), np.array([1, 2]), stored)]
+    logits = {(0, layer): torch.from_numpy(ours[:, column]) for column, layer in enumerate(LAYERS)}
+    return scorer._gather_router_kl(SimpleNamespace(router_logits=logits))
+
+
+def test_rows_that_the_sampler_did_not_store_are_nan(monkeypatch):
+    ours = np.random.default_rng(0).normal(size=(4, 2, EXPERTS)).astype(np.float32)
+    got = router_kl(monkeypatch, ours[1:3], ours)
+    assert np.isnan(got[:, [0, 3]]).all() and (np.abs(got[:, [1, 2]]) < 1e-12).all()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("side", ["sampler", "trainer"])
+def test_a_logit_that_is_not_finite_is_not_taken_for_one_that_was_not_stored(monkeypatch, bad, side):
+    ours = np.random.default_rng(0).normal(size=(4, 2, EXPERTS)).astype(np.float32)
+    stored = ours[1:3].copy()
+    (stored if side == "sampler" else ours)[1, 1, 2] = bad
+    with pytest.raises(ReplayError, match=r"router logits are not finite.*MoE layers \[3\]"):
+        router_kl(monkeypatch, stored, ours)

@@ -1,0 +1,83 @@
+"""The loss of an update, whatever it is put together from, hides nothing that is not finite."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+
+from moe_rl.config.objective import LOSS_PARAMETERS, LOSSES, AnyObjective
+from moe_rl.objectives import corrections
+from moe_rl.train.loss import LossSums, UpdateLoss
+
+IDS, ADVANTAGES = [0, 0, 1, 1, 1, 3], [1.0, -1.0, 0.5, 0.0]
+GIVEN = ("logprobs", "old", "rollout", "ref", "entropies", "advantages")
+
+
+@st.composite
+def objectives(draw, name):
+    """A section as a config may have it."""
+    rules = [
+        {"rule": "veto", "level": "token", "low": 0.3},
+        {"rule": "reject", "level": "geometric", "low": 0.5},
+        {"rule": "truncate", "level": "sequence", "high": 2.0},
+        {"rule": "mask", "level": "token", "low": 0.5, "high": 2.0},
+    ]
+    section = {
+        "name": name,
+        **LOSS_PARAMETERS[name],
+        "corrections": draw(st.lists(st.sampled_from(rules), max_size=2)),
+        "off_policy_delta": draw(st.sampled_from([None, 1e-3, 1.0])),
+        "kl_coef": draw(st.sampled_from([0.0, 0.1])),
+        "kl_estimator": draw(st.sampled_from(["k1", "k2", "k3"])),
+        "kl_unbiased": draw(st.booleans()),
+        "entropy_coef": draw(st.sampled_from([0.0, 0.01])),
+    }
+    if section["kl_coef"] == 0:
+        section |= {"kl_estimator": "k3", "kl_unbiased": False}
+    elif section["kl_estimator"] != "k3":
+        section["kl_unbiased"] = section["kl_estimator"] == "k1"
+    try:
+        return TypeAdapter(AnyObjective).validate_python(section)
+    except ValidationError:  # not every loss takes every correction
+        return TypeAdapter(AnyObjective).validate_python(section | {"corrections": ()})
+
+
+def evaluated(objective, tensors):
+    """The loss, and its sums."""
+    microbatch = SimpleNamespace(
+        rollout_logprobs=tensors["rollout"], advantages=tensors["advantages"], sequence_ids=torch.tensor(IDS)
+    )
+    work = SimpleNamespace(microbatch=microbatch, old_logprobs=tensors["old"], ref_logprobs=tensors["ref"])
+    share = SimpleNamespace(work=[work], denominator=5, sequences=3, tokens=6)
+    sums = LossSums()
+    return UpdateLoss(objective, share, sums)(0, tensors["logprobs"], tensors["entropies"]).item(), sums
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_no_term_of_a_loss_hides_it(name, data):
+    objective = data.draw(objectives(name))
+    seed = data.draw(st.integers(0, 999))
+    generator = torch.Generator().manual_seed(seed)
+    old = -1 - torch.rand(6, generator=generator)
+    tensors = {key: old + 0.3 * torch.randn(6, generator=generator) for key in ("logprobs", "rollout", "ref")}
+    tensors |= {"old": old, "entropies": torch.rand(6, generator=generator), "advantages": torch.tensor(ADVANTAGES)}
+    assert math.isfinite(evaluated(objective, tensors)[0])
+    looked_at = {
+        "rollout": objective.corrected or objective.weighs_by_sampler,
+        "ref": objective.kl_coef > 0,
+        "entropies": objective.entropy_coef > 0,
+    }
+    planted = data.draw(st.sampled_from([key for key in GIVEN if looked_at.get(key, True)]))
+    tensors[planted] = tensors[planted].clone()
+    at = data.draw(st.integers(0, len(tensors[planted]) - 1))
+    tensors[planted][at] = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
+    loss, sums = evaluated(objective, tensors)
+    assert not math.isfinite(loss) and not math.isfinite(float(sums.loss))
+    if objective.corrected and planted not in ("ref", "entropies") and not (planted == "advantages" and at == 2):
+        assert math.isnan(corrections.metrics(sums.corrections.tolist())["weight_mean"])
