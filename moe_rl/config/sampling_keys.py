@@ -29,8 +29,9 @@ class RolloutConfig(Section):
     """Longer prompts are refused when the prompts are read."""
     max_completion_tokens: Count
     """Completions are truncated here."""
-    temperature: Annotated[float, Field(ge=0.01, le=100.0)] = 1.0
-    """Sampling temperature; the trainer's logits are divided by it too. vLLM would take 0.01 for a lower one."""
+    temperature: Annotated[float, Field(ge=0.01, le=2.0)] = 1.0
+    """Sampling temperature; the trainer's logits are divided by it too. vLLM takes 0.01 for a lower one, and refuses
+    one above 2."""
     top_k: Whole = 0
     """Tokens are drawn from the `top_k` most likely ones. 0: from all. This and the next two need
     keep_sampling_mask. Evaluation samples with them too, but for its greedy half."""

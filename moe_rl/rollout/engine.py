@@ -103,9 +103,6 @@ class VllmEngine:
 
     def score(self, token_ids: Sequence[int]) -> np.ndarray:
         """Logprob of every token but the first, given those before it: [n - 1] float32, natural log, temperature 1."""
-        if not 2 <= len(token_ids) < self._settings.max_model_len:
-            limit = self._settings.max_model_len - 1
-            raise EngineError(describe("Too few or many tokens to score", got=len(token_ids), expected=f"2 to {limit}"))
         return self._call(wire.Score(list(token_ids)), wire.Scored).logprobs
 
     def update_weights(self, update: WeightUpdate) -> None:

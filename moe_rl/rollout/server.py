@@ -25,12 +25,11 @@ from moe_rl.errors import EngineError, describe
 from moe_rl.rollout.transport import Transport
 from moe_rl.types import Completion, GenerateRequest, RouteRef
 from moe_rl.vllm import sampling
-from moe_rl.vllm.control import Challenge, Open, Publish, Release, Scoring, Served, Sink
+from moe_rl.vllm.control import GENERATE, Challenge, Open, Publish, Release, Scoring, Served, Sink
 from moe_rl.vllm.recording import RecordingRequest, as_stored
 from moe_rl.vllm.sampling import Growing, VersionSpan
 from moe_rl.weights.update import Holding, WeightUpdate
 
-_GENERATE = "/inference/v1/generate"
 _TIDY_SECONDS = 12.0
 
 
@@ -188,7 +187,7 @@ class VllmServer:
             # An aborted request has no final answer: who may abort takes the tokens as they come.
             asked = _body(requests[at], shard, stream=enough is not None, priority=at if self._alone else 0)
             answer = self._transport.ask(
-                client, "POST", _GENERATE, asked, None if self._alone else self._transport.timeout
+                client, "POST", GENERATE, asked, None if self._alone else self._transport.timeout
             )
             async with turn, answer as response:
                 async for line in response.aiter_lines():
@@ -255,7 +254,7 @@ class VllmServer:
 
 
 def _body(request: GenerateRequest, shard: str, *, stream: bool, priority: int) -> bytes:
-    """JSON of one request to /inference/v1/generate."""
+    """JSON of one request to GENERATE, see control.Generation."""
     return msgspec.json.encode(
         {
             "token_ids": request.prompt_token_ids,

@@ -163,6 +163,7 @@ class ChildEngine:
         from vllm import SamplingParams
 
         self._check_ready()
+        sampling.check_scored(token_ids, max_model_len=self._max_model_len, vocabulary=self._vocabulary)
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         self._forget_prefixes()
         (output,) = self._run([(token_ids, params)])

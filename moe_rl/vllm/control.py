@@ -1,4 +1,4 @@
-"""What a recording vLLM server (gate.py) and its clients (server.py) say to each other, beside vLLM's own routes.
+"""What a recording vLLM server (gate.py) and its clients (server.py) say to each other.
 
 JSON of the structs below. Folders and files are named relative to the server's trace root, which the trainer may have
 mounted elsewhere.
@@ -19,6 +19,12 @@ from moe_rl.errors import EngineError, describe
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 # A path below the trace root; "" is the root itself.
 Below = Annotated[str, msgspec.Meta(max_length=1000, pattern=r"^(?!/)[^\x00]*$")]
+
+GENERATE = "/inference/v1/generate"
+"""vLLM's own route that takes and gives token ids."""
+
+_Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{32,256}", re.ASCII)
 
@@ -48,6 +54,40 @@ class Release(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of /moe_rl/release: how many requests must be there before any begins."""
 
     requests: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class RecordArguments(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What is to be recorded of a request, see recording.py."""
+
+    moe_rl_key: str
+    moe_rl_sink: str
+    moe_rl_parent: list[str | _Int64] | None = None
+    moe_rl_start: _Count = 0
+
+
+class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What vLLM is told of how to sample: those of its parameters that `sampling.parameters` sets."""
+
+    max_tokens: _Count
+    temperature: float = 1.0
+    top_k: _Int64 = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: _Int64 | None = None
+    stop_token_ids: list[TokenId] = []
+    ignore_eos: bool = False
+    logprobs: _Count | None = None
+    detokenize: bool = False
+    extra_args: RecordArguments | None = None
+
+
+class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of GENERATE: one completion to sample. vLLM takes more than this; the gate does not."""
+
+    token_ids: list[TokenId]
+    sampling_params: Parameters
+    stream: bool = False
+    priority: _Int64 = 0
 
 
 class Scoring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

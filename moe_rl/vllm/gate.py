@@ -1,9 +1,11 @@
-"""The door of a recording vLLM server: the token's check in front of vLLM's routes, and the recorder's own routes.
+"""The door of a recording vLLM server: who may call, what may be asked, and the recorder's own routes.
 
-    client -- Bearer token --> Gate -- /moe_rl/* --> RecorderControl in the workers ----> trace store
-                                    -- the rest ---> vLLM's routes: /inference/v1/generate takes and gives token ids
+    client -- Bearer token --> Gate -- /moe_rl/* ---------------> RecorderControl in the workers ----> trace store
+                                    -- /inference/v1/generate --> vLLM, once the body is one that cannot harm it
+                                    -- GET /metrics and the like -> vLLM
 
-vLLM's --api-key leaves many of its control routes open; the gate lets nothing through but GET /health.
+vLLM's --api-key leaves many of its control routes open; without the token the gate answers GET /health only. vLLM's
+other routes it does not have: they want a tokenizer, scale or stop the engine, or take what the engine dies of.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -22,16 +25,38 @@ from starlette.responses import JSONResponse, Response
 from starlette.websockets import WebSocketClose
 
 import moe_rl
-from moe_rl.errors import describe
-from moe_rl.vllm.control import Challenge, Open, Publish, Release, Scoring, Served, Sink, read_token
+from moe_rl.errors import MoeRLError, describe
+from moe_rl.types import GenerateRequest
+from moe_rl.vllm import sampling
+from moe_rl.vllm.control import (
+    GENERATE,
+    Challenge,
+    Generation,
+    Open,
+    Publish,
+    Release,
+    Scoring,
+    Served,
+    Sink,
+    read_token,
+)
+from moe_rl.vllm.recording import parse
 from moe_rl.vllm.route_source import join_parts
 from moe_rl.weights.update import Broadcast, Files, Holding, Received, WeightUpdate, agreement, encode
 
 GATE = f"{__name__}.Gate"
 TOKEN_FILE = "MOE_RL_TOKEN_FILE"
 
+# vLLM's routes that tell something and change nothing.
+_TOLD = frozenset({"/health", "/metrics", "/version", "/v1/models", "/openapi.json"})
+
+# A message may name what the client sent.
+_LONGEST_ERROR = 2000
 _SMALL_BODY = 1 << 16
+_TOKENS_BODY = 1 << 24
 _PUBLISH_BODY = 1 << 28
+# How long a body may take to come.
+_BODY_SECONDS = 60.0
 # How long a shard that is published or abandoned waits for the requests that may still add to it: those that ended are
 # told to the workers one step later, those whose client is gone are aborted then.
 _SETTLE_SECONDS = 10.0
@@ -67,10 +92,14 @@ class Gate:
         if not free and not self._admits(scope["headers"]):
             refusal = WebSocketClose(1008) if kind == "websocket" else _error(401, "this server wants the run's token")
             await refusal(scope, receive, send)
-        elif kind == "http" and scope["path"].startswith("/moe_rl/"):
-            await (await self._control.answer(Request(scope, receive)))(scope, receive, send)
-        else:
+        elif kind == "lifespan" or (kind == "http" and scope["method"] == "GET" and scope["path"] in _TOLD):
             await self._app(scope, receive, send)
+        elif kind != "http":
+            await WebSocketClose(1008)(scope, receive, send)
+        elif isinstance(answer := await self._control.answer(Request(scope, receive)), Admitted):
+            await self._app(*answer.asked_anew(scope, receive), send)
+        else:
+            await answer(scope, receive, send)
 
     def _admits(self, headers: Sequence[tuple[bytes, bytes]]) -> bool:
         given = [value for name, value in headers if name == b"authorization"]
@@ -80,8 +109,26 @@ class Gate:
         return scheme.lower() == b"bearer" and hmac.compare_digest(token, self._token)
 
 
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A checked body for vLLM. It gets this one and no header of the client's: what was read here is what it reads."""
+
+    body: bytes
+
+    def asked_anew(self, scope, receive):
+        """`scope` and `receive` of the request as vLLM is to see them."""
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(self.body)).encode())]
+        left = [{"type": "http.request", "body": self.body}]
+
+        async def ours():
+            # The client's body was read to its end: what comes now is that it went away.
+            return left.pop() if left else await receive()
+
+        return scope | {"headers": headers, "query_string": b""}, ours
+
+
 class Control:
-    """The routes below /moe_rl, and what the server knows of its weights."""
+    """The routes of the gate's own, its check of vLLM's, and what the server knows of its weights."""
 
     def __init__(self):
         self._start = secrets.token_hex(8)
@@ -97,30 +144,36 @@ class Control:
             "/moe_rl/release": ("POST", Release, _SMALL_BODY, self._release),
             "/moe_rl/adopt": ("POST", None, 0, self._adopt),
             "/moe_rl/update": ("POST", WeightUpdate, _PUBLISH_BODY, self._update),
-            "/moe_rl/score": ("POST", Scoring, _PUBLISH_BODY, self._score),
+            "/moe_rl/score": ("POST", Scoring, _TOKENS_BODY, self._score),
             "/moe_rl/challenge": ("POST", Challenge, _SMALL_BODY, self._challenge),
             "/moe_rl/stats": ("GET", None, 0, self._stats),
             "/moe_rl/recording": ("GET", None, 0, self._recording),
+            GENERATE: ("POST", Generation, _TOKENS_BODY, self._generate),
         }
 
-    async def answer(self, request: Request) -> Response:
-        """Answer one call."""
+    async def answer(self, request: Request) -> Response | Admitted:
+        """Answer one call, or say that vLLM may."""
         route = self._routes.get(request.url.path)
         engine = request.app.state.engine_client
         try:
             if route is None:
-                raise RefusedCall(404, f"no such route: {request.url.path}")
+                raise RefusedCall(404, f"{request.url.path[:200]!r}: no such route, expected {GENERATE} or /moe_rl/...")
             method, kind, longest, answer = route
             if request.method != method:
                 raise RefusedCall(405, f"{request.url.path} wants {method}")
             message = None
             if kind is not None:
                 message = msgspec.json.decode(await _body(request, longest), type=kind)
-            return Response(msgspec.json.encode(await answer(engine, message)), media_type="application/json")
+            value = await answer(engine, message)
+            if isinstance(value, Admitted):
+                return value
+            return Response(msgspec.json.encode(value), media_type="application/json")
         except RefusedCall as refusal:
             return _error(refusal.status, str(refusal))
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return _error(400, f"{request.url.path}: {error}")
+        except MoeRLError as error:
+            return _error(400, str(error))
         except ClientDisconnect:
             return _error(400, "the client is gone")
         except Exception as error:
@@ -128,7 +181,11 @@ class Control:
             return _error(503 if engine.errored else 500, f"{type(error).__name__}: {error}")
 
     async def _open(self, engine, message: Open) -> None:
-        _inside(_trace_root(engine), message.folder)
+        folder = _inside(_trace_root(engine), message.folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RefusedCall(409, f"{folder}: {error.strerror}") from None
         await _call(engine, "moe_rl_open", message.sink, message.folder)
 
     async def _publish(self, engine, message: Publish) -> dict:
@@ -195,12 +252,35 @@ class Control:
         self._holding = agreement([msgspec.convert(answer, Holding) for answer in answers])
         return self._holding
 
+    def _refuse_torn_weights(self) -> None:
+        if not self._holding.whole:
+            raise RefusedCall(409, "the weights are not whole")
+
+    async def _generate(self, engine, message: Generation) -> Admitted:
+        self._refuse_torn_weights()
+        given, asked = message.sampling_params, message.sampling_params.extra_args
+        if asked is not None:
+            parse(msgspec.to_builtins(asked), asked.moe_rl_key)
+        request = GenerateRequest(
+            asked.moe_rl_key if asked is not None else "",
+            tuple(message.token_ids),
+            given.seed or 0,
+            given.max_tokens,
+            given.temperature,
+            tuple(given.stop_token_ids),
+            given.top_k,
+            given.top_p,
+            given.min_p,
+        )
+        sampling.check([request], **_limits(engine))
+        return Admitted(msgspec.json.encode(message))
+
     async def _score(self, engine, message: Scoring) -> list[float]:
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
-        if not self._holding.whole:
-            raise RefusedCall(409, "the weights are not whole")
+        self._refuse_torn_weights()
+        sampling.check_scored(message.token_ids, **_limits(engine))
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         prompt = TokensPrompt(prompt_token_ids=message.token_ids)
         async for output in engine.generate(prompt, params, f"score-{secrets.token_hex(8)}"):
@@ -249,17 +329,36 @@ class Control:
 
 def _error(status: int, message: str) -> JSONResponse:
     # What is left of a body that was not read would be taken for the next request.
-    headers = {"Connection": "close"} if status == 413 else {"WWW-Authenticate": "Bearer"} if status == 401 else None
-    return JSONResponse({"error": message}, status, headers)
+    headers = (
+        {"Connection": "close"}
+        if status in (408, 413, 415)
+        else {"WWW-Authenticate": "Bearer"}
+        if status == 401
+        else None
+    )
+    return JSONResponse({"error": message[:_LONGEST_ERROR]}, status, headers)
 
 
 async def _body(request: Request, longest: int) -> bytearray:
+    kind = request.headers.get("content-type", "application/json")
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        raise RefusedCall(415, f"a body of {kind[:100]!r}, expected application/json")
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > longest:
-            raise RefusedCall(413, f"a body of more than {longest} bytes")
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > longest:
+                    raise RefusedCall(413, f"a body of more than {longest} bytes")
+    except TimeoutError:
+        raise RefusedCall(408, f"{len(body)} bytes of a body in {_BODY_SECONDS:g} s, expected all of it") from None
     return body
+
+
+def _limits(engine) -> dict[str, int]:
+    """What the engine can be asked, for `sampling.check`."""
+    model = engine.vllm_config.model_config
+    return {"max_model_len": model.max_model_len, "vocabulary": model.get_vocab_size()}
 
 
 async def _call(engine, method: str, *args) -> list:
@@ -286,8 +385,12 @@ def _trace_root(engine) -> Path:
 
 
 def _inside(root: Path, path: str) -> Path:
-    """A path below the trace root. Raises RefusedCall where links lead out of it."""
-    resolved = (root / path).resolve()
+    """A path below the trace root. Raises RefusedCall where links lead out of it, or for none that a disk can have."""
+    try:
+        resolved = (root / path).resolve()
+        resolved.is_dir()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise RefusedCall(400, f"{path[:200]!r} is no path: {error}") from None
     if not resolved.is_relative_to(root.resolve()):
         raise RefusedCall(403, f"{path!r} is not below the trace root {root}")
     return resolved

@@ -14,6 +14,8 @@ from moe_rl.vllm.recording import RecordingRequest
 
 # What vLLM answers over HTTP for the logprob of a token that it does not know one of, or that is -inf.
 _NO_LOGPROB = -9999.0
+# vLLM samples at this temperature what is to be sampled at a lower one, but for 0.
+_COLDEST = 0.01
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
@@ -92,28 +94,60 @@ def sampled_logprobs(values: Sequence[float], key: str) -> np.ndarray:
 
 
 def check(requests: Sequence[GenerateRequest], *, max_model_len: int, vocabulary: int) -> None:
-    """Raises EngineError for what vLLM would cut short without a word, or die of: it looks an unknown token up behind
-    the end of its embeddings."""
+    """Raises EngineError for what vLLM would cut short or change without a word, or die of: it looks an unknown token
+    up behind the end of its embeddings.
+
+    vocabulary: rows of the embeddings, which may be more than the tokenizer has ids.
+    """
     seen = set()
     for request in requests:
-        tokens, expected, do = request.prompt_token_ids, None, ""
-        length = len(tokens) + request.max_tokens
-        if not tokens:
-            got = "an empty prompt"
-        elif request.max_tokens < 1:
-            got, expected = f"max_tokens {request.max_tokens}", "at least 1"
-        elif length > max_model_len:
-            got = f"{length} tokens, more than max_model_len {max_model_len}"
-        elif not 0 <= min(tokens) <= max(tokens) < vocabulary:
-            got, expected = f"token ids {min(tokens)} to {max(tokens)}", f"0 to {vocabulary - 1}"
-            do = "use the tokenizer of the model"
-        elif request.key in seen:
-            got, expected = "a key used twice", "another one"
-        else:
-            seen.add(request.key)
-            continue
-        where = f"request {request.key}"
-        raise EngineError(describe("A request cannot be sampled", where=where, got=got, expected=expected, do=do))
+        fault = _fault(request, max_model_len, vocabulary)
+        if fault is None and request.key in seen:
+            fault = "a key used twice", "another one", ""
+        if fault is not None:
+            got, expected, do = fault
+            where = f"request {request.key}"
+            raise EngineError(describe("A request cannot be sampled", where=where, got=got, expected=expected, do=do))
+        seen.add(request.key)
+
+
+def check_scored(token_ids: Sequence[int], *, max_model_len: int, vocabulary: int) -> None:
+    """As `check`, for tokens that are to be scored: vLLM samples one more behind them."""
+    if not 2 <= len(token_ids) < max_model_len:
+        got, expected = len(token_ids), f"2 to {max_model_len - 1}"
+        raise EngineError(describe("Too few or many tokens to score", got=got, expected=expected))
+    if unknown := _unknown(token_ids, vocabulary):
+        got, expected, do = unknown
+        raise EngineError(describe("Tokens cannot be scored", got=got, expected=expected, do=do))
+
+
+def _fault(request: GenerateRequest, max_model_len: int, vocabulary: int) -> tuple[str, str | None, str] | None:
+    """What is wrong with a request, what was expected and what to do; None when nothing is. NaN is in no range."""
+    tokens, length = request.prompt_token_ids, len(request.prompt_token_ids) + request.max_tokens
+    if not tokens:
+        return "an empty prompt", None, ""
+    if request.max_tokens < 1:
+        return f"max_tokens {request.max_tokens}", "at least 1", ""
+    if length > max_model_len:
+        return f"{length} tokens, more than max_model_len {max_model_len}", None, ""
+    for name, inside, expected in (
+        ("temperature", request.temperature == 0 or _COLDEST <= request.temperature <= 2, f"0, or {_COLDEST} to 2"),
+        ("top_k", 0 <= request.top_k <= vocabulary, f"0 to {vocabulary}"),
+        ("top_p", 0 < request.top_p <= 1, "above 0, at most 1"),
+        ("min_p", 0 <= request.min_p <= 1, "0 to 1"),
+        ("seed", 0 <= request.seed < 1 << 63, "0 to 2**63 - 1"),
+    ):
+        if not inside:
+            return f"{name} {getattr(request, name)}", expected, ""
+    return _unknown(tokens, vocabulary) or _unknown(request.stop_token_ids, vocabulary, "stop ")
+
+
+def _unknown(tokens: Sequence[int], vocabulary: int, what: str = "") -> tuple[str, str, str] | None:
+    """As `_fault`, of token ids that the model may not have."""
+    least, most = min(tokens, default=0), max(tokens, default=0)
+    if least >= 0 and most < vocabulary:
+        return None
+    return f"{what}token ids {least} to {most}", f"0 to {vocabulary - 1}", "use the tokenizer of the model"
 
 
 def parameters(request: GenerateRequest, ask: RecordingRequest | None) -> dict[str, object]:

@@ -90,6 +90,7 @@ def test_a_good_config_has_no_problems(found):
         (["run.seed=4294967296"], ["run.seed", "less than 4294967296"]),
         (["run.steps=9223372036854775808"], ["run.steps", "less than or equal to 2147483647"]),
         (["rollout.temperature=0.009"], ["rollout.temperature", "greater than or equal to 0.01"]),
+        (["rollout.temperature=2.1"], ["rollout.temperature", "less than or equal to 2"]),
         (["run.peer_timeout_seconds=1e300"], ["run.peer_timeout_seconds", "less than or equal to 2000000"]),
         (["train.optimizer.lr=1e300"], ["train.optimizer.lr", "less than or equal to 1000000000000000000000000000000"]),
         (

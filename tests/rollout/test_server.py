@@ -33,7 +33,9 @@ from moe_rl.rollout.server import VllmServer
 from moe_rl.trace import TraceStore, validate
 from moe_rl.types import GenerateRequest, RoutePart, RouteRef
 from moe_rl.vllm import api_server
+from moe_rl.vllm.control import GENERATE
 from tests.rollout.serving import MAX_LEN, ROOT, START_SECONDS, Router, agree, alive, serving, whole_update
+from tests.vllm.test_gate import CHANGES, DOCUMENTED, asked
 
 # The first test waits for the server, which on a busy machine takes long.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]
@@ -225,9 +227,9 @@ def test_alone_the_same_requests_give_the_same_bytes(server, requests_of):
 
 def test_a_request_that_is_refused_leaves_nothing_waiting(server, requests_of):
     """Alone, requests wait for each other: one that never comes ends the call, not the server."""
-    requests = requests_of(2, 2)
-    with pytest.raises(EngineError, match="HTTP 400"):
-        server.client(alone=True).generate([*requests[:3], replace(requests[3], temperature=-1.0)], shard="one-bad")
+    requests, odd = requests_of(2, 2), RouteRef("a", 3, (RoutePart("../x", "0" * 16),))
+    with pytest.raises(EngineError, match="HTTP 400.*shard name is not allowed"):
+        server.client(alone=True).generate([*requests[:3], replace(requests[3], parent=odd)], shard="one-bad")
     assert "one-bad" not in server.store.shards()
     alive(server)
 
@@ -427,6 +429,26 @@ def test_a_wrong_control_call_breaks_nothing(server, requests_of):
     alive(server)
 
 
+def test_the_worst_that_can_be_asked_leaves_a_server_that_samples(server, checkpoint, tmp_path):
+    """What tests/vllm/test_gate.py asks of a stub: anything in any field; and what else there is no answer for."""
+    log = server.log.stat().st_size
+    for path, place, value in CHANGES + [(GENERATE, ("token_ids", 0), 512), ("/moe_rl/score", ("token_ids", 2), 512)]:
+        if path != "/moe_rl/release":  # which waits for requests to come
+            answer = server.http("POST", path, token=server.token, content=asked(path, place, value))
+            assert answer.status_code in DOCUMENTED and server.token not in answer.text, (
+                path,
+                place,
+                value,
+                answer.text,
+            )
+            assert answer.status_code == 200 or (answer.json()["error"] and "Traceback" not in answer.text)
+    said = server.log.read_bytes()[log:].decode(errors="replace")
+    assert "Traceback" not in said, said[said.index("Traceback") :][:3000]
+    asyncio.run(server.client().adopt())
+    server.client().update_weights(whole_update(server, checkpoint, 0, replaces=0))
+    alive(server)
+
+
 def test_a_shard_waits_for_the_requests_that_still_add_to_it(server):
     """Published in the middle of a request, which would else be lost."""
     params = {"max_tokens": 200, "ignore_eos": True, "detokenize": False}
@@ -449,7 +471,7 @@ def test_clients_say_what_is_wrong(server, requests_of, tmp_path):
         (grow([request], MAX_LEN), "max_model_len"),
         ([replace(request, prompt_token_ids=())], "an empty prompt"),
         ([replace(request, prompt_token_ids=(5, 512))], "token ids 5 to 512.*0 to 511"),
-        ([replace(request, temperature=-1.0)], "HTTP 400"),
+        ([replace(request, temperature=-1.0)], "temperature -1.0, expected 0, or 0.01 to 2"),
     ):
         with pytest.raises(EngineError, match=message):
             client.generate(wrong, shard="wrong")

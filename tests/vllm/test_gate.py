@@ -1,0 +1,399 @@
+"""The gate in front of a stub of vLLM: whatever is asked of any route, the answer says what is wrong with it or vLLM is
+asked something that it can do, and the server answers the next call as before.
+
+tests/rollout/test_server.py asks a real server the worst of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import sys
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import httpx
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from starlette.applications import Starlette
+
+from moe_rl.errors import MoeRLError
+from moe_rl.trace.record import TraceSpec
+from moe_rl.vllm import gate
+from moe_rl.vllm.sinks import Sinks
+from moe_rl.weights.update import Holding, decode
+
+TOKEN = "fuzz-" + "t" * 40
+VOCABULARY, LONGEST = 50, 24
+SPEC = TraceSpec("model", 8, 2, "m")
+DOCUMENTED = {200, 400, 401, 403, 404, 405, 408, 409, 413, 415}
+
+GENERATION = {
+    "token_ids": [1, 2, 3],
+    "stream": False,
+    "priority": 0,
+    "sampling_params": {
+        "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 1, "max_tokens": 4, "stop_token_ids": [5],
+        "ignore_eos": True, "logprobs": 0, "detokenize": False,
+        "extra_args": {"moe_rl_key": "a", "moe_rl_sink": "shard", "moe_rl_parent": ["b", 3, "older", "0" * 16]},
+    },
+}  # fmt: skip
+TENSOR = ["model.norm.weight", "float32", [4], "0" * 32]
+UPDATE = {"version": 1, "replaces": 0, "number": 0, "final": True, "changed": True, "tensors": [TENSOR]}
+BODIES = {
+    "/inference/v1/generate": GENERATION,
+    "/moe_rl/open": {"sink": "shard", "folder": "run1/trace"},
+    "/moe_rl/publish": {"sink": "shard", "sequences": {"a": [1, 2]}, "aborted": ["a"]},
+    "/moe_rl/abandon": {"sink": "shard"},
+    "/moe_rl/hold": None,
+    "/moe_rl/release": {"requests": 0},
+    "/moe_rl/adopt": None,
+    "/moe_rl/update": UPDATE | {"source": {"type": "files", "paths": ["run1/sync/v1.safetensors"]}},
+    "/moe_rl/score": {"token_ids": [1, 2, 3]},
+    "/moe_rl/challenge": {"folder": "run1", "name": ".challenge-" + "0" * 16},
+    "/moe_rl/stats": None,
+    "/moe_rl/recording": None,
+}
+OTHERS = [
+    "/", "/health", "/metrics", "/v1/models", "/version", "/openapi.json", "/v1/completions", "/v1/chat/completions",
+    "/inference/v1/abort_requests", "/scale_elastic_ep", "/tokenize", "/invocations", "/moe_rl", "/moe_rl/", "//health",
+    "/moe_rl/open/", "/moe_rl/../health", "/inference/v1/generate/",
+]  # fmt: skip
+
+
+class Engine:
+    """What the gate asks of vLLM's engine; it dies of what a real one dies of."""
+
+    errored, dead_error = False, RuntimeError("dead")
+
+    def __init__(self, root: Path):
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(
+                max_model_len=LONGEST, get_vocab_size=lambda: VOCABULARY, dtype="torch.float32"
+            ),
+            additional_config={"moe_rl": {"trace_root": str(root), "support": False, "router_logits_fraction": 0.0}},
+            parallel_config=SimpleNamespace(worker_cls="Worker", world_size=1),
+        )
+        self.output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: 0)
+        self.sinks = Sinks(root, SPEC, layers=(0,), suffix="")
+        self.held = False
+
+    async def collective_rpc(self, name: str, args: tuple) -> list:
+        method, *rest = args
+        try:
+            return [{"value": getattr(self, method)(*rest)}]
+        except MoeRLError as error:
+            return [{"refused": str(error)}]
+        except Exception as error:
+            return [{"failed": f"{type(error).__name__}: {error}"}]
+
+    def moe_rl_open(self, sink: str, folder: str) -> None:
+        self.sinks.open(sink, folder)
+
+    def moe_rl_publish(self, sink: str, sequences: dict, aborted: list) -> dict:
+        return self.sinks.publish(sink, sequences, aborted)
+
+    def moe_rl_abandon(self, sink: str) -> None:
+        self.sinks.abandon(sink)
+
+    def moe_rl_unfinished(self, sink: str) -> list[str]:
+        return []
+
+    def moe_rl_forget_weights(self) -> dict:
+        return msgspec.to_builtins(Holding(0, "", whole=False))
+
+    def moe_rl_update_weights(self, update: bytes) -> dict:
+        return msgspec.to_builtins(Holding(decode(update).version, "d" * 32, whole=True))
+
+    def moe_rl_stats(self) -> dict:
+        return {"steps": 1}
+
+    def moe_rl_spec(self) -> dict:
+        names = ("model_fingerprint", "num_experts", "top_k", "layer_map")
+        return {name: getattr(SPEC, name) for name in names}
+
+    async def pause_generation(self, **how) -> None:
+        self.held = True
+
+    async def resume_generation(self) -> None:
+        self.held = False
+
+    async def reset_prefix_cache(self) -> bool:
+        return True
+
+    async def update_weight_version(self, version: str) -> None:
+        assert 0 <= int(version) < 2**63
+
+    async def get_weight_version(self) -> str:
+        return "0"
+
+    async def generate(self, prompt: dict, params: object, request_id: str):
+        tokens = prompt["prompt_token_ids"]
+        self.forward(tokens, 1)
+        yield SimpleNamespace(prompt_logprobs=[None, *({token: SimpleNamespace(logprob=-1.0)} for token in tokens[1:])])
+
+    def forward(self, tokens: list[int], more: int) -> None:
+        good = all(type(token) is int and 0 <= token < VOCABULARY for token in tokens)
+        self.errored |= not (good and tokens and more > 0 and len(tokens) + more <= LONGEST)
+
+
+class Vllm:
+    """vLLM's own routes: an answer that says what reached them."""
+
+    def __init__(self, engine: Engine):
+        self.engine, self.asked = engine, []
+
+    async def __call__(self, scope, receive, send) -> None:
+        body = (await receive())["body"]
+        headers = dict(scope["headers"])
+        assert b"authorization" not in headers or scope["path"] in gate._TOLD
+        if scope["path"] == gate.GENERATE:
+            assert headers == {b"content-type": b"application/json", b"content-length": str(len(body)).encode()}
+            given = json.loads(body)
+            self.asked.append(given)
+            params = given["sampling_params"]
+            self.engine.forward(given["token_ids"] + params["stop_token_ids"][:0], params["max_tokens"])
+            assert params["temperature"] == 0 or 0.01 <= params["temperature"] <= 2
+            assert all(0 <= token < VOCABULARY for token in params["stop_token_ids"])
+            assert set(given) == set(GENERATION) and set(params) == set(GENERATION["sampling_params"])
+        else:
+            assert scope["method"] == "GET" and scope["path"] in gate._TOLD
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+
+class Server:
+    """Gate and stub, as one ASGI application."""
+
+    def __init__(self, folder: Path):
+        (folder / "token").write_text(TOKEN)
+        (folder / "token").chmod(0o600)
+        self.engine = Engine(folder / "trace")
+        self.vllm = Vllm(self.engine)
+        app = Starlette()
+        app.state.engine_client = self.engine
+        self.gate = gate.Gate(self.vllm)
+        self.app = lambda scope, receive, send: self.gate(scope | {"app": app}, receive, send)
+
+    def ask(self, method: str, path: str, content: bytes = b"", headers: dict | None = None) -> httpx.Response:
+        """The answer, by a client that has the token."""
+        return asyncio.run(self._ask(method, path, content, {"Authorization": f"Bearer {TOKEN}"} | (headers or {})))
+
+    async def _ask(self, method: str, path: str, content: bytes, headers: dict) -> httpx.Response:
+        transport = httpx.ASGITransport(self.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return await asyncio.wait_for(client.request(method, path, content=content, headers=headers), 20)
+
+    def answers(self, method: str, path: str, content: bytes = b"", headers: dict | None = None) -> httpx.Response:
+        """As `ask`; what must hold of every answer, and of the server behind it, does."""
+        began = time.monotonic()
+        answer = self.ask(method, path, content, headers)
+        assert answer.status_code in DOCUMENTED, answer.text
+        assert time.monotonic() - began < 10
+        if answer.status_code != 200 and method != "HEAD":
+            assert list(answer.json()) == ["error"] and 5 < len(answer.json()["error"]) <= 2000
+        assert "Traceback" not in answer.text and 'File "' not in answer.text and TOKEN not in answer.text
+        assert not self.engine.errored, "the engine is dead"
+        return answer
+
+    def alive(self) -> None:
+        """It samples and scores, once it is let and has weights."""
+        self.answers("POST", "/moe_rl/release", b'{"requests": 0}')
+        whole = UPDATE | {"source": {"type": "files", "paths": ["v1"]}}
+        assert self.answers("POST", "/moe_rl/update", json.dumps(whole).encode()).status_code == 200
+        assert not self.engine.held
+        assert self.answers("POST", "/moe_rl/score", b'{"token_ids": [1, 49]}').json() == [-1.0]
+        asked = len(self.vllm.asked)
+        body = json.dumps(GENERATION).encode()
+        assert self.answers("POST", gate.GENERATE, body).status_code == 200 and len(self.vllm.asked) == asked + 1
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gate")
+    stub, inputs = ModuleType("vllm"), ModuleType("vllm.inputs")
+    stub.SamplingParams, stub.__version__ = SimpleNamespace, "0"
+    inputs.TokensPrompt = dict
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "vllm", stub)
+        patch.setitem(sys.modules, "vllm.inputs", inputs)
+        patch.setenv(gate.TOKEN_FILE, str(folder / "token"))
+        patch.setattr(gate, "_ARRIVE_SECONDS", 0.05)
+        patch.setattr(gate, "_BODY_SECONDS", 0.2)
+        yield Server(folder)
+
+
+def planted(body: object, path: tuple, value: object) -> object:
+    """A copy of `body` with another value at `path`."""
+    if not path:
+        return value
+    body = copy.deepcopy(body)
+    at = body
+    for step in path[:-1]:
+        at = at[step]
+    at[path[-1]] = value
+    return body
+
+
+def places(body: object, path: tuple = ()) -> list[tuple]:
+    """Paths of everything in a JSON value, itself included."""
+    inner = body.items() if isinstance(body, dict) else enumerate(body) if isinstance(body, list) else ()
+    return [path, *(place for step, value in inner for place in places(value, (*path, step)))]
+
+
+NASTY = [
+    None, True, False, -1, 0, 1, VOCABULARY - 1, VOCABULARY, LONGEST, 2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64,
+    2**200, -(2**31), -(2**63), -(2**64), 0.5, -0.0, 1e-300, 1e308, float("nan"), float("inf"), "", "1", "\x00",
+    "a\x00b", "../x", "/etc/passwd", "x" * 300, "x/" * 3000, "\ud800", "\N{SNOWMAN}" * 90, [], [[]], [[1]], [1.0],
+    ["1"], {}, {"a": 1}, [1] * 100, [VOCABULARY], [-1],
+]  # fmt: skip
+CHANGES = [
+    (path, place, value)
+    for path, body in BODIES.items()
+    if body is not None
+    for place in places(body)
+    for value in NASTY
+]
+
+
+def asked(path: str, place: tuple, value: object) -> bytes:
+    """The body of a call of `path` with another value at `place`."""
+    return json.dumps(planted(BODIES[path], place, value)).encode()
+
+
+def test_a_healthy_call_of_every_route_is_answered(server):
+    """The witness: what the others change is else answered, or refused for the one thing that a stub does not have."""
+    for path, body in BODIES.items():
+        method = "GET" if path in ("/moe_rl/stats", "/moe_rl/recording") else "POST"
+        answer = server.answers(method, path, b"" if body is None else json.dumps(body).encode())
+        refused = {"/moe_rl/publish": "not recorded", "/moe_rl/challenge": "No such file"}.get(path, "")
+        assert (answer.status_code == 200) is not bool(refused) and refused in answer.text
+        if path in ("/moe_rl/hold", "/moe_rl/adopt"):
+            assert server.engine.held is (path == "/moe_rl/hold")
+    server.alive()
+    reached = server.vllm.asked[-1]
+    assert reached == GENERATION | {"sampling_params": GENERATION["sampling_params"]}
+
+
+def test_every_field_of_every_route_may_hold_anything(server):
+    """Each value that is often not thought of, in each place of each body: some 4000 calls."""
+    counts = {}
+    for path, place, value in CHANGES:
+        status = server.answers("POST", path, asked(path, place, value)).status_code
+        counts[path, status] = counts.get((path, status), 0) + 1
+    server.alive()
+    assert all(counts[path, 400] > 20 for path in (gate.GENERATE, "/moe_rl/update", "/moe_rl/score", "/moe_rl/open"))
+
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.sampled_from(NASTY),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+_routes = st.sampled_from([*BODIES, *OTHERS])
+_contents = (
+    st.binary(max_size=200)
+    | _json.map(lambda value: json.dumps(value).encode())
+    | st.tuples(st.sampled_from(CHANGES), _json).map(lambda one: asked(*one[0][:2], one[1]))
+    | st.sampled_from([b"[" * 100_000, b'{"a":' * 50_000, b'{"sink":"\xff"}', b'{"sink":"\\ud800"}', b"\xef\xbb\xbf{}"])
+)
+_headers = st.fixed_dictionaries(
+    {},
+    optional={
+        "Content-Type": st.sampled_from(
+            ["application/json", "text/plain", "multipart/form-data", "application/json; charset=x", ""]
+        ),
+        "X-Request-Id": st.text("abc\t ", max_size=9),
+        "X-data-parallel-rank": st.sampled_from(["-1", "9" * 30, "x"]),
+        "Authorization": st.sampled_from(["", "Bearer", "Bearer x", f"Bearer {TOKEN}x", f"Basic {TOKEN}"]),
+    },
+)
+
+
+@settings(max_examples=300)
+@given(
+    method=st.sampled_from(["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH", "X"]),
+    path=_routes,
+    content=_contents,
+    headers=_headers,
+)
+@example(method="POST", path=gate.GENERATE, content=b'{"token_ids":[1],"token_ids":[2147483648]}', headers={})
+@example(method="POST", path="/moe_rl/score", content=b'{"token_ids":[1,50]}', headers={})
+@example(method="POST", path="/moe_rl/open", content=b'{"sink":"\xff"}', headers={})
+def test_any_call_is_answered(server, method, path, content, headers):
+    server.answers(method, path, content, headers)
+    server.alive()
+
+
+@pytest.mark.parametrize("path", [path for path, body in BODIES.items() if body is not None])
+def test_a_body_that_does_not_come_is_refused_in_time(server, path):
+    """Half a body and then nothing; half a body and then no client."""
+
+    async def ask(rest: dict | None) -> list[dict]:
+        come = [{"type": "http.request", "body": b'{"sink":', "more_body": True}]
+        come += [rest] if rest is not None else []
+
+        async def receive():
+            if come:
+                return come.pop(0)
+            await asyncio.sleep(100)
+
+        said = []
+
+        async def send(message):
+            said.append(message)
+
+        headers = [(b"authorization", f"Bearer {TOKEN}".encode())]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+        await asyncio.wait_for(server.app(scope, receive, send), 10)
+        return said
+
+    late, gone = asyncio.run(ask(None)), asyncio.run(ask({"type": "http.disconnect"}))
+    assert (late[0]["status"], gone[0]["status"]) == (408, 400)
+    assert b"8 bytes of a body in 0.2 s" in late[1]["body"] and (b"connection", b"close") in late[0]["headers"]
+    server.alive()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        ([1, VOCABULARY], "token ids 1 to 50, expected 0 to 49. Use the tokenizer of the model"),
+        ([1, 2**31 - 1], "token ids 1 to 2147483647, expected 0 to 49"),
+        ([1, 2**31], "<= 2147483647"),
+        ([1, 2**63], "<= 2147483647"),
+        ([1, -1], ">= 0"),
+        ([1, True], "got `bool`"),
+        ([1, 1.0], "got `float`"),
+        ([1, "1"], "got `str`"),
+        ([1, [1]], "got `array`"),
+        ([1] * LONGEST, ""),
+    ],
+)  # fmt: skip
+def test_a_token_that_the_model_does_not_have_is_named(server, tokens, said):
+    for path, body in ((gate.GENERATE, GENERATION), ("/moe_rl/score", {})):
+        answer = server.answers("POST", path, json.dumps(body | {"token_ids": tokens}).encode())
+        assert answer.status_code == 400 and said in answer.json()["error"]
+    stops = planted(GENERATION, ("sampling_params", "stop_token_ids"), tokens)
+    if len(tokens) == 2:
+        answer = server.answers("POST", gate.GENERATE, json.dumps(stops).encode())
+        assert answer.status_code == 400 and said in answer.json()["error"]
+    server.alive()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/inference/v1/abort_requests", "/scale_elastic_ep", "/docs"])
+def test_routes_of_vllm_that_the_gate_does_not_know_are_not_reached(server, path):
+    for method in ("GET", "POST"):
+        answer = server.answers(method, path, b"{}")
+        assert answer.status_code == 404 and "/inference/v1/generate" in answer.text
+
+
+def test_nothing_is_sampled_from_weights_that_are_not_whole(server):
+    assert server.answers("POST", "/moe_rl/adopt").status_code == 200
+    for path in (gate.GENERATE, "/moe_rl/score"):
+        answer = server.answers("POST", path, json.dumps(BODIES[path]).encode())
+        assert answer.status_code == 409 and "not whole" in answer.text
+    server.alive()
