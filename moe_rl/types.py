@@ -95,6 +95,7 @@ class Completion:
     token_ids [T]: sampled tokens, the stop token included. logprobs [T] float32, natural log, of the sampled tokens
     under the distribution they were drawn from. finish_reason: "stop", "length" (truncated) or "abort" (partial).
     weight_version: the version of the weights that sampled every token. routes: None when nothing was recorded.
+    stop_token_id: which of the request's stop tokens ended it, hence its last token; None when none did.
     """
 
     key: str
@@ -104,6 +105,12 @@ class Completion:
     finish_reason: str
     weight_version: int
     routes: RouteRef | None
+    stop_token_id: int | None = None
+
+    @property
+    def text_token_ids(self) -> tuple[int, ...]:
+        """What its text is made of: all tokens but the stop token that ended it."""
+        return self.token_ids if self.stop_token_id is None else self.token_ids[:-1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ class Cell:
 def page(result: Result, detail: Detail, config: Config) -> str:
     """The whole page."""
     setup, weights = result["setup"], result["weights"]
-    codec = TextCodec(config.model.path / "tokenizer.json", read_model(config.model.path).eos_token_ids[0])
+    codec = TextCodec(config.model.path / "tokenizer.json", read_model(config.model.path).eos_token_ids)
     return render(
         "comparison.html",
         title="routing comparison - moe_rl",

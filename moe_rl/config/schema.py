@@ -51,7 +51,8 @@ class RewardConfig(Section):
     """A reward function."""
 
     function: str
-    """Dotted path of a callable `(prompt, completion, answer) -> float`; it is given only the parameters it names."""
+    """Dotted path of a callable `(prompt, completion, answer, finish_reason, stop_token_id) -> float`; it is given only
+    the parameters it names."""
     weight: Reward = 1.0
     """Its share in the reward, a weighted sum."""
 

@@ -37,29 +37,31 @@ def _encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
 class TextCodec:
     """Text to token ids and back, by a Hugging Face tokenizer.json, with nothing added and nothing hidden."""
 
-    def __init__(self, tokenizer_file: Path | str, eos_token_id: int):
-        """Raises DataError if the file is no tokenizer or does not know `eos_token_id`."""
+    def __init__(self, tokenizer_file: Path | str, stop_token_ids: Iterable[int]):
+        """Raises DataError if the file is no tokenizer or does not know one of `stop_token_ids`, the model's own."""
         self._tokenizer = _read_tokenizer(tokenizer_file)
         self._known = frozenset(self._tokenizer.get_vocab(with_added_tokens=True).values())
-        if eos_token_id not in self._known:
+        if unknown := [token for token in stop_token_ids if token not in self._known]:
             raise DataError(
-                describe("the end-of-sequence id is not in the tokenizer", where=str(tokenizer_file), got=eos_token_id)
+                describe(
+                    "a token that ends completions is not in the tokenizer",
+                    where=str(tokenizer_file),
+                    got=", ".join(map(str, unknown)),
+                    do="use the tokenizer of the model, or mend eos_token_id in config.json and generation_config.json",
+                )
             )
-        self.eos_token_id = eos_token_id
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of exactly this text: no template, no begin-of-sequence. Special tokens spelt out in it count."""
         return _encode(self._tokenizer, text)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of the ids without one trailing end-of-sequence; other special tokens stay, unknown ids show as U+FFFD.
+        """Text of all the ids; special tokens are spelt out, unknown ids show as U+FFFD.
 
         A verifier must see what the policy really wrote: a completion with a special token in the middle of its answer
-        would look well-formed if special tokens were dropped.
+        would look well-formed if special tokens were dropped. Leave out the one that ended it: see
+        `Completion.text_token_ids`.
         """
-        ids = list(ids)
-        if ids and ids[-1] == self.eos_token_id:
-            ids.pop()
         spans: list[list[int]] = [[]]
         for token in ids:
             if token in self._known:

@@ -1,6 +1,11 @@
 """Reward functions that a config may name: `task.rewards.NAME.function: moe_rl.tasks.rewards.exact_match`.
 
-One of your own is a plain function of any of `prompt`, `completion` and `answer`, as these are; see `verifier_worker`.
+One of your own is a plain function of any of these, which it is given by name (see `verifier_worker`):
+
+    prompt, answer      texts of the task's row
+    completion          what the policy wrote, without the stop token that ended it
+    finish_reason       "stop", or "length" when it was truncated
+    stop_token_id       the stop token that ended it; None when none did
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Started as `python -m moe_rl.tasks.verifier_worker SOCKET_FD PARENT_PID`, in a s
 a time and never ahead, so that while a function runs, this process holds no more of the task than the function was
 given.
 
-A reward function is a plain callable. It names any of `prompt`, `completion`, `answer` as parameters and is given those
-and nothing else; a parameter of another name must have a default.
+A reward function is a plain callable. It names any of `ARGUMENTS` as parameters and is given those and nothing else; a
+parameter of another name must have a default.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from msgspec.msgpack import Decoder
 
 from moe_rl.messages import Channel, Message, decoder
 
-ARGUMENTS = ("prompt", "completion", "answer")
+ARGUMENTS = ("prompt", "completion", "answer", "finish_reason", "stop_token_id")
+"""Fields of `verifiers.RewardItem`."""
 
 _PR_SET_PDEATHSIG = 1
 _MAX_FILE_BYTES = 64 << 20
@@ -44,7 +45,7 @@ class Call(Message, frozen=True):
     """Pool: call one reward function, with the arguments that it names and no others."""
 
     reward: str
-    arguments: dict[str, str]
+    arguments: dict[str, str | int | None]
 
 
 class Begun(Message, frozen=True):

@@ -60,11 +60,13 @@ _ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "L
 
 @dataclass(frozen=True, slots=True)
 class RewardItem:
-    """One completion to verify."""
+    """One completion to verify. completion: its text, without the stop token; the rest as in `Completion`."""
 
     prompt: str
     completion: str
     answer: str
+    finish_reason: str = "stop"
+    stop_token_id: int | None = None
 
 
 def check_failed_fraction(verdicts: SequenceOf[Verdict], limit: float) -> None:

@@ -107,7 +107,7 @@ class Rollouts:
         self.config, self.engine, self.verifiers, self.store = config, engine, verifiers, store
         self.trace_root = run_dir / "trace"
         self.stop_tokens = facts.eos_token_ids
-        self.codec = TextCodec(tokenizer, facts.eos_token_ids[0])
+        self.codec = TextCodec(tokenizer, facts.eos_token_ids)
         self.source = PromptSource(load_prompts(config.task.train, tokenizer, max_prompt_tokens=limit), config.run.seed)
         self.ledger = PromptLedger(run_dir / "prompts.jsonl")
         heldout = load_prompts(config.task.heldout, tokenizer, max_prompt_tokens=limit)
@@ -226,7 +226,13 @@ class Rollouts:
     def _judge(self, prompts: Seq[Prompt], completions: Seq[Completion]) -> list[Verdict]:
         return self.verifiers.score(
             [
-                RewardItem(prompt=p.text, completion=self.codec.decode(c.token_ids), answer=p.answer)
+                RewardItem(
+                    prompt=p.text,
+                    completion=self.codec.decode(c.text_token_ids),
+                    answer=p.answer,
+                    finish_reason=c.finish_reason,
+                    stop_token_id=c.stop_token_id,
+                )
                 for p, c in zip(prompts, completions, strict=True)
             ]
         )

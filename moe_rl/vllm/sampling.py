@@ -65,7 +65,12 @@ class Growing:
             finish_reason=self.finish_reason,
             weight_version=now if self.aborted else self._one_version(request.key),
             routes=refs.get(request.key),
+            stop_token_id=self._stop_token(request),
         )
+
+    def _stop_token(self, request: GenerateRequest) -> int | None:
+        last = self.token_ids[-1] if self.token_ids and self.finish_reason == "stop" else None
+        return last if last in request.stop_token_ids else None
 
     def _one_version(self, key: str) -> int:
         found = [(span.version, span.start, span.end) for span in self.versions or ()]

@@ -193,6 +193,10 @@ def _search(reversed_secret):
     ]
 
 
+def how_it_ended(finish_reason, stop_token_id):
+    return {"stop": stop_token_id, "length": -1}[finish_reason]
+
+
 def all_arguments(prompt, completion, answer):
     return float((prompt, completion, answer) == ("the prompt", "the completion", "the answer"))
 

@@ -31,7 +31,7 @@ def tokenizer_file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def codec(tokenizer_file):
-    return TextCodec(tokenizer_file, EOS)
+    return TextCodec(tokenizer_file, (EOS, 257))
 
 
 def record(**changes):
@@ -56,29 +56,29 @@ def test_the_tokenizer_of_these_tests_would_meddle(tokenizer_file):
 def test_codec_round_trip(codec, text):
     ids = codec.encode(text)
     assert codec.decode(ids) == text
-    assert codec.decode((*ids, EOS)) == text
+    assert codec.decode((*ids, EOS)) == text + "<|end|>"
     if not any(special in text for special in ("<|end|>", "<|pad|>")):
         assert len(ids) == len(text.encode())
 
 
-def test_decode_drops_one_eos_and_hides_nothing(codec):
+def test_decode_hides_nothing(codec):
     a, b = codec.encode("a"), codec.encode("b")
-    assert codec.decode((*a, EOS, EOS)) == "a<|end|>"
+    assert codec.decode((*a, EOS, EOS)) == "a<|end|><|end|>"
     assert codec.decode((*a, EOS, *b)) == "a<|end|>b"
     assert codec.decode((257, *a, 257)) == "<|pad|>a<|pad|>"
-    assert codec.decode((*a, 258, *b, 99999, EOS)) == "a\ufffdb\ufffd"
-    assert codec.decode((EOS,)) == codec.decode(()) == ""
+    assert codec.decode((*a, 258, *b, 99999, EOS)) == "a\ufffdb\ufffd<|end|>"
+    assert codec.decode((EOS,)) == "<|end|>" and codec.decode(()) == ""
     assert codec.encode("a<|end|>") == (*a, EOS)
 
 
 def test_a_codec_needs_a_tokenizer(tmp_path, tokenizer_file):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="not a readable tokenizer"):
-        TextCodec(tmp_path / "tokenizer.json", EOS)
+        TextCodec(tmp_path / "tokenizer.json", (EOS,))
     with pytest.raises(DataError, match="not a readable tokenizer"):
-        TextCodec(tmp_path / "absent.json", EOS)
+        TextCodec(tmp_path / "absent.json", (EOS,))
     with pytest.raises(DataError, match="got 258"):
-        TextCodec(tokenizer_file, 258)
+        TextCodec(tokenizer_file, (EOS, 258))
 
 
 # Prompt files

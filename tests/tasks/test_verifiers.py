@@ -40,6 +40,12 @@ def test_functions_get_the_arguments_they_name(make_pool):
     assert verdict.parts == {"all_arguments": 1.0, "optional": 2.0, "no_arguments": 0.25}
 
 
+def test_a_function_may_ask_how_the_completion_ended(make_pool):
+    with make_pool("how_it_ended") as pool:
+        ended, cut = pool.score([RewardItem("", "x", "", "stop", 7), RewardItem("", "x", "", "length", None)])
+    assert (ended.reward, cut.reward) == (7.0, -1.0)
+
+
 def test_a_function_that_does_not_ask_cannot_find_the_answer(make_pool):
     # The second function is given the answers in the same process, before and after the first looks for them.
     with make_pool("nosy", "nosy_with_answer") as pool:

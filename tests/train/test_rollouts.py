@@ -14,6 +14,7 @@ from moe_rl.train.kept import shard_name, shard_step
 from moe_rl.train.rollouts import Rollouts
 from moe_rl.train.step_metrics import Clock
 from moe_rl.types import Completion, Prompt, RoutePart, Verdict
+from moe_rl.vllm.sampling import Growing, VersionSpan
 
 CONFIG = "configs/tiny_moe_cpu.yaml"
 PROMPTS, SIZE = 2, 3
@@ -180,3 +181,34 @@ def test_tokens_are_removed_where_the_policy_is_sampled_and_not_where_it_is_gree
     sampled, greedy = (rollouts._request(f"t{t}", prompt, t) for t in (0.7, 0.0))
     assert (sampled.top_k, sampled.top_p, sampled.min_p) == (8, 0.9, 0.1)
     assert (greedy.top_k, greedy.top_p, greedy.min_p) == (0, 1.0, 0.0)
+
+
+END, USER = 1, 0  # of the shipped tokenizer: <|end|>, and a token that stands for a second stop token
+
+
+@pytest.mark.parametrize(
+    ("tokens", "finish", "seen", "stop"),
+    [
+        ((20, 23, 19, END), "stop", "140", END),
+        ((20, 23, 19, USER), "stop", "140", USER),  # a chat's turn ends in another one than the first
+        ((USER, 20, END, 23, 19, USER), "stop", "<|pad|>1<|end|>40", USER),
+        ((20, 23, 19, END, USER), "stop", "140<|end|>", USER),
+        ((20, 23, 19), "length", "140", None),
+        ((20, 23, 19, USER), "length", "140<|pad|>", None),  # cut short, and nothing of it is taken away
+        ((USER,), "stop", "", USER),
+    ],
+)
+def test_a_reward_sees_the_text_without_the_stop_token_that_ended_it(tmp_path, tokens, finish, seen, stop):
+    rig = Rig(tmp_path, 1)
+    facts = SimpleNamespace(eos_token_ids=(END, USER))
+    scored = []
+    verifiers = SimpleNamespace(score=lambda items: scored.extend(items))
+    rollouts = Rollouts(rig.config, facts, rig.engine, verifiers, tmp_path / "other", None)
+    prompt = rollouts.heldout[0]
+    asked = rollouts._request("s1/p0/c0", prompt, 1.0)
+    sampled = Growing()
+    sampled.add(tokens, [-1.0] * len(tokens), finish, [VersionSpan("0", 0, len(tokens))])
+    rollouts._judge([prompt], [sampled.completion(asked, 0, {})])
+    (item,) = scored
+    assert (item.completion, item.finish_reason, item.stop_token_id) == (seen, finish, stop)
+    assert (item.prompt, item.answer) == (prompt.text, prompt.answer)

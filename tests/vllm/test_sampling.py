@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -62,6 +64,23 @@ def test_tokens_of_no_or_several_versions_are_no_completion(versions):
     assert grown(2, finish="abort", versions=versions).completion(request(), 9, {}).weight_version == 9
 
 
+@pytest.mark.parametrize(
+    ("finish", "stops", "ended_by"),
+    [
+        ("stop", (1, 11), 11),  # not the first of them
+        ("stop", (10, 11), 11),  # the other one lies inside
+        ("stop", (1,), None),  # vLLM ended it for another reason
+        ("length", (11,), None),
+        ("abort", (11,), None),
+    ],
+)
+def test_the_stop_token_that_ended_a_completion_is_told(finish, stops, ended_by):
+    completion = grown(2, finish=finish).completion(replace(request(), stop_token_ids=stops), 9, {})
+    assert (completion.stop_token_id, completion.token_ids) == (ended_by, (10, 11))
+    assert completion.text_token_ids == ((10, 11) if ended_by is None else (10,))
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -9999.0, 1e39])
 @pytest.mark.parametrize("finish", ["stop", "abort"])
 def test_a_logprob_that_no_sampled_token_has_is_refused(bad, finish):
