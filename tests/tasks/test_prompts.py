@@ -160,7 +160,7 @@ def ids(prompts):
 
 @given(
     count=st.integers(1, 40),
-    seed=st.integers(-(2**63), 2**64),
+    seed=st.integers(0, 2**64),
     takes=st.lists(st.integers(0, 90), max_size=8),
     detour=st.integers(0, 10**9),
 )
@@ -190,7 +190,7 @@ def test_every_epoch_takes_every_prompt_once(count, seed, epoch):
 
 def test_epochs_and_seeds_differ():
     orders = set()
-    for seed in (1, 2, -1, 2**32, 1 + 2**33):
+    for seed in (1, 2, 2**32 - 1, 2**32, 1 + 2**33):
         prompts = source(50, seed)
         orders |= {tuple(ids(prompts.take(50))) for _ in range(20)}
     assert len(orders) == 5 * 20
