@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from moe_rl.checkpoint_folder import name_of, to_resume_instead
 from moe_rl.config.training import ParallelConfig
 from moe_rl.errors import CheckpointError, describe
-from moe_rl.megatron import rng, world
+from moe_rl.megatron import rng, unpickling, world
 from moe_rl.megatron.model import unwrap
 from moe_rl.megatron.policy import Policy, ReferencePolicy
 
@@ -176,7 +176,7 @@ def _damage(file: Path, expected: str) -> str:
 def _read_tensors(path: Path, wanted: dict, strict: StrictHandling) -> dict:
     """What `wanted` names, read from the files; nothing may be missing in them and, by `strict`, nothing left over."""
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), unpickling.restricted(path):
             # Every rank warns of how megatron calls torch: nothing that a user could mend.
             warnings.simplefilter("ignore")
             return dist_checkpointing.load(wanted, str(path), strict=strict)

@@ -8,6 +8,7 @@ of OUT named after their case; rank r writes what it saw to OUT/rank<r>.pt.
 
 import json
 import os
+import pickle
 import shutil
 import socket
 import sys
@@ -84,7 +85,8 @@ class Case:
 
     def load(self, name):
         path = checkpoints.find(self.out / name)
-        return checkpoint.load(path, self.policy, parallel=self.parallel, seed=SEED)
+        with named(UNPICKLED):
+            return checkpoint.load(path, self.policy, parallel=self.parallel, seed=SEED)
 
     def send(self):
         """The weights as a sampler gets them by disk, and how many ranks wrote them."""
@@ -123,6 +125,25 @@ class Case:
     def reference(self):
         logprobs = ReferencePolicy(*self.build, temperature=1.0).logprobs(self.trial.microbatches)
         return {"logprobs": self.trial.by_sequence(logprobs)}
+
+
+# (module, name) of all that pickles named while checkpoints were loaded; sets that are being filled.
+UNPICKLED, FILLED = set(), []
+
+
+def note(event, arguments):
+    """For sys.addaudithook."""
+    if event == "pickle.find_class":
+        for names in FILLED:
+            names.add(arguments)
+
+
+@contextmanager
+def named(names):
+    """Fill `names` with what pickles name while this lasts."""
+    FILLED.append(names)
+    yield
+    FILLED.remove(names)
 
 
 def segments():
@@ -366,6 +387,23 @@ def flip(file):
     file.write_bytes(content)
 
 
+class Hostile:
+    def __init__(self, canary):
+        self.canary = canary
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.canary),)
+
+
+def forge(path):
+    """Metadata that makes a folder when it is read, and digests that agree."""
+    (path / ".metadata").write_bytes(pickle.dumps(Hostile(path.with_name("canary"))))
+    state = json.loads((path / "state.json").read_text())
+    state["files"][".metadata"] = checkpoint.digest(path / ".metadata")
+    del state["digest"]
+    (path / "state.json").write_text(checkpoint.sealed(state))
+
+
 def replace_text(file, old, new):
     text = file.read_text()
     assert old in text
@@ -382,6 +420,7 @@ DAMAGES = {
     "unsealed": lambda path: replace_text(path / "state.json", ' "digest": ', ' "digested": '),
     "foreign": lambda path: shutil.copy(path / "rng-rank0.safetensors", path / "run.safetensors") and None,
     "of rank 0": lambda path: shutil.copy(path / "__0_0.distcp", path / "__1_0.distcp") and None,
+    "forged": forge,
     "renamed": lambda path: path.rename(path.with_name(checkpoints.name_of(STEP + 1))),
 }
 
@@ -412,10 +451,11 @@ def refusals(new, saved):
             path = damage(path) or path
         path = Path(world.broadcast(str(path), str))
         told[name] = attempt(path, case.policy)
-    return {"told": told, "weights": (before, case.weights())}
+    return {"told": told, "weights": (before, case.weights()), "canary": (case.out / "forged/canary").exists()}
 
 
 def main():
+    sys.addaudithook(note)
     source, out = map(Path, sys.argv[1:])
     seen, first = {}, os.environ["RANK"] == "0"
     if first:
@@ -452,6 +492,7 @@ def main():
             seen["one", "seeded"] = seeded()
             seen["stale"] = stale(lambda: Case(source, out, ONE))
             seen["broken metadata"] = broken_metadata(lambda: Case(source, out, ONE))
+    seen["unpickled"] = sorted(UNPICKLED)
     torch.save(seen, out / f"rank{int(not first)}.pt")
 
 

@@ -15,6 +15,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from moe_rl import checkpoint_folder as checkpoints
+from moe_rl.megatron import unpickling
 from moe_rl.proof.matrix import largest, merged
 from tests.distributed.conftest import torchrun
 from tests.distributed.state_worker import AGAIN, BUCKET, DAMAGES, FILES, LAYOUTS, SAVER, STEP, UPDATES
@@ -227,8 +228,18 @@ def test_a_wrong_checkpoint_is_refused_by_all_ranks_alike(seen):
         assert "state.json is missing or damaged" in told[name] and f"{name}/{folder})" in told[name]
     assert f"foreign/{folder}): got run.safetensors" in told["foreign"] and "Remove them" in told["foreign"]
     assert f"renamed/{checkpoints.name_of(STEP + 1)}): got step {STEP}" in told["renamed"]
+    assert f"forged/{folder}/.metadata): got posix.mkdir" in told["forged"] and "is not read" in told["forged"]
+    assert not any(rank["refusals"]["canary"] for rank in seen)
     assert "is not of this model" in told["model"] and f"two/{folder}" in told["model"]
     assert all(equal(*rank["refusals"]["weights"]) for rank in seen)
+
+
+def test_a_checkpoint_names_nothing_but_its_metadata(seen):
+    """By Python's own account, over every load in every layout; the ranks tell each other what they want by pickle."""
+    dtypes = {("torch", "float32"), ("torch", "bfloat16")}
+    told = {("megatron.core.dist_checkpointing.mapping", name) for name in ("ShardedTensor", "ShardedObject")}
+    found = set().union(*(rank["unpickled"] for rank in seen))
+    assert found == unpickling.ALLOWED | told | dtypes
 
 
 def test_every_file_of_a_checkpoint_is_among_those_that_were_damaged(folder):

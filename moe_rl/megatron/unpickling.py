@@ -1,0 +1,108 @@
+"""Reads the pickles of Megatron's checkpoints, and lets them name only what its metadata is made of.
+
+A pickle may call anything that it can name, and torch's reader lets it: `.metadata` goes through `pickle.load`, what is
+no tensor in the `.distcp` files through `torch.load(weights_only=False)`. The digests in state.json have no key: they
+tell damage, but whoever can write a run's folder can write digests that agree.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.api import CheckpointException
+
+from moe_rl.checkpoint_folder import to_resume_instead
+from moe_rl.errors import CheckpointError, describe
+
+_METADATA, _PLANNER = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner"
+ALLOWED = frozenset(
+    {
+        *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata")),
+        *((_METADATA, name) for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties")),
+        (_METADATA, "_MEM_FORMAT_ENCODING"),
+        *((_PLANNER, name) for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+    }
+)
+"""(module, name) of the classes and functions in `.metadata`; beside them torch's dtypes."""
+
+_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+
+
+class _Metadata(pickle.Unpickler):
+    """Raises CheckpointError for a name that no metadata has."""
+
+    def __init__(self, file: IO[bytes]):
+        super().__init__(file)
+        self._path = Path(file.name)
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise CheckpointError(
+            describe(
+                "a checkpoint file names what a checkpoint never holds, and is not read",
+                where=str(self._path),
+                got=f"{module}.{name}",
+                expected="classes of torch.distributed.checkpoint",
+                do=f"find out who wrote it; {to_resume_instead(self._path.parent)}",
+            )
+        )
+
+
+@contextmanager
+def restricted(path: Path) -> Iterator[None]:
+    """While this lasts, the files of the checkpoint in `path` are read without trust: metadata may name what is
+    ALLOWED, all else is tensors and plain values. Raises CheckpointError for what is refused; it is not called."""
+    unpickles, forced = filesystem.pickle, os.environ.get(_WEIGHTS_ONLY)
+    refused: list[CheckpointError] = []
+
+    def load(file: IO[bytes]) -> Any:
+        try:
+            return _Metadata(file).load()
+        except Exception as error:  # of which torch makes another one
+            refused.append(error if isinstance(error, CheckpointError) else _refused(Path(file.name), error))
+            raise
+
+    filesystem.pickle = SimpleNamespace(load=load, dump=unpickles.dump)
+    os.environ[_WEIGHTS_ONLY] = "1"
+    try:
+        yield
+    except (CheckpointException, pickle.UnpicklingError) as error:
+        if refused:
+            raise refused[0] from None
+        failures = error.failures if isinstance(error, CheckpointException) else {}
+        for reason in (error, *(failure for failure, _ in failures.values())):
+            if isinstance(reason, pickle.UnpicklingError):
+                raise _refused(path, reason) from None
+        raise
+    finally:
+        filesystem.pickle = unpickles
+        if forced is None:
+            del os.environ[_WEIGHTS_ONLY]
+        else:
+            os.environ[_WEIGHTS_ONLY] = forced
+
+
+def _refused(path: Path, error: Exception) -> CheckpointError:
+    """What torch or pickle says of a file, without torch's advice to trust it."""
+    lines = str(error).splitlines()
+    told = next((line.strip() for line in lines if "GLOBAL" in line or "Unsupported" in line), "".join(lines[:1]))
+    return CheckpointError(
+        describe(
+            "a checkpoint file is damaged, or holds more than tensors and plain values, and is not read",
+            where=str(path),
+            got=f"{type(error).__name__}: {told[:300]}",
+            do=f"find out who wrote it; {to_resume_instead(path if path.is_dir() else path.parent)}",
+        )
+    )
