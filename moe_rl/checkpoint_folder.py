@@ -11,13 +11,15 @@ hand, it names a checkpoint that is not there.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
+import time
 from pathlib import Path
 
+from moe_rl.disk import sync
 from moe_rl.errors import CheckpointError, describe
 
+FOLDER = "checkpoints"  # of a run's folder
 _COMPLETE = re.compile(r"step-(\d{6,})")
 
 
@@ -77,6 +79,36 @@ def begin(folder: Path, step: int) -> Path:
     return hidden
 
 
+def hand_in(hidden: Path, rank: int, payload: bytes) -> None:
+    """Say, in the hidden folder, that all files of a rank are whole on disk. payload: what rank 0 must know of them."""
+    unfinished = hidden / f"rank{rank}.tmp"
+    unfinished.write_bytes(payload)
+    unfinished.rename(hidden / f"rank{rank}.part")
+
+
+def handed_in(hidden: Path, ranks: int) -> list[Path]:
+    """What the ranks handed in, by rank; [] while one has not."""
+    parts = [hidden / f"rank{rank}.part" for rank in range(ranks)]
+    return parts if all(part.exists() for part in parts) else []
+
+
+def settle(folder: Path, ranks: int, seconds: float) -> None:
+    """Wait, where all ranks have handed in their parts, until rank 0 has published the checkpoint or the time is over:
+    before a rank that saw another one die says which checkpoint stands."""
+    limit = time.monotonic() + seconds
+    whole = [hidden for hidden in folder.glob(".step-*.tmp") if handed_in(hidden, ranks)]
+    while time.monotonic() < limit and any(hidden.exists() for hidden in whole):
+        time.sleep(0.05)
+
+
+def to_go_on(folder: Path) -> str:
+    """How a run that has ended is gone on with. folder: of its checkpoints."""
+    steps = [step for step, _ in complete(folder)]
+    if not steps:
+        return f"no checkpoint is complete: begin the run again in its folder with --resume {folder.parent} --step 0"
+    return f"go on after step {steps[-1]} with --resume {folder.parent}"
+
+
 def publish(hidden: Path, step: int, *, keep: int) -> Path:
     """Give the checkpoint its name, and remove all but the newest `keep`. Its files are on disk; their names need not
     be yet."""
@@ -104,12 +136,3 @@ def abandon_newer(folder: Path, step: int) -> list[Path]:
     if aside:
         sync(folder)  # the ledger is cut next: a newer checkpoint must not come back
     return aside
-
-
-def sync(path: Path) -> None:
-    """Have the disk hold a file's content, or a folder's names."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -38,8 +38,16 @@ class DataError(MoeRLError, ValueError):
     """A prompt file or a kept rollout is damaged or lacks a part."""
 
 
+class DiskError(MoeRLError):
+    """A file could not be written. The message names it, says whether the disk is full, and how much is free."""
+
+
 class TraceError(MoeRLError):
     """A routing trace is missing, damaged or misused. The message names shard and record."""
+
+
+class TraceDiskError(TraceError, DiskError):
+    """A shard could not be written, and nothing of it is there."""
 
 
 class RouteValidationError(TraceError, ValueError):

@@ -14,9 +14,9 @@ from moe_rl.config.layout import one_rank
 from moe_rl.config.load import load_config
 from moe_rl.config.schema import Config
 from moe_rl.config.training import ParallelConfig
+from moe_rl.disk import write_whole
 from moe_rl.doctor.diagnosis import installation_problems
 from moe_rl.errors import ConfigError, MoeRLError, ReplayError, describe
-from moe_rl.report.lines import write_atomic
 from moe_rl.train import run_folder
 from moe_rl.train.run_folder import RunFolder
 
@@ -158,6 +158,6 @@ def _compare(config: Config, run: RunFolder | None, options: argparse.Namespace)
 def _write(out: Path, result: dict[str, Any], html: str, copy: Path | None) -> None:
     content = json.dumps(result, indent=1, allow_nan=False) + "\n"
     for path in filter(None, (out / "routing_kl.json", copy)):
-        write_atomic(path, content)
-    write_atomic(out / "routing_kl.html", html)
+        write_whole(path, content)
+    write_whole(out / "routing_kl.html", html)
     print(f"written: {out / 'routing_kl.json'}, {out / 'routing_kl.html'}")

@@ -8,8 +8,10 @@ import json
 import os
 import socket
 import sys
+import traceback
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.check import config_problems, problems
@@ -43,9 +45,9 @@ from moe_rl.train.run_folder import RunFolder
 
 SAMPLER_GONE, COLLAPSED = 3, 4
 _EPILOG = """
-Exit status of a rank: 0 done, 2 an error that was explained, 3 another rank, torchrun or the sampler is gone, 4 the run
-has collapsed (see guards.*) and was ended with a checkpoint and a report, 5 it was asked to stop (SIGTERM) and did: go
-on with --resume. torchrun names the status as exitcode and itself exits 1.
+Exit status of a rank: 0 done, 1 an error that nobody expected, 2 an error that was explained, 3 another rank, torchrun
+or the sampler is gone, 4 the run has collapsed (see guards.*) and was ended with a checkpoint and a report, 5 it was
+asked to stop (SIGTERM) and did: go on with --resume. torchrun names the status as exitcode and itself exits 1.
 """
 
 
@@ -122,19 +124,37 @@ def run(options: argparse.Namespace) -> int:
         path = train(config, folder, options.step)
     except Stopped as error:
         if rank == 0:
-            print(f"moe_rl: {error}", file=sys.stderr, flush=True)
+            _say(f"moe_rl: {_told(error)}")
         return STOPPED
     except MoeRLError as error:
-        print(f"moe_rl: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        _say(f"moe_rl: rank {rank}: {type(error).__name__}: {_told(error)}")
         status = COLLAPSED if isinstance(error, CollapseError) else 2
-        status = SAMPLER_GONE if isinstance(error, SamplerGone) else status
-        # Collectives that broke off leave threads behind, of which the interpreter can die on its way out: seen with
-        # gloo, as a segmentation fault in the place of this status.
-        sys.stdout.flush()
-        os._exit(status)
+        _leave(SAMPLER_GONE if isinstance(error, SamplerGone) else status)
+    except Exception as error:  # nobody expected it: where it happened is what there is to say
+        _say("".join(traceback.format_exception(error)).rstrip())
+        _leave(1)
     if rank == 0 and options.json:
         options.json.write_text((path / "summary.json").read_text())
     return 0
+
+
+def _told(error: MoeRLError) -> str:
+    """The message, and what was noted on its way here: how to go on."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
+def _say(text: str) -> None:
+    """Print to stderr, which may be a file on a disk that is full."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _leave(status: int) -> NoReturn:
+    """End the process. Collectives that broke off leave threads behind, of which the interpreter can die on its way
+    out: seen with gloo, as a segmentation fault in the place of this status."""
+    with suppress(OSError):
+        sys.stdout.flush()
+    os._exit(status)
 
 
 def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, int]:

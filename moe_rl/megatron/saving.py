@@ -1,8 +1,12 @@
-"""How a checkpoint is written: planned and copied in the step, put on disk behind it, published in a later one.
+"""How a checkpoint is written: planned and copied in the step, put on disk and published behind it.
 
-    save    the ranks plan who writes what, and each copies its part to host memory     in the step
-    writer  a thread of each rank writes, syncs and digests the copies                  while the run goes on
-    poll    once every rank's files are written: metadata, digests, the name            after the next sampling
+    save      the ranks plan who writes what, and each copies its part to host memory    in the step
+    writer    a thread of each rank writes, syncs and digests the copies, and hands in   while the run goes on
+    publish   rank 0's thread, once all have: metadata, digests, the name                at once, whatever the run does
+    poll      the ranks agree on what became of it                                       after the next sampling
+
+The threads of different ranks make no collective: those belong to the run, which may hang in one. They meet in the
+hidden folder, which all ranks see. So a checkpoint whose files are whole is one, also when the run never goes on.
 
 Plan, files and metadata are Megatron's own (its AsyncRequest). What runs the write is not: of Megatron's callers one
 forks a process whose other threads, gloo's among them, hold locks that nobody in the fork will release; the other needs
@@ -12,37 +16,42 @@ CUDA. A thread shares neither problem; writing files, it mostly waits outside of
 from __future__ import annotations
 
 import gc
-import json
-import queue
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
 
 from moe_rl import checkpoint_folder as checkpoints
+from moe_rl import messages
 from moe_rl.config.training import ParallelConfig
+from moe_rl.disk import reason, sync
 from moe_rl.errors import CheckpointError, describe
 from moe_rl.megatron import checkpoint, rng, world
 from moe_rl.megatron.policy import Policy
 
+_LOOK_SECONDS = 0.05
+
 
 class Checkpoints:
-    """The checkpoints that a run writes into `folder`, one at a time. All ranks make every call together.
+    """The checkpoints that a run writes into `folder`, one at a time. All ranks make every call but `settle` together.
 
     parallel: the layout of the ranks. keep: complete ones that stay. asynchronous: write behind the run; else `save`
-    returns when the checkpoint is published. published: told of each that is, the steps done and the seconds it took to
-    begin, to write and to publish.
+    returns when the checkpoint is published. published: told by `poll` of each that is, the seconds it took to begin
+    and to write. last: steps done of the newest one that the ranks agree on, as of which the run goes on; 0: none.
     """
 
     def __init__(
@@ -52,10 +61,10 @@ class Checkpoints:
         *,
         keep: int,
         asynchronous: bool,
-        published: Callable[[int, float], None] = lambda step, seconds: None,
+        published: Callable[[float], None] = lambda seconds: None,
     ):
         self.folder, self.parallel, self.keep, self.asynchronous = folder, parallel, keep, asynchronous
-        self.published = published
+        self.published, self.last = published, 0
         self._pending: _Pending | None = None
 
     def save(self, step: int, policy: Policy, state: dict, tensors: dict[str, torch.Tensor] | None = None) -> None:
@@ -68,8 +77,7 @@ class Checkpoints:
         self.finish()
         rank, began = dist.get_rank(), time.perf_counter()
         hidden = self._begin(step)
-        # Results of another process or save must not be taken for this one's.
-        filesystem_async._results_queue = queue.Queue()
+        strategy = _Planning()
         gc.freeze()  # Megatron collects garbage twice: only what it makes itself need be searched
         try:
             sharded = checkpoint.sharded(policy, loading=False)
@@ -77,6 +85,7 @@ class Checkpoints:
             request = dist_checkpointing.save(
                 sharded,
                 str(hidden),
+                strategy,
                 content_metadata=dict(checkpoint.CONTENT),
                 async_sharded_save=True,
                 async_strategy="mcore",
@@ -94,17 +103,16 @@ class Checkpoints:
             "optimizer_step": checkpoint.optimizer_step(policy),
             "layout": checkpoint.layout(self.parallel),
         }
-        writer = _Writer(request, hidden, own, in_use)
-        self._pending = _Pending(step, hidden, json.dumps(described), request, writer, time.perf_counter() - began)
-        if self.asynchronous:
-            writer.start()
-        else:
-            writer.run()
+        publish = _Publication(hidden, dist.get_world_size(), described, strategy, self.keep) if rank == 0 else None
+        writer = _Writer(request, hidden, own, in_use, rank=rank, publish=publish)
+        self._pending = _Pending(step, writer, time.perf_counter() - began)
+        writer.start()
+        if not self.asynchronous:
             self.finish()
 
     @property
     def pending(self) -> int | None:
-        """Steps done of the checkpoint that is not published yet."""
+        """Steps done of the checkpoint that the ranks have not agreed on yet."""
         return None if self._pending is None else self._pending.step
 
     def steps(self) -> list[int]:
@@ -113,31 +121,42 @@ class Checkpoints:
         return [done for done, _ in checkpoints.complete(self.folder)] + pending
 
     def poll(self) -> bool:
-        """Publish the pending checkpoint if every rank has written its part; whether it did. Waits for nobody's disk.
+        """Whether the pending checkpoint is published; then another may begin. Waits for nobody's disk.
 
-        Raises CheckpointError on all ranks when a part could not be written; on rank 0 alone, whose end the others
-        hear of, when Megatron's metadata could not.
+        Raises CheckpointError on all ranks when a part, or the metadata, could not be written.
         """
         if self._pending is None:
             return False
-        writer = self._pending.writer
-        writing, failed = world.all_reduce([not writer.written.is_set(), writer.failure != ""])
+        pending, writer = self._pending, self._pending.writer
+        under_way, failed = world.all_reduce([not writer.done.is_set(), writer.failure != ""])
         if failed:
-            raise self._failed(self._pending.step, world.gather(writer.failure, str))
-        if writing:
+            raise self._failed(pending.step, world.gather(writer.failure, str))
+        if under_way:
             return False
-        pending, began = self._pending, time.perf_counter()
-        self._publish(pending)
-        self._pending = None
-        self.published(pending.step, pending.seconds + writer.seconds + time.perf_counter() - began)
+        self._pending, self.last = None, pending.step
+        self.published(pending.seconds + writer.seconds)
         return True
 
     def finish(self) -> bool:
-        """As `poll`, once every rank has written its part."""
+        """As `poll`, once every rank has written its part and rank 0 has published them."""
         if self._pending is None:
             return False
-        self._pending.writer.written.wait()
+        writer = self._pending.writer
+        writer.written.wait()
+        (failed,) = world.all_reduce([writer.failure != ""])
+        if not failed:
+            writer.done.wait()
         return self.poll()
+
+    def settle(self, seconds: float) -> None:
+        """Let the checkpoint under way be published before this rank ends with an error, for so long at most. Waits
+        for no rank, only for files."""
+        if self._pending is None:
+            return
+        limit, writer = time.monotonic() + seconds, self._pending.writer
+        final = self.folder / checkpoints.name_of(self._pending.step)
+        while time.monotonic() < limit and not writer.failure and not final.exists():
+            time.sleep(_LOOK_SECONDS)
 
     def _begin(self, step: int) -> Path:
         """The folder to write into, which rank 0 makes."""
@@ -146,102 +165,174 @@ class Checkpoints:
             try:
                 hidden = str(checkpoints.begin(self.folder, step))
             except OSError as error:
-                failure = _told(error)
+                failure = reason(error, self.folder)
         hidden, failure = world.broadcast((hidden, failure), tuple[str, str])
         if failure:
             raise self._failed(step, [failure])
         return Path(hidden)
 
-    def _publish(self, pending: _Pending) -> None:
-        try:
-            for finalize in pending.request.finalize_fns:
-                finalize()
-        except OSError as error:
-            # Only rank 0 writes here. The others wait in Megatron's broadcast behind it: they cannot be told.
-            raise self._failed(pending.step, [_told(error)]) from error
-        digests = world.gather(pending.writer.digests, dict[str, str])
-        failure = ""
-        if dist.get_rank() == 0:
-            try:
-                files = {name: digest for one in digests for name, digest in one.items()}
-                for path in sorted(pending.hidden.iterdir()):
-                    if path.name not in files:  # Megatron's metadata, which is of no rank
-                        checkpoints.sync(path)
-                        files[path.name] = checkpoint.digest(path)
-                state = json.loads(pending.described) | {"files": dict(sorted(files.items()))}
-                (pending.hidden / checkpoint.STATE).write_text(checkpoint.sealed(state))
-                checkpoints.sync(pending.hidden / checkpoint.STATE)
-                checkpoints.publish(pending.hidden, pending.step, keep=self.keep)
-            except OSError as error:
-                failure = _told(error)
-        if failure := world.broadcast(failure, str):
-            raise self._failed(pending.step, [failure])
-
     def _failed(self, step: int, failures: list[str]) -> CheckpointError:
         """What to raise. failures: of the ranks, "" of one that has none."""
-        self._pending = None
-        run, last = self.folder.parent, checkpoints.complete(self.folder)
-        stands = f"--resume {run} goes on from the last one, after step {last[-1][0]}" if last else ""
+        if self._pending is not None:
+            self._pending.writer.give_up()
+            self._pending = None
         return CheckpointError(
             describe(
                 "a checkpoint could not be written",
                 where=str(self.folder / checkpoints.name_of(step)),
                 got="; ".join(f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure),
-                do=f"mend the disk; {stands or f'there is no other: --resume {run} --step 0 begins the run again'}",
+                do=f"mend that; then {checkpoints.to_go_on(self.folder)}",
             )
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A checkpoint that is being written. described: state.json but for the digests. seconds: that it took to begin."""
+    """A checkpoint that is being written. seconds: that it took to begin."""
 
     step: int
-    hidden: Path
-    described: str
-    request: AsyncRequest
     writer: _Writer
     seconds: float
 
 
-class _Writer(threading.Thread):
-    """Writes this rank's part. `written` is set at the end, then `failure` says what went wrong, if anything did,
-    `digests` what each file holds, `seconds` how long it took."""
+@dataclass(frozen=True, slots=True)
+class _Lying:
+    """Where a tensor, or a piece of one, lies: Megatron's WriteResult in plain values."""
 
-    def __init__(self, request: AsyncRequest, hidden: Path, own: dict[str, dict[str, torch.Tensor]], in_use: set[int]):
+    name: str
+    offset: tuple[int, ...] | None
+    index: int | None
+    size: int
+    file: str
+    at: int
+    length: int
+
+    @classmethod
+    def of(cls, written: WriteResult) -> _Lying:
+        index, place = written.index, written.storage_data
+        offset = None if index.offset is None else tuple(index.offset)
+        return cls(
+            index.fqn, offset, index.index, written.size_in_bytes, place.relative_path, place.offset, place.length
+        )
+
+    def result(self) -> WriteResult:
+        index = MetadataIndex(self.name, self.offset, self.index)
+        return WriteResult(index, self.size, _StorageInfo(self.file, self.at, self.length))
+
+
+@dataclass(frozen=True, slots=True)
+class _HandedIn:
+    """What a rank hands in: the digest of each of its files, and what Megatron's hold."""
+
+    digests: dict[str, str]
+    items: list[_Lying]
+
+
+class _Planning(TorchDistSaveShardedStrategy):
+    """Megatron's way to save, which shows what its own last step would take: that step needs all ranks at once."""
+
+    writer: FileSystemWriterAsync
+    metadata: Metadata | None  # on rank 0
+
+    def _get_save_and_finalize_callbacks(self, writer, save_state_dict_ret, async_strategy):
+        self.writer, self.metadata = writer, save_state_dict_ret[1]
+        return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret, async_strategy)
+
+
+@dataclass(frozen=True, slots=True)
+class _Publication:
+    """What rank 0 does once all parts are handed in. described: state.json but for the digests."""
+
+    hidden: Path
+    ranks: int
+    described: dict
+    strategy: _Planning
+    keep: int
+
+    def due(self) -> bool:
+        return bool(checkpoints.handed_in(self.hidden, self.ranks))
+
+    def __call__(self) -> None:
+        """Write the metadata and state.json, and give the checkpoint its name. Raises OSError."""
+        files = checkpoints.handed_in(self.hidden, self.ranks)
+        parts = [messages.decode(file.read_bytes(), _HandedIn) for file in files]
+        self.strategy.writer.finish(self.strategy.metadata, [[item.result() for item in part.items] for part in parts])
+        save_config(CheckpointingConfig(self.strategy.backend, self.strategy.version), str(self.hidden))
+        for file in files:
+            file.unlink()
+        digests = {name: digest for part in parts for name, digest in part.digests.items()}
+        for path in sorted(self.hidden.iterdir()):
+            if path.name not in digests:  # Megatron's metadata, which is of no rank
+                sync(path)
+                digests[path.name] = checkpoint.digest(path)
+        state = self.hidden / checkpoint.STATE
+        state.write_text(checkpoint.sealed(self.described | {"files": dict(sorted(digests.items()))}))
+        sync(state)
+        checkpoints.publish(self.hidden, self.described["step"], keep=self.keep)
+
+
+class _Writer(threading.Thread):
+    """Writes this rank's part, then on rank 0 publishes all of them.
+
+    `written` is set when the part is handed in, or was not. `done` then, or where this rank publishes, when that is
+    done, or was not. `failure` says what went wrong, if anything did, `seconds` how long it took.
+    """
+
+    def __init__(
+        self,
+        request: AsyncRequest,
+        hidden: Path,
+        own: dict[str, dict[str, torch.Tensor]],
+        in_use: set[int],
+        *,
+        rank: int,
+        publish: _Publication | None = None,
+    ):
         """own: the files that are not Megatron's. in_use: addresses of storages that the run goes on writing to."""
         super().__init__(name="checkpoint", daemon=True)
-        self.hidden, self.own = hidden, own
-        self.written, self.failure, self.seconds = threading.Event(), "", 0.0
-        self.digests: dict[str, str] = {}
+        self.hidden, self.own, self.rank, self._publish = hidden, own, rank, publish
+        self.written, self.done, self.failure, self.seconds = threading.Event(), threading.Event(), "", 0.0
+        self._given_up = threading.Event()
         # Megatron has nothing for a rank to write that holds no first replica of any tensor.
-        given: tuple[int, list, Any] = request.async_fn_args or (0, [], None)
-        _, buckets, self.results = given
+        buckets = request.async_fn_args[1] if request.async_fn_args else []
         self.transforms = request.async_fn.args[0] if buckets else []
         self.buckets = [(path, key, (blobs, _on_host(tensors, in_use))) for path, key, (blobs, tensors) in buckets]
 
     def run(self) -> None:
         began = time.perf_counter()
         try:
-            written = {}
-            for at, bucket in enumerate(self.buckets):
-                # What Megatron's async_fn calls too, but of what goes wrong it would tell no more than the class.
-                _, outcome = FileSystemWriterAsync.write_preloaded_data(self.transforms, at, bucket, None, None, True)
-                if isinstance(outcome, Exception):
-                    raise outcome
-                written[at] = outcome
-            if self.buckets:
-                self.results.put(written)  # which Megatron's finalisation collects
-            for name, tensors in self.own.items():
-                save_file(tensors, self.hidden / name)
-                checkpoints.sync(self.hidden / name)
-            names = [Path(path).name for path, *_ in self.buckets] + list(self.own)
-            self.digests = {name: checkpoint.digest(self.hidden / name) for name in names}
+            checkpoints.hand_in(self.hidden, self.rank, messages.encode(self._write()))
+            self.buckets = []
+            self.written.set()
+            if self._publish is not None:
+                while not self._publish.due():
+                    if self._given_up.wait(_LOOK_SECONDS):
+                        return
+                self._publish()
         except BaseException as error:  # noqa: BLE001 - whatever ends a writer must be heard of
-            self.failure = _told(error)
+            self.failure = reason(error, self.hidden)
         finally:
             self.buckets, self.seconds = [], time.perf_counter() - began
             self.written.set()
+            self.done.set()
+
+    def give_up(self) -> None:
+        """Publish nothing that has not been begun to be."""
+        self._given_up.set()
+
+    def _write(self) -> _HandedIn:
+        items = []
+        for at, bucket in enumerate(self.buckets):
+            # What Megatron's async_fn calls too, but of what goes wrong it would tell no more than the class.
+            _, outcome = FileSystemWriterAsync.write_preloaded_data(self.transforms, at, bucket, None, None, True)
+            if isinstance(outcome, Exception):
+                raise outcome
+            items += [_Lying.of(one) for one in outcome]
+        for name, tensors in self.own.items():
+            save_file(tensors, self.hidden / name)
+            sync(self.hidden / name)
+        names = [Path(path).name for path, *_ in self.buckets] + list(self.own)
+        return _HandedIn({name: checkpoint.digest(self.hidden / name) for name in names}, items)
 
 
 def _on_host(tensors: list, in_use: set[int]) -> list:
@@ -262,11 +353,3 @@ def _storages(sharded: dict) -> set[int]:
     """Addresses of the storages of all tensors in a sharded state dict."""
     tensors = (one.data for one in nested_values(sharded) if torch.is_tensor(one.data))
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
-
-
-def _told(error: BaseException) -> str:
-    """What went wrong, in words: of torch's serializer, whose stream broke off, what the system said."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    return f"{type(cause or error).__name__}: {cause or error}"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moe_rl.disk import write_whole
 from moe_rl.errors import MoeRLError, describe
 from moe_rl.report.metrics import Mode
 
@@ -116,15 +116,5 @@ def read_run(run_dir: Path) -> RunLines:
     return RunLines(train, evaluation, torn)
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Replace the file in one step: a reader, or a crash, sees the old or the new one, never a part."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
 def write_rows(path: Path, rows: list[Row]) -> None:
-    write_atomic(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+    write_whole(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))

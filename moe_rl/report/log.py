@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from moe_rl.disk import write_all, writing
 from moe_rl.errors import describe
 from moe_rl.report.format import duration, percent, scientific
 from moe_rl.report.lines import FILE, encode, read_rows, write_rows
@@ -56,7 +57,7 @@ class RunLog:
             self._task = self._progress.add_task("starting", total=total_steps)
             self._progress.start()
         self._continue(before=None)
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = self._path.open("ab", buffering=0)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Log training step 1 <= step <= total_steps. Raises ValueError when the keys do not match the registry or the
@@ -127,7 +128,7 @@ class RunLog:
         them anew."""
         self._file.close()
         self._continue(before=step)
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = self._path.open("ab", buffering=0)
 
     def close(self) -> None:
         self._file.close()
@@ -150,10 +151,15 @@ class RunLog:
             self._progress.update(self._task, completed=self._last_step)
 
     def _write(self, line: str) -> None:
-        self._file.write(line)
-        self._file.flush()
+        data = line.encode()
+        with writing("a line of the metrics could not be written", self._path, size=len(data)):
+            write_all(self._file.fileno(), data)
 
     def _print(self, text: str) -> None:
+        with writing("the output of the run could not be written", "stdout"):
+            self._show(text)
+
+    def _show(self, text: str) -> None:
         # With both streams on one terminal the bar must be told, or the line tears it. A redirected stdout gets plain
         # lines.
         if self._console is not None and sys.stdout.isatty():

@@ -8,9 +8,10 @@ from typing import Any
 
 import yaml
 
+from moe_rl.disk import write_whole
 from moe_rl.report import summary as summary_module
 from moe_rl.report.format import count, duration, percent, points, scientific, seconds
-from moe_rl.report.lines import RunLines, read_run, write_atomic
+from moe_rl.report.lines import RunLines, read_run
 from moe_rl.report.page import Tile, render
 from moe_rl.report.registry import METRICS, find
 from moe_rl.report.run_plots import panels
@@ -48,7 +49,7 @@ def write_report(run_dir: Path) -> Path:
         **_levels(run),
         **_metrics(run),
     )
-    write_atomic(path, text)
+    write_whole(path, text)
     return path
 
 

@@ -8,8 +8,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from moe_rl.disk import write_whole
 from moe_rl.errors import describe
-from moe_rl.report.lines import RunLines, read_run, write_atomic
+from moe_rl.report.lines import RunLines, read_run
 
 FILE = "summary.json"
 
@@ -42,7 +43,7 @@ def summarize(run_dir: Path, facts: dict[str, Any]) -> dict[str, Any]:
             )
         )
     summary = {**measured, **facts}
-    write_atomic(run_dir / FILE, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+    write_whole(run_dir / FILE, json.dumps(summary, indent=2, allow_nan=False) + "\n")
     return summary
 
 

@@ -17,6 +17,7 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from moe_rl.disk import write_whole
 from moe_rl.errors import TraceError, describe
 from moe_rl.report.figures import (
     BLUE,
@@ -33,7 +34,6 @@ from moe_rl.report.figures import (
     panel_of,
 )
 from moe_rl.report.format import binary, count, percent
-from moe_rl.report.lines import write_atomic
 from moe_rl.report.page import Tile, render
 from moe_rl.trace.difference import Disagreement, compare
 from moe_rl.trace.inspection import Selection, coactivation, expert_counts, inspect
@@ -84,7 +84,7 @@ def write_plots(selection: Selection, folder: Path, other: Selection | None = No
                 figure.suptitle(panel.title, x=0.01, ha="left", fontsize=11, fontweight="bold")
                 FigureCanvasAgg(figure).print_figure(paths[-1], dpi=_DPI)
     page = folder / FILE
-    write_atomic(page, _page(selection, facts, panels, other))
+    write_whole(page, _page(selection, facts, panels, other))
     return [*paths, page]
 
 

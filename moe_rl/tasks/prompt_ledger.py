@@ -15,6 +15,7 @@ from pathlib import Path
 
 import xxhash
 
+from moe_rl.disk import sync, write_all, write_whole, writing
 from moe_rl.errors import DataError, describe
 from moe_rl.tasks.prompts import PromptSource
 
@@ -78,13 +79,15 @@ class PromptLedger:
             )
         self._expected = None
         new = not self.path.exists()
-        with open(self.path, "ab", buffering=0) as file:
-            data = memoryview(entry.line() + b"\n")
-            while data:
-                data = data[file.write(data) :]
+        data = entry.line() + b"\n"
+        with (
+            writing("a line of the prompt ledger could not be written", self.path, size=len(data)),
+            open(self.path, "ab", buffering=0) as file,
+        ):
+            write_all(file.fileno(), data)
             os.fsync(file.fileno())
-        if new:
-            _sync_folder(self.path)
+            if new:
+                sync(self.path.parent)
         self._expected = (entry.step + 1, entry.next_cursor)
 
     def find(self, step: int) -> StepPrompts | None:
@@ -119,13 +122,7 @@ class PromptLedger:
         kept = [entry.line() for entry in self._entries(lines[:step])]
         dropped = len(lines) - step + bool(tail)
         if dropped:
-            temporary = self.path.with_name(self.path.name + ".rewind")
-            with open(temporary, "wb") as file:
-                file.writelines(line + b"\n" for line in kept)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.path)
-            _sync_folder(self.path)
+            write_whole(self.path, b"".join(line + b"\n" for line in kept), "the prompt ledger")
         self._expected = None
         return dropped
 
@@ -177,11 +174,3 @@ class PromptLedger:
             raise DataError(f"{torn}. Rewind the ledger before it is written again")
         entries = list(self._entries(self._read()[0]))
         return (entries[-1].step + 1, entries[-1].next_cursor) if entries else (0, 0)
-
-
-def _sync_folder(path: Path) -> None:
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

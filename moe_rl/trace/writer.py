@@ -15,7 +15,8 @@ from typing import Self
 import numpy as np
 import xxhash
 
-from moe_rl.errors import TraceError, describe
+from moe_rl.disk import refusal
+from moe_rl.errors import TraceDiskError, TraceError, describe
 from moe_rl.trace.files import create_locked, make_directory, sync_directory, write_all
 from moe_rl.trace.frame import MAX_DEPTH, Frame, Parent, build_frame, head_size, parse_head
 from moe_rl.trace.library import Library, Reading
@@ -46,8 +47,8 @@ class ShardWriter:
     experts in a set as the sampler gave it, else sets are stored ascending, which is smaller.
 
     As a context manager it publishes at a clean exit (unless that was done) and abandons on an exception. Raises
-    TraceError on bad names and on every failure of the file system, after which nothing of the shard is left. Not for
-    several threads at once.
+    TraceError on bad names, and TraceDiskError, which is one, on every failure of the file system: nothing of the shard
+    is left then. Not for several threads at once.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class ShardWriter:
             # What a reader must know of an unsealed file: recover() begins here.
             write_all(self._fd, head, 0)
         except OSError as error:
-            raise self._failed(error) from error
+            raise self._failed(error, len(head)) from error
 
     @property
     def name(self) -> str:
@@ -149,7 +150,7 @@ class ShardWriter:
         try:
             write_all(fd, data, self._end)
         except OSError as error:
-            raise self._failed(error) from error
+            raise self._failed(error, len(data)) from error
         self._end += len(data)
         self._keys[frame.key] = frame.digest
         self._frames[frame.digest] = _Stored(len(data), frame.head_bytes, frame.rows, frame.depth)
@@ -217,7 +218,7 @@ class ShardWriter:
             if isinstance(error, FileExistsError):
                 raise self._exists() from error
             if isinstance(error, OSError):
-                raise self._failed(error) from error
+                raise self._failed(error, len(index)) from error
             raise
         self._close()
         return self._final
@@ -310,14 +311,17 @@ class ShardWriter:
         if fd is not None:
             os.close(fd)
 
-    def _failed(self, error: OSError) -> TraceError:
+    def _failed(self, error: OSError, size: int | None = None) -> TraceDiskError:
+        """What to raise. size: bytes that were to be written."""
         self.abandon()
-        return TraceError(
-            describe(
+        return TraceDiskError(
+            refusal(
+                error,
                 "shard could not be written, nothing of it was published",
+                self._root,
                 where=f"shard {self._header.name} in {self._root}",
-                got=f"{type(error).__name__}: {error.strerror or error}",
-                do="free space or mend the file system (it needs hard links and flock), then sample them again",
+                size=size,
+                do="the file system needs hard links and flock",
             )
         )
 

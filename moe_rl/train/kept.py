@@ -7,7 +7,6 @@ shards: keys, tokens, sampler logprobs, rewards, weight versions, references to 
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import msgspec
 import xxhash
 
 from moe_rl import messages
+from moe_rl.disk import write_whole, writing
 from moe_rl.errors import DataError, describe
 from moe_rl.trace import TraceStore
 from moe_rl.types import Sequence
@@ -66,15 +66,11 @@ class KeptRollouts:
 
     def save(self, step: int, batch: RolloutBatch) -> None:
         """Write a step's file, which appears complete or not at all."""
-        self.folder.mkdir(exist_ok=True)
+        with writing("the folder of the rollouts could not be made", self.folder):
+            self.folder.mkdir(exist_ok=True)
         payload = messages.encode(batch)
-        path = self._path(step)
-        unfinished = path.with_suffix(".tmp")
-        with unfinished.open("wb") as file:
-            file.write(_HEAD + xxhash.xxh3_128_hexdigest(payload).encode() + b"\n" + payload)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
+        head = _HEAD + xxhash.xxh3_128_hexdigest(payload).encode() + b"\n"
+        write_whole(self._path(step), head + payload, "a step's rollouts")
 
     def load(self, step: int) -> RolloutBatch:
         """What `save` was given. Raises DataError when the file is missing, cut short or changed."""

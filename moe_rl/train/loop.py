@@ -12,18 +12,37 @@ How a batch is sampled: `rollouts.py`. How it is learned from: `step.py`. What a
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
 
+from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.schema import Config
+from moe_rl.errors import CheckpointError, CollapseError
 from moe_rl.megatron import world
 from moe_rl.train.peers import Peers
 from moe_rl.train.resume import open_folder, restore
 from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.step_metrics import Clock
 from moe_rl.train.trainer import Trainer
+
+
+@contextmanager
+def _saying_how_to_go_on(run: Path) -> Iterator[None]:
+    """Note on whatever ends the run how to go on with it, as what is on disk says once all else has ended."""
+    try:
+        yield
+    except CollapseError as error:
+        _, newest = checkpoints.complete(run / checkpoints.FOLDER)[-1]
+        error.add_note(f"To go back: {checkpoints.to_resume_instead(newest)}")
+        raise
+    except CheckpointError:
+        raise  # which says that itself: it may be the newest one that cannot be read
+    except BaseException as error:
+        error.add_note(f"To continue it, {checkpoints.to_go_on(run / checkpoints.FOLDER)}")
+        raise
 
 
 def train(config: Config, folder: RunFolder | None, begin_after: int | None = None) -> Path:
@@ -37,6 +56,7 @@ def train(config: Config, folder: RunFolder | None, begin_after: int | None = No
         stack.callback(world.stop)
         resumed = folder is not None
         folder, done = open_folder(config, folder, begin_after, stack)
+        stack.enter_context(_saying_how_to_go_on(folder.path))
         peers = stack.enter_context(
             Peers(
                 folder.path,
@@ -47,7 +67,6 @@ def train(config: Config, folder: RunFolder | None, begin_after: int | None = No
                 near=world.ranks_of_this_node(),
             )
         )
-        peers.save_done(done, 0.0)
         trainer = Trainer(config, folder, peers, stack)
         if resumed:
             restore(trainer, done)

@@ -30,6 +30,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.errors import MoeRLError, Stopped
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ _INTERVAL = 0.5
 _SAME_REQUEST = 3.0
 # From where a dying process has closed its connections to where the kernel has done with it.
 _DYING_SECONDS = 5.0
+# What rank 0 takes to publish a checkpoint whose parts are all there.
+_PUBLISHING_SECONDS = 5.0
 _OVER = ("finished", "stopped")
 EXIT_CODE = 3
 STOPPED = 5
@@ -133,7 +136,7 @@ class Peers:
         others = [other for other in range(ranks) if other != rank and (0 in (rank, other) or other in near)]
         self._several_nodes = len(near) < ranks
         self.timeout, self.grace = timeout_seconds, grace_seconds
-        self.saved, self.save_seconds = 0, 0.0
+        self.ranks, self.save_seconds = ranks, 0.0
         self._phase, self._part, self._step, self._due = "start", "", 0, 0.0
         self._asked: float | None = None
         self._left = False
@@ -209,9 +212,9 @@ class Peers:
         finally:
             self._left = False
 
-    def save_done(self, step: int, seconds: float) -> None:
-        """There is a checkpoint after `step` steps, and it took so long."""
-        self.saved, self.save_seconds = step, seconds
+    def save_took(self, seconds: float) -> None:
+        """Hear how long a checkpoint took."""
+        self.save_seconds = seconds
 
     def stopped(self) -> None:
         """The run has done all that it could for the request to stop."""
@@ -275,11 +278,13 @@ class Peers:
 
     @property
     def _standing(self) -> str:
-        if not self.saved:
+        checkpoints.settle(self.folder / checkpoints.FOLDER, self.ranks, _PUBLISHING_SECONDS)
+        saved = max((step for step, _ in checkpoints.complete(self.folder / checkpoints.FOLDER)), default=0)
+        if not saved:
             return "there is no checkpoint yet" + (", what was done is lost" if self._step else "")
-        if self._step <= self.saved:
-            return f"the checkpoint after step {self.saved} stands"
-        return f"the checkpoint after step {self.saved} stands, steps {self.saved + 1} to {self._step} are done again"
+        if self._step <= saved:
+            return f"the checkpoint after step {saved} stands"
+        return f"the checkpoint after step {saved} stands, steps {saved + 1} to {self._step} are done again"
 
     def _lost(self) -> str | None:
         """A sentence about the first peer that is gone; "" when it failed and has had time to say so; None when all is
@@ -346,9 +351,9 @@ class Peers:
             if code == EXIT_CODE:
                 why = self._wire.why  # another rank may have been the first to say it
             if why:
-                again = f"--resume {self.folder}" + ("" if self.saved else " --step 0")
+                checkpoints.settle(self.folder / checkpoints.FOLDER, self.ranks, _PUBLISHING_SECONDS)
                 print(
-                    f"moe_rl: {why}; the run stops. Continue it with {again}",
+                    f"moe_rl: {why}; the run stops: {checkpoints.to_go_on(self.folder / checkpoints.FOLDER)}",
                     file=sys.stderr,
                     flush=True,
                 )

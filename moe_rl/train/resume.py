@@ -98,6 +98,7 @@ def restore(trainer: Trainer, done: int) -> None:
         trainer.train_step.guards.restore(state["guards"])
         trainer.train_step.placement.restore(checkpoint.run_tensors(path))
         cursor, before = state["cursor"], state["layout"]
+        trainer.checkpoints.last = done
         if trainer.main is not None:
             check_of_this_run(path, state["ledger"], trainer.main.rollouts.ledger.digest(done))
     if (main := trainer.main) is not None:

@@ -22,10 +22,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_rl.checkpoint_folder import sync
+from moe_rl import checkpoint_folder
 from moe_rl.config.load import dump_config, load_config
 from moe_rl.config.schema import Config
-from moe_rl.errors import ConfigError, describe
+from moe_rl.disk import refusal, write_whole
+from moe_rl.errors import ConfigError, DiskError, describe
 
 # What a resumed run may have otherwise: which ranks train, and where its samplers are.
 _MAY_CHANGE = ("parallel.", "rollout.servers=", "rollout.token_file=")
@@ -55,7 +56,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+        return self.path / checkpoint_folder.FOLDER
 
     @property
     def engine_log(self) -> Path:
@@ -75,6 +76,8 @@ def create(config: Config) -> RunFolder:
             path.mkdir(parents=True)
         except FileExistsError:
             continue
+        except OSError as error:
+            raise DiskError(refusal(error, "the run's folder could not be made", path)) from error
         folder = RunFolder(path)
         _write_config(folder, config)
         return folder
@@ -153,8 +156,4 @@ def take_over(folder: RunFolder, config: Config) -> RunFolder:
 
 def _write_config(folder: RunFolder, config: Config) -> None:
     """Whole, also after a power cut: without it no checkpoint is of use."""
-    unfinished = folder.config.with_suffix(".tmp")
-    unfinished.write_text(dump_config(config))
-    sync(unfinished)
-    unfinished.replace(folder.config)
-    sync(folder.path)
+    write_whole(folder.config, dump_config(config), "the run's config")

@@ -61,8 +61,9 @@ class Trainer:
             config.parallel,
             keep=config.checkpoint.keep,
             asynchronous=config.checkpoint.asynchronous,
-            published=peers.save_done,
+            published=peers.save_took,
         )
+        stack.callback(self.checkpoints.settle, config.checkpoint.grace_seconds)
         self.main: RankZero | None = None
         if dist.get_rank() == 0:
             log = RunLog(folder.path, total_steps=config.run.steps, mode=config.replay.mode)
@@ -118,7 +119,7 @@ class Trainer:
             batch = world.broadcast(batch, RolloutBatch | None)
         if batch is not None and self.checkpoints.pending is not None:
             with self.peers.phase("checkpoint", step), self.saving("checkpoint"):
-                self.checkpoints.poll()  # sampling has left its writers time
+                self.checkpoints.poll()
         if main is not None and batch is not None:
             self._retain_rollouts(step)
         return batch
@@ -188,17 +189,13 @@ class Trainer:
 
     def stop(self, done: int) -> NoReturn:
         """Save what is done and end the run, as it was asked to."""
-        if done not in (self.peers.saved, self.checkpoints.pending):
+        if done not in (self.checkpoints.last, self.checkpoints.pending):
             self.save(done, whole=True)
         with self.peers.phase("checkpoint", done):
             self.checkpoints.finish()
         self.peers.stopped()
-        raise Stopped(
-            f"the run was asked to stop and did after step {done}, with "
-            + ("a checkpoint" if done else "nothing to save yet")
-            + f"; go on with --resume {self.folder.path}"
-            + ("" if done else " --step 0")
-        )
+        kept = "a checkpoint" if done else "nothing to save yet"
+        raise Stopped(f"the run was asked to stop and did after step {done}, with {kept}")
 
     def _retain_rollouts(self, step: int) -> None:
         self.kept.retain(kept_steps(step, self.config.replay.keep_shards, self.checkpoints.steps()))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_rl.errors import EngineError, MoeRLError, TraceError, describe
+from moe_rl.errors import DiskError, EngineError, MoeRLError, TraceError, describe
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
 from moe_rl.trace.spans import cut_spans, spans_of_rows
 from moe_rl.types import RoutePart, RouteRef
@@ -47,6 +47,7 @@ class Sinks:
         self._root, self._spec, self._layers, self._suffix = root, spec, layers, suffix
         self._open: dict[str, _Sink] = {}
         self._refused: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._lost: dict[str, DiskError] = {}
 
     def open(self, name: str, folder: str = "") -> _Sink:
         """Begin the shard `name` of the store in `folder` below the root; again, if it was begun before. Raises
@@ -92,7 +93,9 @@ class Sinks:
                 sink.families.popitem(last=False)
 
     def refuse(self, name: str, key: str, error: MoeRLError) -> None:
-        """Remember why a request has no record."""
+        """Remember why a request has no record; and of a whole shard, whose disk refused."""
+        if isinstance(error, DiskError):
+            self._lost.setdefault(name, error)
         self._refused[name, key] = str(error)
         if len(self._refused) > _MAX_REFUSALS:
             self._refused.popitem(last=False)
@@ -101,6 +104,8 @@ class Sinks:
         self, name: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str]
     ) -> dict[str, RoutePart]:
         """See Recorder.publish."""
+        if (lost := self._lost.get(name)) is not None:
+            raise lost
         if name not in self._open:
             reasons = [reason for (sink, _), reason in self._refused.items() if sink == name]
             raise EngineError(
@@ -119,6 +124,7 @@ class Sinks:
 
     def abandon(self, name: str) -> None:
         """Drop a shard that was begun, if it was."""
+        self._lost.pop(name, None)
         if (sink := self._open.pop(name, None)) is not None:
             sink.writer.abandon()
 

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moe_rl.disk import refusal
 from moe_rl.errors import WeightSyncError, describe
 from moe_rl.weights.digest import info_of
 from moe_rl.weights.update import Bucket, Files
@@ -65,8 +66,10 @@ def write_part(path: Path, tensors: Mapping[str, Tensor]) -> None:
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)
-        message = describe("Weights cannot be written", where=str(path), got=error, do="look for a full disk")
-        raise WeightSyncError(message) from error
+        size = sum(tensor.nbytes for tensor in held.values())
+        raise WeightSyncError(
+            refusal(error, "weights for the sampler could not be written", path, size=size)
+        ) from error
 
 
 def read_parts(parts: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:

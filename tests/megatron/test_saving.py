@@ -1,6 +1,5 @@
 """The writer of a checkpoint by itself; whole checkpoints: tests/distributed/test_state.py."""
 
-import queue
 import resource
 import weakref
 from functools import partial
@@ -13,7 +12,8 @@ from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from moe_rl.megatron.saving import _storages, _Writer
+from moe_rl import messages
+from moe_rl.megatron.saving import _HandedIn, _storages, _Writer
 
 
 def request_of(folder, tensor):
@@ -24,7 +24,7 @@ def request_of(folder, tensor):
     file = folder / "__0_0.distcp"
     return SimpleNamespace(
         async_fn=partial(FileSystemWriterAsync.write_preloaded_data_multithread, [_StorageWriterTransforms()], False),
-        async_fn_args=[0, [(str(file), file.name, ([], [(item, tensor)]))], queue.Queue()],
+        async_fn_args=[0, [(str(file), file.name, ([], [(item, tensor)]))]],
     )
 
 
@@ -33,12 +33,13 @@ def test_what_is_written_behind_the_run_is_what_was_there_when_the_save_began(tm
     """Without a copy the trainer's next step would be written: the witness that the tensor did change."""
     tensor = torch.ones(4)
     in_use = _storages({"model": [SimpleNamespace(data=tensor if used else b"")]})
-    writer = _Writer(request_of(tmp_path, tensor), tmp_path, {}, in_use)
+    writer = _Writer(request_of(tmp_path, tensor), tmp_path, {}, in_use, rank=3)
     tensor.zero_()
     writer.run()
-    assert (writer.failure, list(writer.digests)) == ("", ["__0_0.distcp"])
+    part = messages.decode((tmp_path / "rank3.part").read_bytes(), _HandedIn)
+    assert (writer.failure, list(part.digests)) == ("", ["__0_0.distcp"])
     assert torch.load(tmp_path / "__0_0.distcp").tolist() == [seen] * 4
-    (written,) = writer.results.get_nowait()[0]
+    (written,) = [item.result() for item in part.items]
     assert written.index.fqn == "weight" and written.storage_data.relative_path == "__0_0.distcp"
 
 
@@ -48,7 +49,7 @@ def test_megatrons_own_tensors_do_not_stay_beside_the_copies(tmp_path):
     request, alive = request_of(tmp_path, gathered), weakref.ref(gathered)
     del gathered
     assert alive() is not None
-    writer = _Writer(request, tmp_path, {}, _storages({"optimizer": SimpleNamespace(data=alive())}))
+    writer = _Writer(request, tmp_path, {}, _storages({"optimizer": SimpleNamespace(data=alive())}), rank=0)
     assert alive() is None
     writer.run()
     assert writer.failure == "" and torch.load(tmp_path / "__0_0.distcp").tolist() == [1.0] * 4
@@ -56,12 +57,13 @@ def test_megatrons_own_tensors_do_not_stay_beside_the_copies(tmp_path):
 
 def test_a_write_that_the_system_refuses_is_told_in_its_words(tmp_path):
     """A limit to the size of files stands for a full disk: the system's own refusal, in the middle of a tensor."""
-    writer = _Writer(request_of(tmp_path, torch.ones(1 << 20)), tmp_path, {}, set())
+    writer = _Writer(request_of(tmp_path, torch.ones(1 << 20)), tmp_path, {}, set(), rank=0)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:
         writer.run()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert writer.failure == "OSError: [Errno 27] File too large"
-    assert writer.written.is_set() and writer.results.empty()
+    assert "OSError: [Errno 27] File too large" in writer.failure
+    assert writer.failure.startswith("a limit to the size of files is reached") and "bytes free" in writer.failure
+    assert writer.written.is_set() and writer.done.is_set() and not list(tmp_path.glob("*.part"))

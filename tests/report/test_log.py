@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 
 import pytest
 
-from moe_rl.errors import MoeRLError
+from moe_rl.errors import DiskError, MoeRLError
 from moe_rl.report.lines import encode, read_run
 from moe_rl.report.log import RunLog
 
@@ -208,7 +209,7 @@ def test_a_crash_during_rewind_leaves_the_old_log(log_of, tmp_path, monkeypatch,
         fired.append(paths)
         raise OSError("killed")
 
-    monkeypatch.setattr("moe_rl.report.lines.os.replace", die)
-    with pytest.raises(OSError, match="killed"):
+    monkeypatch.setattr(os, "replace", die)
+    with pytest.raises(DiskError, match="metrics.jsonl could not be written.*killed"):
         log.rewind(2)
     assert fired and (tmp_path / "metrics.jsonl").read_text() == before

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from moe_rl.errors import DataError
+from moe_rl.errors import DataError, DiskError
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.tasks.prompts import PromptSource
 from moe_rl.types import Prompt
@@ -173,7 +173,7 @@ def test_a_crash_in_the_middle_of_an_append(ledger, source, monkeypatch):
     # A disk that takes half a line and then fails, as when it is full.
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(DiskError, match="the disk is full: a line of the prompt ledger .*No space"):
         run(ledger, source, STEPS, STEPS + 1)
     monkeypatch.setattr(os, "fsync", real)
     with open(ledger.path, "r+b") as file:
@@ -214,7 +214,7 @@ def test_a_recorded_line_is_synced_before_record_returns(tmp_path, monkeypatch):
     assert synced[2:] == [str(ledger.path)]
     synced.clear()
     ledger.rewind(1)
-    assert synced == [str(ledger.path) + ".rewind", str(tmp_path)]
+    assert synced == [str(ledger.path) + ".tmp", str(tmp_path)]
 
 
 def test_a_failed_rewind_leaves_the_old_ledger(ledger, source, monkeypatch):
@@ -225,7 +225,7 @@ def test_a_failed_rewind_leaves_the_old_ledger(ledger, source, monkeypatch):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="Input/output"):
+    with pytest.raises(DiskError, match="the prompt ledger could not be written.*Input/output"):
         ledger.rewind(2)
     monkeypatch.undo()
     assert fired

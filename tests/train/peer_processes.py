@@ -38,7 +38,7 @@ def run_rank(out, errors, port, folder, rank, how, count, apart):
     grace = 60 if how == "patient" else 3
     try:
         with Peers(folder, rank, count, timeout_seconds=2, grace_seconds=grace, near=near) as peers:
-            peers.save_done(5, 0.1)
+            peers.save_took(0.1)
             with peers.phase("train", 7, seconds=60 if how == "long step" else 0):
                 store = connect(folder)
                 print("ready", flush=True)

@@ -81,6 +81,12 @@ def ranks(start, torchrun, tmp_path):
     return ranks
 
 
+@pytest.fixture
+def saved(tmp_path):
+    """The run has a checkpoint."""
+    (tmp_path / "checkpoints/step-000005").mkdir(parents=True)
+
+
 def end(process, within):
     began = time.monotonic()
     process.wait(within)
@@ -95,7 +101,26 @@ def test_a_killed_rank_is_named_with_its_phase(ranks, tmp_path):
     code, errors = end(survivor, 10)
     assert code == EXIT_CODE
     assert f"rank 1 (pid {victim.pid} on " in errors and "in phase train of step 7, died" in errors
-    assert f"--resume {tmp_path}" in errors and len(errors.splitlines()) == 1
+    assert f"begin the run again in its folder with --resume {tmp_path} --step 0" in errors
+    assert len(errors.splitlines()) == 1
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_a_checkpoint_that_is_about_to_appear_is_waited_for(ranks, tmp_path, published):
+    """Every rank has handed in its part of it: it would be wrong to say that nothing stands."""
+    hidden = tmp_path / "checkpoints/.step-000005.tmp"
+    hidden.mkdir(parents=True)
+    for rank in range(2 if published else 1):
+        (hidden / f"rank{rank}.part").write_text("")
+    survivor, victim = ranks("sleep", "sleep")
+    victim.kill()
+    victim.wait()
+    if published:
+        time.sleep(2)
+        assert survivor.poll() is None
+        hidden.rename(hidden.with_name("step-000005"))
+    code, errors = end(survivor, 10)
+    assert (code, "go on after step 5" in errors, "--step 0" in errors) == (EXIT_CODE, published, not published)
 
 
 def test_a_stopped_rank_is_named_and_ended(ranks):
@@ -197,7 +222,7 @@ def test_a_rank_that_finished_is_not_missed(ranks):
     assert slower.poll() is None
 
 
-def test_sigint_ends_it_there_and_then(ranks):
+def test_sigint_ends_it_there_and_then(ranks, saved):
     asked, other = ranks("sleep", "sleep")
     asked.send_signal(signal.SIGINT)
     code, errors = end(asked, 10)
@@ -205,7 +230,7 @@ def test_sigint_ends_it_there_and_then(ranks):
     assert "the checkpoint after step 5 stands, steps 6 to 7 are done again" in errors
 
 
-def test_sigterm_makes_a_rank_leave_its_sampling_and_is_told_to_the_others(ranks, tmp_path):
+def test_sigterm_makes_a_rank_leave_its_sampling_and_is_told_to_the_others(ranks, tmp_path, saved):
     other, sampler = ranks("in a collective", "sampling")
     other.send_signal(signal.SIGTERM)
     assert sampler.line(1) == "left"
@@ -216,7 +241,7 @@ def test_sigterm_makes_a_rank_leave_its_sampling_and_is_told_to_the_others(ranks
         assert "checkpoint.grace_seconds = 3; the checkpoint after step 5 stands" in errors
 
 
-def test_what_does_not_fit_into_the_grace_is_not_begun(ranks):
+def test_what_does_not_fit_into_the_grace_is_not_begun(ranks, saved):
     asked, other = ranks("long step", "sleep")
     asked.send_signal(signal.SIGTERM)
     code, errors = end(asked, 10)

@@ -5,13 +5,14 @@ Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from moe_rl.errors import EngineError, TraceError
+from moe_rl.errors import EngineError, TraceDiskError, TraceError
 from moe_rl.trace import TraceStore
 from moe_rl.types import Provenance, RouteRef
 from moe_rl.vllm import recorder as module
@@ -432,3 +433,28 @@ def test_an_engine_that_does_not_ask_gets_no_recorder(additional):
     worker = SimpleNamespace(vllm_config=vllm_config(additional_config=additional))
     attach_recorder(worker)
     assert not hasattr(worker, "moe_rl_recorder")
+
+
+def test_a_shard_whose_disk_is_full_is_told_as_that_whatever_is_asked_for(fake, monkeypatch):
+    """Requests that end after it would have said that the shard is closed, which is what came of it, not why."""
+    real, fired = os.pwrite, []
+
+    def full(descriptor, data, at):
+        if fired:
+            return real(descriptor, data, at)
+        fired.append(at)
+        raise OSError(28, "No space left on device")
+
+    fake.recorder.sinks.open("shard")
+    fake.step(new=[("a", "key/a", [5], 0, [1, 2]), ("b", "key/b", [6], 0, [3, 4])])
+    monkeypatch.setattr(os, "pwrite", full)
+    fake.step(finished=["a", "b"])
+    assert fired
+    for _ in range(2):
+        with pytest.raises(
+            TraceDiskError, match="^the disk is full: shard could not be written.*shard shard in .*No space left"
+        ):
+            fake.recorder.publish("shard", {"key/b": [3, 4]})
+    fake.recorder.sinks.abandon("shard")
+    with pytest.raises(EngineError, match="nothing was recorded"):
+        fake.recorder.publish("shard", {})

@@ -1,0 +1,119 @@
+"""A full disk is called that, with file, bytes and what is free, whichever file of a run it strikes, and leaves nothing
+half written. The limit to the size of files stands for it: the system's own refusal, in the middle of a write."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from moe_rl.disk import reason, refusal, write_whole, writing
+from moe_rl.errors import DiskError, TraceDiskError, TraceError
+from moe_rl.report.log import RunLog
+from moe_rl.tasks.prompt_ledger import PromptLedger
+from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
+from moe_rl.train.kept import KeptRollouts, RolloutBatch
+from moe_rl.types import Provenance, Span
+
+LIMIT = 300  # bytes
+SAID = (
+    r"a limit to the size of files is reached: .*File too large, [\d,]+ bytes to write, [\d,]+ bytes free on its disk"
+)
+
+
+@contextmanager
+def full():
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def metrics(folder):
+    log = RunLog(folder, total_steps=9, mode="r3")
+    try:
+        log._write('{"step": 1, "kind": "train", "some": "' + "x" * LIMIT + '"}\n')
+    finally:
+        log.close()
+
+
+def ledger(folder):
+    PromptLedger(folder / "prompts.jsonl").record(0, 0, ["prompt" * LIMIT], "digest")
+
+
+def rollouts(folder):
+    KeptRollouts(folder, TraceStore(folder)).save(1, RolloutBatch([], list(range(LIMIT)), {}, ""))
+
+
+def shard(folder):
+    spec = TraceSpec("model", 8, 2, "mm")
+    with ShardWriter(folder, "step000001", spec) as writer:
+        routes = np.zeros((LIMIT, 2, 2), np.uint8) + np.arange(2, dtype=np.uint8)
+        writer.add("key", routes, range(LIMIT), [Span(LIMIT, 0, Provenance.DECODE)])
+
+
+@pytest.mark.parametrize(
+    "write, what",
+    [
+        (metrics, "a line of the metrics could not be written"),
+        (ledger, "a line of the prompt ledger could not be written"),
+        (rollouts, "a step's rollouts could not be written"),
+        (shard, "shard could not be written, nothing of it was published (shard step000001 in "),
+        (lambda folder: write_whole(folder / "config.yaml", "x" * 999), "config.yaml could not be written"),
+    ],
+)
+def test_it_is_named_with_the_file_and_the_bytes(tmp_path, write, what):
+    with full(), pytest.raises(DiskError) as raised:
+        write(tmp_path)
+    text = str(raised.value)
+    assert re.search(SAID, text) and what in text and str(tmp_path) in text and "Free space there" in text
+    # What is read as a whole is not there, what is a line more is a torn one, which a resume drops.
+    assert {path.name for path in tmp_path.iterdir()} <= {"metrics.jsonl", "prompts.jsonl"}
+
+
+def test_a_shard_that_a_disk_refused_is_a_fault_of_the_trace_too(tmp_path):
+    with full(), pytest.raises(TraceError) as raised:
+        shard(tmp_path)
+    assert isinstance(raised.value, TraceDiskError)
+
+
+@pytest.mark.parametrize(
+    "number, said", [(errno.ENOSPC, "the disk is full"), (errno.EDQUOT, "the disk quota is used up")]
+)
+def test_the_ways_in_which_a_disk_is_full(tmp_path, number, said):
+    told = pytest.raises(DiskError, match=rf"^{said}: a thing .*{re.escape(os.strerror(number))}.*bytes free")
+    with told, writing("a thing could not be written", tmp_path / "not/there/yet"):
+        raise OSError(number, os.strerror(number))
+
+
+def test_what_else_a_system_refuses_is_not_called_a_full_disk(tmp_path):
+    text = refusal(OSError(errno.EIO, "Input/output error"), "a thing could not be written", tmp_path)
+    assert "full" not in text and "free" not in text.lower() and "Input/output error" in text
+
+
+def test_what_libraries_make_of_it_is_seen_through(tmp_path):
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    with full(), pytest.raises((OSError, SafetensorError)) as raised:
+        save_file({"a": torch.ones(LIMIT)}, tmp_path / "a")
+    assert reason(raised.value, tmp_path).startswith("a limit to the size of files is reached (")
+    with full(), open(tmp_path / "b", "wb", buffering=0) as stream, pytest.raises(RuntimeError) as raised:
+        torch.save(torch.ones(1 << 12), stream)
+    assert reason(raised.value, tmp_path).startswith("a limit to the size of files is reached (")
+
+
+def test_a_file_that_could_not_be_replaced_is_as_it_was(tmp_path):
+    file = tmp_path / "summary.json"
+    write_whole(file, "before")
+    with full(), pytest.raises(DiskError):
+        write_whole(file, "x" * 999)
+    assert file.read_text() == "before" and [path.name for path in tmp_path.iterdir()] == ["summary.json"]
