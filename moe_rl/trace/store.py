@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from moe_rl.errors import TraceError, describe
 from moe_rl.trace.files import TMP, LocalFolder
 from moe_rl.trace.frame import count_experts
 from moe_rl.trace.library import Found, Library, Reading, RowSegment, parent_part
-from moe_rl.trace.manifest import Manifest, locked_manifest
+from moe_rl.trace.manifest import MANIFEST, Manifest, locked_manifest
 from moe_rl.trace.prefetch import Prefetcher
 from moe_rl.trace.primitives import unpack_bytes, unpack_ints
 from moe_rl.trace.readout import Joined, Readout, damaged, fetch_section, join
@@ -200,6 +200,27 @@ class TraceStore:
         """What was published and not removed, by the store's own account. A shard in the folder that is not in it was
         brought there by other means, or its line is damaged."""
         return self._library.manifest()
+
+    def unpublished(self) -> list[str]:
+        """The shards in the folder of which the manifest has no line, sorted."""
+        known = self.manifest().published
+        return [name for name in self.shards() if name not in known]
+
+    def check_published(self, shards: Iterable[str]) -> None:
+        """Raises TraceError, naming the first, when the manifest has no line of one of these shards: a writer's line is
+        on disk before its shard appears, so a line was lost, or the shard was brought there by other means."""
+        manifest = self.manifest()
+        for name in shards:
+            if name not in manifest.published:
+                damaged = f", and lines {', '.join(map(str, manifest.damaged))} are damaged" if manifest.damaged else ""
+                raise TraceError(
+                    describe(
+                        "the manifest of the trace has lost the line of a shard",
+                        where=f"shard {name}, {self._library.folder}/{MANIFEST}",
+                        got=f"lines of {len(manifest.published)} other shards{damaged}",
+                        do="sample its sequences again; a resumed run does",
+                    )
+                )
 
     def remove(self, shard: str) -> None:
         """Delete a shard that no one will read again, nor any record that continues one of it. Raises TraceError when

@@ -41,6 +41,11 @@ class RolloutBatch:
     digest: str
 
 
+def shards_of(batch: RolloutBatch) -> list[str]:
+    """The trace shards that hold the routes of a batch, sorted."""
+    return sorted({part.shard for one in batch.sequences if one.routes is not None for part in one.routes.parts})
+
+
 def shard_name(step: int, number: int = 0) -> str:
     """Trace shard of a round of one step's rollout. number: of the round, from 0."""
     return f"step{step:06d}" + (f"-round{number + 1}" if number else "")

@@ -25,7 +25,7 @@ from moe_rl.tasks.prompt_ledger import PromptLedger, StepPrompts
 from moe_rl.tasks.prompts import PromptSource
 from moe_rl.trace import TraceSpec
 from moe_rl.train import run_folder
-from moe_rl.train.kept import KeptRollouts, RolloutBatch
+from moe_rl.train.kept import KeptRollouts, RolloutBatch, shards_of
 from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.sampling_support import read_support
 from moe_rl.train.trainer import RankZero, Trainer
@@ -111,6 +111,8 @@ def restore(trainer: Trainer, done: int) -> None:
         main.rollouts.ledger.verify(main.rollouts.source, steps=entered)
         trainer.kept.retain(range(entered + 1))
         trainer.store.collect_garbage()
+        for shard in trainer.store.unpublished():
+            main.log.note(f"the manifest of the trace has lost the line of shard {shard}, which nothing is trained on")
         main.log.rewind(done + 1)
         now = checkpoint.layout(parallel)
         if before is not None and before != now:
@@ -179,6 +181,7 @@ def left_behind(
     batch = kept.load(step)
     if batch.digest != entry.completions:
         raise _other("completions", f"digest {batch.digest}", f"{entry.completions}, as the prompt ledger has it")
+    kept.store.check_published(shards_of(batch))
     for sequence in batch.sequences:
         if sequence.weight_version != step - 1:
             raise _other("weights", f"version {sequence.weight_version} in {sequence.key}", f"version {step - 1}")

@@ -25,7 +25,7 @@ from moe_rl.report.summary import summarize
 from moe_rl.tasks.verifiers import VerifierPool
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train.guards import Canary
-from moe_rl.train.kept import KeptRollouts, RolloutBatch, kept_steps
+from moe_rl.train.kept import KeptRollouts, RolloutBatch, kept_steps, shards_of
 from moe_rl.train.peers import Peers, StopRequested
 from moe_rl.train.rollouts import Rollouts, start_sampler
 from moe_rl.train.run_folder import RunFolder
@@ -108,6 +108,7 @@ class Trainer:
                 with self.peers.phase("rollout", step), suppress(StopRequested), self.peers.to_be_left():
                     with main.log.phase(f"step {step}: sampling"):
                         sampled = main.rollouts.collect(step, clock)
+                        self.store.check_published(shards_of(sampled))
                     self.kept.save(step, sampled)
                     batch = sampled
             if self.peers.asked or batch is None:

@@ -106,6 +106,21 @@ def test_routes_that_are_damaged_gone_or_of_other_tokens_are_not_taken(left, tmp
     assert "step000002" in refused(left)
 
 
+@pytest.mark.parametrize("what", ["lost", "damaged"])
+def test_a_shard_whose_line_the_manifest_lost_is_not_taken(left, tmp_path, what):
+    """Its own digests agree: nothing but the manifest says that this run published it."""
+    manifest = tmp_path / "trace/manifest.jsonl"
+    line = manifest.read_bytes()
+    manifest.write_bytes(b"" if what == "lost" else line[:40] + line[41:])
+    told = refused(left)
+    assert f"the manifest of the trace has lost the line of a shard (shard step000002, {manifest})" in told
+    assert ("lines 1 are damaged" in told) == (what == "damaged")
+    assert left.kept.store.unpublished() == ["step000002"]
+    manifest.write_bytes(line)
+    left.find()
+    assert left.kept.store.unpublished() == []
+
+
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     """A checkpoint of the same config, so that nothing else is wrong: steps, prompts and shapes are the same."""
     (tmp_path / "other").mkdir()
