@@ -174,10 +174,20 @@ class Policy:
     def _nonfinite(self, finite_losses: list[torch.Tensor], grad_norm: float) -> str:
         """What is not finite, and on which ranks, in the same words on all of them; "" when everything is.
 
-        For gradients it names the ranks whose own part, before ranks sum theirs, is not finite.
+        For gradients it names the ranks whose own part, before ranks sum theirs, is not finite. Weights are looked at
+        once something else is not.
         """
+        found = self._where({"loss": finite_losses, "gradient": [chunk.own_gradients_finite for chunk in self.chunks]})
+        if not math.isfinite(grad_norm):  # all ranks have the same one: if it is alone, the sum over ranks overflowed
+            found.append(f"gradient norm {grad_norm}")
+        if found:
+            weights = [weight.isfinite().all() for chunk in self.chunks for weight in chunk.parameters()]
+            found += self._where({"weight": weights})
+        return ", ".join(found)
+
+    def _where(self, parts: dict[str, list[torch.Tensor]]) -> list[str]:
+        """Names each of the parts that is not finite on a rank, and the ranks. parts: of this rank, what is finite."""
         ranks = dist.get_world_size()
-        parts = {"loss": finite_losses, "gradient": [chunk.own_gradients_finite for chunk in self.chunks]}
         mine = [0] * (len(parts) * ranks)
         for row, flags in enumerate(parts.values()):
             mine[row * ranks + dist.get_rank()] = int(bool(flags) and not torch.stack(flags).all())
@@ -186,9 +196,7 @@ class Policy:
             where = [str(rank) for rank in range(ranks) if wrong[row * ranks + rank]]
             if where:
                 found.append(f"{what} on rank{'s' if len(where) > 1 else ''} {', '.join(where)}")
-        if not math.isfinite(grad_norm):  # all ranks have the same one: if it is alone, the sum over ranks overflowed
-            found.append(f"gradient norm {grad_norm}")
-        return ", ".join(found)
+        return found
 
     def release(self) -> None:
         """Let go of the model, so that it and its process groups can be freed.

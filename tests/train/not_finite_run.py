@@ -1,0 +1,83 @@
+"""A whole run on one rank, through its door, with the stand-in sampler of `one_step`, and one number that is not
+finite in each step but the first: a log-probability of the sampler, a gradient, a weight.
+
+    python not_finite_run.py OUT ARGUMENT ...
+
+OUT/steps.json: for each step whether weights, optimizer and random generators were the same bits after it.
+"""
+
+import json
+import runpy
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from moe_rl.megatron import rng
+from moe_rl.megatron.model import unwrap
+from moe_rl.objectives import losses
+from moe_rl.train import step as train_step
+from moe_rl.train import trainer
+from tests.train.one_step import RandomSampler
+
+LOGPROB, GRADIENT, WEIGHT = 2, 3, 4
+"""The steps in which one of them is planted."""
+steps: list[dict[str, object]] = []
+
+
+class Sampler(RandomSampler):
+    def generate(self, requests, *, shard, enough=None):
+        completions = super().generate(requests, shard=shard, enough=enough)
+        if shard.startswith(f"step{LOGPROB:06d}"):
+            logprobs = completions[1].logprobs.copy()
+            logprobs[2] = torch.nan
+            completions[1] = replace(completions[1], logprobs=logprobs)
+        return completions
+
+
+def held(policy):
+    """All that an update may change, in bytes."""
+    (optimizer,) = policy.optimizers
+    parameters = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
+    moments = [optimizer.optimizer.state[p][name] for p in parameters for name in sorted(optimizer.optimizer.state[p])]
+    weights = [t for chunk in policy.chunks for t in unwrap(chunk).state_dict().values() if torch.is_tensor(t)]
+    tensors = [*weights, *parameters, *moments, *rng.state().values()]
+    found = [torch.as_tensor(t).detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
+    return found, policy.updates
+
+
+def main(out: Path, arguments: list[str]) -> None:
+    run, sound = train_step.TrainStep.run, losses.POLICY_LOSSES["gspo"]
+
+    def watched(self, *args, step, **options):
+        if step == WEIGHT:
+            router = unwrap(self.policy.chunks[0]).decoder.layers[3].mlp.router
+            router.weight.data[5, 7] = torch.nan
+        before = held(self.policy)
+        try:
+            return run(self, *args, step=step, **options)
+        finally:
+            steps.append({"step": step, "same": held(self.policy) == before})
+            (out / "steps.json").write_text(json.dumps(steps))
+
+    def gspo(logprobs, *given, **options):
+        if len(steps) + 1 == GRADIENT:
+
+            def spoil(gradient):
+                gradient = gradient.clone()
+                gradient[0] = torch.inf
+                return gradient
+
+            logprobs.register_hook(spoil)
+        return sound(logprobs, *given, **options)
+
+    train_step.TrainStep.run = watched
+    losses.POLICY_LOSSES["gspo"] = gspo
+    trainer.start_sampler = Sampler
+    sys.argv = ["train_moe_rl.py", *arguments]
+    runpy.run_path("tools/train_moe_rl.py", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

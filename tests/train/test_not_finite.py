@@ -1,0 +1,57 @@
+"""What a whole run says of one number that is not finite: a log-probability, a gradient, a weight."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_rl.report.lines import read_run
+
+ROOT = Path(__file__).parents[2]
+ALONE = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+@pytest.mark.timeout(300)
+def test_each_is_shown_where_it_is_nothing_moves_and_the_run_ends(tmp_path):
+    overrides = [
+        f"run.runs_dir={tmp_path}", "run.steps=6", "run.peer_timeout_seconds=100", "parallel.expert=1",
+        "rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.dynamic_sampling_rounds=1", "eval.prompts=2",
+        "eval.every_steps=100", "checkpoint.every_steps=100", "train.updates_per_step=1",
+        "train.optimizer.warmup_steps=1", "guards.max_skipped_updates=2", "guards.collapse_steps=0",
+        "guards.alignment=false", "guards.max_canary_difference=1e9",  # the stand-in makes random routes
+    ]  # fmt: skip
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    run = subprocess.run(
+        [
+            sys.executable,
+            "tests/train/not_finite_run.py",
+            tmp_path,
+            "--config",
+            "configs/tiny_moe_cpu.yaml",
+            *overrides,
+        ],
+        cwd=ROOT,
+        env={**os.environ, **ALONE, "MASTER_PORT": port, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 2, run.stderr[-4000:]
+    # Updates of the gradient and of the weight were skipped, and changed no bit; the others are the witness.
+    steps = json.loads((tmp_path / "steps.json").read_text())
+    assert [(one["step"], one["same"]) for one in steps] == [(1, False), (2, False), (3, True), (4, True)]
+    (folder,) = tmp_path.glob("tiny-moe-*")
+    sound, logprob, gradient = read_run(folder).train  # a step that ends the run has no line
+    assert "nonfinite" not in sound and sound["optim/skipped"] == logprob["optim/skipped"] == 0
+    of_sampler = [key for key in logprob if key.startswith(("policy_kl/", "policy/")) and not key.endswith("_native")]
+    apart = {"policy/entropy", "policy/perplexity_train"}  # of the trainer alone
+    assert len(of_sampler) > 12 and {key for key in of_sampler if logprob[key] is not None} == apart
+    assert gradient["optim/skipped"] == 1 and gradient["nonfinite"] == ["optim/grad_norm"]
+    (told,) = [line for line in run.stderr.splitlines() if "NonFiniteError" in line]
+    assert "2 updates in a row were skipped (the last is update 0 of step 4)" in told
+    assert "what is not finite: loss on rank 0, gradient on rank 0, gradient norm nan, weight on rank 0" in told
