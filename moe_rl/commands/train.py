@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.check import config_problems, problems
 from moe_rl.config.check_cluster import node_problems, several_nodes, start_problems
-from moe_rl.config.check_files import file_problems
+from moe_rl.config.check_files import absent_problems, prompt_problems
 from moe_rl.config.layout import least_ranks
 from moe_rl.config.load import find_file, load_config
 from moe_rl.config.schema import Config
@@ -227,7 +227,8 @@ def _model_to_plan(config: Config, world_size: int) -> tuple[ModelFacts | None, 
     if config.model.published is not None and not config.model.path.is_dir():
         facts = read_published(find_file(config.model.published))
         here = describe("model.path: the checkpoint, planned with model.published", got=f"no {config.model.path}")
-        return facts, config_problems(config, facts, world_size), [here, *file_problems(config, None), *installed]
+        found = [*config_problems(config, facts, world_size), *prompt_problems(config)]
+        return facts, found, [here, *absent_problems(config), *installed]
     found = problems(config, world_size) + installed
     try:
         return read_model(config.model.path), found, []

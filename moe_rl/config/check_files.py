@@ -31,7 +31,21 @@ def file_problems(config: Config, facts: ModelFacts | None) -> list[str]:
     """One message each. facts: of the checkpoint, None when they could not be read."""
     return [
         *(_checkpoint_problems(config, facts) if facts is not None else ()),
-        *_prompt_problems(config),
+        *absent_problems(config),
+        *prompt_problems(config),
+    ]
+
+
+def absent_problems(config: Config) -> list[str]:
+    """What a config names and this machine lacks: prompt files, reward functions, a folder for runs. The machine that
+    runs it may have them."""
+    prompts = {"train": config.task.train, "heldout": config.task.heldout}
+    return [
+        *(
+            describe(f"task.{key}: cannot read the prompt file", got=path, do="give the path of a JSONL file")
+            for key, path in prompts.items()
+            if count_prompts(path) is None
+        ),
         *_reward_problems(config),
         *_folder_problems(config.run.runs_dir),
     ]
@@ -82,14 +96,13 @@ def _other_model(config: Config, facts: ModelFacts, published: ModelFacts) -> It
             )
 
 
-def _prompt_problems(config: Config) -> Iterator[str]:
+def prompt_problems(config: Config) -> Iterator[str]:
+    """What is wrong with the prompt files that can be read."""
     task = config.task
     counts = {}
     for key, path in (("train", task.train), ("heldout", task.heldout)):
         counts[key] = count_prompts(path)
-        if counts[key] is None:
-            yield describe(f"task.{key}: cannot read the prompt file", got=path, do="give the path of a JSONL file")
-        elif counts[key] == 0:
+        if counts[key] == 0:
             yield describe(f"task.{key}: the prompt file is empty", where=str(path))
     if counts["train"] is not None and counts["heldout"] is not None and os.path.samefile(task.train, task.heldout):
         yield describe(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_rl.cli import main
 from moe_rl.config.check import config_problems
 from moe_rl.config.load import find_file, load_config
 from moe_rl.models.hf import parameter_count, read_published
@@ -112,6 +113,19 @@ def test_a_checkpoint_must_be_the_published_model(config_file, model, tmp_path):
     (tmp_path / "figures.json").write_text(json.dumps(figures | {"rope_theta": 7.0}))
     (message,) = problems(load_config(config_file, [f"model.published={tmp_path}/figures.json"]), 2)
     assert "model.published" in message and "rope_theta" in message and "7.0" in message
+
+
+def test_a_plan_tells_what_is_not_here_from_what_is_wrong(tmp_path):
+    """A checkpoint that is elsewhere, and a prompt file that is here and too short for a step."""
+    (tmp_path / "one.jsonl").write_text("{}\n")
+    files = [f"task.train={tmp_path}/one.jsonl", f"task.heldout={tmp_path}/nowhere.jsonl", f"run.runs_dir={tmp_path}"]
+    file = tmp_path / "plan.json"
+    arguments = ["--config", str(ROOT / "configs/qwen3_30b_a3b.yaml"), *files, "--json", str(file)]
+    assert main(["plan", *arguments]) == 2
+    written = json.loads(file.read_text())
+    (wrong,) = written["problems"]
+    assert "rollout.prompts_per_step: more prompts in one step than task.train has" in wrong
+    assert [message.partition(":")[0] for message in written["absent"][:2]] == ["model.path", "task.heldout"]
 
 
 def test_the_number_of_prompts_is_held_to_the_file(config_file):
