@@ -6,6 +6,8 @@ import ast
 import json
 import operator
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -167,11 +169,18 @@ def test_recorded_rates_leave_room_to_learn(report):
     assert np.allclose(load["lower_half_share"], 0.5, atol=0.1)
 
 
+def test_help_does_not_wait_for_torch():
+    command = [sys.executable, "-X", "importtime", "tools/dev/make_tiny_policy.py", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "About ten minutes" in done.stdout and "| argparse" in done.stderr
+    assert "torch" not in done.stderr and "transformers" not in done.stderr
+
+
 def test_transformers_loads_the_policy_whole_and_it_passes_as_often_as_recorded(heldout, report, tokenizer):
     import torch
     from transformers import Qwen3MoeForCausalLM
 
-    from tools.dev.make_tiny_policy import sample
+    from tools.dev.tiny_policy import sample
 
     torch.set_num_threads(1)
     policy, info = Qwen3MoeForCausalLM.from_pretrained(POLICY, dtype=torch.float32, output_loading_info=True)

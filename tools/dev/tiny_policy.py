@@ -1,8 +1,4 @@
-"""Reproduce assets/tiny_moe: the arithmetic task, the tokenizer and the warm-started tiny Qwen3-MoE policy.
-
-    python tools/dev/make_tiny_policy.py --out assets/tiny_moe [--json assets/tiny_moe/policy_report.json]
-
-About ten minutes on one core. The same machine and packages give the same bytes.
+"""How assets/tiny_moe is made: the arithmetic task, the tokenizer and the warm-started tiny Qwen3-MoE policy.
 
 The warm start is meant to leave something to learn. The policy has seen right answers only, but in mixed styles: four
 in ten in the format that passes, the others bare, without the closing tag or behind a word. It mostly knows the sums,
@@ -11,12 +7,10 @@ yet its samples pass less than half of the time; what reinforcement learning has
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
 import re
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -28,8 +22,6 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository: siblings are `tools.dev`
 
 from tools.dev.arithmetic_task import Problem, build_splits, problem_stream, wanted_completion, write_jsonl
 
@@ -392,30 +384,23 @@ def _write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="ascii")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder to write policy/ and task/ into")
-    parser.add_argument("--json", type=Path, help="file to write the measured rates into")
-    parser.add_argument("--arithmetic-steps", type=int, default=WarmStartConfig().arithmetic_steps)
-    parser.add_argument("--style-steps", type=int, default=WarmStartConfig().style_steps)
-    args = parser.parse_args()
-
+def make(out: Path, config: WarmStartConfig) -> dict[str, Any]:
+    """Write `policy/` and `task/` into `out`. Returns the measured rates, as JSON values."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # costs time and hides nothing here
-    config = WarmStartConfig(arithmetic_steps=args.arithmetic_steps, style_steps=args.style_steps)
 
     train, heldout = build_splits()
-    (args.out / "task").mkdir(parents=True, exist_ok=True)
-    write_jsonl(args.out / "task" / "train.jsonl", "train", train)
-    write_jsonl(args.out / "task" / "heldout.jsonl", "heldout", heldout)
+    (out / "task").mkdir(parents=True, exist_ok=True)
+    write_jsonl(out / "task" / "train.jsonl", "train", train)
+    write_jsonl(out / "task" / "heldout.jsonl", "heldout", heldout)
 
     started = time.monotonic()
     tokenizer = build_tokenizer()
     policy = build_policy(config.seed)
     training = warm_start(policy, tokenizer, {problem.key for problem in heldout}, config)
     seconds = time.monotonic() - started
-    folder = args.out / "policy"
+    folder = out / "policy"
     save_policy(policy, tokenizer, folder)
 
     report = {"styles": STYLES, "training": training, "training_seconds": round(seconds)}
@@ -423,11 +408,4 @@ def main() -> None:
         shipped = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=dtype).eval()
         report[str(dtype).removeprefix("torch.")] = evaluate(shipped, tokenizer, heldout)
     report["expert_load"] = expert_usage(shipped, tokenizer, heldout)
-    text = json.dumps(report, indent=2)
-    print(text)
-    if args.json:
-        args.json.write_text(text + "\n", encoding="ascii")
-
-
-if __name__ == "__main__":
-    main()
+    return report
