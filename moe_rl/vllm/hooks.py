@@ -11,10 +11,22 @@ def attach_recorder(worker) -> None:
     The request is `LLM(additional_config={"moe_rl": {"trace_root": ..., "model_fingerprint": ...}})`. Being part of
     vLLM's config it is also part of the key of vLLM's compile cache, so that a graph traced without the capture is
     never reused with it. Tensor-parallel workers all route alike: the first one records.
+
+    Raises EngineError for a worker that cannot be asked for routes: nothing of what it records would ever be published.
     """
     additional = worker.vllm_config.additional_config
     if not isinstance(additional, dict) or "moe_rl" not in additional:
         return
+    if not hasattr(worker, "moe_rl_publish"):
+        raise EngineError(
+            describe(
+                "Routes would be recorded that nobody can ask for",
+                where='additional_config["moe_rl"]',
+                got="a worker without moe_rl's control methods",
+                expected='worker_extension_cls="moe_rl.vllm.worker.RecorderControl"',
+                do="start the LLM with moe_rl.record(model, ...), or a server with moe-rl serve",
+            )
+        )
     refuse_layout(worker.vllm_config, uses_v2_runner=worker.use_v2_model_runner)
     from vllm.distributed.parallel_state import get_tp_group
 

@@ -428,6 +428,13 @@ def test_layouts_that_would_record_wrongly_are_refused(changes, message):
         refuse_layout(vllm_config(), uses_v2_runner=True)
 
 
+def test_a_worker_that_nobody_could_ask_for_routes_is_refused():
+    """An LLM(additional_config={"moe_rl": ...}) without our worker extension."""
+    worker = SimpleNamespace(vllm_config=vllm_config(additional_config={"moe_rl": {"trace_root": "routes"}}))
+    with pytest.raises(EngineError, match=r"nobody can ask for.*moe_rl\.record"):
+        attach_recorder(worker)
+
+
 @pytest.mark.parametrize("additional", [{}, {"other": 1}, None, "opaque"])
 def test_an_engine_that_does_not_ask_gets_no_recorder(additional):
     worker = SimpleNamespace(vllm_config=vllm_config(additional_config=additional))
