@@ -83,7 +83,7 @@ class RewardError(MoeRLError):
 
 
 class NonFiniteError(MoeRLError):
-    """Update after update was skipped because a loss or gradient was not finite."""
+    """What the trainer computes is not finite: update after update was skipped, or routers score with NaN."""
 
 
 class CollapseError(MoeRLError):

@@ -14,13 +14,14 @@ padding as one more, layer: global decoder layer, 0-based.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 
-from moe_rl.errors import ReplayError, describe
+from moe_rl.errors import NonFiniteError, ReplayError, describe
 from moe_rl.replay.alignment import Alignment, AlignmentTest
 from moe_rl.replay.ledger import Ledger, first_of
 from moe_rl.replay.plans import LayerPlan
@@ -329,6 +330,17 @@ class ReplaySession:
             self._check_alignment(self._aligned)
 
     def _check_alignment(self, test: AlignmentTest) -> None:
+        if not math.isfinite(self.tally.native_margin):  # a witness that says nothing of the routes
+            broken = torch.cat([~one.margin.isfinite() for one in self.compared], 1).any(1).tolist()
+            layers = ", ".join(str(layer) for layer, wrong in zip(self.layers, broken, strict=True) if wrong)
+            raise NonFiniteError(
+                describe(
+                    "scores of the trainer's routers are not finite, so that they cannot vouch for any routes",
+                    where=f"{self.name}, rank {self.rank}",
+                    got=f"MoE layers {layers}",
+                    do="look for NaN in its weights, and start from an earlier checkpoint. No weight was moved",
+                )
+            )
         tables = self.microbatches
         self.alignment = test.verdict(
             [one.shared for one in self.compared],

@@ -89,7 +89,9 @@ class Compared:
     def of(cls, recorded: torch.Tensor, native: torch.Tensor, scores: torch.Tensor) -> Compared:
         """Compare one layer: the record, the router's choice, int64 [N, K], and its scores [N, E]. On the device."""
         shared = (recorded[:, :, None] == native[:, None, :]).sum((1, 2))
-        margin = scores.gather(1, native).amin(1) - scores.gather(1, recorded).amin(1)
+        best = scores.gather(1, native)
+        # The last term is 0, or NaN where a score is infinite, which amin would pass over.
+        margin = best.amin(1) - scores.gather(1, recorded).amin(1) - (best - best).sum(1)
         return cls(shared < recorded.shape[1], shared, margin.float())
 
     @classmethod

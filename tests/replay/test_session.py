@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_rl.errors import ReplayError
+from moe_rl.errors import NonFiniteError, ReplayError
 from moe_rl.replay.routes import SequenceRoutes, microbatch_routes
 from moe_rl.replay.session import ReplaySession, refuse_lost_key, require_open
 from moe_rl.trace import TraceSpec
@@ -464,3 +464,28 @@ def test_logits_of_another_microbatch_are_refused():
     ):
         begin(s, 0)
         s.observe_logits(1, 1, FLAT)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("align", [True, False])
+def test_routers_that_score_with_nan_are_named_and_not_the_routes(bad, align):
+    """Their choice agrees with no record, which must not be held against the record."""
+    tables = [table(0), table(1)]
+
+    def observe():
+        with session(tables, compare_native=True, align=align) as s:
+            for m, layer in product((0, 1), LAYERS):
+                scores = chosen(tables[m].routes[layer]).float()
+                if (m, layer) == (1, 2):
+                    scores[3, int(scores[3].argmin())] = bad
+                begin(s, m)
+                s.take(m, layer, TOKENS)
+                s.check_dispatch(m, layer, chosen(tables[m].routes[layer]))
+                s.observe_native(m, layer, scores.topk(TOP_K).indices, scores)
+        return s
+
+    if align:
+        with pytest.raises(NonFiniteError, match=r"routers are not finite.*step 7, rank 3.: got MoE layers 2\."):
+            observe()
+    else:  # nothing rests on the witness, and the metric shows it
+        assert not np.isfinite(observe().tally.native_margin)
