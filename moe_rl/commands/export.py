@@ -12,9 +12,9 @@ from moe_rl.config.check_layout import layout_problems
 from moe_rl.config.layout import one_rank
 from moe_rl.config.schema import Config
 from moe_rl.config.training import ParallelConfig
+from moe_rl.disk import write_whole
 from moe_rl.errors import ConfigError, MoeRLError
 from moe_rl.models.hf import ModelFacts, expected_tensors, read_model
-from moe_rl.report.lines import write_atomic
 from moe_rl.train import run_folder
 
 EPILOG = """
@@ -120,6 +120,5 @@ def _write_result(options: argparse.Namespace, dtype: str, result: dict[str, int
         return
     index = json.loads((options.out / "model.safetensors.index.json").read_text())
     size = {"tensors": len(index["weight_map"]), "bytes": index["metadata"]["total_size"]}
-    write_atomic(
-        options.json, json.dumps({"folder": str(options.out), "dtype": dtype} | size | result, indent=2) + "\n"
-    )
+    found = {"folder": str(options.out), "dtype": dtype} | size | result
+    write_whole(options.json, json.dumps(found, indent=2) + "\n")

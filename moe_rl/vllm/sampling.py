@@ -119,8 +119,8 @@ def check(requests: Sequence[GenerateRequest], *, max_model_len: int, vocabulary
 def check_scored(token_ids: Sequence[int], *, max_model_len: int, vocabulary: int) -> None:
     """As `check`, for tokens that are to be scored: vLLM samples one more behind them."""
     if not 2 <= len(token_ids) < max_model_len:
-        got, expected = len(token_ids), f"2 to {max_model_len - 1}"
-        raise EngineError(describe("Too few or many tokens to score", got=got, expected=expected))
+        within = f"2 to {max_model_len - 1}"
+        raise EngineError(describe("Too few or many tokens to score", got=len(token_ids), expected=within))
     if unknown := _unknown(token_ids, vocabulary):
         got, expected, do = unknown
         raise EngineError(describe("Tokens cannot be scored", got=got, expected=expected, do=do))
