@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import subprocess
+import sys
+from unittest import mock
 
 import pytest
 
@@ -33,6 +36,22 @@ def finished(folder):
     for step in (0, 1):
         ledger.record(step, source.cursor, [prompt.id for prompt in source.take(3)], "digest")
     return folder
+
+
+def test_it_says_what_it_waits_for(tmp_path):
+    said = []
+    soak = Soak(tmp_path / "work", say=said.append)
+    launch = mock.Mock(folder=tmp_path / "run", **{"wait.return_value": 0})
+    with mock.patch.multiple(soak, _launch=mock.Mock(return_value=launch), _at_work=mock.Mock(return_value=False)):
+        soak._run_untouched()
+        soak._one_run(tmp_path, soak.plan(3), float("inf"))
+    assert said == ["a run that nobody touches comes first: some minutes", f"{tmp_path.name}: kills to come: 3"]
+
+
+@pytest.mark.parametrize("tool", ["soak", "two_hosts"])
+def test_help_says_how_long_it_takes(tool):
+    command = [sys.executable, f"tools/dev/{tool}.py", "--help"]
+    assert "minutes on two shared cores" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def test_every_pair_comes_before_any_comes_again(soak, tmp_path):

@@ -7,6 +7,9 @@ engine, torchrun or all of them, in a phase of the step that was drawn beforehan
 phase really was is read from the run's own signs of life right before the kill, and of a killed rank from the last sign
 that it left. Then everything must have ended by itself, and the run is resumed, until it is done. Exit status: 1 when a
 run differs from the one that nobody touched, or left something behind.
+
+One kill takes about five minutes on two shared cores, with the run that nobody touches; 50 take an hour. --minutes ends
+it sooner. A line says what is under way, and what came of each kill.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
@@ -63,6 +67,9 @@ CONFIG = [
 ]
 # What a run that lost a process may take to have ended, all of it.
 _END_SECONDS = 30.0
+_RAW = argparse.RawDescriptionHelpFormatter
+# At once, also into a file.
+_SAY = partial(print, flush=True)
 _LONGEST_DELAY = 0.25
 # Phases of milliseconds in a run this small: a delay would always miss them.
 _SHORT = ("reward", "checkpoint")
@@ -99,7 +106,7 @@ class Kill:
 class Soak:
     """Kills runs in `work`, each resumed until it is done, until so many kills have fired or time is up."""
 
-    def __init__(self, work: Path, *, seed: int = 0, overrides: list[str] | None = None, say=print):
+    def __init__(self, work: Path, *, seed: int = 0, overrides: list[str] | None = None, say=_SAY):
         self.work, self.random, self.say = work, random.Random(seed), say
         self.arguments = CONFIG + (overrides or [])
         self.kills: list[Kill] = []
@@ -129,6 +136,7 @@ class Soak:
             self._one_run(runs, pairs, until)
 
     def _one_run(self, runs: Path, pairs: list[tuple[str, str]], until: float) -> None:
+        self.say(f"{runs.name}: kills to come: {len(pairs)}")
         launch = self._launch(runs, [*self.arguments, f"run.runs_dir={runs}"])
         last: Kill | None = None
         while True:
@@ -239,6 +247,7 @@ class Soak:
     def _run_untouched(self) -> Path:
         runs = self.work / "untouched"
         runs.mkdir()
+        self.say("a run that nobody touches comes first: some minutes")
         launch = self._launch(runs, [*self.arguments, f"run.runs_dir={runs}"])
         if launch.wait() != 0:
             raise RunEnded(f"the run that nobody touches ended with an error:\n{launch.text()[-4000:]}")
@@ -317,7 +326,7 @@ def _shared_memory(pids: set[int]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_RAW, allow_abbrev=False)
     parser.add_argument("--kills", type=int, required=True, metavar="N")
     parser.add_argument("--seed", type=int, default=0, help="of victims, phases and delays")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after which nobody is killed any more")

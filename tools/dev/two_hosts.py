@@ -6,6 +6,8 @@
     host-b 10.77.0.2   server 1, ranks 2 and 3       not shared: network, processes, /dev/shm, host name
 
 Real parts: a vLLM server and two Megatron ranks on each host, expert parallelism 4 unless parallel.* say otherwise.
+With `--kill server` it takes about four minutes on two shared cores, with every kill two to three times that. Lines say
+what is under way, and whether each thing is as it must be.
 Exit status: 0 when everything was as it must be, 1 when something was not, 2 with one message when it could not be run.
 """
 
@@ -21,6 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -37,6 +40,9 @@ ADDRESSES = {"host-a": "10.77.0.1", "host-b": "10.77.0.2"}
 _PORT, _RENDEZVOUS = 8000, 29400
 _START_SECONDS, _RUN_SECONDS = 900.0, 900.0
 KILLS = ("server", "host", "spare")
+_RAW = argparse.RawDescriptionHelpFormatter
+# At once, also into a file.
+_SAY = partial(print, flush=True)
 _PROMPTS, _GROUP = 8, 4
 SHORT = (
     f"rollout.prompts_per_step={_PROMPTS}",
@@ -201,7 +207,7 @@ class Drill:
     seen: by name. wrong: what should have been otherwise. say: is told each finding.
     """
 
-    def __init__(self, cluster: Cluster, *, steps: int = 3, say: Callable[[str], None] = print):
+    def __init__(self, cluster: Cluster, *, steps: int = 3, say: Callable[[str], None] = _SAY):
         self.seen: dict[str, object] = {}
         self.wrong: list[str] = []
         self._cluster, self._steps, self._say = cluster, steps, say
@@ -210,7 +216,7 @@ class Drill:
 
     def left_alone(self) -> bool:
         """The run that the others are held against. False when it did not come to its end."""
-        self._say("a run over two hosts")
+        self._say("a run over two hosts; its servers start first")
         run = self._cluster.run(*self._begin)
         self._check(run.statuses == [0, 0], f"torchrun ended with 0 on both hosts: {run.statuses}")
         if run.statuses != [0, 0]:
@@ -342,7 +348,7 @@ def train_rows(folder: Path) -> list[dict]:
 
 def main(argv: list[str]) -> int:
     cut = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_RAW, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="of configs/tiny_moe_cpu.yaml")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="of each run (default: 3)")
     parser.add_argument("--kill", action="append", choices=KILLS, help="only that; may be repeated")
