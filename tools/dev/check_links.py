@@ -1,4 +1,5 @@
-"""Check that every relative link in the Markdown files leads to a file, and to a heading of it.
+"""Check that every relative link in the Markdown files leads to a file, and to a heading of it, and that docs/README.md
+leads to every page of docs/.
 
 python tools/dev/check_links.py        # all files that git has; exit status 1 where a link leads nowhere
 """
@@ -38,6 +39,15 @@ def broken_links(root: Path, pages: list[Path]) -> list[str]:
     return found
 
 
+def unlisted_pages(root: Path, pages: list[Path]) -> list[str]:
+    """One line a page of docs/ to which its index has no link."""
+    docs = root / "docs"
+    index = docs / "README.md"
+    listed = {(docs / link).resolve() for link in LINK.findall(index.read_text(encoding="utf-8"))}
+    missing = [page for page in pages if docs in page.parents and page != index and page.resolve() not in listed]
+    return [f"{page.relative_to(root)}: docs/README.md has no link to it" for page in missing]
+
+
 def main() -> int:
     root = Path(__file__).resolve().parents[2]
     listed = subprocess.run(
@@ -47,7 +57,8 @@ def main() -> int:
         text=True,
         check=True,
     )
-    found = broken_links(root, [root / name for name in listed.stdout.split("\0") if name])
+    pages = [root / name for name in listed.stdout.split("\0") if name]
+    found = broken_links(root, pages) + unlisted_pages(root, pages)
     print(*found, sep="\n", end="\n" if found else "")
     return 1 if found else 0
 
