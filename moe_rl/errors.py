@@ -71,7 +71,7 @@ class SamplerGone(EngineError):
 
 
 class WeightSyncError(EngineError):
-    """The sampler does not hold the weights that the trainer sent."""
+    """The sampler does not hold what the trainer sent, or the trainer would send other weights than it trains."""
 
 
 class PatchError(MoeRLError):

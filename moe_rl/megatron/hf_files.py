@@ -82,6 +82,18 @@ class CheckpointReader:
         return values.flatten(-2).transpose(-1, -2)
 
 
+class Trained:
+    """The tensors of a checkpoint that are trained, as a policy in `dtype` takes them."""
+
+    def __init__(self, path: str | Path, facts: ModelFacts, dtype: torch.dtype):
+        self._reader, self._dtype = CheckpointReader(path, facts), dtype
+        self.names = [name for name in self._reader.tensors if not is_mtp_tensor(facts, name)]
+
+    def whole(self, name: str) -> torch.Tensor:
+        """All of one, rounded to the policy's precision."""
+        return self._reader.whole(name).to(stored_dtype(name, self._dtype))
+
+
 def write_checkpoint(
     folder: str | Path,
     tensors: Iterable[tuple[str, torch.Tensor]],

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from moe_rl.config.training import OptimizerConfig, ParallelConfig, TrainConfig
 from moe_rl.errors import ReplayError, describe
-from moe_rl.megatron import hf_map, rng, schedule, world
+from moe_rl.megatron import hf_map, live_weights, rng, schedule, world
 from moe_rl.megatron.expert_order import checksum, move
 from moe_rl.megatron.microbatch import Microbatch
 from moe_rl.megatron.model import (
@@ -31,11 +32,12 @@ from moe_rl.megatron.model import (
 )
 from moe_rl.megatron.router import ReplayMoELayer, ReplayRouter
 from moe_rl.megatron.schedule import LossFunction
-from moe_rl.models.hf import ModelFacts
+from moe_rl.models.hf import ModelFacts, expected_tensors
 from moe_rl.planning.expert_placement import check_order, natural_order
 from moe_rl.replay.plans import LayerPlan, plan_dispatch
 from moe_rl.replay.session import Mode, ReplaySession
 from moe_rl.replay.tables import MicrobatchRoutes
+from moe_rl.weights.conservation import Content, parts_of
 from moe_rl.weights.stream import Round
 
 
@@ -283,6 +285,16 @@ class Policy:
                 )
             )
         self.placement = np.array(placement, np.int64)
+
+    @cached_property
+    def parts(self) -> dict[str, int]:
+        """The number of each part of the model by its name, see `weights.conservation`."""
+        return parts_of(expected_tensors(self.facts))
+
+    def content(self, dtype: torch.dtype, *, updated: bool) -> Content:
+        """What all ranks hold of each part of the model, see `live_weights.content`."""
+        chunks = map(unwrap, self.chunks)
+        return live_weights.content(chunks, self.facts, self.parts, dtype, self.optimizers, updated=updated)
 
     def export(self, dtype: torch.dtype, *, dense: bool, experts: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole weights under Hugging Face names, in the sampler's precision, on the host; see `hf_map.export`."""

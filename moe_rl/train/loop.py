@@ -70,6 +70,8 @@ def train(config: Config, folder: RunFolder | None, begin_after: int | None = No
         trainer = Trainer(config, folder, peers, stack)
         if resumed:
             restore(trainer, done)
+        if not done:
+            trainer.check_start()
         if done or config.rollout.weights != "exact" or config.rollout.servers:
             trainer.sync(version=done)  # an engine started with the model's own; servers hold nothing that counts
         trainer.evaluate(done, last=done == config.run.steps)

@@ -6,6 +6,7 @@ the prompts and the log.
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from moe_rl.config.schema import Config
 from moe_rl.errors import CollapseError, Stopped
 from moe_rl.megatron import world
+from moe_rl.megatron.hf_files import Trained
+from moe_rl.megatron.model import DTYPES
 from moe_rl.megatron.policy import Policy, ReferencePolicy
 from moe_rl.megatron.saving import Checkpoints
 from moe_rl.models.hf import read_model
@@ -145,6 +148,15 @@ class Trainer:
         if self.main is not None:
             self.main.log.step(step, metrics)
         return self.train_step.guards.after_step(step, metrics)
+
+    def check_start(self) -> None:
+        """Before the first update: what the trainer would give the sampler is the checkpoint, bit for bit."""
+        started = time.monotonic()
+        trained = Trained(self.config.model.path, self.facts, DTYPES[self.config.train.dtype])
+        tensors = self.sender.check_start(trained)
+        if self.main is not None:
+            took = time.monotonic() - started
+            self.main.log.note(f"version 0: {tensors} tensors are exported as the checkpoint has them ({took:.1f} s)")
 
     def sync(self, version: int) -> dict[str, float]:
         """Give the sampler the trainer's weights as `version`, and let both score the canary with them."""

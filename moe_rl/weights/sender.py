@@ -16,8 +16,10 @@ from moe_rl.config.sampling_keys import RolloutConfig
 from moe_rl.errors import ConfigError, describe
 from moe_rl.planning.transfer import Place, Way, weight_transfer
 from moe_rl.weights.broadcast import Sender
+from moe_rl.weights.conservation import Conservation, Content
 from moe_rl.weights.shared_disk import DiskWay
 from moe_rl.weights.shared_memory import MemoryWay
+from moe_rl.weights.start import Checkpoint, check_start
 from moe_rl.weights.stream import Ranks, Recipient, Round, WeightStream, broadcast, by_cuda_ipc
 from moe_rl.weights.update import Bucket, WeightUpdate
 
@@ -37,6 +39,11 @@ class Exporter(Protocol):
         """What this rank gives, in rounds of at most `limit` bytes: each tensor comes from one rank of one replica."""
         ...
 
+    def content(self, dtype: torch.dtype, *, updated: bool) -> Content:
+        """What all ranks, which call it together, hold of each part of the model in this precision. updated: an
+        optimizer has written since the last time. Raises WeightSyncError where they do not hold what it wrote."""
+        ...
+
 
 class WeightSender:
     """Gives samplers the trainer's weights. All ranks call it together; samplers are on rank 0 only.
@@ -52,6 +59,7 @@ class WeightSender:
 
         Raises ConfigError when there is no such way."""
         self._policy, self._rollout, self._ranks = policy, rollout, ranks
+        self._dtype: torch.dtype = getattr(torch, rollout.dtype)
         self._bucket_bytes = int(rollout.weight_bucket_mib * 2**20)
         self._named = way or _way(rollout, ranks)
         disk, memory = self._named == "disk", self._named == "shared_memory"
@@ -59,15 +67,26 @@ class WeightSender:
         if disk or memory:
             self._way = DiskWay(folder, dist.get_rank()) if disk else MemoryWay()
         self._sender: Sender | None = None
+        self._conservation = Conservation()
         self._held, self._moves = 0, policy.moves
+
+    def check_start(self, checkpoint: Checkpoint) -> int:
+        """Before the first update: what would be exported is the checkpoint, see `start`. Returns how many tensors."""
+        found = check_start(self._exported(host=True), checkpoint, self._ranks)
+        self._conservation.settled(self._policy.content(self._dtype, updated=False), 0)
+        return found
 
     def send(self, sampler: Recipient | None, version: int) -> int:
         """Have the sampler load and confirm all weights as `version`. Returns the bytes that it got, 0 on other ranks.
 
         A sampler that sleeps is woken: first for its weights, and for its KV cache when it has them.
-        Raises WeightSyncError on rank 0 when the sampler got anything else than what the ranks hold.
+        Raises WeightSyncError on rank 0 when the sampler got anything else than was sent; on all ranks, before the
+        sampler may use it, when what is exported is not what they hold.
         """
-        part = partial(WeightUpdate, version=version, replaces=self._held, changed=self._policy.moves > self._moves)
+        changed = self._policy.moves > self._moves
+        held = self._policy.content(self._dtype, updated=changed)
+        self._conservation.begin(held, version)
+        part = partial(WeightUpdate, version=version, replaces=self._held, changed=changed)
         if sampler is not None:
             sampler.wake("weights")
         sent = self._place(self._way, sampler, part) if self._way is not None else self._stream(sampler, part)
@@ -86,6 +105,8 @@ class WeightSender:
         for at in range(count):
             everyone = self._ranks.gather(way.bucket(rounds[at].tensors if at < len(rounds) else ()), Bucket)
             final = at == count - 1
+            if final:
+                self._conservation.settle(self._ranks.device())
             if sampler is not None:
                 waiting += [bucket for bucket in everyone if bucket.tensors]
                 if final or not way.one_call:
@@ -98,21 +119,25 @@ class WeightSender:
 
     def _stream(self, sampler: Recipient | None, part: Callable[..., WeightUpdate]) -> int:
         stream = WeightStream(self._rounds(host=False), self._ranks)
+        settle = partial(self._conservation.settle, self._ranks.device())
         if sampler is None:
-            return stream.hand_over()
+            return stream.hand_over(settle)
         if self._named == "cuda_ipc":
-            return by_cuda_ipc(stream, sampler, part, self._bucket_bytes)
+            return by_cuda_ipc(stream, sampler, part, self._bucket_bytes, settle)
         if self._sender is None or self._sender.workers != sampler.workers:
             if self._sender is not None:
                 self._sender.close()
             self._sender = Sender(sampler.address, sampler.workers, self._bucket_bytes, self._ranks.device())
-        return broadcast(stream, self._sender, sampler, part)
+        return broadcast(stream, self._sender, sampler, part, settle)
 
     def _rounds(self, *, host: bool) -> list[Round]:
-        rounds = self._policy.export_rounds(getattr(torch, self._rollout.dtype), self._bucket_bytes, host=host)
+        rounds = self._conservation.watched(self._exported(host=host))
         if self._rollout.weights == "fp8_e4m3":
             rounds = [Round(run.whole, map(_as_fp8, run.tensors)) for run in rounds]
         return rounds
+
+    def _exported(self, *, host: bool) -> list[Round]:
+        return self._policy.export_rounds(self._dtype, self._bucket_bytes, host=host)
 
 
 def _way(rollout: RolloutConfig, ranks: Ranks) -> Way:

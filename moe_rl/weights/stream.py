@@ -86,8 +86,10 @@ class WeightStream:
         """These of `infos`, which have been given, with their digests."""
         return [msgspec.structs.replace(info, digest=self._digests[info.name]) for info in infos]
 
-    def hand_over(self) -> int:
+    def hand_over(self, settle: Callable[[], None]) -> int:
         """On the other ranks: give rank 0 every round, as one run of bytes. Returns 0, the bytes that a sampler got.
+
+        settle: see `broadcast`.
 
         Raises WeightSyncError for a tensor that rank 0 would take for another.
         """
@@ -96,6 +98,7 @@ class WeightStream:
             if octets:
                 dist.send(torch.cat(octets), 0)
             del octets  # else they would lie beside those of the next round
+        settle()
         return 0
 
     def _taken(self, rank: int, infos: list[TensorInfo]) -> Iterator[tuple[str, Tensor]]:
@@ -111,10 +114,17 @@ class WeightStream:
             yield info.name, aligned.view(dtype).view(info.shape)
 
 
-def broadcast(stream: WeightStream, sender: Sender, sampler: Recipient, part: Callable[..., WeightUpdate]) -> int:
+def broadcast(
+    stream: WeightStream,
+    sender: Sender,
+    sampler: Recipient,
+    part: Callable[..., WeightUpdate],
+    settle: Callable[[], None],
+) -> int:
     """Send the stream in two parts: the bytes, then their digests. Returns the bytes sent.
 
-    part: makes a part of the update from number, final, tensors and source.
+    part: makes a part of the update from number, final, tensors and source. settle: called, on all ranks, when all
+    tensors have been given and before the part that makes the update final; what it raises ends the update.
     Raises what the sampler does; of a WeightSyncError both ends tell, since either may have brought the other down.
     """
     sending, refused = _Sending(sender, stream), None
@@ -129,11 +139,18 @@ def broadcast(stream: WeightStream, sender: Sender, sampler: Recipient, part: Ca
         raise WeightSyncError(f"{theirs}The broadcast of weights failed on the trainer: {failed}") from failed
     if refused is not None:
         raise refused
+    settle()
     sampler.update_weights(part(number=1, final=True, tensors=stream.digested(stream.infos), source=Received()))
     return sum(info.size for info in stream.infos)
 
 
-def by_cuda_ipc(stream: WeightStream, sampler: Recipient, part: Callable[..., WeightUpdate], bucket_bytes: int) -> int:
+def by_cuda_ipc(
+    stream: WeightStream,
+    sampler: Recipient,
+    part: Callable[..., WeightUpdate],
+    bucket_bytes: int,
+    settle: Callable[[], None],
+) -> int:
     """As `broadcast`, in one part for each filling of a buffer on the GPU that rank 0 and the sampler share. The one
     before has been copied when its call is answered.
 
@@ -147,7 +164,10 @@ def by_cuda_ipc(stream: WeightStream, sampler: Recipient, part: Callable[..., We
     for number, (names, source) in enumerate(packed(iter(stream), max(bucket_bytes, largest), gpu)):
         infos = stream.digested(stream.infos[sent : sent + len(names)])
         sent += len(names)
-        sampler.update_weights(part(number=number, final=sent == len(stream.infos), tensors=infos, source=source))
+        final = sent == len(stream.infos)
+        if final:
+            settle()
+        sampler.update_weights(part(number=number, final=final, tensors=infos, source=source))
     torch.cuda.ipc_collect()
     return sum(info.size for info in stream.infos)
 

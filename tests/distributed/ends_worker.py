@@ -21,6 +21,9 @@ class Trainer:
     def __init__(self, config, folder, peers, stack):
         self.config, self.peers = config, peers
 
+    def check_start(self):
+        """There is nothing that would be exported."""
+
     def evaluate(self, step, *, last):
         from moe_rl.megatron import world
         from moe_rl.megatron.policy import Policy

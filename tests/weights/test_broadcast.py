@@ -15,6 +15,7 @@ import torch
 
 from moe_rl.errors import SamplerGone, WeightSyncError
 from moe_rl.weights import stream
+from moe_rl.weights.conservation import Content
 from moe_rl.weights.intake import Intake
 from moe_rl.weights.reader import Reader
 from moe_rl.weights.update import Broadcast, WeightUpdate
@@ -151,7 +152,8 @@ def test_the_port_is_open_to_the_named_address_alone(open_sender):
 def test_a_sampler_that_lost_workers_gets_a_way_of_its_own_and_the_old_one_is_closed(tmp_path, monkeypatch):
     from tests.weights.taking import sender_of
 
-    sender = sender_of(SimpleNamespace(moves=0), tmp_path, "broadcast", ALONE)
+    policy = SimpleNamespace(moves=0, content=lambda dtype, updated: Content({}, torch.zeros(2, 0)))
+    sender = sender_of(policy, tmp_path, "broadcast", ALONE)
     used, closed = [], []
     monkeypatch.setattr(sender, "_rounds", lambda *, host: [])
     monkeypatch.setattr("moe_rl.weights.sender.broadcast", lambda stream, way, *_: used.append(way) or 0)
@@ -178,7 +180,8 @@ def test_of_a_broadcast_that_failed_both_ends_tell(sampler_says):
     sender = SimpleNamespace(send=send, close=closed.set, source=lambda: source)
     part = partial(WeightUpdate, version=1, replaces=0, changed=True)
     with pytest.raises((WeightSyncError, SamplerGone)) as error:
-        stream.broadcast(stream.WeightStream([], ALONE), sender, SimpleNamespace(update_weights=update_weights), part)
+        sampler = SimpleNamespace(update_weights=update_weights)
+        stream.broadcast(stream.WeightStream([], ALONE), sender, sampler, part, lambda: None)
     if isinstance(sampler_says, SamplerGone):
         assert error.value is sampler_says
     else:
@@ -189,13 +192,18 @@ def test_of_a_broadcast_that_failed_both_ends_tell(sampler_says):
 def test_what_a_rank_hands_over_is_what_it_announced(monkeypatch):
     """Rank 0 takes the digests of what comes, under the names that it was told: two experts that changed places would
     be right to it."""
-    sent, tensors = [], {"up.0": torch.zeros(2, 3), "up.1": torch.ones(2, 3)}
+    sent, settled, tensors = [], [], {"up.0": torch.zeros(2, 3), "up.1": torch.ones(2, 3)}
     whole = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
     second = SimpleNamespace(gather=lambda message, kind: [kind([]), message], device=ALONE.device)
     monkeypatch.setattr(stream.dist, "get_rank", lambda: 1)
     monkeypatch.setattr(stream.dist, "send", lambda octets, to: sent.append((octets.clone(), to)))
-    stream.WeightStream([stream.Round(whole, iter(tensors.items()))], second).hand_over()
+    stream.WeightStream([stream.Round(whole, iter(tensors.items()))], second).hand_over(
+        lambda: settled.append(len(sent))
+    )
+    assert settled == [1], "when everything has been given"
     assert len(sent) == 1 and torch.equal(sent[0][0].view(torch.float32), torch.arange(12) // 6.0) and sent[0][1] == 0
     with pytest.raises(WeightSyncError, match="would be sent than was announced.*got ..up.1.*expected ..up.0"):
-        stream.WeightStream([stream.Round(whole, iter(reversed(tensors.items())))], second).hand_over()
-    assert len(sent) == 1
+        stream.WeightStream([stream.Round(whole, iter(reversed(tensors.items())))], second).hand_over(
+            lambda: settled.append(2)
+        )
+    assert len(sent) == 1 and settled == [1]

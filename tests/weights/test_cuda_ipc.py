@@ -58,7 +58,7 @@ def gpu(monkeypatch):
 
 @pytest.fixture
 def send(taker):
-    """send(tensors, version): what rank 0, alone, makes of an update; the parts that came."""
+    """send(tensors, version): what rank 0, alone, makes of an update; who got it, with the parts."""
 
     class Watched:
         def update_weights(self, update):
@@ -67,19 +67,21 @@ def send(taker):
 
     def send(tensors, version, change=lambda update: update):
         sampler = Watched()
-        sampler.parts, sampler.change = [], change
+        sampler.parts, sampler.settled, sampler.change = [], [], change
         part = partial(WeightUpdate, version=version, replaces=version - 1, changed=True)
         described = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
         whole = stream.WeightStream([stream.Round(described, iter(tensors.items()))], ALONE)
-        stream.by_cuda_ipc(whole, sampler, part, BUCKET)
-        return sampler.parts
+        stream.by_cuda_ipc(whole, sampler, part, BUCKET, lambda: sampler.settled.append(len(sampler.parts)))
+        return sampler
 
     return send
 
 
 def test_parts_come_through_one_buffer_that_is_opened_once_an_update(gpu, send, taker, weights, others):
     for version, tensors in ((1, others), (2, weights)):
-        parts = send(tensors, version)
+        sampler = send(tensors, version)
+        parts = sampler.parts
+        assert sampler.settled == [len(parts) - 1], "what was exported is judged once, before the final part"
         assert [part.number for part in parts] == list(range(len(parts))) and len(parts) > 3
         assert [part.final for part in parts] == [False] * (len(parts) - 1) + [True]
         # each tensor copied before the buffer was filled again, and all of them let go of

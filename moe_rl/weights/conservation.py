@@ -1,0 +1,202 @@
+"""What is exported must be what the trainer holds: sums over the elements of each part of the model, taken on both
+sides of the export and compared before an update is final.
+
+    parameters as megatron has them --(`megatron/live_weights.py`)--> sums of each part --\\
+                  |                                                                        equal? else refused, by part
+                  `--(`megatron/hf_map.py`)--> Hugging Face tensors --> sums of each part --/
+
+A part is a Hugging Face tensor; of a tensor that all experts share, what each expert has of it. Its sum is
+
+    sum over elements w of  w * (A w + B)  modulo 2**32, as signed numbers, w being the element's bits
+
+and does not depend on the order of the elements, so that no layout has to be undone to take it. The function is a
+permutation of the 32-bit numbers (Rivest, Permutation polynomials modulo 2^w, 2001): every change of one element
+changes the sum, and so does, but for about one case in 2**40, what one part has of another's elements. What a sum
+cannot see is the order of the elements in a tensor: that is compared, bit for bit, when a run starts (`start.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_rl.errors import WeightSyncError, describe
+from moe_rl.weights.stream import Round
+
+_CHUNK = 1 << 18
+"""Elements that are mixed at a time: what they take beside the tensor is at most 3 MiB."""
+_A, _B = 0x5BD1E994, 0x27D4EB2F
+"""Of the polynomial: an even and an odd number below 2**31, with no pattern in their bits."""
+_BITS = {2: torch.int16, 4: torch.int32}
+_SHOWN = 5
+
+_STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias)?")
+_PLACE = re.compile(r"model\.layers\.(\d+)\.(?:mlp\.experts\.(\d+)\.)?(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What weights hold. parts: number of each part of the model by its name. table: int64 [2, parts], the sums and how
+    many elements they are over."""
+
+    parts: Mapping[str, int]
+    table: Tensor
+
+
+class Count:
+    """Adds up what is given to it, on the device where it lies."""
+
+    def __init__(self, parts: Mapping[str, int], device: torch.device):
+        self.parts = parts
+        self._sums = torch.zeros(len(parts), dtype=torch.int64, device=device)
+        self._elements = [0] * len(parts)
+
+    def add(self, part: str, values: Tensor, dtype: torch.dtype) -> None:
+        """Elements of a part, cast to `dtype`, bfloat16 or float32. Does not wait for the device."""
+        at = self.parts[part]
+        self._elements[at] += values.numel()
+        for piece in values.detach().reshape(-1).split(_CHUNK):
+            self._sums[at] += mixed(piece.to(dtype))
+
+    def content(self) -> Content:
+        """What was added so far."""
+        elements = torch.tensor(self._elements, dtype=torch.int64, device=self._sums.device)
+        return Content(self.parts, torch.stack((self._sums, elements)))
+
+
+def mixed(values: Tensor) -> Tensor:
+    """The sum above, int64, over values [N] of 2 or 4 bytes."""
+    words = values.view(_BITS[values.itemsize]).to(torch.int32)
+    terms = words * _A
+    terms += _B
+    terms *= words
+    return terms.sum(dtype=torch.int64)
+
+
+def parts_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """The number of each part of a model, from the shapes of its Hugging Face tensors by name."""
+    names = (part for name, shape in shapes.items() for part in _names(name, shape[0]))
+    return {part: number for number, part in enumerate(names)}
+
+
+def _names(name: str, experts: int) -> Iterator[str]:
+    stacked = _STACKED.fullmatch(name)
+    if stacked is None:
+        yield name
+        return
+    front, what, bias = stacked.groups()
+    for expert in range(experts):
+        for one in ("gate_proj", "up_proj") if what == "gate_up_proj" else (what,):
+            yield f"{front}.{expert}.{one}.{'bias' if bias else 'weight'}"
+
+
+def cut(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """(part, its elements) of a Hugging Face tensor. Of gate_up_proj, gate and up take turns in the last axis."""
+    stacked = _STACKED.fullmatch(name)
+    if stacked is None:
+        yield name, tensor
+        return
+    halves = stacked[2] == "gate_up_proj"
+    pieces = (piece for one in tensor for piece in ((one[..., ::2], one[..., 1::2]) if halves else (one,)))
+    yield from zip(_names(name, len(tensor)), pieces, strict=True)
+
+
+class Conservation:
+    """Holds each export against what the trainer holds, and knows what it held before. All ranks have one."""
+
+    def __init__(self) -> None:
+        self._before: tuple[int, Content] | None = None
+        self._now: tuple[int, Content] | None = None
+        self._counts: dict[torch.device, Count] = {}
+
+    def begin(self, held: Content, version: int) -> None:
+        """An export of `version` begins. held: what all ranks hold together."""
+        self._now, self._counts = (version, held), {}
+
+    def watched(self, rounds: list[Round]) -> list[Round]:
+        """The same rounds, whose tensors are counted as they are given."""
+        return [Round(run.whole, self._counted(run.tensors)) for run in rounds]
+
+    def _counted(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        assert self._now is not None
+        parts = self._now[1].parts
+        for name, tensor in tensors:
+            count = self._counts.setdefault(tensor.device, Count(parts, tensor.device))
+            for part, piece in cut(name, tensor):
+                if part in parts:  # else the sampler refuses it, as a tensor that it has not
+                    count.add(part, piece, tensor.dtype)
+            yield name, tensor
+
+    def settle(self, device: torch.device) -> None:
+        """All rounds have been given, on all ranks, which call this together. device: of messages between them.
+
+        Raises WeightSyncError on all of them for parts that were exported otherwise than they are held.
+        """
+        assert self._now is not None
+        version, held = self._now
+        table = sum(
+            (count.content().table.to(device) for count in self._counts.values()),
+            torch.zeros_like(held.table, device=device),
+        )
+        dist.all_reduce(table)
+        if problem := difference(Content(held.parts, table.cpu()), held, self._before, version):
+            raise WeightSyncError(problem)
+        self.settled(held, version)
+
+    def settled(self, held: Content, version: int) -> None:
+        """What the trainer holds is with the sampler, as `version`."""
+        self._before, self._now, self._counts = (version, held), None, {}
+
+
+def difference(exported: Content, held: Content, before: tuple[int, Content] | None, version: int) -> str:
+    """Which parts were exported otherwise than they are held, and as what, in words; "" when none was. before: what
+    was held at an earlier version, and its number."""
+    wrong = (exported.table != held.table).any(0).nonzero().flatten().tolist()
+    if not wrong:
+        return ""
+    known: dict[tuple[int, ...], str] = {}
+    ages = [(held, "")] + ([(before[1], f" was in version {before[0]}")] if before else [])
+    for content, when in reversed(ages):
+        names = list(content.parts)
+        known |= {tuple(one): f"what {place(names[at])}{when or ' is'}" for at, one in enumerate(_columns(content))}
+    names, got = list(held.parts), _columns(exported)
+    earlier = _columns(before[1]) if before else None
+    found = []
+    for at in wrong[:_SHOWN]:
+        total, elements = got[at]
+        if not elements:
+            what = "nothing"
+        elif elements != held.table[1, at]:
+            what = f"{elements} elements for {int(held.table[1, at])}"
+        elif earlier is not None and before is not None and earlier[at] == got[at]:
+            what = f"stale, what it was in version {before[0]}"
+        else:
+            what = "only zeros" if total == 0 else known.get(got[at], "other values")
+        found.append(f"{place(names[at])}: {what}")
+    more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+    return describe(
+        "what is exported is not what the trainer holds",
+        where=f"version {version}, {len(wrong)} of {len(names)} parts of the model",
+        got="; ".join(found) + more,
+        expected="every part as the trainer holds it",
+        do="look for what names, gathers or keeps these tensors between the optimizer and the sampler, as "
+        "moe_rl/megatron/hf_map.py does; nothing has been sampled from them",
+    )
+
+
+def place(part: str) -> str:
+    """A part in words: layer 3, expert 5, up_proj.weight."""
+    found = _PLACE.fullmatch(part)
+    if found is None:
+        return part
+    layer, expert, rest = found.groups()
+    return f"layer {layer}, " + (f"expert {expert}, {rest}" if expert else rest)
+
+
+def _columns(content: Content) -> list[tuple[int, ...]]:
+    return [tuple(one) for one in content.table.T.tolist()]

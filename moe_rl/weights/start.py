@@ -1,0 +1,116 @@
+"""Weights at version 0: what a trainer exports before its first update is the checkpoint that it was built from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from moe_rl.errors import WeightSyncError, describe
+from moe_rl.weights.stream import Ranks, Round
+
+_BITS = {2: torch.int16, 4: torch.int32}
+_SHOWN = 3
+
+
+class Checkpoint(Protocol):
+    """What is asked of the checkpoint: `megatron.hf_files.Trained`."""
+
+    names: list[str]
+    """Those of its tensors that are trained, and so exported."""
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor of it, rounded to the precision that is trained in."""
+        ...
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """What a rank exported, and what was wrong."""
+
+    names: list[str]
+    problems: list[str]
+
+
+def check_start(rounds: Iterable[Round], checkpoint: Checkpoint, ranks: Ranks) -> int:
+    """Compare what all ranks export with the checkpoint, tensor by tensor and bit for bit. Returns how many there are.
+
+    rounds: what this rank exports, on the host. A tensor is read when it is exported, by the rank that exports it, and
+    nothing is held of one when the next one comes.
+    Raises WeightSyncError on all ranks, of a tensor that is another, that is missing, or that is one too many.
+    """
+    names: list[str] = []
+    problems: list[str] = []
+    known = set(checkpoint.names)
+    for run in rounds:
+        for name, tensor in run.tensors:
+            names.append(name)
+            # What it looks like instead takes reading others, and is told of the first one.
+            if name in known and (problem := _difference(name, tensor, checkpoint, search=not problems)):
+                problems.append(problem)
+    everyone = ranks.gather(Seen(names, problems), Seen)
+    times = Counter(name for one in everyone for name in one.names)
+    problems = [problem for one in everyone for problem in one.problems]
+    wrong = [*problems[:_SHOWN], *([f"{len(problems) - _SHOWN} tensors more"] if len(problems) > _SHOWN else [])]
+    wrong += _named("not exported", known - times.keys())
+    wrong += _named("exported and not in the checkpoint", times.keys() - known)
+    wrong += _named("exported twice", {name for name, count in times.items() if count > 1})
+    if wrong:
+        raise WeightSyncError(
+            describe(
+                "what the trainer exports before its first update is not the checkpoint",
+                where="version 0",
+                got="; ".join(wrong),
+                expected="every trained tensor as model.path has it, bit for bit",
+                do="look at how moe_rl/megatron/hf_map.py loads and exports these tensors, and whether the files "
+                "have changed since the run read them",
+            )
+        )
+    return len(times)
+
+
+def _named(what: str, names: set[str]) -> list[str]:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return [f"{what}: {', '.join(sorted(names)[:_SHOWN])}{more}"] if names else []
+
+
+def _difference(name: str, tensor: Tensor, checkpoint: Checkpoint, *, search: bool) -> str:
+    """How a tensor differs from that of the checkpoint, in words; "" where it does not."""
+    expected = checkpoint.whole(name).to(tensor.dtype)
+    if _same(tensor, expected):
+        return ""
+    if tensor.shape != expected.shape:
+        how = f"shape {tuple(tensor.shape)} for {tuple(expected.shape)}"
+    else:
+        wrong = (_bits(tensor) != _bits(expected)).flatten()
+        first = int(wrong.nonzero()[0])
+        at = [int(one) for one in torch.unravel_index(torch.tensor(first), expected.shape)]
+        values = f"{tensor.flatten()[first].item():.6g} for {expected.flatten()[first].item():.6g}"
+        how = f"{int(wrong.sum())} of {expected.numel()} elements, the first at {at}: {values}"
+    also = f"; it is {found}" if search and (found := _looks_like(name, tensor, expected, checkpoint)) else ""
+    return f"{name}: {how}{also}"
+
+
+def _looks_like(name: str, tensor: Tensor, expected: Tensor, checkpoint: Checkpoint) -> str:
+    if expected.ndim == 2 and _same(tensor, expected.T):
+        return "the transpose"
+    if not tensor.any():
+        return "all zeros"
+    parts = name.split(".")
+    for other in checkpoint.names:  # of another layer, another expert, or another one of the layer
+        theirs = other.split(".")
+        near = len(theirs) == len(parts) and sum(a != b for a, b in zip(parts, theirs, strict=True)) == 1
+        if near and _same(tensor, checkpoint.whole(other).to(tensor.dtype)):
+            return f"the checkpoint's {other}"
+    return ""
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(_bits(one), _bits(other))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(_BITS[tensor.itemsize])
