@@ -6,7 +6,8 @@ A random Qwen3-MoE in bfloat16 of about --mib is sent by `moe_rl.weights.sender.
 it: exported from host memory, digested, moved, digested again by the other process. `received`: until all of it has
 been confirmed in the sampler's memory, by a process that then drops it. `loaded`: the same into a real vLLM engine,
 until it could sample. copy: one tensor copied to another, the same bytes, memory that was used before. digest: of one
-side. Ways take turns in every round; ratios are to the copy of the same round: median and quartiles.
+side. sums: of one side of the export, see `moe_rl.weights.conservation`. Ways take turns in every round; ratios are to
+the copy of the same round: median and quartiles.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from moe_rl.config.training import ParallelConfig
 from moe_rl.megatron import world
 from moe_rl.rollout.engine import VllmEngine
 from moe_rl.vllm.wire import EngineSettings
+from moe_rl.weights.conservation import Content, Count, cut, parts_of
 from moe_rl.weights.digest import tensor_digests
 from moe_rl.weights.sender import WeightSender
 from moe_rl.weights.stream import Round
@@ -71,6 +73,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, object]:
         for _ in range(options.rounds + 1):
             clocked(seconds, "copy", lambda: target.copy_(octets))
             clocked(seconds, "digest", lambda: tensor_digests(tensors.items()))
+            clocked(seconds, "sums", lambda: Held(tensors).content(torch.bfloat16))
             for (to, way), sender in senders.items():
                 # One sampler has several senders here: each is told what it holds by now.
                 sender._held, versions[to] = versions[to], versions[to] + 1
@@ -105,10 +108,17 @@ def result(seconds: dict[str, list[float]], size: int, tensors: int, options: ar
 
 
 class Held:
-    """A policy of one rank that holds just these tensors, and gives them as `Policy.export_rounds` does."""
+    """A policy of one rank that holds just these tensors, and gives them, and their sums, as a `Policy` does."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]):
         self._tensors, self.moves = tensors, 0
+
+    def content(self, dtype: torch.dtype, **_) -> Content:
+        count = Count(parts_of({name: tensor.shape for name, tensor in self._tensors.items()}), torch.device("cpu"))
+        for name, tensor in self._tensors.items():
+            for part, values in cut(name, tensor):
+                count.add(part, values, dtype)
+        return count.content()
 
     def export_rounds(self, dtype: torch.dtype, limit: float, **_) -> list[Round]:
         runs, held = [{}], 0

@@ -292,10 +292,14 @@ def scored(new, saved):
 
 
 def copy(new, saved, name):
-    """Load the checkpoint `saved` and save it again as `name`."""
+    """Load the checkpoint `saved` and save it again as `name`. What is computed with is what the optimizer has, then
+    and after one more update; else this ends the worker."""
     case = new()
     case.load(saved)
     case.save(name)
+    case.policy.content(torch.bfloat16, updated=True)
+    case.update()
+    case.policy.content(torch.bfloat16, updated=True)
 
 
 def without_moments(new, saved):

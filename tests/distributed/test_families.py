@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -190,6 +191,18 @@ def test_a_checkpoint_goes_in_and_out_bit_for_bit(seen, checkpoints, ranks, case
         if "bfloat16" in case and not name.endswith("e_score_correction_bias"):
             tensor = tensor.bfloat16().float()
         assert torch.equal(loaded[name], tensor), name
+
+
+@pytest.mark.parametrize("ranks, case", [(ranks, case) for ranks, cases in CASES.items() for case in cases])
+def test_what_is_exported_is_held_against_the_ranks_own_parameters(seen, checkpoints, ranks, case):
+    """At the start with the checkpoint, after an update with the parameters as they lie; experts that changed places in
+    the export are refused on all ranks alike."""
+    ours = [rank["conserved"] for rank in seen(ranks, case)]
+    names = sorted(load_file(checkpoints[case.split()[0]] / "model.safetensors"))
+    assert ours[0][1] == names and all(compared == len(names) for compared, *_ in ours)
+    (told,) = {one[2] for one in ours}
+    assert re.search(r"version 2, \d+ of .* expert \d+, gate_proj.weight: what layer \d+, expert \d+, gate_proj", told)
+    assert sum(one[3] for one in ours) >= 4
 
 
 @pytest.mark.parametrize("ranks, case", EXACT)

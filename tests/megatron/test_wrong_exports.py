@@ -3,6 +3,7 @@
 import re
 import shutil
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,16 +12,18 @@ from safetensors.torch import load_file, save_file
 
 from moe_rl.errors import WeightSyncError
 from moe_rl.weights.digest import tensor_digests
-from tests.distributed.families.data import write_checkpoint
+from tests.distributed.families.data import MODELS, write_checkpoint
 from tests.support.wrong_exports import FAULTS, START, plant
 from tests.weights.taking import Taker, sender_of
 
+TIED = {"qwen-tied": ("Qwen3Moe", MODELS["qwen-mixed"][1] | {"tie_word_embeddings": True})}
 FAMILIES = ("qwen-mixed", "deepseek", "gpt-oss")
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    return {name: write_checkpoint(name, tmp_path_factory.mktemp(name)) for name in FAMILIES}
+    with mock.patch.dict(MODELS, TIED):
+        return {name: write_checkpoint(name, tmp_path_factory.mktemp(name)) for name in (*FAMILIES, *TIED)}
 
 
 @pytest.fixture
@@ -53,7 +56,7 @@ def trained(run, dtype=torch.bfloat16, folder=None):
     return Trained(folder or run.folder, run.facts, dtype)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *TIED])
 def test_the_right_export_passes_and_is_what_the_sampler_gets(begun, name):
     run = begun(name)
     assert run.sender.check_start(trained(run)) == len(load_file(run.folder / "model.safetensors"))

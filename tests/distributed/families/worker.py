@@ -18,15 +18,18 @@ import torch.distributed as dist
 
 from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.training import ParallelConfig
+from moe_rl.errors import WeightSyncError
 from moe_rl.megatron import checkpoint, hf_map, world
-from moe_rl.megatron.hf_files import CheckpointReader, write_checkpoint
-from moe_rl.megatron.model import unwrap
+from moe_rl.megatron.hf_files import CheckpointReader, Trained, write_checkpoint
+from moe_rl.megatron.model import DTYPES, unwrap
 from moe_rl.megatron.policy import Policy
 from moe_rl.megatron.saving import Checkpoints
 from moe_rl.models.hf import read_model
 from moe_rl.proof import cases
 from moe_rl.proof.rank import computing_as_asked
 from moe_rl.proof.trial import Trial, whole_gradients
+from tests.support.wrong_exports import FAULTS, plant
+from tests.weights.taking import Taker, sender_of
 
 FINALIZE = "megatron.core.distributed.finalize_model_grads"
 
@@ -50,6 +53,19 @@ def write(policy, facts, folder, out):
     write_checkpoint(out, tensors, facts, CheckpointReader(folder, facts), torch.float32, shard_bytes=200_000)
 
 
+def conserved(policy, sender, taker):
+    """The names that a sampler got after an update, what the ranks are told when two experts of each have changed
+    places in the export behind it, and how many tensors that were."""
+    sender.send(taker, 1)
+    fired, told = plant(policy, FAULTS["two experts permuted"], at=0), "nothing"
+    try:
+        sender.send(taker, 2)
+    except WeightSyncError as error:
+        told = str(error)
+    del policy.export_rounds
+    return sorted(taker.weights) if taker else [], told, len(fired)
+
+
 def run(case):
     folder, mode = Path(case["checkpoint"]), case.get("mode", "replay")
     facts = read_model(folder)
@@ -58,6 +74,8 @@ def run(case):
     with computing_as_asked(shared):
         policy = Policy(facts, shared.train_config, shared.parallel_config, folder, temperature=1.0)
     loaded = exported(policy)
+    sender, taker = sender_of(policy, folder, "shared_memory"), Taker(folder) if dist.get_rank() == 0 else None
+    compared = sender.check_start(Trained(folder, facts, DTYPES[shared.train_config.dtype]))
     if case.get("write"):
         write(policy, facts, folder, Path(case["write"]))
     trial = Trial(facts, shared, policy)
@@ -98,6 +116,7 @@ def run(case):
         "loaded": loaded,
         "updated": exported(policy),
         "tallies": [forward, backward],
+        "conserved": (compared, *conserved(policy, sender, taker)),
     }
     if case.get("resume"):
         parallel, saved = shared.parallel_config, Path(case["resume"])
