@@ -67,6 +67,7 @@ _EXPERT = re.compile(
 _OF_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
+@torch.no_grad()
 def content(
     chunks: Iterable[torch.nn.Module],
     facts: ModelFacts,
@@ -85,21 +86,26 @@ def content(
     """
     device = world.device()
     held = Count(parts, device)
-    stale, dense, expert, counted, copied = (torch.zeros(len(parts), dtype=torch.bool, device=device) for _ in range(5))
+    dense, expert, counted, copied = ([False] * len(parts) for _ in range(4))
+    late: dict[str, torch.Tensor] = {}
     first_dense, first_experts = world.holds_first_replica()
     owners = {p: one for one in optimizers if isinstance(one, DistributedOptimizer) for p in one.model_param_gbuf_map}
     for parameter, pieces in _parameters(chunks, facts, parts):
-        of_expert = ".mlp.experts." in pieces[0][0]
-        whole = _alone(parameter, of_expert)
-        late = ~_refreshed(parameter, owners) if updated else False
+        of_expert, is_cut = ".mlp.experts." in pieces[0][0], _is_cut(parameter)
+        alone = is_cut or _first_of_copies(of_expert)
         for part, values in pieces:
             held.add(part, values, stored_dtype(part, dtype))
             at = parts[part]
             (expert if of_expert else dense)[at] = True
-            copied[at] = not _is_cut(parameter)
-            counted[at] = whole and (first_experts if of_expert else first_dense)
-            stale[at] = late
+            copied[at] = not is_cut
+            counted[at] = alone and (first_experts if of_expert else first_dense)
+        if updated and (main := getattr(parameter, "main_param", None)) is not None:
+            late |= dict.fromkeys((part for part, _ in pieces), _is_late(parameter, main, owners))
     table = held.content().table
+    dense, expert, counted, copied = torch.tensor((dense, expert, counted, copied), device=device)
+    stale = torch.zeros(len(parts), dtype=torch.bool, device=device)
+    if late:
+        stale[torch.tensor([parts[part] for part in late], device=device)] = torch.stack(list(late.values()))
     differs = torch.zeros_like(stale)
     copies = (
         (dense, parallel_state.get_data_parallel_group(with_context_parallel=True)),
@@ -111,9 +117,9 @@ def content(
         differs |= _differs(table * mask, group)
     summed = torch.cat((table * counted, torch.stack((stale, differs)).long()))
     dist.all_reduce(summed)
-    *_, late, unlike = summed.cpu()
-    _refuse(parts, late, unlike)
-    return Content(parts, summed[:2].cpu())
+    summed = summed.cpu()
+    _refuse(parts, late=summed[2], unlike=summed[3])
+    return Content(parts, summed[:2])
 
 
 def _parameters(
@@ -173,24 +179,29 @@ def _is_cut(parameter: torch.Tensor) -> bool:
     return getattr(parameter, "tensor_model_parallel", False)
 
 
-def _alone(parameter: torch.Tensor, of_expert: bool) -> bool:
-    """Whether no rank before this one, of those that compute with a layer together, has the same elements."""
-    groups = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group()
-    return _is_cut(parameter) or groups[of_expert].rank() == 0
+def _first_of_copies(of_expert: bool) -> bool:
+    """Whether this rank is the first of those that compute with a layer together, or with its experts."""
+    group = (
+        parallel_state.get_expert_tensor_parallel_group()
+        if of_expert
+        else parallel_state.get_tensor_model_parallel_group()
+    )
+    return group.rank() == 0
 
 
-def _refreshed(parameter: torch.Tensor, owners: Mapping[torch.Tensor, DistributedOptimizer]) -> torch.Tensor:
-    """Whether a parameter is what the optimizer last wrote, as far as this rank's optimizer has it. Where training is
-    in float32, they are one."""
-    main = getattr(parameter, "main_param", None)
-    if main is None:
-        return torch.tensor(True)
-    own = parameter.detach().view(-1)
+def _is_late(
+    parameter: torch.Tensor, main: torch.Tensor, owners: Mapping[torch.Tensor, DistributedOptimizer]
+) -> torch.Tensor:
+    """Whether a parameter is another than the optimizer wrote last, as far as this rank's optimizer has it. main: what
+    it wrote, in float32; a parameter in float32 has none, being what it writes."""
+    own, main = parameter.data.view(-1), main.view(-1)
     if parameter in owners:
         there = owners[parameter]._get_model_param_range_map(parameter)["param"]
         own = own[there.start : there.end]
-    chunks = zip(main.detach().view(-1).split(_CHUNK), own.split(_CHUNK), strict=True)
-    return torch.stack([(a.to(b.dtype).view(torch.int16) == b.view(torch.int16)).all() for a, b in chunks]).all()
+    if own.numel() <= _CHUNK:
+        return (main.to(own.dtype) != own).any()
+    chunks = zip(main.split(_CHUNK), own.split(_CHUNK), strict=True)
+    return torch.stack([(wrote.to(has.dtype) != has).any() for wrote, has in chunks]).any()
 
 
 def _differs(table: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -202,7 +213,7 @@ def _differs(table: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return (most[0] != ~most[1]).any(0)
 
 
-def _refuse(parts: Mapping[str, int], late: torch.Tensor, unlike: torch.Tensor) -> None:
+def _refuse(parts: Mapping[str, int], *, late: torch.Tensor, unlike: torch.Tensor) -> None:
     names = list(parts)
     for found, what, expected, do in (
         (

@@ -29,7 +29,9 @@ from moe_rl.errors import WeightSyncError, describe
 from moe_rl.weights.stream import Round
 
 _CHUNK = 1 << 18
-"""Elements that are mixed at a time: what they take beside the tensor is at most 3 MiB."""
+"""Elements that are mixed at a time: what they take beside the tensor is at most 6 MiB."""
+_SMALL = 1 << 16
+"""Elements of a part that is put beside others."""
 _A, _B = 0x5BD1E994, 0x27D4EB2F
 """Of the polynomial: an even and an odd number below 2**31, with no pattern in their bits."""
 _BITS = {2: torch.int16, 4: torch.int32}
@@ -49,33 +51,63 @@ class Content:
 
 
 class Count:
-    """Adds up what is given to it, on the device where it lies."""
+    """Adds up what is given to it, on the device where it lies. Small parts are put side by side and mixed together,
+    since each call of torch costs as much as thousands of elements."""
 
     def __init__(self, parts: Mapping[str, int], device: torch.device):
         self.parts = parts
         self._sums = torch.zeros(len(parts), dtype=torch.int64, device=device)
         self._elements = [0] * len(parts)
+        self._words = torch.empty(_CHUNK, dtype=torch.int32, device=device)
+        self._waiting: list[tuple[int, int]] = []  # part, and where its elements end
 
     def add(self, part: str, values: Tensor, dtype: torch.dtype) -> None:
-        """Elements of a part, cast to `dtype`, bfloat16 or float32. Does not wait for the device."""
-        at = self.parts[part]
-        self._elements[at] += values.numel()
-        for piece in values.detach().reshape(-1).split(_CHUNK):
-            self._sums[at] += mixed(piece.to(dtype))
+        """Elements of a part, cast to `dtype`, bfloat16 or float32. None of `values` is kept."""
+        at, count = self.parts[part], values.numel()
+        self._elements[at] += count
+        if count > _SMALL:
+            for piece in values.reshape(-1).split(_CHUNK):
+                self._sums[at] += mixed(piece.to(dtype))
+            return
+        if self._filled + count > _CHUNK:
+            self._mix()
+        start, end = self._filled, self._filled + count
+        self._words[start:end].view(values.shape).copy_(_bits(values.to(dtype)))
+        self._waiting.append((at, end))
 
     def content(self) -> Content:
         """What was added so far."""
+        self._mix()
         elements = torch.tensor(self._elements, dtype=torch.int64, device=self._sums.device)
         return Content(self.parts, torch.stack((self._sums, elements)))
+
+    @property
+    def _filled(self) -> int:
+        return self._waiting[-1][1] if self._waiting else 0
+
+    def _mix(self) -> None:
+        if self._filled:
+            parts, ends = torch.tensor(self._waiting, device=self._sums.device).T
+            running = _terms(self._words[: self._filled]).cumsum(0, dtype=torch.int64)
+            running = torch.cat((running.new_zeros(1), running))[torch.cat((ends.new_zeros(1), ends))]
+            self._sums.index_add_(0, parts, running.diff())
+        self._waiting = []
 
 
 def mixed(values: Tensor) -> Tensor:
     """The sum above, int64, over values [N] of 2 or 4 bytes."""
-    words = values.view(_BITS[values.itemsize]).to(torch.int32)
+    return _terms(_bits(values).to(torch.int32)).sum(dtype=torch.int64)
+
+
+def _terms(words: Tensor) -> Tensor:
     terms = words * _A
     terms += _B
     terms *= words
-    return terms.sum(dtype=torch.int64)
+    return terms
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.view(_BITS[values.itemsize])
 
 
 def parts_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:

@@ -184,5 +184,5 @@ def test_weights_that_the_optimizer_wrote_and_the_model_did_not_get_are_named(be
         WeightSyncError, match=r"other weights than its optimizer wrote: got 1 parts: layer 1, mlp\.gate"
     ):
         run.sender.send(run.taker, 2)
-    monkeypatch.setattr("moe_rl.megatron.live_weights._refuse", lambda *_: None)
+    monkeypatch.setattr("moe_rl.megatron.live_weights._refuse", lambda *_, **__: None)
     run.sender.send(run.taker, 2)  # the witness: what the sampler got is what the trainer computes with

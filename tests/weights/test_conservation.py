@@ -49,13 +49,21 @@ def test_every_bfloat16_has_a_term_of_its_own():
     assert len(terms) == 2**16
 
 
-def test_long_tensors_are_taken_in_pieces_and_cast_first(monkeypatch):
-    values = torch.randn(7, 11, generator=torch.Generator().manual_seed(1))
-    whole = mixed(values.bfloat16().flatten())
-    monkeypatch.setattr(conservation, "_CHUNK", 5)
-    count = Count({"a": 0, "b": 1}, torch.device("cpu"))
-    count.add("b", values.T, torch.bfloat16)
-    assert count.content().table.tolist() == [[0, int(whole)], [0, 77]]
+@pytest.mark.parametrize("small, chunk", [(0, 5), (200, 200), (200, 1 << 18), (20, 100)])
+def test_it_makes_no_difference_how_elements_are_put_together(small, chunk, monkeypatch):
+    monkeypatch.setattr(conservation, "_CHUNK", chunk)
+    monkeypatch.setattr(conservation, "_SMALL", small)
+    generator = torch.Generator().manual_seed(1)
+    parts = {f"p{number}": number for number in range(9)}
+    given = [(f"p{number % 8}", torch.randn(number % 5 * 3, 11, generator=generator)) for number in range(40)]
+    count, sums, elements = Count(parts, torch.device("cpu")), [0] * 9, [0] * 9
+    for part, values in given:
+        dtype = (torch.bfloat16, torch.float32)[parts[part] % 2]
+        count.add(part, values.T, dtype)
+        sums[parts[part]] += int(mixed(values.flatten().to(dtype)))
+        elements[parts[part]] += values.numel()
+    assert count.content().table.tolist() == [sums, elements] == count.content().table.tolist()
+    assert elements[8] == 0 and sum(map(bool, sums)) > 5
 
 
 def test_what_experts_share_is_told_apart():
@@ -64,16 +72,13 @@ def test_what_experts_share_is_told_apart():
               "model.layers.1.mlp.experts.1.gate_proj.weight": (2, 2)}  # fmt: skip
     parts = parts_of(shapes)
     experts = "model.layers.2.mlp.experts."
-    assert (
-        list(parts)
-        == [
-            "model.norm.weight",
-            *(f"{experts}{e}.{one}_proj.weight" for e in (0, 1) for one in ("gate", "up")),
-            *(f"{experts}{e}.{one}_proj.bias" for e in (0, 1) for one in ("gate", "up")),
-            *(f"{experts}{e}.down_proj.weight" for e in (0, 1)),
-            f"{experts}1.gate_proj.weight",
-        ][:-1]
-    )
+    assert list(parts) == [
+        "model.norm.weight",
+        *(f"{experts}{e}.{one}_proj.weight" for e in (0, 1) for one in ("gate", "up")),
+        *(f"{experts}{e}.{one}_proj.bias" for e in (0, 1) for one in ("gate", "up")),
+        *(f"{experts}{e}.down_proj.weight" for e in (0, 1)),
+        "model.layers.1.mlp.experts.1.gate_proj.weight",
+    ]
     tensor = torch.arange(24).view(2, 3, 4)
     pieces = dict(cut("model.layers.2.mlp.experts.gate_up_proj", tensor))
     assert pieces[f"{experts}1.up_proj.weight"].tolist() == [[13, 15], [17, 19], [21, 23]]
