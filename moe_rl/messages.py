@@ -14,6 +14,9 @@ import msgspec
 
 from moe_rl.errors import describe
 
+# What a reward function may ask for, by name: the fields of tasks.verifiers.RewardItem.
+REWARD_ARGUMENTS = ("prompt", "completion", "answer", "finish_reason", "stop_token_id")
+
 _HEADER_BYTES = 8
 _LONGEST_FRAME = 1 << 30
 

@@ -22,9 +22,9 @@ from moe_rl.config.load import find_file, load_config
 from moe_rl.config.schema import Config
 from moe_rl.doctor.diagnosis import installation_problems
 from moe_rl.errors import (
-    CheckpointError,
     CollapseError,
     ConfigError,
+    DataError,
     MoeRLError,
     SamplerGone,
     Stopped,
@@ -38,7 +38,11 @@ from moe_rl.planning.fit import disk_problems, memory_problems, transfer_problem
 from moe_rl.planning.peaks import limit_problem, peaks
 from moe_rl.planning.peaks import render as render_peaks
 from moe_rl.planning.plan_table import render
+from moe_rl.report.lines import read_run
 from moe_rl.rollout.attach import attach_problems
+from moe_rl.tasks import prompt_ledger
+from moe_rl.tasks.prompt_ledger import PromptLedger
+from moe_rl.tasks.prompts import TextCodec, load_prompts
 from moe_rl.train import run_folder
 from moe_rl.train.peers import STOPPED
 from moe_rl.train.run_folder import RunFolder
@@ -109,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
         config, folder, world_size = _configure(options)
         if options.plan:
             return _plan(config, world_size, options.trace, options.json)
-        found = _problems(config, folder, world_size, ask_servers=rank == 0)
+        found = _problems(config, folder, world_size, first=rank == 0)
         _refuse(found + _checkpoint_problems(folder, options.step))
     except MoeRLError as error:
         # Every rank of a node comes to the same finding; one of them tells it.
@@ -236,24 +240,48 @@ def _model_to_plan(config: Config, world_size: int) -> tuple[ModelFacts | None, 
         return None, found, []  # said among the problems
 
 
-def _problems(config: Config, folder: RunFolder | None, world_size: int, *, ask_servers: bool) -> list[str]:
-    """Everything that speaks against starting here."""
+def _problems(config: Config, folder: RunFolder | None, world_size: int, *, first: bool) -> list[str]:
+    """Everything that speaks against starting here. first: this is rank 0, which reads what only it will use."""
     facts, found, absent = _model_to_plan(config, world_size)
     found += [*node_problems(os.environ), *start_problems(config)]
     if facts is not None:
         plan = make_plan(config, facts, world_size)
         found += [*memory_problems(plan), *transfer_problems(plan), *disk_problems(config, plan)]
-        if config.rollout.servers and ask_servers and not absent + found:
+        if first and not absent + found:
+            found += _data_problems(config, facts)
+        if config.rollout.servers and first and not absent + found:
             found += attach_problems(config, facts, folder.path.parent if folder else config.run.runs_dir)
     return absent + found
 
 
-def _checkpoint_problems(folder: RunFolder | None, step: int | None) -> list[str]:
-    """What --resume wants to go on from is not there."""
+def _data_problems(config: Config, facts: ModelFacts) -> list[str]:
+    """What is wrong with the lines of the prompt files, and with the tokenizer."""
+    tokenizer, limit, found = config.model.path / "tokenizer.json", config.rollout.max_prompt_tokens, []
+    for key, path in (("train", config.task.train), ("heldout", config.task.heldout)):
+        try:
+            load_prompts(path, tokenizer, max_prompt_tokens=limit)
+        except DataError as error:
+            found.append(f"task.{key}: {error}")
     try:
-        if folder is not None and step != 0:
+        TextCodec(tokenizer, facts.eos_token_ids)
+    except DataError as error:
+        found.append(f"model.path: {error}")
+    return found
+
+
+def _checkpoint_problems(folder: RunFolder | None, step: int | None) -> list[str]:
+    """What --resume wants to go on from is not there, or the lines that it goes on with are damaged."""
+    if folder is None:
+        return []
+    try:
+        if step is None:
+            checkpoints.find(folder.checkpoints)
+            step, _ = checkpoints.complete(folder.checkpoints)[-1]
+        elif step:
             checkpoints.find(folder.checkpoints, step)
-    except CheckpointError as error:
+        read_run(folder.path)
+        PromptLedger(folder.path / prompt_ledger.FILE).check(step)
+    except MoeRLError as error:
         return [str(error)]
     return []
 

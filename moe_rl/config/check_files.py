@@ -14,6 +14,7 @@ from pathlib import Path
 from moe_rl.config.load import find_file
 from moe_rl.config.schema import Config
 from moe_rl.errors import ConfigError, describe
+from moe_rl.messages import REWARD_ARGUMENTS
 from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import (
     checkpoint_tensors,
@@ -134,7 +135,7 @@ def prompt_problems(config: Config) -> Iterator[str]:
 
 def _reward_problems(config: Config) -> Iterator[str]:
     for name, reward in config.task.rewards.items():
-        if reason := dotted_path_problem(reward.function):
+        if reason := dotted_path_problem(reward.function) or signature_problem(reward.function):
             yield describe(f"task.rewards.{name}.function: {reason}", got=reward.function)
 
 
@@ -165,11 +166,29 @@ def count_prompts(path: Path) -> int | None:
 
 def dotted_path_problem(dotted: str) -> str | None:
     """Why `package.module.function` names nothing, or None. Looks the module up and reads it; imports nothing."""
+    reason, module = _read_module(dotted)
+    names = None if module is None else _top_level_names(module)
+    _, _, name = dotted.rpartition(".")
+    if names is None or name in names:
+        return reason
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f", did you mean {close[0]}?" if close else ""
+    return f"module {dotted.removesuffix(f'.{name}')} has no {name}{hint}"
+
+
+def signature_problem(dotted: str) -> str | None:
+    """Why what is written out there is no reward function, or None; it may be made in another way."""
+    _, module = _read_module(dotted)
+    return None if module is None else _signature_problem(module, dotted.rpartition(".")[2])
+
+
+def _read_module(dotted: str) -> tuple[str | None, ast.Module | None]:
+    """Why there is no such module, and its source; None where there is none that could be read."""
     parts = dotted.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-        return "not a dotted path such as package.module.function"
+        return "not a dotted path such as package.module.function", None
     if parts[0] == "__main__":
-        return "__main__ is the command that runs, and not what a verifier process would import"
+        return "__main__ is the command that runs, and not what a verifier process would import", None
     spec = None
     for depth, name in enumerate(parts[:-1], start=1):
         module = ".".join(parts[:depth])
@@ -180,19 +199,35 @@ def dotted_path_problem(dotted: str) -> str | None:
             places = spec.submodule_search_locations
             spec = None if places is None else importlib.machinery.PathFinder.find_spec(module, list(places))
         if spec is None:
-            return f"there is no module {module}"
+            return f"there is no module {module}", None
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        return None
+        return None, None
     try:
         with open(spec.origin, "rb") as stream:
-            names = _top_level_names(ast.parse(stream.read()))
+            return None, ast.parse(stream.read())
     except (OSError, SyntaxError, ValueError) as error:
-        return f"module {'.'.join(parts[:-1])} cannot be read: {error}"
-    if names is None or parts[-1] in names:
+        return f"module {'.'.join(parts[:-1])} cannot be read: {error}", None
+
+
+def _signature_problem(module: ast.Module, name: str) -> str | None:
+    """Why a function that is written out in its module is no reward function, or None; `name` may be another thing."""
+    bound = [node for node in module.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
+    found = [node for node in bound if node.name == name]
+    if len(found) != 1 or isinstance(found[0], ast.ClassDef) or found[0].decorator_list:
         return None
-    close = difflib.get_close_matches(parts[-1], names, n=1)
-    hint = f", did you mean {close[0]}?" if close else ""
-    return f"module {'.'.join(parts[:-1])} has no {parts[-1]}{hint}"
+    if isinstance(found[0], ast.AsyncFunctionDef):
+        return f"{name} is a coroutine function. Make it a plain function"
+    takes = found[0].args
+    by_place = [*takes.posonlyargs, *takes.args]
+    needed = by_place[: len(by_place) - len(takes.defaults)]
+    needed += [one for one, default in zip(takes.kwonlyargs, takes.kw_defaults, strict=True) if default is None]
+    for parameter in needed:
+        if parameter in takes.posonlyargs or parameter.arg not in REWARD_ARGUMENTS:
+            return (
+                f"{name} has the parameter {parameter.arg!r}: expected only {', '.join(REWARD_ARGUMENTS)}, given by "
+                "name. Rename it or give it a default"
+            )
+    return None
 
 
 def _top_level_names(module: ast.Module) -> set[str] | None:

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from moe_rl.config.section import BelowOne, Count, Fraction, Positive, Seconds, Section, Share, Whole
+from moe_rl.config.section import BelowOne, Count, Few, Fraction, Location, Number, Seconds, Section, Share, Whole
 from moe_rl.errors import describe
 
 
 class RolloutConfig(Section):
     """How completions are sampled, and by what."""
 
-    prompts_per_step: Count
+    prompts_per_step: Few
     """Prompts sampled from in one step."""
-    group_size: Annotated[int, Field(ge=2)]
+    group_size: Annotated[int, Field(ge=2, le=2**16)]
     """Completions sampled from each prompt."""
-    dynamic_sampling_rounds: Count = 1
+    dynamic_sampling_rounds: Few = 1
     """DAPO's dynamic sampling: as long as fewer than prompts_per_step groups have rewards that differ, as many further
     prompts are sampled from, in so many rounds at most. Trained on are the first prompts_per_step such groups. 1: off,
     all groups are trained on."""
@@ -51,12 +50,12 @@ class RolloutConfig(Section):
     """How new weights reach the sampler. shared_memory: of one host. cuda_ipc: of GPUs that trainer and sampler share.
     broadcast: over NCCL, or gloo without GPUs, as vLLM does it. disk: a folder that both see, the run's. auto: the one
     that --plan shows."""
-    weight_bucket_mib: Positive = 256.0
+    weight_bucket_mib: Annotated[float, Field(gt=0.0, le=2**20)] = 256.0
     """Weights that a rank holds on their way to the sampler at a time, or one tensor that is larger."""
-    sleep_level: Literal[0, 1, 2] = 0
+    sleep_level: Annotated[Literal[0, 1, 2], Number] = 0
     """What a sampler on the trainer's GPUs gives back while the trainer works. 0: nothing. 1: the KV cache; weights go
     to the host. 2: both; the weights come back with the next update. Does nothing on a CPU."""
-    max_concurrent: Count = 256
+    max_concurrent: Few = 256
     """Sequences the engine decodes at once."""
     kv_cache_mib: Count = 512
     """Memory for the engine's KV cache, on each of its GPUs."""
@@ -71,7 +70,7 @@ class RolloutConfig(Section):
     """URLs, http://host:port, of the vLLM servers (moe-rl serve --config) that sample in place of an engine that
     rank 0 starts; each a replica of the weights, of this run alone. They write below run.runs_dir, which they and all
     ranks see. Each decodes max_concurrent sequences at once."""
-    token_file: Path | None = None
+    token_file: Location | None = None
     """File of mode 600 with the secret that the servers want of everyone; serve_vllm.py makes it."""
     max_lost_servers: Whole = 0
     """Servers that may die, hang or lose their weights before the run ends; the others sample what these had not given
@@ -184,7 +183,7 @@ class ReplayConfig(Section):
     """Whether what each rank sends to which expert is computed from the routes once a step, so that no MoE layer asks
     the other ranks for counts or waits for them. The results are the same bit for bit. null: yes where routes are
     replayed (mode r3 and r2)."""
-    overlap_chunks: Whole = 0
+    overlap_chunks: Annotated[int, Field(ge=0, le=2**10)] = 0
     """With plans, the rows of an MoE layer leave for the ranks of `parallel.expert` before its router has run, and the
     layer computes while they travel, forward and backward. 1: all at once, the router and shared experts under way; the
     results are the same bit for bit. More: in so many chunks, one in the experts while another travels; the gradients

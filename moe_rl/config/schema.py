@@ -14,7 +14,19 @@ from pydantic import Field
 
 from moe_rl.config.objective import AnyObjective, GspoConfig
 from moe_rl.config.sampling_keys import ReplayConfig, RolloutConfig
-from moe_rl.config.section import Count, Fraction, NotNegative, Positive, Reward, Seconds, Section, Share, Whole
+from moe_rl.config.section import (
+    Count,
+    Few,
+    Fraction,
+    Location,
+    NotNegative,
+    Positive,
+    Reward,
+    Seconds,
+    Section,
+    Share,
+    Whole,
+)
 from moe_rl.config.training import ParallelConfig, PlacementConfig, TrainConfig
 from moe_rl.errors import describe
 from moe_rl.types import LARGEST_REWARD
@@ -23,26 +35,26 @@ from moe_rl.types import LARGEST_REWARD
 class RunConfig(Section):
     """Names a run and says how long it is."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    """Names the run folder, `runs_dir/name-<time>`: letters, digits, dots, dashes and underscores."""
-    runs_dir: Path = Path("runs")
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+    """Names the run folder, `runs_dir/name-<time>`: letters, digits, dots, dashes and underscores, at most 100."""
+    runs_dir: Location = Path("runs")
     """Folder that holds the run folders, relative to the working directory."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1
     """Every random choice of a run derives from it: prompt order, sampling seeds, model RNG. vLLM and NumPy take no
     larger one."""
     steps: Count
     """Rollout batches to sample and learn from."""
-    peer_timeout_seconds: Seconds = 30.0
-    """A rank or a sampler that gives no sign of life for so long ends the run."""
+    peer_timeout_seconds: Annotated[float, Field(ge=1.0, le=2e6)] = 30.0
+    """A rank or a sampler that gives no sign of life for so long ends the run. Ranks give two a second."""
 
 
 class ModelConfig(Section):
     """The policy."""
 
-    path: Path
+    path: Location
     """Folder of a Hugging Face checkpoint: config.json, safetensors, tokenizer.json. For families see
     docs/models.md."""
-    published: Path | None = None
+    published: Location | None = None
     """The figures of the published config.json, as configs/models has them. Where `path` is not on this machine, --plan
     takes the model from here; where it is, it must be this model."""
 
@@ -69,9 +81,9 @@ class OverlongConfig(Section):
 class TaskConfig(Section):
     """What is learned: prompts, and what an answer is worth."""
 
-    train: Path
+    train: Location
     """JSONL of prompts to learn from: id, prompt, answer, level."""
-    heldout: Path
+    heldout: Location
     """JSONL of prompts never trained on."""
     train_prompts: Count | None = None
     """Prompts that `train` must have; --plan counts with it where the file is not here. null: any number."""
@@ -81,7 +93,7 @@ class TaskConfig(Section):
     """The reward function whose value 1 means that a completion passes."""
     verifier_timeout_seconds: Seconds = 5.0
     """A verification that takes longer is killed and counts as failed."""
-    verifier_workers: Count = 1
+    verifier_workers: Few = 1
     """Verifier processes."""
     max_failed_fraction: Fraction = 0.1
     """The run ends when more of a step's verifications fail than this."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from moe_rl.config.section import BelowOne, Count, NotNegative, Positive, Section, Share, Whole
+from moe_rl.config.section import BelowOne, Count, NotNegative, Number, Positive, Section, Share, Whole
 from moe_rl.errors import describe
 
 
@@ -15,7 +15,7 @@ class ParallelConfig(Section):
     """Within a pipeline stage ranks are laid out twice: `tensor` x `context` x data for everything but the experts, and
     for these `expert_tensor` x `expert` x copies. Either product, times `pipeline`, is the world size."""
 
-    tensor: Literal[1, 2, 4, 8] = 1
+    tensor: Annotated[Literal[1, 2, 4, 8], Number] = 1
     """Ranks that share every dense matrix, and between the matrices the tokens of a microbatch (sequence parallelism).
     Each sees 1/tensor of the tokens at its routers."""
     context: Count = 1

@@ -19,6 +19,8 @@ from moe_rl.disk import sync, write_all, write_whole, writing
 from moe_rl.errors import DataError, describe
 from moe_rl.tasks.prompts import PromptSource
 
+FILE = "prompts.jsonl"
+
 
 @dataclass(frozen=True, slots=True)
 class StepPrompts:
@@ -98,6 +100,21 @@ class PromptLedger:
             return entry if entry.step == step else None
         return None
 
+    def check(self, steps: int) -> None:
+        """Raises DataError, naming the line, unless the lines of the first so many steps are there and whole."""
+        lines, tail = self._read()
+        if len(lines) < steps:
+            raise DataError(
+                describe(
+                    "the prompt ledger has lost lines",
+                    where=str(self.path),
+                    got=f"{len(lines)} whole lines" + (" and a torn one" if tail else ""),
+                    expected=f"the {steps} steps before the checkpoint",
+                )
+            )
+        for _ in self._entries(lines[:steps]):
+            pass
+
     def digest(self, steps: int) -> str:
         """xxh3-128, hex, of the lines of the first so many steps: what a checkpoint after them was preceded by."""
         return xxhash.xxh3_128_hexdigest(b"\n".join(self._read()[0][:steps]))
@@ -109,17 +126,9 @@ class PromptLedger:
         """
         if step < 0:
             raise ValueError(describe("a ledger is rewound to a step", got=step, expected="0 or more"))
+        self.check(step)
         lines, tail = self._read()
-        if len(lines) < step:
-            raise DataError(
-                describe(
-                    "the prompt ledger has lost lines",
-                    where=str(self.path),
-                    got=f"{len(lines)} whole lines" + (" and a torn one" if tail else ""),
-                    expected=f"the {step} steps before the checkpoint",
-                )
-            )
-        kept = [entry.line() for entry in self._entries(lines[:step])]
+        kept = lines[:step]
         dropped = len(lines) - step + bool(tail)
         if dropped:
             write_whole(self.path, b"".join(line + b"\n" for line in kept), "the prompt ledger")

@@ -4,8 +4,8 @@ Started as `python -m moe_rl.tasks.verifier_worker SOCKET_FD PARENT_PID`, in a s
 a time and never ahead, so that while a function runs, this process holds no more of the task than the function was
 given.
 
-A reward function is a plain callable. It names any of `ARGUMENTS` as parameters and is given those and nothing else; a
-parameter of another name must have a default.
+A reward function is a plain callable. It names any of `REWARD_ARGUMENTS` as parameters and is given those and nothing
+else; a parameter of another name must have a default.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ from collections.abc import Callable
 
 from msgspec.msgpack import Decoder
 
-from moe_rl.messages import Channel, Message, decoder
-
-ARGUMENTS = ("prompt", "completion", "answer", "finish_reason", "stop_token_id")
-"""Fields of `verifiers.RewardItem`."""
+from moe_rl.messages import REWARD_ARGUMENTS, Channel, Message, decoder
 
 _PR_SET_PDEATHSIG = 1
 _MAX_FILE_BYTES = 64 << 20
@@ -142,7 +139,7 @@ def _load(channel: Channel, functions: dict[str, str]) -> tuple[dict[str, Callab
 
 
 def _resolve(path: str) -> tuple[Callable[..., object], list[str]]:
-    """Import a reward function; return it with the subset of `ARGUMENTS` that it names.
+    """Import a reward function; return it with the subset of `REWARD_ARGUMENTS` that it names.
 
     Raises ValueError with a sentence for the user, or whatever importing the module raises.
     """
@@ -158,12 +155,12 @@ def _resolve(path: str) -> tuple[Callable[..., object], list[str]]:
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        if parameter.name in ARGUMENTS and parameter.kind is not parameter.POSITIONAL_ONLY:
+        if parameter.name in REWARD_ARGUMENTS and parameter.kind is not parameter.POSITIONAL_ONLY:
             wanted.append(parameter.name)
         elif parameter.default is parameter.empty:
             raise ValueError(
-                f"{path} has the parameter {parameter.name!r}: expected only {', '.join(ARGUMENTS)}, given by name. "
-                "Rename it or give it a default"
+                f"{path} has the parameter {parameter.name!r}: expected only {', '.join(REWARD_ARGUMENTS)}, given by "
+                "name. Rename it or give it a default"
             )
     return function, wanted
 

@@ -29,10 +29,9 @@ import moe_rl
 from moe_rl.config.check_files import dotted_path_problem
 from moe_rl.config.schema import RewardConfig
 from moe_rl.errors import ConfigError, RewardError, describe
-from moe_rl.messages import Channel, Message
+from moe_rl.messages import REWARD_ARGUMENTS, Channel, Message
 from moe_rl.tasks.verifier_worker import (
     ANSWERS,
-    ARGUMENTS,
     Answer,
     Begun,
     Call,
@@ -243,7 +242,7 @@ class _Place:
                 return answer.problems
             if not isinstance(answer, Loaded) or list(answer.arguments) != list(self._weights):
                 raise ValueError(f"{type(answer).__name__}, out of turn")
-            if not all(set(names) <= set(ARGUMENTS) for names in answer.arguments.values()):
+            if not all(set(names) <= set(REWARD_ARGUMENTS) for names in answer.arguments.values()):
                 raise ValueError(f"arguments that there are not: {answer.arguments}")
             self._arguments.update(answer.arguments)
             return {}

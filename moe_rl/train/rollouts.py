@@ -17,6 +17,7 @@ from moe_rl.objectives.advantages import has_spread, overlong_penalty
 from moe_rl.rollout.engine import VllmEngine
 from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.sampler import Sampler
+from moe_rl.tasks import prompt_ledger
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.tasks.prompts import PromptSource, TextCodec, load_prompts
 from moe_rl.tasks.verifiers import RewardItem, VerifierPool, check_failed_fraction
@@ -109,7 +110,7 @@ class Rollouts:
         self.stop_tokens = facts.eos_token_ids
         self.codec = TextCodec(tokenizer, facts.eos_token_ids)
         self.source = PromptSource(load_prompts(config.task.train, tokenizer, max_prompt_tokens=limit), config.run.seed)
-        self.ledger = PromptLedger(run_dir / "prompts.jsonl")
+        self.ledger = PromptLedger(run_dir / prompt_ledger.FILE)
         heldout = load_prompts(config.task.heldout, tokenizer, max_prompt_tokens=limit)
         chosen = np.random.default_rng(config.run.seed).permutation(len(heldout))[: config.eval.prompts]
         self.heldout = [heldout[i] for i in chosen]

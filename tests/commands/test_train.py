@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.trace import ShardWriter, TraceSpec
 from moe_rl.types import Provenance, Span
 
@@ -64,6 +65,24 @@ def test_one_message_and_nothing_started(arguments, words):
     assert "NOT IMPORTED" in result.stdout
     # the other ranks find the same and leave the telling to the first
     assert launch(*arguments, rank=1).stderr == ""
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ('{"id": "a", "prompt": "1+1=", "answer": 2, "level": "1"}', "answer is not a string: got int"),
+        ('{"id": "a", "prompt": "1+1=", "level": "1"}', "lacks answer"),
+        ('{"id": "a", "prompt": "' + "1+" * 99 + '", "answer": "2", "level": "1"}', "rollout.max_prompt_tokens"),
+        ("{", "not JSON"),
+    ],
+)
+def test_what_is_wrong_in_a_prompt_file_is_told_before_anything_starts(tmp_path, line, words):
+    """By rank 0 alone, which will use them. The file has enough lines, so nothing else is wrong with it."""
+    good = (ROOT / "assets/tiny_moe/task/train.jsonl").read_text().splitlines()
+    (tmp_path / "train.jsonl").write_text("\n".join([*good, line]) + "\n")
+    result = launch("--config", CONFIG, f"task.train={tmp_path / 'train.jsonl'}")
+    assert result.returncode == 2 and "nothing was started" in result.stderr and "NOT IMPORTED" in result.stdout
+    assert f"task.train: {tmp_path / 'train.jsonl'}:{len(good) + 1}: " in result.stderr and words in result.stderr
 
 
 def test_a_dense_model_is_refused(tmp_path):
@@ -140,6 +159,27 @@ def test_plan_prints_numbers_and_problems_without_torch(tmp_path):
     broken = launch("--config", CONFIG, "--plan", "train.microbatch_tokens=8", "parallel.expert=3", ranks=0)
     assert broken.returncode == 2
     assert "train.microbatch_tokens" in broken.stdout and "parallel.expert" in broken.stdout
+
+
+def test_lines_that_a_run_cannot_go_on_with_are_told_before_anything_starts(tmp_path):
+    (tmp_path / "config.yaml").write_text((ROOT / CONFIG).read_text())
+    (tmp_path / "checkpoints/step-000002").mkdir(parents=True)
+    ledger, metrics = PromptLedger(tmp_path / "prompts.jsonl"), tmp_path / "metrics.jsonl"
+    ledger.record(0, 0, ["a"], "digest")
+    lost = launch("--resume", tmp_path)
+    assert "the prompt ledger has lost lines" in lost.stderr and "expected the 2 steps" in lost.stderr
+    ledger.record(1, 1, ["b"], "digest")
+    whole = ledger.path.read_bytes()
+    ledger.path.write_bytes(whole.replace(b'"a"', b'"c"'))
+    changed = launch("--resume", tmp_path)
+    assert f"{ledger.path}:1: damaged line" in changed.stderr
+    ledger.path.write_bytes(whole)
+    metrics.write_text('{"step": 1, "kind": "train"}\n{"step": 2, "ki\n{"step": 3, "kind": "train"}\n')
+    damaged = launch("--resume", tmp_path)
+    assert f"the metrics log is damaged ({metrics}:2)" in damaged.stderr
+    for refused in (lost, changed, damaged):
+        assert refused.returncode == 2 and "1 problem; nothing was started" in refused.stderr
+        assert "NOT IMPORTED" in refused.stdout
 
 
 def test_a_run_is_resumed_with_other_ranks_and_nothing_else(tmp_path):

@@ -107,7 +107,7 @@ task:
   train: {root}/train.jsonl
   heldout: {root}/heldout.jsonl
   rewards:
-    exact: {{function: moe_rl.errors.describe}}
+    exact: {{function: moe_rl.tasks.rewards.exact_match}}
   pass_reward: exact
 rollout:
   prompts_per_step: 4

@@ -86,6 +86,16 @@ def test_a_good_config_has_no_problems(found):
         (["objective.name=grpo", "objective.clip_low=0.2"], ["objective.clip_high"]),
         (["train.optimizer.betas=[0.9, 1.0]"], ["train.optimizer.betas", "less than 1"]),
         (["train.optimizer.warmup_steps=13"], ["warmup_steps", "= 12"]),
+        (["run.peer_timeout_seconds=1e-300"], ["run.peer_timeout_seconds", "equal to 1"]),
+        (["checkpoint.grace_seconds=1e-300"], ["checkpoint.grace_seconds", "0.01"]),
+        (["rollout.group_size=18446744073709551616"], ["rollout.group_size", "65536"]),
+        (["task.verifier_workers=2147483647"], ["task.verifier_workers", "65536"]),
+        (["parallel.tensor=true"], ["parallel.tensor", "got true", "a number"]),
+        (["rollout.sleep_level=false"], ["rollout.sleep_level", "got false", "a number"]),
+        (['model.path="\\0"'], ["model.path", "without zero bytes"]),
+        ([f"task.train={'a' * 256}"], ["task.train", "at most 255 bytes"]),
+        ([f"run.runs_dir={'a/' * 2001}"], ["run.runs_dir", "a path"]),
+        ([f"run.name={'a' * 101}"], ["run.name", "at most 100"]),
         (["run.seed=-5"], ["run.seed", "got -5", "greater than or equal to 0"]),
         (["run.seed=4294967296"], ["run.seed", "less than 4294967296"]),
         (["run.steps=9223372036854775808"], ["run.steps", "less than or equal to 2147483647"]),
@@ -411,6 +421,29 @@ def test_a_runs_dir_without_permission(found, monkeypatch, tmp_path):
     monkeypatch.setattr(os, "access", lambda path, mode: asked.append((Path(path), mode)))
     (message,) = found()
     assert "no permission" in message and asked == [(tmp_path, os.W_OK | os.X_OK)]
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("def f(completion, answer): ...", None),
+        ("def f(completion, *, prompt, times=3, **rest): ...", None),
+        ("def f(): ...", None),
+        ("def f(*args): ...", None),
+        ("def f(text): ...", "parameter 'text': expected only prompt, completion"),
+        ("def f(completion, *, strict): ...", "parameter 'strict'"),
+        ("def f(completion, /): ...", "parameter 'completion'"),
+        ("async def f(completion): ...", "coroutine"),
+        ("class f: ...", None),  # may be called, and may be not: that shows when it is imported
+        ("import functools\n@functools.cache\ndef f(x): ...", None),
+        ("def g(x): ...\nf = g", None),
+    ],
+)
+def test_a_reward_function_that_asks_for_what_it_cannot_have(found, tmp_path, monkeypatch, source, reason):
+    (tmp_path / "mine.py").write_text(source + "\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    messages = found("task.rewards.exact.function=mine.f")
+    assert len(messages) == (reason is not None) and all(reason in message for message in messages)
 
 
 def test_all_problems_at_once(found):

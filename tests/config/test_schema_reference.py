@@ -40,6 +40,6 @@ def test_bounds_defaults_and_choices_are_said():
         "| `published` | path, or null | `null` |",
         "| `clip_high` | number above 0.0 | required; usual: `0.28` |",
         "| `betas` | list of 2: number from 0.0 below 1.0 | `[0.9, 0.95]` |",
-        "| `group_size` | whole number from 2 | required |",
+        "| `group_size` | whole number from 2 to 65536 | required |",
     ):
         assert row in page
