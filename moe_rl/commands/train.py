@@ -144,7 +144,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _told(error: MoeRLError) -> str:
     """The message, and what was noted on its way here: how to go on."""
-    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+    text = str(error)
+    return ("\n" if "\n" in text else "; ").join([text, *getattr(error, "__notes__", ())])
 
 
 def _say(text: str) -> None:

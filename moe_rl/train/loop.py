@@ -36,12 +36,12 @@ def _saying_how_to_go_on(run: Path) -> Iterator[None]:
         yield
     except CollapseError as error:
         _, newest = checkpoints.complete(run / checkpoints.FOLDER)[-1]
-        error.add_note(f"To go back: {checkpoints.to_resume_instead(newest)}")
+        error.add_note(checkpoints.to_resume_instead(newest))
         raise
     except CheckpointError:
         raise  # which says that itself: it may be the newest one that cannot be read
     except BaseException as error:
-        error.add_note(f"To continue it, {checkpoints.to_go_on(run / checkpoints.FOLDER)}")
+        error.add_note(checkpoints.to_go_on(run / checkpoints.FOLDER))
         raise
 
 

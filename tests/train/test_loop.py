@@ -1,13 +1,48 @@
 """A step of the loop by itself; whole runs: tests/end_to_end."""
 
-from contextlib import contextmanager, nullcontext
+import traceback
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
 
+from moe_rl.commands.train import _told
+from moe_rl.errors import CheckpointError, CollapseError, EngineError
 from moe_rl.train import trainer
+from moe_rl.train.loop import _saying_how_to_go_on
 from moe_rl.train.peers import StopRequested
 from moe_rl.train.step_metrics import Clock
+
+
+@pytest.mark.parametrize(
+    "error, saved, told",
+    [
+        (EngineError("planted"), [2, 4], "planted; go on after step 4 with --resume {run}"),
+        (EngineError("planted"), [], "planted; no checkpoint is complete: begin the run again in its folder with "
+                                     "--resume {run} --step 0"),
+        (EngineError("planted\n  | a log"), [2], "planted\n  | a log\ngo on after step 2 with --resume {run}"),
+        # the newest one is of what has collapsed, or cannot be read: that message says what else there is
+        (CollapseError("planted"), [2, 4], "planted; go on from another checkpoint with --resume {run} --step N: there "
+                                           "are those after steps 2"),
+        (CheckpointError("planted"), [2], "planted"),
+    ],
+)  # fmt: skip
+def test_whatever_ends_a_run_says_how_to_go_on(tmp_path, error, saved, told):
+    def end():
+        for step in saved:  # the last one appears while all else ends
+            (tmp_path / f"checkpoints/step-{step:06d}").mkdir(parents=True)
+
+    with pytest.raises(type(error)) as raised, _saying_how_to_go_on(tmp_path), ExitStack() as stack:
+        stack.callback(end)
+        raise error
+    assert _told(raised.value) == told.format(run=tmp_path)
+
+
+def test_an_error_that_nobody_expected_says_it_too(tmp_path):
+    with pytest.raises(KeyError) as raised, _saying_how_to_go_on(tmp_path):
+        raise KeyError("planted")
+    text = "".join(traceback.format_exception(raised.value))
+    assert "planted" in text and text.rstrip().endswith(f"--resume {tmp_path} --step 0")
 
 
 @pytest.mark.parametrize("where", ["nowhere", "collect", "save"])
