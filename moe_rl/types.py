@@ -114,6 +114,20 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """What one sampler said of some runs of tokens.
+
+    logprobs: of each run of n tokens [n - 1] float32, natural log, temperature 1: of every token but the first, given
+    those before it. routes: of each run, where the record of all its tokens but the last lies; empty when none was
+    asked for, or the sampler does not record. by: who it is, for messages.
+    """
+
+    logprobs: list[np.ndarray]
+    routes: list[RouteRef]
+    by: str
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingSupport:
     """The ids that the tokens of one completion could have been, under top-k, top-p and min-p.
 

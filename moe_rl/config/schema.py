@@ -129,10 +129,12 @@ class GuardsConfig(Section):
     """Refuse routes that the trainer's routers agree with less than with those of another token, layer or sequence,
     before the first update under them (replay.mode r3). false: replay routes that other weights or tokens are known to
     have made."""
-    max_canary_difference: Positive = 1.0
+    max_canary_difference: Positive | None = None
     """Limit of sync/canary_abs_diff, in nats: a run whose sampler and trainer differ by more after a sync ends before
-    the next token is sampled. Tiny bfloat16 models stay below 0.3; layers or experts that changed places give 1 to 6,
-    two exchanged experts of one layer too little to be seen (docs/weight_sync.md)."""
+    the next token is sampled. null: 1e-4 where both compute in float32 on the same weights, whose rounding is 1e-6 to
+    1e-5; otherwise 1, as tiny bfloat16 models stay below 0.3, and layers or experts that changed places give 1 to 6.
+    With null a run also ends, below the limit, when the difference is far above what its own last syncs had
+    (docs/weight_sync.md)."""
 
 
 class ClusterConfig(Section):

@@ -204,6 +204,11 @@ ALL = (
         "routing/shadow_mismatch of one MoE layer. The name is the layer's global number.",
         "One layer far above its neighbours: its gate's weights or precision differ between the engines.",
         "when measured", modes=("r3",)),
+    Metric("routing/witnessed_rows", "count", "higher",
+        "Recorded rows of this step whose experts, as read back from the slots, were proven to be the top-k of the "
+        "logits that the routers of the sampler were given.",
+        "0: nobody saw the routers' logits. That is so in a compiled forward pass, with pipeline stages or speculative "
+        "decoding, and under rollout.capture: native. See docs/recording.md."),
     Metric("routing/alignment_power", "fraction", "higher",
         "Fraction of the (token, MoE layer) positions of which this step's alignment test would have told that their "
         "routes are another token's, layer's or sequence's: those in a layer and in a piece of a sequence that show "
@@ -439,9 +444,23 @@ ALL = (
         "Grows while completions do not get longer: shards are padded."),
     # Does the sampler hold the trainer's weights?
     Metric("sync/canary_abs_diff", "nats", "lower",
-        "Mean |logprob difference| of a fixed prompt that both engines score after the sync.",
-        "Jumps and stays high: the sampler holds other weights than the trainer. Above guards.max_canary_difference "
-        "the run ends."),
+        "Mean |logprob difference| of the canary, some 256 fixed tokens that both engines score after the sync, both "
+        "routing natively; of the sampler that is farthest off.",
+        "Jumps and stays high: the sampler holds other weights than the trainer. Above guards.max_canary_difference, "
+        "or far above what the run has shown, the run ends."),
+    Metric("sync/canary_mismatch", "fraction", "lower",
+        "Fraction of the canary's (token, MoE layer) positions where sampler and trainer choose other sets of experts.",
+        "Jumps: routers are not those of the trainer. A layer that agrees better with another one, and two experts "
+        "that take each other's tokens, end the run.",
+        "when measured"),
+    Metric("sync/canary_power", "fraction", "higher",
+        "Fraction of the MoE layers of which the canary would have told that the sampler's routes are of nothing that "
+        "was tried.",
+        "Below 1: the canary is too short, see rollout.max_prompt_tokens, or a router chooses alike for all tokens.",
+        "when measured"),
+    Metric("sync/canary_recorded", "fraction", "higher",
+        "Fraction of the samplers that recorded the routes of the canary.",
+        "Below 1: of the others only the log-probabilities are compared."),
     Metric("sync/bytes", "bytes", "neutral",
         "Bytes of weights sent to the sampler.",
         "Changes between steps: tensors are missing."),

@@ -341,7 +341,7 @@ def _throughput(run: RunLines) -> Panel:
 
 def _canary(run: RunLines) -> Panel:
     name, title = "canary", "Canary after each weight sync"
-    direction = "mean |logprob difference| of a fixed prompt in both engines, nats, lower is better"
+    direction = "mean |logprob difference| of some fixed tokens in both engines, nats, lower is better"
     steps, difference = run.series("sync/canary_abs_diff")
     if not steps:
         return missing(name, title, direction, "No canary was scored.")

@@ -23,11 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-import numpy as np
-
 from moe_rl.errors import EngineError, SamplerGone, WeightSyncError, describe
 from moe_rl.messages import Channel, Message
-from moe_rl.types import Completion, GenerateRequest
+from moe_rl.types import Completion, GenerateRequest, ScoredTokens
 from moe_rl.vllm import wire
 from moe_rl.vllm.process import Scratch, child_environment
 from moe_rl.vllm.wire import EngineSettings
@@ -101,9 +99,14 @@ class VllmEngine:
             return []
         return self._call(wire.Generate(list(requests), shard, enough), wire.Generated).completions
 
-    def score(self, token_ids: Sequence[int]) -> np.ndarray:
-        """Logprob of every token but the first, given those before it: [n - 1] float32, natural log, temperature 1."""
-        return self._call(wire.Score(list(token_ids)), wire.Scored).logprobs
+    def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:
+        """See Sampler.score: one element."""
+        scored = self._call(wire.Score(list(map(list, runs)), shard), wire.Scored)
+        return [ScoredTokens(scored.logprobs, scored.routes, f"the vLLM engine, log {self._settings.log_path}")]
+
+    def counts(self) -> dict[str, int]:
+        """See Sampler.counts."""
+        return self._call(wire.Count(), wire.Counted).counts
 
     def update_weights(self, update: WeightUpdate) -> None:
         """Load one part of new weights; after the final one everything sampled carries its version.

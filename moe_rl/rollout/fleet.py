@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +20,12 @@ from typing import Self
 from urllib.parse import urlsplit
 
 import msgspec
-import numpy as np
 
 from moe_rl.config.schema import Config
 from moe_rl.errors import EngineError, SamplerGone, WeightSyncError, describe
 from moe_rl.rollout.attach import folder_problem, servers_of
 from moe_rl.rollout.server import VllmServer
-from moe_rl.types import Completion, GenerateRequest
+from moe_rl.types import Completion, GenerateRequest, ScoredTokens
 from moe_rl.vllm.control import Served
 from moe_rl.weights.broadcast import reached_by_all
 from moe_rl.weights.update import Broadcast, Files, Received, Source, WeightUpdate, refusal
@@ -126,15 +126,24 @@ class ServerFleet:
         """
         return asyncio.run(self._generate(requests, shard, enough, self._confirmed()))
 
-    def score(self, token_ids: Sequence[int]) -> np.ndarray:
-        """As Sampler.score, of every server: [servers, n - 1]."""
+    def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:
+        """See Sampler.score: one element a server, by its number; server n publishes `shard`-server<n>."""
 
-        async def one(number: int) -> np.ndarray:
+        async def one(number: int) -> ScoredTokens:
             await self._check(number, held[number])
-            return await self._servers[number].score(token_ids)
+            own = None if shard is None else f"{shard}-server{number}"
+            return await self._servers[number].score(runs, shard=own)
 
         held = self._confirmed()
-        return np.stack(list(asyncio.run(self._each(dict.fromkeys(self._servers, one))).values()))
+        return list(asyncio.run(self._each(dict.fromkeys(self._servers, one))).values())
+
+    def counts(self) -> dict[str, int]:
+        """See Sampler.counts: of the servers that are not lost, with what they did for others."""
+
+        async def one(number: int) -> Counter[str]:
+            return sum(map(Counter, await self._servers[number].counts()), Counter())
+
+        return dict(sum(asyncio.run(self._each(dict.fromkeys(self._servers, one))).values(), Counter()))
 
     def update_weights(self, update: WeightUpdate) -> None:
         """As Sampler.update_weights, for all servers. Raises WeightSyncError naming the first that refuses; nothing is

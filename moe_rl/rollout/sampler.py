@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
-
-from moe_rl.types import Completion, GenerateRequest
+from moe_rl.types import Completion, GenerateRequest, ScoredTokens
 from moe_rl.weights.update import WeightUpdate
 
 
@@ -40,9 +38,17 @@ class Sampler(Protocol):
         """
         ...
 
-    def score(self, token_ids: Sequence[int]) -> np.ndarray:
-        """Logprob of every token but the first, given those before it: [n - 1] float32, natural log, temperature 1;
-        [servers, n - 1] from several."""
+    def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:
+        """What each of the engines that sample makes of these runs of token ids, each of at least 2, computed anew:
+        nothing comes from a prefix cache.
+
+        shard: trace shard that gets the routes that they took; each engine of several publishes one of its own, named
+        after it. None: none is recorded.
+        """
+        ...
+
+    def counts(self) -> dict[str, int]:
+        """What its recorders counted since they started, summed over the engines, see Recorder; {} without any."""
         ...
 
     def update_weights(self, update: WeightUpdate) -> None:

@@ -23,9 +23,9 @@ import numpy as np
 
 from moe_rl.errors import EngineError, describe
 from moe_rl.rollout.transport import Transport
-from moe_rl.types import Completion, GenerateRequest, RouteRef
+from moe_rl.types import Completion, GenerateRequest, RouteRef, ScoredTokens
 from moe_rl.vllm import sampling
-from moe_rl.vllm.control import GENERATE, Challenge, Open, Publish, Release, Scoring, Served, Sink
+from moe_rl.vllm.control import GENERATE, Challenge, Open, Publish, Release, Scores, Scoring, Served, Sink
 from moe_rl.vllm.recording import RecordingRequest, as_stored
 from moe_rl.vllm.sampling import Growing, VersionSpan
 from moe_rl.weights.update import Holding, WeightUpdate
@@ -62,7 +62,7 @@ _STATS = msgspec.json.Decoder(list[dict[str, int]])
 _REFERENCES = msgspec.json.Decoder(dict[str, RouteRef])
 _NOTHING = msgspec.json.Decoder(None)
 _HOLDING = msgspec.json.Decoder(Holding)
-_LOGPROBS = msgspec.json.Decoder(list[float])
+_SCORES = msgspec.json.Decoder(Scores)
 _TEXT = msgspec.json.Decoder(str)
 
 
@@ -112,7 +112,7 @@ class VllmServer:
 
     def stats(self) -> list[dict[str, int]]:
         """Counts of every worker that records, since its start; see recorder.Recorder."""
-        return asyncio.run(self._transport.once("GET", "/moe_rl/stats", None, _STATS))
+        return asyncio.run(self.counts())
 
     def update_weights(self, update: WeightUpdate) -> Holding:
         """What the server holds after a part of an update. Its files are named relative to the server's trace root."""
@@ -131,10 +131,14 @@ class VllmServer:
         """Take the server for a run: it samples nothing until that run's weights have come, and holds version 0."""
         return await self._transport.once("POST", "/moe_rl/adopt", None, _HOLDING)
 
-    async def score(self, token_ids: Sequence[int]) -> np.ndarray:
-        """As VllmEngine.score."""
-        logprobs = await self._transport.once("POST", "/moe_rl/score", Scoring(list(token_ids)), _LOGPROBS)
-        return np.asarray(logprobs, np.float32)
+    async def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> ScoredTokens:
+        """What the server makes of these runs of tokens, see Sampler.score."""
+        asked = Scoring(list(map(list, runs)), shard, self._folder)
+        scores = await self._transport.once("POST", "/moe_rl/score", asked, _SCORES)
+        return ScoredTokens([np.asarray(run, np.float32) for run in scores.logprobs], scores.routes, self.url)
+
+    async def counts(self) -> list[dict[str, int]]:
+        return await self._transport.once("GET", "/moe_rl/stats", None, _STATS)
 
     async def challenge(self, folder: str, name: str) -> str:
         """What the server reads in a file of a folder below its trace root; it writes the same beside it."""

@@ -8,33 +8,41 @@ canary, which both score.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
-from moe_rl.config.schema import GuardsConfig
+from moe_rl.config.schema import Config, GuardsConfig
 from moe_rl.errors import CollapseError, NonFiniteError, WeightSyncError, describe
-from moe_rl.megatron import world
-from moe_rl.megatron.microbatch import pack
-from moe_rl.megatron.policy import Policy, UpdateResult
-from moe_rl.planning.packing import fill_rounds
-from moe_rl.rollout.sampler import Sampler
-from moe_rl.types import Sequence
+from moe_rl.megatron.policy import UpdateResult
+from moe_rl.train.canary import Heard
+
+# What the canary may differ by, in nats a token: rounding in float32 is 1e-6 to 1e-5; in bfloat16 tiny models come to
+# 0.3, and layers or experts that changed places to 1 to 6.
+_EXACT, _ROUNDED = 1e-4, 1.0
+# The run's own history: so many syncs are needed, so many are looked at; what is far above their median; and what
+# differences below which are all alike.
+_SYNCS, _KEPT, _FACTOR, _DEVIATIONS, _FLOOR = 5, 32, 8.0, 5.0, 1e-6
 
 
 class Guards:
-    """Counts in a row: skipped updates, and steps that say that the run is lost."""
+    """Counts in a row: skipped updates, and steps that say that the run is lost; and the last syncs' canaries."""
 
-    def __init__(self, settings: GuardsConfig):
-        self.settings = settings
+    def __init__(self, settings: GuardsConfig, *, exact: bool = False):
+        """exact: sampler and trainer both compute in float32, on the same weights."""
+        self.settings, self.exact = settings, exact
         self.skipped = self.lost = 0
+        self.canary: list[tuple[int, float]] = []
+        self.canary_limit = settings.max_canary_difference or (_EXACT if exact else _ROUNDED)
 
-    def state(self) -> dict[str, int]:
-        """What a checkpoint keeps."""
-        return {"skipped": self.skipped, "lost": self.lost}
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON has it. canary: weight version and difference of the last syncs."""
+        return {"skipped": self.skipped, "lost": self.lost, "canary": [list(one) for one in self.canary]}
 
-    def restore(self, state: dict[str, int]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         """Go on from what `state` returned."""
         self.skipped, self.lost = state["skipped"], state["lost"]
+        self.canary = [(int(version), float(value)) for version, value in state["canary"]]
 
     def after_update(self, result: UpdateResult, *, step: int, update: int) -> None:
         """Raises NonFiniteError when this update was the last of too many in a row that were skipped.
@@ -54,23 +62,43 @@ class Guards:
                 )
             )
 
-    def after_sync(self, version: int, difference: float) -> None:
-        """Raises WeightSyncError when the canary says that the sampler holds other weights than the trainer.
+    def after_sync(self, version: int, heard: Heard) -> None:
+        """Raises WeightSyncError when the canary says that the sampler holds other weights than the trainer: above the
+        limit for these precisions, or far above what this run has shown; where the config sets a limit, above that one.
+        heard: after the sync of `version`.
 
-        difference: what `Canary.difference` gave after the sync of `version`.
+        Far is, after 5 syncs, 8 times the median of the last 32, and more where these scatter: 5 standard deviations
+        of their logarithm, as estimated by its median absolute deviation. If the logarithm is normal with a standard
+        deviation of at most 0.4, 8 times the median is 5.2 of them, once in ten million syncs. Above that 5 of them are
+        allowed, once in three million: a run whose syncs scatter by 0.5 gets 12 times its median.
         """
-        limit = self.settings.max_canary_difference
+        # A run that goes on scores the last version of the run before once more.
+        before = [value for known, value in self.canary if known != version]
+        difference, limit, expected = heard.settled, self.canary_limit, "guards.max_canary_difference"
+        if self.settings.max_canary_difference is None:
+            expected += f", by default {limit:g} for {'float32 on both sides' if self.exact else 'these precisions'}"
+        else:
+            expected += f" = {limit:g}"
+        expected = f"at most {expected}"
+        own = self.settings.max_canary_difference is None and len(before) >= _SYNCS
+        if own and (usual := _farthest(before)) < limit:
+            limit = usual
+            median = float(np.median(before))
+            expected = f"at most {limit:.3g}, the last {len(before)} syncs had {median:.3g}"
         if not (math.isfinite(difference) and difference <= limit):
             raise WeightSyncError(
                 describe(
                     "sampler and trainer score the same tokens differently",
-                    where=f"after the sync of version {version}",
-                    got=f"sync/canary_abs_diff {difference:.3g} nats",
-                    expected=f"at most guards.max_canary_difference = {limit:g}",
-                    do="every tensor arrived as it was sent, so look for one that is exported under another's name "
-                    "or in another layout; for a sampler of low precision raise the limit",
+                    where=f"after the sync of version {version}, {heard.by}",
+                    got=f"a canary of {difference:.3g} nats{f'; {heard.suspects}' if heard.suspects else ''}",
+                    expected=expected,
+                    do="every tensor arrived as it was sent, so look for one that is exported under another's name, "
+                    "in another layout, or as it was before the update; for a sampler of low precision set "
+                    "guards.max_canary_difference",
                 )
             )
+        self.canary = [*((known, value) for known, value in self.canary if known != version), (version, difference)]
+        self.canary = self.canary[-_KEPT:]
 
     def after_step(self, step: int, metrics: dict[str, float]) -> CollapseError | None:
         """What to end the run with after this step, or None. metrics: of the step, see report/metrics.py."""
@@ -107,27 +135,14 @@ class Guards:
         return found
 
 
-class Canary:
-    """A fixed run of tokens whose log-probabilities both engines compute from the weights they hold."""
+def computes_alike(config: Config) -> bool:
+    """Whether sampler and trainer both compute in float32, on the same weights."""
+    return config.train.dtype == config.rollout.dtype == "float32" and config.rollout.weights == "exact"
 
-    def __init__(self, tokens: tuple[int, ...]):
-        self.tokens = tokens
-        canary = Sequence(
-            key="canary",
-            prompt_token_ids=tokens[:1],
-            token_ids=tokens[1:],
-            rollout_logprobs=np.zeros(len(tokens) - 1, np.float32),
-            reward=0.0,
-            weight_version=0,
-            routes=None,
-        )
-        (plan,) = fill_rounds([[[0]]], world.microbatches_in_a_round())
-        self.microbatches = [pack([canary], one, world.device(), world.context_parallel()) for one in plan]
 
-    def difference(self, policy: Policy, sampler: Sampler | None) -> float:
-        """Mean |log-probability difference| in nats, both routing natively, on rank 0; 0 on the others. With
-        several samplers that of the worst."""
-        ours, *_ = policy.logprobs(self.microbatches, None, temperature=1.0)
-        if sampler is None:
-            return 0.0
-        return float(np.abs(ours.cpu().numpy() - sampler.score(self.tokens)).mean(-1).max())
+def _farthest(before: list[float]) -> float:
+    """The largest difference that syncs with these before them may have."""
+    logs = np.log(np.maximum(before, _FLOOR))
+    median = float(np.median(logs))
+    deviation = 1.4826 * float(np.median(np.abs(logs - median)))
+    return math.exp(median + max(math.log(_FACTOR), _DEVIATIONS * deviation))

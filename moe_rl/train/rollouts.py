@@ -117,7 +117,7 @@ class Rollouts:
 
     def collect(self, step: int, clock: Clock) -> RolloutBatch:
         """Sample and judge the groups of one step, enter them into the ledger, and choose those to train on."""
-        rollout, cursor = self.config.rollout, self.source.cursor
+        rollout, cursor, before = self.config.rollout, self.source.cursor, self._witnessed()
         groups: list[PromptGroup] = []
         shards: list[str] = []
         lacking = rollout.prompts_per_step
@@ -155,10 +155,14 @@ class Rollouts:
         metrics |= {
             "trace/bytes": trace_bytes,
             "trace/bytes_per_token": trace_bytes / sum(routes.rows for routes in recorded),
+            "routing/witnessed_rows": max(0, self._witnessed() - before),
             "group/zero_variance": same,
             "group/zero_variance_fraction": same / len(groups),
         }
         return RolloutBatch(sequences, [number for number, *_ in trained], metrics, digest)
+
+    def _witnessed(self) -> int:
+        return self.engine.counts().get("witnessed", 0)
 
     def _sample(self, step: int, first: int, shard: str, clock: Clock) -> list[PromptGroup]:
         """One round: the next prompts' groups, numbered in the step from `first`."""
@@ -216,10 +220,12 @@ class Rollouts:
             **{f"eval/level/{level}": _mean(results) for level, results in sorted(levels.items())},
         }
 
-    def canary_tokens(self) -> tuple[int, ...]:
-        """A fixed run of tokens that both engines score after every sync."""
+    def canary_runs(self) -> list[tuple[int, ...]]:
+        """Fixed runs of tokens that both engines score after every sync, of the held-out prompts one after the other:
+        no longer than the sampler takes, nor than 64, and 256 together or as many as there are."""
         limit = min(64, self.config.rollout.max_prompt_tokens + self.config.rollout.max_completion_tokens - 1)
-        return sum((p.token_ids for p in self.heldout[:limit]), ())[:limit]
+        tokens = sum((p.token_ids for p in self.heldout[:256]), ())[: 256 // limit * limit]
+        return [run for at in range(0, len(tokens), limit) if len(run := tokens[at : at + limit]) > 1]
 
     def _request(self, key: str, prompt: Prompt, temperature: float) -> GenerateRequest:
         return generate_request(self.config, key, prompt.token_ids, self.stop_tokens, temperature)

@@ -14,7 +14,7 @@ from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train import scoring
 from moe_rl.train.assignment import ExpertPlacement
 from moe_rl.train.credit import give_credit
-from moe_rl.train.guards import Guards
+from moe_rl.train.guards import Guards, computes_alike
 from moe_rl.train.loss import UpdateLoss
 from moe_rl.train.shares import Shares
 from moe_rl.train.step_metrics import Clock, Shown, mismatch_of, step_metrics
@@ -30,7 +30,7 @@ class TrainStep:
         self.config, self.policy, self.reference, self.spec = config, policy, reference, spec
         self.shares = Shares(config, policy.layers, store, spec, vocabulary=policy.facts.vocab)
         self.placement = ExpertPlacement(config, policy, store, spec)
-        self.guards = Guards(config.guards)
+        self.guards = Guards(config.guards, exact=computes_alike(config))
 
     def run(
         self,

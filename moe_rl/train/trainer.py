@@ -27,7 +27,7 @@ from moe_rl.report.run_page import write_report
 from moe_rl.report.summary import summarize
 from moe_rl.tasks.verifiers import VerifierPool
 from moe_rl.trace import TraceSpec, TraceStore
-from moe_rl.train.guards import Canary
+from moe_rl.train.canary import Canary
 from moe_rl.train.kept import KeptRollouts, RolloutBatch, kept_steps, shards_of
 from moe_rl.train.peers import Peers, StopRequested
 from moe_rl.train.rollouts import Rollouts, start_sampler
@@ -95,8 +95,8 @@ class Trainer:
         self.sender = WeightSender(self.policy, config.rollout, folder.sync, world)
         self.train_seconds = 0.0  # of the last step, with its sync
         self.saving = Clock()  # since the last step was logged
-        tokens = None if self.main is None else self.main.rollouts.canary_tokens()
-        self.canary = Canary(world.broadcast(tokens, tuple[int, ...]))
+        runs = None if self.main is None else self.main.rollouts.canary_runs()
+        self.canary = Canary(world.broadcast(runs, list[tuple[int, ...]]), self.store, spec)
 
     def sample(self, step: int, clock: Clock) -> RolloutBatch | None:
         """Rank 0 samples and judges, unless a crash left that behind; every rank gets the tokens. Routes stay in the
@@ -162,9 +162,10 @@ class Trainer:
         """Give the sampler the trainer's weights as `version`, and let both score the canary with them."""
         engine = None if self.main is None else self.main.rollouts.engine
         sent = self.sender.send(engine, version)
-        difference = self.canary.difference(self.policy, engine)
-        self.train_step.guards.after_sync(version, difference)
-        return {"sync/bytes": sent, "sync/canary_abs_diff": difference}
+        guards = self.train_step.guards
+        heard = self.canary.compare(self.policy, engine, version, exact=guards.canary_limit if guards.exact else 0.0)
+        guards.after_sync(version, heard)
+        return {"sync/bytes": sent} | heard.metrics()
 
     def evaluate(self, step: int, *, last: bool) -> None:
         """Where it is time for it, and the log has it not: a run that stopped in it does it when it goes on."""

@@ -9,12 +9,12 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from moe_rl.errors import EngineError, MoeRLError, WeightSyncError, describe
 from moe_rl.messages import Channel
@@ -128,8 +128,10 @@ class ChildEngine:
         match call:
             case wire.Generate():
                 return wire.Generated(self._generate(call.requests, call.shard, call.enough))
-            case wire.Score():
-                return wire.Scored(self._score(call.token_ids))
+            case wire.Score(runs, shard):
+                return self._score(runs, shard)
+            case wire.Count():
+                return wire.Counted(dict(self._source.stats()) if self._source is not None else {})
             case wire.Sleep(level):
                 return wire.Slept(self._sleep(level))
             case wire.Wake(part):
@@ -144,31 +146,50 @@ class ChildEngine:
         sampling.check(requests, max_model_len=self._max_model_len, vocabulary=self._vocabulary)
         self._forget_prefixes()
         version = int(self._llm.llm_engine.get_weight_version())
-        source = self._source if any(request.record for request in requests) else None
-        asks = [RecordingRequest.of(request, shard) if source is not None else None for request in requests]
-        if source is not None:
-            source.open(shard)
-        try:
+        records = self._source is not None and any(request.record for request in requests)
+        asks = [RecordingRequest.of(request, shard) if records else None for request in requests]
+        with self._recorded(shard if records else None) as source:
             grows = enough is not None
             prompts = [(r.prompt_token_ids, _parameters(r, ask, grows)) for r, ask in zip(requests, asks, strict=True)]
             outputs = self._run(prompts, enough)
             refs = _publish(source, shard, requests, asks, outputs) if source is not None else {}
-        except BaseException:
-            if source is not None:
-                source.abandon(shard)
-            raise
         return [output.completion(request, version, refs) for request, output in zip(requests, outputs, strict=True)]
 
-    def _score(self, token_ids: list[int]) -> np.ndarray:
-        from vllm import SamplingParams
-
+    def _score(self, runs: list[list[int]], shard: str | None) -> wire.Scored:
         self._check_ready()
-        sampling.check_scored(token_ids, max_model_len=self._max_model_len, vocabulary=self._vocabulary)
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        for run in runs:
+            sampling.check_scored(run, max_model_len=self._max_model_len, vocabulary=self._vocabulary)
+        requests = sampling.scoring(runs, record=shard is not None and self._source is not None)
+        asks = [RecordingRequest.of(request, shard or "") for request in requests]
         self._forget_prefixes()
-        (output,) = self._run([(token_ids, params)])
-        scored = zip(output.result.prompt_logprobs[1:], token_ids[1:], strict=True)
-        return np.asarray([at[token].logprob for at, token in scored], np.float32)
+        with self._recorded(shard if requests[0].record else None) as source:
+            asked = [_parameters(r, ask, grows=False, scores=True) for r, ask in zip(requests, asks, strict=True)]
+            outputs = self._run(list(zip(runs, asked, strict=True)))
+            refs: dict[str, RouteRef] = {}
+            if source is not None:
+                for run, ask, output in zip(runs, asks, outputs, strict=True):
+                    if ask is not None:
+                        source.finished(ask, run, output.token_ids, output.result)
+                wanted = {request.key: run[:-1] for request, run in zip(requests, runs, strict=True)}
+                refs = source.publish(shard, wanted, [])
+        return wire.Scored(
+            [sampling.prompt_logprobs(output.result, run) for output, run in zip(outputs, runs, strict=True)],
+            [refs[request.key] for request in requests if request.key in refs],
+        )
+
+    @contextmanager
+    def _recorded(self, shard: str | None) -> Iterator[WorkerSource | NativeSource | None]:
+        """The source of routes, with a shard begun that is given up when the block fails; None without a shard."""
+        source = self._source if shard is not None else None
+        if source is None or shard is None:
+            yield None
+            return
+        source.open(shard)
+        try:
+            yield source
+        except BaseException:
+            source.abandon(shard)
+            raise
 
     def _update(self, call: wire.Update) -> None:
         self._hear(self._llm.collective_rpc("moe_rl_update_weights", args=(encode(call.update),)))
@@ -278,13 +299,15 @@ def _publish(
     return refs
 
 
-def _parameters(request: GenerateRequest, ask: RecordingRequest | None, grows: bool):
-    """vLLM's parameters. grows: whether tokens are handed out as they come: an aborted request has no final output."""
+def _parameters(request: GenerateRequest, ask: RecordingRequest | None, grows: bool, *, scores: bool = False):
+    """vLLM's parameters. grows: whether tokens are handed out as they come: an aborted request has no final output.
+    scores: whether the prompt's log-probabilities are asked for, under which vLLM computes all of it anew."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     kind = RequestOutputKind.DELTA if grows else RequestOutputKind.FINAL_ONLY
-    return SamplingParams(**sampling.parameters(request, ask), output_kind=kind)
+    prompt_logprobs = 0 if scores else None
+    return SamplingParams(**sampling.parameters(request, ask), output_kind=kind, prompt_logprobs=prompt_logprobs)
 
 
 def _message(error: Exception) -> str:

@@ -15,6 +15,7 @@ from typing import Annotated
 import msgspec
 
 from moe_rl.errors import EngineError, describe
+from moe_rl.types import RouteRef
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 # A path below the trace root; "" is the root itself.
@@ -91,9 +92,21 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Scoring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of /moe_rl/score; answered by the logprob of every token but the first."""
+    """Body of /moe_rl/score; answered by Scores. sink: trace shard that gets the routes and is published; None: they
+    are not recorded. folder: as in Open."""
 
-    token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=2)]
+    runs: Annotated[
+        list[Annotated[list[TokenId], msgspec.Meta(min_length=2)]], msgspec.Meta(min_length=1, max_length=256)
+    ]
+    sink: str | None = None
+    folder: Below = ""
+
+
+class Scores(msgspec.Struct, frozen=True):
+    """Answer of /moe_rl/score, as types.ScoredTokens."""
+
+    logprobs: list[list[float]]
+    routes: list[RouteRef]
 
 
 class Challenge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

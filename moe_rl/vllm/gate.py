@@ -26,6 +26,7 @@ from starlette.websockets import WebSocketClose
 
 import moe_rl
 from moe_rl.errors import MoeRLError, describe
+from moe_rl.trace.record import check_name
 from moe_rl.types import GenerateRequest
 from moe_rl.vllm import sampling
 from moe_rl.vllm.control import (
@@ -35,12 +36,13 @@ from moe_rl.vllm.control import (
     Open,
     Publish,
     Release,
+    Scores,
     Scoring,
     Served,
     Sink,
     read_token,
 )
-from moe_rl.vllm.recording import parse
+from moe_rl.vllm.recording import RecordingRequest, parse
 from moe_rl.vllm.route_source import join_parts
 from moe_rl.weights.update import Broadcast, Files, Holding, Received, WeightUpdate, agreement, encode
 
@@ -275,18 +277,23 @@ class Control:
         sampling.check([request], **_limits(engine))
         return Admitted(msgspec.json.encode(message))
 
-    async def _score(self, engine, message: Scoring) -> list[float]:
-        from vllm import SamplingParams
-        from vllm.inputs import TokensPrompt
-
+    async def _score(self, engine, message: Scoring) -> Scores:
         self._refuse_torn_weights()
-        sampling.check_scored(message.token_ids, **_limits(engine))
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        prompt = TokensPrompt(prompt_token_ids=message.token_ids)
-        async for output in engine.generate(prompt, params, f"score-{secrets.token_hex(8)}"):
-            last = output
-        pairs = zip(last.prompt_logprobs[1:], message.token_ids[1:], strict=True)
-        return [at[token].logprob for at, token in pairs]
+        for run in message.runs:
+            sampling.check_scored(run, **_limits(engine))
+        requests = sampling.scoring(message.runs, record=message.sink is not None)
+        asks = [RecordingRequest.of(request, check_name(message.sink or "none")) for request in requests]
+        if message.sink is None:
+            return Scores(await _scored(engine, requests, asks), [])
+        await self._open(engine, Open(message.sink, message.folder))
+        try:
+            logprobs = await _scored(engine, requests, asks)
+            wanted = {request.key: run[:-1] for request, run in zip(requests, message.runs, strict=True)}
+            refs = await self._publish(engine, Publish(message.sink, wanted))
+        except BaseException:
+            await _call(engine, "moe_rl_abandon", message.sink)
+            raise
+        return Scores(logprobs, [refs[request.key] for request in requests])
 
     async def _challenge(self, engine, message: Challenge) -> str:
         path = _inside(_trace_root(engine), message.folder) / message.name
@@ -368,6 +375,24 @@ async def _call(engine, method: str, *args) -> list:
         if errors := [answer[name] for answer in answers if name in answer]:
             raise RefusedCall(status, errors[0])
     return [answer["value"] for answer in answers if answer["value"] is not None]
+
+
+async def _scored(
+    engine, requests: Sequence[GenerateRequest], asks: Sequence[RecordingRequest | None]
+) -> list[list[float]]:
+    """The logprob of every token but the first of each prompt. With these vLLM computes all of a prompt anew."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    async def one(request: GenerateRequest, ask: RecordingRequest | None) -> list[float]:
+        tokens = list(request.prompt_token_ids)
+        params = SamplingParams(**sampling.parameters(request, ask), prompt_logprobs=0)
+        name = f"score-{secrets.token_hex(8)}"
+        async for output in engine.generate(TokensPrompt(prompt_token_ids=tokens), params, name):
+            last = output
+        return sampling.prompt_logprobs(last, tokens).tolist()
+
+    return await asyncio.gather(*map(one, requests, asks))
 
 
 async def _settle(engine, sink: str) -> None:

@@ -155,6 +155,17 @@ def _unknown(tokens: Sequence[int], vocabulary: int, what: str = "") -> tuple[st
     return f"{what}token ids {least} to {most}", f"0 to {vocabulary - 1}", "use the tokenizer of the model"
 
 
+def scoring(runs: Sequence[Sequence[int]], *, record: bool) -> list[GenerateRequest]:
+    """The requests that have an engine forward these runs of tokens, as prompts; what it samples is of no use."""
+    return [GenerateRequest(f"scored/{at}", tuple(run), 0, 1, 0.0, (), record=record) for at, run in enumerate(runs)]
+
+
+def prompt_logprobs(result, token_ids: Sequence[int]) -> np.ndarray:
+    """[n - 1] float32 of every token of a prompt but the first. result: vLLM's output of a request for them."""
+    scored = zip(result.prompt_logprobs[1:], token_ids[1:], strict=True)
+    return np.asarray([at[token].logprob for at, token in scored], np.float32)
+
+
 def parameters(request: GenerateRequest, ask: RecordingRequest | None) -> dict[str, object]:
     """vLLM's sampling parameters of a request. ask: what is recorded of it."""
     return {

@@ -9,7 +9,7 @@ import numpy as np
 from msgspec.msgpack import Decoder
 
 from moe_rl.messages import Message, decoder
-from moe_rl.types import Completion, GenerateRequest
+from moe_rl.types import Completion, GenerateRequest, RouteRef
 from moe_rl.weights.update import WeightUpdate
 
 SLEEPING_PARTS = ("weights", "kv_cache")
@@ -60,7 +60,14 @@ class Generate(Message, frozen=True):
 
 
 class Score(Message, frozen=True):
-    token_ids: list[int]
+    """shard: gets the routes; None: they are not recorded."""
+
+    runs: list[list[int]]
+    shard: str | None
+
+
+class Count(Message, frozen=True):
+    pass
 
 
 class Update(Message, frozen=True):
@@ -92,9 +99,16 @@ class Generated(Message, frozen=True):
 
 
 class Scored(Message, frozen=True):
-    """logprobs: float32, of every token but the first."""
+    """As types.ScoredTokens."""
 
-    logprobs: np.ndarray
+    logprobs: list[np.ndarray]
+    routes: list[RouteRef]
+
+
+class Counted(Message, frozen=True):
+    """counts: of the recorder, see Sampler.counts."""
+
+    counts: dict[str, int]
 
 
 class Updated(Message, frozen=True):
@@ -118,7 +132,7 @@ class Failed(Message, frozen=True):
     weights: bool = False
 
 
-Call = Generate | Score | Update | Sleep | Wake
-Reply = Generated | Scored | Updated | Slept | Awake
+Call = Generate | Score | Count | Update | Sleep | Wake
+Reply = Generated | Scored | Counted | Updated | Slept | Awake
 CALLS: Decoder[Start | Call | Close] = decoder(Start | Call | Close)
 REPLIES: Decoder[Ready | Alive | Reply | Failed] = decoder(Ready | Alive | Reply | Failed)

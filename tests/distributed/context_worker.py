@@ -61,7 +61,7 @@ def main():
     from moe_rl.megatron.policy import Policy
     from moe_rl.megatron.saving import Checkpoints
     from moe_rl.train import shares as shares_of
-    from moe_rl.train.guards import Canary
+    from moe_rl.train.canary import Canary
     from moe_rl.train.step import TrainStep
     from moe_rl.train.step_metrics import Clock
 
@@ -78,7 +78,7 @@ def main():
 
     policy = build(halves)
     engine = taken(policy, path, out / "parts")
-    seen["canary"] = Canary((3, 1, 4, 1, 5)).difference(policy, engine)
+    seen["canary"] = Canary([(3, 1, 4, 1, 5)], store, spec).compare(policy, engine, 0).difference
     seen["sent"] = (engine.weights, engine.places) if engine else ({}, [])
     seen["halves"] = take_step(halves, policy)
     Checkpoints(out / "checkpoints", halves.parallel, keep=1, asynchronous=False).save(1, policy, {})

@@ -171,7 +171,7 @@ def test_without_replay_the_mismatch_is_larger_and_a_limit_to_it_ends_the_run(sh
     # what there is has been kept: both steps, the last one's checkpoint, the report
     assert [row["step"] for row in rows(run.folder) if row["kind"] == "train"] == [1, 2]
     state = json.loads((run.folder / "checkpoints/step-000002/state.json").read_text())
-    assert state["guards"] == {"skipped": 0, "lost": 2}
+    assert {name: state["guards"][name] for name in ("skipped", "lost")} == {"skipped": 0, "lost": 2}
     assert (run.folder / "report.html").exists()
     assert "policy_kl/k3" in json.loads((run.folder / "summary.json").read_text())["collapse"]
     summary = json.loads((run.folder / "summary.json").read_text())

@@ -50,9 +50,9 @@ def start(settings, folder: Path, **changes) -> VllmEngine:
 
 def reload_same(engine, checkpoint, folder: Path) -> tuple[np.ndarray, np.ndarray]:
     """Scores of the canary before and after loading the very same weights."""
-    before = engine.score(CANARY)
+    before = engine.score([CANARY])[0].logprobs[0]
     engine.update_weights(by_disk(folder, load_file(checkpoint / "model.safetensors"), version=1))
-    return before, engine.score(CANARY)
+    return before, engine.score([CANARY])[0].logprobs[0]
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_a_stopped_engine_is_named_and_ended(cramped):
     with pytest.raises(
         SamplerGone, match=rf"hangs \(pid {cramped.pid}, log .*engine.log\): got no sign of life for 8 s"
     ):
-        cramped.score(CANARY)
+        cramped.score([CANARY])[0].logprobs[0]
     assert 8 <= time.monotonic() - began < 13
     assert not cramped.alive()
     assert gone(cramped.pid)
@@ -111,7 +111,7 @@ def test_an_engine_killed_while_idle_is_named(bfloat16):
     began = time.monotonic()
     for _ in range(2):
         with pytest.raises(SamplerGone, match=rf"died \(pid {bfloat16.pid}, log .*engine.log\): got signal SIGKILL"):
-            bfloat16.score(CANARY)
+            bfloat16.score([CANARY])[0].logprobs[0]
     assert time.monotonic() - began < 5
     assert not bfloat16.alive()
     assert gone(bfloat16.pid)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from moe_rl.errors import EngineError, SamplerGone, WeightSyncError
 from moe_rl.rollout.fleet import ServerFleet, assign
-from moe_rl.types import Completion, GenerateRequest
+from moe_rl.types import Completion, GenerateRequest, RouteRef, ScoredTokens
 from moe_rl.vllm.control import Served
 from moe_rl.weights.broadcast import own_address, reached_by_all
 from moe_rl.weights.update import Broadcast, Files, Holding, SharedMemory, WeightUpdate
@@ -46,6 +46,7 @@ class Server:
     digest: str = ""
     cancelled: bool = False
     slow: bool = False
+    scored: str | None = None
 
     async def served(self) -> Served:
         self._may_fail("served")
@@ -79,8 +80,10 @@ class Server:
         )
         return Holding(update.version, digest, True)
 
-    async def score(self, token_ids):
-        return np.full(len(token_ids) - 1, float(self.url[-1]), np.float32)
+    async def score(self, runs, *, shard=None):
+        self.scored = shard
+        logprobs = [np.full(len(run) - 1, float(self.url[-1]), np.float32) for run in runs]
+        return ScoredTokens(logprobs, [RouteRef("scored/0", 2, ())] if shard else [], self.url)
 
     def _may_fail(self, call: str) -> None:
         if call in self.fails:
@@ -144,7 +147,13 @@ def test_completions_come_back_in_order_from_shards_of_their_own(fleet):
     assert sorted(key for server in servers for keys in server.shards.values() for key in keys) == sorted(
         request.key for request in REQUESTS
     )
-    np.testing.assert_array_equal(made.score([1, 2, 3]), [[0, 0], [1, 1]])
+    scored = made.score([[1, 2, 3]])
+    assert [(one.by[-1], one.logprobs[0].tolist(), one.routes) for one in scored] == [
+        ("0", [0, 0], []),
+        ("1", [1, 1], []),
+    ]
+    assert all(one.routes for one in made.score([[1, 2, 3]], shard="canary"))
+    assert [server.scored for server in servers] == ["canary-server0", "canary-server1"]
 
 
 def test_weights_are_named_by_their_place_below_the_trace_root(fleet, tmp_path):
@@ -192,7 +201,7 @@ def test_a_server_with_other_weights_samples_and_scores_nothing(fleet, changes, 
     made, servers = fleet()
     servers[1].served_ = replace_served(SERVED, **changes)
     with pytest.raises(SamplerGone, match=f"http://host:1.*{said}"):
-        made.score([1, 2])
+        made.score([[1, 2]])
     made, servers = fleet()
     servers[1].served_ = replace_served(SERVED, **changes)
     with pytest.raises(SamplerGone, match=f"http://host:1.*{said}"):

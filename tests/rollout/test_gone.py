@@ -25,5 +25,5 @@ def test_only_an_engine_that_was_there_is_gone(tmp_path, ready):
     engine.vllm_version = "0" if ready else ""
     theirs.close()
     with pytest.raises(EngineError, match=r"died \(pid \d+, log .*engine.log\): got exit code 7") as raised:
-        engine.score([1, 2, 3])
+        engine.score([[1, 2, 3]])
     assert isinstance(raised.value, SamplerGone) == ready

@@ -52,7 +52,7 @@ def sample(server: Running, router: Router, requests, shard: str, *, version: in
     agree(server.store, router, completions, version=version)
     assert all(len(one.routes.parts) == 1 and one.weight_version == version for one in completions)
     tokens = completions[0].prompt_token_ids + completions[0].token_ids
-    np.testing.assert_allclose(asyncio.run(client.score(tokens)), router(tokens)[2], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(asyncio.run(client.score([tokens])).logprobs[0], router(tokens)[2], rtol=0, atol=1e-5)
     return [one.token_ids for one in completions]
 
 
@@ -129,7 +129,7 @@ def test_a_worker_that_got_other_bytes_is_found_out(server, routers, checkpoint,
         with pytest.raises(EngineError, match="weights are not whole"):
             server.client().generate(requests, shard=f"{update.__name__}-torn")
         with pytest.raises(EngineError, match="weights are not whole"):
-            asyncio.run(server.client().score([1, 2, 3]))
+            asyncio.run(server.client().score([[1, 2, 3]]))
     sample(server, routers[0], requests, f"{update.__name__}-mended")
 
 

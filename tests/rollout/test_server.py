@@ -169,7 +169,7 @@ def test_new_weights_are_sampled_scored_and_remembered(server, router, checkpoin
         with pytest.raises(EngineError, match="weights are not whole"):
             client.generate(requests, shard="adopted")
         with pytest.raises(EngineError, match="not whole"):
-            asyncio.run(client.score([1, 2, 3]))
+            asyncio.run(client.score([[1, 2, 3]]))
         update = whole_update(server, other_checkpoint, 5, replaces=0)
         torn = [msgspec.structs.replace(update.tensors[0], digest="0" * 32), *update.tensors[1:]]
         refused = client.update_weights(msgspec.structs.replace(update, tensors=torn)).refused
@@ -189,7 +189,7 @@ def test_new_weights_are_sampled_scored_and_remembered(server, router, checkpoin
             assert {span.weight_version for span in server.store.read(one.routes).spans} == {5}
         assert [one.token_ids for one in completions] != [one.token_ids for one in first]
         tokens = completions[0].prompt_token_ids + completions[0].token_ids
-        np.testing.assert_allclose(asyncio.run(client.score(tokens)), other(tokens)[2], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(asyncio.run(client.score([tokens])).logprobs[0], other(tokens)[2], rtol=0, atol=1e-5)
         stale = client.update_weights(whole_update(server, checkpoint, 4, replaces=5))
         assert "stale" in stale.refused and (stale.version, stale.whole) == (5, True)
         assert client.recording().weight_digest == held.digest
@@ -432,7 +432,7 @@ def test_a_wrong_control_call_breaks_nothing(server, requests_of):
 def test_the_worst_that_can_be_asked_leaves_a_server_that_samples(server, checkpoint, tmp_path):
     """What tests/vllm/test_gate.py asks of a stub: anything in any field; and what else there is no answer for."""
     log = server.log.stat().st_size
-    for path, place, value in CHANGES + [(GENERATE, ("token_ids", 0), 512), ("/moe_rl/score", ("token_ids", 2), 512)]:
+    for path, place, value in CHANGES + [(GENERATE, ("token_ids", 0), 512), ("/moe_rl/score", ("runs", 0, 2), 512)]:
         if path != "/moe_rl/release":  # which waits for requests to come
             answer = server.http("POST", path, token=server.token, content=asked(path, place, value))
             assert answer.status_code in DOCUMENTED and server.token not in answer.text, (

@@ -64,7 +64,7 @@ class Sent:
         return str(refusal.value)
 
     def goes_on(self, canary, version) -> bool:
-        np.testing.assert_array_equal(self.engine.score(CANARY), canary)
+        np.testing.assert_array_equal(self.engine.score([CANARY])[0].logprobs[0], canary)
         return self.version() == version
 
 
@@ -81,9 +81,13 @@ def send(engine, weights, requests_of, tmp_path):
 @pytest.mark.parametrize("way, parts", [("disk", 1), ("memory", 7)])
 def test_same_weights_leave_every_bit(send, weights, requests_of, way, parts):
     requests, engine = requests_of(4, 4), send.engine
-    before, scored, version = engine.generate(requests, shard=next(SHARDS)), engine.score(CANARY), send.version()
+    before, scored, version = (
+        engine.generate(requests, shard=next(SHARDS)),
+        engine.score([CANARY])[0].logprobs[0],
+        send.version(),
+    )
     send(way, weights, parts=parts, changed=False)
-    np.testing.assert_array_equal(engine.score(CANARY), scored)
+    np.testing.assert_array_equal(engine.score([CANARY])[0].logprobs[0], scored)
     for one, other in zip(before, engine.generate(requests, shard=next(SHARDS)), strict=True):
         assert one.token_ids == other.token_ids
         np.testing.assert_array_equal(one.logprobs, other.logprobs)
@@ -95,10 +99,10 @@ def test_new_weights_are_sampled_from(send, others, other_reference, settings, r
     from moe_rl.trace import TraceStore
 
     engine = send.engine
-    before, version = engine.score(CANARY), send.version() + 5
+    before, version = engine.score([CANARY])[0].logprobs[0], send.version() + 5
     send(way, others, parts=parts, version=version)
     routes, logprobs = other_reference(CANARY)
-    np.testing.assert_allclose(engine.score(CANARY), logprobs, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(engine.score([CANARY])[0].logprobs[0], logprobs, rtol=0, atol=1e-4)
     assert np.abs(before - logprobs).mean() > 0.1
     # The same prompts were cached under the old weights: none of their rows may come back.
     for completion in engine.generate(requests_of(4, 4), shard=next(SHARDS)):
@@ -119,16 +123,18 @@ def test_a_trainer_fills_its_segment_again_once_a_part_is_loaded(send, others, o
         about = {"version": version + 1, "replaces": version, "number": number, "final": number == 4}
         tensors = {name: others[name] for name in run}
         send.engine.update_weights(part(tensors, SharedMemory([writer.segment()]), **about))
-    np.testing.assert_allclose(send.engine.score(CANARY), other_reference(CANARY)[1], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(
+        send.engine.score([CANARY])[0].logprobs[0], other_reference(CANARY)[1], rtol=0, atol=1e-4
+    )
 
 
 def test_one_changed_expert_is_seen_by_the_canary(send, reference, weights):
     """Moving the weights of a single expert moves the canary, if its tokens go there at all."""
-    before = send.engine.score(CANARY)
+    before = send.engine.score([CANARY])[0].logprobs[0]
     expert = np.bincount(reference(CANARY)[0][:, 2].ravel()).argmax()
     name = f"model.layers.2.mlp.experts.{expert}.down_proj.weight"
     send("memory", weights | {name: weights[name] * 1.5})
-    assert np.abs(send.engine.score(CANARY) - before).max() > 1e-4
+    assert np.abs(send.engine.score([CANARY])[0].logprobs[0] - before).max() > 1e-4
 
 
 # Every single fault is in tests/weights/test_intake.py; here is what a real engine does then.
@@ -143,7 +149,7 @@ def another(update, name):
 
 @pytest.mark.parametrize("way", ["disk", "memory"])
 def test_other_bytes_than_the_trainer_meant_are_refused_and_the_old_weights_stay(send, others, way):
-    before, version = send.engine.score(CANARY), send.version()
+    before, version = send.engine.score([CANARY])[0].logprobs[0], send.version()
     (update,) = send.parts(way, others)
     said = send.refused([another(update, "lm_head.weight")], "got other weights than were sent.*lm_head.weight")
     assert f"goes on with version {version}" in said and send.goes_on(before, version)
@@ -151,14 +157,14 @@ def test_other_bytes_than_the_trainer_meant_are_refused_and_the_old_weights_stay
 
 @pytest.mark.parametrize("fault", ["broken off", "damaged"])
 def test_a_torn_update_leaves_an_engine_that_samples_nothing_until_a_whole_one(send, weights, others, fault):
-    before, version = send.engine.score(CANARY), send.version()
+    before, version = send.engine.score([CANARY])[0].logprobs[0], send.version()
     parts = send.parts("memory", others, parts=4, replaces=version, version=version + 1)
     for one in parts[:2]:
         send.engine.update_weights(one)
     if fault == "damaged":
         damaged = another(parts[2], parts[2].tensors[-1].name)
         assert "until then nothing is sampled" in send.refused([damaged], "got other weights than were sent")
-    for call in (lambda: send.engine.score(CANARY), send.version):
+    for call in (lambda: send.engine.score([CANARY])[0].logprobs[0], send.version):
         with pytest.raises(WeightSyncError, match="parts of two sets of weights.*nothing is sampled"):
             call()
     send("memory", weights, replaces=version, version=version + 2, parts=3, changed=False)
@@ -173,13 +179,13 @@ def test_a_broadcast_is_loaded_bucket_by_bucket(send, weights, others, other_ref
 
     sender = Sender("127.0.0.1", engine.workers, 100_000, torch.device("cpu"))
     assert broadcast(engine, sender, others, version=version + 1, replaces=version)
-    np.testing.assert_allclose(engine.score(CANARY), other_reference(CANARY)[1], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(engine.score([CANARY])[0].logprobs[0], other_reference(CANARY)[1], rtol=0, atol=1e-4)
     experts = [f"model.layers.1.mlp.experts.{expert}.up_proj.weight" for expert in (3, 5)]
     turned = ((name, weights[dict([experts, experts[::-1]]).get(name, name)]) for name in weights)
     with pytest.raises(WeightSyncError, match="(?s)got other weights than were sent.*until then nothing is sampled"):
         broadcast(engine, sender, weights, stream=turned, version=version + 2, replaces=version + 1)
     with pytest.raises(WeightSyncError, match="nothing is sampled"):
-        engine.score(CANARY)
+        engine.score([CANARY])[0].logprobs[0]
     assert broadcast(engine, sender, weights, version=version + 2, replaces=version + 1), "the way is open still"
     assert send.version() == version + 2
 
@@ -187,7 +193,7 @@ def test_a_broadcast_is_loaded_bucket_by_bucket(send, weights, others, other_ref
 def test_an_engine_that_sleeps_answers_nothing_until_it_is_awake(send, weights, others):
     """On a CPU vLLM keeps the memory; the order of the calls is the same."""
     engine = send.engine
-    before, version = engine.score(CANARY), send.version()
+    before, version = engine.score([CANARY])[0].logprobs[0], send.version()
     log = engine._settings.log_path
     seen = log.read_text().count("sleep mode is not supported on CPU")
     assert engine.sleep(1) is False
@@ -195,7 +201,7 @@ def test_an_engine_that_sleeps_answers_nothing_until_it_is_awake(send, weights, 
         send.version()
     engine.wake("weights")
     with pytest.raises(EngineError, match="sleeps: got no kv_cache"):
-        engine.score(CANARY)
+        engine.score([CANARY])[0].logprobs[0]
     engine.wake("kv_cache")
     engine.wake("kv_cache")
     assert send.goes_on(before, version)
@@ -205,6 +211,6 @@ def test_an_engine_that_sleeps_answers_nothing_until_it_is_awake(send, weights, 
     engine.wake("weights")
     engine.wake("kv_cache")
     with pytest.raises(WeightSyncError, match="nothing is sampled"):
-        engine.score(CANARY)
+        engine.score([CANARY])[0].logprobs[0]
     send("memory", weights, replaces=version, version=version + 1, changed=False)
     assert send.goes_on(before, version + 1)

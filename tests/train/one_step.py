@@ -16,7 +16,7 @@ import numpy as np
 from moe_rl.objectives import losses
 from moe_rl.trace import ShardWriter, TraceSpec
 from moe_rl.train import trainer
-from moe_rl.types import Completion, Provenance, Span
+from moe_rl.types import Completion, Provenance, ScoredTokens, Span
 
 
 class RandomSampler:
@@ -44,8 +44,11 @@ class RandomSampler:
         logprobs = rng.normal(-4, 0.1, len(tokens)).astype(np.float32)
         return Completion(request.key, request.prompt_token_ids, tokens, logprobs, "length", self.version, ref)
 
-    def score(self, token_ids):
-        return np.zeros(len(token_ids) - 1, np.float32)
+    def score(self, runs, *, shard=None):
+        return [ScoredTokens([np.zeros(len(run) - 1, np.float32) for run in runs], [], "nobody")]
+
+    def counts(self):
+        return {}
 
     def update_weights(self, update):
         self.version = update.version

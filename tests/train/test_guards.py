@@ -1,13 +1,17 @@
 """What ends a run, what does not, and that an interruption changes nothing about it."""
 
+import json
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from moe_rl.config.load import load_config
 from moe_rl.config.schema import GuardsConfig
 from moe_rl.errors import NonFiniteError, WeightSyncError
-from moe_rl.train.guards import Guards
+from moe_rl.train.canary import Heard
+from moe_rl.train.guards import Guards, computes_alike
 
 HEALTHY = {
     "policy_kl/k3": 1e-3,
@@ -91,11 +95,77 @@ def test_counts_outlive_a_restart():
         after.after_update(BAD, step=3, update=0)
 
 
+def heard(difference, *, settled=None):
+    return Heard(difference, difference if settled is None else settled, "http://host:8", suspects="look at expert 3")
+
+
 @pytest.mark.parametrize("difference", [1.01, 5.6, math.inf, math.nan])
 def test_a_sampler_with_other_weights_ends_the_run_before_it_samples(difference):
     guard = guards()
-    guard.after_sync(3, 0.26)
-    guard.after_sync(3, 1.0)
-    with pytest.raises(WeightSyncError, match="after the sync of version 4.*at most guards.max_canary_difference = 1"):
-        guard.after_sync(4, difference)
-    guards(max_canary_difference=9.0).after_sync(4, 5.6)
+    guard.after_sync(3, heard(0.26))
+    guard.after_sync(3, heard(1.0))
+    with pytest.raises(WeightSyncError, match="after the sync of version 4, http://host:8.*at most guards.max_canary"):
+        guard.after_sync(4, heard(difference))
+    guards(max_canary_difference=9.0).after_sync(4, heard(5.6))
+
+
+def test_the_limit_is_that_of_the_precisions():
+    exact = Guards(GuardsConfig(), exact=True)
+    exact.after_sync(1, heard(9.9e-5))
+    exact.after_sync(1, heard(0.5, settled=1e-6))  # a tie that fell otherwise in one run of the canary
+    with pytest.raises(WeightSyncError, match="look at expert 3.*by default 0.0001 for float32 on both sides"):
+        exact.after_sync(2, heard(1.1e-4))
+    guards().after_sync(2, heard(1.1e-4))
+    Guards(GuardsConfig(max_canary_difference=0.5), exact=True).after_sync(2, heard(0.4))
+    config = load_config("configs/tiny_moe_cpu.yaml", [])
+    assert not computes_alike(config)
+    both = ["rollout.dtype=float32", "train.dtype=float32"]
+    assert computes_alike(load_config("configs/tiny_moe_cpu.yaml", both))
+    assert not computes_alike(load_config("configs/tiny_moe_cpu.yaml", [*both, "rollout.weights=fp8_e4m3"]))
+
+
+# sync/canary_abs_diff of the demo, seed 1, when the canary was one run of 35 tokens.
+HEALTHY_SYNCS = [
+    0.143, 0.0419, 0.0969, 0.0759, 0.0638, 0.0581, 0.0963, 0.0724, 0.0959, 0.0489, 0.0565, 0.123, 0.07, 0.0667, 0.0903,
+    0.26, 0.0919, 0.0628, 0.114, 0.0646, 0.0617, 0.083, 0.129, 0.128, 0.117, 0.123, 0.126, 0.0614, 0.109, 0.0645, 0.237,
+    0.0804, 0.0227, 0.151, 0.141, 0.132, 0.0531, 0.0404, 0.0699, 0.0898,
+]  # fmt: skip
+
+
+def test_a_difference_far_above_the_runs_own_ends_the_run():
+    scattered, quiet = guards(), guards()
+    for version, value in enumerate(HEALTHY_SYNCS):
+        scattered.after_sync(version, heard(value))
+    for version in range(4):
+        quiet.after_sync(version, heard(0.01))
+    quiet.after_sync(4, heard(0.09))  # four are no history
+    with pytest.raises(WeightSyncError, match="at most 0.08, the last 5 syncs had 0.01"):
+        quiet.after_sync(5, heard(0.09))
+    told = guards(max_canary_difference=0.5)
+    for version in range(6):
+        told.after_sync(version, heard(0.01))
+    told.after_sync(6, heard(0.4))  # a limit of one's own is the only one
+    exact = Guards(GuardsConfig(), exact=True)
+    for version, value in enumerate([1e-9, 0.0, 1e-8, 1e-7, 3e-7, 7.9e-6]):
+        exact.after_sync(version, heard(value))  # all of them are rounding
+
+
+def test_scattered_differences_are_not_refused_in_ten_thousand_syncs():
+    rng = np.random.default_rng(0)
+    for spread in (0.2, 0.5):
+        for _ in range(50):
+            guard = guards()
+            for version in range(100):
+                guard.after_sync(version, heard(float(min(0.08 * np.exp(spread * rng.normal()), 0.99))))
+
+
+def test_the_history_outlives_a_restart_and_the_version_that_is_scored_again():
+    straight, resumed = guards(), guards()
+    for version in range(6):
+        straight.after_sync(version, heard(0.01 + version / 1e3))
+    resumed.restore(json.loads(json.dumps(straight.state())))
+    resumed.after_sync(5, heard(0.015))
+    assert resumed.state() == straight.state()
+    for guard in (straight, resumed):
+        with pytest.raises(WeightSyncError, match="the last 6 syncs"):
+            guard.after_sync(6, heard(0.2))

@@ -53,7 +53,7 @@ BODIES = {
     "/moe_rl/release": {"requests": 0},
     "/moe_rl/adopt": None,
     "/moe_rl/update": UPDATE | {"source": {"type": "files", "paths": ["run1/sync/v1.safetensors"]}},
-    "/moe_rl/score": {"token_ids": [1, 2, 3]},
+    "/moe_rl/score": {"runs": [[1, 2, 3]]},
     "/moe_rl/challenge": {"folder": "run1", "name": ".challenge-" + "0" * 16},
     "/moe_rl/stats": None,
     "/moe_rl/recording": None,
@@ -206,7 +206,8 @@ class Server:
         whole = UPDATE | {"source": {"type": "files", "paths": ["v1"]}}
         assert self.answers("POST", "/moe_rl/update", json.dumps(whole).encode()).status_code == 200
         assert not self.engine.held
-        assert self.answers("POST", "/moe_rl/score", b'{"token_ids": [1, 49]}').json() == [-1.0]
+        scores = self.answers("POST", "/moe_rl/score", b'{"runs": [[1, 49], [2, 3]]}').json()
+        assert scores == {"logprobs": [[-1.0], [-1.0]], "routes": []}
         asked = len(self.vllm.asked)
         body = json.dumps(GENERATION).encode()
         assert self.answers("POST", gate.GENERATE, body).status_code == 200 and len(self.vllm.asked) == asked + 1
@@ -322,7 +323,7 @@ _headers = st.fixed_dictionaries(
     headers=_headers,
 )
 @example(method="POST", path=gate.GENERATE, content=b'{"token_ids":[1],"token_ids":[2147483648]}', headers={})
-@example(method="POST", path="/moe_rl/score", content=b'{"token_ids":[1,50]}', headers={})
+@example(method="POST", path="/moe_rl/score", content=b'{"runs":[[1,50]]}', headers={})
 @example(method="POST", path="/moe_rl/open", content=b'{"sink":"\xff"}', headers={})
 def test_any_call_is_answered(server, method, path, content, headers):
     server.answers(method, path, content, headers)
@@ -374,8 +375,11 @@ def test_a_body_that_does_not_come_is_refused_in_time(server, path):
     ],
 )  # fmt: skip
 def test_a_token_that_the_model_does_not_have_is_named(server, tokens, said):
-    for path, body in ((gate.GENERATE, GENERATION), ("/moe_rl/score", {})):
-        answer = server.answers("POST", path, json.dumps(body | {"token_ids": tokens}).encode())
+    for path, body in (
+        (gate.GENERATE, GENERATION | {"token_ids": tokens}),
+        ("/moe_rl/score", {"runs": [[1, 2], tokens]}),
+    ):
+        answer = server.answers("POST", path, json.dumps(body).encode())
         assert answer.status_code == 400 and said in answer.json()["error"]
     stops = planted(GENERATION, ("sampling_params", "stop_token_ids"), tokens)
     if len(tokens) == 2:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from moe_rl.config.sampling_keys import RolloutConfig
+from moe_rl.types import ScoredTokens
 from moe_rl.weights.intake import Intake
 from moe_rl.weights.reader import Reader
 from moe_rl.weights.shared_disk import checkpoint_shapes
@@ -51,8 +52,8 @@ class Taker:
     def wake(self, part):
         self.woken.append((part, len(self.places)))
 
-    def score(self, tokens):
-        return np.zeros(len(tokens) - 1, np.float32)
+    def score(self, runs, *, shard=None):
+        return [ScoredTokens([np.zeros(len(run) - 1, np.float32) for run in runs], [], "a taker")]
 
 
 def sender_of(policy, folder: Path, way: str, ranks=None, **settings):

@@ -1,0 +1,260 @@
+"""A few fixed runs of tokens that trainer and samplers compute from the weights they hold, after every update.
+
+Every sampler scores them and publishes the routes that it took, recorded as those of any request. The trainer scores
+them with routers that choose for themselves, and what these choose is the witness against the recorded routes.
+
+Legend for shapes: L MoE layers of the model, S rows (tokens that are fed, of all runs), K top-k experts per token,
+E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from moe_rl.errors import WeightSyncError, describe
+from moe_rl.megatron import world
+from moe_rl.megatron.microbatch import Microbatch, pack
+from moe_rl.megatron.policy import Policy
+from moe_rl.planning.packing import fill_rounds
+from moe_rl.replay.alignment import FALSE_ALARM, Sample, divergence, misplaced_layers
+from moe_rl.replay.routes import RowPolicy
+from moe_rl.rollout.sampler import Sampler
+from moe_rl.trace import TraceSpec, TraceStore, validate
+from moe_rl.types import ScoredTokens, Sequence
+
+_SHARD = "canary"
+_NATIVE = RowPolicy(missing="native")
+# Of the rows in which one of two experts was chosen, the other one is in their place in fewer than so many.
+_CONFUSED = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What a sync showed of the sampler whose log-probabilities are farthest from the trainer's.
+
+    difference: mean |log-probability difference| in nats, both routing natively. settled: the same of the tokens before
+    the first of their run that the two routed differently, where that is most of them; else of all. In float32 two
+    experts that are nearly a tie fall otherwise once in a while, and all behind them in the run differs.
+    by: who. mismatch: share of (token, layer) positions where the two chose other experts; power: share of layers of
+    which routes of nothing that was tried would have been told; None where this sampler does not record.
+    suspects: what the tokens that differ have in common, for a message. recorded: share of the samplers that recorded
+    what they took.
+    """
+
+    difference: float
+    settled: float
+    by: str
+    mismatch: float | None = None
+    power: float | None = None
+    suspects: str = ""
+    recorded: float = 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """Of the step, see report/metrics.py."""
+        return {
+            "sync/canary_abs_diff": self.difference,
+            "sync/canary_recorded": self.recorded,
+            **({} if self.mismatch is None else {"sync/canary_mismatch": self.mismatch}),
+            **({} if self.power is None else {"sync/canary_power": self.power}),
+        }
+
+
+class Canary:
+    """Lets trainer and samplers compute the same tokens, and compares what they did. All ranks call it together."""
+
+    def __init__(self, runs: Seq[tuple[int, ...]], store: TraceStore, spec: TraceSpec):
+        """runs: of at least 2 tokens each, the same on all ranks."""
+        self.runs, self.store, self.spec = tuple(runs), store, spec
+        self._sequences = [_sequence(f"canary/{at}", run) for at, run in enumerate(self.runs)]
+        self._fed = [np.array(run[:-1], np.int64) for run in self.runs]
+
+    def compare(self, policy: Policy, sampler: Sampler | None, version: int, *, exact: float = 0.0) -> Heard:
+        """What both make of them, the same on all ranks. sampler: on rank 0. version: of the weights that both hold.
+
+        exact: difference in nats of a token from which on it is told which experts the tokens that differ have in
+        common, where both sides are that precise; 0: it is not told.
+        Raises WeightSyncError naming sampler and layer when a layer's routes are not those of the trainer's layer; the
+        trace then keeps them. TraceError and RouteValidationError for routes that are damaged or malformed.
+        """
+        ours, witness = self._natively(policy, version)
+        return world.broadcast(
+            self._heard(ours, witness, sampler, version, exact) if sampler is not None else None, Heard
+        )
+
+    def _heard(self, ours: np.ndarray, witness: np.ndarray, sampler: Sampler, version: int, exact: float) -> Heard:
+        for name in self._shards():  # of a run that ended in here
+            self.store.remove(name)
+        heard = []
+        for one in sampler.score(self.runs, shard=f"{_SHARD}-version{version:06d}"):
+            apart = np.abs(ours - np.concatenate(one.logprobs))
+            suspects = self._suspects(apart, witness, exact) if exact else ""
+            if one.routes:
+                heard.append(self._align(one, apart, witness, version, suspects))
+            else:
+                heard.append(Heard(float(apart.mean()), float(apart.mean()), one.by, suspects=suspects))
+        for name in self._shards():
+            self.store.remove(name)
+        worst = max(heard, key=lambda one: math.inf if math.isnan(one.settled) else one.settled)
+        return replace(worst, recorded=sum(one.mismatch is not None for one in heard) / len(heard))
+
+    def _shards(self) -> list[str]:
+        return [name for name in self.store.shards() if name.startswith(f"{_SHARD}-")]
+
+    def _natively(self, policy: Policy, version: int) -> tuple[np.ndarray, np.ndarray]:
+        """Log-probabilities [S] and the routers' own choice int64 [L, S, K], of all ranks."""
+        microbatches = _microbatches(self._sequences)
+        tables = [
+            microbatch.read_routes(
+                self.store,
+                [self._sequences[i] for i in microbatch.indices],
+                self.spec,
+                weight_version=version,
+                layers=policy.layers,
+                policy=_NATIVE,
+            )
+            for microbatch in microbatches
+        ]
+        with policy.session(tables, mode="record", name=f"canary of version {version}") as session:
+            logprobs, *_ = policy.logprobs(microbatches, session, temperature=1.0)
+        chosen, rows = session.recorded_routes()[0].routes, microbatches[0].routed_rows
+        tokens = sum(map(len, self._fed))
+        here = np.flatnonzero(rows < tokens)
+        own = _Chosen([], [], b"")
+        if world.data_parallel()[0] == 0:  # the others route the same tokens
+            mine = np.stack([chosen[layer].cpu().numpy()[here] for layer in policy.layers]).astype(np.int16)
+            own = _Chosen(list(policy.layers), rows[here].tolist(), mine.tobytes())
+        witness = np.full((len(self.spec.moe_layers), tokens, self.spec.top_k), -1, np.int64)
+        for part in world.gather(own, _Chosen):
+            columns = [self.spec.moe_layers.index(layer) for layer in part.layers]
+            choice = np.frombuffer(part.chosen, np.int16).reshape(len(columns), len(part.rows), self.spec.top_k)
+            witness[np.ix_(columns, part.rows)] = choice
+        if (witness < 0).any():
+            layer, row, _ = np.argwhere(witness < 0)[0].tolist()
+            raise WeightSyncError(
+                describe("no rank routed a token", where=f"canary, token {row}, layer {self.spec.moe_layers[layer]}")
+            )
+        return logprobs.cpu().numpy(), witness
+
+    def _align(
+        self, scored: ScoredTokens, apart: np.ndarray, witness: np.ndarray, version: int, suspects: str
+    ) -> Heard:
+        """What one sampler's scores, which differ by apart [S], and its routes show. Raises WeightSyncError for a wrong
+        layer."""
+        records = [self.store.read(ref) for ref in scored.routes]
+        for record, fed, ref in zip(records, self._fed, scored.routes, strict=True):
+            validate(record, token_ids=fed, spec=self.spec, weight_version=version, ref=ref)
+        routes = np.concatenate([record.routes for record in records]).transpose(1, 0, 2).astype(np.int64)
+        lengths = list(map(len, self._fed))
+        sample = Sample(
+            torch.from_numpy(np.ascontiguousarray(routes)),
+            torch.from_numpy(witness),
+            torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
+            torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])),
+        )
+        layers = self.spec.moe_layers
+        wrong, power, _ = misplaced_layers([sample], layers, self.spec.num_experts)
+        found = [str(fault) for fault in wrong] or confused_experts(routes, witness, layers, self.spec.num_experts)
+        if found:
+            raise WeightSyncError(
+                describe(
+                    "sampler and trainer route the canary differently",
+                    where=f"after the sync of version {version}, {scored.by}",
+                    got="; ".join(found),
+                    expected="in each layer the experts that the trainer's routers choose",
+                    do="look at the export of these layers, the first of them first: its router, and all before it; "
+                    f"then at the recorder. The trace keeps the routes in shard {scored.routes[0].parts[0].shard}",
+                )
+            )
+        differs = (np.sort(routes, -1) != np.sort(witness, -1)).any(-1)
+        ends = np.cumsum(lengths)[:-1]
+        before = np.concatenate([np.cumsum(run) == 0 for run in np.split(differs.any(0), ends)])
+        settled = apart[before] if before.mean() >= 0.5 else apart
+        return Heard(
+            float(apart.mean()), float(settled.mean()), scored.by, float(differs.mean()), power, suspects=suspects
+        )
+
+    def _suspects(self, apart: np.ndarray, witness: np.ndarray, limit: float) -> str:
+        """Which experts would explain the tokens that differ by more than `limit`: taken by the first of each run, and
+        by no token before it. A token whose own row is right may differ by what it attends to; one before may not."""
+        differs = ~(apart <= limit)
+        if not differs.any():
+            return ""
+        layers, experts = len(witness), self.spec.num_experts
+        guilty, cleared = np.ones((layers, experts), bool), np.zeros((layers, experts), bool)
+        start = 0
+        for fed in self._fed:
+            run = slice(start, start + len(fed))
+            first = int(np.argmax(differs[run])) if differs[run].any() else len(fed)
+            for at in range(start, start + first):
+                np.put_along_axis(cleared, witness[:, at], True, 1)
+            if first < len(fed):
+                taken = np.zeros((layers, experts), bool)
+                np.put_along_axis(taken, witness[:, start + first], True, 1)
+                guilty &= taken
+            start = run.stop
+        found = np.argwhere(guilty & ~cleared).tolist()
+        if not cleared.any():
+            return "every token differs: look at what all of them go through, embeddings, norms, attention, the head"
+        if not found:
+            return f"{int(differs.sum())} of {len(apart)} tokens differ, which no single expert explains"
+        named = [f"expert {expert} of layer {self.spec.moe_layers[layer]}" for layer, expert in found[:4]]
+        more = f" or {len(found) - 4} others" if len(found) > 4 else ""
+        return f"the tokens that differ are those that take {' or '.join(named)}{more}"
+
+
+def confused_experts(routes: np.ndarray, witness: np.ndarray, layers: Seq[int], experts: int) -> list[str]:
+    """Name pairs of experts that took each other's tokens. routes, witness: int64 [L, S, K]. layers [L]: their numbers.
+
+    Looked at are the rows where the witness chose exactly one of two experts. Where the two were exchanged the record
+    has the other one there, both ways. Sound routers do that in fewer than one row of ten: they differ where the last
+    choice is nearly a tie, and with many experts, not with one. By chance a pair of any layer is named with a
+    probability of at most FALSE_ALARM (Chernoff's bound).
+    """
+    needed = math.log(len(layers) * experts * (experts - 1) / 2 / FALSE_ALARM)
+    found = []
+    for at, layer in enumerate(layers):
+        theirs, ours = (np.zeros((routes.shape[1], experts), bool) for _ in range(2))
+        np.put_along_axis(theirs, routes[at], True, 1)
+        np.put_along_axis(ours, witness[at], True, 1)
+        only_ours, only_theirs = (ours & ~theirs).astype(np.int64), (theirs & ~ours).astype(np.int64)
+        moved = only_ours.T @ only_theirs  # [E, E]: rows where the trainer took one, and the sampler the other
+        one = ours.astype(np.int64)
+        apart = one.T @ (1 - one)  # rows where the trainer took one and not the other
+        for a, b in np.argwhere(np.triu((moved > 0) & (moved.T > 0), 1)).tolist():
+            rows, exchanged = int(apart[a, b] + apart[b, a]), int(moved[a, b] + moved[b, a])
+            share = exchanged / rows
+            if share > _CONFUSED and rows * divergence(share, _CONFUSED) >= needed:
+                found.append(f"layer {layer} has experts {a} and {b} exchanged: in {exchanged} of {rows} rows")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """What one rank's routers chose, in its layers [l] and rows [s]. chosen: int16 [l, s, K], its bytes."""
+
+    layers: list[int]
+    rows: list[int]
+    chosen: bytes
+
+
+def _sequence(key: str, run: tuple[int, ...]) -> Sequence:
+    return Sequence(
+        key=key,
+        prompt_token_ids=run[:1],
+        token_ids=run[1:],
+        rollout_logprobs=np.zeros(len(run) - 1, np.float32),
+        reward=0.0,
+        weight_version=0,
+        routes=None,
+    )
+
+
+def _microbatches(sequences: list[Sequence]) -> list[Microbatch]:
+    """One with all of them, and empty ones behind it where stages are interleaved."""
+    (plan,) = fill_rounds([[list(range(len(sequences)))]], world.microbatches_in_a_round())
+    return [pack(sequences, one, world.device(), world.context_parallel()) for one in plan]

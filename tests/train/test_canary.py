@@ -1,0 +1,158 @@
+"""What the canary says of routes and log-probabilities that are wrong, and that it says nothing of sound ones."""
+
+import numpy as np
+import pytest
+
+from moe_rl.errors import RouteValidationError, WeightSyncError
+from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
+from moe_rl.train.canary import Canary, confused_experts
+from moe_rl.types import Provenance, ScoredTokens, Span
+
+SPEC = TraceSpec("m", 32, 4, "mmmmmmmm")
+LENGTHS = (36,) * 7
+ROWS = sum(LENGTHS) - len(LENGTHS)
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)
+
+
+@pytest.fixture
+def witness(rng):
+    return np.argsort(rng.random((8, ROWS, 32)), -1)[..., :4]
+
+
+@pytest.fixture
+def hear(tmp_path, witness, rng):
+    """What is heard when the trainer chose `witness`, and the sampler recorded these routes."""
+    runs = [tuple(rng.integers(0, 500, length).tolist()) for length in LENGTHS]
+    canary = Canary(runs, TraceStore(tmp_path), SPEC)
+
+    class Sampler:
+        def __init__(self, samplers, version=3):
+            self.samplers, self.version = samplers, version
+
+        def score(self, runs, *, shard):
+            return [self.one(f"{shard}-server{at}", *given) for at, given in enumerate(self.samplers)]
+
+        def one(self, shard, routes, apart):
+            logprobs = np.split(np.asarray(apart, np.float32), len(runs))
+            if routes is None:
+                return ScoredTokens(logprobs, [], shard)
+            refs, spans = [], [Span(35, self.version, Provenance.PREFILL)]
+            with ShardWriter(tmp_path, shard, SPEC) as writer:
+                for at, part in enumerate(np.split(routes.transpose(1, 0, 2).astype(np.uint8), len(runs))):
+                    refs.append(writer.add(f"scored/{at}", part, np.array(runs[at][:-1], np.int32), spans))
+            return ScoredTokens(logprobs, refs, shard)
+
+    def call(*samplers, version=3, exact=0.0):
+        given = [(routes, np.zeros(ROWS) if apart is None else apart) for routes, apart in samplers]
+        return canary._heard(np.zeros(ROWS), witness, Sampler(given, version), 3, exact)
+
+    call.store = canary.store
+    return call
+
+
+def near_ties(witness, rng, share):
+    """The last expert of so many (token, layer) positions is another one: what rounding does."""
+    routes = witness.copy()
+    for layer, row in np.argwhere(rng.random(witness.shape[:2]) < share):
+        routes[layer, row, 3] = rng.choice(np.setdiff1d(np.arange(32), routes[layer, row]))
+    return routes
+
+
+@pytest.mark.parametrize("share", [0.0, 0.03, 0.2, 0.5])
+def test_engines_that_differ_by_rounding_are_healthy(hear, witness, rng, share):
+    heard = hear((near_ties(witness, rng, share), np.full(ROWS, 0.02)))
+    assert heard.difference == heard.settled == pytest.approx(0.02)
+    assert heard.mismatch == pytest.approx(share, abs=0.05) and heard.power == heard.recorded == 1
+    assert hear.store.shards() == []
+
+
+def in_layer(layer, change):
+    """A change of one layer [S, K]."""
+    return lambda w: np.concatenate([w[:layer], change(w[layer])[None], w[layer + 1 :]])
+
+
+EXCHANGED = np.array([*range(5), 9, 6, 7, 8, 5, *range(10, 32)])
+FAULTS = {
+    "two layers exchanged": (
+        lambda w: w[[0, 1, 3, 2, 4, 5, 6, 7]],
+        "layer 2 has the rows of layer 3.*layer 3 has the rows of layer 2",
+    ),
+    "one layer twice": (lambda w: w[[0, 1, 2, 2, 4, 5, 6, 7]], "the rows of layer 2|two layers have the same routes"),
+    "one token late": (lambda w: np.roll(w, 1, 1), "rows 1 token too late"),
+    "a layer late": (in_layer(5, lambda w: np.roll(w, 2, 0)), "layer 5 has rows 2 tokens too late"),
+    "a constant layer": (
+        in_layer(4, lambda w: np.full_like(w, [3, 9, 11, 20])),
+        "layer 4 has (the same experts for every token|rows of nothing)",
+    ),
+    "two experts exchanged": (in_layer(6, lambda w: EXCHANGED[w]), "layer 6 has experts 5 and 9 exchanged"),
+    "another model": (
+        lambda w: np.argsort(np.random.default_rng(9).random((*w.shape[:2], 32)), -1)[..., :4],
+        "rows of nothing that was tried",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_a_wrong_layer_is_named_and_its_routes_are_kept(hear, witness, rng, name, share):
+    change, said = FAULTS[name]
+    with pytest.raises((WeightSyncError, RouteValidationError), match=said) as raised:
+        hear((near_ties(change(witness), rng, share), None))
+    assert name == "one layer twice" or "after the sync of version 3, canary-version000003-server0" in str(raised.value)
+    assert hear.store.shards() == ["canary-version000003-server0"]
+    assert hear((witness, None)).mismatch == 0  # what is left of it is removed first
+
+
+def test_rows_of_older_weights_are_refused(hear, witness):
+    with pytest.raises(RouteValidationError, match="weight version 2"):
+        hear((witness, None), version=2)
+
+
+def test_the_worst_of_several_samplers_is_heard_and_those_that_do_not_record_are_counted(hear, witness):
+    heard = hear((witness, None), (None, np.full(ROWS, 0.3)), (witness, np.full(ROWS, 0.1)))
+    assert heard.by.endswith("server1") and heard.difference == pytest.approx(0.3)
+    assert heard.recorded == pytest.approx(2 / 3) and heard.mismatch is None
+    assert heard.metrics().keys() == {"sync/canary_abs_diff", "sync/canary_recorded"}
+    heard = hear((witness, None), (witness, np.where(np.arange(ROWS) == 5, np.nan, 0)))
+    assert heard.by.endswith("server1") and np.isnan(heard.settled)
+
+
+def test_tokens_behind_a_tie_that_fell_otherwise_do_not_count(hear, witness):
+    routes, apart = witness.copy(), np.zeros(ROWS)
+    routes[3, 40] = [0, 1, 2, 4]  # in the second run, at its sixth token
+    apart[40:70] = 0.5
+    heard = hear((routes, apart))
+    assert heard.settled == 0 and heard.difference == pytest.approx(0.5 * 30 / ROWS)
+    routes[3, ::35] = [0, 1, 2, 4]  # where it is in every run, all of them count
+    assert hear((routes, apart)).settled == pytest.approx(0.5 * 30 / ROWS)
+
+
+def test_the_expert_that_the_tokens_that_differ_have_taken_is_named(hear, witness):
+    """What an expert of the sampler does wrong shows from the first of a run's tokens on that takes it."""
+    takes = (witness[5] == 17).any(-1).reshape(7, 35)
+    apart = np.where(np.cumsum(takes, 1) > 0, 1e-3, 1e-7).ravel()
+    assert (
+        hear((witness, apart), exact=1e-4).suspects == "the tokens that differ are those that take expert 17 of layer 5"
+    )
+    assert "every token differs" in hear((witness, np.full(ROWS, 0.1)), exact=1e-4).suspects
+    scattered = np.where(np.arange(ROWS) % 35 == 20, 1.0, 0)
+    assert "7 of 245 tokens differ, which no single expert explains" in hear((witness, scattered), exact=1e-4).suspects
+    assert hear((witness, apart)).suspects == hear((witness, np.zeros(ROWS)), exact=1e-4).suspects == ""
+
+
+def test_pairs_of_experts_are_not_named_by_chance():
+    """A thousand canaries of engines that differ in one of five sets, some of them for the same pair of rivals."""
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        witness = np.argsort(rng.random((5, 100, 16)), -1)[..., :4]
+        routes = near_ties(witness[..., :4], rng, 0.0)
+        for layer, row in np.argwhere(rng.random((5, 100)) < 0.2):
+            rivals = [e for e in (3, 11) if e not in witness[layer, row]]
+            if len(rivals) == 1 and rng.random() < 0.2:
+                other = 14 - rivals[0]
+                routes[layer, row][witness[layer, row] == other] = rivals[0]
+        assert confused_experts(routes, witness, range(5), 16) == []
