@@ -159,17 +159,16 @@ class ChildEngine:
         self._check_ready()
         for run in runs:
             sampling.check_scored(run, max_model_len=self._max_model_len, vocabulary=self._vocabulary)
-        requests = sampling.scoring(runs, record=shard is not None and self._source is not None)
+        # What vLLM's own capture gives of a prompt that is only scored was never seen.
+        records = shard is not None and isinstance(self._source, WorkerSource)
+        requests = sampling.scoring(runs, record=records)
         asks = [RecordingRequest.of(request, shard or "") for request in requests]
         self._forget_prefixes()
-        with self._recorded(shard if requests[0].record else None) as source:
+        with self._recorded(shard if records else None) as source:
             asked = [_parameters(r, ask, grows=False, scores=True) for r, ask in zip(requests, asks, strict=True)]
             outputs = self._run(list(zip(runs, asked, strict=True)))
             refs: dict[str, RouteRef] = {}
-            if source is not None:
-                for run, ask, output in zip(runs, asks, outputs, strict=True):
-                    if ask is not None:
-                        source.finished(ask, run, output.token_ids, output.result)
+            if source is not None and shard is not None:
                 wanted = {request.key: run[:-1] for request, run in zip(requests, runs, strict=True)}
                 refs = source.publish(shard, wanted, [])
         return wire.Scored(

@@ -29,6 +29,7 @@ from moe_rl.types import RoutePart
 from moe_rl.vllm.capture import NOT_REPORTED, Capture, to_host
 from moe_rl.vllm.extras import Extras
 from moe_rl.vllm.recording import Recording, RecordingRequest, parse
+from moe_rl.vllm.router_witness import RouterWitness
 from moe_rl.vllm.sinks import Sinks
 from moe_rl.vllm.slots import BlockTable, Recorded, Rows, SlotTable
 
@@ -60,7 +61,8 @@ class Recorder:
 
     spec: of the trace. sinks: the shards that are being filled. weight_version: of the model's weights now.
     stats: counts since the start - steps, tokens forwarded, requests, those recorded, preemptions, refused requests,
-    waits for a copy. Raises EngineError for a model without MoE layers.
+    waits for a copy, rows witnessed by the logits of their routers (0 where that cannot be, see router_witness.py).
+    Raises EngineError for a model without MoE layers.
     """
 
     def __init__(self, worker, recording: object):
@@ -86,13 +88,14 @@ class Recorder:
             suffix=f".pp{stage}of{stages}" if stages > 1 else "",
         )
         self._extras = Extras.of(worker, self.recording, self._capture.modules, pipeline_stages=stages)
+        self._witness = RouterWitness.of(worker, self._capture.modules, pipeline_stages=stages)
         self._slots: SlotTable  # made in the first step: the KV cache is there then
         self._requests: dict[str, Recorded] = {}
         self._partial_hits: dict[int, int] = {}
         self._journal: deque[tuple[torch.Event | None, Callable[[], None]]] = deque()
         self._step_is_open = False
         self.weight_version = 0
-        self.stats: Counter[str] = Counter()
+        self.stats: Counter[str] = Counter(witnessed=0)
 
     # Control: called between steps, through the engine's collective_rpc.
 
@@ -155,6 +158,8 @@ class Recorder:
             self._requests[request_id].forwarded += count
             self._requests[request_id].drafts = len(scheduled.scheduled_spec_decode_tokens.get(request_id, ()))
         self._capture.clear(scheduled.total_num_scheduled_tokens)
+        if self._witness is not None:
+            self._witness.begin_step(scheduled.total_num_scheduled_tokens, self._name_of_step(scheduled))
         self._work_off()
 
     def after_forward(self, scheduled) -> None:
@@ -181,10 +186,11 @@ class Recorder:
         copies, arrived = to_host(on_device)
         version = self.weight_version
         self._submit(lambda: self._store(version, *(copy.numpy() for copy in copies)), arrived)
+        in_step = [(self._requests[id_], scheduled.num_scheduled_tokens[id_]) for id_ in runner.input_batch.req_ids]
+        if self._witness is not None:
+            self._see(self._witness, version, in_step)
         if self._extras is not None:
-            self._extras.after_forward(
-                [(self._requests[id_], scheduled.num_scheduled_tokens[id_]) for id_ in runner.input_batch.req_ids]
-            )
+            self._extras.after_forward(in_step)
         self.stats["steps"] += 1
         self.stats["forwarded"] += count
 
@@ -248,14 +254,30 @@ class Recorder:
             if (ask := request.ask) is not None:
                 try:
                     rows = self._rows(request, ask, table, forwarded)
+                    if self._witness is not None:
+                        self.stats["witnessed"] += self._witness.check(request, rows)
                     aux = self._extras.of_request(request, len(rows)) if self._extras is not None else {}
                     self.sinks.add(request, ask, rows, aux)
                 except MoeRLError as error:
                     self.sinks.refuse(ask.sink, ask.key, error)
-            if self._extras is not None:
-                self._extras.drop(request)
+            for beside in (self._extras, self._witness):
+                if beside is not None:
+                    beside.drop(request)
 
         self._submit(take)
+
+    def _name_of_step(self, scheduled) -> str:
+        """What the choice of witnessed rows follows from: the first request and where it is."""
+        for request_id in scheduled.num_scheduled_tokens:
+            request = self._requests[request_id]
+            if request.ask is not None:
+                return f"{request.ask.key} {request.forwarded}"
+        return ""
+
+    def _see(self, witness: RouterWitness, version: int, in_step: Sequence[tuple[Recorded, int]]) -> None:
+        whose = witness.whose(in_step)
+        (logits,), arrived = to_host((witness.logits(),))
+        self._submit(lambda: witness.take(version, logits.numpy(), whose), arrived)
 
     def _refuse(self, new, error: MoeRLError) -> None:
         """A request that asks for the impossible is sampled all the same; who asks for its routes learns why not."""

@@ -7,6 +7,7 @@ spec (JSON): engine: arguments of vllm.LLM; recording: of additional_config["moe
 asynchronous: whether to schedule asynchronously, which vLLM's CPU platform switches off; amx: whether vLLM is
 told that this CPU has AMX; acts: list of
   {"sample": [request, ...], "sink": name, "abort_after": steps}   request: key, prompt, seed, max_tokens, ...
+  the same with "fault": what the recorder's buffer does from then on, see _break; "failed" is what was said
   {"update": a WeightUpdate, "lost": tensor that the model drops}
 result (JSON): acts: per "sample", the completions and references; stats of the recorder, prefix hits, and what else the
 tests want as a witness that a scenario took place.
@@ -90,7 +91,14 @@ def play(given: str, result: str) -> NoReturn:
                 break
             llm.update_weight_version(str(update["version"]))
         else:
-            results.append(_sample(llm, act))
+            if "fault" in act:
+                llm.collective_rpc(_break, args=(act["fault"],))
+            try:
+                results.append(_sample(llm, act))
+            except Exception as error:
+                if "fault" not in act:
+                    raise
+                results.append({"failed": str(error)})
     metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
     with open(result, "w") as file:
         json.dump(
@@ -111,6 +119,27 @@ def _say_amx() -> None:
     import torch
 
     torch.cpu._is_amx_tile_supported = torch.cpu._is_amx_fp16_supported = lambda: True
+
+
+def _break(worker, fault: str) -> None:
+    """Have the capture write well-formed rows that are wrong; "" mends it."""
+    capture = worker.moe_rl_recorder._capture
+    if not hasattr(capture, "sound"):
+        capture.sound = capture.capture
+
+    def broken(layer, ids):
+        if fault == "late":
+            ids = ids.roll(1, 0)
+        elif fault == "constant" and layer == 1:
+            ids = ids.new_tensor(range(ids.shape[1])).expand_as(ids)
+        elif fault == "swapped":
+            layer = {1: 2, 2: 1}.get(layer, layer)
+        capture.sound(layer, ids)
+
+    capture.capture = broken if fault else capture.sound
+    # vLLM keeps the bound method that it was given.
+    for layer, module in capture.modules.items():
+        module.router.set_capture_fn(lambda ids, layer=layer: capture.capture(layer, ids))
 
 
 def _lose(worker, name: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import subprocess
 import sys
@@ -435,3 +436,22 @@ def test_extras(play, router):
         kept, rows = kept + len(chosen), rows + completion["rows"]
         assert stored.shape[1:] == (LAYERS, logits.shape[-1])
     assert 0.1 < kept / rows < 0.3  # a quarter, less the rows that came from the prefix cache
+
+
+def test_rows_that_are_not_what_the_routers_saw_are_refused(play, router):
+    """Faults between router and slots that leave well-formed rows; each is named, and before and after nothing is."""
+    faults = {
+        "late": r"request p0/c0, position \d+, layer 0\)",
+        "constant": r"layer 1\): got experts \[0, 1, 2, 3\]",
+        "swapped": r"layer 1\)",
+    }
+    acts = [{"sample": requests(2, 2), "sink": "sound"}]
+    acts += [{"sample": requests(2, 2, seed=at), "sink": name, "fault": name} for at, name in enumerate(faults, 2)]
+    outcome = play([*acts, {"sample": requests(2, 2, seed=9), "sink": "mended", "fault": ""}])
+    agree(outcome, router)
+    agree(outcome, router, act=len(acts))
+    for act, said in enumerate(faults.values(), 1):
+        failed = outcome.result["acts"][act]["failed"]
+        assert re.search("not what the router chose by its logits.*" + said, failed), failed
+    rows = sum(one["rows"] for act in (0, len(acts)) for one in outcome.completions(act))
+    assert rows / 8 < outcome.stats["witnessed"] < rows
