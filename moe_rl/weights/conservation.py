@@ -58,22 +58,27 @@ class Count:
         self.parts = parts
         self._sums = torch.zeros(len(parts), dtype=torch.int64, device=device)
         self._elements = [0] * len(parts)
-        self._words = torch.empty(_CHUNK, dtype=torch.int32, device=device)
+        # Made once: memory that the kernel has yet to find costs ten times as much as what is done in it.
+        self._words, self._terms = (torch.empty(_CHUNK, dtype=torch.int32, device=device) for _ in range(2))
+        self._running = torch.empty(_CHUNK, dtype=torch.int64, device=device)
         self._waiting: list[tuple[int, int]] = []  # part, and where its elements end
 
     def add(self, part: str, values: Tensor, dtype: torch.dtype) -> None:
         """Elements of a part, cast to `dtype`, bfloat16 or float32. None of `values` is kept."""
         at, count = self.parts[part], values.numel()
         self._elements[at] += count
-        if count > _SMALL:
-            for piece in values.reshape(-1).split(_CHUNK):
-                self._sums[at] += mixed(piece.to(dtype))
+        if not count:
             return
-        if self._filled + count > _CHUNK:
+        small = count <= _SMALL
+        if not small or self._filled + count > _CHUNK:
             self._mix()
-        start, end = self._filled, self._filled + count
-        self._words[start:end].view(values.shape).copy_(_bits(values.to(dtype)))
-        self._waiting.append((at, end))
+        if small:
+            self._put(values, dtype)
+            self._waiting.append((at, self._filled + count))
+            return
+        for piece in values.reshape(-1).split(_CHUNK):
+            self._put(piece, dtype)
+            self._sums[at] += self._mixed(len(piece)).sum(dtype=torch.int64)
 
     def content(self) -> Content:
         """What was added so far."""
@@ -85,29 +90,23 @@ class Count:
     def _filled(self) -> int:
         return self._waiting[-1][1] if self._waiting else 0
 
+    def _put(self, values: Tensor, dtype: torch.dtype) -> None:
+        """Bits as signed numbers, behind those that wait."""
+        start, bits = self._filled, values.to(dtype).view(_BITS[dtype.itemsize])
+        self._words[start : start + values.numel()].view(values.shape).copy_(bits)
+
     def _mix(self) -> None:
+        """Add up what waits."""
         if self._filled:
             parts, ends = torch.tensor(self._waiting, device=self._sums.device).T
-            running = _terms(self._words[: self._filled]).cumsum(0, dtype=torch.int64)
-            running = torch.cat((running.new_zeros(1), running))[torch.cat((ends.new_zeros(1), ends))]
-            self._sums.index_add_(0, parts, running.diff())
+            running = torch.cumsum(self._mixed(self._filled), 0, dtype=torch.int64, out=self._running[: self._filled])
+            self._sums.index_add_(0, parts, running[ends - 1].diff(prepend=running.new_zeros(1)))
         self._waiting = []
 
-
-def mixed(values: Tensor) -> Tensor:
-    """The sum above, int64, over values [N] of 2 or 4 bytes."""
-    return _terms(_bits(values).to(torch.int32)).sum(dtype=torch.int64)
-
-
-def _terms(words: Tensor) -> Tensor:
-    terms = words * _A
-    terms += _B
-    terms *= words
-    return terms
-
-
-def _bits(values: Tensor) -> Tensor:
-    return values.view(_BITS[values.itemsize])
+    def _mixed(self, count: int) -> Tensor:
+        """w (A w + B) of the first words, int32."""
+        words = self._words[:count]
+        return torch.mul(words, _A, out=self._terms[:count]).add_(_B).mul_(words)
 
 
 def parts_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
