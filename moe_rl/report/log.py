@@ -146,7 +146,11 @@ class RunLog:
         if torn or len(kept) < len(rows) or (rows and not self._path.read_bytes().endswith(b"\n")):
             write_rows(self._path, kept)
         self._evaluated = {row["step"] for row in kept if row["kind"] == "eval"}
-        self._last_step = max((row["step"] for row in kept if row["kind"] == "train"), default=0)
+        trained = {row["step"] for row in kept if row["kind"] == "train"}
+        self._last_step = max(trained, default=0)
+        if before is not None and (lost := sorted(set(range(1, before)) - trained)):
+            steps = f"{', '.join(map(str, lost[:5]))}{' ...' if len(lost) > 5 else ''}"
+            self._print(f"{self._path.name}: lost the lines of {len(lost)} steps, which the report lacks: {steps}")
         if self._progress is not None:
             self._progress.update(self._task, completed=self._last_step)
 

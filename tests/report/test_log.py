@@ -198,6 +198,15 @@ def test_damage_before_the_last_line_is_an_error_that_names_it(log_of, tmp_path,
         log_of()
 
 
+def test_lost_lines_are_told_at_a_resume(log_of, tmp_path, capsys, step_metrics):
+    lines = [encode(step, "train", step_metrics(step)) for step in (1, 3, 4)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    log_of().rewind(5)
+    assert "lost the lines of 1 steps, which the report lacks: 2" in capsys.readouterr().out
+    log_of().rewind(2)
+    assert "lost the lines" not in capsys.readouterr().out
+
+
 def test_a_crash_during_rewind_leaves_the_old_log(log_of, tmp_path, monkeypatch, step_metrics):
     log = log_of()
     for step in (1, 2, 3):
