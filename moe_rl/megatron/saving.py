@@ -16,6 +16,7 @@ CUDA. A thread shares neither problem; writing files, it mostly waits outside of
 from __future__ import annotations
 
 import gc
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -78,6 +80,8 @@ class Checkpoints:
         rank, began = dist.get_rank(), time.perf_counter()
         hidden = self._begin(step)
         strategy = _Planning()
+        # Megatron would start a process to hold a queue, which nothing here reads and which outlives a killed rank.
+        filesystem_async._results_queue = queue.Queue()
         gc.freeze()  # Megatron collects garbage twice: only what it makes itself need be searched
         try:
             sharded = checkpoint.sharded(policy, loading=False)
