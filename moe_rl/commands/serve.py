@@ -28,7 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
     parser.add_argument("--config", type=Path, metavar="FILE", help="of the run: all but the address follows from it")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="replace single values of the config")
-    parser.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face checkpoint")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="checkpoint; on a CPU it gets a KV cache of 1 GiB, or -- --kv-cache-memory-bytes N",
+    )
     parser.add_argument("--trace-root", type=Path, metavar="DIR", help="trace store, or a folder of some")
     parser.add_argument("--model-fingerprint", metavar="TEXT", help="in the trace (default: the one a run has)")
     parser.add_argument("--capture", choices=("patch", "worker"), help="who attaches the recorder (default: patch)")
@@ -68,7 +73,7 @@ def _settings(options: argparse.Namespace) -> ServerSettings:
         return ServerSettings(
             model=options.model,
             trace_root=options.trace_root,
-            sizes={},
+            sizes=None,
             capture=options.capture or "patch",
             model_fingerprint=options.model_fingerprint or "",
             support=options.support,

@@ -39,15 +39,15 @@ class ServerSettings:
     """What a server is started with.
 
     model: checkpoint folder; its weights are version 0. trace_root: folder of one trace store, or of several. sizes:
-    vLLM's arguments that a run's config decides; further: command line for vLLM, which may replace them. capture:
-    "patch" or "worker". model_fingerprint: "" for the one that a run has. support, router_logits_fraction: as in
-    recording.Recording. host: None for this machine only. port: 0 for a free one. token_file: is made if missing; None
-    for a temporary one. ready_file: written when the server listens.
+    vLLM's arguments that a run's config decides, None without a config; further: command line for vLLM, which may
+    replace them. capture: "patch" or "worker". model_fingerprint: "" for the one that a run has. support,
+    router_logits_fraction: as in recording.Recording. host: None for this machine only. port: 0 for a free one.
+    token_file: is made if missing; None for a temporary one. ready_file: written when the server listens.
     """
 
     model: Path
     trace_root: Path
-    sizes: Mapping[str, object]
+    sizes: Mapping[str, object] | None
     further: Sequence[str]
     capture: str
     model_fingerprint: str
@@ -164,7 +164,8 @@ def _serve(settings: ServerSettings, token_file: Path, listener: socket.socket) 
         # The last one is the outermost.
         "middleware": [GATE],
     }
-    given = _vllm_arguments(ours, settings.sizes, settings.further)
+    sizes = arguments.unsized(settings.further) if settings.sizes is None else settings.sizes
+    given = _vllm_arguments(ours, sizes, settings.further)
     uvloop.run(_run(given, listener, document, settings.ready_file))
 
 

@@ -7,6 +7,7 @@ who mistyped should not wait for it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,8 @@ _STEP_TOKENS = 4096
 # The share of a GPU that vLLM wants free at its start. It has no other use where the KV cache's size is given, and a
 # trainer may be there first.
 _FREE_AT_START = 0.01
+# Of a server on a CPU that no config sizes. vLLM would take 0.92 of the machine's memory, or die where others use it.
+_CPU_KV_CACHE_BYTES = 1 << 30
 
 
 def refuse_wrong_vllm(capture: str) -> None:
@@ -79,6 +82,15 @@ def sized(
         "tensor_parallel_size": gpus,
         "enforce_eager": True,
     }
+
+
+def unsized(further: Sequence[str]) -> dict[str, object]:
+    """What a server gets that no run's config sizes: on a CPU a KV cache of 1 GiB, unless `further`, the arguments that
+    vLLM gets too, says what share of the memory to take."""
+    from vllm.platforms import current_platform
+
+    share = any(argument.startswith("--gpu-memory-utilization") for argument in further)
+    return {"kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES} if current_platform.is_cpu() and not share else {}
 
 
 def _refuse_native(recording: Recording) -> None:

@@ -45,14 +45,17 @@ def of_engine(tmp_path):
 
 @pytest.fixture
 def of_server(tmp_path):
-    """What a server of the run is started with; further: arguments behind "--"."""
+    """What a server of the run is started with, or one that serves `model`; further: arguments behind "--"."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
-    def start(*overrides: str, further: tuple[str, ...] = ()) -> dict[str, object]:
+    def start(*overrides: str, further: tuple[str, ...] = (), model: str = "") -> dict[str, object]:
         def run(given, *_) -> None:
             raise _Started(vars(given))
 
-        given = ["--config", CONFIG, "--token-file", str(tmp_path / "token"), f"run.runs_dir={tmp_path}", *overrides]
+        served = ["--config", CONFIG, f"run.runs_dir={tmp_path}", *overrides]
+        if model:
+            served = ["--model", model, "--trace-root", str(tmp_path)]
+        given = [*served, "--token-file", str(tmp_path / "token")]
         with patch.object(api_server, "_run", run), pytest.raises(_Started) as started:
             main(["serve", *given, "--", *further])
         return started.value.args[0]
@@ -87,3 +90,17 @@ def test_a_server_has_more_only_for_the_requests_that_come_over_http(of_engine, 
 def test_what_the_config_decides_may_be_replaced_for_one_server(of_server):
     server = of_server(further=("--max-num-seqs", "3", "--no-enforce-eager"))
     assert (server["max_num_seqs"], server["enforce_eager"]) == (3, False)
+
+
+@pytest.mark.parametrize(
+    ("further", "cache", "share"),
+    [
+        ((), 1 << 30, 0.92),
+        (("--kv-cache-memory-bytes", "5"), 5, 0.92),
+        (("--gpu-memory-utilization", "0.1"), None, 0.1),
+    ],
+)
+def test_a_server_of_a_model_starts_on_a_cpu_that_others_use_too(of_server, further, cache, share):
+    """Without a size vLLM wants 0.92 of the memory to be free."""
+    server = of_server(further=further, model="assets/tiny_moe/policy")
+    assert (server["kv_cache_memory_bytes"], server["gpu_memory_utilization"]) == (cache, share)
