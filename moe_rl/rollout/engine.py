@@ -106,7 +106,7 @@ class VllmEngine:
 
     def counts(self) -> dict[str, int]:
         """See Sampler.counts."""
-        return self._call(wire.Count(), wire.Counted).counts
+        return self._call(wire.AskCounts(), wire.Counted).counts
 
     def update_weights(self, update: WeightUpdate) -> None:
         """Load one part of new weights; after the final one everything sampled carries its version.

@@ -130,7 +130,7 @@ class ChildEngine:
                 return wire.Generated(self._generate(call.requests, call.shard, call.enough))
             case wire.Score(runs, shard):
                 return self._score(runs, shard)
-            case wire.Count():
+            case wire.AskCounts():
                 return wire.Counted(dict(self._source.stats()) if self._source is not None else {})
             case wire.Sleep(level):
                 return wire.Slept(self._sleep(level))

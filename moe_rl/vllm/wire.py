@@ -66,7 +66,7 @@ class Score(Message, frozen=True):
     shard: str | None
 
 
-class Count(Message, frozen=True):
+class AskCounts(Message, frozen=True):
     pass
 
 
@@ -132,7 +132,7 @@ class Failed(Message, frozen=True):
     weights: bool = False
 
 
-Call = Generate | Score | Count | Update | Sleep | Wake
+Call = Generate | Score | AskCounts | Update | Sleep | Wake
 Reply = Generated | Scored | Counted | Updated | Slept | Awake
 CALLS: Decoder[Start | Call | Close] = decoder(Start | Call | Close)
 REPLIES: Decoder[Ready | Alive | Reply | Failed] = decoder(Ready | Alive | Reply | Failed)
