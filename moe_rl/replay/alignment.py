@@ -7,6 +7,8 @@ agreement with another row, and asks which of the two is better:
 
     layers       a sample of rows: the record of a layer against the witness of every other layer of this rank, one or
                  two tokens earlier or later, and of a token that has nothing to do with it
+    neighbours   a sample of prompts and one of completions: against the row at the same place of another sequence, of a
+                 completion to the same prompt where there is one
     sequences    all rows, in pieces of at most 64, prompt and completion apart: a piece must lie nearer to how well the
                  batch agrees with its own rows than to how well it agrees with rows of other tokens
 
@@ -23,10 +25,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 from torch.nn.functional import one_hot
 
@@ -36,6 +39,7 @@ SAMPLED_ROWS = 256
 """Rows of a pass that the test of layers looks at."""
 
 _SHIFTS = (0, -2, -1, 1, 2)
+_INDICES = (0, 1, 2, 3, *(2**power + 1 for power in range(2, 24)))  # places in a prompt or completion
 _WINDOW = 8  # sampled rows come in runs, so that the rows before and behind them are there too
 _PIECE = 64
 # A record that has nothing to do with its row wins half of its comparisons with another row, a healthy one at least
@@ -55,27 +59,106 @@ _SEEN = divergence(_THRESHOLD, 0.5)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowPlaces:
-    """Where the rows of a microbatch lie in their sequences.
+    """Where the rows of a microbatch lie in their sequences. Host memory.
 
-    positions int64 [R]: in the sequence. pieces int64 [R]: the piece of a sequence that each row belongs to. named: of
-    each piece the sequence's number, its first and last row.
+    sequence, position int64 [R]: number of the sequence, and place in it. recorded bool [R]: rows with a record.
+    prompts, families: for each sequence the tokens of its prompt, and a number that those with the same prompt share.
+    piece int64 [R]: the piece of a sequence that each row belongs to. pieces: of each its sequence, first and last row.
     """
 
-    positions: Tensor
-    pieces: Tensor
-    named: tuple[tuple[int, int, int], ...]
+    sequence: np.ndarray
+    position: np.ndarray
+    recorded: np.ndarray
+    prompts: np.ndarray
+    families: np.ndarray
+    piece: np.ndarray
+    pieces: tuple[tuple[int, int, int], ...]
 
     @classmethod
-    def of(cls, lengths: Seq[int], prompts: Seq[int], rows: slice | np.ndarray, device: torch.device) -> RowPlaces:
-        """Make those of sequences of so many rows, of which so many are the prompt's, cut to `rows`."""
-        named = []
+    def of(
+        cls, tokens: Seq[np.ndarray], prompts: Seq[int], recorded: np.ndarray, rows: slice | np.ndarray
+    ) -> RowPlaces:
+        """Make those of sequences of these forwarded tokens, of which so many are the prompt's, cut to `rows`.
+
+        recorded bool: of all rows of the sequences, end to end.
+        """
+        lengths, pieces = [len(ids) for ids in tokens], []
         for number, (length, prompt) in enumerate(zip(lengths, prompts, strict=True)):
             starts = sorted({*range(0, min(prompt, length), _PIECE), *range(min(prompt, length), length, _PIECE)})
-            named += [(number, a, b - 1) for a, b in zip(starts, [*starts[1:], length], strict=True)]
-        pieces = np.repeat(np.arange(len(named)), [last - first + 1 for _, first, last in named])
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        on_device = (torch.from_numpy(np.ascontiguousarray(a[rows])).to(device) for a in (positions, pieces))
-        return cls(*on_device, tuple(named))
+            pieces += [(number, a, b - 1) for a, b in zip(starts, [*starts[1:], length], strict=True)]
+        families = [
+            xxhash.xxh3_64_intdigest(np.ascontiguousarray(ids[:prompt], np.int64)) >> 1
+            for ids, prompt in zip(tokens, prompts, strict=True)
+        ]
+        return cls(
+            np.repeat(np.arange(len(lengths)), lengths)[rows],
+            np.concatenate([np.arange(length) for length in lengths])[rows],
+            recorded[rows],
+            np.asarray(prompts, np.int64),
+            np.asarray(families, np.int64),
+            np.repeat(np.arange(len(pieces)), [last - first + 1 for _, first, last in pieces])[rows],
+            tuple(pieces),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pairs:
+    """Rows, and for each the row of another sequence at the same place. All int64 [M]: microbatch and row of each,
+    partner: which of the M the other one is. completion: bool [M], else the rows are of prompts."""
+
+    microbatch: np.ndarray
+    row: np.ndarray
+    partner: np.ndarray
+    completion: np.ndarray
+
+    @classmethod
+    def of(cls, places: Seq[RowPlaces]) -> _Pairs:
+        """Choose about SAMPLED_ROWS of the prompts and as many of the completions."""
+        columns = []
+        for number, one in enumerate(places):
+            prompt, family = one.prompts[one.sequence], one.families[one.sequence]
+            completion = one.position >= prompt
+            index = np.where(completion, one.position - prompt, one.position)
+            rows = np.flatnonzero(one.recorded & np.isin(index, _INDICES))
+            sequence = one.sequence[rows] + (number << 32)
+            columns.append(
+                np.stack([np.full(len(rows), number), rows, sequence, family[rows], index[rows], completion[rows]])
+            )
+        table = np.concatenate(columns, 1) if columns else np.zeros((6, 0), np.int64)
+        prompts, completions = (table[:, table[5] == kind] for kind in (0, 1))
+        # Prompts that are the same have the same rows: of each the first sequence that has it.
+        if prompts.shape[1]:
+            _, first = np.unique(prompts[3], return_index=True)
+            prompts = prompts[:, np.isin(prompts[2], prompts[2, first])]
+        chosen = np.concatenate([_families(prompts), _families(completions)], 1)
+        return cls(chosen[0], chosen[1], _partners(chosen), chosen[5] == 1)
+
+
+def _families(table: np.ndarray) -> np.ndarray:
+    """The rows of so many families, those of most rows first, that there are about SAMPLED_ROWS."""
+    if table.shape[1] <= SAMPLED_ROWS:
+        return table
+    families, of_row, sizes = np.unique(table[3], return_inverse=True, return_counts=True)
+    order = np.argsort(-sizes, kind="stable")
+    enough = int(np.searchsorted(np.cumsum(sizes[order]), SAMPLED_ROWS)) + 1
+    return table[:, np.isin(of_row, order[:enough])]
+
+
+def _partners(table: np.ndarray) -> np.ndarray:
+    """For each row the next one at the same place: of its family, else of another; itself where there is none."""
+    partner = np.arange(table.shape[1])
+    if not len(partner):
+        return partner
+    for columns in ((5, 4), (5, 4, 3)):  # the second, closer ones replace the first
+        keys = table[list(columns)]
+        order = np.lexsort((table[2], table[3], *keys[::-1]))
+        _, group = np.unique(keys, axis=1, return_inverse=True)
+        starts = np.flatnonzero(np.r_[True, np.diff(group.ravel()[order]) != 0])
+        for start, end in zip(starts, [*starts[1:], len(order)], strict=True):
+            if end - start > 1:
+                run = order[start:end]
+                partner[run] = np.roll(run, -1)
+    return partner
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -182,62 +265,97 @@ def misplaced_layers(
     return found, sum(judged) / len(layers), margin
 
 
-@dataclass(slots=True, eq=False)
 class AlignmentTest:
-    """Gathers what one pass shows on this rank. layers [L]: global numbers. microbatches: in the pass."""
+    """Gathers what one pass shows on this rank, and judges it. layers [L]: their numbers. places: of the microbatches."""
 
-    layers: Seq[int]
-    microbatches: int
-    _chosen: dict[int, Tensor] = field(default_factory=dict)
-    _seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    def __init__(self, layers: Seq[int], places: Seq[RowPlaces], device: torch.device):
+        self._layers, self._places = layers, places
+        self._pairs = _Pairs.of(places)
+        count = max(32, SAMPLED_ROWS // max(1, len(places)))
+        self._windows = [_windows(np.flatnonzero(one.recorded), count) for one in places]
+        paired = [self._pairs.row[self._pairs.microbatch == number] for number in range(len(places))]
+        self._rows = [_on(device, np.concatenate(both)) for both in zip(self._windows, paired, strict=True)]
+        self._seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
-    def observe(self, microbatch: int, layer: int, recorded: Tensor, routes: Tensor, native: Tensor) -> None:
+    def observe(self, microbatch: int, layer: int, routes: Tensor, native: Tensor) -> None:
         """Take the sampled rows of a layer. Stays on the device.
 
-        recorded int64 [N]: rows with a record. routes, native: integers [R, K], the record and the router's own choice.
+        routes, native: integers [R, K], the record and the router's own choice.
         """
-        if microbatch not in self._chosen:
-            self._chosen[microbatch] = _sampled(recorded, max(32, SAMPLED_ROWS // max(1, self.microbatches)))
-        rows = self._chosen[microbatch]
+        rows = self._rows[microbatch]
         self._seen[microbatch, layer] = (routes.index_select(0, rows).long(), native.index_select(0, rows))
 
-    def verdict(
-        self,
-        shared: Seq[Tensor],
-        recorded: Seq[Tensor],
-        owners: Seq[Tensor],
-        places: Seq[RowPlaces],
-        names: Seq[Seq[str]],
-        experts: int,
-    ) -> Alignment:
-        """Judge the pass. Of each microbatch - shared int64 [L, N]: experts in both the record and the router's choice.
-        recorded int64 [N]: the rows. owners int64 [R]: the sequence of each row. names: of the sequences."""
-        samples = []
-        for number, rows in self._chosen.items():
-            if not len(rows):
-                continue
-            seen = [self._seen[number, layer] for layer in self.layers]
-            record, witness = (torch.stack([one[side] for one in seen]) for side in (0, 1))
-            samples.append(
-                Sample(record, witness, owners[number][rows], places[number].positions.index_select(0, rows))
-            )
-        if not samples or not self.layers:
+    def verdict(self, shared: Seq[Tensor], names: Seq[Seq[str]], experts: int) -> Alignment:
+        """Judge the pass.
+
+        shared int64 [L, N]: for each microbatch, experts in both the record and the router's choice, of its rows with a
+        record. names: of its sequences.
+        """
+        seen = [
+            tuple(torch.stack([self._seen[number, layer][side] for layer in self._layers]) for side in (0, 1))
+            for number in range(len(self._places))
+            if self._layers
+        ]
+        if not sum(one.shape[1] for one, _ in seen):
             return Alignment()
-        top_k = samples[0].record.shape[2]
+        samples, pairs = [], []
+        for (record, witness), place, rows in zip(seen, self._places, self._windows, strict=True):
+            count = len(rows)
+            pairs.append((record[:, count:], witness[:, count:]))
+            if count:
+                where = (_on(record.device, of[rows]) for of in (place.sequence, place.position))
+                samples.append(Sample(record[:, :count], witness[:, :count], *where))
         sums = _sum(samples, experts)
-        found, judged, margin = _judge(sums, self.layers, top_k)
+        top_k = samples[0].record.shape[2]
+        found, judged, margin = _judge(sums, self._layers, top_k)
+        found += self._neighbours(pairs, experts, {fault.layer for fault in found})
         unrelated = float(sums.unrelated_shared.sum()) / max(1.0, float(sums.unrelated_rows.sum())) / top_k
-        wrong, seen_rows = _pieces(shared, recorded, places, names, top_k, unrelated)
-        return Alignment(found, wrong, sum(judged) / len(self.layers) * seen_rows, margin)
+        wrong, seen_rows = _pieces(shared, self._places, names, top_k, unrelated)
+        return Alignment(found, wrong, sum(judged) / len(self._layers) * seen_rows, margin)
+
+    def _neighbours(self, pairs: Seq[tuple[Tensor, Tensor]], experts: int, known: set[int]) -> tuple[Misplaced, ...]:
+        """The layers whose record agrees no better with its own row than with that of another sequence."""
+        if not len(self._pairs.row):
+            return ()
+        record, witness = (
+            one_hot(torch.cat([pair[side] for pair in pairs], 1).long(), experts).sum(2).float() for side in (0, 1)
+        )  # [L, M, E]
+        # The pairs are in the order of their kinds, the rows in that of their microbatches.
+        order = np.argsort(self._pairs.microbatch, kind="stable")
+        rank = np.empty_like(order)
+        rank[order] = np.arange(len(order))
+        partner = _on(record.device, rank[self._pairs.partner[order]])
+        completion = _on(record.device, self._pairs.completion[order])
+        top_k = float(witness[0, 0].sum())
+        other = witness[:, partner]
+        own, both, alike = (record * witness).sum(2), (record * other).sum(2), (witness * other).sum(2)
+        score = (own > both).double() + 0.5 * (own == both)
+        columns = []
+        for kind in (~completion, completion):
+            told = ((alike < top_k) & kind).double()
+            columns += [told.sum(1), (score * told).sum(1), (own * told).sum(1), (both * told).sum(1)]
+        counts = torch.stack(columns).cpu().tolist()
+        needed, found = math.log(2 * len(self._layers) / FALSE_ALARM), []
+        for at, layer in enumerate(self._layers):
+            for what, (rows, score_of, mine, theirs) in (("prompts", counts[:4]), ("completions", counts[4:])):
+                told = rows[at]
+                if told * _SEEN >= needed and score_of[at] < _THRESHOLD * told and layer not in known:
+                    shares = (one[at] / told / top_k for one in (mine, theirs))
+                    found.append(Misplaced(layer, f"rows of other {what}", *shares))
+                    break
+        return tuple(found)
 
 
-def _sampled(recorded: Tensor, count: int) -> Tensor:
+def _on(device: torch.device, values: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+
+
+def _windows(recorded: np.ndarray, count: int) -> np.ndarray:
     """About `count` of the rows, spread over them in runs."""
-    total = len(recorded)
-    if total <= count:
+    if len(recorded) <= count:
         return recorded
-    starts = torch.linspace(0, total - _WINDOW, count // _WINDOW, device=recorded.device).long()
-    return recorded[(starts[:, None] + torch.arange(_WINDOW, device=recorded.device)).flatten().unique()]
+    starts = np.linspace(0, len(recorded) - _WINDOW, count // _WINDOW).astype(int)
+    return recorded[np.unique(starts[:, None] + np.arange(_WINDOW))]
 
 
 def _sum(samples: Seq[Sample], experts: int) -> _Sums:
@@ -328,7 +446,6 @@ def _whose(layer: int, other: int, shift: int) -> str:
 
 def _pieces(
     shared: Seq[Tensor],
-    recorded: Seq[Tensor],
     places: Seq[RowPlaces],
     names: Seq[Seq[str]],
     top_k: int,
@@ -339,17 +456,17 @@ def _pieces(
     unrelated: share of a record's experts that a row of another token has.
     """
     sums = []
-    for one, rows, place in zip(shared, recorded, places, strict=True):
+    for one, place in zip(shared, places, strict=True):
         agree = one.double() / top_k
         token = agree.mean(0)
         columns = torch.stack([torch.ones_like(token), token, token**2, (agree**2).mean(0)], 1)
-        empty = columns.new_zeros(len(place.named), 4)
-        sums.append(empty.index_add_(0, place.pieces.index_select(0, rows), columns))
+        empty = columns.new_zeros(len(place.pieces), 4)
+        sums.append(empty.index_add_(0, _on(one.device, place.piece[place.recorded]), columns))
     table = torch.cat(sums).cpu().numpy()  # rows, agreement, its square by token and by position
     named = [
         (name[number], first, last)
         for name, place in zip(names, places, strict=True)
-        for number, first, last in place.named
+        for number, first, last in place.pieces
     ]
     rows, layers = table[:, 0], shared[0].shape[0]
     present = rows > 0

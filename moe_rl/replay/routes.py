@@ -183,7 +183,7 @@ def microbatch_routes(
             len(lengths),
             spec.num_experts,
         ),
-        places=RowPlaces.of(lengths, [part.prompt for part in parts], rows, device),
+        places=RowPlaces.of(fed, [part.prompt for part in parts], np.concatenate([p.recorded for p in parts]), rows),
         routes=dict(zip(layers, on_device(ids[rows].transpose(1, 0, 2)), strict=True)),
         checksums=dict(zip(layers, sums, strict=True)),
         recorded=on_device(np.flatnonzero(recorded)),

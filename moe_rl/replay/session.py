@@ -204,8 +204,9 @@ class ReplaySession:
         routes = self.routes(microbatch, layer)
         if self.align:
             if self._aligned is None:
-                self._aligned = AlignmentTest(self.layers, len(self.microbatches))
-            self._aligned.observe(microbatch, layer, rows, routes, native)
+                places = [one.places for one in self.microbatches]
+                self._aligned = AlignmentTest(self.layers, places, native.device)
+            self._aligned.observe(microbatch, layer, routes, native)
         if self.compare_with is not None:
             routes = self.compare_with[microbatch].routes[layer]
         self._native[microbatch, layer] = Compared.of(
@@ -342,14 +343,8 @@ class ReplaySession:
                 )
             )
         tables = self.microbatches
-        self.alignment = test.verdict(
-            [one.shared for one in self.compared],
-            [one.recorded for one in tables],
-            [one.fed.owner for one in tables],
-            [one.places for one in tables],
-            [one.names for one in tables],
-            tables[0].fed.experts,
-        )
+        shared, names = [one.shared for one in self.compared], [one.names for one in tables]
+        self.alignment = test.verdict(shared, names, tables[0].fed.experts)
         if faults := self.alignment.faults:
             raise ReplayError(
                 describe(

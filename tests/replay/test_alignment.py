@@ -40,24 +40,25 @@ def disturbed(witness, share, seed=1, experts=EXPERTS):
     return torch.from_numpy(record)
 
 
-def verdict_of(record, witness, lengths, prompts=None, microbatches=1, top_k=TOP_K):
-    """What a pass over these sequences finds. prompts: tokens of each prompt, by default 4."""
-    test = AlignmentTest(LAYERS, microbatches)
+def verdict_of(record, witness, lengths, prompts=None, microbatches=1, families=None):
+    """What a pass over these sequences finds. prompts: tokens of each prompt, by default 4. families: number of each
+    prompt; those of one family have the same tokens."""
     prompts = [4] * len(lengths) if prompts is None else prompts
-    cuts = np.array_split(np.arange(len(lengths)), microbatches)
-    ends = np.cumsum([0, *lengths])
-    shared, recorded, owners, places, names = [], [], [], [], []
-    for number, cut in enumerate(cuts):
-        rows = slice(ends[cut[0]], ends[cut[-1] + 1])
-        mine = [lengths[i] for i in cut]
-        recorded.append(torch.arange(sum(mine)))
-        owners.append(torch.repeat_interleave(torch.arange(len(mine)), torch.tensor(mine)))
-        places.append(RowPlaces.of(mine, [prompts[i] for i in cut], slice(None), torch.device("cpu")))
+    families = range(len(lengths)) if families is None else families
+    tokens = [np.r_[[f] * p, range(n - p)] for n, p, f in zip(lengths, prompts, families, strict=True)]
+    ends, device = np.cumsum([0, *lengths]), torch.device("cpu")
+    places, names, rows = [], [], []
+    for cut in np.array_split(np.arange(len(lengths)), microbatches):
+        rows.append(slice(ends[cut[0]], ends[cut[-1] + 1]))
+        mine, recorded = [tokens[i] for i in cut], np.ones(rows[-1].stop - rows[-1].start, bool)
+        places.append(RowPlaces.of(mine, [prompts[i] for i in cut], recorded, slice(None)))
         names.append([f"s{i}" for i in cut])
+    test, shared = AlignmentTest(LAYERS, places, device), []
+    for number, here in enumerate(rows):
         for at, layer in enumerate(LAYERS):
-            test.observe(number, layer, recorded[-1], record[at, rows], witness[at, rows])
-        shared.append((record[:, rows, :, None] == witness[:, rows, None, :]).sum((2, 3)))
-    return test.verdict(shared, recorded, owners, places, names, EXPERTS)
+            test.observe(number, layer, record[at, here], witness[at, here])
+        shared.append((record[:, here, :, None] == witness[:, here, None, :]).sum((2, 3)))
+    return test.verdict(shared, names, EXPERTS)
 
 
 LENGTHS = [40] * 20
@@ -142,22 +143,53 @@ def test_where_the_witness_is_weak_nothing_is_refused_and_the_power_says_so():
 
 
 def test_nothing_recorded_is_nothing_seen():
-    test = AlignmentTest(LAYERS, 1)
-    nothing = torch.zeros(0, dtype=torch.int64)
-    places = RowPlaces.of([3], [1], slice(None), torch.device("cpu"))
+    places = RowPlaces.of([np.arange(3)], [1], np.zeros(3, bool), slice(None))
+    test = AlignmentTest(LAYERS, [places], torch.device("cpu"))
     choice = torch.zeros(3, TOP_K, dtype=torch.int64)
     for layer in LAYERS:
-        test.observe(0, layer, nothing, choice, choice)
-    shared = torch.zeros(len(LAYERS), 0, dtype=torch.int64)
-    found = test.verdict([shared], [nothing], [torch.zeros(3, dtype=torch.int64)], [places], [["s0"]], EXPERTS)
+        test.observe(0, layer, choice, choice)
+    found = test.verdict([torch.zeros(len(LAYERS), 0, dtype=torch.int64)], [["s0"]], EXPERTS)
     assert (found.faults, found.power, found.margin) == ([], 0.0, math.inf)
 
 
 def test_a_rank_sees_some_rows_of_a_sequence():
     """As under context and sequence parallelism."""
-    places = RowPlaces.of([5, 70], [2, 3], np.array([0, 1, 4, 6, 74]), torch.device("cpu"))
-    assert places.positions.tolist() == [0, 1, 4, 1, 69]
-    assert [places.named[i] for i in places.pieces] == [(0, 0, 1), (0, 0, 1), (0, 2, 4), (1, 0, 2), (1, 67, 69)]
+    tokens, rows = [np.arange(5), np.arange(70)], np.array([0, 1, 4, 6, 74])
+    places = RowPlaces.of(tokens, [2, 3], np.ones(75, bool), rows)
+    assert places.position.tolist() == [0, 1, 4, 1, 69]
+    assert [places.pieces[i] for i in places.piece] == [(0, 0, 1), (0, 0, 1), (0, 2, 4), (1, 0, 2), (1, 67, 69)]
+
+
+def siblings(groups, group_size, prompt, completion, seed=0):
+    """Groups of completions to the same prompt: the witness, and the lengths, prompts and families of the sequences."""
+    rng = np.random.default_rng(seed)
+    taste, tokens, families = rng.normal(size=(len(LAYERS), 30, EXPERTS)), [], []
+    place = rng.normal(size=(len(LAYERS), prompt + completion, EXPERTS))
+    for family in range(groups):
+        asked = rng.integers(0, 30, prompt)
+        for _ in range(group_size):
+            tokens.append(np.r_[asked, rng.integers(0, 30, completion)])
+            families.append(family)
+    # What siblings have in common at one place: where they are, and every other token.
+    scores = [taste[:, ids] + 0.7 * place for ids in tokens]
+    witness = torch.from_numpy(np.argsort(-np.concatenate(scores, 1), -1)[..., :TOP_K].copy())
+    return witness, [prompt + completion] * len(tokens), [prompt] * len(tokens), families
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("side", ["completions", "prompts"])
+def test_every_short_completion_or_prompt_is_anothers(side, microbatches):
+    """No piece shows enough alone, and half of all rows are right. Siblings may lie in other microbatches."""
+    witness, lengths, prompts, families = siblings(40, 4, prompt=5, completion=5)
+    record = disturbed(witness, 0.02)
+    assert not verdict_of(record, witness, lengths, prompts, microbatches, families).faults
+    rows = torch.arange(1600).view(40, 4, 2, 5)  # group, sibling, prompt or completion, token
+    if side == "completions":
+        rows[:, :, 1] = rows[:, [1, 0, 3, 2], 1]
+    else:
+        rows[:, :, 0] = rows[:, :, 0].roll(1, 0)
+    found = verdict_of(record[:, rows.flatten()], witness, lengths, prompts, microbatches, families)
+    assert found.faults and all(fault.match == f"rows of other {side}" for fault in found.layers), found.faults
 
 
 def test_a_single_sequence_tells_a_swapped_layer():
