@@ -266,7 +266,7 @@ def misplaced_layers(
 
 
 class AlignmentTest:
-    """Gathers what one pass shows on this rank, and judges it. layers [L]: their numbers. places: of the microbatches."""
+    """Gathers what one pass shows on this rank, and judges it. layers [L]: numbers. places: of its microbatches."""
 
     def __init__(self, layers: Seq[int], places: Seq[RowPlaces], device: torch.device):
         self._layers, self._places = layers, places

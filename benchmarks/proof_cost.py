@@ -1,0 +1,150 @@
+"""What the proof of routes and weights costs a step: `python benchmarks/proof_cost.py [--steps 6] [--json FILE]`.
+
+It runs the demo (real vLLM, two Megatron ranks) with a stopwatch around every function that only proves: the alignment
+test, the checksums from the sampler's buffer to the dispatcher, the second witness, the rules of the validator, the
+conservation of weights, the canary's routes. Prints the seconds of each, those of the steps in the same run, and
+
+    ratio_alignment_to_step    all of them, on rank 0 and in the engine, / the seconds of the steps
+
+Functions that call each other are counted once. What a device does later is not seen; a CPU does nothing later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from functools import wraps
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDER = "MOE_RL_PROOF_COST"
+PROVES = {
+    "moe_rl.replay.alignment": ["AlignmentTest.observe", "AlignmentTest.verdict"],
+    "moe_rl.trace.variety": ["check_variety"],
+}
+
+
+class Stopwatch:
+    """Seconds by function, written to a file of this process now and then: an engine may be killed."""
+
+    def __init__(self, folder: Path):
+        self.file, self.seconds, self.depth, self.written = folder / f"{os.getpid()}.json", {}, 0, 0.0
+
+    def around(self, name, function):
+        @wraps(function)
+        def timed(*args, **kwargs):
+            self.depth += 1
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                now = time.perf_counter()
+                self.depth -= 1
+                if not self.depth:
+                    self.seconds[name] = self.seconds.get(name, 0.0) + now - start
+                    if now - self.written > 0.2:
+                        self.write(now)
+
+        return timed
+
+    def write(self, now):
+        self.written = now
+        text = json.dumps({"rank": os.environ.get("RANK", ""), "seconds": self.seconds})
+        self.file.with_suffix(".tmp").write_text(text)
+        self.file.with_suffix(".tmp").replace(self.file)
+
+
+class Loader(importlib.abc.Loader):
+    """Loads a module as usual and puts stopwatches around some of its functions."""
+
+    def __init__(self, loader, watch):
+        self.loader, self.watch = loader, watch
+
+    def create_module(self, spec):
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module):
+        self.loader.exec_module(module)
+        for name in PROVES[module.__name__]:
+            *outer, last = name.split(".")
+            holder = getattr(module, outer[0]) if outer else module
+            setattr(holder, last, self.watch.around(name, getattr(holder, last)))
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Finds the modules of PROVES, once each."""
+
+    def __init__(self, watch):
+        self.watch = watch
+
+    def find_spec(self, name, path, target=None):
+        if name not in PROVES:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        spec.loader = Loader(spec.loader, self.watch)
+        return spec
+
+
+def install() -> None:
+    """Called by every Python process of the run, before anything else."""
+    sys.meta_path.insert(0, Finder(Stopwatch(Path(os.environ[FOLDER]))))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="of configs/tiny_moe_cpu.yaml")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        result = measure(options, Path(folder))
+    from output import tell
+
+    tell(result, options.json)
+    return 0
+
+
+def measure(options, folder: Path) -> dict[str, object]:
+    plugs = folder / "plugs"
+    plugs.mkdir()
+    (plugs / "sitecustomize.py").write_text("import proof_cost\nproof_cost.install()\n")
+    paths = [str(plugs), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    env = {
+        **os.environ,
+        FOLDER: str(folder),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["tools/train_moe_rl.py", "--config", "configs/tiny_moe_cpu.yaml", f"run.runs_dir={folder}/runs"]
+    command += [f"run.steps={options.steps}", "eval.every_steps=1000", "eval.prompts=8", *options.overrides]
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    if run.returncode:
+        raise SystemExit(f"the run failed:\n{run.stdout[-2000:]}{run.stderr[-2000:]}")
+    (lines,) = (folder / "runs").glob("*/metrics.jsonl")
+    steps = [json.loads(line) for line in lines.read_text().splitlines()]
+    step_seconds = sum(line["time/step"] for line in steps if "time/step" in line)
+    seconds: dict[str, float] = {}
+    for file in folder.glob("*.json"):
+        one = json.loads(file.read_text())
+        if one["rank"] == "1":  # works beside rank 0, not behind it
+            continue
+        for name, value in one["seconds"].items():
+            seconds[name] = seconds.get(name, 0.0) + value
+    return {
+        "ratio_alignment_to_step": round(sum(seconds.values()) / step_seconds, 5),
+        "step_seconds": round(step_seconds, 3),
+        "steps": options.steps,
+        "seconds": {name: round(value, 4) for name, value in sorted(seconds.items())},
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
