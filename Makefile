@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv lock demo test lint clean
+.PHONY: help venv lock demo test chaos test-all lint clean
 
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
@@ -16,7 +16,7 @@ INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
 
 help: ## show this
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
 	@echo "  PYTHON=/path/to/python3.12 chooses the interpreter that makes $(VENV)"
 	@echo "  GPU=1 makes $(VENV) for a machine with NVIDIA GPUs"
 
@@ -26,8 +26,14 @@ venv: $(READY) ## make .venv: pinned requirements, moe_rl itself, the patched vL
 demo: $(READY) ## teach a small Qwen3-MoE arithmetic on this CPU, with routing replay; ends with a report
 	@OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --nproc-per-node 2 tools/train_moe_rl.py --config configs/tiny_moe_cpu.yaml
 
-test: $(READY) ## run the whole test suite
+test: $(READY) ## run the test suite, less what chaos runs
 	@$(VENV)/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+
+chaos: $(READY) ## plant faults into real runs and see that each is named: see docs/chaos.md
+	@$(VENV)/bin/python -m pytest -q -m chaos tests/chaos
+
+test-all: test chaos ## run every test
+
 
 lint: $(READY) ## check style, layout, types, spelling and the links of the docs
 	@$(VENV)/bin/ruff check --quiet .

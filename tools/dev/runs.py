@@ -24,9 +24,18 @@ class RunEnded(MoeRLError):
 
 
 class Launch:
-    """One start of `tools/train_moe_rl.py` under torchrun, in a session of its own. Output goes into `runs_dir`."""
+    """One start of `tools/train_moe_rl.py` under torchrun, in a session of its own. Output goes into `runs_dir`.
 
-    def __init__(self, runs_dir: Path, *arguments: object, ranks: int = 2, environment: dict[str, str] | None = None):
+    script: what is started instead."""
+
+    def __init__(
+        self,
+        runs_dir: Path,
+        *arguments: object,
+        ranks: int = 2,
+        environment: dict[str, str] | None = None,
+        script: str = "tools/train_moe_rl.py",
+    ):
         self.runs_dir = Path(runs_dir)
         self.output = self.runs_dir / f"output-{len(list(self.runs_dir.glob('output-*')))}"
         own = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "TORCHELASTIC"))}
@@ -35,7 +44,7 @@ class Launch:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         with self.output.open("w") as out:
             self.process = subprocess.Popen(
-                [*command, "tools/train_moe_rl.py", *map(str, arguments)],
+                [*command, script, *map(str, arguments)],
                 cwd=ROOT,
                 stdout=out,
                 stderr=subprocess.STDOUT,

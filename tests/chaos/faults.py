@@ -1,0 +1,409 @@
+"""The list of planted faults: what is harmed and where, who notices, what is said, how soon, and what then.
+
+docs/chaos.md is written from it: python -m tests.chaos.table > docs/chaos.md
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tests.chaos.plants import EXPERT, LAYER, OTHER_EXPERT, OTHER_LAYER, STALE_TENSOR
+
+BEFORE_UPDATE = "in that step, before its first update"
+BEFORE_SAMPLING = "in that step, before anything is sampled"
+AT_ONCE = "when it is read"
+AT_RESUME = "at --resume"
+SECOND_RESUME = "a second --resume of a run that is going on"
+AT_START = "before any process starts"
+SECONDS = 60
+"""From the fault to the end of the last process of a run that ends of it, at most."""
+WITHIN = f"within {SECONDS} s"
+RESUMES = "resumes, and ends bit for bit as the untouched run"
+MENDED = "goes on when the cause is gone; weights did not move"
+REFUSED = "refused"
+
+# Where a fault is planted: one of the scenes of this folder, or tests of their own.
+Scene = Literal["lab", "layouts", "chain", "second", "folder", "tests"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A planted fault.
+
+    name: what `plants.py` calls it. promise: of docs/chaos.md, the ones it is a proof of. planted: process and place.
+    notices: who refuses it. error: class of the error, "" where the run does not end. says: what its message must hold;
+    "{run}" stands for the run's folder. names_harmed: the message must also name one of the things that were harmed.
+    status: exit status of the rank that tells. silent: nobody says anything yet. soon, after: in words. tests: node
+    ids, for the scene "tests".
+    """
+
+    name: str
+    promise: str
+    planted: str
+    notices: str
+    error: str
+    says: tuple[str, ...]
+    soon: str
+    after: str
+    scene: Scene
+    names_harmed: bool = False
+    status: int = 2
+    silent: bool = False
+    tests: tuple[str, ...] = ()
+
+
+def _in_lab(name: str, promise: str, planted: str, notices: str, error: str, *says: str, **more) -> Fault:
+    return Fault(name, promise, planted, notices, error, says, BEFORE_UPDATE, MENDED, "lab", **more)
+
+
+def _exported(name: str, *says: str) -> Fault:
+    planted = "trainer: what the ranks export"
+    return Fault(name, "P6", planted, _CONSERVATION, "WeightSyncError", says, BEFORE_SAMPLING, MENDED, "lab")
+
+
+def _carried(name: str, planted: str) -> Fault:
+    says = ("The sampler got other weights than were sent", STALE_TENSOR)
+    return Fault(name, "P6", planted, "engine, by digest", "WeightSyncError", says, BEFORE_SAMPLING, MENDED, "lab")
+
+
+def _in_chain(name: str, promise: str, planted: str, notices: str, error: str, *says: str, **more) -> Fault:
+    return Fault(name, promise, planted, notices, error, (*says, "--resume {run}"), WITHIN, RESUMES, "chain", **more)
+
+
+def _by(name: str, promise: str, planted: str, notices: str, error: str, says: str, soon: str, after: str, *tests):
+    return Fault(name, promise, planted, notices, error, (says,), soon, after, "tests", tests=tests)
+
+
+_BUFFER = "engine: the step's experts, as they leave the routers"
+_ALIGNMENT = "alignment of the record with the trainer's own choice"
+_VALIDATOR = "validator"
+_CHECKSUM = "checksum from the engine's buffer to the dispatcher"
+
+ROUTES = (
+    _in_lab(
+        "recorder: rows one token late", "P7", _BUFFER, _ALIGNMENT, "ReplayError", "have rows 1 token too late",
+        "No update was made with these",
+    ),
+    _in_lab(
+        "recorder: one layer constant", "P7", _BUFFER, _VALIDATOR, "RouteValidationError",
+        f"layer {LAYER} has the same routes for every token", "got [0, 1, 2, 3]",
+    ),
+    _in_lab(
+        "recorder: one layer constant, of a set in the middle", "P7", _BUFFER, _ALIGNMENT, "ReplayError",
+        f"layer {LAYER} has",
+    ),
+    _in_lab(
+        "recorder: rows of two requests of different prompts swapped", "P7", _BUFFER, _ALIGNMENT, "ReplayError",
+        "recorded routes are not those of the rows", "has other rows at tokens",
+    ),
+    _in_lab(
+        "recorder: rows of two requests of one prompt swapped", "P7", _BUFFER, _ALIGNMENT, "ReplayError",
+        "recorded routes are not those of the rows",
+    ),
+    _in_lab(
+        "recorder: a layer gets the next one's rows", "P7", _BUFFER, _VALIDATOR, "RouteValidationError",
+        "two layers have the same routes", f"layers {LAYER} and {OTHER_LAYER}",
+    ),
+    _in_lab(
+        "recorder: two layers swapped", "P7", _BUFFER, _ALIGNMENT, "ReplayError",
+        f"layer {LAYER} has the rows of layer {OTHER_LAYER}", f"layer {OTHER_LAYER} has the rows of layer {LAYER}",
+    ),
+    _in_lab(
+        "recorder: every row is that of the request's first token", "P7", _BUFFER, _VALIDATOR, "RouteValidationError",
+        "routes are the same for every token", "request s",
+    ),
+)  # fmt: skip
+
+LAYOUTS = (
+    Fault(
+        "trainer: R2 routes one row late after they were recorded (R2)", "P7",
+        "both ranks: between recording and replay",
+        _CHECKSUM, "ReplayError", ("dispatched to other experts than recorded",), BEFORE_UPDATE, MENDED, "layouts",
+    ),
+)  # fmt: skip
+
+_CONSERVATION = "rank 0: sums of what is exported and of what is held"
+WEIGHTS = (
+    _exported(
+        "export: routers of two layers swapped",
+        f"layer {LAYER}, mlp.gate.weight: what layer {OTHER_LAYER}, mlp.gate.weight is",
+    ),
+    _exported(
+        "export: two experts permuted",
+        f"layer {LAYER}, expert {EXPERT}, down_proj.weight: what layer {LAYER}, expert {OTHER_EXPERT}, down_proj",
+    ),
+    _exported("export: one expert zeroed", f"layer {LAYER}, expert {EXPERT}, down_proj.weight: only zeros"),
+    _exported("export: all routers of the version before", "mlp.gate.weight: stale, what it was in version "),
+    _exported(
+        "export: one tensor of the version before",
+        f"layer {LAYER}, self_attn.q_proj.weight: stale, what it was in version ",
+    ),
+)
+WEIGHTS += (
+    _carried("weights by shared memory: one bit flipped", "engine: in the segment of shared memory"),
+    _carried("weights by disk: one bit flipped", "engine: in the file on the shared disk"),
+)
+_FULL = "No space left on device"
+CHAIN = (
+    _in_chain(
+        "engine killed in evaluation", "P5", "engine: in the first call to sample", "rank 0", "SamplerGone", "SIGKILL",
+        status=3,
+    ),
+    _in_chain("full disk: metrics.jsonl", "P2", "rank 0: the log of metrics", "rank 0", "", _FULL, "metrics.jsonl"),
+    _in_chain("full disk: /trace/", "P2", "engine: the trace shard of a step", "engine", "", _FULL, "step000001"),
+    _in_chain("full disk: rollouts/step", "P2", "rank 0: the rollout file", "rank 0", "", _FULL, "step000001"),
+    _in_chain("full disk: prompts.jsonl$", "P2", "rank 0: the prompt ledger", "rank 0", "", _FULL, "prompts.jsonl"),
+    _in_chain(
+        "full disk: state.json", "P2", "rank 0: state.json of a checkpoint", "all ranks", "CheckpointError", _FULL,
+        "checkpoints/step-000001",
+    ),
+    _in_chain(
+        "rank killed in placement on rank 1", "P4", "rank 1: before experts are placed", "rank 0", "", "rank 1 (pid ",
+        "in phase train (placement) of step ", "died", status=3,
+    ),
+    _in_chain(
+        "rank killed in evaluation", "P4", "rank 0: in an evaluation", "rank 1", "", "rank 0 (pid ",
+        "in phase evaluate (eval) of step 2", "died", status=3,
+    ),
+    _in_chain(
+        "rank killed in the report", "P4", "rank 0: before report.html is written", "rank 1", "", "rank 0 (pid ",
+        "in phase report of step 3", "died", status=3,
+    ),
+)  # fmt: skip
+
+FOLDER = (
+    Fault(
+        "metrics.jsonl: a line cut in the middle", "P1", "the run's folder, while nobody runs",
+        "rank 0, at --resume", "",
+        ("the metrics log is damaged", "metrics.jsonl:2"), AT_RESUME, REFUSED, "folder",
+    ),
+    Fault(
+        "metrics.jsonl: the line of a step lost", "P1", "the run's folder, while nobody runs",
+        "rank 0, at --resume", "",
+        ("metrics.jsonl: lost the lines of 1 steps, which the report lacks: 2",), AT_RESUME, "goes on", "folder",
+    ),
+    Fault(
+        SECOND_RESUME, "P3", "a second process, while the run goes on", "rank 0 of the second", "",
+        ("the run is still going", "{run}"), "10 s after its start, before it writes anything",
+        "the first one goes on", "second",
+    ),
+)  # fmt: skip
+
+# Those that have tests of their own, which `make test` runs.
+TESTED = (
+    # P1: no silent bad trace
+    _by("a shard: every bit flipped, one at a time", "P1", "a shard on disk", "reader", "TraceError",
+        "shard and record", AT_ONCE, REFUSED,
+        "tests/trace/test_damage.py::test_every_single_bit_flip_is_an_error"),
+    _by("a shard: cut at every byte, or longer", "P1", "a shard on disk", "reader", "TraceError", "shard", AT_ONCE,
+        "records before the cut can be recovered",
+        "tests/trace/test_damage.py::test_every_truncation_and_any_extension_is_an_error",
+        "tests/trace/test_recovery.py::test_cut_at_any_byte"),
+    _by("a shard: records moved, doubled, dropped, or of another shard", "P1", "a shard on disk", "reader",
+        "TraceError",
+        "shard and record", AT_ONCE, REFUSED,
+        "tests/trace/test_damage.py::test_moved_frames_and_sections_are_refused_even_when_resealed",
+        "tests/trace/test_damage.py::test_duplicated_dropped_and_wrong_index_entries_are_refused",
+        "tests/trace/test_damage.py::test_splices_from_other_shards_are_refused"),
+    _by("trace manifest: every bit flipped, every line cut", "P1", "the store's manifest", "reader", "TraceError",
+        "line",
+        AT_ONCE, REFUSED,
+        "tests/trace/test_manifest.py::test_every_flip_and_cut_of_a_line_is_seen"),
+    _by("a kept rollout: bits flipped, bytes cut off", "P1", "rollouts/*.rollout", "rank 0", "DataError", "file",
+        AT_ONCE,
+        "the step is sampled again",
+        "tests/train/test_kept.py::test_no_bit_may_flip_and_nothing_may_be_cut_off"),
+    _by("prompt ledger: every bit flipped, every byte cut off", "P1, P3", "prompts.jsonl", "rank 0", "DataError",
+        "file and line", AT_ONCE, REFUSED,
+        "tests/tasks/test_prompt_ledger.py::test_every_bit_flip_is_noticed",
+        "tests/tasks/test_prompt_ledger.py::test_every_truncation_is_noticed"),
+    _by("the store's manifest lost a line", "P1, P3", "the store, while nobody runs", "rank 0", "TraceError",
+        "shard and manifest", "before the step is trained on", "the step is sampled again",
+        "tests/train/test_resume.py::test_a_shard_whose_line_the_manifest_lost_is_not_taken"),
+    # P2: durable publish
+    _by("shard writer killed at every file system call", "P2", "a process that publishes", "the next reader", "",
+        "nothing: the old or the new state", AT_ONCE, "goes on",
+        "tests/trace/test_crash.py::test_kill_9_at_every_file_system_call"),
+    _by("full disk at every size of a shard", "P2", "a process that publishes", "writer", "TraceError",
+        "shard, folder, No space left on device", "at the write", "nothing is published or left behind",
+        "tests/trace/test_crash.py::test_full_disk_at_every_size"),
+    _by("a checkpoint writer that fails or dies", "P2", "one rank, while it writes", "all ranks", "CheckpointError",
+        "rank, file, what the system said", "when the checkpoint is published", "the one before stands",
+        "tests/distributed/test_state.py::test_a_writer_that_fails_or_dies_is_named_on_all_ranks"),
+    _by("each file of a checkpoint damaged", "P2, P3", "a checkpoint on disk", "all ranks", "CheckpointError",
+        "file, and the checkpoint to take instead", AT_RESUME, REFUSED,
+        "tests/distributed/test_state.py::test_a_wrong_checkpoint_is_refused_by_all_ranks_alike",
+        "tests/distributed/test_state.py::test_every_file_of_a_checkpoint_is_among_those_that_were_damaged"),
+    _by("a full disk, a quota that is used up, a limit to the size of files", "P2", "any file of a run", "who writes",
+        "DiskError", "file, bytes to write, bytes free", "at the write", "the old file stays as it was",
+        "tests/test_disk.py::test_it_is_named_with_the_file_and_the_bytes",
+        "tests/test_disk.py::test_a_file_that_could_not_be_replaced_is_as_it_was"),
+    # P3: bitwise resume
+    _by("SIGTERM in a training step, SIGKILL in an update, SIGTERM while sampling", "P3, P15",
+        "ranks, engine, torchrun",
+        "all ranks", "", "rank, phase, step, --resume", WITHIN, RESUMES,
+        "tests/end_to_end/test_run.py::test_kill_9_and_sigterm_change_nothing"),
+    _by("the newest checkpoint damaged, other ranks than before", "P3", "a checkpoint on disk", "all ranks", "",
+        "what is done again, the other layout", AT_RESUME, "goes on from the checkpoint before",
+        "tests/end_to_end/test_resume.py::test_a_run_goes_on_with_another_layout"),
+    # P4: the death of a rank is bounded and named
+    _by("a rank killed, stopped, hung in a collective; its torchrun or store gone", "P4", "a rank",
+        "the other ranks", "",
+        "rank, pid, host, phase and step", "within run.peer_timeout_seconds", "--resume is named",
+        "tests/train/test_peers.py::test_a_killed_rank_is_named_with_its_phase",
+        "tests/train/test_peers.py::test_a_stopped_rank_is_named_and_ended",
+        "tests/train/test_peers.py::test_a_store_that_is_gone_or_stopped_ends_all_ranks",
+        "tests/train/test_peers.py::test_a_rank_whose_torchrun_died_ends"),
+    _by("an engine or a rank stopped in a run", "P4, P5", "engine, rank 1", "rank 0", "", "who hangs, its pid", WITHIN,
+        "every process ends",
+        "tests/end_to_end/test_faults.py::test_it_ends_and_names_the_dead"),
+    _by("one pipeline stage fails", "P4", "one stage", "its neighbour", "", "the stage's own error", WITHIN, REFUSED,
+        "tests/distributed/test_ends.py::test_a_stage_that_fails_is_heard_and_its_neighbour_does_not_wait"),
+    # P5: a sampler that crashes, hangs or answers wrongly
+    _by("an engine killed while idle or sampling, stopped, late, not startable", "P5", "engine", "rank 0",
+        "SamplerGone",
+        "pid, signal or silence, log", "at the next call, or within its silence", "nothing half done is readable",
+        "tests/rollout/test_faults.py::test_an_engine_killed_while_idle_is_named",
+        "tests/rollout/test_faults.py::test_an_engine_killed_while_sampling_is_named",
+        "tests/rollout/test_faults.py::test_a_stopped_engine_is_named_and_ended",
+        "tests/rollout/test_faults.py::test_an_engine_that_is_late_is_ended",
+        "tests/rollout/test_faults.py::test_an_engine_that_cannot_start_says_why"),
+    _by("a server lost while it samples or loads", "P5", "one of several servers", "client", "SamplerGone",
+        "address and what happened", "at the call", "within the bound the others sample what is lacking, nothing twice",
+        "tests/rollout/test_fleet.py::test_a_lost_server_ends_the_run_and_the_others_calls",
+        "tests/rollout/test_fleet.py::test_within_the_bound_the_others_sample_what_is_lacking_and_nothing_is_doubled"),
+    _by("frames that are cut, foreign or of another type", "P5, P12", "between engine and rank 0", "receiver", "",
+        "what is no message", AT_ONCE, REFUSED,
+        "tests/test_messages.py::test_what_is_no_message_is_named"),
+    # P6: no stale or torn weights
+    _by("an update torn, stale, of another set of tensors, of other bytes (disk, shared memory, broadcast)", "P6",
+        "between trainer and engine", "engine", "WeightSyncError", "tensor, or version", BEFORE_SAMPLING,
+        "nothing is sampled until a whole update",
+        "tests/weights/test_intake.py::test_other_bytes_than_the_trainer_meant_are_refused",
+        "tests/weights/test_intake.py::test_another_set_of_tensors_is_refused_before_anything_is_touched",
+        "tests/weights/test_intake.py::test_stale_updates_are_refused",
+        "tests/weights/test_intake.py::test_a_torn_update_is_refused_and_nothing_is_whole_until_a_whole_one",
+        "tests/weights/test_shared_disk.py::test_damaged_parts_are_named",
+        "tests/weights/test_broadcast.py::test_other_bytes_than_the_trainer_meant_are_refused"),
+    _by("a broadcast that breaks off, or is not what was announced", "P6", "between trainer and servers", "both ends",
+        "WeightSyncError", "who and why", BEFORE_SAMPLING, "nothing is sampled until a whole update",
+        "tests/weights/test_broadcast.py::test_a_broadcast_that_breaks_off_leaves_nothing_whole",
+        "tests/weights/test_broadcast.py::test_a_stream_that_is_not_what_was_announced_is_broken_off",
+        "tests/weights/test_broadcast.py::test_of_a_broadcast_that_failed_both_ends_tell"),
+    _by("one of two workers gets other bytes", "P6", "a server's worker", "server", "WeightSyncError",
+        "the workers differ", BEFORE_SAMPLING, "nothing is sampled until a whole update",
+        "tests/rollout/test_parallel_server.py::test_a_worker_that_got_other_bytes_is_found_out"),
+    _by("vLLM without our patch for reloads", "P6", "engine", "engine, at its start", "PatchError",
+        "the patch and the command that mends it", AT_START, REFUSED,
+        "tests/vllm/test_patches.py::test_unpatched_is_one_message_with_the_command",
+        "tests/rollout/test_faults.py::test_without_the_reload_patch_the_same_weights_are_silently_other_ones"),
+    _by("exports that are wrong in every way that was thought of; a checkpoint that is not what is trained from", "P6",
+        "trainer: what the ranks export, and how a run starts", "all ranks", "WeightSyncError", "layer, expert, tensor",
+        BEFORE_SAMPLING, REFUSED,
+        "tests/megatron/test_wrong_exports.py::test_every_wrong_export_is_named_before_the_update_is_final",
+        "tests/megatron/test_wrong_exports.py::test_what_is_no_longer_the_checkpoint_is_named_at_the_start"),
+    # P7: replay is exact or refused
+    _by("k wrong, ids out of range or twice, rows missing or too many, other tokens, other weights", "P7", "a record",
+        "validator", "RouteValidationError", "request, token, layer", BEFORE_UPDATE, REFUSED,
+        "tests/trace/test_validator.py::test_fault_is_refused"),
+    _by("buffers that no router filled; layers with equal rows", "P7", "a record", "validator", "RouteValidationError",
+        "request and layer", BEFORE_UPDATE, REFUSED,
+        "tests/trace/test_validator.py::test_constant_buffers_are_refused",
+        "tests/trace/test_variety.py::test_a_layer_with_the_rows_of_another_is_refused"),
+    _by("a step of the engine dropped, doubled, of another offset; a KV block given away", "P7", "engine: recorder",
+        "recorder", "EngineError", "request, position, slot", "in the engine's step", REFUSED,
+        "tests/vllm/test_recorder.py::test_a_dropped_step_is_an_error",
+        "tests/vllm/test_recorder.py::test_a_duplicated_step_is_an_error",
+        "tests/vllm/test_recorder.py::test_a_wrong_offset_is_an_error",
+        "tests/vllm/test_recorder.py::test_a_reused_block_is_refused_for_its_request_alone"),
+    _by("nine faults of routers, keys and layers, with plans, TP, PP, EP, CP and recomputation", "P7, P11",
+        "trainer: routers and layers", "replay session", "ReplayError", "microbatch, layer, sequences",
+        BEFORE_UPDATE, REFUSED,
+        "tests/distributed/test_proof.py::test_a_planted_fault_is_refused_and_named_under_plans",
+        "tests/distributed/test_context.py::test_a_rank_that_takes_the_routes_of_another_ranks_rows_is_refused"),
+    _by("rows of another layer, position or sequence; a wrong piece of a long sequence", "P7", "a record",
+        _ALIGNMENT, "ReplayError", "layer or sequence, and what it matches instead", BEFORE_UPDATE, REFUSED,
+        "tests/replay/test_alignment.py::test_a_layer_with_other_rows_is_named_with_what_they_are",
+        "tests/replay/test_alignment.py::test_rows_of_two_sequences_of_equal_length_swapped",
+        "tests/replay/test_alignment.py::test_a_wrong_piece_of_a_long_sequence_is_named"),
+    # P8: a failed verifier is no reward
+    _by("a verifier that raises, hangs, dies, forks, floods, or gives NaN, text, or a sum that is too large", "P8",
+        "verifier", "rank 0", "RewardError", "function, completion, what it did",
+        "within task.verifier_timeout_seconds",
+        "that completion has no reward, the others theirs; too many end the run",
+        "tests/tasks/test_verifiers.py::test_a_fault_fails_its_item_and_no_other",
+        "tests/tasks/test_verifiers.py::test_hangs_do_not_starve_healthy_items",
+        "tests/tasks/test_verifiers.py::test_a_weighted_sum_that_is_too_large_is_no_reward",
+        "tests/tasks/test_verifiers.py::test_failed_fraction"),
+    # P9: what is not finite is skipped on all ranks
+    _by("NaN or infinity in a loss or gradient of one rank", "P9", "one rank", "all ranks", "NonFiniteError",
+        "what, on which rank, in which update", "in that update",
+        "nothing changes on any rank; too many in a row end the run",
+        "tests/distributed/test_state.py::test_what_one_rank_finds_not_finite_changes_nothing_on_any",
+        "tests/distributed/test_state.py::test_so_many_skipped_updates_in_a_row_end_the_run_on_all_ranks"),
+    _by("NaN or infinity in any input of any loss, correction, advantage or metric", "P9", "trainer: the objective",
+        "guards, or the number itself", "NonFiniteError", "what is not finite", "in that update",
+        "shown, never hidden; nothing moves",
+        "tests/objectives/test_not_finite.py::test_no_loss_hides_it",
+        "tests/objectives/test_not_finite.py::test_no_correction_hides_it",
+        "tests/objectives/test_not_finite.py::test_no_advantage_hides_it",
+        "tests/train/test_not_finite.py::test_each_is_shown_where_it_is_nothing_moves_and_the_run_ends"),
+    # P10: a wrong config starts nothing
+    _by("unknown, misspelt, contradictory or impossible keys; mangled files", "P10", "the config", "the command",
+        "ConfigError", "key, line, suggestion", AT_START, REFUSED,
+        "tests/config/test_load.py::test_unknown_key_names_line_and_suggestion",
+        "tests/config/test_load.py::test_a_mangled_file_loads_or_is_refused_with_reasons",
+        "tests/config/test_check.py::test_each_problem_is_one_message",
+        "tests/commands/test_train.py::test_one_message_and_nothing_started"),
+    # P11: the loss does not depend on the layout
+    _by("a mean of means, or parts of sequences counted twice", "P11", "trainer", "tests", "", "the gradients differ",
+        "in tests", "n/a",
+        "tests/distributed/test_objectives.py::test_a_mean_of_each_microbatch_is_another_gradient",
+        "tests/distributed/test_objectives.py::test_the_gradient_does_not_depend_on_the_cut"),
+    # P12: hostile input is bounded
+    _by("headers and frames that lie about sizes, zip bombs", "P12", "a shard", "reader", "TraceError", "shard",
+        "in bounded time and memory", REFUSED,
+        "tests/trace/test_damage.py::test_hostile_frames_are_refused_in_bounded_time_and_memory",
+        "tests/trace/test_damage.py::test_hostile_headers_are_refused_in_bounded_time_and_memory",
+        "tests/trace/test_codec.py::test_a_zip_bomb_costs_no_memory"),
+    _by("control calls that are malformed, too large or of the wrong kind", "P12", "a server's routes", "server", "",
+        "status and reason", AT_ONCE, "goes on",
+        "tests/rollout/test_server.py::test_a_wrong_control_call_is_refused",
+        "tests/rollout/test_server.py::test_a_wrong_control_call_breaks_nothing"),
+    _by("token ids that the model does not have, bodies of any kind, bodies that do not come", "P12",
+        "a server's routes", "gate", "", "field and value", AT_ONCE, "the server samples on for everyone",
+        "tests/vllm/test_gate.py::test_every_field_of_every_route_may_hold_anything",
+        "tests/vllm/test_gate.py::test_a_token_that_the_model_does_not_have_is_named",
+        "tests/vllm/test_gate.py::test_a_body_that_does_not_come_is_refused_in_time",
+        "tests/rollout/test_server.py::test_the_worst_that_can_be_asked_leaves_a_server_that_samples"),
+    # P13: control is authenticated and local
+    _by("calls without the token, listeners that others reach", "P13", "a server's routes", "server", "", "401",
+        AT_ONCE,
+        "goes on",
+        "tests/rollout/test_server.py::test_every_route_wants_the_token",
+        "tests/rollout/test_server.py::test_listeners_are_on_loopback",
+        "tests/rollout/test_server.py::test_the_token_is_told_to_nobody"),
+    # P14: nothing unsafe is unpickled
+    _by("calls of pickle, eval, torch.load and the like", "P14", "the source", "tests", "", "file and line", "in tests",
+        "n/a",
+        "tests/test_import_rules.py::test_planted_unsafe_calls_are_found"),
+    _by("a pickle that calls something, in a checkpoint", "P14", "Megatron's metadata of a checkpoint", "all ranks",
+        "CheckpointError", "the name that it asks for", AT_RESUME, REFUSED,
+        "tests/megatron/test_unpickling.py::test_a_pickle_that_calls_something_is_refused_and_calls_nothing"),
+    # P15: told to stop, and time
+    _by("SIGTERM that comes twice, does not fit into the grace, or hits a rank alone", "P15", "ranks", "all ranks",
+        "Stopped", "what was saved, --resume", "within checkpoint.grace_seconds", RESUMES,
+        "tests/train/test_peers.py::test_what_does_not_fit_into_the_grace_is_not_begun",
+        "tests/train/test_peers.py::test_a_second_request_ends_it",
+        "tests/train/test_peers.py::test_one_request_may_come_twice"),
+    _by("clocks that jump", "P15", "verifiers", "nobody", "", "nothing", "n/a", "goes on",
+        "tests/tasks/test_verifiers.py::test_wall_clock_jumps_do_not_matter"),
+)  # fmt: skip
+
+FAULTS = (*ROUTES, *LAYOUTS, *WEIGHTS, *CHAIN, *FOLDER, *TESTED)
+
+
+def of(scene: Scene) -> list[Fault]:
+    """The faults of one scene, in their order."""
+    return [fault for fault in FAULTS if fault.scene == scene]

@@ -1,0 +1,468 @@
+"""The code of planted faults: each changes one function of moe_rl in the process that it belongs to.
+
+A fault is in every process that has `plug/` on its PYTHONPATH and CHAOS in its environment. It does nothing until it is
+armed: the file that CHAOS names holds the name of the armed one. When it does harm it writes its name, what it harmed,
+the process and the time to `<that file>.fired`. That line is the witness: without it the fault proves nothing.
+
+Only the standard library is imported up here: processes that never load the module of a fault do not pay for it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib.abc
+import importlib.util
+import io
+import os
+import signal
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+# (fault, module, name in it, what makes the faulty function of the sound one)
+_PLANTS: list[tuple[str, str, str, Callable]] = []
+# Layers and experts that faults are about: the tests look for their names in what is said.
+LAYER, OTHER_LAYER = 3, 4
+EXPERT, OTHER_EXPERT = 4, 5
+GATE = "model.layers.{}.mlp.gate.weight"
+RANK = " on rank "
+"""Behind the name of a fault: it is planted in that rank alone."""
+FORGET = "an engine that takes the next update as its first"
+STALE_TENSOR = "model.layers.3.self_attn.q_proj.weight"
+
+
+def arm(control: Path, fault: str) -> None:
+    """Let a fault happen from now on; "": none."""
+    unfinished = control.with_suffix(".new")
+    unfinished.write_text(fault)
+    unfinished.replace(control)
+
+
+@dataclass(frozen=True)
+class Witness:
+    """A fault happened. harmed: what it was done to, in words. at: of time.monotonic()."""
+
+    fault: str
+    harmed: str
+    who: str
+    at: float
+
+
+def witnesses(control: Path, fault: str) -> list[Witness]:
+    """Of each time that the fault happened."""
+    with suppress(FileNotFoundError):
+        lines = [line.split("\t") for line in Path(f"{control}.fired").read_text().splitlines()]
+        return [Witness(name, harmed, who, float(at)) for name, harmed, who, at in lines if name == fault]
+    return []
+
+
+def _armed() -> str:
+    with suppress(OSError):
+        return Path(os.environ["CHAOS"]).read_text()
+    return ""
+
+
+def fires(fault: str, harmed: str = "") -> None:
+    """Write the witness."""
+    with open(f"{os.environ['CHAOS']}.fired", "a", encoding="utf-8") as file:
+        who = f"pid {os.getpid()}, rank {os.environ.get('RANK', 'none')}"
+        file.write(f"{fault}\t{harmed}\t{who}\t{time.monotonic()}\n")
+
+
+def _is_armed(fault: str) -> bool:
+    armed, _, rank = _armed().partition(RANK)
+    return armed == fault and rank in ("", os.environ.get("RANK"))
+
+
+def in_function(fault: str, module: str, name: str) -> Callable:
+    """Decorate what makes, of the sound function, one that does harm."""
+
+    def register(make: Callable) -> Callable:
+        _PLANTS.append((fault, module, name, make))
+        return make
+
+    return register
+
+
+def planted() -> set[str]:
+    """Names of all faults that change a function."""
+    return {fault for fault, *_ in _PLANTS}
+
+
+def plant_all() -> None:
+    """Have every module changed when it is loaded."""
+    wanted = defaultdict(list)
+    for fault, module, name, make in _PLANTS:
+        wanted[module].append((fault, name, make))
+    sys.meta_path.insert(0, _Finder(wanted))
+    _fill_disks()
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, wanted: dict[str, list]):
+        self._wanted = wanted
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in self._wanted:
+            return None
+        plants = self._wanted.pop(name)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def exec_module(module) -> None:
+            load(module)
+            for fault, attribute, make in plants:
+                _change(module, attribute, fault, make)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def _change(module, attribute: str, fault: str, make: Callable) -> None:
+    *owners, name = attribute.split(".")
+    owner = module
+    for one in owners:
+        owner = getattr(owner, one)
+    sound = getattr(owner, name)
+    faulty = make(sound)
+
+    def either(*args, **kwargs):
+        return (faulty if _is_armed(fault) else sound)(*args, **kwargs)
+
+    setattr(owner, name, either)
+
+
+# In the engine: the rows as the model's routers gave them, before anything of ours has looked at them.
+
+
+def _at_the_source(fault: str):
+    """Decorate a change of the step's captured experts: change(recorder, scheduled, rows [T, L, K] in place)."""
+
+    def register(change: Callable) -> Callable:
+        @in_function(fault, "moe_rl.vllm.recorder", "Recorder.after_forward")
+        def make(after_forward):
+            def changed(recorder, scheduled):
+                count = scheduled.total_num_scheduled_tokens
+                if count:
+                    rows = recorder._capture.buffer[:count]
+                    before = rows.clone()
+                    change(recorder, scheduled, rows)
+                    if (rows != before).any():
+                        fires(fault)
+                return after_forward(recorder, scheduled)
+
+            return changed
+
+        return change
+
+    return register
+
+
+def _runs(recorder, scheduled) -> Iterable[tuple[str, slice]]:
+    """The requests of a step, and the rows of each."""
+    first = 0
+    for request in recorder._runner.input_batch.req_ids:
+        count = scheduled.num_scheduled_tokens[request]
+        yield request, slice(first, first + count)
+        first += count
+
+
+_LAST_ROW: dict[str, object] = {}
+
+
+@_at_the_source("recorder: rows one token late")
+def _late(recorder, scheduled, rows):
+    for request, run in _runs(recorder, scheduled):
+        sound = rows[run].clone()
+        rows[run][1:] = sound[:-1]
+        if request in _LAST_ROW:
+            rows[run.start] = _LAST_ROW[request]
+        _LAST_ROW[request] = sound[-1]
+
+
+@_at_the_source("recorder: one layer constant")
+def _constant(recorder, scheduled, rows):
+    rows[:, LAYER] = rows.new_tensor(range(rows.shape[-1]))
+
+
+@_at_the_source("recorder: one layer constant, of a set in the middle")
+def _constant_elsewhere(recorder, scheduled, rows):
+    rows[:, LAYER] = rows.new_tensor(range(5, 5 + 3 * rows.shape[-1], 3))
+
+
+@_at_the_source("recorder: rows of two requests of different prompts swapped")
+def _requests_swapped(recorder, scheduled, rows):
+    runs = [run for _, run in _runs(recorder, scheduled)]
+    _swap(rows, zip(runs, runs[len(runs) // 2 :], strict=False))
+
+
+@_at_the_source("recorder: rows of two requests of one prompt swapped")
+def _completions_swapped(recorder, scheduled, rows):
+    """Neighbours in a step are of one group: what is wrong is their completions."""
+    runs = [run for _, run in _runs(recorder, scheduled)]
+    _swap(rows, zip(runs[::2], runs[1::2], strict=False))
+
+
+def _swap(rows, pairs: Iterable[tuple[slice, slice]]) -> None:
+    """Where both forward as many tokens."""
+    for one, other in pairs:
+        if one.stop - one.start == other.stop - other.start:
+            rows[one], rows[other] = rows[other].clone(), rows[one].clone()
+
+
+@_at_the_source("recorder: a layer gets the next one's rows")
+def _copied(recorder, scheduled, rows):
+    rows[:, LAYER] = rows[:, OTHER_LAYER]
+
+
+@_at_the_source("recorder: two layers swapped")
+def _swapped(recorder, scheduled, rows):
+    rows[:, [LAYER, OTHER_LAYER]] = rows[:, [OTHER_LAYER, LAYER]].clone()
+
+
+@_at_the_source("recorder: every row is that of the request's first token")
+def _frozen(recorder, scheduled, rows):
+    for request, run in _runs(recorder, scheduled):
+        rows[run] = _LAST_ROW.setdefault(f"first {request}", rows[run.start].clone())
+
+
+# Between the engine's buffer and the shard.
+
+
+@in_function("sink: rows of two sequences of equal length swapped", "moe_rl.vllm.sinks", "Sinks.add")
+def _swapped_in_the_sink(add):
+    waiting, done = {}, set()
+
+    def swapping(sinks, request, ask, rows, *rest):
+        """Once a shard: the first sequence waits for one of its length, and both get the other's routes."""
+        if ask.sink in done or ask.sink not in waiting:
+            if ask.sink in done:
+                return add(sinks, request, ask, rows, *rest)
+            waiting[ask.sink] = request, ask, rows, *rest
+            return None
+        first_request, first_ask, first, *first_rest = waiting[ask.sink]
+        if len(first) != len(rows) or (first.token_ids == rows.token_ids).all():
+            return add(sinks, request, ask, rows, *rest)
+        done.add(ask.sink)
+        fires("sink: rows of two sequences of equal length swapped", f"{first_ask.key} {ask.key}")
+        add(sinks, first_request, first_ask, replace(first, routes=rows.routes), *first_rest)
+        return add(sinks, request, ask, replace(rows, routes=first.routes), *rest)
+
+    return swapping
+
+
+# In the trainer, after the store and the validator have passed the routes.
+
+
+@in_function("trainer: routes of two sequences swapped after validation", "moe_rl.replay.routes", "microbatch_routes")
+def _swapped_after_validation(lay_out):
+    def swapping(parts, *args, **kwargs):
+        parts = list(parts)
+        for i, one in enumerate(parts):
+            for j in range(i + 1, len(parts)):
+                other = parts[j]
+                if len(other.routes) == len(one.routes) and (other.token_ids != one.token_ids).any():
+                    parts[i], parts[j] = replace(one, routes=other.routes), replace(other, routes=one.routes)
+                    fires("trainer: routes of two sequences swapped after validation", f"{one.key} {other.key}")
+                    return lay_out(parts, *args, **kwargs)
+        return lay_out(parts, *args, **kwargs)
+
+    return swapping
+
+
+@in_function(
+    "trainer: R2 routes one row late after they were recorded", "moe_rl.replay.session", "ReplaySession.recorded_routes"
+)
+def _late_after_recording(recorded_routes):
+    def late(session):
+        tables = recorded_routes(session)
+        fires("trainer: R2 routes one row late after they were recorded")
+        return [replace(t, routes={layer: rows.roll(1, 0) for layer, rows in t.routes.items()}) for t in tables]
+
+    return late
+
+
+# What the trainer exports.
+
+_PREVIOUS: dict[str, object] = {}
+
+
+def _exported(fault: str):
+    """Decorate a change of exported tensors: change({name: tensor}) -> {name: other tensor}."""
+
+    def register(change: Callable) -> Callable:
+        @in_function(fault, "moe_rl.megatron.hf_map", "export_rounds")
+        def make(export_rounds):
+            def changed(*args, **kwargs):
+                rounds = export_rounds(*args, **kwargs)
+                made = [list(one.tensors) for one in rounds]
+                sound = {name: tensor for one in made for name, tensor in one}
+                wrong = change(sound)
+                if any((tensor != sound[name]).any() for name, tensor in wrong.items()):
+                    fires(fault)
+                return [
+                    replace(one, tensors=iter([(name, wrong.get(name, tensor)) for name, tensor in tensors]))
+                    for one, tensors in zip(rounds, made, strict=True)
+                ]
+
+            return changed
+
+        return change
+
+    return register
+
+
+def _experts(tensors, expert: int) -> dict[str, str]:
+    """Names of one expert's tensors, by their last part."""
+    prefix = f"model.layers.{LAYER}.mlp.experts.{expert}."
+    return {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)}
+
+
+@_exported("export: routers of two layers swapped")
+def _routers_swapped(sound):
+    one, other = GATE.format(LAYER), GATE.format(OTHER_LAYER)
+    return {one: sound[other], other: sound[one]}
+
+
+@_exported("export: two experts permuted")
+def _experts_permuted(sound):
+    one, other = _experts(sound, EXPERT), _experts(sound, OTHER_EXPERT)
+    return {one[part]: sound[other[part]] for part in one} | {other[part]: sound[one[part]] for part in one}
+
+
+@_exported("export: one expert zeroed")
+def _expert_zeroed(sound):
+    return {name: sound[name].new_zeros(sound[name].shape) for name in _experts(sound, EXPERT).values()}
+
+
+@_exported("export: all routers of the version before")
+def _routers_stale(sound):
+    return {name: _PREVIOUS[name] for name in sound if name.endswith(".mlp.gate.weight")}
+
+
+@_exported("export: one tensor of the version before")
+def _tensor_stale(sound):
+    return {STALE_TENSOR: _PREVIOUS[STALE_TENSOR]}
+
+
+@in_function("", "moe_rl.megatron.hf_map", "export_rounds")
+@in_function(FORGET, "moe_rl.megatron.hf_map", "export_rounds")
+def _remembers(export_rounds):
+    """Not a fault: what is exported as it is, for those that send it again."""
+
+    def remembering(*args, **kwargs):
+        rounds = []
+        for one in export_rounds(*args, **kwargs):
+            tensors = list(one.tensors)
+            _PREVIOUS.update({name: tensor.clone() for name, tensor in tensors})
+            rounds.append(replace(one, tensors=iter(tensors)))
+        return rounds
+
+    return remembering
+
+
+# Between the trainer and the engine.
+
+BY_DISK = "weights by disk: one bit flipped"
+
+
+def _flipped(fault: str, module: str, name: str) -> None:
+    @in_function(fault, module, name)
+    def make(read):
+        def reading(*args):
+            for name, tensor in read(*args):
+                if name == STALE_TENSOR:
+                    tensor = tensor.clone()
+                    tensor.view(torch.uint8).view(-1)[tensor.numel() // 2] ^= 1
+                    fires(fault, name)
+                yield name, tensor
+
+        import torch
+
+        return reading
+
+
+_flipped(BY_DISK, "moe_rl.weights.shared_disk", "read_parts")
+_flipped("weights by shared memory: one bit flipped", "moe_rl.weights.shared_memory", "read_segments")
+
+
+# Deaths: a process kills itself where the fault lies.
+
+
+def _dies_in(fault: str, module: str, name: str) -> None:
+    @in_function(fault, module, name)
+    def make(sound):
+        def dying(*args, **kwargs):
+            fires(fault)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        return dying
+
+
+_dies_in("rank killed in placement", "moe_rl.train.assignment", "ExpertPlacement.start_step")
+_dies_in("rank killed in evaluation", "moe_rl.train.rollouts", "Rollouts.evaluate")
+_dies_in("rank killed in the report", "moe_rl.report.run_page", "write_report")
+_dies_in("engine killed in evaluation", "moe_rl.vllm.sampling", "check")
+
+WAITS = "rank 0 waits before the report"
+
+
+@in_function(WAITS, "moe_rl.report.summary", "summarize")
+def _waits(summarize):
+    """Not a fault: a run that stays alive until it is let go."""
+
+    def waiting(*args, **kwargs):
+        fires(WAITS)
+        while _is_armed(WAITS):
+            time.sleep(0.1)
+        return summarize(*args, **kwargs)
+
+    return waiting
+
+
+@in_function(FORGET, "moe_rl.weights.intake", "Intake.admit")
+def _forgets(admit):
+    """Not a fault: after one that was refused the lab sends the same version again."""
+
+    def admitting(intake, update):
+        if update.number == 0:
+            intake.forget()
+        return admit(intake, update)
+
+    return admitting
+
+
+# Full disks: a file is opened as /dev/full, where every write fails as on a full disk. What is armed is in its path, or
+# with a $ at the end of it.
+
+FULL = "full disk: "
+
+
+def _fill_disks() -> None:
+    sound_open, sound_os_open = io.open, os.open
+
+    def is_full(path: object) -> bool:
+        armed = _armed()
+        if not armed.startswith(FULL) or not isinstance(path, str | os.PathLike):
+            return False
+        part = armed.removeprefix(FULL)
+        return str(path).endswith(part[:-1]) if part.endswith("$") else part in str(path)
+
+    def full_open(file, mode="r", *args, **kwargs):
+        if set(mode) & set("wax+") and is_full(file):
+            fires(_armed())
+            file = "/dev/full"
+        return sound_open(file, mode, *args, **kwargs)
+
+    def full_os_open(path, flags, *args, **kwargs):
+        if flags & (os.O_WRONLY | os.O_RDWR) and is_full(path):
+            fires(_armed())
+            path, flags = "/dev/full", flags & ~(os.O_EXCL | os.O_CREAT)
+        return sound_os_open(path, flags, *args, **kwargs)
+
+    io.open = builtins.open = full_open
+    os.open = full_os_open

@@ -1,0 +1,55 @@
+"""A run that is ended by fault after fault is, in the end, the run that nobody touched."""
+
+import json
+import re
+
+import pytest
+
+from tests.chaos import faults
+from tests.chaos.chain import run_through
+from tools.dev.runs import rows
+
+STATE = "checkpoints/step-000003/state.json"
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3600)]
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory):
+    """(the run's folder, {fault: what came of it}, what came of a second --resume)"""
+    names = [fault.name for fault in faults.of("chain")]
+    run, met = run_through(tmp_path_factory.mktemp("chain"), names)
+    return run, dict(zip(names, met, strict=False)), met[-1]
+
+
+@pytest.mark.parametrize("fault", faults.of("chain"), ids=lambda fault: fault.name)
+def test_it_ends_the_run_soon_and_is_named(chain, fault):
+    run, met, _ = chain
+    one = met[fault.name]
+    assert one.harmed, "the fault did not happen"
+    told = one.said[one.said.index("moe_rl: ") :].split("torch/distributed/elastic")[0]
+    assert f"{fault.error}: " in told
+    assert all(part.format(run=run) in told for part in fault.says), told
+    assert not re.search(r"^(\[rank\d\]: )?Traceback", one.said.split("torch/distributed/elastic")[0], re.MULTILINE)
+    assert fault.status in one.statuses
+    assert one.seconds < faults.SECONDS and not one.left
+
+
+def test_a_second_resume_of_a_living_run_is_refused(chain):
+    run, _, second = chain
+    (fault,) = faults.of("second")
+    assert all(part.format(run=run) in second.said for part in fault.says)
+    assert second.statuses and 1 not in second.statuses
+
+
+def test_nothing_was_lost_or_doubled(chain, untouched):
+    run, _, _ = chain
+    assert rows(run) == rows(untouched)
+    assert (run / "prompts.jsonl").read_bytes() == (untouched / "prompts.jsonl").read_bytes()
+    ours, theirs = (
+        json.loads((one / "checkpoints/step-000003/state.json").read_text())["files"] for one in (run, untouched)
+    )
+    assert ours.keys() == theirs.keys()
+    tensors = [name for name in ours if name.endswith((".distcp", ".safetensors"))]
+    assert len(tensors) > 3 and all(ours[name] == theirs[name] for name in tensors)
+    left = [*run.glob("checkpoints/.*"), *run.glob("trace/.step*"), *run.glob("rollouts/*.tmp")]
+    assert left == []

@@ -1,0 +1,43 @@
+"""Wrong routes and wrong weights that are well formed, one in each step of a run with a real engine."""
+
+import json
+
+import pytest
+
+from tests.chaos import faults
+from tests.chaos.chain import Control
+from tests.chaos.lab import WARM
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3600)]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """{name of the fault: what came of it}"""
+    folder = tmp_path_factory.mktemp("lab")
+    names = [fault.name for fault in faults.of("lab")]
+    run = Control(folder).launch(folder, json.dumps(names), ranks=1, script="tests/chaos/lab.py")
+    assert run.wait() == 0, run.text()[-4000:]
+    results = json.loads((folder / "lab.json").read_text())
+    return {one["fault"] or f"none {one['step']}": one for one in results}
+
+
+def test_sound_steps_are_not_refused(seen):
+    assert all(seen[f"none {step + 1}"]["error"] is None for step in range(WARM))
+
+
+@pytest.mark.parametrize("fault", faults.of("lab"), ids=lambda fault: fault.name)
+def test_it_is_refused_in_its_step(seen, fault):
+    one = seen[fault.name]
+    assert one["harmed"], "the fault did not happen"
+    assert fault.silent == (one["error"] is None), one["message"]
+    if fault.silent:
+        pytest.xfail("nobody says anything")
+    assert one["error"] is not None, "nobody said anything"
+    assert not fault.error or one["error"] == fault.error, one["message"]
+    assert all(part in one["message"] for part in fault.says), one["message"]
+    if fault.names_harmed:
+        got = one["message"].partition(": got ")[2]
+        assert any(key in got for harmed in one["harmed"] for key in harmed.split()), one
+    assert (one["stage"] == "sync") == (fault.soon == faults.BEFORE_SAMPLING), one["stage"]
+    assert not one["moved"], "weights had moved"
