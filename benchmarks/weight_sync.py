@@ -30,7 +30,7 @@ from moe_rl.config.training import ParallelConfig
 from moe_rl.megatron import world
 from moe_rl.rollout.engine import VllmEngine
 from moe_rl.vllm.wire import EngineSettings
-from moe_rl.weights.conservation import Content, Count, cut, parts_of
+from moe_rl.weights.conservation import Content, PartSums, cut, parts_of
 from moe_rl.weights.digest import tensor_digests
 from moe_rl.weights.sender import WeightSender
 from moe_rl.weights.stream import Round
@@ -114,7 +114,7 @@ class Held:
         self._tensors, self.moves = tensors, 0
 
     def content(self, dtype: torch.dtype, **_) -> Content:
-        count = Count(parts_of({name: tensor.shape for name, tensor in self._tensors.items()}), torch.device("cpu"))
+        count = PartSums(parts_of({name: tensor.shape for name, tensor in self._tensors.items()}), torch.device("cpu"))
         for name, tensor in self._tensors.items():
             for part, values in cut(name, tensor):
                 count.add(part, values, dtype)

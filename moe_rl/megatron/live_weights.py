@@ -22,7 +22,7 @@ from moe_rl.errors import WeightSyncError, describe
 from moe_rl.megatron import world
 from moe_rl.megatron.hf_files import stored_dtype
 from moe_rl.models.hf import ModelFacts
-from moe_rl.weights.conservation import Content, Count, place
+from moe_rl.weights.conservation import Content, PartSums, place
 
 _CHUNK = 1 << 22
 _SHOWN = 5
@@ -85,7 +85,7 @@ def content(
     values have not reached.
     """
     device = world.device()
-    held = Count(parts, device)
+    held = PartSums(parts, device)
     dense, expert, counted, copied = ([False] * len(parts) for _ in range(4))
     late: dict[str, torch.Tensor] = {}
     first_dense, first_experts = world.holds_first_replica()

@@ -50,7 +50,7 @@ class Content:
     table: Tensor
 
 
-class Count:
+class PartSums:
     """Adds up what is given to it, on the device where it lies. Small parts are put side by side and mixed together,
     since each call of torch costs as much as thousands of elements."""
 
@@ -143,7 +143,7 @@ class Conservation:
     def __init__(self) -> None:
         self._before: tuple[int, Content] | None = None
         self._now: tuple[int, Content] | None = None
-        self._counts: dict[torch.device, Count] = {}
+        self._counts: dict[torch.device, PartSums] = {}
 
     def begin(self, held: Content, version: int) -> None:
         """An export of `version` begins. held: what all ranks hold together."""
@@ -157,7 +157,9 @@ class Conservation:
         assert self._now is not None
         parts = self._now[1].parts
         for name, tensor in tensors:
-            count = self._counts.setdefault(tensor.device, Count(parts, tensor.device))
+            if tensor.device not in self._counts:
+                self._counts[tensor.device] = PartSums(parts, tensor.device)
+            count = self._counts[tensor.device]
             for part, piece in cut(name, tensor):
                 if part in parts:  # else the sampler refuses it, as a tensor that it has not
                     count.add(part, piece, tensor.dtype)

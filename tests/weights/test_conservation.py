@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_rl.weights import conservation
-from moe_rl.weights.conservation import Content, Count, cut, difference, parts_of
+from moe_rl.weights.conservation import Content, PartSums, cut, difference, parts_of
 
 WORDS = {torch.bfloat16: (torch.int16, 16), torch.float32: (torch.int32, 32)}
 
@@ -21,7 +21,7 @@ def of_words(words, dtype):
 
 
 def mixed(values):
-    count = Count({"a": 0}, torch.device("cpu"))
+    count = PartSums({"a": 0}, torch.device("cpu"))
     count.add("a", values, values.dtype)
     return count.content().table[0, 0]
 
@@ -51,7 +51,7 @@ def test_a_sum_is_as_defined_whatever_the_order_and_every_change_changes_it(dtyp
 
 
 def test_every_bfloat16_has_a_term_of_its_own():
-    count = Count({str(word): word for word in range(2**16)}, torch.device("cpu"))
+    count = PartSums({str(word): word for word in range(2**16)}, torch.device("cpu"))
     for word, one in enumerate(torch.arange(2**16).to(torch.int16).view(torch.bfloat16).split(1)):
         count.add(str(word), one, torch.bfloat16)
     assert len(count.content().table[0].unique()) == 2**16
@@ -64,7 +64,7 @@ def test_it_makes_no_difference_how_elements_are_put_together(small, chunk, monk
     generator = torch.Generator().manual_seed(1)
     parts = {f"p{number}": number for number in range(9)}
     given = [(f"p{number % 8}", torch.randn(number % 5 * 3, 11, generator=generator)) for number in range(40)]
-    count, sums, elements = Count(parts, torch.device("cpu")), [0] * 9, [0] * 9
+    count, sums, elements = PartSums(parts, torch.device("cpu")), [0] * 9, [0] * 9
     for part, values in given:
         dtype = (torch.bfloat16, torch.float32)[parts[part] % 2]
         count.add(part, values.T, dtype)
@@ -133,7 +133,7 @@ def test_two_sums_of_random_weights_do_not_meet():
     """20000 parts as large as small experts, and all their sums are different."""
     generator = np.random.default_rng(1)
     values = torch.from_numpy(generator.standard_normal((20000, 64)).astype(np.float32))
-    count = Count({str(number): number for number in range(20000)}, torch.device("cpu"))
+    count = PartSums({str(number): number for number in range(20000)}, torch.device("cpu"))
     for number, row in enumerate(values):
         count.add(str(number), row, torch.bfloat16)
     assert len(count.content().table[0].unique()) == 20000
