@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
@@ -89,7 +90,7 @@ class VllmServer:
         folder: str = "",
         alone: bool = False,
     ):
-        self._transport = Transport(url, token_file, timeout_seconds)
+        self._transport = Transport(url, token_file, timeout_seconds, secrets.token_hex(8) if alone else "")
         self.url = self._transport.url
         self._connections = connections
         self._folder = folder
@@ -128,7 +129,8 @@ class VllmServer:
         return await self._transport.once("POST", "/moe_rl/update", update, _HOLDING, seconds)
 
     async def adopt(self) -> Holding:
-        """Take the server for a run: it samples nothing until that run's weights have come, and holds version 0."""
+        """Take the server for a run: it samples nothing until that run's weights have come, and holds version 0. Who is
+        `alone` has it for itself then: a run that took it before is refused whatever it asks."""
         return await self._transport.once("POST", "/moe_rl/adopt", None, _HOLDING)
 
     async def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> ScoredTokens:
@@ -160,18 +162,11 @@ class VllmServer:
                 await self._transport.call(client, "POST", "/moe_rl/open", Open(shard, self._folder), _NOTHING)
             try:
                 samples = await self._sample(client, requests, shard, enough)
-                if any(sample.aborted for sample in samples):
-                    if enough is None:
-                        raise EngineError(
-                            describe(
-                                "Someone else had the vLLM server abort requests",
-                                where=f"{self.url}, shard {shard}",
-                                do="give every run servers of its own",
-                            )
-                        )
-                    now = await self._transport.call(client, "GET", "/moe_rl/recording", None, _SERVED)
-                    if (now.start, now.updates) != (served.start, served.updates):
-                        raise EngineError(describe("The weights changed under requests that were aborted", where=shard))
+                now = await self._transport.call(client, "GET", "/moe_rl/recording", None, _SERVED)
+                if (now.start, now.updates) != (served.start, served.updates):
+                    raise self._shared("Someone else changed the vLLM server's weights while it sampled", shard)
+                if enough is None and any(sample.aborted for sample in samples):
+                    raise self._shared("Someone else had the vLLM server abort requests", shard)
                 refs = await self._publish(client, requests, samples, shard) if records else {}
             except BaseException:
                 if records:
@@ -179,6 +174,9 @@ class VllmServer:
                 raise
         version = served.weight_version
         return [sample.completion(request, version, refs) for request, sample in zip(requests, samples, strict=True)]
+
+    def _shared(self, what: str, shard: str) -> EngineError:
+        return EngineError(describe(what, where=f"{self.url}, shard {shard}", do="give every run servers of its own"))
 
     async def _sample(
         self, client: httpx.AsyncClient, requests: Sequence[GenerateRequest], shard: str, enough: int | None

@@ -11,7 +11,7 @@ import httpx
 import msgspec
 
 from moe_rl.errors import EngineError, describe
-from moe_rl.vllm.control import read_token
+from moe_rl.vllm.control import RUN_HEADER, read_token
 
 # A server closes a connection that was idle for 5 s; one that is used again at that very moment fails.
 _KEEPALIVE_SECONDS = 1.0
@@ -20,12 +20,12 @@ _OTHER_FILES = 256
 
 
 class Transport:
-    """To one server. timeout_seconds: of silence, after which it is taken for hung."""
+    """To one server. timeout_seconds: of silence, after which it is taken for hung. run: who calls, "" for no run."""
 
-    def __init__(self, url: str, token_file: Path, timeout_seconds: float):
+    def __init__(self, url: str, token_file: Path, timeout_seconds: float, run: str = ""):
         self.url = url.rstrip("/")
         self.timeout = timeout_seconds
-        self._headers = {"Authorization": f"Bearer {read_token(token_file)}"}
+        self._headers = {"Authorization": f"Bearer {read_token(token_file)}"} | ({RUN_HEADER: run} if run else {})
 
     def client(self, connections: int) -> httpx.AsyncClient:
         """Connections for so many calls at once."""

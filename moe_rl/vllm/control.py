@@ -24,6 +24,9 @@ Below = Annotated[str, msgspec.Meta(max_length=1000, pattern=r"^(?!/)[^\x00]*$")
 GENERATE = "/inference/v1/generate"
 """vLLM's own route that takes and gives token ids."""
 
+RUN_HEADER = "moe-rl-run"
+"""Header by which a run says who it is: the server answers the one that adopted it last, and no other."""
+
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 

@@ -31,6 +31,7 @@ from moe_rl.types import GenerateRequest
 from moe_rl.vllm import sampling
 from moe_rl.vllm.control import (
     GENERATE,
+    RUN_HEADER,
     Challenge,
     Generation,
     Open,
@@ -135,6 +136,8 @@ class Control:
     def __init__(self):
         self._start = secrets.token_hex(8)
         self._updates = 0
+        # The run that adopted the server last.
+        self._run: str | None = None
         self._holding = Holding(0, "", whole=True)
         self._updating = asyncio.Lock()
         # Path: method, body, its longest in bytes, who answers.
@@ -163,6 +166,7 @@ class Control:
             method, kind, longest, answer = route
             if request.method != method:
                 raise RefusedCall(405, f"{request.url.path} wants {method}")
+            self._refuse_former_run(request)
             message = None
             if kind is not None:
                 message = msgspec.json.decode(await _body(request, longest), type=kind)
@@ -181,6 +185,19 @@ class Control:
         except Exception as error:
             # The engine may be dead, which vLLM notices and logs itself.
             return _error(503 if engine.errored else 500, f"{type(error).__name__}: {error}")
+
+    def _refuse_former_run(self, request: Request) -> None:
+        """It would hold or abandon what the run that has the server now samples."""
+        run, path = request.headers.get(RUN_HEADER), request.url.path
+        if path == "/moe_rl/adopt":
+            self._run = run
+        elif (
+            request.method == "POST"
+            and path != "/moe_rl/challenge"
+            and None not in (run, self._run)
+            and run != self._run
+        ):
+            raise RefusedCall(409, "another run has taken this server since: give every run servers of its own")
 
     async def _open(self, engine, message: Open) -> None:
         folder = _inside(_trace_root(engine), message.folder)

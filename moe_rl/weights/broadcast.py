@@ -27,6 +27,8 @@ from moe_rl.weights.digest import as_announced
 from moe_rl.weights.update import Broadcast, TensorInfo
 
 _TIMEOUT = timedelta(minutes=10)
+# The trainer listens before it says where: who is not reached by then is gone.
+_REACHED = timedelta(minutes=1)
 _POLL_SECONDS = 0.01
 # vLLM gives each buffer a CUDA stream. With more than one, memory that was allocated on one stream is still read on the
 # other when its last tensor is let go: a round of another rank here, what vLLM keeps of a layer there. The allocator
@@ -98,7 +100,8 @@ class Receiver:
     def __init__(self, source: Broadcast, rank: int, device: torch.device):
         self.source, self._rank, self._device = source, rank, device
         try:
-            self._store = dist.TCPStore(source.address, source.port, timeout=_TIMEOUT, wait_for_workers=False)
+            self._store = dist.TCPStore(source.address, source.port, timeout=_REACHED, wait_for_workers=False)
+            self._store.set_timeout(_TIMEOUT)
         except RuntimeError as error:
             where = f"{source.address}:{source.port}"
             raise WeightSyncError(describe("The trainer cannot be reached", where=where, got=error)) from error

@@ -74,11 +74,11 @@ class Broadcast(msgspec.Struct, frozen=True, tag="broadcast", forbid_unknown_fie
     more. The trainer is rank 0 of a group of world_size at address:port; the workers of this sampler follow from
     first_rank. Digests come with the call after this one, as Received."""
 
-    address: str
-    port: Natural
-    world_size: Natural
-    first_rank: Natural
-    bucket_bytes: Natural
+    address: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    world_size: Annotated[int, msgspec.Meta(ge=2, le=2**31 - 1)]
+    first_rank: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+    bucket_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 
 
 class Received(msgspec.Struct, frozen=True, tag="received", forbid_unknown_fields=True):

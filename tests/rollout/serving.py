@@ -162,7 +162,7 @@ def whole_update(server: Running, checkpoint: Path, version: int, replaces: int)
     """All weights of a checkpoint, as one file below the trace root."""
     tensors = load_file(checkpoint / "model.safetensors")
     place = Path(server.ready["trace_root"]) / f"sync/v{version}.safetensors"
-    place.parent.mkdir(exist_ok=True)
+    place.parent.mkdir(parents=True, exist_ok=True)
     write_part(place, tensors)
     infos = [info_of(name, tensor) for name, tensor in tensors.items()]
     return WeightUpdate(version, replaces, 0, True, False, infos, Files([f"sync/{place.name}"]))

@@ -26,14 +26,16 @@ import psutil
 import pytest
 
 from moe_rl.config.load import load_config
-from moe_rl.errors import EngineError
+from moe_rl.errors import EngineError, SamplerGone
 from moe_rl.models.hf import read_model
 from moe_rl.rollout.attach import attach_problems, folder_problem
+from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.server import VllmServer
 from moe_rl.trace import TraceStore, validate
 from moe_rl.types import GenerateRequest, RoutePart, RouteRef
 from moe_rl.vllm import api_server
 from moe_rl.vllm.control import GENERATE
+from moe_rl.weights.update import Files
 from tests.rollout.serving import MAX_LEN, ROOT, START_SECONDS, Router, agree, alive, serving, whole_update
 from tests.vllm.test_gate import CHANGES, DOCUMENTED, asked
 
@@ -223,6 +225,53 @@ def test_alone_the_same_requests_give_the_same_bytes(server, requests_of):
         with pytest.raises(EngineError, match="Someone else had the vLLM server abort"):
             under_way.result()
     assert [(one.token_ids, one.logprobs.tobytes()) for one in completions] == seen[0][0]
+
+
+def test_a_second_run_takes_the_server_and_the_first_is_told(server, router, checkpoint, requests_of):
+    """While the first trains and while it samples; the second has what it asked for, in a store of its own."""
+    root, requests = Path(server.ready["trace_root"]), requests_of(2, 4, max_tokens=100)
+
+    def begun(name: str) -> ServerFleet:
+        client = server.client(folder=f"{name}/trace", alone=True, timeout_seconds=60)
+        asyncio.run(client.adopt())
+        fleet = ServerFleet([client], root, "", workers=[1], max_lost=0, load_seconds=60)
+        return updated(fleet, 1)
+
+    def updated(fleet: ServerFleet, version: int) -> ServerFleet:
+        update = whole_update(server, checkpoint, version, replaces=version - 1)
+        paths = [str(root / path) for path in update.source.paths]
+        fleet.update_weights(msgspec.structs.replace(update, source=Files(paths)))
+        return fleet
+
+    def sampled(fleet: ServerFleet, name: str) -> None:
+        agree(TraceStore(root / f"{name}/trace"), router, fleet.generate(requests, shard="step000001"), version=1)
+
+    def forwarded() -> int:
+        return server.client().stats()[0]["forwarded"]
+
+    taken = "another run has taken this server since: give every run servers of its own"
+    try:
+        first, idle = begun("run-a"), begun("run-b")
+        with pytest.raises(SamplerGone, match=f"{server.url}.*See that no other run uses it"):
+            first.generate(requests, shard="step000001")
+        sampled(idle, "run-b")
+        later = begun("run-c")
+        with pytest.raises(SamplerGone, match=f"{server.url}.*HTTP 409: {taken}"):
+            updated(idle, 2)
+        for number, enough in enumerate((None, 4)):
+            before = forwarded()
+            with ThreadPoolExecutor(1) as other:
+                under_way = other.submit(later.generate, requests, shard="step000001-x", enough=enough)
+                while forwarded() < before + 100:
+                    assert not under_way.done(), under_way.result()
+                later = begun(f"run-{number}")
+                with pytest.raises(SamplerGone, match=f"(Someone else|{taken}).*server 0, {server.url}"):
+                    under_way.result()
+            sampled(later, f"run-{number}")
+    finally:
+        asyncio.run(server.client().adopt())
+        server.client().update_weights(whole_update(server, checkpoint, 0, replaces=0))
+    alive(server)
 
 
 def test_a_request_that_is_refused_leaves_nothing_waiting(server, requests_of):

@@ -395,6 +395,23 @@ def test_routes_of_vllm_that_the_gate_does_not_know_are_not_reached(server, path
         assert answer.status_code == 404 and "/inference/v1/generate" in answer.text
 
 
+def test_only_the_run_that_took_the_server_last_is_answered(server):
+    """What the former asks would hold, abandon or publish what the other samples; who is no run asks as ever."""
+    former, now = {"moe-rl-run": "a"}, {"moe-rl-run": "b"}
+    for run in (former, now):
+        assert server.answers("POST", "/moe_rl/adopt", headers=run).status_code == 200
+    server.alive()
+    for path, body in BODIES.items():
+        content = b"" if body is None else json.dumps(body).encode()
+        for run in ({}, now):
+            assert "another run" not in server.answers("GET" if body is None else "POST", path, content, run).text
+        if path not in ("/moe_rl/adopt", "/moe_rl/challenge", "/moe_rl/stats", "/moe_rl/recording"):
+            answer = server.answers("POST", path, content, former)
+            assert answer.status_code == 409 and "another run has taken this server since" in answer.text
+    server.answers("POST", "/moe_rl/adopt")
+    server.alive()
+
+
 def test_nothing_is_sampled_from_weights_that_are_not_whole(server):
     assert server.answers("POST", "/moe_rl/adopt").status_code == 200
     for path in (gate.GENERATE, "/moe_rl/score"):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 
@@ -207,3 +210,20 @@ def test_what_a_rank_hands_over_is_what_it_announced(monkeypatch):
             lambda: settled.append(2)
         )
     assert len(sent) == 1 and settled == [1]
+
+
+def test_a_trainer_that_is_gone_does_not_hold_the_worker_up(monkeypatch):
+    """Nor may a source name what no socket takes."""
+    from moe_rl.weights.broadcast import Receiver
+
+    monkeypatch.setattr("moe_rl.weights.broadcast._REACHED", timedelta(seconds=1))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    began = time.monotonic()
+    with pytest.raises(WeightSyncError, match=f"trainer cannot be reached.*127.0.0.1:{port}"):
+        Receiver(Broadcast("127.0.0.1", port, 2, 1, BUCKET), 1, torch.device("cpu"))
+    assert time.monotonic() - began < 20
+    for wrong in ({"port": 70_000}, {"address": ""}, {"world_size": 1}, {"first_rank": 0}, {"bucket_bytes": 0}):
+        plain = {"address": "a", "port": 1, "world_size": 2, "first_rank": 1, "bucket_bytes": 1, "type": "broadcast"}
+        with pytest.raises(msgspec.ValidationError, match=next(iter(wrong))):
+            msgspec.convert(plain | wrong, Broadcast)
