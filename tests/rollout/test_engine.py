@@ -68,14 +68,16 @@ def test_order_and_stop_tokens(engine, settings, reference, requests_of):
     assert [completion.key for completion in free] == [request.key for request in requests]
     assert {completion.finish_reason for completion in free} == {"length"}
     stop = free[0].token_ids[4]
-    stopped = engine.generate([replace(request, stop_token_ids=(stop,)) for request in requests], shard="stop-1")
+    unused = next(token for token in range(512) if not any(token in one.token_ids for one in free))
+    asked = [replace(request, stop_token_ids=(unused, stop)) for request in requests]
+    stopped = engine.generate(asked, shard="stop-1")
     for before, after in zip(free, stopped, strict=True):
         if stop in before.token_ids:
             assert after.token_ids == before.token_ids[: before.token_ids.index(stop) + 1]
-            assert after.finish_reason == "stop"
+            assert (after.finish_reason, after.stop_token_id) == ("stop", stop)
         else:
             assert after.token_ids == before.token_ids
-            assert after.finish_reason == "length"
+            assert (after.finish_reason, after.stop_token_id) == ("length", None)
     assert stopped[0].finish_reason == "stop"
     check_against_reference(stopped, settings, reference)
 
