@@ -13,7 +13,8 @@ from megatron.core.transformer.moe.moe_utils import permute
 
 from moe_rl.megatron import world
 from moe_rl.planning.dispatch import send_order
-from moe_rl.replay.checksum import RowSalts, row_salts
+from moe_rl.replay.checksum import RowSalts
+from moe_rl.trace.source_sum import row_salts
 
 REPEATS = 60
 
@@ -29,7 +30,7 @@ def micro_measurements(experts: int, top_k: int, hidden: int, rows: int) -> dict
     entries, chosen = torch.from_numpy(send_order(routes, np.arange(experts))), torch.from_numpy(routes)
     scores, states = torch.rand(rows, experts), torch.randn(rows, hidden)
     routing_map = torch.zeros(rows, experts, dtype=torch.bool).scatter_(1, chosen.long(), True)
-    weights, salts = scores * routing_map, torch.from_numpy(row_salts("micro", np.arange(rows)))
+    weights, salts = scores * routing_map, torch.from_numpy(row_salts("micro", np.arange(rows)).view(np.int64))
     fed = RowSalts(torch.arange(rows), salts, torch.zeros(rows, dtype=torch.int64), 1, experts)
     sums = fed.chosen(0, chosen)
     counts, ranks = routing_map.sum(0).long(), dist.get_world_size()

@@ -73,7 +73,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
             sampled = sample(llm, options, pair, f"pair{pair}" if on else None)
             if on:
                 sequences = sampled
-                (parts,) = llm.collective_rpc("moe_rl_publish", args=(f"pair{pair}", sequences))
+                (claims,) = llm.collective_rpc("moe_rl_publish", args=(f"pair{pair}", sequences))
             took[on], worked[on] = time.perf_counter() - start, time.process_time() - start_cpu
         if pair == 0:
             continue  # the first pair pays for memory that later ones have
@@ -81,7 +81,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
             seconds[on].append(value)
         ratios.append(took[False] / took[True])
         cpu_ratios.append(worked[True] / worked[False])
-        checks.append(validation_seconds(folder / "trace", sequences, parts) / took[True])
+        checks.append(validation_seconds(folder / "trace", sequences, claims) / took[True])
         stored += (folder / "trace" / f"pair{pair}.safetensors").stat().st_size
         rows += sum(map(len, sequences.values()))
     quartiles = statistics.quantiles(ratios, n=4)
@@ -158,14 +158,14 @@ def sample(llm, options: argparse.Namespace, seed: int, sink: str | None) -> dic
     return sequences
 
 
-def validation_seconds(root: Path, sequences: dict[str, list[int]], parts: dict[str, tuple[str, str]]) -> float:
+def validation_seconds(root: Path, sequences: dict[str, list[int]], claims: dict[str, tuple]) -> float:
     """Time that the validator takes for all records of one measurement (reading them not counted)."""
     from moe_rl.trace import TraceStore, validate
-    from moe_rl.types import RoutePart, RouteRef
+    from moe_rl.vllm.route_source import join_parts
 
-    store, seconds = TraceStore(root), 0.0
+    store, seconds, refs = TraceStore(root), 0.0, join_parts(sequences, [claims])
     for key, tokens in sequences.items():
-        ref = RouteRef(key, len(tokens), (RoutePart(*parts[key]),))
+        ref = refs[key]
         record = store.read(ref)
         start = time.perf_counter()
         validate(record, token_ids=tokens, spec=record.spec, weight_version=0, ref=ref)

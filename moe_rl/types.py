@@ -57,12 +57,15 @@ class RouteRef:
     rows: number of forwarded tokens = prompt + completion - 1; the reference is to the first `rows` rows of the record,
     which may hold more. parts: one, or one per pipeline stage of the sampler, each with its own layers. start: position
     of the first row; not 0 when the request asked for no rows before it, and `rows` are then those from there on.
+    source_sum: of these rows as they left the sampler's engine, 16 hex digits, see trace.source_sum; "" is not known,
+    and nothing is replayed from such a reference.
     """
 
     key: str
     rows: int
     parts: tuple[RoutePart, ...]
     start: int = 0
+    source_sum: str = ""
 
 
 @dataclass(frozen=True, slots=True)

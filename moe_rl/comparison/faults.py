@@ -1,9 +1,9 @@
 """Plants faults: shows what a wrong trace would do, and which check refuses it.
 
-Three faults, each planted in three places. In the trace: a sampler records the wrong routes, the store and the
-validator are asked. Behind it: the trainer exchanges routes after they were read, the session's checksums are asked.
-Past every check: the session is given the wrong routes as the truth, so that nothing refuses, and the numbers must show
-it. A fault that no check can see is only found by the numbers; it is said where that is so.
+Three faults, each planted in three places. In the trace: other routes are stored than left the engine, the store, the
+validator and the references' sums are asked. Behind it: the trainer exchanges routes after they were read, the
+session's checksums are asked. Past every check: the session is given the wrong routes as the truth, so that nothing
+refuses, and the numbers must show it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from moe_rl.comparison.passes import Pass, Scorer
 from moe_rl.errors import MoeRLError, ReplayError, describe
 from moe_rl.megatron import world
-from moe_rl.replay.routes import PADDING, read_routes
+from moe_rl.replay.routes import PADDING, microbatch_routes, read_routes, source_sum
 from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
 from moe_rl.trace.record import RouteRecord
@@ -32,12 +32,11 @@ FAULTS = SHIFTED, PERMUTED, SWAPPED = "routes shifted by one token", "layers per
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Says what became of one fault in one place. where: in words. visible: a check there can see it, and must.
-    message: of the check that refused it; None when none did."""
+    """Says what became of one fault in one place. where: in words. message: of the check that refused it; None when
+    none did."""
 
     fault: str
     where: str
-    visible: bool
     message: str | None
 
 
@@ -62,7 +61,7 @@ def self_test(scorer: Scorer, spec: TraceSpec, version: int, worse: Callable[[Pa
         for name in ("k3", "set_mismatch"):
             if not seen[name]["worse_by"]["low"] > 0:
                 problems.append(f"{fault}: forced past every check it did not make {name} worse: {seen[name]}")
-    problems += [f"{one.fault}: {one.where}, and not refused" for one in places if one.visible and one.message is None]
+    problems += [f"{one.fault}: {one.where}, and not refused" for one in places if one.message is None]
     places.sort(key=lambda refusal: FAULTS.index(refusal.fault))
     return {"refusals": [asdict(refusal) for refusal in places], "forced": forced, "problems": problems}
 
@@ -74,6 +73,7 @@ def wrong_tables(fault: str, tables: list[MicrobatchRoutes]) -> list[MicrobatchR
             table,
             routes=(routes := _planted(fault, table)),
             checksums={layer: table.fed.chosen(layer, one) for layer, one in routes.items()},
+            source=None,
         )
         for table in tables
     ]
@@ -89,18 +89,18 @@ def in_the_tables(fault: str, scorer: Scorer) -> Refusal:
             scorer.policy.logprobs(scorer.microbatches, session)
     except MoeRLError as error:
         message = str(error)
-    return Refusal(fault, "exchanged in the trainer, after they were read", True, _first_of_all_ranks(message))
+    return Refusal(fault, "exchanged in the trainer, after they were read", _first_of_all_ranks(message))
 
 
 def in_the_trace(store: TraceStore, spec: TraceSpec, sequences: list[Sequence], version: int) -> Iterator[Refusal]:
-    """Record wrong routes of two sequences in a store of their own, and read them as the trainer does. Rank 0 only."""
+    """Store wrong routes under the honest sum, in a store of their own, and read them as the trainer does. Rank 0."""
     first = sequences[0]
     if first.routes is None:
         raise ReplayError(describe("there are no routes to plant faults in", where=first.key))
     fed = _fed(first)
     # Where the other one begins with the same tokens its routes are right for them.
     other = next((s for s in sequences if not np.array_equal(_fed(s)[: len(fed)], fed)), None)
-    for fault, where, visible, write in _WAYS:
+    for fault, where, write in _WAYS:
         if other is None and write is _of_the_other:
             continue
         message = None
@@ -109,19 +109,30 @@ def in_the_trace(store: TraceStore, spec: TraceSpec, sequences: list[Sequence], 
                 ref = write(
                     writer, store.read(first.routes), store.read(other.routes) if other and other.routes else None
                 )
+            planted = replace(first, routes=replace(ref, source_sum=first.routes.source_sum))
             try:
-                read_routes(
-                    TraceStore(folder),
-                    replace(first, routes=ref),
-                    spec,
-                    layers=spec.moe_layers,
-                    fed=fed,
-                    here=np.ones(len(fed), bool),
-                    weight_version=version,
-                )
+                _read(TraceStore(folder), planted, spec, fed, version)
             except MoeRLError as error:
                 message = str(error)
-        yield Refusal(fault, where, visible, message)
+        yield Refusal(fault, where, message)
+
+
+def _read(store: TraceStore, sequence: Sequence, spec: TraceSpec, fed: np.ndarray, version: int) -> None:
+    """Read one sequence as the trainer does, for a microbatch of its own."""
+    here = np.ones(len(fed), bool)
+    part = read_routes(store, sequence, spec, layers=spec.moe_layers, fed=fed, here=here, weight_version=version)
+    microbatch_routes(
+        [part],
+        spec,
+        layers=spec.moe_layers,
+        names=[sequence.key],
+        fed=[fed],
+        source=[source_sum(sequence)],
+        padded_tokens=len(fed),
+        rows=slice(0, len(fed)),
+        expert_parallel=1,
+        device=torch.device("cpu"),
+    )
 
 
 def _fed(sequence: Sequence) -> np.ndarray:
@@ -145,11 +156,11 @@ def _of_the_other(writer: ShardWriter, record: RouteRecord, other: RouteRecord):
     return writer.add(record.key, other.routes[rows], other.token_ids[rows], record.spans)
 
 
-_WAYS: tuple[tuple[str, str, bool, Callable], ...] = (
-    (SHIFTED, "recorded with their tokens, one row late", True, _rows_late),
-    (SHIFTED, "recorded one row late under the right tokens", False, _routes_late),
-    (PERMUTED, "recorded under the next layer's number", False, _layers_moved),
-    (SWAPPED, "recorded under another request's key", True, _of_the_other),
+_WAYS: tuple[tuple[str, str, Callable], ...] = (
+    (SHIFTED, "stored with their tokens, one row late", _rows_late),
+    (SHIFTED, "stored one row late under the right tokens", _routes_late),
+    (PERMUTED, "stored under the next layer's number", _layers_moved),
+    (SWAPPED, "stored under another request's key", _of_the_other),
 )
 
 

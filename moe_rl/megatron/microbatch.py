@@ -17,7 +17,7 @@ from moe_rl.megatron import world
 from moe_rl.megatron.router import ReplaySeqParams
 from moe_rl.objectives.logprobs import Support
 from moe_rl.planning.token_layout import padded_lengths, rows_of
-from moe_rl.replay.routes import RowPolicy, SequenceRoutes, microbatch_routes, read_routes
+from moe_rl.replay.routes import RowPolicy, SequenceRoutes, microbatch_routes, read_routes, source_sum
 from moe_rl.replay.session import ReplaySession
 from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import TraceSpec, TraceStore
@@ -111,7 +111,8 @@ class Microbatch:
 
         sequences: the packed ones, in that order. weight_version: of the trainer. layers: global numbers of the MoE
         layers that this rank holds; None: all of `spec`. policy: what is done about missing and stale rows.
-        Raises TraceError for routes that are missing or damaged, RouteValidationError for wrong ones, naming them.
+        Raises TraceError for routes that are missing or damaged, RouteValidationError for wrong ones, ReplayError for
+        others than left the sampler's engine, naming them.
         """
         here = spec.moe_layers if layers is None else layers
 
@@ -149,6 +150,7 @@ class Microbatch:
             layers=layers,
             names=[sequence.key for sequence in sequences],
             fed=fed,
+            source=[source_sum(sequence) for sequence in sequences],
             padded_tokens=sum(self.lengths),
             rows=rows,
             expert_parallel=expert_parallel,

@@ -224,6 +224,7 @@ def replay_session(
         align=align,
         recomputed_layers=recomputed_layers(chunks) if training else frozenset(),
         any_stage=world.any_stage,
+        sum_over_share=world.sum_over_share,
         compare_with=None if compare_with is None else list(compare_with),
         keep_router_logits=keep_router_logits,
         plans=list(plans),

@@ -139,6 +139,20 @@ def any_stage(flags: torch.Tensor) -> torch.Tensor:
     return flags.bool()
 
 
+def sum_over_share(values: torch.Tensor) -> torch.Tensor:
+    """int64, modulo 2**64, of the same shape on all ranks that work on the same sequences, whichever layers and rows of
+    them, summed over these ranks."""
+    groups = (
+        parallel_state.get_tensor_and_context_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+    )
+    values = values.clone()
+    for group in groups:
+        if group.size() > 1 and values.numel():
+            dist.all_reduce(values, group=group)
+    return values
+
+
 def sum_over_dispatch(counts: torch.Tensor) -> torch.Tensor:
     """Integers of the same shape on all ranks that dispatch tokens to each other's experts, summed over them."""
     counts = counts.clone()

@@ -15,9 +15,10 @@ import torch
 from moe_rl.errors import ReplayError, TraceError, describe
 from moe_rl.planning.token_layout import padding_experts
 from moe_rl.replay.alignment import RowPlaces
-from moe_rl.replay.checksum import RowSalts, expected, row_salts
+from moe_rl.replay.checksum import RowSalts, check_source, expected
 from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import TraceSpec, TraceStore, validate
+from moe_rl.trace.source_sum import row_salts, sum_of
 from moe_rl.types import Sequence
 
 PADDING = "padding"
@@ -65,6 +66,14 @@ def missing_rows(sequence: Sequence) -> int:
     return sequence.forwarded - recorded
 
 
+def source_sum(sequence: Sequence) -> int:
+    """What the rows of a sequence summed up to when they left the sampler's engine, int64; 0 when none has a route.
+
+    Raises TraceError when its reference does not say.
+    """
+    return 0 if sequence.routes is None else sum_of(sequence.routes)
+
+
 def read_routes(
     store: TraceStore,
     sequence: Sequence,
@@ -95,6 +104,7 @@ def read_routes(
                 do="sample with recording on, or set replay.missing to drop or native",
             )
         )
+    source_sum(sequence)  # before anything is read
     routes = padding_routes(len(fed), len(layers), spec, expert_parallel=1)
     missing, recorded, stale = np.ones(len(fed), bool), np.zeros(len(fed), bool), np.zeros(len(fed), bool)
     if ref is not None:
@@ -136,6 +146,7 @@ def microbatch_routes(
     layers: Seq[int],
     names: Seq[str],
     fed: Seq[np.ndarray],
+    source: Seq[int] | None,
     padded_tokens: int,
     rows: slice | np.ndarray,
     expert_parallel: int,
@@ -144,9 +155,13 @@ def microbatch_routes(
     """Lay the routes of the packed sequences end to end, fill up with padding routes, cut out this rank's rows.
 
     parts: in the order of packing. layers [L]: their global numbers. names, fed: keys and token ids of the sequences as
-    they lie in the microbatch, what the checksums of `parts` will be held against. padded_tokens: P. rows: those of
-    the P that this rank's routers see, in their order: a part under sequence and context parallelism. Tokens are
-    numbered through the sequences, padding rows after all of them wherever they lie.
+    they lie in the microbatch, what the checksums of `parts` will be held against. source: their sums, as `source_sum`
+    gives them; None: `parts` are not a sampler's. padded_tokens: P. rows: those of the P that this rank's routers see,
+    in their order: a part under sequence and context parallelism. Tokens are numbered through the sequences, padding
+    rows after all of them wherever they lie.
+
+    Raises ReplayError, naming the sequences, for routes that are not those of `source`. A rank that has not all rows
+    and layers cannot tell yet: the session does, at its end.
     """
     tokens = sum(map(len, fed))
     if padded_tokens > tokens:
@@ -168,13 +183,16 @@ def microbatch_routes(
 
     ids = np.concatenate([part.routes for part in parts])
     ids = ids if ids.dtype == np.uint8 else ids.astype(np.int16)  # torch indexes with few unsigned types
-    salts = np.concatenate([row_salts(name, tokens) for name, tokens in zip(names, fed, strict=True)])
+    salts = np.concatenate([row_salts(name, tokens).view(np.int64) for name, tokens in zip(names, fed, strict=True)])
     native = np.concatenate([part.native for part in parts])[rows]
     recorded = np.concatenate([part.recorded for part in parts])[rows]
     real = (np.arange(len(ids)) < tokens)[rows]
     here = np.split(_mask(len(ids), rows), np.cumsum(lengths)[:-1])
-    sums = torch.stack([_checksums(part, here[i], layers, spec, device) for i, part in enumerate(parts)], 1)
-    return MicrobatchRoutes(
+    sums, unreplayed = [], []
+    for part, mine in zip(parts, here, strict=True):
+        sums.append(_checksums(part, mine & ~part.native, layers, spec, device))
+        unreplayed.append(_checksums(part, mine & part.native & part.recorded, layers, spec, device).sum())
+    table = MicrobatchRoutes(
         names=tuple(names),
         fed=RowSalts(
             on_device(np.concatenate(fed).astype(np.int64)[rows]),
@@ -185,13 +203,25 @@ def microbatch_routes(
         ),
         places=RowPlaces.of(fed, [part.prompt for part in parts], np.concatenate([p.recorded for p in parts]), rows),
         routes=dict(zip(layers, on_device(ids[rows].transpose(1, 0, 2)), strict=True)),
-        checksums=dict(zip(layers, sums, strict=True)),
+        checksums=dict(zip(layers, torch.stack(sums, 1), strict=True)),
+        unreplayed=torch.stack(unreplayed),
+        source=None if source is None else tuple(source),
         recorded=on_device(np.flatnonzero(recorded)),
         native=on_device(native) if native.any() else None,
         replayed_tokens=int(real.sum()) - int(native.sum()),
         native_tokens=int(native.sum()),
         stale_tokens=int(np.concatenate([part.stale for part in parts])[rows].sum()),
     )
+    if table.source is not None and tuple(layers) == spec.moe_layers and _mask(len(ids), rows)[:tokens].all():
+        check_source(
+            names[: len(table.source)],
+            table.read.tolist(),
+            table.source,
+            where=f"microbatch of {', '.join(names)}",
+            what="as they were read",
+            do="sample the sequences again; look for what changes the trace between the recorder and the trainer",
+        )
+    return table
 
 
 def padding_routes(tokens: int, layers: int, spec: TraceSpec, *, expert_parallel: int) -> np.ndarray:
@@ -213,11 +243,12 @@ def _mask(count: int, rows: slice | np.ndarray) -> np.ndarray:
 
 
 def _checksums(
-    part: SequenceRoutes, here: np.ndarray, layers: Seq[int], spec: TraceSpec, device: torch.device
+    part: SequenceRoutes, rows: np.ndarray, layers: Seq[int], spec: TraceSpec, device: torch.device
 ) -> torch.Tensor:
-    """int64 [L] of the rows of a sequence that are on this rank and replayed, from its own key, tokens and routes."""
-    rows = here & ~part.native
+    """int64 [L] of some rows of a sequence, a mask bool [T], from its own key, tokens and routes."""
+    if not rows.any():
+        return torch.zeros(len(layers), dtype=torch.int64, device=device)
     routes = part.routes[rows]
     routes = torch.from_numpy(routes if routes.dtype == np.uint8 else routes.astype(np.int16)).to(device)
-    salts = torch.from_numpy(row_salts(part.key, part.token_ids)[rows]).to(device)
+    salts = torch.from_numpy(row_salts(part.key, part.token_ids)[rows].view(np.int64)).to(device)
     return expected(routes, salts, layers=layers, experts=spec.num_experts)

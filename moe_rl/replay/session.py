@@ -4,7 +4,8 @@ A session belongs to one run of megatron's schedule (one optimizer update, or on
 for the routes of their (microbatch, layer); the MoE layers tell it what was dispatched. It counts both. Leaving the
 `with` block without an exception checks the ledger: every (microbatch, layer) taken exactly once forward, and once more
 where its activations are recomputed; for every sequence and layer, that the experts dispatched to sum up to the
-checksum of the routes that were read; and that the rows a dispatch plan sends are those of the dispatched map. Routes
+checksum of the routes that were read, and for every sequence, over all layers and ranks, to what left the sampler's
+engine; and that the rows a dispatch plan sends are those of the dispatched map. Routes
 are looked up by key, so no order of the schedule is assumed; that the key is of the tokens at hand is checked against
 the schedule, which says whose forward it begins.
 
@@ -23,6 +24,7 @@ import torch
 
 from moe_rl.errors import NonFiniteError, ReplayError, describe
 from moe_rl.replay.alignment import Alignment, AlignmentTest
+from moe_rl.replay.checksum import check_source
 from moe_rl.replay.ledger import Ledger, first_of
 from moe_rl.replay.plans import LayerPlan
 from moe_rl.replay.tables import Compared, MicrobatchRoutes, Tally, totals
@@ -40,7 +42,8 @@ class ReplaySession:
     choose and keeps the choice, for `recorded_routes` (R2). compare_native: also compare the router's own choice with
     the record (in replay mode: the shadow comparison). recomputed_layers: those that the pass runs a second time, with
     gradients, and whose routes it takes twice. any_stage: ORs bool flags [tokens] over the ranks that hold the other
-    layers of the same tokens; called once, at exit. name and rank go into error messages.
+    layers of the same tokens; sum_over_share: adds int64 [n] up, modulo 2**64, over the ranks that hold other layers or
+    other rows of the same sequences; each called at most once, at exit. name and rank go into error messages.
     compare_with: the record that a router's own choice is compared with, where it is not the routes of `microbatches`:
     the same microbatches with other routes. keep_router_logits: keep in `router_logits` what every router computed.
     plans: of the microbatches, from `plan_dispatch`, followed in replay mode; empty: none has one. Without one
@@ -62,6 +65,7 @@ class ReplaySession:
     align: bool = False
     recomputed_layers: frozenset[int] = frozenset()
     any_stage: Callable[[torch.Tensor], torch.Tensor] = lambda flags: flags
+    sum_over_share: Callable[[torch.Tensor], torch.Tensor] = lambda sums: sums
     compare_with: list[MicrobatchRoutes] | None = None
     keep_router_logits: bool = False
     plans: list[dict[int, LayerPlan] | None] = field(default_factory=list)
@@ -76,6 +80,7 @@ class ReplaySession:
     _taken: Ledger = field(default_factory=lambda: Ledger("taken"))
     _dispatched: Ledger = field(default_factory=lambda: Ledger("dispatched"))
     _applied: list[tuple[int, int, torch.Tensor]] = field(default_factory=list)
+    _arrived: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     _misplanned: list[tuple[int, int, torch.Tensor]] = field(default_factory=list)
     _chosen: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     _native: dict[tuple[int, int], Compared] = field(default_factory=dict)
@@ -188,6 +193,7 @@ class ReplaySession:
                 microbatch,
                 routes={layer: self._chosen[number, layer] for layer in self.layers},
                 checksums={layer: microbatch.fed.chosen(layer, self._chosen[number, layer]) for layer in self.layers},
+                source=None,
                 native=None,
                 replayed_tokens=microbatch.replayed_tokens + microbatch.native_tokens,
                 native_tokens=0,
@@ -253,8 +259,9 @@ class ReplaySession:
         self.tally.dispatched += 1
         self.tally.planned += plan is not None
         table = self.microbatches[microbatch]
-        wrong = table.fed.applied(layer, routing_map, native=table.native) != table.checksums[layer]
-        self._applied.append((microbatch, layer, wrong))
+        applied = table.fed.applied(layer, routing_map, native=table.native)
+        self._applied.append((microbatch, layer, applied != table.checksums[layer]))
+        self._arrived.setdefault((microbatch, layer), applied)  # once: a recomputation dispatches the same rows
         self._dispatched.count(microbatch, layer)
         self.tally.applied_checked += len(table.names)
 
@@ -288,6 +295,7 @@ class ReplaySession:
             )
 
     def _close(self) -> None:
+        dispatched, read = self._sums_of_share()
         strangers = torch.stack([flag for _, flag in self._strangers]).tolist() if self._strangers else []
         wrong = [number for (number, _), flag in zip(self._strangers, strangers, strict=True) if flag]
         if wrong:
@@ -306,6 +314,7 @@ class ReplaySession:
             self._check_ledger(self._dispatched)
             self._check_applied()
             self._check_planned()
+            self._check_source(dispatched, read)
         if self.compare_native and self.microbatches:
             self._close_native()
 
@@ -392,6 +401,32 @@ class ReplaySession:
                 do="look for a router or dispatcher setting that changes the routing map, or for rows out of place",
             )
         )
+
+    def _sums_of_share(self) -> list[list[int]]:
+        """Sums of the sequences, in the microbatches' order: as dispatched, and as read, on all ranks that share them.
+
+        These take part together, so before one of them alone can find anything wrong.
+        """
+        known = [(number, table) for number, table in enumerate(self.microbatches) if table.source is not None]
+        if self.mode != "replay" or not known:
+            return [[], []]
+        dispatched, read = [], [table.read for _, table in known]
+        for number, table in known:
+            arrived = [self._arrived[number, layer] for layer in self.layers if (number, layer) in self._arrived]
+            dispatched.append(sum(arrived, table.unreplayed)[: len(table.source or ())])
+        return self.sum_over_share(torch.stack([torch.cat(dispatched), torch.cat(read)])).tolist()
+
+    def _check_source(self, dispatched: list[int], read: list[int]) -> None:
+        """What was dispatched is what left the sampler's engine, for every sequence that this rank has a share of."""
+        known = [table for table in self.microbatches if table.source is not None]
+        names = [name for table in known for name in table.names[: len(table.source or ())]]
+        source = [one for table in known for one in table.source or ()]
+        where = f"{self.name}, rank {self.rank}"
+        for sums, what, do in (
+            (read, "as they were read", "look for what changes the trace between the recorder and the trainer"),
+            (dispatched, "dispatched", "look at the other ranks of these sequences for what changes the routing map"),
+        ):
+            check_source(names, sums, source, where=where, what=what, do=do)
 
     def _where(self, microbatch: int, layer: int) -> str:
         return f"{self.name}, rank {self.rank}, microbatch {microbatch}, layer {layer}"

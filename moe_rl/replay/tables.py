@@ -24,10 +24,12 @@ class MicrobatchRoutes:
 
     names [S]: requests, and "padding". fed: of the rows as they are fed to the model. places: where these lie. routes:
     {layer: integers [R, K]}; padding rows have made-up ones. checksums: {layer: int64 [S]} of the replayed rows, from
-    the routes as read. recorded: int64 [N], the rows whose recorded routes a router's own choice is compared with.
-    native: bool [R], the rows that have no route to replay, where the router chooses; None: there are none.
-    replayed_tokens, native_tokens: rows of either kind without the padding. stale_tokens: rows whose recorded routes
-    older weights chose.
+    the routes as read. unreplayed: int64 [S] of the rows that have a record and yet no route to replay, over the
+    layers, as read. source: sums of the requests, int64, as their references have them: over all layers and all ranks
+    that share the sequences, checksums and unreplayed add up to them. None: the routes are not a sampler's.
+    recorded: int64 [N], the rows whose recorded routes a router's own choice is compared with. native: bool [R], the
+    rows that have no route to replay, where the router chooses; None: there are none. replayed_tokens, native_tokens:
+    rows of either kind without the padding. stale_tokens: rows whose recorded routes older weights chose.
     """
 
     names: tuple[str, ...]
@@ -35,11 +37,19 @@ class MicrobatchRoutes:
     places: RowPlaces
     routes: dict[int, torch.Tensor]
     checksums: dict[int, torch.Tensor]
+    unreplayed: torch.Tensor
+    source: tuple[int, ...] | None
     recorded: torch.Tensor
     native: torch.Tensor | None
     replayed_tokens: int
     native_tokens: int
     stale_tokens: int
+
+    @property
+    def read(self) -> torch.Tensor:
+        """int64, as `source`: the share of it that this rank read, in its rows and layers."""
+        assert self.source is not None
+        return (sum(self.checksums.values(), self.unreplayed))[: len(self.source)]
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ from moe_rl.rollout.transport import Transport
 from moe_rl.types import Completion, GenerateRequest, RouteRef, ScoredTokens
 from moe_rl.vllm import sampling
 from moe_rl.vllm.control import GENERATE, Challenge, Open, Publish, Release, Scores, Scoring, Served, Sink
-from moe_rl.vllm.recording import RecordingRequest, as_stored
+from moe_rl.vllm.recording import RecordingRequest
 from moe_rl.vllm.sampling import Growing, VersionSpan
 from moe_rl.weights.update import Holding, WeightUpdate
 
@@ -251,8 +251,7 @@ class VllmServer:
         """Publish the routes of what was sampled; of an aborted request, when it had got as far as a token."""
         asks = [RecordingRequest.of(request, shard) for request in requests]
         message = Publish(shard, *sampling.forwarded(requests, asks, samples))
-        refs = await self._transport.call(client, "POST", "/moe_rl/publish", message, _REFERENCES)
-        return as_stored(refs, asks)
+        return await self._transport.call(client, "POST", "/moe_rl/publish", message, _REFERENCES)
 
 
 def _body(request: GenerateRequest, shard: str, *, stream: bool, priority: int) -> bytes:

@@ -9,6 +9,7 @@ validate(record, token_ids=fed, spec=spec, weight_version=7)  # before a step is
 from moe_rl.trace.audit import verify
 from moe_rl.trace.record import RecordInfo, RouteRecord, TraceSpec
 from moe_rl.trace.recovery import recover
+from moe_rl.trace.source_sum import signed
 from moe_rl.trace.store import TraceStore
 from moe_rl.trace.validator import check_routes, validate
 from moe_rl.trace.writer import ShardWriter
@@ -21,6 +22,7 @@ __all__ = [
     "TraceStore",
     "check_routes",
     "recover",
+    "signed",
     "validate",
     "verify",
 ]

@@ -4,19 +4,23 @@ The buffer is fixed and every layer writes its own column, so that CUDA graphs a
 replay the same addresses, capture too. vLLM's own binding is used: it knows routers, monolithic kernels with a sink of
 their own, and models that route without a router object, and it gives logical expert ids, before load balancing.
 
-Legend for shapes: T tokens of a step, L MoE layers of this worker, K top-k experts per token.
+Legend for shapes: T tokens of a step, L MoE layers of this worker, K top-k experts per token, E experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moe_rl.errors import EngineError, describe
+from moe_rl.trace.source_sum import expert_salts
 
 NOT_REPORTED = -1
+# What a long prefill sums up in one go: it needs 12 bytes for every id, which vLLM has not put aside.
+_ROWS_AT_ONCE = 1024
 
 
 class Capture:
@@ -47,6 +51,27 @@ class Capture:
     def clear(self, tokens: int) -> None:
         """Forget the step before: a layer that does not report must not leave its experts behind."""
         self.buffer[:tokens].fill_(NOT_REPORTED)
+
+
+class RowSums:
+    """What each row of the buffer sums up to, taken before anything else reads the row: see trace.source_sum.
+
+    layers [L]: global numbers of the buffer's columns. experts: E of each.
+    """
+
+    def __init__(self, layers: Sequence[int], experts: int, device: torch.device):
+        salts = np.concatenate([expert_salts(layer, experts) for layer in layers])
+        self._salts = torch.from_numpy(salts.view(np.int64)).to(device)
+        self._first = (torch.arange(len(layers), dtype=torch.int32) * experts).to(device)[:, None]
+        self._last_expert = experts - 1
+
+    def of(self, routes: Tensor) -> Tensor:
+        """int64 [T] of routes [T, L, K]. On the device, and nothing waits. Ids out of range are refused elsewhere."""
+        return torch.cat([self._of(some) for some in routes.split(_ROWS_AT_ONCE)])
+
+    def _of(self, routes: Tensor) -> Tensor:
+        ids = routes.clamp(0, self._last_expert).add_(self._first)
+        return self._salts.index_select(0, ids.view(-1)).view(len(routes), -1).sum(-1)
 
 
 def to_host(tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.Event | None]:

@@ -20,7 +20,7 @@ from moe_rl.errors import EngineError, MoeRLError, WeightSyncError, describe
 from moe_rl.messages import Channel
 from moe_rl.types import Completion, GenerateRequest, RouteRef
 from moe_rl.vllm import arguments, sampling, wire
-from moe_rl.vllm.recording import Recording, RecordingRequest, as_stored
+from moe_rl.vllm.recording import Recording, RecordingRequest
 from moe_rl.vllm.route_source import NativeSource, WorkerSource
 from moe_rl.vllm.sampling import Growing
 from moe_rl.vllm.wire import SLEEPING_PARTS, EngineSettings
@@ -291,7 +291,7 @@ def _publish(
     for request, ask, output in zip(requests, asks, outputs, strict=True):
         if ask is not None and ask.key in sequences and not output.aborted:
             source.finished(ask, request.prompt_token_ids, output.token_ids, output.result)
-    refs = as_stored(source.publish(shard, sequences, aborted), asks)
+    refs = source.publish(shard, sequences, aborted)
     stats = ", ".join(f"{count} {name}" for name, count in sorted(source.stats().items()))
     rows = sum(map(len, sequences.values()))
     print(f"shard {shard}: {len(sequences)} sequences, {rows} rows; since the start: {stats}")

@@ -2,7 +2,8 @@
 
     vLLM's scheduler output --- before_step ---> who owns which KV blocks, who finished, who was preempted
     the routers ------------- capture.py ------> experts of the step's tokens (device)
-    the forward pass -------- after_forward ---> copied to the host, stored under their KV slots (slots.py)
+    the forward pass -------- after_forward ---> summed up on the device, a number a token (trace/source_sum.py);
+                                                 copied to the host, stored under their KV slots (slots.py)
     a finished request ------------------------> its rows, appended to a trace shard
 
 Everything that reads or writes the slots goes through one journal, in the order in which vLLM decided it. On an
@@ -25,8 +26,9 @@ import numpy as np
 import torch
 
 from moe_rl.errors import EngineError, MoeRLError, describe
-from moe_rl.types import RoutePart
-from moe_rl.vllm.capture import NOT_REPORTED, Capture, to_host
+from moe_rl.trace.source_sum import placed_rows
+from moe_rl.types import RouteRef
+from moe_rl.vllm.capture import NOT_REPORTED, Capture, RowSums, to_host
 from moe_rl.vllm.extras import Extras
 from moe_rl.vllm.recording import Recording, RecordingRequest, parse
 from moe_rl.vllm.router_witness import RouterWitness
@@ -81,6 +83,7 @@ class Recorder:
         )
         stage, stages, every_layer = _pipeline(self._capture.layers)
         self.spec = self.recording.spec(model_config, every_layer)
+        self._row_sums = RowSums(self._capture.layers, self.spec.num_experts, worker.device)
         self.sinks = Sinks(
             Path(self.recording.trace_root),
             self.spec,
@@ -101,11 +104,12 @@ class Recorder:
 
     def publish(
         self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str] = ()
-    ) -> dict[str, RoutePart]:
+    ) -> dict[str, RouteRef]:
         """Make a shard visible. sequences: key -> all token ids that had to be forwarded, prompt first.
 
-        aborted: keys of requests that were stopped before their end; they are marked. Raises EngineError for a sequence
-        that was not recorded, or not from these tokens; the shard then stays as it was.
+        aborted: keys of requests that were stopped before their end; they are marked. Returns what this worker has of
+        each: a reference with one part, and the sum over its layers. Raises EngineError for a sequence that was not
+        recorded, or not from these tokens; the shard then stays as it was.
         """
         self._work_off(wait=True)
         return self.sinks.publish(sink, sequences, aborted)
@@ -177,8 +181,10 @@ class Recorder:
             )
         self._step_is_open = False
         runner = self._runner
+        routes = self._capture.buffer[:count]
         on_device = (
-            self._capture.buffer[:count],
+            routes,
+            self._row_sums.of(routes),
             runner.input_batch.block_table[self._group].slot_mapping.gpu[:count],
             runner.positions[:count],
             runner.input_ids.gpu[:count],
@@ -303,7 +309,13 @@ class Recorder:
             act()
 
     def _store(
-        self, weight_version: int, routes: np.ndarray, slots: np.ndarray, positions: np.ndarray, token_ids: np.ndarray
+        self,
+        weight_version: int,
+        routes: np.ndarray,
+        sums: np.ndarray,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        token_ids: np.ndarray,
     ) -> None:
         if routes.min() < 0 or routes.max() >= self.spec.num_experts:
             outside = np.nonzero((routes < 0) | (routes >= self.spec.num_experts))
@@ -318,7 +330,8 @@ class Recorder:
                     do="check that this vLLM routes through its router objects",
                 )
             )
-        self._slots.write(slots, positions, token_ids, routes, weight_version, may_repeat=self._speculates)
+        placed = placed_rows(sums, positions, token_ids)
+        self._slots.write(slots, positions, token_ids, routes, placed, weight_version, may_repeat=self._speculates)
 
     def _rows(self, request: Recorded, ask: RecordingRequest, table: BlockTable, forwarded: int) -> Rows:
         """All rows of a request up to `forwarded`: those that decided the sampling where it was preempted since."""

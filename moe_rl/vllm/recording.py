@@ -5,21 +5,22 @@ A request says it in `SamplingParams.extra_args` (over HTTP: `vllm_xargs`):
 moe_rl_key      name of the sequence in the trace; without it the request is sampled and not recorded
 moe_rl_sink     trace shard that gets it
 moe_rl_samples  n of the request, when n > 1: the samples are recorded as key/0 ... key/n-1
-moe_rl_parent   [key, rows, shard, digest, shard, digest ...] of an earlier record whose rows begin this sequence, as in
-                the next turn of a dialogue: only the rows after it are stored
+moe_rl_parent   [key, rows, source_sum, shard, digest, shard, digest ...] of an earlier record whose rows begin this
+                sequence, as in the next turn of a dialogue: only the rows after it are stored
 moe_rl_start    without a parent: rows before this position are not stored, for who needs completions only
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from moe_rl.errors import TraceError, describe
 from moe_rl.trace.record import TraceSpec, check_key, check_name
+from moe_rl.trace.source_sum import sum_of
 from moe_rl.types import GenerateRequest, RoutePart, RouteRef
 
 PREFIX = "moe_rl_"
@@ -79,21 +80,10 @@ class RecordingRequest:
             args["moe_rl_samples"] = samples
         if self.parent is not None:
             parts = [text for part in self.parent.parts for text in (part.shard, part.digest)]
-            args["moe_rl_parent"] = [self.parent.key, self.parent.rows, *parts]
+            args["moe_rl_parent"] = [self.parent.key, self.parent.rows, self.parent.source_sum, *parts]
         elif self.start:
             args["moe_rl_start"] = self.start
         return args
-
-
-def as_stored(refs: Mapping[str, RouteRef], asks: Iterable[RecordingRequest | None]) -> dict[str, RouteRef]:
-    """The references to whole sequences among `refs`, each from the first row on that its request had stored."""
-    starts = {ask.key: ask.start for ask in asks if ask is not None}
-    return {key: from_start(ref, starts[key]) for key, ref in refs.items()}
-
-
-def from_start(ref: RouteRef, start: int) -> RouteRef:
-    """A reference to the whole of a sequence, as it must be when the rows before `start` were not stored."""
-    return RouteRef(ref.key, ref.rows - start, ref.parts, start)
 
 
 def parse(extra_args: dict | None, request_id: str) -> RecordingRequest | None:
@@ -141,8 +131,8 @@ def _parent(value: object, request_id: str) -> RouteRef | None:
         return None
     if (
         not isinstance(value, list)
-        or len(value) < 4
-        or len(value) % 2
+        or len(value) < 5
+        or not len(value) % 2
         or not all(isinstance(text, str) for text in (value[0], *value[2:]))
     ):
         raise TraceError(
@@ -150,11 +140,13 @@ def _parent(value: object, request_id: str) -> RouteRef | None:
                 "the parent of a request is no reference to a record",
                 where=f"request {request_id}, moe_rl_parent",
                 got=str(value)[:80],
-                expected="[key, rows, shard, digest, ...]",
+                expected="[key, rows, source_sum, shard, digest, ...]",
             )
         )
-    parts = tuple(RoutePart(check_name(value[i]), value[i + 1]) for i in range(2, len(value), 2))
-    return RouteRef(check_key(value[0]), _count(value[1], "rows of moe_rl_parent", request_id), parts)
+    parts = tuple(RoutePart(check_name(value[i]), value[i + 1]) for i in range(3, len(value), 2))
+    parent = RouteRef(check_key(value[0]), _count(value[1], "rows of moe_rl_parent", request_id), parts, 0, value[2])
+    sum_of(parent)  # without it the routes of this sequence could not be trained on
+    return parent
 
 
 def _count(value: object, name: str, request_id: str) -> int:

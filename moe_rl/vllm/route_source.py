@@ -12,10 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from moe_rl.errors import EngineError, MoeRLError, describe
+from moe_rl.trace.source_sum import added, rows_of
 from moe_rl.types import RoutePart, RouteRef
 from moe_rl.vllm.recording import Recording, RecordingRequest
 from moe_rl.vllm.sinks import Sinks
 from moe_rl.vllm.slots import Recorded, Rows
+
+# What a worker says of its part of a record: shard, digest, first row stored, source sum. Plain values cross processes.
+Claim = tuple[str, str, int, str]
 
 
 class WorkerSource:
@@ -108,11 +112,11 @@ class NativeSource:
                 )
             )
         chosen = routes[:, self._layers].astype(self._dtype, casting="safe")
-        return Rows(chosen, token_ids, np.full(len(token_ids), self._version, np.int64))
+        sums = rows_of(chosen, self._layers.tolist(), token_ids)
+        return Rows(chosen, token_ids, np.full(len(token_ids), self._version, np.int64), sums)
 
     def publish(self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str]) -> dict[str, RouteRef]:
-        parts = self._sinks.publish(sink, sequences, aborted)
-        return join_parts(sequences, [{key: (part.shard, part.digest) for key, part in parts.items()}])
+        return self._sinks.publish(sink, sequences, aborted)
 
     def abandon(self, sink: str) -> None:
         self._sinks.abandon(sink)
@@ -125,12 +129,21 @@ class NativeSource:
         return dict(self._stats)
 
 
+def claims(refs: Mapping[str, RouteRef]) -> dict[str, Claim]:
+    """What one worker published, as it answers to `moe_rl_publish`."""
+    return {
+        key: (part.shard, part.digest, ref.start, ref.source_sum) for key, ref in refs.items() for part in ref.parts
+    }
+
+
 def join_parts(
-    sequences: Mapping[str, Sequence[int]], answers: Sequence[Mapping[str, tuple[str, str]] | None]
+    sequences: Mapping[str, Sequence[int]], answers: Sequence[Mapping[str, Claim] | None]
 ) -> dict[str, RouteRef]:
     """References from what the workers answered to `moe_rl_publish`: one part per worker that records."""
     recorded = [answer for answer in answers if answer is not None]
-    return {
-        key: RouteRef(key, len(token_ids), tuple(RoutePart(*answer[key]) for answer in recorded))
-        for key, token_ids in sequences.items()
-    }
+    refs = {}
+    for key, token_ids in sequences.items():
+        shards, digests, (start, *_), sums = zip(*(answer[key] for answer in recorded), strict=True)
+        parts = tuple(map(RoutePart, shards, digests))
+        refs[key] = RouteRef(key, len(token_ids) - start, parts, start, added(sums))
+    return refs

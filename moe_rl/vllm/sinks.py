@@ -1,7 +1,8 @@
 """Trace shards that are being filled: rows of finished requests in, references out.
 
 A sink is one shard in the making. Records are appended as requests finish; what stays in memory is their tokens, to
-tell at the end whether they are the ones the sequence was made of.
+tell at the end whether they are the ones the sequence was made of, and what each row summed up to when it left the
+engine's buffer: the reference says it of the rows that it names.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import numpy as np
 
 from moe_rl.errors import DiskError, EngineError, MoeRLError, TraceError, describe
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
+from moe_rl.trace.source_sum import rows_total, total
 from moe_rl.trace.spans import cut_spans, spans_of_rows
-from moe_rl.types import RoutePart, RouteRef
+from moe_rl.types import RouteRef
 from moe_rl.vllm.recording import RecordingRequest
 from moe_rl.vllm.slots import Recorded, Rows
 
@@ -30,12 +32,13 @@ _MAX_FAMILIES = 256
 
 @dataclass(slots=True)
 class _Sink:
-    """store: the one that the shard is of. writer: of the shard. records: key -> reference to all rows, and their token
-    ids. families: prompt -> a record that begins with it, and the prompt's rows."""
+    """store: the one that the shard is of. writer: of the shard. records: key -> reference to all stored rows, then of
+    all rows the token ids and sums, then the first row to refer to. families: prompt -> a record that begins with it,
+    and the prompt's rows."""
 
     store: TraceStore
     writer: ShardWriter
-    records: dict[str, tuple[RouteRef, np.ndarray]] = field(default_factory=dict)
+    records: dict[str, tuple[RouteRef, np.ndarray, np.ndarray, int]] = field(default_factory=dict)
     families: OrderedDict[bytes, tuple[RouteRef, Rows]] = field(default_factory=OrderedDict)
 
 
@@ -71,9 +74,11 @@ class Sinks:
         """Append the rows of a finished request to its sink, which is begun if need be. ask: the request's."""
         sink = self._open.get(ask.sink) or self.open(ask.sink)
         parent: RouteRef | None
+        sums = rows.sums
         if ask.parent is not None:
             parent = self._mine(ask.parent)
             _check_parent(sink.store, parent, rows, ask.key)
+            sums = _with_sum_of(ask.parent, rows, first_stage=parent.parts[0] == ask.parent.parts[0])
         else:
             parent = self._relative(sink, request, rows) if not ask.start else None
         start = parent.rows if parent is not None else ask.start
@@ -86,7 +91,7 @@ class Sinks:
             parent=parent,
             aux=aux,
         )
-        sink.records[ask.key] = (ref, rows.token_ids)
+        sink.records[ask.key] = (ref, rows.token_ids, sums, ask.start)
         if parent is None and not ask.start:
             sink.families[request.prompt.tobytes()] = (ref, rows.first(len(request.prompt)))
             if len(sink.families) > _MAX_FAMILIES:
@@ -100,9 +105,7 @@ class Sinks:
         if len(self._refused) > _MAX_REFUSALS:
             self._refused.popitem(last=False)
 
-    def publish(
-        self, name: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str]
-    ) -> dict[str, RoutePart]:
+    def publish(self, name: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str]) -> dict[str, RouteRef]:
         """See Recorder.publish."""
         if (lost := self._lost.get(name)) is not None:
             raise lost
@@ -114,13 +117,13 @@ class Sinks:
                 )
             )
         sink = self._open[name]
-        parts = {key: self._claim(name, sink, key, np.asarray(ids, np.int64)) for key, ids in sequences.items()}
+        refs = {key: self._claim(name, sink, key, np.asarray(ids, np.int64)) for key, ids in sequences.items()}
         for key in aborted:
             sink.writer.mark_aborted(key)
         # Published, or gone: a writer whose disk failed leaves nothing.
         del self._open[name]
         sink.writer.publish()
-        return parts
+        return refs
 
     def abandon(self, name: str) -> None:
         """Drop a shard that was begun, if it was."""
@@ -128,14 +131,14 @@ class Sinks:
         if (sink := self._open.pop(name, None)) is not None:
             sink.writer.abandon()
 
-    def _claim(self, name: str, sink: _Sink, key: str, wanted: np.ndarray) -> RoutePart:
+    def _claim(self, name: str, sink: _Sink, key: str, wanted: np.ndarray) -> RouteRef:
         """The record of a sequence, proven to be of its tokens. An engine may have forwarded a token too many."""
         if key not in sink.records:
             reason = self._refused.get((name, key))
             raise EngineError(
                 describe("A sequence was not recorded", where=f"request {key}, shard {name}", got=reason or "no rows")
             )
-        ref, token_ids = sink.records[key]
+        ref, token_ids, sums, start = sink.records[key]
         if len(token_ids) < len(wanted):
             raise EngineError(
                 describe(
@@ -157,7 +160,7 @@ class Sinks:
                     do="check the patch series: moe-rl patch --check",
                 )
             )
-        return ref.parts[0]
+        return RouteRef(key, len(wanted) - start, ref.parts, start, total(key, sums[start : len(wanted)]))
 
     def _relative(self, sink: _Sink, request: Recorded, rows: Rows) -> RouteRef | None:
         """The first rows of a record of the same prompt, as many as this sequence shares: to store them once.
@@ -194,6 +197,16 @@ class Sinks:
                 )
             )
         return RouteRef(parent.key, parent.rows, tuple(parts))
+
+
+def _with_sum_of(parent: RouteRef, rows: Rows, *, first_stage: bool) -> np.ndarray:
+    """The rows' sums, with those of a parent in place of the first ones: what this request computed again may have been
+    routed otherwise, and is not stored. The parent's are of all pipeline stages: the first one counts them for all."""
+    sums = rows.sums.copy()
+    sums[: parent.rows] = 0
+    if parent.rows and first_stage:
+        sums[0] = rows_total(parent)
+    return sums
 
 
 def _check_parent(store: TraceStore, parent: RouteRef, rows: Rows, key: str) -> None:

@@ -23,18 +23,24 @@ _EMPTY = -1
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Consecutive rows of one sequence. routes [T, L, K]; token_ids [T] int32; weight_versions [T] int64."""
+    """Consecutive rows of one sequence. routes [T, L, K]; token_ids [T] int32; weight_versions [T] int64.
+
+    sums [T] uint64: of the routes as they left the engine's buffer, bound to position and token, see `placed_rows` in
+    trace.source_sum. They go with a row wherever it goes and are never made again from its routes.
+    """
 
     routes: np.ndarray
     token_ids: np.ndarray
     weight_versions: np.ndarray
+    sums: np.ndarray
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def first(self, count: int) -> Rows:
         """A copy of the first rows."""
-        return Rows(self.routes[:count].copy(), self.token_ids[:count].copy(), self.weight_versions[:count].copy())
+        columns = (self.routes, self.token_ids, self.weight_versions, self.sums)
+        return Rows(*(column[:count].copy() for column in columns))
 
     def then(self, later: Rows) -> Rows:
         """These rows and the later ones behind them."""
@@ -42,6 +48,7 @@ class Rows:
             np.concatenate([self.routes, later.routes]),
             np.concatenate([self.token_ids, later.token_ids]),
             np.concatenate([self.weight_versions, later.weight_versions]),
+            np.concatenate([self.sums, later.sums]),
         )
 
 
@@ -83,6 +90,7 @@ class SlotTable:
         self._token_ids = np.zeros(slots, np.int32)
         self._positions = np.full(slots, _EMPTY, np.int32)
         self._weight_versions = np.zeros(slots, np.int64)
+        self._sums = np.zeros(slots, np.uint64)
         self._owner = np.zeros(blocks, np.int64)
 
     def give(self, blocks: Sequence[int]) -> None:
@@ -98,7 +106,7 @@ class SlotTable:
 
     def copy(self, source: int, target: int, rows: int) -> None:
         """vLLM copies the keys of a block that is a hit up to its first `rows` tokens: copy their rows with them."""
-        for column in (self._routes, self._token_ids, self._positions, self._weight_versions):
+        for column in (self._routes, self._token_ids, self._positions, self._weight_versions, self._sums):
             blocks = column.reshape(-1, self.block_size, *column.shape[1:])
             blocks[target, :rows] = blocks[source, :rows]
 
@@ -108,11 +116,12 @@ class SlotTable:
         positions: np.ndarray,
         token_ids: np.ndarray,
         routes: np.ndarray,
+        sums: np.ndarray,
         weight_version: int,
         *,
         may_repeat: bool,
     ) -> None:
-        """Store the rows of one step. slots, positions, token_ids [T] ints; routes [T, L, K].
+        """Store the rows of one step. slots, positions, token_ids [T] ints; routes [T, L, K]; sums as in `Rows`.
 
         may_repeat: whether a slot may be written twice by one owner (rejected tokens of speculative decoding are).
         Raises EngineError when slots and positions cannot belong together or a row was written before.
@@ -146,6 +155,7 @@ class SlotTable:
         self._token_ids[slots] = token_ids
         self._positions[slots] = positions
         self._weight_versions[slots] = weight_version
+        self._sums[slots] = sums
 
     def read(self, table: BlockTable, start: int, stop: int, who: str) -> Rows:
         """Rows of positions start to stop of the request that owns `table`. Raises EngineError naming `who` and the
@@ -178,4 +188,4 @@ class SlotTable:
                     do="drop the sequence; check that this vLLM has the version of its patch series",
                 )
             )
-        return Rows(self._routes[slots], self._token_ids[slots], self._weight_versions[slots])
+        return Rows(self._routes[slots], self._token_ids[slots], self._weight_versions[slots], self._sums[slots])

@@ -18,6 +18,7 @@ from moe_rl.errors import EngineError, MoeRLError, describe
 from moe_rl.vllm import patches
 from moe_rl.vllm.hooks import attach_recorder
 from moe_rl.vllm.recorder import Recorder
+from moe_rl.vllm.route_source import Claim, claims
 from moe_rl.weights import receiver
 
 CONTROL = f"{__name__}.RecorderControl"
@@ -51,12 +52,11 @@ class RecorderControl:
 
     def moe_rl_publish(
         self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str] = ()
-    ) -> dict[str, tuple[str, str]] | None:
-        """key -> (shard, digest) of this worker's part of its record. See Recorder.publish."""
+    ) -> dict[str, Claim] | None:
+        """This worker's part of each record. See Recorder.publish."""
         if self.moe_rl_recorder is None:
             return None
-        parts = self.moe_rl_recorder.publish(sink, sequences, aborted)
-        return {key: (part.shard, part.digest) for key, part in parts.items()}
+        return claims(self.moe_rl_recorder.publish(sink, sequences, aborted))
 
     def moe_rl_abandon(self, sink: str) -> None:
         if self.moe_rl_recorder is not None:

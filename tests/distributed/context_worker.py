@@ -18,7 +18,7 @@ from moe_rl.config.load import load_config
 from moe_rl.errors import ReplayError, RouteValidationError
 from moe_rl.megatron import world
 from moe_rl.models.hf import read_model
-from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
+from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
 from moe_rl.types import Provenance, Sequence, Span
 from tests.weights.taking import taken
 
@@ -39,6 +39,7 @@ def batch(facts, folder):
             routes = np.argsort(scores, -1)[..., : facts.top_k].astype(np.uint8)
             spans = [Span(len(tokens) - 1, 0, Provenance.DECODE)]
             ref = writer.add(f"s{number}", routes, np.array(tokens[:-1], np.int32), spans)
+            ref = signed(ref, routes, spec.moe_layers, tokens[:-1])
             logprobs, reward = rng.normal(-5, 0.3, completion).astype(np.float32), float(rng.normal())
             sequences.append(Sequence(f"s{number}", tokens[:prompt], tokens[prompt:], logprobs, reward, 0, ref))
     return sequences, TraceStore(folder), spec

@@ -23,7 +23,7 @@ from moe_rl.megatron.policy import Policy
 from moe_rl.models.hf import read_model
 from moe_rl.objectives.losses import global_denominator
 from moe_rl.proof.trial import whole_gradients
-from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
+from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
 from moe_rl.train.loss import LossSums, UpdateLoss
 from moe_rl.train.scoring import session as session_of
 from moe_rl.train.step import TrainStep
@@ -67,7 +67,8 @@ def stored(sequences, routes, spec, folder):
         for sequence, table in zip(sequences, routes, strict=True):
             tokens = np.array(sequence.prompt_token_ids + sequence.token_ids, np.int32)[:-1]
             spans = [Span(len(tokens), VERSION, Provenance.PREFILL)] if len(tokens) else []
-            ready.append(replace(sequence, routes=writer.add(sequence.key, table, tokens, spans)))
+            ref = signed(writer.add(sequence.key, table, tokens, spans), table, spec.moe_layers, tokens)
+            ready.append(replace(sequence, routes=ref))
     return ready
 
 

@@ -28,7 +28,7 @@ from moe_rl.models.hf import read_model
 from moe_rl.objectives import logprobs as logprobs_module
 from moe_rl.objectives.logprobs import Support, token_logprobs, token_logprobs_and_entropies
 from moe_rl.proof.batch import batch
-from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
+from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
 from moe_rl.train.step import TrainStep
 from moe_rl.train.step_metrics import Clock
 from moe_rl.types import Provenance, Span
@@ -108,7 +108,8 @@ def stored(sequences, routes, spec, folder, plan, vocabulary):
             spans = [span for span in spans if span.rows]
             aux = aux_of(number, sequence, supports[sequence.key], plan)
             ref = writer.add(sequence.key, table[start:], tokens[start:], spans, aux=aux)
-            ref = None if number in plan.get("missing", ()) else replace(ref, start=start)
+            ref = signed(replace(ref, start=start), table[start:], spec.moe_layers, tokens[start:])
+            ref = None if number in plan.get("missing", ()) else ref
             if number in plan.get("lost", ()):
                 ref = replace(ref, parts=tuple(replace(part, digest="0" * 16) for part in ref.parts))
             ready.append(replace(sequence, weight_version=VERSION, routes=ref))

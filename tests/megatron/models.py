@@ -60,6 +60,7 @@ def table(routes: dict[int, torch.Tensor], experts: int) -> MicrobatchRoutes:
         layers=tuple(routes),
         names=["s"],
         fed=[tokens],
+        source=None,
         padded_tokens=len(tokens),
         rows=slice(0, len(tokens)),
         expert_parallel=1,

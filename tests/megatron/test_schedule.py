@@ -56,6 +56,7 @@ class Run:
                 layers=facts.moe_layers,
                 names=[sequence.key],
                 fed=fed,
+                source=None,
                 padded_tokens=8,
                 rows=packed.rows,
                 expert_parallel=1,

@@ -21,7 +21,7 @@ from moe_rl.replay.routes import (
     padding_routes,
     read_routes,
 )
-from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
+from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
 from moe_rl.types import Provenance, RoutePart, Sequence, Span
 
 SPEC = TraceSpec("model", 16, 4, "mmm")
@@ -42,6 +42,7 @@ def stored(tmp_path):
             table = routes_of(rng, prompt + completion - 1)
             spans = [Span(len(tokens) - 1, 3, Provenance.DECODE)]
             ref = writer.add(f"s{number}", table, np.array(tokens[:-1], np.int32), spans)
+            ref = signed(ref, table, SPEC.moe_layers, tokens[:-1])
             sequences.append(
                 Sequence(f"s{number}", tokens[:prompt], tokens[prompt:], np.zeros(completion, np.float32), 1.0, 3, ref)
             )
@@ -137,7 +138,9 @@ def test_only_the_rows_of_this_rank_are_read(tmp_path):
     rng = np.random.default_rng(4)
     tokens = rng.integers(0, 99, 801).tolist()
     with ShardWriter(tmp_path, "step1", SPEC) as writer:
-        ref = writer.add("s", routes_of(rng, 800), np.array(tokens[:-1], np.int32), [Span(800, 3, Provenance.DECODE)])
+        table = routes_of(rng, 800)
+        ref = writer.add("s", table, np.array(tokens[:-1], np.int32), [Span(800, 3, Provenance.DECODE)])
+        ref = signed(ref, table, SPEC.moe_layers, tokens[:-1])
     sequence = Sequence("s", tuple(tokens[:5]), tuple(tokens[5:]), np.zeros(796, np.float32), 1.0, 3, ref)
     store, asked = TraceStore(tmp_path), []
     whole = store.read(ref).routes
@@ -165,15 +168,16 @@ def part(rng, key, tokens, layers=3):
     return SequenceRoutes.complete(key, ids, routes)
 
 
-def lay(parts, *, padding=0, rows=None, spec=SPEC, fed=None):
+def lay(parts, *, padding=0, rows=None, spec=SPEC, fed=None, source=None, layers=None):
     fed = [p.token_ids for p in parts] if fed is None else fed
     total = sum(map(len, fed)) + padding
     return microbatch_routes(
         parts,
         spec,
-        layers=spec.moe_layers,
+        layers=spec.moe_layers if layers is None else layers,
         names=[p.key for p in parts],
         fed=fed,
+        source=source,
         padded_tokens=total,
         rows=slice(0, total) if rows is None else rows,
         expert_parallel=2,
@@ -260,8 +264,9 @@ def test_missing_rows_are_refused_or_left_to_the_router(stored, tmp_path):
     with ShardWriter(tmp_path / "later", "step2", SPEC) as writer:
         # the routes of rows 2 to 6 of 8, as an engine gives them that was asked for no earlier ones and was cut off
         tokens = fed(first)[2:7].astype(np.int32)
-        ref = writer.add("s0", routes_of(rng, 5), tokens, [Span(5, 3, Provenance.DECODE)])
-    some = dataclasses.replace(first, routes=dataclasses.replace(ref, start=2))
+        table = routes_of(rng, 5)
+        ref = dataclasses.replace(writer.add("s0", table, tokens, [Span(5, 3, Provenance.DECODE)]), start=2)
+    some = dataclasses.replace(first, routes=signed(ref, table, SPEC.moe_layers, tokens))
     none = dataclasses.replace(first, routes=None)
     assert [missing_rows(s) for s in (first, some, none)] == [0, 3, 8]
     read = partial(read_routes, spec=SPEC, layers=SPEC.moe_layers, **whole(first), weight_version=3)
@@ -296,7 +301,9 @@ def test_rows_of_older_weights_are_marked_and_treated_as_asked(tmp_path, stored,
     rng = np.random.default_rng(8)
     spans = [Span(3, 4, Provenance.PREFILL), Span(5, 6, Provenance.DECODE)]
     with ShardWriter(tmp_path / "mixed", "step2", SPEC) as writer:
-        ref = writer.add("s0", routes_of(rng, 8), fed(first).astype(np.int32), spans)
+        table = routes_of(rng, 8)
+        ref = writer.add("s0", table, fed(first).astype(np.int32), spans)
+        ref = signed(ref, table, SPEC.moe_layers, fed(first))
     read = partial(
         read_routes, TraceStore(tmp_path / "mixed"), dataclasses.replace(first, routes=ref), SPEC,
         layers=SPEC.moe_layers, **whole(first),

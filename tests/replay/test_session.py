@@ -6,48 +6,72 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moe_rl.errors import NonFiniteError, ReplayError
 from moe_rl.replay.routes import SequenceRoutes, microbatch_routes
 from moe_rl.replay.session import ReplaySession, refuse_lost_key, require_open
-from moe_rl.trace import TraceSpec
+from moe_rl.trace import TraceSpec, signed
+from moe_rl.trace.source_sum import sum_of
+from moe_rl.types import RouteRef
 
 LAYERS, TOKENS, TOP_K, EXPERTS = (0, 1, 2), 6, 2, 8
 SPEC = TraceSpec("model", EXPERTS, TOP_K, "mmm")
 FLAT = torch.zeros(TOKENS, EXPERTS)  # scores, where they do not matter
 
 
-def table(seed, tokens=TOKENS, real=None):
+def table(seed, tokens=TOKENS, real=None, **options):
     """A microbatch of two sequences, and padding behind the first `real` rows."""
+    parts = parts_of(seed, tokens if real is None else real)
+    return laid(parts, tokens=tokens, **options)
+
+
+def parts_of(seed, real=TOKENS):
     rng = np.random.default_rng(seed)
-    real = tokens if real is None else real
     lengths = [real // 2, real - real // 2]
     keys = [f"t{seed}a", f"t{seed}b"]
-    parts, fed = [], []
+    parts = []
     for key, rows in zip(keys, lengths, strict=True):
         routes = np.argsort(rng.random((rows, len(LAYERS), EXPERTS)), -1)[..., :TOP_K].astype(np.uint8)
         tokens_of = rng.integers(0, 99, rows)
         parts.append(SequenceRoutes.complete(key, tokens_of, routes))
-        fed.append(tokens_of)
+    return parts
+
+
+def laid(parts, *, tokens=TOKENS, rows=None, layers=LAYERS, source=None, order=(0, 1)):
+    """order: which of `parts` each sequence is given; source: sums that their references have."""
+    given = [replace(parts[i], key=own.key, token_ids=own.token_ids) for i, own in zip(order, parts, strict=True)]
     return microbatch_routes(
-        parts,
+        [replace(one, routes=one.routes[:, list(layers)]) for one in given],
         SPEC,
-        layers=LAYERS,
-        names=keys,
-        fed=fed,
+        layers=layers,
+        names=[part.key for part in parts],
+        fed=[part.token_ids for part in parts],
+        source=source,
         padded_tokens=tokens,
-        rows=slice(0, tokens),
+        rows=slice(0, tokens) if rows is None else rows,
         expert_parallel=1,
         device=torch.device("cpu"),
     )
+
+
+def sources(parts, covered=slice(None)):
+    """What a sampler's references say of these sequences, of whose rows it recorded those `covered`."""
+    refs = []
+    for part in parts:
+        start = covered.start or 0
+        ref = RouteRef(part.key, len(part.routes[covered]), (), start)
+        refs.append(signed(ref, part.routes[covered], LAYERS, part.token_ids[covered]))
+    return [sum_of(ref) for ref in refs]
 
 
 def chosen(routes):
     return torch.zeros(routes.shape[0], EXPERTS, dtype=torch.bool).scatter_(1, routes.long(), True)
 
 
-def session(tables, **options):
-    return ReplaySession(tables, LAYERS, **{"mode": "replay", "name": "step 7", "rank": 3, **options})
+def session(tables, layers=LAYERS, **options):
+    return ReplaySession(tables, layers, **{"mode": "replay", "name": "step 7", "rank": 3, **options})
 
 
 def begin(open_session, microbatch):
@@ -56,7 +80,7 @@ def begin(open_session, microbatch):
 
 def run(open_session, *, skip=(), twice=(), order=None):
     """What a schedule does: every layer of every microbatch, in any order."""
-    keys = order or [(m, layer) for m in range(len(open_session.microbatches)) for layer in LAYERS]
+    keys = order or [(m, layer) for m in range(len(open_session.microbatches)) for layer in open_session.layers]
     for key in [k for k in keys if k not in skip] + list(twice):
         begin(open_session, key[0])
         routes = open_session.take(*key, tokens=open_session.microbatches[key[0]].routes[key[1]].shape[0])
@@ -489,3 +513,142 @@ def test_routers_that_score_with_nan_are_named_and_not_the_routes(bad, align):
             observe()
     else:  # nothing rests on the witness, and the metric shows it
         assert not np.isfinite(observe().tally.native_margin)
+
+
+NOT_THOSE = "are not those that left the sampler's engine"
+
+
+def test_a_rank_that_reads_everything_refuses_other_routes_than_left_the_engine_at_once():
+    parts = parts_of(0)
+    assert laid(parts, source=sources(parts)).source is not None
+    with pytest.raises(ReplayError, match=f"routes as they were read {NOT_THOSE} .*2 of 2 sequences: t0a; t0b"):
+        laid(parts, source=sources(parts), order=(1, 0))
+    with pytest.raises(ReplayError, match="1 of 2 sequences: t0b"):
+        laid(parts, source=[sources(parts)[0], sources(parts)[0]])
+
+
+class Share:
+    """Ranks that work on the same sequences, one after the other: each adds to what those before it summed up."""
+
+    def __init__(self):
+        self.sums = 0
+
+    def add(self, mine):
+        self.sums = self.sums + mine
+        return self.sums
+
+
+# which layers and rows of 6 each rank has
+RANKS = {
+    "stages": [((0, 1), slice(0, 6)), ((2,), slice(0, 6))],
+    "rows": [(LAYERS, slice(0, 3)), (LAYERS, slice(3, 6))],
+    "context": [(LAYERS, np.array([0, 5])), (LAYERS, np.array([1, 2, 3, 4]))],
+    "both": [(layers, rows) for layers in ((0,), (1, 2)) for rows in (slice(0, 2), slice(2, 6))],
+}
+
+
+@pytest.mark.parametrize("ranks", RANKS.values(), ids=RANKS)
+@pytest.mark.parametrize("at", ["none", "first", "last"])
+def test_what_all_ranks_dispatched_is_what_left_the_engine(ranks, at):
+    """The last rank to add up sees the whole: on one of them two sequences of equal length had each other's routes."""
+    parts, share = parts_of(0), Share()
+    for number, (layers, rows) in enumerate(ranks):
+        swapped = number == {"none": None, "first": 0, "last": len(ranks) - 1}[at]
+        one = laid(parts, layers=layers, rows=rows, source=sources(parts), order=(1, 0) if swapped else (0, 1))
+        s = session([one], layers, sum_over_share=share.add, recomputed_layers=frozenset(layers[:1]))
+
+        def passes(s=s, layers=layers):
+            with s:
+                with torch.no_grad():
+                    run(s)
+                run(s, order=[(0, layers[0])])
+
+        if number < len(ranks) - 1:
+            with pytest.raises(ReplayError, match=NOT_THOSE):  # alone it has a part of the sum
+                passes()
+        elif at == "none":
+            passes()
+        else:
+            with pytest.raises(ReplayError, match=f"as they were read {NOT_THOSE} .step 7, rank 3.*sequences: t0[ab]"):
+                passes()
+
+
+def test_what_another_rank_dispatched_wrongly_is_told_apart_from_what_was_read_wrongly():
+    parts, share = parts_of(0), Share()
+    for layers in ((0, 1), (2,)):
+        s = session([laid(parts, layers=layers, source=sources(parts))], layers, sum_over_share=share.add)
+        match = (
+            "dispatched to other experts than recorded" if layers == (0, 1) else f"routes dispatched {NOT_THOSE}.*t0a"
+        )
+        with pytest.raises(ReplayError, match=match), s:
+            for layer in layers:
+                begin(s, 0)
+                sent = chosen(s.take(0, layer, TOKENS))
+                s.check_dispatch(0, layer, sent[[1, 0, 2, 3, 4, 5]] if layer == 1 else sent)
+
+
+def test_rows_without_a_record_or_without_a_replay_are_accounted_for():
+    """Of 3 rows each the first has no record, and of the recorded ones the second routes natively."""
+    parts = [
+        replace(part, native=np.array([True, True, False]), recorded=np.array([False, True, True]))
+        for part in parts_of(0)
+    ]
+    source = sources(parts, slice(1, None))
+    one = laid(parts, source=source)
+    with session([one]) as s:
+        begin(s, 0)
+        for layer in LAYERS:
+            sent = chosen(s.take(0, layer, TOKENS))
+            sent[one.native] = sent[one.native].roll(1, 1)  # the router's own
+            s.check_dispatch(0, layer, sent)
+    with pytest.raises(ReplayError, match="as they were read"):
+        laid(parts, source=sources(parts))
+
+
+def test_routes_of_the_trainers_own_are_no_samplers():
+    parts = parts_of(0)
+    one = laid(parts, source=sources(parts))
+    with session([one], mode="record") as first:
+        begin(first, 0)
+        for layer in LAYERS:
+            first.record(0, layer, one.routes[layer].flip(0))
+    with session(first.recorded_routes()) as s:
+        run(s)
+    assert s.tally.applied_mismatch == 0
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_any_change_between_reading_and_dispatch_is_seen(data):
+    """Planted before the checksums of the trainer are made, so that they hold. This rank has one of two stages."""
+    seed, layers = data.draw(st.integers(0, 2**32)), (0, 1)
+    parts = parts_of(seed)
+    source, wrong = sources(parts), [replace(part, routes=part.routes.copy()) for part in parts]
+    which, row, other, layer = (data.draw(st.integers(0, most)) for most in (1, 2, 2, 1))
+    change = data.draw(st.sampled_from(["rows", "rows of both", "shift", "layers", "expert", "all of both"]))
+    mine, theirs = wrong[which].routes, wrong[1 - which].routes
+    if change == "rows":
+        mine[[row, other]] = mine[[other, row]]
+    elif change == "rows of both":
+        mine[row], theirs[other] = theirs[other].copy(), mine[row].copy()
+    elif change == "shift":
+        mine[:] = np.roll(mine, 1 + row % 2, 0)
+    elif change == "layers":
+        mine[:, [0, 1]] = mine[:, [1, 0]]
+    elif change == "expert":
+        mine[row, layer, 0] = next(e for e in range(EXPERTS) if e not in mine[row, layer])
+    else:
+        mine[:], theirs[:] = theirs.copy(), mine.copy()
+    share = Share()
+    share.add(torch.stack([laid(parts, layers=(2,), source=source).read] * 2))
+    s = session([laid(wrong, layers=layers, source=source)], layers, sum_over_share=share.add)
+    changed = [
+        part.key for part, one in zip(parts, wrong, strict=True)
+        if not np.array_equal(np.sort(part.routes[:, :2], -1), np.sort(one.routes[:, :2], -1))
+    ]  # fmt: skip
+    if not changed:
+        with s:
+            run(s)
+    else:
+        with pytest.raises(ReplayError, match=f"{len(changed)} of 2 sequences: {'; '.join(changed)}"), s:
+            run(s)

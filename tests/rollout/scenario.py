@@ -15,6 +15,7 @@ tests want as a witness that a scenario took place.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -153,6 +154,8 @@ def _sample(llm, act: dict) -> dict:
     """Sample, perhaps abort what is left after so many steps, publish; what came of it."""
     from vllm import SamplingParams
 
+    from moe_rl.vllm.route_source import join_parts
+
     engine, sink = llm.llm_engine, act["sink"]
     requests = {}
     for at, request in enumerate(act["sample"]):
@@ -189,9 +192,10 @@ def _sample(llm, act: dict) -> dict:
             )  # fmt: skip
     sequences = {one["key"]: [*one["prompt"], *one["token_ids"][:-1]] for one in completions}
     answers = llm.collective_rpc("moe_rl_publish", args=(sink, sequences, aborted))
+    refs = join_parts(sequences, answers)
     for one in completions:
         one["rows"] = len(sequences[one["key"]])
-        one["parts"] = [answer[one["key"]] for answer in answers if answer is not None]
+        one["ref"] = dataclasses.asdict(refs[one["key"]])
     return {"completions": completions, "steps": steps}
 
 

@@ -21,9 +21,8 @@ import psutil
 import pytest
 import torch
 
-from moe_rl.trace import TraceStore, validate
-from moe_rl.types import Provenance, RoutePart, RouteRef
-from moe_rl.vllm.recording import from_start
+from moe_rl.trace import RouteRecord, TraceStore, signed, validate
+from moe_rl.types import Provenance, RouteRef
 from tests.rollout.conftest import LAYERS, TOP_K, VOCAB
 from tests.weights.sending import by_disk
 
@@ -52,8 +51,7 @@ class Outcome:
 
     @staticmethod
     def ref(completion: dict) -> RouteRef:
-        parts = tuple(RoutePart(*part) for part in completion["parts"])
-        return RouteRef(completion["key"], completion["rows"], parts)
+        return msgspec.convert(completion["ref"], RouteRef)
 
 
 class Scenarios:
@@ -147,6 +145,11 @@ def router(checkpoint) -> Router:
     return Router(checkpoint)
 
 
+def summed(ref: RouteRef, record: RouteRecord) -> bool:
+    """Whether the record is what left the engine's buffer, as the reference has it."""
+    return signed(ref, record.routes, record.layers, record.token_ids).source_sum == ref.source_sum
+
+
 def agree(outcome: Outcome, router: Router, *, act: int = 0, version: int = 0) -> int:
     """Every completion of an act: valid, from its tokens, and routed as `transformers` routes, but for ties.
 
@@ -160,6 +163,7 @@ def agree(outcome: Outcome, router: Router, *, act: int = 0, version: int = 0) -
         ref = outcome.ref(completion)
         record = outcome.store.read(ref)
         validate(record, token_ids=tokens[:-1], spec=record.spec, weight_version=version, max_staleness=9, ref=ref)
+        assert summed(ref, record), "the store has other routes than left the engine's buffer"
         sets, gaps, _, logprobs = router(tokens)
         wrong = (np.sort(record.routes, -1) != sets[: len(tokens) - 1]).any(-1)
         if wrong.any():
@@ -219,7 +223,8 @@ def test_what_requests_do(play, router):
 
     (one,) = outcome.completions(4)
     tokens = one["prompt"] + one["token_ids"]
-    record = outcome.store.read(from_start(outcome.ref(one), 50))
+    record = outcome.store.read(outcome.ref(one))
+    assert outcome.ref(one).start == 50 and summed(outcome.ref(one), record)
     assert record.token_ids.tolist() == tokens[50:-1]
     np.testing.assert_array_equal(np.sort(record.routes, -1), router(tokens)[0][50:-1])
 
@@ -352,7 +357,7 @@ def test_pipeline_stages_record_their_own_layers(play, router):
         timeout=600,
     )
     agree(outcome, router)
-    assert all(len(one["parts"]) == 2 for one in outcome.completions())
+    assert all(len(one["ref"]["parts"]) == 2 for one in outcome.completions())
 
 
 @pytest.mark.parametrize("preempt", [False, True])

@@ -32,7 +32,7 @@ from moe_rl.rollout.attach import attach_problems, folder_problem
 from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.server import VllmServer
 from moe_rl.trace import TraceStore, validate
-from moe_rl.types import GenerateRequest, RoutePart, RouteRef
+from moe_rl.types import GenerateRequest, RouteRef
 from moe_rl.vllm import api_server
 from moe_rl.vllm.control import GENERATE
 from moe_rl.weights.update import Files
@@ -150,8 +150,8 @@ def test_a_client_that_goes_away_leaves_the_rows_of_the_tokens_it_saw(server, ro
     forwarded = prompt + tokens[:-1]
     answer = server.control("publish", {"sink": "gone", "sequences": {"left": forwarded}, "aborted": ["left"]})
     assert answer.status_code == 200, answer.text
-    shard, digest = (answer.json()["left"]["parts"][0][name] for name in ("shard", "digest"))
-    ref = RouteRef("left", len(forwarded), (RoutePart(shard, digest),))
+    ref = msgspec.convert(answer.json()["left"], RouteRef)
+    assert ref.rows == len(forwarded) and len(ref.source_sum) == 16
     record = server.store.read(ref)
     assert record.aborted and record.token_ids.tolist() == forwarded
     np.testing.assert_array_equal(np.sort(record.routes, -1), router(prompt + tokens)[0][: len(forwarded)])

@@ -10,7 +10,7 @@ import pytest
 
 from moe_rl.errors import EngineError, RouteValidationError
 from moe_rl.rollout.engine import VllmEngine
-from moe_rl.trace import TraceStore
+from moe_rl.trace import TraceStore, signed
 from moe_rl.types import Provenance, Span
 from moe_rl.vllm.recording import Recording, RecordingRequest
 from moe_rl.vllm.route_source import NativeSource
@@ -54,6 +54,8 @@ def test_arrays_of_finished_requests_become_records(source, tmp_path):
     np.testing.assert_array_equal(record.routes, np.sort(routes[:, LAYERS], -1))
     assert record.token_ids.tolist() == [5, 6, 7, 8, 9, 10, 11]
     assert record.spec.layer_map == "dmdmd"
+    own = signed(refs["a"], routes[:, LAYERS], LAYERS, [*prompt, *tokens[:-1]])
+    assert own == refs["a"] != replace(refs["a"], source_sum="")
     how = [Provenance.CACHED, Provenance.PREFILL, Provenance.DECODE]
     assert record.spans == tuple(Span(rows, 3, one) for rows, one in zip((4, 1, 2), how, strict=True))
     assert source.stats() == {"requests": 1, "recorded": 1, "forwarded": 3, "refused": 0}

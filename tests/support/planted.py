@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from moe_rl.comparison.faults import SWAPPED, wrong_tables
 from moe_rl.errors import ReplayError
 from moe_rl.megatron import world
 from moe_rl.megatron.model import unwrap
@@ -219,6 +220,18 @@ def _exchanged_layers(policy: Policy, fires: Fired) -> None:
     takes(other, one)
 
 
+def _other_rows_read(policy: Policy, fires: Fired) -> None:
+    """The sequences of a microbatch have each other's rows, exchanged before the trainer summed up what it read."""
+    session = policy.session
+
+    def begun(tables, **options):
+        fires()
+        wrong = wrong_tables(SWAPPED, tables)
+        return session([replace(one, source=t.source) for one, t in zip(wrong, tables, strict=True)], **options)
+
+    policy.session = begun
+
+
 def _key_bound_in_forward(policy: Policy, fires: Fired) -> None:
     """The key is bound where the layer is called, which combined 1F1B does not do."""
     layer = _layers(policy)[-1]
@@ -245,6 +258,7 @@ FAULTS = {
     "key of another chunk": Fault(_key_of_another_chunk),
     "exchanged layers": Fault(_exchanged_layers),
     "key bound in forward": Fault(_key_bound_in_forward),
+    "other rows read": Fault(_other_rows_read, training=False, everywhere=False),
 }
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from moe_rl.objectives import losses
-from moe_rl.trace import ShardWriter, TraceSpec
+from moe_rl.trace import ShardWriter, TraceSpec, signed
 from moe_rl.train import trainer
 from moe_rl.types import Completion, Provenance, ScoredTokens, Span
 
@@ -41,6 +41,7 @@ class RandomSampler:
         scores = rng.random((len(fed), len(self.spec.moe_layers), self.spec.num_experts))
         routes = np.argsort(scores, -1)[..., : self.spec.top_k].astype(np.uint8)
         ref = writer.add(request.key, routes, fed, [Span(len(fed), self.version, Provenance.DECODE)])
+        ref = signed(ref, routes, self.spec.moe_layers, fed)
         logprobs = rng.normal(-4, 0.1, len(tokens)).astype(np.float32)
         return Completion(request.key, request.prompt_token_ids, tokens, logprobs, "length", self.version, ref)
 

@@ -8,7 +8,7 @@ import pytest
 from moe_rl.errors import CheckpointError, MoeRLError
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.tasks.prompts import PromptSource
-from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
+from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
 from moe_rl.train.kept import KeptRollouts, RolloutBatch, shard_name
 from moe_rl.train.resume import check_of_this_run, left_behind
 from moe_rl.types import Prompt, Provenance, Sequence, Span
@@ -33,6 +33,7 @@ class Left:
             routes = np.tile(np.array([0, 1], np.uint8), (3, 2, 1))
             routes[1:] += 1
             ref = writer.add("s2/p0/c0", routes, [1, 2, 3], [Span(3, version, Provenance.DECODE)])
+            ref = signed(ref, routes, SPEC.moe_layers, [1, 2, 3])
         logprobs = np.array([-0.5, -1.25], np.float32)
         sequence = Sequence("s2/p0/c0", (1, 2), (3, 4), logprobs, 0.5, weight_version=DONE, routes=ref)
         self.batch = RolloutBatch([sequence], [0], {"reward/mean": 0.5}, "second")

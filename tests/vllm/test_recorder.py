@@ -6,15 +6,18 @@ Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from moe_rl.errors import EngineError, TraceDiskError, TraceError
-from moe_rl.trace import TraceStore
-from moe_rl.types import Provenance, RouteRef
+from moe_rl.errors import EngineError, ReplayError, TraceDiskError, TraceError
+from moe_rl.replay.routes import microbatch_routes, read_routes, source_sum
+from moe_rl.trace import TraceStore, signed
+from moe_rl.trace.source_sum import rows_of, total
+from moe_rl.types import Provenance, Sequence
 from moe_rl.vllm import recorder as module
 from moe_rl.vllm.hooks import attach_recorder, refuse_layout
 from moe_rl.vllm.recorder import Recorder
@@ -143,11 +146,13 @@ class Engine:
 
     def check(self, key: str, tokens, routes, *, versions=None) -> None:
         """Publish what is open and compare the record of `key`."""
-        (part,) = self.recorder.publish("shard", {key: tokens}).values()
-        self.compare(key, part, tokens, routes, versions)
+        (ref,) = self.recorder.publish("shard", {key: tokens}).values()
+        self.compare(key, ref, tokens, routes, versions)
 
-    def compare(self, key, part, tokens, routes, versions=None) -> None:
-        record = self.store.read(RouteRef(key, len(tokens), (part,)))
+    def compare(self, key, ref, tokens, routes, versions=None) -> None:
+        assert (ref.key, ref.rows, ref.start) == (key, len(tokens), 0)
+        assert ref.source_sum == total(key, rows_of(routes, LAYERS, tokens))
+        record = self.store.read(ref)
         np.testing.assert_array_equal(record.routes, np.sort(routes, -1))
         assert record.token_ids.tolist() == list(tokens)
         assert record.spec.moe_layers == LAYERS and record.spec.layer_map == "dmdmd"
@@ -169,12 +174,12 @@ def test_prefix_chunks_and_a_surplus_row(fake):
     fake.step(cached=[("b", None, 5, [99], [5, 9])])
     # The blocks of both are someone else's in the very step in which their end is told.
     fake.step(new=[("c", None, [5, 2], 0, [1] * 8)], finished=["a", "b"])
-    parts = fake.recorder.publish("shard", {"key/a": a, "key/b": b})
+    refs = fake.recorder.publish("shard", {"key/a": a, "key/b": b})
     first, second = fake.routes(a, range(7), 0), fake.routes(a, range(7), 1)
-    fake.compare("key/a", parts["key/a"], a, np.concatenate([first[:6], second[6:]]))
-    fake.compare("key/b", parts["key/b"], b, np.concatenate([first[:4], fake.routes(b, range(5), 1)[4:]]))
+    fake.compare("key/a", refs["key/a"], a, np.concatenate([first[:6], second[6:]]))
+    fake.compare("key/b", refs["key/b"], b, np.concatenate([first[:4], fake.routes(b, range(5), 1)[4:]]))
     assert fake.store.shards() == ["shard"]
-    spans = fake.store.read(RouteRef("key/b", 5, (parts["key/b"],))).spans
+    spans = fake.store.read(refs["key/b"]).spans
     assert spans[0].provenance is Provenance.CACHED and spans[0].rows == 4
 
 
@@ -186,10 +191,10 @@ def test_a_block_may_be_shared_in_the_step_it_is_given_out(fake):
     fake.step(cached=[("a", [2], 4, a[4:], [1, 2])], new=[("b", "b", [1, 2, 3], 8, [29])])
     fake.step(finished=["a", "b"])
     b = [*a, 29]
-    parts = fake.recorder.publish("shard", {"a": a, "b": b})
+    refs = fake.recorder.publish("shard", {"a": a, "b": b})
     routes = np.concatenate([fake.routes(a, range(8), 1)[:4], fake.routes(a, range(8), 2)[4:]])
-    fake.compare("a", parts["a"], a, routes)
-    fake.compare("b", parts["b"], b, np.concatenate([routes, fake.routes(b, range(9), 2)[8:]]))
+    fake.compare("a", refs["a"], a, routes)
+    fake.compare("b", refs["b"], b, np.concatenate([routes, fake.routes(b, range(9), 2)[8:]]))
 
 
 def test_a_preempted_request_keeps_the_rows_that_decided_its_tokens(fake):
@@ -250,9 +255,9 @@ def test_a_block_copied_for_a_partial_hit(fake):
     fake.step(new=[("b", "b", [5, 7], 5, [26])], copies=[(2, 7)])
     fake.step(finished=["a", "b"])
     b = [*a[:5], 26]
-    parts = fake.recorder.publish("shard", {"a": a, "b": b})
+    refs = fake.recorder.publish("shard", {"a": a, "b": b})
     routes = np.concatenate([fake.routes(a, range(6), 0)[:5], fake.routes(b, range(6), 1)[5:]])
-    fake.compare("b", parts["b"], b, routes)
+    fake.compare("b", refs["b"], b, routes)
 
 
 def test_late_copies_are_waited_for_in_order(fake, monkeypatch):
@@ -272,10 +277,10 @@ def test_late_copies_are_waited_for_in_order(fake, monkeypatch):
     events[0].arrived = True
     fake.step(new=[("c", None, [6], 0, [1])])
     assert list(fake.recorder.sinks._open["shard"].records) == ["a"]
-    parts = fake.recorder.publish("shard", {"a": a, "b": b})
+    refs = fake.recorder.publish("shard", {"a": a, "b": b})
     assert waits == [events[1], events[2]]
-    fake.compare("a", parts["a"], a, fake.routes(a, range(4), 0))
-    fake.compare("b", parts["b"], b, fake.routes(b, range(4), 1))
+    fake.compare("a", refs["a"], a, fake.routes(a, range(4), 0))
+    fake.compare("b", refs["b"], b, fake.routes(b, range(4), 1))
 
 
 def test_copies_under_way_are_bounded(fake, monkeypatch):
@@ -372,10 +377,22 @@ def test_other_tokens_than_the_sampler_returned_are_an_error(fake):
         ({"moe_rl_key": "a", "moe_rl_sink": "shard", "moe_rl_start": -1}, "moe_rl_start.*got -1"),
         ({"moe_rl_key": "a", "moe_rl_sink": "shard", "moe_rl_parent": "x"}, "no reference to a record"),
         (
-            {"moe_rl_key": "a", "moe_rl_sink": "shard", "moe_rl_parent": ["b", 1, "other", "00"], "moe_rl_start": 1},
+            {
+                "moe_rl_key": "a",
+                "moe_rl_sink": "shard",
+                "moe_rl_parent": ["b", 1, "0" * 16, "other", "00"],
+                "moe_rl_start": 1,
+            },
             "moe_rl_parent or moe_rl_start",
         ),
-        ({"moe_rl_key": "a", "moe_rl_sink": "shard", "moe_rl_parent": ["b", 1, "other", "00"]}, "cannot be opened"),
+        (
+            {"moe_rl_key": "a", "moe_rl_sink": "shard", "moe_rl_parent": ["b", 1, "0" * 16, "other", "00"]},
+            "cannot be opened",
+        ),
+        (
+            {"moe_rl_key": "a", "moe_rl_sink": "shard", "moe_rl_parent": ["b", 1, "", "other", "00"]},
+            "does not say what left",
+        ),
     ],
 )
 def test_a_request_that_asks_for_the_impossible_is_told_when_its_routes_are_wanted(fake, asks, reason):
@@ -465,3 +482,123 @@ def test_a_shard_whose_disk_is_full_is_told_as_that_whatever_is_asked_for(fake, 
     fake.recorder.sinks.abandon("shard")
     with pytest.raises(EngineError, match="nothing was recorded"):
         fake.recorder.publish("shard", {})
+
+
+def test_the_sum_is_of_the_rows_that_the_reference_names(fake):
+    """b stores its last rows only. c continues a and computes some of its rows again: stored are those of a."""
+    a, b = [11, 12, 13, 14, 15, 16, 17], [21, 22, 23, 24, 25]
+    fake.step(new=[("a", "a", [5, 2], 0, a)])
+    fake.step(new=[("b", {"moe_rl_key": "b", "moe_rl_sink": "shard", "moe_rl_start": 2}, [3, 4], 0, [*b, 99])])
+    fake.step(finished=["a", "b"])
+    refs = fake.recorder.publish("shard", {"a": a, "b": b})
+    late = fake.routes(b, range(5), 1)[2:]
+    assert (refs["b"].start, refs["b"].rows) == (2, 3)
+    assert refs["b"] == signed(refs["b"], late, LAYERS, b[2:]) and len(refs["b"].source_sum) == 16
+    np.testing.assert_array_equal(fake.store.read(refs["b"]).routes, np.sort(late, -1))
+    (part,) = refs["a"].parts
+    asks = {
+        "moe_rl_key": "c",
+        "moe_rl_sink": "turn2",
+        "moe_rl_parent": ["a", 7, refs["a"].source_sum, part.shard, part.digest],
+    }
+    c = [*a, 18, 19]
+    fake.step(new=[("c", asks, [5, 2, 9], 4, c[4:])])
+    fake.step(finished=["c"])
+    (ref,) = fake.recorder.publish("turn2", {"c": c}).values()
+    fake.compare("c", ref, c, np.concatenate([fake.routes(a, range(7), 0), fake.routes(c, range(9), 3)[7:]]))
+
+
+@pytest.fixture
+def replayed(fake):
+    """Sample two requests of equal length with a fault, and give the trainer what was published."""
+
+    def run(plant=lambda fake: None):
+        a, b = [11, 12, 13, 14, 15, 16], [21, 22, 23, 24, 25, 26]
+        fake.step(new=[("a", "a", [5, 2], 0, a[:4]), ("b", "b", [3, 4], 0, b[:4])])
+        fake.step(cached=[("a", None, 4, a[4:], [5, 2]), ("b", None, 4, b[4:], [3, 4])])
+        plant(fake)
+        fake.step(finished=["a", "b"])
+        refs = fake.recorder.publish("shard", {"a": a, "b": b})
+        spec, sequences, nothing = fake.recorder.spec, [], np.zeros(1, np.float32)
+        for key, tokens in (("a", a), ("b", b)):
+            sequences.append(Sequence(key, tuple(tokens), (0,), nothing, 1.0, 0, refs[key]))
+        fed = [np.asarray(a), np.asarray(b)]
+        parts = [
+            read_routes(fake.store, sequence, spec, layers=LAYERS, fed=tokens, here=np.ones(6, bool), weight_version=0)
+            for sequence, tokens in zip(sequences, fed, strict=True)
+        ]
+        return microbatch_routes(
+            parts, spec, layers=LAYERS, names=["a", "b"], fed=fed, source=[source_sum(s) for s in sequences],
+            padded_tokens=16, rows=slice(0, 16), expert_parallel=1, device=torch.device("cpu"),
+        )  # fmt: skip
+
+    return run
+
+
+def test_what_left_the_buffer_is_what_is_replayed(replayed):
+    assert replayed().replayed_tokens == 12
+
+
+def exchange(*columns):
+    """In the mirror of the KV cache, the columns of the first rows of both requests."""
+
+    def plant(fake):
+        for column in columns:
+            array = getattr(fake.recorder._slots, column)
+            array[[5 * BLOCK, 3 * BLOCK]] = array[[3 * BLOCK, 5 * BLOCK]]
+
+    return plant
+
+
+def shift(fake):
+    """One row late, in the mirror."""
+    fake.recorder._slots._routes[5 * BLOCK : 6 * BLOCK] = np.roll(
+        fake.recorder._slots._routes[5 * BLOCK :][:BLOCK], 1, 0
+    )
+
+
+def permute(fake):
+    fake.recorder._slots._routes[:] = fake.recorder._slots._routes[:, ::-1].copy()
+
+
+def in_the_sink(*columns):
+    """The rows of one request are added under the other's key and tokens."""
+
+    def plant(fake):
+        sinks, held = fake.recorder.sinks, []
+        add = sinks.add
+
+        def exchanged(request, ask, rows, aux):
+            held.append((request, ask, rows, aux))
+            if len(held) == 2:
+                (request, ask, mine, aux), (others_request, others_ask, others, others_aux) = held
+                add(request, ask, replace(mine, **{c: getattr(others, c) for c in columns}), aux)
+                changed = replace(others, **{c: getattr(mine, c) for c in columns})
+                add(others_request, others_ask, changed, others_aux)
+
+        sinks.add = exchanged
+
+    return plant
+
+
+@pytest.mark.parametrize(
+    "plant, names",
+    [
+        (exchange("_routes"), "2 of 2 sequences: a; b"),
+        (exchange("_routes", "_sums"), "2 of 2 sequences: a; b"),
+        (exchange("_sums"), "2 of 2 sequences: a; b"),
+        (shift, "1 of 2 sequences: a"),
+        (permute, "2 of 2 sequences: a; b"),
+        (in_the_sink("routes"), "2 of 2 sequences: a; b"),
+        (in_the_sink("routes", "sums"), "2 of 2 sequences: a; b"),
+    ],
+    ids=["slots", "slots with sums", "sums", "shift", "layers", "sink", "sink with sums"],
+)
+def test_rows_that_are_exchanged_behind_the_buffer_are_refused(replayed, plant, names):
+    with pytest.raises(ReplayError, match=f"as they were read are not those that left the sampler.*{names}"):
+        replayed(plant)
+
+
+def test_whole_records_that_are_exchanged_in_the_sink_are_refused_by_their_tokens(replayed):
+    with pytest.raises(EngineError, match="another token than it returned .request a, position 0"):
+        replayed(in_the_sink("routes", "sums", "token_ids"))

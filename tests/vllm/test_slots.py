@@ -30,7 +30,8 @@ def write(slots: SlotTable, table: BlockTable, start: int, tokens: list[int], ve
 
 def write_at(slots, at, positions, tokens, version=0, may_repeat=False) -> None:
     routes = np.stack([np.stack([positions, np.asarray(tokens)], -1)] * 2, 1)
-    slots.write(at, positions, np.asarray(tokens), routes, version, may_repeat=may_repeat)
+    sums = np.asarray(tokens, np.uint64) * 1000 + positions.astype(np.uint64)
+    slots.write(at, positions, np.asarray(tokens), routes, sums, version, may_repeat=may_repeat)
 
 
 @pytest.fixture
@@ -46,6 +47,7 @@ def test_rows_come_back_in_the_order_of_positions(slots):
     assert rows.token_ids.tolist() == [11, 12, 13, 14, 15]
     assert rows.routes[:, 0].tolist() == [[1, 11], [2, 12], [3, 13], [4, 14], [5, 15]]
     assert rows.weight_versions.tolist() == [3, 3, 3, 3, 4]
+    assert rows.sums.tolist() == [11001, 12002, 13003, 14004, 15005]
 
 
 def test_a_cached_block_keeps_its_rows(slots):

@@ -17,7 +17,7 @@ Format npy is one .npy file of routes; the forwarded tokens come from a second o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from moe_rl.trace.adapters.envelopes import (
 from moe_rl.trace.adapters.lint import Finding, lint
 from moe_rl.trace.adapters.replies import from_array, from_nemo, from_sglang, from_vllm
 from moe_rl.trace.record import RouteRecord, TraceSpec
+from moe_rl.trace.source_sum import rows_of, signed, total
 from moe_rl.trace.writer import ShardWriter
 from moe_rl.types import RouteRef
 
@@ -77,6 +78,7 @@ def import_lines(path: Path, root: Path, name: str, spec: TraceSpec, form: str) 
     """
     refs: dict[str, RouteRef] = {}
     tokens: dict[str, np.ndarray] = {}
+    sums: dict[str, np.ndarray] = {}
     with ShardWriter(root, name, spec) as writer:
         for where, item in _items(path, form):
             try:
@@ -86,10 +88,13 @@ def import_lines(path: Path, root: Path, name: str, spec: TraceSpec, form: str) 
                 if item.line.parent is not None:
                     earlier = refs[item.line.parent]
                     parent = RouteRef(earlier.key, record.first_row, earlier.parts)
-                refs[record.key] = writer.add(record.key, record.routes, record.token_ids, record.spans, parent=parent)
+                ref = writer.add(record.key, record.routes, record.token_ids, record.spans, parent=parent)
             except TraceError as error:
                 raise TraceError(f"{where}: {error}") from error
-            tokens[record.key] = record.token_ids if before is None else np.concatenate([before, record.token_ids])
+            own = rows_of(record.routes, record.layers, record.token_ids, record.first_row)
+            tokens[ref.key] = record.token_ids if before is None else np.concatenate([before, record.token_ids])
+            sums[ref.key] = own if parent is None else np.concatenate([sums[parent.key][: record.first_row], own])
+            refs[ref.key] = replace(ref, source_sum=total(ref.key, sums[ref.key]))
             if record.aborted:
                 writer.mark_aborted(record.key)
     return list(refs.values())
@@ -108,7 +113,7 @@ def import_npy(
             weight_version=weight_version,
         )
         ref = writer.add(record.key, record.routes, record.token_ids, record.spans)
-    return [ref]
+    return [signed(ref, record.routes, record.layers, record.token_ids)]
 
 
 def lint_lines(path: Path, spec: TraceSpec, form: str) -> Iterator[tuple[str, list[Finding]]]:
