@@ -73,8 +73,8 @@ class GenerateRequest:
     """One completion to sample. `key` is unique in a run and names the sequence in every message and in the trace.
 
     top_k 0, top_p 1 and min_p 0 remove nothing. record: whether its routes are kept. parent: record of the earlier
-    turns that the prompt begins with, all rows of its reference; only the rows behind it are stored. record_from: without a parent, the first
-    position whose row is stored at all.
+    turns that the prompt begins with, all rows of its reference; only the rows behind it are stored. record_from:
+    without a parent, the first position whose row is stored at all.
     """
 
     key: str

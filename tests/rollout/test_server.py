@@ -32,7 +32,7 @@ from moe_rl.rollout.attach import attach_problems, folder_problem
 from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.server import VllmServer
 from moe_rl.trace import TraceStore, validate
-from moe_rl.types import GenerateRequest, RouteRef
+from moe_rl.types import GenerateRequest, RoutePart, RouteRef
 from moe_rl.vllm import api_server
 from moe_rl.vllm.control import GENERATE
 from moe_rl.weights.update import Files

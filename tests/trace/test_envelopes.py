@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_rl.errors import RouteValidationError, TraceError
-from moe_rl.trace import TraceSpec, TraceStore
+from moe_rl.trace import TraceSpec, TraceStore, signed
 from moe_rl.trace.adapters.envelopes import (
     decode_lists,
     decode_nemo,
@@ -110,6 +110,11 @@ def test_nemo_message_leaves_out_the_filler_row_and_refuses_missing_routes():
         from_nemo(message, SPEC, key="a", weight_version=4)
 
 
+def summed(store, ref):
+    record = store.read(ref)
+    return len(ref.source_sum) == 16 and signed(ref, record.routes, record.layers, record.token_ids) == ref
+
+
 @pytest.mark.parametrize("form", FILES)
 def test_files_are_imported_and_read_back(tmp_path, form):
     refs = import_lines(FIXTURES / FILES[form], tmp_path, "shard", SPEC, form)
@@ -117,6 +122,8 @@ def test_files_are_imported_and_read_back(tmp_path, form):
     record = store.read(refs[-1])
     np.testing.assert_array_equal(record.routes, np.sort(ROUTES))
     assert record.token_ids.tolist() == TOKENS
+    # summed up from what was sent, also where a turn continues another one
+    assert all(summed(store, ref) for ref in refs)
     if form != "lists":
         # The second turn stores its own rows only.
         assert store.info(refs[1]).own_rows == 5 and store.info(refs[1]).parent.key == "chat/turn1"
@@ -158,6 +165,7 @@ def test_npy_file_is_imported(tmp_path):
     known = {"key": "one", "weight_version": 2}
     (ref,) = import_npy(tmp_path / "routes.npy", tmp_path / "tokens.npy", tmp_path, "shard", SPEC, **known)
     np.testing.assert_array_equal(TraceStore(tmp_path).read(ref).routes, np.sort(ROUTES))
+    assert summed(TraceStore(tmp_path), ref)
 
 
 def huge_npy(shape: str, dtype: str = "|u1") -> bytes:

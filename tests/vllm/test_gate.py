@@ -24,6 +24,7 @@ from starlette.applications import Starlette
 from moe_rl.errors import MoeRLError
 from moe_rl.trace.record import TraceSpec
 from moe_rl.vllm import gate
+from moe_rl.vllm.route_source import claims
 from moe_rl.vllm.sinks import Sinks
 from moe_rl.weights.update import Holding, decode
 
@@ -95,7 +96,7 @@ class Engine:
         self.sinks.open(sink, folder)
 
     def moe_rl_publish(self, sink: str, sequences: dict, aborted: list) -> dict:
-        return self.sinks.publish(sink, sequences, aborted)
+        return claims(self.sinks.publish(sink, sequences, aborted))
 
     def moe_rl_abandon(self, sink: str) -> None:
         self.sinks.abandon(sink)
