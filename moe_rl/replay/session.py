@@ -413,7 +413,7 @@ class ReplaySession:
         dispatched, read = [], [table.read for _, table in known]
         for number, table in known:
             arrived = [self._arrived[number, layer] for layer in self.layers if (number, layer) in self._arrived]
-            dispatched.append(sum(arrived, table.unreplayed)[: len(table.source or ())])
+            dispatched.append(torch.stack([table.unreplayed, *arrived]).sum(0)[: len(table.source or ())])
         return self.sum_over_share(torch.stack([torch.cat(dispatched), torch.cat(read)])).tolist()
 
     def _check_source(self, dispatched: list[int], read: list[int]) -> None:
