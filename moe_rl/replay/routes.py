@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from moe_rl.errors import ReplayError, TraceError, describe
+from moe_rl.errors import ReplayError, RouteValidationError, TraceError, describe
 from moe_rl.planning.token_layout import padding_experts
 from moe_rl.replay.alignment import RowPlaces
 from moe_rl.replay.checksum import RowSalts, check_source, expected
@@ -69,9 +69,22 @@ def missing_rows(sequence: Sequence) -> int:
 def source_sum(sequence: Sequence) -> int:
     """What the rows of a sequence summed up to when they left the sampler's engine, int64; 0 when none has a route.
 
-    Raises TraceError when its reference does not say.
+    Raises TraceError when its reference does not say, or is another sequence's.
     """
-    return 0 if sequence.routes is None else sum_of(sequence.routes)
+    ref = sequence.routes
+    if ref is None:
+        return 0
+    if ref.key != sequence.key:
+        raise RouteValidationError(
+            describe(
+                "a sequence has the reference of another one",
+                where=f"sequence {sequence.key}",
+                got=f"the routes of {ref.key}",
+                expected=f"those of {sequence.key}",
+                do="keep every sequence together with the reference that came with it",
+            )
+        )
+    return sum_of(ref)
 
 
 def read_routes(

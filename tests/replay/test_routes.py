@@ -105,6 +105,7 @@ def test_from_a_reference_to_its_decoding_are_few_frames(stored):
         (lambda a, b: {"token_ids": a.token_ids + (7,)}, TraceError),  # one token more than was forwarded
         (lambda a, b: {"token_ids": a.token_ids[:-1]}, RouteValidationError),  # one less
         (lambda a, b: {"routes": None}, TraceError),
+        (lambda a, b: {"routes": dataclasses.replace(a.routes, source_sum="")}, TraceError),
         (lambda a, b: {"routes": dataclasses.replace(a.routes, key="s1")}, TraceError),
         (lambda a, b: {"routes": dataclasses.replace(a.routes, start=1)}, TraceError),
         (
