@@ -303,6 +303,10 @@ TESTED = (
         BEFORE_SAMPLING, REFUSED,
         "tests/megatron/test_wrong_exports.py::test_every_wrong_export_is_named_before_the_update_is_final",
         "tests/megatron/test_wrong_exports.py::test_what_is_no_longer_the_checkpoint_is_named_at_the_start"),
+    _by("two runs use one server, while the first trains or samples", "P6, P5", "a second run takes the server",
+        "server and client of the first run", "SamplerGone", "address, and that another run took it", BEFORE_SAMPLING,
+        "the first run ends, the second goes on",
+        "tests/rollout/test_server.py::test_a_second_run_takes_the_server_and_the_first_is_told"),
     # P7: replay is exact or refused
     _by("k wrong, ids out of range or twice, rows missing or too many, other tokens, other weights", "P7", "a record",
         "validator", "RouteValidationError", "request, token, layer", BEFORE_UPDATE, REFUSED,
