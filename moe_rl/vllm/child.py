@@ -7,19 +7,23 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from moe_rl.disk import reason
 from moe_rl.errors import EngineError, MoeRLError, WeightSyncError, describe
 from moe_rl.messages import Channel
 from moe_rl.types import Completion, GenerateRequest, RouteRef
 from moe_rl.vllm import arguments, sampling, wire
+from moe_rl.vllm.process import outlive_a_full_log
 from moe_rl.vllm.recording import Recording, RecordingRequest
 from moe_rl.vllm.route_source import NativeSource, WorkerSource
 from moe_rl.vllm.sampling import Growing
@@ -35,6 +39,7 @@ _DISCARDS_WEIGHTS = 2
 def main() -> int:
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     _die_with(parent)
+    outlive_a_full_log()
     # Schedulers send it to every process of a job: the trainer says when this one ends.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=descriptor), wire.CALLS)
@@ -310,7 +315,7 @@ def _parameters(request: GenerateRequest, ask: RecordingRequest | None, grows: b
 
 
 def _message(error: Exception) -> str:
-    return str(error) if isinstance(error, MoeRLError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, MoeRLError) else reason(error, Path(tempfile.gettempdir()))
 
 
 def _die_with(parent: int) -> None:

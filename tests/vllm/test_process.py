@@ -8,6 +8,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
+
 from moe_rl.vllm.process import Scratch
 
 HOLD = "import sys; from moe_rl.vllm.process import Scratch; print(Scratch().name, flush=True); sys.stdin.read()"
@@ -51,3 +53,21 @@ def test_memory_that_workers_shared_goes_with_it(tmp_path, monkeypatch):
     finally:
         for path in shared:
             path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("outlive", [True, False])
+def test_a_process_does_not_die_of_what_it_prints_on_a_full_disk(tmp_path, outlive):
+    """The engine that cannot write its log must still tell the trainer that the disk is full."""
+    code = (
+        "import resource, sys, traceback; from moe_rl.vllm.process import outlive_a_full_log\n"
+        f"{'outlive_a_full_log()' if outlive else ''}\n"
+        "print('before', flush=True)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20))\n"
+        "try:\n    1 / 0\nexcept ZeroDivisionError:\n    traceback.print_exc(); print('x' * 99)\n"
+        "sys.exit(7)\n"
+    )
+    with (tmp_path / "log").open("wb") as log:
+        done = subprocess.run([sys.executable, "-u", "-c", code], stdout=log, stderr=log, timeout=60)
+    assert (done.returncode == 7) == outlive
+    text = (tmp_path / "log").read_text()
+    assert text.startswith("before\n") and len(text) <= 20  # the witness: the limit struck
