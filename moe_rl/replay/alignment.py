@@ -397,8 +397,12 @@ def _sums_of(sample: Sample, experts: int) -> _Sums:
     both, alike = (record * witness[other]).sum(2), (witness * witness[other]).sum(2)
     told = (alike < top_k).float()
     score = (own > both).float() + 0.5 * (own == both)
+    by_shift = [torch.stack([one[part] for one in counted]) for part in range(4)]
     return _Sums(
-        *(torch.stack([one[part] for one in counted]) for part in range(4)),
+        rows=by_shift[0],
+        score=by_shift[1],
+        shared=by_shift[2],
+        compared=by_shift[3],
         own=own.sum(0),
         unrelated_rows=told.sum(0),
         unrelated_score=(score * told).sum(0),

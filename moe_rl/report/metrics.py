@@ -204,7 +204,7 @@ ALL = (
         "routing/shadow_mismatch of one MoE layer. The name is the layer's global number.",
         "One layer far above its neighbours: its gate's weights or precision differ between the engines.",
         "when measured", modes=("r3",)),
-    Metric("routing/witnessed_rows", "count", "higher",
+    Metric("rollout/witnessed_rows", "count", "higher",
         "Recorded rows of this step whose experts, as read back from the slots, were proven to be the top-k of the "
         "logits that the routers of the sampler were given.",
         "0: nobody saw the routers' logits. That is so in a compiled forward pass, with pipeline stages or speculative "

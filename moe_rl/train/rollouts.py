@@ -155,7 +155,7 @@ class Rollouts:
         metrics |= {
             "trace/bytes": trace_bytes,
             "trace/bytes_per_token": trace_bytes / sum(routes.rows for routes in recorded),
-            "routing/witnessed_rows": max(0, self._witnessed() - before),
+            "rollout/witnessed_rows": max(0, self._witnessed() - before),
             "group/zero_variance": same,
             "group/zero_variance_fraction": same / len(groups),
         }

@@ -102,7 +102,7 @@ def metrics(step: int, replay: bool = True, native: bool = False, total: int = 4
         "throughput/trained_tokens_per_second": 256 * (length + 12) / train,
         "trace/bytes_per_token": 33.4,
         "trace/bytes": 33.4 * 256 * (length + 11),
-        "routing/witnessed_rows": 352,
+        "rollout/witnessed_rows": 352,
         "sync/canary_abs_diff": 0.006 + 0.002 * rng.random(),
         "sync/canary_recorded": 1.0,
         "sync/bytes": 7_340_032,
