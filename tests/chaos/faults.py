@@ -80,40 +80,28 @@ _ALIGNMENT = "alignment of the record with the trainer's own choice"
 _VALIDATOR = "validator"
 _CHECKSUM = "checksum from the engine's buffer to the dispatcher"
 
+_AT_LOGITS = "recorder: some rows against the logits that the routers saw"
+_NOT_CHOSEN = "A row is not what the router chose by its logits"
 ROUTES = (
-    _in_lab(
-        "recorder: rows one token late", "P7", _BUFFER, _ALIGNMENT, "ReplayError", "have rows 1 token too late",
-        "No update was made with these",
+    *(
+        _in_lab(name, "P7", _BUFFER, _AT_LOGITS, "EngineError", _NOT_CHOSEN, "request s")
+        for name in (
+            "recorder: rows one token late",
+            "recorder: rows of two requests of different prompts swapped",
+            "recorder: rows of two requests of one prompt swapped",
+            "recorder: two layers swapped",
+            "recorder: every row is that of the request's first token",
+        )
     ),
-    _in_lab(
-        "recorder: one layer constant", "P7", _BUFFER, _VALIDATOR, "RouteValidationError",
-        f"layer {LAYER} has the same routes for every token", "got [0, 1, 2, 3]",
+    *(
+        _in_lab(name, "P7", _BUFFER, _AT_LOGITS, "EngineError", _NOT_CHOSEN, f"layer {LAYER}")
+        for name in (
+            "recorder: one layer constant",
+            "recorder: one layer constant, of a set in the middle",
+            "recorder: a layer gets the next one's rows",
+        )
     ),
-    _in_lab(
-        "recorder: one layer constant, of a set in the middle", "P7", _BUFFER, _ALIGNMENT, "ReplayError",
-        f"layer {LAYER} has",
-    ),
-    _in_lab(
-        "recorder: rows of two requests of different prompts swapped", "P7", _BUFFER, _ALIGNMENT, "ReplayError",
-        "recorded routes are not those of the rows", "has other rows at tokens",
-    ),
-    _in_lab(
-        "recorder: rows of two requests of one prompt swapped", "P7", _BUFFER, _ALIGNMENT, "ReplayError",
-        "recorded routes are not those of the rows",
-    ),
-    _in_lab(
-        "recorder: a layer gets the next one's rows", "P7", _BUFFER, _VALIDATOR, "RouteValidationError",
-        "two layers have the same routes", f"layers {LAYER} and {OTHER_LAYER}",
-    ),
-    _in_lab(
-        "recorder: two layers swapped", "P7", _BUFFER, _ALIGNMENT, "ReplayError",
-        f"layer {LAYER} has the rows of layer {OTHER_LAYER}", f"layer {OTHER_LAYER} has the rows of layer {LAYER}",
-    ),
-    _in_lab(
-        "recorder: every row is that of the request's first token", "P7", _BUFFER, _VALIDATOR, "RouteValidationError",
-        "routes are the same for every token", "request s",
-    ),
-)  # fmt: skip
+)
 
 LAYOUTS = (
     Fault(
