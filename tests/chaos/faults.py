@@ -78,6 +78,7 @@ def _by(name: str, promise: str, planted: str, notices: str, error: str, says: s
 _BUFFER = "engine: the step's experts, as they leave the routers"
 _ALIGNMENT = "alignment of the record with the trainer's own choice"
 _VALIDATOR = "validator"
+_LEFT = "are not those that left the sampler's engine"
 _CHECKSUM = "checksum from the engine's buffer to the dispatcher"
 
 _AT_LOGITS = "recorder: some rows against the logits that the routers saw"
@@ -101,9 +102,26 @@ ROUTES = (
             "recorder: a layer gets the next one's rows",
         )
     ),
-)
+    _in_lab(
+        "sink: rows of two sequences of equal length swapped", "P7", "engine: between the KV slots and the shard",
+        _CHECKSUM, "ReplayError", _LEFT, names_harmed=True,
+    ),
+    _in_lab(
+        "trainer: routes of two sequences swapped after validation", "P7",
+        "trainer: after the store and the validator, before the tables", _CHECKSUM, "ReplayError",
+        _LEFT, names_harmed=True,
+    ),
+)  # fmt: skip
 
+_SWAPPED = "trainer: routes of two sequences swapped after validation"
 LAYOUTS = (
+    *(
+        Fault(
+            f"{_SWAPPED} ({layout})", "P7, P11", "both ranks: before the tables", _CHECKSUM, "ReplayError", (_LEFT,),
+            BEFORE_UPDATE, MENDED, "layouts", names_harmed=True,
+        )
+        for layout in ("TP 2", "CP 2", "PP 2", "EP 2")
+    ),
     Fault(
         "trainer: R2 routes one row late after they were recorded (R2)", "P7",
         "both ranks: between recording and replay",
@@ -319,6 +337,9 @@ TESTED = (
         "tests/replay/test_alignment.py::test_a_layer_with_other_rows_is_named_with_what_they_are",
         "tests/replay/test_alignment.py::test_rows_of_two_sequences_of_equal_length_swapped",
         "tests/replay/test_alignment.py::test_a_wrong_piece_of_a_long_sequence_is_named"),
+    _by("any expert, row, layer, token or request exchanged on the way", "P7", "recorder, sink, store, reader, tables",
+        _CHECKSUM, "ReplayError", "the sequences", BEFORE_UPDATE, REFUSED,
+        "tests/trace/test_source_sum.py::test_any_change_on_the_way_changes_it"),
     # P8: a failed verifier is no reward
     _by("a verifier that raises, hangs, dies, forks, floods, or gives NaN, text, or a sum that is too large", "P8",
         "verifier", "rank 0", "RewardError", "function, completion, what it did",
