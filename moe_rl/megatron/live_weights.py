@@ -90,17 +90,19 @@ def content(
     late: dict[str, torch.Tensor] = {}
     first_dense, first_experts = world.holds_first_replica()
     owners = {p: one for one in optimizers if isinstance(one, DistributedOptimizer) for p in one.model_param_gbuf_map}
-    for parameter, pieces in _parameters(chunks, facts, parts):
-        of_expert, is_cut = ".mlp.experts." in pieces[0][0], _is_cut(parameter)
-        alone = is_cut or _first_of_copies(of_expert)
-        for part, values in pieces:
-            held.add(part, values, stored_dtype(part, dtype))
-            at = parts[part]
-            (expert if of_expert else dense)[at] = True
-            copied[at] = not is_cut
-            counted[at] = alone and (first_experts if of_expert else first_dense)
-        if updated and (main := getattr(parameter, "main_param", None)) is not None:
-            late |= dict.fromkeys((part for part, _ in pieces), _is_late(parameter, main, owners))
+    # Thousands of small calls: none asks for a device, and each costs twice as much under the CPU back end's mode.
+    with torch._C.DisableTorchFunction():
+        for parameter, pieces in _parameters(chunks, facts, parts):
+            of_expert, is_cut = ".mlp.experts." in pieces[0][0], _is_cut(parameter)
+            alone = is_cut or _first_of_copies(of_expert)
+            for part, values in pieces:
+                held.add(part, values, stored_dtype(part, dtype))
+                at = parts[part]
+                (expert if of_expert else dense)[at] = True
+                copied[at] = not is_cut
+                counted[at] = alone and (first_experts if of_expert else first_dense)
+            if updated and (main := getattr(parameter, "main_param", None)) is not None:
+                late |= dict.fromkeys((part for part, _ in pieces), _is_late(parameter, main, owners))
     table = held.content().table
     dense, expert, counted, copied = torch.tensor((dense, expert, counted, copied), device=device)
     stale = torch.zeros(len(parts), dtype=torch.bool, device=device)
