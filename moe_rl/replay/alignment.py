@@ -204,9 +204,10 @@ class Misplaced:
 class Alignment:
     """What the tests of a pass found on this rank.
 
-    layers: those that are wrong. sequences: pieces of sequences that are, one text each. power: share of the (row,
-    layer) positions that lie in a layer and in a piece of which a fault would have been told. margin: by how much more
-    of its experts a layer shares with its own row of the witness than with the best other one; of the worst layer.
+    layers: those that are wrong. sequences: prompts, completions or pieces of sequences that are, one text each. power:
+    share of the (row, layer) positions that lie in a layer and in a piece of which a fault would have been told.
+    margin: by how much more of its experts a layer shares with its own row of the witness than with the best other
+    one; of the worst layer.
     """
 
     layers: tuple[Misplaced, ...] = ()
@@ -308,13 +309,16 @@ class AlignmentTest:
         sums = _sum(samples, experts)
         top_k = samples[0].record.shape[2]
         found, judged, margin = _judge(sums, self._layers, top_k)
-        found += self._neighbours(pairs, experts, {fault.layer for fault in found})
         unrelated = float(sums.unrelated_shared.sum()) / max(1.0, float(sums.unrelated_rows.sum())) / top_k
         wrong, seen_rows = _pieces(shared, self._places, names, top_k, unrelated)
+        wrong = self._neighbours(pairs, experts) + wrong
         return Alignment(found, wrong, sum(judged) / len(self._layers) * seen_rows, margin)
 
-    def _neighbours(self, pairs: Seq[tuple[Tensor, Tensor]], experts: int, known: set[int]) -> tuple[Misplaced, ...]:
-        """The layers whose record agrees no better with its own row than with that of another sequence."""
+    def _neighbours(self, pairs: Seq[tuple[Tensor, Tensor]], experts: int) -> tuple[str, ...]:
+        """What prompts or completions have where their rows agree no better with their own than with another one's.
+
+        A row counts once, with the mean of its layers: they err together.
+        """
         if not len(self._pairs.row):
             return ()
         record, witness = (
@@ -329,20 +333,19 @@ class AlignmentTest:
         top_k = float(witness[0, 0].sum())
         other = witness[:, partner]
         own, both, alike = (record * witness).sum(2), (record * other).sum(2), (witness * other).sum(2)
-        score = (own > both).double() + 0.5 * (own == both)
-        columns = []
-        for kind in (~completion, completion):
-            told = ((alike < top_k) & kind).double()
-            columns += [told.sum(1), (score * told).sum(1), (own * told).sum(1), (both * told).sum(1)]
-        counts = torch.stack(columns).cpu().tolist()
-        needed, found = math.log(2 * len(self._layers) / FALSE_ALARM), []
-        for at, layer in enumerate(self._layers):
-            for what, (rows, score_of, mine, theirs) in (("prompts", counts[:4]), ("completions", counts[4:])):
-                told = rows[at]
-                if told * _SEEN >= needed and score_of[at] < _THRESHOLD * told and layer not in known:
-                    shares = (one[at] / told / top_k for one in (mine, theirs))
-                    found.append(Misplaced(layer, f"rows of other {what}", *shares))
-                    break
+        told = (alike < top_k).double()  # [L, M]
+        layers = told.sum(0).clamp(min=1)
+        score = (((own > both).double() + 0.5 * (own == both)) * told).sum(0) / layers
+        shares = ((own * told).sum(0) / layers / top_k, (both * told).sum(0) / layers / top_k)
+        counted = torch.stack([told.any(0).double(), score, *shares])  # [4, M]
+        totals = [(counted * kind).sum(1) for kind in (~completion, completion)]
+        found, needed = [], math.log(2 / FALSE_ALARM)
+        for what, (rows, won, mine, theirs) in zip(
+            ("prompts", "completions"), torch.stack(totals).tolist(), strict=True
+        ):
+            if rows * _SEEN >= needed and won < _THRESHOLD * rows:
+                agree = f"{theirs / rows:.2f} of the experts agree with the row at the same place of another one"
+                found.append(f"{what} have the rows of other {what}: {agree}, {mine / rows:.2f} with their own")
         return tuple(found)
 
 

@@ -230,7 +230,7 @@ def microbatch_routes(
             names[: len(table.source)],
             table.read.tolist(),
             table.source,
-            where=f"microbatch of {', '.join(names)}",
+            where=f"reading a microbatch of {len(table.source)} sequences",
             what="as they were read",
             do="sample the sequences again; look for what changes the trace between the recorder and the trainer",
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tests.chaos.plants import EXPERT, LAYER, OTHER_EXPERT, OTHER_LAYER, STALE_TENSOR
+from tests.chaos.plants import EXPERT, LAYER, OTHER_EXPERT, OTHER_LAYER, STALE_TENSOR, UNWATCHED
 
 BEFORE_UPDATE = "in that step, before its first update"
 BEFORE_SAMPLING = "in that step, before anything is sampled"
@@ -83,6 +83,7 @@ _CHECKSUM = "checksum from the engine's buffer to the dispatcher"
 
 _AT_LOGITS = "recorder: some rows against the logits that the routers saw"
 _NOT_CHOSEN = "A row is not what the router chose by its logits"
+_OTHER_ROWS = "recorded routes are not those of the rows"
 ROUTES = (
     *(
         _in_lab(name, "P7", _BUFFER, _AT_LOGITS, "EngineError", _NOT_CHOSEN, "request s")
@@ -100,6 +101,33 @@ ROUTES = (
             "recorder: one layer constant",
             "recorder: one layer constant, of a set in the middle",
             "recorder: a layer gets the next one's rows",
+        )
+    ),
+    # What is left where nobody sees the routers' logits.
+    *(
+        _in_lab(f"recorder: {what}{UNWATCHED}", "P7", _BUFFER, _ALIGNMENT, "ReplayError", _OTHER_ROWS, *says)
+        for what, *says in (
+            ("rows one token late", "have rows 1 token too late", "No update was made with these"),
+            ("one layer constant, of a set in the middle", f"layer {LAYER} has the same experts for every token"),
+            ("rows of two requests of different prompts swapped", "completions have the rows of other completions"),
+            ("rows of two requests of one prompt swapped", "completions have the rows of other completions"),
+            (
+                "two layers swapped",
+                f"layer {LAYER} has the rows of layer {OTHER_LAYER}",
+                f"layer {OTHER_LAYER} has the rows of layer {LAYER}",
+            ),
+        )
+    ),
+    *(
+        _in_lab(f"recorder: {what}{UNWATCHED}", "P7", _BUFFER, _VALIDATOR, "RouteValidationError", *says)
+        for what, *says in (
+            ("one layer constant", f"layer {LAYER} has the same routes for every token", "got [0, 1, 2, 3]"),
+            (
+                "a layer gets the next one's rows",
+                "two layers have the same routes",
+                f"layers {LAYER} and {OTHER_LAYER}",
+            ),
+            ("every row is that of the request's first token", "routes are the same for every token", "request s"),
         )
     ),
     _in_lab(

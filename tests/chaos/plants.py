@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 # (fault, module, name in it, what makes the faulty function of the sound one)
@@ -29,6 +30,8 @@ _PLANTS: list[tuple[str, str, str, Callable]] = []
 LAYER, OTHER_LAYER = 3, 4
 EXPERT, OTHER_EXPERT = 4, 5
 GATE = "model.layers.{}.mlp.gate.weight"
+UNWATCHED = ", logits unseen"
+"""Behind the name of a fault: nobody compares the rows with the logits that the routers saw."""
 RANK = " on rank "
 """Behind the name of a fault: it is planted in that rank alone."""
 FORGET = "an engine that takes the next update as its first"
@@ -140,26 +143,34 @@ def _change(module, attribute: str, fault: str, make: Callable) -> None:
 
 
 def _at_the_source(fault: str):
-    """Decorate a change of the step's captured experts: change(recorder, scheduled, rows [T, L, K] in place)."""
+    """Decorate a change of the step's captured experts: change(recorder, scheduled, rows [T, L, K] in place).
+
+    The fault is there twice: the second time nobody sees the routers' logits, as in a compiled forward pass.
+    """
 
     def register(change: Callable) -> Callable:
-        @in_function(fault, "moe_rl.vllm.recorder", "Recorder.after_forward")
-        def make(after_forward):
-            def changed(recorder, scheduled):
-                count = scheduled.total_num_scheduled_tokens
-                if count:
-                    rows = recorder._capture.buffer[:count]
-                    before = rows.clone()
-                    change(recorder, scheduled, rows)
-                    if (rows != before).any():
-                        fires(fault)
-                return after_forward(recorder, scheduled)
-
-            return changed
-
+        for name in (fault, fault + UNWATCHED):
+            in_function(name, "moe_rl.vllm.recorder", "Recorder.after_forward")(partial(_changed, name, change))
+        in_function(fault + UNWATCHED, "moe_rl.vllm.router_witness", "RouterWitness.check")(
+            lambda check: lambda witness, request, rows: 0
+        )
         return change
 
     return register
+
+
+def _changed(fault: str, change: Callable, after_forward: Callable) -> Callable:
+    def changed(recorder, scheduled):
+        count = scheduled.total_num_scheduled_tokens
+        if count:
+            rows = recorder._capture.buffer[:count]
+            before = rows.clone()
+            change(recorder, scheduled, rows)
+            if (rows != before).any():
+                fires(fault)
+        return after_forward(recorder, scheduled)
+
+    return changed
 
 
 def _runs(recorder, scheduled) -> Iterable[tuple[str, slice]]:
