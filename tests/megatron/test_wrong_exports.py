@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_rl.errors import WeightSyncError
+from moe_rl.trace import signed
 from moe_rl.weights.digest import tensor_digests
 from tests.distributed.families.data import MODELS, write_checkpoint
 from tests.support.wrong_exports import FAULTS, START, plant
@@ -144,9 +146,12 @@ def test_a_float32_trainer_is_held_against_the_checkpoint_in_the_precision_that_
 def untouched(run, experts):
     """Routes that never choose one of the last experts."""
     rng = np.random.default_rng(3)
-    for routes in run.trial.routes:
+    for at, (sequence, routes) in enumerate(zip(run.trial.sequences, run.trial.routes, strict=True)):
         chosen = rng.random((*routes.shape[:2], experts)).argsort(-1)
         routes[:] = chosen[..., : routes.shape[2]]
+        fed = np.array((sequence.prompt_token_ids + sequence.token_ids)[:-1])
+        ref = signed(sequence.routes, routes, run.trial.facts.moe_layers, fed)
+        run.trial.sequences[at] = replace(sequence, routes=ref)
     run.trial.tables = [run.trial._table(microbatch) for microbatch in run.trial.microbatches]
 
 
