@@ -380,7 +380,7 @@ OVERLAPPED_VPP2 = (TP2_EP2 | VPP2, OVERLAP)
     ids=lambda value: name(value) if isinstance(value, Case) else "",
 )
 def test_a_planted_fault_is_refused_and_named_under_plans(proven, case, messages):
-    assert proven.ranks(case)[-1]["fired"]
+    assert any(rank["fired"] for rank in proven.ranks(case))
     for rank, message in zip(proven.ranks(case), messages, strict=True):
         if message in (None, "deserted"):
             assert rank["error"] is None and rank["deserted"] == (message == "deserted")
