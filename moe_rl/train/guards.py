@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from moe_rl.config.schema import Config, GuardsConfig
-from moe_rl.errors import CollapseError, NonFiniteError, WeightSyncError, describe
+from moe_rl.errors import CheckpointError, CollapseError, NonFiniteError, WeightSyncError, describe
 from moe_rl.megatron.policy import UpdateResult
 from moe_rl.train.canary import Heard
 
@@ -40,7 +40,17 @@ class Guards:
         return {"skipped": self.skipped, "lost": self.lost, "canary": [list(one) for one in self.canary]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` returned."""
+        """Go on from what `state` returned. Raises CheckpointError for what another version returned."""
+        if state.keys() != self.state().keys():
+            raise CheckpointError(
+                describe(
+                    "a checkpoint was written by another version of moe_rl",
+                    where="state of the guards",
+                    got=", ".join(sorted(state)),
+                    expected=", ".join(sorted(self.state())),
+                    do="go on with the version that wrote it, or begin a new run",
+                )
+            )
         self.skipped, self.lost = state["skipped"], state["lost"]
         self.canary = [(int(version), float(value)) for version, value in state["canary"]]
 

@@ -9,7 +9,7 @@ import pytest
 
 from moe_rl.config.load import load_config
 from moe_rl.config.schema import GuardsConfig
-from moe_rl.errors import NonFiniteError, WeightSyncError
+from moe_rl.errors import CheckpointError, NonFiniteError, WeightSyncError
 from moe_rl.train.canary import Heard
 from moe_rl.train.guards import Guards, computes_alike
 
@@ -169,3 +169,8 @@ def test_the_history_outlives_a_restart_and_the_version_that_is_scored_again():
     for guard in (straight, resumed):
         with pytest.raises(WeightSyncError, match="the last 6 syncs"):
             guard.after_sync(6, heard(0.2))
+
+
+def test_the_counts_of_another_version_are_refused():
+    with pytest.raises(CheckpointError, match="another version .* got lost, skipped, expected canary, lost, skipped"):
+        guards().restore({"skipped": 0, "lost": 0})
