@@ -29,7 +29,7 @@ demo: $(READY) ## teach a small Qwen3-MoE arithmetic on this CPU, with routing r
 test: $(READY) ## run the test suite, less what chaos runs
 	@$(VENV)/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
-chaos: $(READY) ## plant faults into real runs and see that each is named: see docs/chaos.md
+chaos: $(READY) ## plant faults into real runs and see that each is named: see docs/internals/chaos.md
 	@$(VENV)/bin/python -m pytest -q -m chaos tests/chaos
 
 test-all: test chaos ## run every test

@@ -1,9 +1,9 @@
-"""Does replay keep a run stable? `python benchmarks/stability_study.py --work DIR [--json FILE] [--write docs]`.
+"""Does replay keep a run stable? `python benchmarks/stability_study.py --work DIR [--json FILE] [--write DOCS]`.
 
 The main job, whole, again and again: GRPO and GSPO, without replay, with R2 and with R3, with 1, 2 and 4 updates on
 each rollout batch, each with several seeds, as configs/stability_study.yaml says: a sampler of lower precision than the
 trainer. DIR keeps the result of each run; a study that was interrupted goes on from there. --write puts the table and
-the plots into docs/stability_study.md and beside it.
+the plots into stability_study.md and beside it, in the folder DOCS (docs/measurements).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, required=True, metavar="DIR", help="keeps the result of each run")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, each wants a core")
-    parser.add_argument("--write", type=Path, metavar="DOCS", help="folder of stability_study.md")
+    parser.add_argument("--write", type=Path, metavar="DOCS", help="folder of stability_study.md: docs/measurements")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)

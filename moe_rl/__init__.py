@@ -1,7 +1,8 @@
 """Routing replay and GSPO for mixture-of-experts models: vLLM samples, Megatron-core trains.
 
-The names below are the public API, shown at work in docs/library.md. Importing `moe_rl` imports none of them: each is
-looked up when it is asked for, and brings torch, vLLM or Megatron with it only then. `__init__.pyi` has their types.
+The names below are the public API; docs/howto/library.md shows each at work. `import moe_rl` imports none of them: a
+name is looked up when it is first used, and only then brings torch, vLLM or Megatron with it. `__init__.pyi` has their
+types.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""The public API: the examples of docs/library.md print what the page shows, and a checker knows their types."""
+"""The public API: the examples of docs/howto/library.md print what the page shows, and a checker knows their types."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import moe_rl
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs/library.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/howto/library.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 

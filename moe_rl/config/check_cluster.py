@@ -45,7 +45,7 @@ def start_problems(config: Config) -> Iterator[str]:
             where=f"cluster.engines is {cluster.engines}, cluster.gpus_per_engine is {cluster.gpus_per_engine}",
             got="no servers",
             expected=f"{cluster.engines}",
-            do="start them with moe-rl serve --config and name them, see docs/cluster.md",
+            do="start them with moe-rl serve --config and name them, see docs/howto/cluster.md",
         )
 
 

@@ -53,7 +53,7 @@ class ModelConfig(Section):
 
     path: Location
     """Folder of a Hugging Face checkpoint: config.json, safetensors, tokenizer.json. For families see
-    docs/models.md."""
+    docs/reference/models.md."""
     published: Location | None = None
     """The figures of the published config.json, as configs/models has them. Where `path` is not on this machine, --plan
     takes the model from here; where it is, it must be this model."""
@@ -134,7 +134,7 @@ class GuardsConfig(Section):
     the next token is sampled. null: 1e-4 where both compute in float32 on the same weights, whose rounding is 1e-6 to
     1e-5; otherwise 1, as tiny bfloat16 models stay below 0.3, and layers or experts that changed places give 1 to 6.
     With null a run also ends, below the limit, when the difference is far above what its own last syncs had
-    (docs/weight_sync.md)."""
+    (docs/internals/weight_sync.md)."""
 
 
 class ClusterConfig(Section):

@@ -61,7 +61,7 @@ def _objective() -> Iterator[str]:
     default = Config.model_fields["objective"].default.name
     yield f"""\
 The policy loss and what goes with it. `name` chooses the loss, `{default}` where it is left out. A key of another loss
-is refused, unless it is null. Formulas and denominators stand in docs/objectives.md.
+is refused, unless it is null. Formulas and denominators stand in docs/concepts/objectives.md.
 """
     shared = {key: field for key, field in ObjectiveConfig.model_fields.items() if key != "name"}
     yield _table(shared)

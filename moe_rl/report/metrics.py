@@ -1,6 +1,6 @@
 """Lists every number that a run reports: its name, unit and direction, what it means, and what a bad value means.
 
-The order is that of docs/metrics.md. `registry.py` holds runs to this list.
+The order is that of docs/reference/metrics.md. `registry.py` holds runs to this list.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ ALL = (
         "Recorded rows of this step whose experts, as read back from the slots, were proven to be the top-k of the "
         "logits that the routers of the sampler were given.",
         "0: nobody saw the routers' logits. That is so in a compiled forward pass, with pipeline stages or speculative "
-        "decoding, and under rollout.capture: native. See docs/recording.md."),
+        "decoding, and under rollout.capture: native. See docs/internals/recording.md."),
     Metric("routing/alignment_power", "fraction", "higher",
         "Fraction of the (token, MoE layer) positions of which this step's alignment test would have told that their "
         "routes are another token's, layer's or sequence's: those in a layer and in a piece of a sequence that show "

@@ -1,7 +1,7 @@
 """Holds a run to the list of its metrics, `metrics.py`, and writes that list for readers.
 
 A metric that is not in it cannot be logged and one that is promised every step cannot be left out, so the list is the
-truth. `python -m moe_rl.report.registry > docs/metrics.md` writes the document.
+truth. `python -m moe_rl.report.registry > docs/reference/metrics.md` writes the document.
 """
 
 from __future__ import annotations
@@ -103,11 +103,11 @@ _ROOMS = {
 
 
 def metrics_markdown() -> str:
-    """docs/metrics.md, generated. A test holds the file against it."""
+    """docs/reference/metrics.md, generated. A test holds the file against it."""
     lines = [
         "# Metrics",
         "",
-        "Generated from `moe_rl/report/metrics.py` by `python -m moe_rl.report.registry > docs/metrics.md`.",
+        "Generated from `moe_rl/report/metrics.py` by `python -m moe_rl.report.registry > docs/reference/metrics.md`.",
         "",
         'Each training step is one line of `metrics.jsonl` with `"kind": "train"`, each evaluation one with '
         '`"kind": "eval"`. A value that is not finite is written as `null` and its key is listed under '

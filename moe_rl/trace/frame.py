@@ -1,4 +1,4 @@
-"""One record as bytes: a frame of head and sections. docs/trace_format.md has every byte.
+"""One record as bytes: a frame of head and sections. docs/reference/trace_format.md has every byte.
 
     magic | varint body length | body | checksum of the body    <- the head; the checksum is the record's digest
     token blocks | chunks | expert counts | aux arrays          <- the sections, each with a checksum in the body

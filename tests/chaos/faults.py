@@ -1,6 +1,6 @@
 """The list of planted faults: what is harmed and where, who notices, what is said, how soon, and what then.
 
-docs/chaos.md is written from it: python -m tests.chaos.table > docs/chaos.md
+docs/internals/chaos.md is written from it: python -m tests.chaos.table > docs/internals/chaos.md
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Scene = Literal["lab", "layouts", "chain", "second", "folder", "tests"]
 class Fault:
     """A planted fault.
 
-    name: what `plants.py` calls it. promise: of docs/chaos.md, the ones it is a proof of. planted: process and place.
-    notices: who refuses it. error: class of the error, "" where the run does not end. says: what its message must hold;
-    "{run}" stands for the run's folder. names_harmed: the message must also name one of the things that were harmed.
-    status: exit status of the rank that tells. silent: nobody says anything yet. soon, after: in words. tests: node
-    ids, for the scene "tests".
+    name: what `plants.py` calls it. promise: the promises of docs/internals/chaos.md that it proves. planted: process
+    and place. notices: who refuses it. error: class of the error, "" where the run does not end. says: what its message
+    must hold; "{run}" stands for the run's folder. names_harmed: the message must also name one of the things that were
+    harmed. status: exit status of the rank that tells. silent: nobody says anything yet. soon, after: in words. tests:
+    node ids, for the scene "tests".
     """
 
     name: str

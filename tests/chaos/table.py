@@ -1,6 +1,6 @@
-"""Writes docs/chaos.md from the list of faults.
+"""Writes docs/internals/chaos.md from the list of faults.
 
-python -m tests.chaos.table > docs/chaos.md
+python -m tests.chaos.table > docs/internals/chaos.md
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ planted by that test, which `make test` runs; the others say where in `tests/cha
   its metrics, prompt ledger and tensors are those of the run that nobody touched.
 - folder: a run's folder is damaged while nobody runs.
 
-This page is written from the list in `tests/chaos/faults.py` by `python -m tests.chaos.table > docs/chaos.md`.
+`python -m tests.chaos.table > docs/internals/chaos.md` writes this page from the list in `tests/chaos/faults.py`.
 
 """
 

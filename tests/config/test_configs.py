@@ -101,7 +101,7 @@ def test_the_documented_memory_is_the_planned_one(name):
     (smaller, plan, _), (larger, other, _) = planned(name), planned(f"{name}_141gb")
     cells = (name, smaller.cluster.gpus, f"{plan.fullest.total_bytes / 2**30:.1f}")
     cells += (larger.cluster.gpus, f"{other.fullest.total_bytes / 2**30:.1f}")
-    assert f"| {' | '.join(map(str, cells))} |" in (ROOT / "docs/planning.md").read_text()
+    assert f"| {' | '.join(map(str, cells))} |" in (ROOT / "docs/howto/plan.md").read_text()
 
 
 def test_a_checkpoint_must_be_the_published_model(config_file, model, tmp_path):

@@ -1,5 +1,5 @@
-"""The launch files of docs/cluster.md: their shell runs, with stand-ins for what a cluster has, and comes to commands
-that our argument parsers take, for the config that they name."""
+"""The launch files of docs/howto/cluster.md: their shell runs, with stand-ins for what a cluster has, and comes to
+commands that our argument parsers take, for the config that they name."""
 
 from __future__ import annotations
 

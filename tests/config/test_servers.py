@@ -53,7 +53,7 @@ def test_what_is_no_fleet_is_refused(overrides, said):
 def test_a_cluster_of_several_engines_is_not_started_without_them():
     started = lambda *overrides: list(start_problems(load_config(CONFIG, list(overrides))))  # noqa: E731
     (problem,) = started(CLUSTER)
-    assert "cluster.engines is 2, cluster.gpus_per_engine is 2" in problem and "docs/cluster.md" in problem
+    assert "cluster.engines is 2, cluster.gpus_per_engine is 2" in problem and "docs/howto/cluster.md" in problem
     assert started(*GOOD, CLUSTER) == started() == started("cluster={gpus: 2, gpu_memory_gib: 79}") == []
 
 

@@ -6,12 +6,12 @@ import pytest
 
 from moe_rl.report.registry import METRICS, check_eval, check_step, find, metrics_markdown
 
-DOC = Path(__file__).parents[2] / "docs" / "metrics.md"
+DOC = Path(__file__).parents[2] / "docs/reference/metrics.md"
 
 
 def test_docs_are_current():
     assert DOC.read_text(encoding="utf-8") == metrics_markdown(), (
-        "run python -m moe_rl.report.registry > docs/metrics.md"
+        "run python -m moe_rl.report.registry > docs/reference/metrics.md"
     )
 
 

@@ -412,7 +412,8 @@ def test_skips_are_refused_exactly_when_they_leave_the_experts(skips, data):
 
 
 def test_a_ranked_chunk_of_stored_bytes():
-    """Blocks that zstd did not compress, laid out as docs/trace_format.md says: 2 tokens, 2 layers, 2 of 4 experts."""
+    """Read blocks that zstd did not compress, as docs/reference/trace_format.md lays them out: 2 tokens, 2 layers, 2 of
+    4 experts."""
 
     def block(content, last):
         return (last | len(content) << 3).to_bytes(3, "little") + bytes(content)

@@ -1,4 +1,4 @@
-"""The bytes of docs/trace_format.md: read here by a parser of its own, and frozen by a digest."""
+"""The bytes of docs/reference/trace_format.md: read here by a parser of its own, and frozen by a digest."""
 
 import json
 import struct
@@ -87,5 +87,5 @@ def test_a_parser_written_from_the_document(raw):
 
 
 def test_the_format_has_not_changed_unnoticed(raw):
-    """If this fails the format is another one: give it another version, and say so in docs/trace_format.md."""
+    """If this fails, the format changed: give it a new version, and say so in docs/reference/trace_format.md."""
     assert xxhash.xxh3_64_hexdigest(raw) == "924e53b1c753d6ce"
