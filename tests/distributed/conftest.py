@@ -10,9 +10,43 @@ import pytest
 from moe_rl.proof.batch import make_checkpoint
 from moe_rl.proof.cases import Case
 from moe_rl.proof.matrix import Proof
-from tests.support.planted import ENDING
+from tests.support.planted import ENDING, Planted
 
 ROOT = Path(__file__).parents[2]
+
+EP2, CP2, TP2_EP2 = {"expert": 2}, {"context": 2}, {"tensor": 2, "expert": 2}
+# The cases that `make test` runs, one or two of each kind. Every other case is `long`.
+USUAL = [
+    Case(2, EP2),
+    Case(2, TP2_EP2, {"recompute": "uniform"}),
+    Case(2, {"pipeline": 2, "virtual_pipeline": 2}, {"recompute": "uniform"}),
+    Case(2, {"context": 2, "expert": 2}, {"overlap_expert_parallel_comm": True}),
+    Case(2, EP2, {"recompute": "block", "recompute_layers": 3}),
+    Case(2, EP2, {"dtype": "bfloat16"}),
+    Case(2, EP2, {"dtype": "bfloat16", "recompute": "moe"}),
+    Case(2, TP2_EP2, {"dtype": "bfloat16"}),
+    Case(2, EP2, mode="observe"),
+    Case(2, TP2_EP2, mode="native"),
+    Case(2, TP2_EP2, {"recompute": "uniform"}, mode="r2"),
+    Case(2, TP2_EP2, plan=False),
+    Case(2, TP2_EP2, {"recompute": "moe"}, overlap_chunks=1),
+    Case(2, TP2_EP2, {"recompute": "moe"}, overlap_chunks=3),
+    Case(2, CP2, after_failure=True),
+    Planted(2, EP2, fault="swapped"),
+    Planted(2, CP2, fault="swapped"),
+    Planted(2, TP2_EP2, plan=False, fault="other rows read"),
+    Planted(2, TP2_EP2, fault="repeated"),
+    Planted(2, TP2_EP2, fault="lost key"),
+    Planted(2, EP2, {"overlap_expert_parallel_comm": True}, fault="previous key"),
+]
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest reads the markers
+def pytest_collection_modifyitems(items):
+    for item in items:
+        given = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        if any(isinstance(value, Case) and value not in USUAL for value in given):
+            item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture(scope="session")

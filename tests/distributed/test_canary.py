@@ -8,7 +8,7 @@ import torch
 
 from tests.distributed.conftest import torchrun
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 SCRIPT = Path(__file__).with_name("canary_worker.py")
 
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from tests.distributed.conftest import torchrun
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 SCRIPT = Path(__file__).with_name("context_worker.py")
 
 

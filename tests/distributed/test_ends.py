@@ -6,7 +6,7 @@ import pytest
 
 from tests.distributed.conftest import ROOT, torchrun
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 
 def test_a_stage_that_fails_is_heard_and_its_neighbour_does_not_wait(checkpoint, tmp_path):

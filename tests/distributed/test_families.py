@@ -18,6 +18,8 @@ from moe_rl.proof.reference import reference as transformers
 from tests.distributed.conftest import ROOT, torchrun
 from tests.distributed.families.data import MODELS, recorded_load, write_checkpoint
 
+pytestmark = pytest.mark.long
+
 WORKER = Path(__file__).with_name("families") / "worker.py"
 RATE, AUX = 0.01, 0.5
 ROUTERS = ("mlp.gate.weight", "mlp.router.weight")

@@ -11,7 +11,7 @@ from moe_rl.proof.batch import make_checkpoint
 from moe_rl.report.registry import METRICS
 from tests.distributed.conftest import torchrun
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 FEW, MANY = "train.microbatch_tokens=4096", "train.microbatch_tokens=36"
 ALONE = {
     "few microbatches": {"overrides": [FEW, "parallel.expert=1"], "order": None},

@@ -12,7 +12,7 @@ import torch
 from tests.distributed.conftest import torchrun
 from tests.distributed.placement_worker import CASES, SHARDED, TOP_4, different
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 EXACT = [name for name in CASES if name != TOP_4]
 RANKS = range(4)
 

@@ -109,6 +109,7 @@ def test_observing_changes_nothing(proven, case):
         assert b["tallies"][0]["native_mismatch"] > 0 and b["tallies"][0]["consumed"] == 0
 
 
+@pytest.mark.long
 def test_every_layout_takes_the_same_step(proven):
     norms, weights = [], []
     for case in LAYOUTS:
@@ -168,6 +169,7 @@ def test_with_a_plan_no_layer_asks_other_ranks_or_waits_for_the_device(proven, c
         assert waits["counts"] == waits["waits"] == waits["reads"] == 0
 
 
+@pytest.mark.long
 def test_interleaved_stages_are_filled_up_with_microbatches_of_padding(proven):
     """They have routes and plans as all others: what is claimed of these layouts is claimed of them too."""
     filled = [case for case in LAYOUTS if any(rank["fillers"] for rank in proven.ranks(case))]
@@ -286,12 +288,14 @@ def test_an_overlapping_case_runs_a_forward_in_turns_with_the_backward_of_anothe
     assert any(seen)
 
 
+@pytest.mark.long
 def test_both_kinds_of_schedule_overlap_on_every_rank_of_some_layout(proven):
     overlapping = [case for case in LAYOUTS if case.train == OVERLAP]
     everywhere = [case for case in overlapping if all(rank["overlapped"] for rank in proven.ranks(case))]
     assert {"pipeline" in case.parallel for case in everywhere} == {True, False}
 
 
+@pytest.mark.long
 def test_no_other_case_goes_layer_by_layer(proven):
     others = [rank for case in LAYOUTS if case.train != OVERLAP for rank in proven.ranks(case)]
     assert all(rank["schedule_plans"] == rank["overlapped"] == 0 for rank in others)

@@ -21,7 +21,7 @@ from tests.distributed.conftest import torchrun
 from tests.distributed.state_worker import AGAIN, BUCKET, DAMAGES, FILES, LAYOUTS, SAVER, STEP, UPDATES
 
 # The first test waits for all layouts, which on a busy machine takes long.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 SCRIPT = Path(__file__).with_name("state_worker.py")
 OTHERS = [name for name in LAYOUTS if name != SAVER]

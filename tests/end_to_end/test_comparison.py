@@ -10,7 +10,7 @@ import pytest
 from moe_rl.train.kept import shard_step
 from tests.end_to_end.conftest import ROOT, config, rows
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def compare(out, *arguments, ranks=1):

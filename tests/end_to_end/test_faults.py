@@ -10,7 +10,7 @@ import pytest
 from tests.end_to_end.conftest import Launch, config
 from tools.dev.runs import still_running
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import yaml
 
 from tests.end_to_end.conftest import Launch, rows
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def test_a_run_goes_on_with_another_layout(short_run, tmp_path):

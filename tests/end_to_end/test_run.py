@@ -15,7 +15,7 @@ from moe_rl.tasks.prompts import PromptSource, load_prompts
 from tests.end_to_end.conftest import ROOT, Launch, config, rows
 from tools.dev.runs import still_running
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def tensors(folder, tmp_path):

@@ -27,7 +27,7 @@ def peaks():
     return json.loads(run.stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", [case.name for case in cases()])
 def test_the_planned_peak_is_near_the_measured_one(peaks, name):

@@ -12,7 +12,7 @@ from moe_rl.planning.memory import main_grad_bytes, optimizer_bytes, parameter_b
 from moe_rl.planning.parameters import chunk_buffers
 from tests.planning.meta_cases import ROOT, cases
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,6 @@ from moe_rl.train.sampling_support import read_support
 from moe_rl.types import Sequence
 from tests.rollout.conftest import VOCAB
 
-pytestmark = pytest.mark.slow
-
 
 def check_against_reference(completions, settings, reference, temperature=1.0) -> int:
     """Routes, tokens, rows and logprobs of every completion equal Hugging Face's. Returns the rows compared."""
@@ -156,6 +154,7 @@ def test_a_dialogue_continues_its_record(engine, settings, reference, requests_o
     assert engine.alive()
 
 
+@pytest.mark.long
 def test_what_else_is_recorded_is_in_the_store(settings, reference, requests_of, tmp_path):
     asked = replace(
         settings,

@@ -18,7 +18,7 @@ from tests.rollout.conftest import TOP_K, VOCAB
 from tests.rollout.test_recording import agree, play, requests, scenarios  # noqa: F401 - two are fixtures
 from tests.weights.sending import by_disk
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 BIAS = "e_score_correction_bias"
 SHAPE = {

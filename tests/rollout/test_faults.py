@@ -23,7 +23,7 @@ from moe_rl.rollout.engine import VllmEngine
 from moe_rl.vllm import patches
 from tests.weights.sending import by_disk
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 CANARY = np.random.default_rng(9).integers(0, 512, 64).tolist()
 

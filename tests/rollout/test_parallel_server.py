@@ -27,7 +27,7 @@ from tests.rollout.faulty_server import DAMAGED, UNLUCKY
 from tests.rollout.serving import Router, Running, agree, serving, whole_update
 
 # The first test waits for the server, which on a busy machine takes long.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(700)]
 
 WORKERS = 2
 

@@ -27,7 +27,7 @@ from tests.rollout.conftest import LAYERS, TOP_K, VOCAB
 from tests.weights.sending import by_disk
 
 # An engine takes 20 s to start and to be compiled for; on a busy machine a multiple.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 # A k-th and a (k+1)-th router logit closer than this may change places by rounding in float32.
 TIE = 2e-6
@@ -229,6 +229,7 @@ def test_what_requests_do(play, router):
     np.testing.assert_array_equal(np.sort(record.routes, -1), router(tokens)[0][50:-1])
 
 
+@pytest.mark.long
 def test_worker_class_without_a_patch(play, router, tmp_path):
     """The same recorder through `worker_cls`, in a copy of vLLM that was given back as it was published."""
     from moe_rl.vllm import patches
@@ -270,6 +271,7 @@ def _pristine(tmp_path, patches) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), str(SCENARIO.parents[2])])}
 
 
+@pytest.mark.long
 def test_chunked_prefill_with_few_tokens_a_step(play, router):
     outcome = play(
         [{"sample": requests(6, 2, prompt=150), "sink": "s"}],
@@ -279,7 +281,7 @@ def test_chunked_prefill_with_few_tokens_a_step(play, router):
     assert outcome.stats["steps"] > 6 * 150 / 48, "prompts were not cut"
 
 
-@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("chunked", [pytest.param(False, marks=pytest.mark.long), True])
 def test_preemption_keeps_what_was_sampled_from(play, router, chunked):
     """A KV cache too small for what runs at once: requests lose their blocks and are computed again."""
     engine = {"num_gpu_blocks_override": 24, "max_num_seqs": 16}
@@ -289,6 +291,7 @@ def test_preemption_keeps_what_was_sampled_from(play, router, chunked):
     agree(outcome, router)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("preempt", [False, True])
 def test_asynchronous_scheduling(play, router, preempt):
     """The next step is decided before this one's tokens are known; a stop then comes a token too late."""
@@ -307,6 +310,7 @@ def test_asynchronous_scheduling(play, router, preempt):
         assert outcome.stats["forwarded"] > wanted - cached, "no token was forwarded in vain"
 
 
+@pytest.mark.long
 def test_a_weight_update_between_two_requests(play, router, other_checkpoint, tmp_path):
     """The prefix cache is kept: rows of the old weights stay under a prompt, and say so."""
     from safetensors.torch import load_file
@@ -333,6 +337,7 @@ def test_a_weight_update_between_two_requests(play, router, other_checkpoint, tm
             assert how[0] == (96, 0, "CACHED") and how[1][1:] == (5, "PREFILL") and how[2][1:] == (5, "DECODE")
 
 
+@pytest.mark.long
 def test_compiled(play, router):
     """The capture is in the graph; a graph compiled without it must never be taken from the cache for it."""
     outcome = play([{"sample": requests(4, 4), "sink": "s"}], engine={"enforce_eager": False}, timeout=600)
@@ -341,6 +346,7 @@ def test_compiled(play, router):
     assert recording != off
 
 
+@pytest.mark.long
 def test_a_short_first_request_in_bfloat16(play):
     """On a CPU with AMX nothing before its attention has asked the kernel for tiles, and vLLM alone dies of SIGILL."""
     outcome = play([{"sample": requests(1, 1, prompt=3), "sink": "s"}], engine={"dtype": "bfloat16"})
@@ -348,6 +354,7 @@ def test_a_short_first_request_in_bfloat16(play):
     assert one["rows"] == 3 + len(one["token_ids"]) - 1 > 3
 
 
+@pytest.mark.long
 def test_pipeline_stages_record_their_own_layers(play, router):
     """Tensor and expert parallel workers: test_parallel_server.py."""
     outcome = play(
@@ -360,6 +367,7 @@ def test_pipeline_stages_record_their_own_layers(play, router):
     assert all(len(one["ref"]["parts"]) == 2 for one in outcome.completions())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("preempt", [False, True])
 def test_speculative_decoding_records_accepted_rows(play, router, checkpoint, preempt):
     """The draft is the model itself: right for the greedy half of the requests, mostly wrong for the random one."""
@@ -376,6 +384,7 @@ def test_speculative_decoding_records_accepted_rows(play, router, checkpoint, pr
     assert 0 < accepted < drafted
 
 
+@pytest.mark.long
 def test_a_model_with_sliding_and_full_attention(play, tmp_path):
     """gpt-oss: its KV cache is in two groups of blocks, of which the sliding one gives blocks back."""
     from transformers import GptOssConfig, GptOssForCausalLM

@@ -40,7 +40,7 @@ from tests.rollout.serving import MAX_LEN, ROOT, START_SECONDS, Router, agree, a
 from tests.vllm.test_gate import CHANGES, DOCUMENTED, asked
 
 # The first test waits for the server, which on a busy machine takes long.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]
+pytestmark = pytest.mark.timeout(700)
 
 _CONTROLS = ("open", "publish", "abandon", "hold", "release", "adopt", "update", "score", "challenge", "nothing")
 STOP_SECONDS = 60
@@ -573,6 +573,7 @@ assert read == [[5]] * 320, len(read)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.long
 def test_a_run_on_two_nodes_ends_with_its_server(server, checkpoint, tmp_path):
     """The last test of the module: two torchrun agents of one rank each, this server as their sampler, ended by SIGTERM
     with requests under way. Nothing of it is left, and the run says who is missing."""

@@ -17,8 +17,6 @@ from moe_rl.weights.shared_memory import SegmentWriter
 from moe_rl.weights.update import SharedMemory
 from tests.weights.sending import broadcast, by_disk, by_memory, part
 
-pytestmark = pytest.mark.slow
-
 CANARY = np.random.default_rng(9).integers(0, 512, 64).tolist()
 SHARDS = (f"update-{number}" for number in itertools.count())
 

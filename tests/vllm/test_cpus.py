@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[2]
 
 # In a process of its own, because it loads vLLM's platform again and again. The answers to "does this CPU have AMX" and

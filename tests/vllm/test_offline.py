@@ -44,7 +44,6 @@ np.savez(sys.argv[2], layers=found[0].layers, **arrays)
 """
 
 
-@pytest.mark.slow
 def test_an_offline_llm_records_what_the_engine_of_a_run_does(tmp_path):
     script = tmp_path / "my_script.py"
     script.write_text(SCRIPT)
