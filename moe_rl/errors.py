@@ -6,6 +6,10 @@ raise site in moe_rl goes through it or writes a sentence with the same five par
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+_SHOWN = 5
+
 
 def describe(what: str, *, where: str = "", got: object = None, expected: object = None, do: str = "") -> str:
     """Lay out one message: what (where): got X, expected Y. Do Z."""
@@ -20,6 +24,12 @@ def describe(what: str, *, where: str = "", got: object = None, expected: object
     if do:
         text += f". {do[0].upper()}{do[1:]}"
     return text
+
+
+def first_of(texts: Sequence[str], *, separator: str = "; ") -> str:
+    """Join the first five texts for a message, and say how many more there are."""
+    more = f"{separator}and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return separator.join(texts[:_SHOWN]) + more
 
 
 class MoeRLError(Exception):

@@ -18,14 +18,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
 
-from moe_rl.errors import WeightSyncError, describe
+from moe_rl.errors import WeightSyncError, describe, first_of
 from moe_rl.megatron import world
 from moe_rl.megatron.hf_files import stored_dtype
 from moe_rl.models.hf import ModelFacts
 from moe_rl.weights.conservation import Content, PartSums, place
 
 _CHUNK = 1 << 22
-_SHOWN = 5
 
 # Parameters of torch layers and of TransformerEngine's, and the tensors in them: rows of gate above those of up; for
 # each key-value group its queries, its key, its value. "|": of these the one that the model has.
@@ -233,6 +232,6 @@ def _refuse(parts: Mapping[str, int], *, late: torch.Tensor, unlike: torch.Tenso
     ):
         wrong = [place(names[at]) for at in found.nonzero().flatten().tolist()]
         if wrong:
-            more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-            got = "; ".join(wrong[:_SHOWN]) + more
-            raise WeightSyncError(describe(what, got=f"{len(wrong)} parts: {got}", expected=expected, do=do))
+            raise WeightSyncError(
+                describe(what, got=f"{len(wrong)} parts: {first_of(wrong)}", expected=expected, do=do)
+            )

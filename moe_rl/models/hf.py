@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_rl.errors import ConfigError, describe
+from moe_rl.errors import ConfigError, describe, first_of
 from moe_rl.models import deepseek_v3, glm4_moe, gpt_oss, qwen3_moe
 from moe_rl.models.facts import Fields, ModelFacts
 from moe_rl.models.safetensors_header import Tensor, read_header
@@ -25,8 +25,6 @@ from moe_rl.models.weight_table import Shape, Weight, ends
 FAMILIES = {family.ARCHITECTURE: family for family in (qwen3_moe, glm4_moe, deepseek_v3, gpt_oss)}
 FLOAT_DTYPES = ("F32", "BF16", "F16")
 MAX_JSON_BYTES = 256 << 20
-SHOWN = 3
-"""How many tensor names a message lists before it only counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,5 +304,4 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _some(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{len(names)}: {', '.join(names[:SHOWN])}{more}"
+    return f"{len(names)}: {first_of(names, separator=', ')}"

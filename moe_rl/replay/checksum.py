@@ -16,8 +16,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from moe_rl.errors import ReplayError, describe
-from moe_rl.replay.ledger import first_of
+from moe_rl.errors import ReplayError, describe, first_of
 from moe_rl.trace.source_sum import expert_salts
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from moe_rl.errors import ReplayError, describe
+from moe_rl.errors import ReplayError, describe, first_of
 
 
 @dataclass(slots=True)
@@ -54,9 +54,3 @@ class Ledger:
                 )
             )
         return sum(self.counts.values()), expected
-
-
-def first_of(problems: list[str], shown: int = 5) -> str:
-    """The first of some problems, and how many more there are."""
-    more = f"; and {len(problems) - shown} more" if len(problems) > shown else ""
-    return "; ".join(problems[:shown]) + more

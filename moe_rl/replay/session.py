@@ -22,10 +22,10 @@ from typing import Literal
 
 import torch
 
-from moe_rl.errors import NonFiniteError, ReplayError, describe
+from moe_rl.errors import NonFiniteError, ReplayError, describe, first_of
 from moe_rl.replay.alignment import Alignment, AlignmentTest
 from moe_rl.replay.checksum import check_source
-from moe_rl.replay.ledger import Ledger, first_of
+from moe_rl.replay.ledger import Ledger
 from moe_rl.replay.plans import LayerPlan
 from moe_rl.replay.tables import Compared, MicrobatchRoutes, Tally, totals
 

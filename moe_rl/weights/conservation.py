@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_rl.errors import WeightSyncError, describe
+from moe_rl.errors import WeightSyncError, describe, first_of
 from moe_rl.weights.stream import Round
 
 _CHUNK = 1 << 18
@@ -35,7 +35,6 @@ _SMALL = 1 << 16
 _A, _B = 0x5BD1E994, 0x27D4EB2F
 """Of the polynomial: an even and an odd number below 2**31, with no pattern in their bits."""
 _BITS = {2: torch.int16, 4: torch.int32}
-_SHOWN = 5
 
 _STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias)?")
 _PLACE = re.compile(r"model\.layers\.(\d+)\.(?:mlp\.experts\.(\d+)\.)?(.+)")
@@ -200,7 +199,7 @@ def difference(exported: Content, held: Content, before: tuple[int, Content] | N
     names, got = list(held.parts), _columns(exported)
     earlier = _columns(before[1]) if before else None
     found = []
-    for at in wrong[:_SHOWN]:
+    for at in wrong:
         total, elements = got[at]
         if not elements:
             what = "nothing"
@@ -211,11 +210,10 @@ def difference(exported: Content, held: Content, before: tuple[int, Content] | N
         else:
             what = "only zeros" if total == 0 else known.get(got[at], "other values")
         found.append(f"{place(names[at])}: {what}")
-    more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
     return describe(
         "what is exported is not what the trainer holds",
         where=f"version {version}, {len(wrong)} of {len(names)} parts of the model",
-        got="; ".join(found) + more,
+        got=first_of(found),
         expected="every part as the trainer holds it",
         do="look for what names, gathers or keeps these tensors between the optimizer and the sampler, as "
         "moe_rl/megatron/hf_map.py does; nothing has been sampled from them",

@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 
-from moe_rl.errors import WeightSyncError, describe
+from moe_rl.errors import WeightSyncError, describe, first_of
 from moe_rl.weights.digest import dtype_name, tensor_digest, total_digest
 from moe_rl.weights.update import Broadcast, DTypeName, Holding, Received, TensorInfo, WeightUpdate
 
-_LONGEST_LIST = 5
 _FINER = {"bfloat16": 0, "float32": 1}
 
 
@@ -161,11 +160,10 @@ class Intake:
     def _name(what: str, names: Iterable[str]) -> None:
         names = sorted(names)
         if names:
-            more = f" and {len(names) - _LONGEST_LIST} more" if len(names) > _LONGEST_LIST else ""
             raise WeightSyncError(
                 describe(
                     f"The new weights {what}",
-                    got=", ".join(names[:_LONGEST_LIST]) + more,
+                    got=first_of(names, separator=", "),
                     do="send every tensor of the checkpoint the engine was started with, once in an update",
                 )
             )

@@ -10,11 +10,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from moe_rl.errors import WeightSyncError, describe
+from moe_rl.errors import WeightSyncError, describe, first_of
 from moe_rl.weights.stream import Ranks, Round
 
 _BITS = {2: torch.int16, 4: torch.int32}
-_SHOWN = 3
 
 
 class Checkpoint(Protocol):
@@ -54,7 +53,7 @@ def check_start(rounds: Iterable[Round], checkpoint: Checkpoint, ranks: Ranks) -
     everyone = ranks.gather(Seen(names, problems), Seen)
     times = Counter(name for one in everyone for name in one.names)
     problems = [problem for one in everyone for problem in one.problems]
-    wrong = [*problems[:_SHOWN], *([f"{len(problems) - _SHOWN} tensors more"] if len(problems) > _SHOWN else [])]
+    wrong = [first_of(problems)] if problems else []
     wrong += _named("not exported", known - times.keys())
     wrong += _named("exported and not in the checkpoint", times.keys() - known)
     wrong += _named("exported twice", {name for name, count in times.items() if count > 1})
@@ -73,8 +72,7 @@ def check_start(rounds: Iterable[Round], checkpoint: Checkpoint, ranks: Ranks) -
 
 
 def _named(what: str, names: set[str]) -> list[str]:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return [f"{what}: {', '.join(sorted(names)[:_SHOWN])}{more}"] if names else []
+    return [f"{what}: {first_of(sorted(names), separator=', ')}"] if names else []
 
 
 def _difference(name: str, tensor: Tensor, checkpoint: Checkpoint, *, search: bool) -> str:
