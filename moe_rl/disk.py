@@ -24,9 +24,11 @@ _FULL = {
 def refusal(
     error: BaseException, what: str, path: Path | str, *, where: str = "", size: int | None = None, do: str = ""
 ) -> str:
-    """Lay out why a file could not be written: a full disk first, then what was to be written, where, how much, and
-    what is left there. size: in bytes, of what was to be written. where: to be shown instead of
-    the path. do: what to do, besides making room."""
+    """Lay out why a file could not be written: a full disk first, then the file, its size and the space left there.
+
+    what: could not be written. size: bytes that were to be written. where: shown instead of the path. do: what to do
+    besides making room.
+    """
     full, facts = _reason(error, Path(path), size)
     if full:
         what = f"{full}: {what}"

@@ -17,6 +17,15 @@ from moe_rl.errors import describe
 # What a reward function may ask for, by name: the fields of tasks.verifiers.RewardItem.
 REWARD_ARGUMENTS = ("prompt", "completion", "answer", "finish_reason", "stop_token_id")
 
+
+def unknown_argument(function: str, parameter: str) -> str:
+    """Say that a reward function asks for a parameter that it is not given."""
+    return (
+        f"{function} has the parameter {parameter!r}: expected only {', '.join(REWARD_ARGUMENTS)}, given by name. "
+        "Rename it or give it a default"
+    )
+
+
 _HEADER_BYTES = 8
 _LONGEST_FRAME = 1 << 30
 

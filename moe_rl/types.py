@@ -10,7 +10,7 @@ from enum import IntEnum
 
 import numpy as np
 
-# Of the size of a reward. Above it squares of rewards leave float32, and far above it sums leave float64.
+# The largest size of a reward. Squares of larger ones leave float32, and sums of much larger ones leave float64.
 LARGEST_REWARD = 1e12
 
 

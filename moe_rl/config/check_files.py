@@ -14,7 +14,7 @@ from pathlib import Path
 from moe_rl.config.load import find_file
 from moe_rl.config.schema import Config
 from moe_rl.errors import ConfigError, describe
-from moe_rl.messages import REWARD_ARGUMENTS
+from moe_rl.messages import REWARD_ARGUMENTS, unknown_argument
 from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import (
     checkpoint_tensors,
@@ -223,10 +223,7 @@ def _signature_problem(module: ast.Module, name: str) -> str | None:
     needed += [one for one, default in zip(takes.kwonlyargs, takes.kw_defaults, strict=True) if default is None]
     for parameter in needed:
         if parameter in takes.posonlyargs or parameter.arg not in REWARD_ARGUMENTS:
-            return (
-                f"{name} has the parameter {parameter.arg!r}: expected only {', '.join(REWARD_ARGUMENTS)}, given by "
-                "name. Rename it or give it a default"
-            )
+            return unknown_argument(name, parameter.arg)
     return None
 
 

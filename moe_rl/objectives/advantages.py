@@ -43,7 +43,11 @@ def has_spread(rewards: Rewards) -> bool:
 
     Raises RewardError for a reward that is not finite, or too large.
     """
-    scored = _scored(rewards)
+    _refuse_wrong(rewards, [f"reward {index} of {len(rewards)}" for index in range(len(rewards))])
+    return _differ(_scored(rewards))
+
+
+def _differ(scored: list[float]) -> bool:
     if len(scored) < 2:
         return False
     low, high = min(scored), max(scored)
@@ -68,7 +72,8 @@ def leave_one_out(rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[
 def batch_std(rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[int]) -> list[float | None]:
     """(R - mean of the group) / std of the rewards of the whole batch, unbiased, not centred by group: as TRL's
     scale_rewards="batch". One scale for all groups, so that nearly equal rewards are not blown up."""
-    std = _unbiased_std(_scored(rewards)) if has_spread(rewards) else 1.0  # then no group has a spread either
+    scored = _scored(rewards)
+    std = _unbiased_std(scored) if _differ(scored) else 1.0  # then no group has a spread either
     return _within_groups(rewards, group_ids, scale=lambda scored: std)
 
 
@@ -137,7 +142,7 @@ def _within_groups(
     result: list[float | None] = [None if reward is None else 0.0 for reward in rewards]
     for indices in members.values():
         scored = _scored([rewards[index] for index in indices])
-        if not has_spread(scored):
+        if not _differ(scored):
             continue
         mean, divisor = math.fsum(scored) / len(scored), scale(scored)
         for index in indices:
@@ -161,7 +166,6 @@ def _refuse_wrong(rewards: Rewards, where: Sequence[str]) -> None:
 
 
 def _scored(rewards: Rewards) -> list[float]:
-    _refuse_wrong(rewards, [f"reward {index} of {len(rewards)}" for index in range(len(rewards))])
     return [float(reward) for reward in rewards if reward is not None]
 
 

@@ -14,8 +14,8 @@ import torch
 
 from moe_rl.errors import ReplayError, RouteValidationError, TraceError, describe
 from moe_rl.planning.token_layout import padding_experts
-from moe_rl.replay.alignment import RowPlaces
 from moe_rl.replay.checksum import RowSalts, check_source, expected
+from moe_rl.replay.row_places import RowPlaces
 from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import TraceSpec, TraceStore, validate
 from moe_rl.trace.source_sum import row_salts, sum_of
@@ -198,7 +198,7 @@ def microbatch_routes(
     ids = ids if ids.dtype == np.uint8 else ids.astype(np.int16)  # torch indexes with few unsigned types
     salts = np.concatenate([row_salts(name, tokens).view(np.int64) for name, tokens in zip(names, fed, strict=True)])
     native = np.concatenate([part.native for part in parts])[rows]
-    recorded = np.concatenate([part.recorded for part in parts])[rows]
+    recorded = np.concatenate([part.recorded for part in parts])
     real = (np.arange(len(ids)) < tokens)[rows]
     here = np.split(_mask(len(ids), rows), np.cumsum(lengths)[:-1])
     sums, unreplayed = [], []
@@ -214,12 +214,12 @@ def microbatch_routes(
             len(lengths),
             spec.num_experts,
         ),
-        places=RowPlaces.of(fed, [part.prompt for part in parts], np.concatenate([p.recorded for p in parts]), rows),
+        places=RowPlaces.of(fed, [part.prompt for part in parts], recorded, rows),
         routes=dict(zip(layers, on_device(ids[rows].transpose(1, 0, 2)), strict=True)),
         checksums=dict(zip(layers, torch.stack(sums, 1), strict=True)),
         unreplayed=torch.stack(unreplayed),
         source=None if source is None else tuple(source),
-        recorded=on_device(np.flatnonzero(recorded)),
+        recorded=on_device(np.flatnonzero(recorded[rows])),
         native=on_device(native) if native.any() else None,
         replayed_tokens=int(real.sum()) - int(native.sum()),
         native_tokens=int(native.sum()),

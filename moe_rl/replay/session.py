@@ -1,13 +1,18 @@
-"""The replay session: what one pass over a rank's microbatches must take, and the proof that it did.
+"""The replay session: what one pass over a rank's microbatches must take, and the proof that it took it.
 
-A session belongs to one run of megatron's schedule (one optimizer update, or one forward-only pass). The routers ask it
-for the routes of their (microbatch, layer); the MoE layers tell it what was dispatched. It counts both. Leaving the
-`with` block without an exception checks the ledger: every (microbatch, layer) taken exactly once forward, and once more
-where its activations are recomputed; for every sequence and layer, that the experts dispatched to sum up to the
-checksum of the routes that were read, and for every sequence, over all layers and ranks, to what left the sampler's
-engine; and that the rows a dispatch plan sends are those of the dispatched map. Routes
-are looked up by key, so no order of the schedule is assumed; that the key is of the tokens at hand is checked against
-the schedule, which says whose forward it begins.
+A session belongs to one run of Megatron's schedule: one optimizer update, or one pass without gradients. The routers
+ask it for the routes of their (microbatch, layer). The MoE layers tell it what was dispatched. It counts both.
+
+At the exit of the `with` block, or in `conclude` before that, it checks:
+
+- Every (microbatch, layer) was taken exactly once forward, and once more where its activations are recomputed.
+- For every sequence and layer, the dispatched experts sum up to the checksum of the routes that were read.
+- For every sequence, over all layers and ranks, they sum up to what left the sampler's engine.
+- The rows that a dispatch plan sends are those of the dispatched map.
+- Under `align`, the routes are those of the rows that they are replayed for.
+
+Routes are looked up by key, so no order of the schedule is assumed. The schedule says whose forward it begins, and the
+session checks that the key belongs to these tokens.
 
 Legend: R rows of a microbatch that this rank's routers see, K top-k, E experts, S sequences of a microbatch with the
 padding as one more, layer: global decoder layer, 0-based.
@@ -15,16 +20,24 @@ padding as one more, layer: global decoder layer, 0-based.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 
-from moe_rl.errors import NonFiniteError, ReplayError, describe, first_of
+from moe_rl.errors import ReplayError, describe
 from moe_rl.replay.alignment import Alignment, AlignmentTest
-from moe_rl.replay.checksum import check_source
+from moe_rl.replay.evidence import (
+    misapplied,
+    refuse_blind_witness,
+    refuse_misaligned,
+    refuse_misapplied,
+    refuse_misplanned,
+    refuse_other_sums,
+    refuse_strangers,
+    refuse_uncompared,
+)
 from moe_rl.replay.ledger import Ledger
 from moe_rl.replay.plans import LayerPlan
 from moe_rl.replay.tables import Compared, MicrobatchRoutes, Tally, totals
@@ -295,112 +308,31 @@ class ReplaySession:
             )
 
     def _close(self) -> None:
+        tables, where = self.microbatches, f"{self.name}, rank {self.rank}"
         dispatched, read = self._sums_of_share()
-        strangers = torch.stack([flag for _, flag in self._strangers]).tolist() if self._strangers else []
-        wrong = [number for (number, _), flag in zip(self._strangers, strangers, strict=True) if flag]
-        if wrong:
-            raise ReplayError(
-                describe(
-                    "a microbatch ran with the routes of other tokens",
-                    where=f"{self.name}, rank {self.rank}",
-                    got=f"other tokens in microbatch {', '.join(map(str, wrong))}",
-                    expected="those that the routes were read for",
-                    do="pass microbatches and routes in the same order",
-                )
-            )
+        refuse_strangers(self._strangers, where)
         if self.mode != "observe":
-            self.tally.consumed, self.tally.expected = self._check_ledger(self._taken)
+            self.tally.consumed, self.tally.expected = self._check_ledger(self._taken, where)
         if self.mode == "replay":
-            self._check_ledger(self._dispatched)
-            self._check_applied()
-            self._check_planned()
-            self._check_source(dispatched, read)
-        if self.compare_native and self.microbatches:
-            self._close_native()
+            self._check_ledger(self._dispatched, where)
+            wrong = misapplied(self._applied, tables)
+            self.tally.applied_mismatch = len(wrong)
+            refuse_misapplied(wrong, self.tally.applied_checked, where)
+            refuse_misplanned(self._misplanned, where)
+            refuse_other_sums(tables, dispatched, read, where)
+        if self.compare_native and tables:
+            numbers = range(len(tables))
+            refuse_uncompared(self._native, numbers, self.layers, where)
+            self.compared = [Compared.of_layers([self._native[m, layer] for layer in self.layers]) for m in numbers]
+            self.tally = replace(self.tally, **totals(self.compared, self.layers, self.any_stage))
+            if self._aligned is not None:
+                refuse_blind_witness(self.compared, self.tally.native_margin, self.layers, where)
+                shared, names = [one.shared for one in self.compared], [one.names for one in tables]
+                self.alignment = self._aligned.verdict(shared, names, tables[0].fed.experts)
+                refuse_misaligned(self.alignment, where)
 
-    def _check_ledger(self, ledger: Ledger) -> tuple[int, int]:
-        numbers, where = range(len(self.microbatches)), f"{self.name}, rank {self.rank}"
-        return ledger.check(numbers, self.layers, self.recomputed_layers, where)
-
-    def _close_native(self) -> None:
-        numbers = range(len(self.microbatches))
-        missing = [(m, layer) for m in numbers for layer in self.layers if (m, layer) not in self._native]
-        if missing:
-            raise ReplayError(
-                describe(
-                    "a router's own choice was not compared with the record",
-                    where=self._where(*missing[0]),
-                    got=f"{len(missing)} such layers",
-                    expected="every layer of every microbatch compared",
-                )
-            )
-        self.compared = [Compared.of_layers([self._native[m, layer] for layer in self.layers]) for m in numbers]
-        self.tally = replace(self.tally, **totals(self.compared, self.layers, self.any_stage))
-        if self._aligned is not None:
-            self._check_alignment(self._aligned)
-
-    def _check_alignment(self, test: AlignmentTest) -> None:
-        if not math.isfinite(self.tally.native_margin):  # a witness that says nothing of the routes
-            broken = torch.cat([~one.margin.isfinite() for one in self.compared], 1).any(1).tolist()
-            layers = ", ".join(str(layer) for layer, wrong in zip(self.layers, broken, strict=True) if wrong)
-            raise NonFiniteError(
-                describe(
-                    "scores of the trainer's routers are not finite, so that they cannot vouch for any routes",
-                    where=f"{self.name}, rank {self.rank}",
-                    got=f"MoE layers {layers}",
-                    do="look for NaN in its weights, and start from an earlier checkpoint. No weight was moved",
-                )
-            )
-        tables = self.microbatches
-        shared, names = [one.shared for one in self.compared], [one.names for one in tables]
-        self.alignment = test.verdict(shared, names, tables[0].fed.experts)
-        if faults := self.alignment.faults:
-            raise ReplayError(
-                describe(
-                    "recorded routes are not those of the rows that they would be replayed for",
-                    where=f"{self.name}, rank {self.rank}",
-                    got=first_of(faults),
-                    expected="routes that the trainer's routers nearly agree with. No update was made with these",
-                    do="look at the recorder, and at the weights that the sampler holds. If the routes are meant to be "
-                    "of other weights or tokens, set guards.alignment=false",
-                )
-            )
-
-    def _check_planned(self) -> None:
-        flags = torch.stack([flag for _, _, flag in self._misplanned]).tolist() if self._misplanned else []
-        keys = [(m, layer) for m, layer, _ in self._misplanned]
-        wrong = [f"microbatch {m} layer {layer}" for (m, layer), flag in zip(keys, flags, strict=True) if flag]
-        if wrong:
-            raise ReplayError(
-                describe(
-                    "a dispatch plan sent rows to other experts than recorded",
-                    where=f"{self.name}, rank {self.rank}",
-                    got=first_of(wrong),
-                    expected="the plan that was made of these routes",
-                    do="make plans from the tables that the session replays, in their order",
-                )
-            )
-
-    def _check_applied(self) -> None:
-        """All comparisons of the pass at once: the host waits for the device here, at its end, and in no layer."""
-        wrong = torch.cat([flags for _, _, flags in self._applied]) if self._applied else torch.zeros(0)
-        self.tally.applied_mismatch = int(wrong.sum())
-        if not self.tally.applied_mismatch:
-            return
-        pairs = [
-            f"{self.microbatches[m].names[i]} layer {layer} (microbatch {m})"
-            for m, layer, flags in self._applied
-            for i in flags.nonzero()[:, 0].tolist()
-        ]
-        raise ReplayError(
-            describe(
-                "tokens were dispatched to other experts than recorded",
-                where=f"{self.name}, rank {self.rank}",
-                got=f"{len(pairs)} of {self.tally.applied_checked} (sequence, layer) pairs: {first_of(pairs)}",
-                expected="the experts of the record for every token",
-                do="look for a router or dispatcher setting that changes the routing map, or for rows out of place",
-            )
-        )
+    def _check_ledger(self, ledger: Ledger, where: str) -> tuple[int, int]:
+        return ledger.check(range(len(self.microbatches)), self.layers, self.recomputed_layers, where)
 
     def _sums_of_share(self) -> list[list[int]]:
         """Sums of the sequences, in the microbatches' order: as dispatched, and as read, on all ranks that share them.
@@ -415,18 +347,6 @@ class ReplaySession:
             arrived = [self._arrived[number, layer] for layer in self.layers if (number, layer) in self._arrived]
             dispatched.append(torch.stack([table.unreplayed, *arrived]).sum(0)[: len(table.source or ())])
         return self.sum_over_share(torch.stack([torch.cat(dispatched), torch.cat(read)])).tolist()
-
-    def _check_source(self, dispatched: list[int], read: list[int]) -> None:
-        """What was dispatched is what left the sampler's engine, for every sequence that this rank has a share of."""
-        known = [table for table in self.microbatches if table.source is not None]
-        names = [name for table in known for name in table.names[: len(table.source or ())]]
-        source = [one for table in known for one in table.source or ()]
-        where = f"{self.name}, rank {self.rank}"
-        for sums, what, do in (
-            (read, "as they were read", "look for what changes the trace between the recorder and the trainer"),
-            (dispatched, "dispatched", "look at the other ranks of these sequences for what changes the routing map"),
-        ):
-            check_source(names, sums, source, where=where, what=what, do=do)
 
     def _where(self, microbatch: int, layer: int) -> str:
         return f"{self.name}, rank {self.rank}, microbatch {microbatch}, layer {layer}"

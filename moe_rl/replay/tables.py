@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from moe_rl.replay.alignment import RowPlaces
 from moe_rl.replay.checksum import RowSalts
+from moe_rl.replay.row_places import RowPlaces
 
 
 @dataclass(frozen=True, slots=True, eq=False)

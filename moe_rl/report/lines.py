@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_rl.disk import write_whole
 from moe_rl.errors import MoeRLError, describe
-from moe_rl.report.metrics import Mode
+from moe_rl.report.metric import Mode
 
 FILE = "metrics.jsonl"
 Row = dict[str, Any]

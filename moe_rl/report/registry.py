@@ -10,7 +10,8 @@ import difflib
 from collections.abc import Iterable
 
 from moe_rl.errors import describe
-from moe_rl.report.metrics import ALL, FAMILY, MODES, Metric, Mode
+from moe_rl.report.metric import FAMILY, MODES, Metric, Mode
+from moe_rl.report.metrics import ALL
 
 METRICS: dict[str, Metric] = {metric.key: metric for metric in ALL}
 

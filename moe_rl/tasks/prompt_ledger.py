@@ -102,6 +102,10 @@ class PromptLedger:
 
     def check(self, steps: int) -> None:
         """Raises DataError, naming the line, unless the lines of the first so many steps are there and whole."""
+        self._checked(steps)
+
+    def _checked(self, steps: int) -> tuple[list[bytes], bytes]:
+        """What `_read` gives, once `check` finds nothing."""
         lines, tail = self._read()
         if len(lines) < steps:
             raise DataError(
@@ -114,6 +118,7 @@ class PromptLedger:
             )
         for _ in self._entries(lines[:steps]):
             pass
+        return lines, tail
 
     def digest(self, steps: int) -> str:
         """xxh3-128, hex, of the lines of the first so many steps: what a checkpoint after them was preceded by."""
@@ -126,8 +131,7 @@ class PromptLedger:
         """
         if step < 0:
             raise ValueError(describe("a ledger is rewound to a step", got=step, expected="0 or more"))
-        self.check(step)
-        lines, tail = self._read()
+        lines, tail = self._checked(step)
         kept = lines[:step]
         dropped = len(lines) - step + bool(tail)
         if dropped:

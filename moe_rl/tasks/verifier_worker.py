@@ -23,7 +23,7 @@ from collections.abc import Callable
 
 from msgspec.msgpack import Decoder
 
-from moe_rl.messages import REWARD_ARGUMENTS, Channel, Message, decoder
+from moe_rl.messages import REWARD_ARGUMENTS, Channel, Message, decoder, unknown_argument
 
 _PR_SET_PDEATHSIG = 1
 _MAX_FILE_BYTES = 64 << 20
@@ -158,10 +158,7 @@ def _resolve(path: str) -> tuple[Callable[..., object], list[str]]:
         if parameter.name in REWARD_ARGUMENTS and parameter.kind is not parameter.POSITIONAL_ONLY:
             wanted.append(parameter.name)
         elif parameter.default is parameter.empty:
-            raise ValueError(
-                f"{path} has the parameter {parameter.name!r}: expected only {', '.join(REWARD_ARGUMENTS)}, given by "
-                "name. Rename it or give it a default"
-            )
+            raise ValueError(unknown_argument(path, parameter.name))
     return function, wanted
 
 

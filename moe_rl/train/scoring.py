@@ -66,11 +66,11 @@ def plan_dispatch(policy: Policy, work: list[MicrobatchWork], settings: ReplayCo
 def score_old(policy: Policy, work: list[MicrobatchWork], replay: str, step: int, shown: Shown, *, align: bool) -> None:
     """Log-probabilities of the policy that the step begins with. Under r2 its routers' choice becomes the routes.
 
-    align: test the routes that r3 replays against the routers' own choice.
+    align: test the routes that are replayed against the routers' own choice.
     """
     modes: dict[str, Mode] = {"r3": "replay", "r2": "record", "off": "observe"}
     name = f"step {step} old logprobs"
-    with session(policy, work, modes[replay], name, align=align and replay == "r3") as opened:
+    with session(policy, work, modes[replay], name, align=align) as opened:
         scored, shown.entropies = policy.logprobs_and_entropies([one.microbatch for one in work], opened)
     shown.tallies.append(opened.tally)
     shown.alignment = opened.alignment

@@ -47,7 +47,7 @@ class TrainStep:
         group_ids: the prompt each sequence belongs to. measure_native: also score the batch with native routing.
         """
         replay, objective, policy = self.config.replay.mode, self.config.objective, self.policy
-        align = self.config.guards.alignment
+        align = replay == "r3" and self.config.guards.alignment
         shown = Shown(MismatchSums.empty(world.device()))
         with clock("placement"):
             placement = self.placement.start_step(step, sequences)
@@ -79,7 +79,7 @@ class TrainStep:
                     mode,
                     name,
                     compare_native=observe_here,
-                    align=align and observe_here and replay == "r3",
+                    align=align and observe_here,
                     training=True,
                 ) as session:
                     result = policy.update(

@@ -22,7 +22,8 @@ _STEP_TOKENS = 4096
 # The share of a GPU that vLLM wants free at its start. It has no other use where the KV cache's size is given, and a
 # trainer may be there first.
 _FREE_AT_START = 0.01
-# Of a server on a CPU that no config sizes. vLLM would take 0.92 of the machine's memory, or die where others use it.
+# KV cache of a server on a CPU, where no config gives its size. vLLM would take 0.92 of the machine's memory, and die
+# where other processes use it.
 _CPU_KV_CACHE_BYTES = 1 << 30
 
 

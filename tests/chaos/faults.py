@@ -34,8 +34,7 @@ class Fault:
     name: what `plants.py` calls it. promise: the promises of docs/internals/chaos.md that it proves. planted: process
     and place. notices: who refuses it. error: class of the error, "" where the run does not end. says: what its message
     must hold; "{run}" stands for the run's folder. names_harmed: the message must also name one of the things that were
-    harmed. status: exit status of the rank that tells. silent: nobody says anything yet. soon, after: in words. tests:
-    node ids, for the scene "tests".
+    harmed. status: exit status of the rank that tells. soon, after: in words. tests: node ids, for the scene "tests".
     """
 
     name: str
@@ -49,7 +48,6 @@ class Fault:
     scene: Scene
     names_harmed: bool = False
     status: int = 2
-    silent: bool = False
     tests: tuple[str, ...] = ()
 
 

@@ -58,7 +58,7 @@ def page() -> str:
 
 def _row(fault: Fault) -> str:
     said = " ... ".join(fault.says) + (" and the sequences" if fault.names_harmed else "")
-    said = "**nothing yet**" if fault.silent else said.replace("{run}", "RUN").strip()
+    said = said.replace("{run}", "RUN").strip()
     if fault.error:
         said = f"`{fault.error}`: {said}"
     shown = (

@@ -9,11 +9,11 @@ import torch
 from moe_rl.replay.alignment import (
     FALSE_ALARM,
     AlignmentTest,
-    RowPlaces,
     Sample,
     divergence,
     misplaced_layers,
 )
+from moe_rl.replay.row_places import RowPlaces
 
 LAYERS, TOP_K, EXPERTS = (1, 2, 4, 5), 2, 16
 

@@ -1,18 +1,14 @@
 """What a whole run says of one number that is not finite: a log-probability, a gradient, a weight."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from moe_rl.report.lines import read_run
+from tests.support.one_rank import alone
 
 ROOT = Path(__file__).parents[2]
-ALONE = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
 @pytest.mark.timeout(300)
@@ -24,23 +20,7 @@ def test_each_is_shown_where_it_is_nothing_moves_and_the_run_ends(tmp_path):
         "train.optimizer.warmup_steps=1", "guards.max_skipped_updates=2", "guards.collapse_steps=0",
         "guards.alignment=false", "guards.max_canary_difference=1e9",  # the stand-in makes random routes
     ]  # fmt: skip
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    run = subprocess.run(
-        [
-            sys.executable,
-            "tests/train/not_finite_run.py",
-            tmp_path,
-            "--config",
-            "configs/tiny_moe_cpu.yaml",
-            *overrides,
-        ],
-        cwd=ROOT,
-        env={**os.environ, **ALONE, "MASTER_PORT": port, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    run = alone("tests/train/not_finite_run.py", tmp_path, "--config", "configs/tiny_moe_cpu.yaml", *overrides)
     assert run.returncode == 2, run.stderr[-4000:]
     # Updates of the gradient and of the weight were skipped, and changed no bit; the others are the witness.
     steps = json.loads((tmp_path / "steps.json").read_text())

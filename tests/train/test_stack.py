@@ -1,17 +1,14 @@
 """How deep the loss lies below the command: through so many functions a reader goes."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.one_rank import alone
+
 ROOT = Path(__file__).parents[2]
 DOOR = "tools/train_moe_rl.py"
-ALONE = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
 @pytest.mark.timeout(300)
@@ -21,24 +18,14 @@ def test_from_the_command_to_the_loss_there_are_at_most_seven_frames(tmp_path):
         "rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.dynamic_sampling_rounds=1", "eval.prompts=2",
         "train.updates_per_step=1", "train.optimizer.warmup_steps=1", "guards.max_canary_difference=1e9",
     ]  # fmt: skip
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    run = subprocess.run(
-        [
-            sys.executable,
-            "tests/train/one_step.py",
-            tmp_path,
-            DOOR,
-            "--config",
-            "configs/tiny_moe_cpu.yaml",
-            "guards.alignment=false",  # the stand-in makes random routes
-            *overrides,
-        ],
-        cwd=ROOT,
-        env={**os.environ, **ALONE, "MASTER_PORT": port, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
+    run = alone(
+        "tests/train/one_step.py",
+        tmp_path,
+        DOOR,
+        "--config",
+        "configs/tiny_moe_cpu.yaml",
+        "guards.alignment=false",  # the stand-in makes random routes
+        *overrides,
     )
     assert run.returncode == 0, run.stderr[-4000:]
     stack = [(Path(file), name) for file, name in json.loads((tmp_path / "stack.json").read_text())]

@@ -1,0 +1,36 @@
+"""One reported number: its name, unit and direction, what it means, and what a bad value means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Better = Literal["higher", "lower", "neutral", "must be 0", "must be 1", "must equal routing/expected"]
+When = Literal["every step", "when measured", "evaluation"]
+
+Mode = Literal["r3", "r2", "off"]
+
+FAMILY = "<name>"
+MODES: tuple[Mode, ...] = ("r3", "r2", "off")
+REPLAYED: tuple[Mode, ...] = ("r3", "r2")
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One reported number. A key ending in `<name>` stands for a family, one member per name.
+
+    when: "every step" is required in each training line, "when measured" may be absent from it, "evaluation" belongs to
+    evaluation lines only. modes: the values of replay.mode under which it exists; under others it is refused.
+    """
+
+    key: str
+    unit: str
+    better: Better
+    meaning: str
+    bad: str
+    when: When = "every step"
+    modes: tuple[Mode, ...] = MODES
+
+    @property
+    def family(self) -> bool:
+        return self.key.endswith(FAMILY)
