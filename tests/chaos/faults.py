@@ -1,6 +1,6 @@
-"""The list of planted faults: what is harmed and where, who notices, what is said, how soon, and what then.
+"""Lists the planted faults: what is harmed, who notices it, what the message says, how soon, and what follows.
 
-docs/internals/chaos.md is written from it: python -m tests.chaos.table > docs/internals/chaos.md
+docs/internals/chaos.md is written from this list: python -m tests.chaos.table > docs/internals/chaos.md
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from tests.chaos.plants import EXPERT, LAYER, OTHER_EXPERT, OTHER_LAYER, STALE_T
 
 BEFORE_UPDATE = "in that step, before its first update"
 BEFORE_SAMPLING = "in that step, before anything is sampled"
-AT_ONCE = "when it is read"
+AT_ONCE = "when the data is read"
 AT_RESUME = "at --resume"
-SECOND_RESUME = "a second --resume of a run that is going on"
+SECOND_RESUME = "a second --resume of a run that is still running"
 AT_START = "before any process starts"
 SECONDS = 60
-"""From the fault to the end of the last process of a run that ends of it, at most."""
+"""The most seconds from a fault to the end of the run's last process."""
 WITHIN = f"within {SECONDS} s"
-RESUMES = "resumes, and ends bit for bit as the untouched run"
-MENDED = "goes on when the cause is gone; weights did not move"
+RESUMES = "the run resumes and ends bit for bit as without the fault"
+MENDED = "no weight moved; the step succeeds once the fault is removed"
 REFUSED = "refused"
 
-# Where a fault is planted: one of the scenes of this folder, or tests of their own.
+# Where a fault is planted: in one of the scenes of this folder, or in a test of its own.
 Scene = Literal["lab", "layouts", "chain", "second", "folder", "tests"]
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A planted fault.
+    """Describes a planted fault.
 
-    name: what `plants.py` calls it. promise: the promises of docs/internals/chaos.md that it proves. planted: process
-    and place. notices: who refuses it. error: class of the error, "" where the run does not end. says: what its message
-    must hold; "{run}" stands for the run's folder. names_harmed: the message must also name one of the things that were
-    harmed. status: exit status of the rank that tells. soon, after: in words. tests: node ids, for the scene "tests".
+    name: its name in `plants.py`. promise: the promises of docs/internals/chaos.md that it tests. planted: process and
+    place. notices: who refuses it. error: class of the error, "" where the run does not end. says: what the message
+    must contain; "{run}" stands for the run's folder. names_harmed: the message must also name one of the harmed
+    things. status: exit status of the rank that reports. soon, after: in words. tests: node ids, for the scene "tests".
     """
 
     name: str
@@ -56,7 +56,7 @@ def _in_lab(name: str, promise: str, planted: str, notices: str, error: str, *sa
 
 
 def _exported(name: str, *says: str) -> Fault:
-    planted = "trainer: what the ranks export"
+    planted = "trainer: the exported tensors"
     return Fault(name, "P6", planted, _CONSERVATION, "WeightSyncError", says, BEFORE_SAMPLING, MENDED, "lab")
 
 
@@ -73,13 +73,13 @@ def _by(name: str, promise: str, planted: str, notices: str, error: str, says: s
     return Fault(name, promise, planted, notices, error, (says,), soon, after, "tests", tests=tests)
 
 
-_BUFFER = "engine: the step's experts, as they leave the routers"
-_ALIGNMENT = "alignment of the record with the trainer's own choice"
+_BUFFER = "engine: buffer of the step's experts, behind the routers"
+_ALIGNMENT = "comparison of the record with the trainer's own choice"
 _VALIDATOR = "validator"
 _LEFT = "are not those that left the sampler's engine"
-_CHECKSUM = "checksum from the engine's buffer to the dispatcher"
+_CHECKSUM = "checksum made in the engine's buffer, checked at the dispatcher"
 
-_AT_LOGITS = "recorder: some rows against the logits that the routers saw"
+_AT_LOGITS = "recorder, which compares some rows with the routers' logits"
 _NOT_CHOSEN = "A row is not what the router chose by its logits"
 _OTHER_ROWS = "recorded routes are not those of the rows"
 ROUTES = (
@@ -101,7 +101,7 @@ ROUTES = (
             "recorder: a layer gets the next one's rows",
         )
     ),
-    # What is left where nobody sees the routers' logits.
+    # These faults must be found without the routers' logits.
     *(
         _in_lab(f"recorder: {what}{UNWATCHED}", "P7", _BUFFER, _ALIGNMENT, "ReplayError", _OTHER_ROWS, *says)
         for what, *says in (
@@ -134,7 +134,7 @@ ROUTES = (
     ),
     _in_lab(
         "trainer: routes of two sequences swapped after validation", "P7",
-        "trainer: after the store and the validator, before the tables", _CHECKSUM, "ReplayError",
+        "trainer: after the validator, before the tables are made", _CHECKSUM, "ReplayError",
         _LEFT, names_harmed=True,
     ),
 )  # fmt: skip
@@ -143,7 +143,8 @@ _SWAPPED = "trainer: routes of two sequences swapped after validation"
 LAYOUTS = (
     *(
         Fault(
-            f"{_SWAPPED} ({layout})", "P7, P11", "both ranks: before the tables", _CHECKSUM, "ReplayError", (_LEFT,),
+            f"{_SWAPPED} ({layout})", "P7, P11", "both ranks: before the tables are made", _CHECKSUM, "ReplayError",
+            (_LEFT,),
             BEFORE_UPDATE, MENDED, "layouts", names_harmed=True,
         )
         for layout in ("TP 2", "CP 2", "PP 2", "EP 2")
@@ -155,7 +156,7 @@ LAYOUTS = (
     ),
 )  # fmt: skip
 
-_CONSERVATION = "rank 0: sums of what is exported and of what is held"
+_CONSERVATION = "rank 0, by sums over exported and held weights"
 WEIGHTS = (
     _exported(
         "export: routers of two layers swapped",
@@ -182,7 +183,7 @@ CHAIN = (
         "engine killed in evaluation", "P5", "engine: in the first call to sample", "rank 0", "SamplerGone", "SIGKILL",
         status=3,
     ),
-    _in_chain("full disk: metrics.jsonl", "P2", "rank 0: the log of metrics", "rank 0", "", _FULL, "metrics.jsonl"),
+    _in_chain("full disk: metrics.jsonl", "P2", "rank 0: the metrics log", "rank 0", "", _FULL, "metrics.jsonl"),
     _in_chain("full disk: /trace/", "P2", "engine: the trace shard of a step", "engine", "", _FULL, "step000001"),
     _in_chain("full disk: rollouts/step", "P2", "rank 0: the rollout file", "rank 0", "", _FULL, "step000001"),
     _in_chain("full disk: prompts.jsonl$", "P2", "rank 0: the prompt ledger", "rank 0", "", _FULL, "prompts.jsonl"),
@@ -206,25 +207,26 @@ CHAIN = (
 
 FOLDER = (
     Fault(
-        "metrics.jsonl: a line cut in the middle", "P1", "the run's folder, while nobody runs",
+        "metrics.jsonl: a line cut in the middle", "P1", "the run's folder, while no process runs",
         "rank 0, at --resume", "",
         ("the metrics log is damaged", "metrics.jsonl:2"), AT_RESUME, REFUSED, "folder",
     ),
     Fault(
-        "metrics.jsonl: the line of a step lost", "P1", "the run's folder, while nobody runs",
+        "metrics.jsonl: the line of a step lost", "P1", "the run's folder, while no process runs",
         "rank 0, at --resume", "",
-        ("metrics.jsonl: lost the lines of 1 steps, which the report lacks: 2",), AT_RESUME, "goes on", "folder",
+        ("metrics.jsonl: lost the lines of 1 steps, which the report lacks: 2",), AT_RESUME, "the run continues",
+        "folder",
     ),
     Fault(
-        SECOND_RESUME, "P3", "a second process, while the run goes on", "rank 0 of the second", "",
+        SECOND_RESUME, "P3", "a second process, while the run is running", "rank 0 of the second process", "",
         ("the run is still going", "{run}"), "10 s after its start, before it writes anything",
-        "the first one goes on", "second",
+        "the first run continues", "second",
     ),
 )  # fmt: skip
 
-# Those that have tests of their own, which `make test` runs.
+# Faults that have tests of their own, outside of this folder.
 TESTED = (
-    # P1: no silent bad trace
+    # P1: damage is never read as data
     _by("a shard: every bit flipped, one at a time", "P1", "a shard on disk", "reader", "TraceError",
         "shard and record", AT_ONCE, REFUSED,
         "tests/trace/test_damage.py::test_every_single_bit_flip_is_an_error"),
@@ -250,25 +252,25 @@ TESTED = (
         "file and line", AT_ONCE, REFUSED,
         "tests/tasks/test_prompt_ledger.py::test_every_bit_flip_is_noticed",
         "tests/tasks/test_prompt_ledger.py::test_every_truncation_is_noticed"),
-    _by("the store's manifest lost a line", "P1, P3", "the store, while nobody runs", "rank 0", "TraceError",
+    _by("the store's manifest lost a line", "P1, P3", "the store, while no process runs", "rank 0", "TraceError",
         "shard and manifest", "before the step is trained on", "the step is sampled again",
         "tests/train/test_resume.py::test_a_shard_whose_line_the_manifest_lost_is_not_taken"),
     # P2: durable publish
     _by("shard writer killed at every file system call", "P2", "a process that publishes", "the next reader", "",
-        "nothing: the old or the new state", AT_ONCE, "goes on",
+        "nothing: it finds the old or the new state", AT_ONCE, "the reader continues",
         "tests/trace/test_crash.py::test_kill_9_at_every_file_system_call"),
     _by("full disk at every size of a shard", "P2", "a process that publishes", "writer", "TraceError",
         "shard, folder, No space left on device", "at the write", "nothing is published or left behind",
         "tests/trace/test_crash.py::test_full_disk_at_every_size"),
     _by("a checkpoint writer that fails or dies", "P2", "one rank, while it writes", "all ranks", "CheckpointError",
-        "rank, file, what the system said", "when the checkpoint is published", "the one before stands",
+        "rank, file, the system's error", "when the checkpoint is published", "the previous checkpoint stays",
         "tests/distributed/test_state.py::test_a_writer_that_fails_or_dies_is_named_on_all_ranks"),
     _by("each file of a checkpoint damaged", "P2, P3", "a checkpoint on disk", "all ranks", "CheckpointError",
-        "file, and the checkpoint to take instead", AT_RESUME, REFUSED,
+        "file, and the checkpoint to use instead", AT_RESUME, REFUSED,
         "tests/distributed/test_state.py::test_a_wrong_checkpoint_is_refused_by_all_ranks_alike",
         "tests/distributed/test_state.py::test_every_file_of_a_checkpoint_is_among_those_that_were_damaged"),
-    _by("a full disk, a quota that is used up, a limit to the size of files", "P2", "any file of a run", "who writes",
-        "DiskError", "file, bytes to write, bytes free", "at the write", "the old file stays as it was",
+    _by("a full disk, an exhausted quota, a limit on file sizes", "P2", "any file of a run", "the writer",
+        "DiskError", "file, bytes to write, bytes free", "at the write", "the old file stays unchanged",
         "tests/test_disk.py::test_it_is_named_with_the_file_and_the_bytes",
         "tests/test_disk.py::test_a_file_that_could_not_be_replaced_is_as_it_was"),
     # P3: bitwise resume
@@ -277,7 +279,7 @@ TESTED = (
         "all ranks", "", "rank, phase, step, --resume", WITHIN, RESUMES,
         "tests/end_to_end/test_run.py::test_kill_9_and_sigterm_change_nothing"),
     _by("the newest checkpoint damaged, other ranks than before", "P3", "a checkpoint on disk", "all ranks", "",
-        "what is done again, the other layout", AT_RESUME, "goes on from the checkpoint before",
+        "the steps that are repeated, the other layout", AT_RESUME, "continues from the previous checkpoint",
         "tests/end_to_end/test_resume.py::test_a_run_goes_on_with_another_layout"),
     # P4: the death of a rank is bounded and named
     _by("a rank killed, stopped, hung in a collective; its torchrun or store gone", "P4", "a rank",
@@ -287,67 +289,73 @@ TESTED = (
         "tests/train/test_peers.py::test_a_stopped_rank_is_named_and_ended",
         "tests/train/test_peers.py::test_a_store_that_is_gone_or_stopped_ends_all_ranks",
         "tests/train/test_peers.py::test_a_rank_whose_torchrun_died_ends"),
-    _by("an engine or a rank stopped in a run", "P4, P5", "engine, rank 1", "rank 0", "", "who hangs, its pid", WITHIN,
+    _by("an engine or a rank stopped in a run", "P4, P5", "engine, rank 1", "rank 0", "",
+        "the hanging process and its pid", WITHIN,
         "every process ends",
         "tests/end_to_end/test_faults.py::test_it_ends_and_names_the_dead"),
     _by("one pipeline stage fails", "P4", "one stage", "its neighbour", "", "the stage's own error", WITHIN, REFUSED,
         "tests/distributed/test_ends.py::test_a_stage_that_fails_is_heard_and_its_neighbour_does_not_wait"),
     # P5: a sampler that crashes, hangs or answers wrongly
-    _by("an engine killed while idle or sampling, stopped, late, not startable", "P5", "engine", "rank 0",
+    _by("an engine that is killed while idle or sampling, stopped, too late, or cannot start", "P5", "engine", "rank 0",
         "SamplerGone",
-        "pid, signal or silence, log", "at the next call, or within its silence", "nothing half done is readable",
+        "pid, signal or silence, log", "at the next call, or when its time to answer ends",
+        "no unfinished record can be read",
         "tests/rollout/test_faults.py::test_an_engine_killed_while_idle_is_named",
         "tests/rollout/test_faults.py::test_an_engine_killed_while_sampling_is_named",
         "tests/rollout/test_faults.py::test_a_stopped_engine_is_named_and_ended",
         "tests/rollout/test_faults.py::test_an_engine_that_is_late_is_ended",
         "tests/rollout/test_faults.py::test_an_engine_that_cannot_start_says_why"),
     _by("a server lost while it samples or loads", "P5", "one of several servers", "client", "SamplerGone",
-        "address and what happened", "at the call", "within the bound the others sample what is lacking, nothing twice",
+        "address and cause", "at the call",
+        "up to rollout.max_lost_servers, the others sample the missing sequences, none twice",
         "tests/rollout/test_fleet.py::test_a_lost_server_ends_the_run_and_the_others_calls",
         "tests/rollout/test_fleet.py::test_within_the_bound_the_others_sample_what_is_lacking_and_nothing_is_doubled"),
     _by("frames that are cut, foreign or of another type", "P5, P12", "between engine and rank 0", "receiver", "",
-        "what is no message", AT_ONCE, REFUSED,
+        "the part that is no message", AT_ONCE, REFUSED,
         "tests/test_messages.py::test_what_is_no_message_is_named"),
     # P6: no stale or torn weights
     _by("an update torn, stale, of another set of tensors, of other bytes (disk, shared memory, broadcast)", "P6",
         "between trainer and engine", "engine", "WeightSyncError", "tensor, or version", BEFORE_SAMPLING,
-        "nothing is sampled until a whole update",
+        "nothing is sampled until a whole update arrives",
         "tests/weights/test_intake.py::test_other_bytes_than_the_trainer_meant_are_refused",
         "tests/weights/test_intake.py::test_another_set_of_tensors_is_refused_before_anything_is_touched",
         "tests/weights/test_intake.py::test_stale_updates_are_refused",
         "tests/weights/test_intake.py::test_a_torn_update_is_refused_and_nothing_is_whole_until_a_whole_one",
         "tests/weights/test_shared_disk.py::test_damaged_parts_are_named",
         "tests/weights/test_broadcast.py::test_other_bytes_than_the_trainer_meant_are_refused"),
-    _by("a broadcast that breaks off, or is not what was announced", "P6", "between trainer and servers", "both ends",
-        "WeightSyncError", "who and why", BEFORE_SAMPLING, "nothing is sampled until a whole update",
+    _by("a broadcast that breaks off, or differs from its announcement", "P6", "between trainer and servers",
+        "both ends",
+        "WeightSyncError", "the failed end and the cause", BEFORE_SAMPLING,
+        "nothing is sampled until a whole update arrives",
         "tests/weights/test_broadcast.py::test_a_broadcast_that_breaks_off_leaves_nothing_whole",
         "tests/weights/test_broadcast.py::test_a_stream_that_is_not_what_was_announced_is_broken_off",
         "tests/weights/test_broadcast.py::test_of_a_broadcast_that_failed_both_ends_tell"),
     _by("one of two workers gets other bytes", "P6", "a server's worker", "server", "WeightSyncError",
-        "the workers differ", BEFORE_SAMPLING, "nothing is sampled until a whole update",
+        "the workers differ", BEFORE_SAMPLING, "nothing is sampled until a whole update arrives",
         "tests/rollout/test_parallel_server.py::test_a_worker_that_got_other_bytes_is_found_out"),
-    _by("vLLM without our patch for reloads", "P6", "engine", "engine, at its start", "PatchError",
-        "the patch and the command that mends it", AT_START, REFUSED,
+    _by("vLLM without the patch for reloads", "P6", "engine", "engine, at its start", "PatchError",
+        "the patch and the command that applies it", AT_START, REFUSED,
         "tests/vllm/test_patches.py::test_unpatched_is_one_message_with_the_command",
         "tests/rollout/test_faults.py::test_without_the_reload_patch_the_same_weights_are_silently_other_ones"),
-    _by("exports that are wrong in every way that was thought of; a checkpoint that is not what is trained from", "P6",
-        "trainer: what the ranks export, and how a run starts", "all ranks", "WeightSyncError", "layer, expert, tensor",
+    _by("every wrong export that was thought of; a checkpoint that differs from what the run trains from", "P6",
+        "trainer: the export, and the start of a run", "all ranks", "WeightSyncError", "layer, expert, tensor",
         BEFORE_SAMPLING, REFUSED,
         "tests/megatron/test_wrong_exports.py::test_every_wrong_export_is_named_before_the_update_is_final",
         "tests/megatron/test_wrong_exports.py::test_what_is_no_longer_the_checkpoint_is_named_at_the_start"),
-    _by("two runs use one server, while the first trains or samples", "P6, P5", "a second run takes the server",
+    _by("a second run takes a server while the first trains or samples", "P6, P5", "a server's control routes",
         "server and client of the first run", "SamplerGone", "address, and that another run took it", BEFORE_SAMPLING,
-        "the first run ends, the second goes on",
+        "the first run ends, the second continues",
         "tests/rollout/test_server.py::test_a_second_run_takes_the_server_and_the_first_is_told"),
     # P7: replay is exact or refused
-    _by("k wrong, ids out of range or twice, rows missing or too many, other tokens, other weights", "P7", "a record",
+    _by("a wrong k, ids out of range or repeated, missing or extra rows, other tokens, other weights", "P7", "a record",
         "validator", "RouteValidationError", "request, token, layer", BEFORE_UPDATE, REFUSED,
         "tests/trace/test_validator.py::test_fault_is_refused"),
     _by("buffers that no router filled; layers with equal rows", "P7", "a record", "validator", "RouteValidationError",
         "request and layer", BEFORE_UPDATE, REFUSED,
         "tests/trace/test_validator.py::test_constant_buffers_are_refused",
         "tests/trace/test_variety.py::test_a_layer_with_the_rows_of_another_is_refused"),
-    _by("a step of the engine dropped, doubled, of another offset; a KV block given away", "P7", "engine: recorder",
+    _by("a step of the engine dropped, repeated or with another offset; a KV block given away", "P7",
+        "engine: recorder",
         "recorder", "EngineError", "request, position, slot", "in the engine's step", REFUSED,
         "tests/vllm/test_recorder.py::test_a_dropped_step_is_an_error",
         "tests/vllm/test_recorder.py::test_a_duplicated_step_is_an_error",
@@ -359,31 +367,32 @@ TESTED = (
         "tests/distributed/test_proof.py::test_a_planted_fault_is_refused_and_named_under_plans",
         "tests/distributed/test_context.py::test_a_rank_that_takes_the_routes_of_another_ranks_rows_is_refused"),
     _by("rows of another layer, position or sequence; a wrong piece of a long sequence", "P7", "a record",
-        _ALIGNMENT, "ReplayError", "layer or sequence, and what it matches instead", BEFORE_UPDATE, REFUSED,
+        _ALIGNMENT, "ReplayError", "layer or sequence, and the rows it matches instead", BEFORE_UPDATE, REFUSED,
         "tests/replay/test_alignment.py::test_a_layer_with_other_rows_is_named_with_what_they_are",
         "tests/replay/test_alignment.py::test_rows_of_two_sequences_of_equal_length_swapped",
         "tests/replay/test_alignment.py::test_a_wrong_piece_of_a_long_sequence_is_named"),
-    _by("any expert, row, layer, token or request exchanged on the way", "P7", "recorder, sink, store, reader, tables",
+    _by("any expert, row, layer, token or request exchanged between engine and dispatcher", "P7",
+        "recorder, sink, store, reader, tables",
         _CHECKSUM, "ReplayError", "the sequences", BEFORE_UPDATE, REFUSED,
         "tests/trace/test_source_sum.py::test_any_change_on_the_way_changes_it"),
-    # P8: a failed verifier is no reward
+    # P8: a failed verifier gives no reward
     _by("a verifier that raises, hangs, dies, forks, floods, or gives NaN, text, or a sum that is too large", "P8",
-        "verifier", "rank 0", "RewardError", "function, completion, what it did",
+        "verifier", "rank 0", "RewardError", "function, completion, failure",
         "within task.verifier_timeout_seconds",
-        "that completion has no reward, the others theirs; too many end the run",
+        "this completion has no reward, others keep theirs; too many failures end the run",
         "tests/tasks/test_verifiers.py::test_a_fault_fails_its_item_and_no_other",
         "tests/tasks/test_verifiers.py::test_hangs_do_not_starve_healthy_items",
         "tests/tasks/test_verifiers.py::test_a_weighted_sum_that_is_too_large_is_no_reward",
         "tests/tasks/test_verifiers.py::test_failed_fraction"),
-    # P9: what is not finite is skipped on all ranks
+    # P9: all ranks skip an update that is not finite
     _by("NaN or infinity in a loss or gradient of one rank", "P9", "one rank", "all ranks", "NonFiniteError",
-        "what, on which rank, in which update", "in that update",
+        "the value, the rank, the update", "in that update",
         "nothing changes on any rank; too many in a row end the run",
         "tests/distributed/test_state.py::test_what_one_rank_finds_not_finite_changes_nothing_on_any",
         "tests/distributed/test_state.py::test_so_many_skipped_updates_in_a_row_end_the_run_on_all_ranks"),
     _by("NaN or infinity in any input of any loss, correction, advantage or metric", "P9", "trainer: the objective",
-        "guards, or the number itself", "NonFiniteError", "what is not finite", "in that update",
-        "shown, never hidden; nothing moves",
+        "guards, or the metric, which is NaN", "NonFiniteError", "the value that is not finite", "in that update",
+        "the value is shown; nothing moves",
         "tests/objectives/test_not_finite.py::test_no_loss_hides_it",
         "tests/objectives/test_not_finite.py::test_no_correction_hides_it",
         "tests/objectives/test_not_finite.py::test_no_advantage_hides_it",
@@ -396,47 +405,49 @@ TESTED = (
         "tests/config/test_check.py::test_each_problem_is_one_message",
         "tests/commands/test_train.py::test_one_message_and_nothing_started"),
     # P11: the loss does not depend on the layout
-    _by("a mean of means, or parts of sequences counted twice", "P11", "trainer", "tests", "", "the gradients differ",
-        "in tests", "n/a",
+    _by("a mean of means, or parts of sequences counted twice", "P11", "trainer", "the tests", "",
+        "the gradients differ", "in the tests", "n/a",
         "tests/distributed/test_objectives.py::test_a_mean_of_each_microbatch_is_another_gradient",
         "tests/distributed/test_objectives.py::test_the_gradient_does_not_depend_on_the_cut"),
     # P12: hostile input is bounded
-    _by("headers and frames that lie about sizes, zip bombs", "P12", "a shard", "reader", "TraceError", "shard",
-        "in bounded time and memory", REFUSED,
+    _by("headers and frames with false sizes, zip bombs", "P12", "a shard", "reader", "TraceError", "shard",
+        "within bounded time and memory", REFUSED,
         "tests/trace/test_damage.py::test_hostile_frames_are_refused_in_bounded_time_and_memory",
         "tests/trace/test_damage.py::test_hostile_headers_are_refused_in_bounded_time_and_memory",
         "tests/trace/test_codec.py::test_a_zip_bomb_costs_no_memory"),
     _by("control calls that are malformed, too large or of the wrong kind", "P12", "a server's routes", "server", "",
-        "status and reason", AT_ONCE, "goes on",
+        "status and reason", AT_ONCE, "the server continues",
         "tests/rollout/test_server.py::test_a_wrong_control_call_is_refused",
         "tests/rollout/test_server.py::test_a_wrong_control_call_breaks_nothing"),
-    _by("token ids that the model does not have, bodies of any kind, bodies that do not come", "P12",
-        "a server's routes", "gate", "", "field and value", AT_ONCE, "the server samples on for everyone",
+    _by("token ids that the model does not have, bodies of any kind, bodies that never arrive", "P12",
+        "a server's routes", "gate", "", "field and value", AT_ONCE, "the server continues for all clients",
         "tests/vllm/test_gate.py::test_every_field_of_every_route_may_hold_anything",
         "tests/vllm/test_gate.py::test_a_token_that_the_model_does_not_have_is_named",
         "tests/vllm/test_gate.py::test_a_body_that_does_not_come_is_refused_in_time",
         "tests/rollout/test_server.py::test_the_worst_that_can_be_asked_leaves_a_server_that_samples"),
     # P13: control is authenticated and local
-    _by("calls without the token, listeners that others reach", "P13", "a server's routes", "server", "", "401",
+    _by("calls without the token; listeners reachable from outside", "P13", "a server's routes", "server", "", "401",
         AT_ONCE,
-        "goes on",
+        "the server continues",
         "tests/rollout/test_server.py::test_every_route_wants_the_token",
         "tests/rollout/test_server.py::test_listeners_are_on_loopback",
         "tests/rollout/test_server.py::test_the_token_is_told_to_nobody"),
     # P14: nothing unsafe is unpickled
-    _by("calls of pickle, eval, torch.load and the like", "P14", "the source", "tests", "", "file and line", "in tests",
+    _by("calls of pickle, eval, torch.load and the like", "P14", "the source", "the tests", "", "file and line",
+        "in the tests",
         "n/a",
         "tests/test_import_rules.py::test_planted_unsafe_calls_are_found"),
     _by("a pickle that calls something, in a checkpoint", "P14", "Megatron's metadata of a checkpoint", "all ranks",
-        "CheckpointError", "the name that it asks for", AT_RESUME, REFUSED,
+        "CheckpointError", "the name that the pickle asks for", AT_RESUME, REFUSED,
         "tests/megatron/test_unpickling.py::test_a_pickle_that_calls_something_is_refused_and_calls_nothing"),
     # P15: told to stop, and time
-    _by("SIGTERM that comes twice, does not fit into the grace, or hits a rank alone", "P15", "ranks", "all ranks",
-        "Stopped", "what was saved, --resume", "within checkpoint.grace_seconds", RESUMES,
+    _by("SIGTERM that comes twice, leaves too little time to save, or reaches one rank only", "P15", "ranks",
+        "all ranks",
+        "Stopped", "the saved step, --resume", "within checkpoint.grace_seconds", RESUMES,
         "tests/train/test_peers.py::test_what_does_not_fit_into_the_grace_is_not_begun",
         "tests/train/test_peers.py::test_a_second_request_ends_it",
         "tests/train/test_peers.py::test_one_request_may_come_twice"),
-    _by("clocks that jump", "P15", "verifiers", "nobody", "", "nothing", "n/a", "goes on",
+    _by("clocks that jump", "P15", "verifiers", "nobody", "", "nothing", "n/a", "the run continues",
         "tests/tasks/test_verifiers.py::test_wall_clock_jumps_do_not_matter"),
 )  # fmt: skip
 
@@ -444,5 +455,5 @@ FAULTS = (*ROUTES, *LAYOUTS, *WEIGHTS, *CHAIN, *FOLDER, *TESTED)
 
 
 def of(scene: Scene) -> list[Fault]:
-    """The faults of one scene, in their order."""
+    """Return the faults of one scene, in the order of the list."""
     return [fault for fault in FAULTS if fault.scene == scene]

@@ -31,9 +31,9 @@ LAYER, OTHER_LAYER = 3, 4
 EXPERT, OTHER_EXPERT = 4, 5
 GATE = "model.layers.{}.mlp.gate.weight"
 UNWATCHED = ", logits unseen"
-"""Behind the name of a fault: nobody compares the rows with the logits that the routers saw."""
+"""Suffix of a fault's name: no rows are compared with the routers' logits."""
 RANK = " on rank "
-"""Behind the name of a fault: it is planted in that rank alone."""
+"""Suffix of a fault's name, before a rank: the fault is planted in that rank only."""
 FORGET = "an engine that takes the next update as its first"
 STALE_TENSOR = "model.layers.3.self_attn.q_proj.weight"
 
