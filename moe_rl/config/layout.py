@@ -1,4 +1,4 @@
-"""How ranks share a model: the sizes of the parallel groups, and which layers a pipeline stage holds."""
+"""Computes how ranks share a model: the sizes of the parallel groups, and the layers of each pipeline stage."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from moe_rl.models.facts import ModelFacts
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes of the parallel groups of `world_size` ranks.
+    """Holds the sizes of the parallel groups of `world_size` ranks.
 
-    data: parts of the ranks, each with sequences of its own; times context, the copies of the dense parameters.
-    expert_data: copies of one expert. experts_per_rank: those of a layer that a rank holds, whole or in part.
+    data: number of data-parallel groups, each with its own sequences. expert_data: number of copies of one expert.
+    experts_per_rank: number of experts of a layer that a rank holds, whole or in part.
     """
 
     world_size: int
@@ -31,12 +31,12 @@ class Layout:
 
     @property
     def dense_copies(self) -> int:
-        """Ranks with the same dense parameters, which share their optimizer state."""
+        """Number of ranks with the same dense parameters. They share the optimizer state."""
         return self.data * self.context
 
 
 def make_layout(parallel: ParallelConfig, facts: ModelFacts, world_size: int) -> Layout:
-    """Never fails: what does not divide is rounded here and refused by `check_layout`."""
+    """Compute the layout. It rounds what does not divide, which `check_layout` refuses, and never fails."""
     stage_size = world_size // parallel.pipeline
     return Layout(
         world_size=world_size,
@@ -53,22 +53,22 @@ def make_layout(parallel: ParallelConfig, facts: ModelFacts, world_size: int) ->
 
 
 def one_rank(train: TrainConfig) -> TrainConfig:
-    """The same settings for one rank that holds all of the model: nothing to overlap, and no loads to even out."""
+    """Return the settings for a single rank: without overlap, and without packing by load."""
     return train.model_copy(
         update={"overlap_expert_parallel_comm": False, "delay_wgrad_compute": False, "packing": "length"}
     )
 
 
 def least_ranks(parallel: ParallelConfig) -> int:
-    """The smallest number of ranks that this layout runs on; any multiple of it adds data parallelism."""
+    """Return the smallest number of ranks for this layout. A multiple of it adds data parallelism."""
     dense, experts = parallel.tensor * parallel.context, parallel.expert * parallel.expert_tensor
     return parallel.pipeline * math.lcm(dense, experts)
 
 
 def chunk_layers(facts: ModelFacts, parallel: ParallelConfig) -> list[list[range]]:
-    """0-based layers of each run of adjacent layers, of each pipeline stage: [stage][run].
+    """Return the 0-based layers of each run of adjacent layers, as [stage][run].
 
-    A stage holds every `pipeline`-th run.
+    Stage s holds run s, run s + `pipeline`, and so on.
     """
     runs = parallel.pipeline * parallel.virtual_pipeline
     lengths = parallel.layers_per_run or (-(-facts.layers // runs),) * runs
@@ -78,5 +78,5 @@ def chunk_layers(facts: ModelFacts, parallel: ParallelConfig) -> list[list[range
 
 
 def stage_layers(facts: ModelFacts, parallel: ParallelConfig) -> list[list[int]]:
-    """0-based layers of each pipeline stage."""
+    """Return the 0-based layers of each pipeline stage."""
     return [[layer for run in runs for layer in run] for runs in chunk_layers(facts, parallel)]

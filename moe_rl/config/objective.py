@@ -1,4 +1,4 @@
-"""The section `objective`: a model for each loss, so that a parameter of another one is an unknown key."""
+"""Defines the section `objective`, with one model for each loss: a parameter of another loss is an unknown key."""
 
 from __future__ import annotations
 
@@ -13,83 +13,89 @@ from moe_rl.errors import describe
 ClipLow = Annotated[
     float, Field(gt=0.0, lt=1.0, description="The ratio is clipped to the range [1 - clip_low, 1 + clip_high].")
 ]
-ClipHigh = Annotated[float, Field(gt=0.0, description="See clip_low.")]
-WeightCap = Annotated[float, Field(ge=1.0, description="The weight is truncated here.")]
+ClipHigh = Annotated[
+    float, Field(gt=0.0, description="The ratio is clipped to the range [1 - clip_low, 1 + clip_high].")
+]
+WeightCap = Annotated[float, Field(ge=1.0, description="Largest weight. Larger ones are truncated to it.")]
 Probability = Annotated[float, Field(gt=0.0, le=1.0)]
 
-# rule -> the bounds it must have, and those it may have beside them
+# For each rule: the bounds that it needs, and those that it accepts in addition.
 _BOUNDS = {
     "truncate": ({"high"}, set()),
     "mask": ({"high"}, {"low"}),
     "reject": (set(), {"low", "high"}),
     "veto": ({"low"}, set()),
 }
-_WEIGH = ("truncate", "mask")  # their weight is the ratio itself
+_WEIGH = ("truncate", "mask")  # rules whose weight is the ratio itself
 
 
 class CorrectionConfig(Section):
-    """A weight against the mismatch of sampler and trainer. Formulas: moe_rl/objectives/corrections.py."""
+    """Defines a weight that corrects the mismatch of sampler and trainer (moe_rl/objectives/corrections.py)."""
 
     level: Literal["token", "sequence", "geometric"]
-    """The ratio that it looks at, trainer's old policy / sampler. token: that of the token. sequence: the product of
-    those of its sequence's tokens. geometric: their geometric mean."""
+    """Ratio of the trainer's old policy to the sampler that the rule uses. token: the ratio of the token. sequence: the
+    product of the ratios of all tokens of the sequence. geometric: their geometric mean."""
     rule: Literal["truncate", "mask", "reject", "veto"]
-    """truncate: the weight is the ratio, at most `high`. mask: the ratio where it is within the bounds, else 0.
-    reject: 1 where it is within them, else 0. veto: 0 for the whole sequence when the ratio of any of its tokens is
-    below `low`."""
+    """Weight that follows from the ratio. truncate: the ratio, but at most `high`. mask: the ratio inside the bounds,
+    and 0 outside. reject: 1 inside the bounds, and 0 outside. veto: 0 for the whole sequence if the ratio of any of its
+    tokens is below `low`."""
     low: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """Lower bound of the ratio: mask and reject may have it, veto needs it. 1 is always within the bounds."""
+    """Lower bound of the ratio. mask and reject may have it, and veto needs it. A ratio of 1 is always inside the
+    bounds."""
     high: Annotated[float, Field(ge=1.0)] | None = None
-    """Upper bound of the ratio: truncate and mask need it, reject may have it."""
+    """Upper bound of the ratio. truncate and mask need it, and reject may have it."""
 
 
 class ObjectiveConfig(Section):
-    """The keys that every loss has."""
+    """Defines the keys that all losses share."""
 
     weighs_by_sampler: ClassVar[bool] = False
-    """Whether the loss has the ratio to the sampler in it."""
+    """Whether the loss itself contains the ratio to the sampler."""
     counted_by_token: ClassVar[str] = ""
-    """For a loss with one term a sequence: the one to take for weights of single tokens."""
+    """For a loss with one term per sequence: the similar loss that accepts weights of single tokens."""
 
     name: str
-    """The loss."""
+    """Name of the loss."""
     advantage: Literal["group_std", "group_mean", "leave_one_out", "batch_std", "reinforce_pp"] = "group_std"
-    """What a reward is compared with; formulas: moe_rl/objectives/advantages.py. group_std: its group's mean; the
-    difference is divided by the group's standard deviation. group_mean: the same undivided. leave_one_out: the mean of
-    the others of its group. batch_std: its group's mean, divided by the standard deviation of the batch. reinforce_pp:
-    mean and standard deviation over all tokens of the batch."""
+    """How advantages follow from rewards (formulas: moe_rl/objectives/advantages.py). group_std: reward minus the mean
+    of its group, divided by the group's standard deviation. group_mean: the same without the division. leave_one_out:
+    reward minus the mean of the other members of its group. batch_std: reward minus the mean of its group, divided by
+    the standard deviation of the batch. reinforce_pp: mean and standard deviation are taken over all tokens of the
+    batch."""
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
-    """Denominator of the ratio. trainer: the trainer computes it again before a step's first update. sampler: as the
-    sampler gave it."""
+    """Source of the old log-probabilities, the denominator of the ratio. trainer: an extra pass before the first update
+    of a step. sampler: the values that came with the completions."""
     corrections: tuple[CorrectionConfig, ...] = ()
-    """Weights of tokens and sequences against the mismatch of sampler and trainer; they multiply. Tokens of weight 0
-    stay in the denominator."""
+    """Weights of tokens and sequences that correct the mismatch of sampler and trainer. They are multiplied. Tokens of
+    weight 0 stay in the denominator."""
     off_policy_delta: Positive | None = None
-    """Nats per token: a sequence with a negative advantage is masked when the policy as it is now finds its tokens less
-    likely than the sampler did by more than this, on average (DeepSeek-V3.2). null: none is."""
+    """Limit in nats per token, for sequences with a negative advantage (DeepSeek-V3.2). Such a sequence is masked when
+    the current policy finds its tokens less likely than the sampler did, on average by more than the limit. null: no
+    sequence is masked."""
     kl_coef: NotNegative = 0.0
-    """Weight of the KL to the frozen initial policy, which routes natively: mean over a sequence, then over sequences,
-    with every loss. 0: no reference model is built."""
+    """Weight of the KL to the frozen initial policy, which routes natively. With every loss it is the mean over the
+    tokens of a sequence, then over sequences. 0: no reference model is built."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """How a token estimates it; value and gradient of each stand in moe_rl/objectives/penalties.py."""
+    """Estimator of the KL at one token. moe_rl/objectives/penalties.py gives the value and gradient of each."""
     kl_unbiased: bool = False
-    """Multiply each token's estimate by the ratio of new to old policy, through which the gradient flows too
-    (DeepSeek-V3.2). k1 and k3 then have the gradient of KL(policy || reference) on average."""
+    """Whether each token's estimate is multiplied by the ratio of new to old policy (DeepSeek-V3.2). The gradient flows
+    through the ratio too. k1 and k3 then have the gradient of KL(policy || reference) on average."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """loss: the KL is a term of the loss. reward: kl_coef times the sum of the KL over a completion's tokens, of the
-    policy before the step's first update, is taken off its reward before rewards are compared."""
+    """loss: the KL is a term of the loss. reward: kl_coef times the KL, summed over the completion, is subtracted from
+    the reward before advantages are computed. The KL is that of the policy before the first update of the step."""
     entropy_coef: NotNegative = 0.0
-    """Weight of the policy's entropy, mean over the completion tokens of an update. It is taken off the loss, which
-    raises the entropy. In nats, at the sampling temperature, over the tokens that keep_sampling_mask leaves. 0: off."""
+    """Weight of the policy's entropy, which is subtracted from the loss and so encouraged. The entropy is the mean over
+    the completion tokens of an update, in nats, at the sampling temperature, over the tokens that keep_sampling_mask
+    leaves. 0: off."""
 
     @property
     def corrected(self) -> bool:
-        """Whether tokens have weights."""
+        """Whether any correction gives tokens weights."""
         return bool(self.corrections) or self.off_policy_delta is not None
 
     @property
     def parameters(self) -> dict[str, float]:
-        """What the loss is given, by name."""
+        """Return the parameters of the loss by name."""
         return {key: getattr(self, key) for key in LOSS_PARAMETERS[self.name]}
 
     def problems(self) -> Iterator[str]:
@@ -187,7 +193,7 @@ class ObjectiveConfig(Section):
 
 
 class GspoConfig(ObjectiveConfig):
-    """One clipped ratio per sequence; mean over sequences (arXiv 2507.18071)."""
+    """Clips one ratio per sequence and takes the mean over sequences (arXiv 2507.18071)."""
 
     counted_by_token = "gspo_token"
     name: Literal["gspo"] = "gspo"
@@ -196,7 +202,7 @@ class GspoConfig(ObjectiveConfig):
 
 
 class GspoTokenConfig(ObjectiveConfig):
-    """As gspo, counted by token: each token has a term with its sequence's ratio."""
+    """Works like gspo, but gives each token a term of its own, with the ratio of its sequence."""
 
     name: Literal["gspo_token"]
     clip_low: ClipLow = 3e-4
@@ -204,7 +210,7 @@ class GspoTokenConfig(ObjectiveConfig):
 
 
 class GrpoConfig(ObjectiveConfig):
-    """One clipped ratio per token; mean over a sequence, then over sequences."""
+    """Clips one ratio per token and takes the mean over a sequence, then over sequences."""
 
     name: Literal["grpo"]
     clip_low: ClipLow = Field(examples=[0.2])
@@ -212,17 +218,17 @@ class GrpoConfig(ObjectiveConfig):
 
 
 class DrGrpoConfig(ObjectiveConfig):
-    """As grpo, but summed over tokens and divided by sequences x rollout.max_completion_tokens."""
+    """Works like grpo, but sums over tokens and divides by sequences x rollout.max_completion_tokens."""
 
     name: Literal["dr_grpo"]
     clip_low: ClipLow = Field(examples=[0.2])
     clip_high: ClipHigh = Field(examples=[0.2])
     advantage: Literal["group_mean"] = "group_mean"
-    """The method's advantages are rewards minus their group's mean, undivided."""
+    """Fixed by the method: reward minus the mean of its group, not divided."""
 
 
 class DapoConfig(ObjectiveConfig):
-    """As grpo, but the mean over all tokens."""
+    """Works like grpo, but takes the mean over all tokens."""
 
     name: Literal["dapo"]
     clip_low: ClipLow = Field(examples=[0.2])
@@ -230,24 +236,24 @@ class DapoConfig(ObjectiveConfig):
 
 
 class CispoConfig(ObjectiveConfig):
-    """The log-likelihood, weighted by the truncated ratio; mean over all tokens."""
+    """Weights the log-likelihood by the truncated ratio and takes the mean over all tokens."""
 
     name: Literal["cispo"]
     weight_cap: WeightCap = Field(examples=[5.0])
 
 
 class SapoConfig(ObjectiveConfig):
-    """One ratio per token, faded out softly; mean as in grpo."""
+    """Fades each token's ratio out softly instead of clipping it. The mean is that of grpo."""
 
     name: Literal["sapo"]
     tau_positive: Positive = Field(examples=[1.0])
-    """How fast a token fades out where the advantage is positive."""
+    """How fast tokens with a positive advantage fade out."""
     tau_negative: Positive = Field(examples=[1.05])
-    """The same where it is negative."""
+    """How fast tokens with a negative advantage fade out."""
 
 
 class GmpoConfig(ObjectiveConfig):
-    """One ratio per sequence, made of ratios clipped by token; mean over sequences."""
+    """Clips ratios by token, combines them to one per sequence, and takes the mean over sequences."""
 
     counted_by_token = "grpo"
     name: Literal["gmpo"]
@@ -256,21 +262,21 @@ class GmpoConfig(ObjectiveConfig):
 
 
 class DppoTvConfig(ObjectiveConfig):
-    """As cispo, without tokens whose probability moved too far."""
+    """Works like cispo, but removes tokens whose probability moved too far."""
 
     name: Literal["dppo_tv"]
     delta_low: Probability = Field(examples=[0.2])
-    """Probability that a token may lose before its gradient is taken away."""
+    """Largest loss of probability with which a token keeps its gradient."""
     delta_high: Probability = Field(examples=[0.2])
-    """The same for what it may gain."""
+    """Largest gain of probability with which a token keeps its gradient."""
     weight_cap: WeightCap = Field(examples=[20.0])
     old_logprobs: Literal["sampler"] = "sampler"
-    """The method's ratio is taken to the sampler's policy."""
+    """Fixed by the method: its ratio is to the sampler's policy."""
 
 
 class MinirlConfig(ObjectiveConfig):
-    """As cispo with the ratio to the sampler, without tokens whose ratio to the trainer's old policy is outside the
-    clip range; sum over a sequence, mean over sequences."""
+    """Works like cispo with the ratio to the sampler, and removes tokens whose ratio to the trainer's old policy is
+    outside the clip range. It sums over a sequence and takes the mean over sequences."""
 
     weighs_by_sampler = True
     name: Literal["minirl"]
@@ -278,13 +284,13 @@ class MinirlConfig(ObjectiveConfig):
     clip_high: ClipHigh = Field(examples=[0.27])
     weight_cap: WeightCap = Field(examples=[5.0])
     advantage: Literal["group_mean"] = "group_mean"
-    """The method's advantages are rewards minus their group's mean, undivided."""
+    """Fixed by the method: reward minus the mean of its group, not divided."""
     old_logprobs: Literal["trainer"] = "trainer"
-    """The method's ratio is taken to the trainer's policy before the step's first update."""
+    """Fixed by the method: its ratio is to the trainer's policy before the first update of the step."""
 
 
 class DecoupledConfig(ObjectiveConfig):
-    """As dapo, times the truncated ratio of the trainer's old policy to the sampler."""
+    """Works like dapo, multiplied by the truncated ratio of the trainer's old policy to the sampler."""
 
     weighs_by_sampler = True
     name: Literal["decoupled"]
@@ -292,7 +298,7 @@ class DecoupledConfig(ObjectiveConfig):
     clip_high: ClipHigh = Field(examples=[0.2])
     weight_cap: WeightCap = Field(examples=[5.0])
     old_logprobs: Literal["trainer"] = "trainer"
-    """The method's ratio is taken to the trainer's policy before the step's first update."""
+    """Fixed by the method: its ratio is to the trainer's policy before the first update of the step."""
 
 
 def _loss_name(value: Any) -> str | None:
@@ -325,11 +331,11 @@ LOSS_PARAMETERS: dict[str, dict[str, float]] = {
     }
     for name, loss in LOSSES.items()
 }
-"""The keys that a loss does not share with all others, with the values that were published or are usual."""
+"""The parameters of each loss, with published or usual values."""
 
 
 def without_nulls(objective: Any) -> Any:
-    """The section as a file has it, less the losses' parameters that are null: with null an override takes one out."""
+    """Return the section without loss parameters that are null. With null an override removes a parameter."""
     if not isinstance(objective, dict):
         return objective
     parameters = {key for keys in LOSS_PARAMETERS.values() for key in keys}

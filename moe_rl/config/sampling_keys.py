@@ -1,4 +1,4 @@
-"""The sections `rollout` and `replay`: how sequences are sampled, and what the trainer takes of their routes."""
+"""Defines the sections `rollout` and `replay`: how sequences are sampled, and how the trainer uses their routes."""
 
 from __future__ import annotations
 
@@ -14,67 +14,71 @@ from moe_rl.errors import describe
 
 
 class RolloutConfig(Section):
-    """How completions are sampled, and by what."""
+    """Sets how completions are sampled, and by which engine or servers."""
 
     prompts_per_step: Few
-    """Prompts sampled from in one step."""
+    """Number of prompts in one step."""
     group_size: Annotated[int, Field(ge=2, le=2**16)]
-    """Completions sampled from each prompt."""
+    """Number of completions sampled for each prompt."""
     dynamic_sampling_rounds: Few = 1
-    """DAPO's dynamic sampling: as long as fewer than prompts_per_step groups have rewards that differ, as many further
-    prompts are sampled from, in so many rounds at most. Trained on are the first prompts_per_step such groups. 1: off,
-    all groups are trained on."""
+    """Largest number of sampling rounds in a step (DAPO's dynamic sampling). Each round samples prompts_per_step
+    further prompts, until prompts_per_step groups have rewards that differ. The step trains on the first
+    prompts_per_step of these groups. 1: one round, and the step trains on all groups."""
     max_prompt_tokens: Count
-    """Longer prompts are refused when the prompts are read."""
+    """Longest prompt. Reading the prompts refuses longer ones."""
     max_completion_tokens: Count
-    """Completions are truncated here."""
+    """Longest completion. Longer ones are truncated."""
     temperature: Annotated[float, Field(ge=0.01, le=2.0)] = 1.0
-    """Sampling temperature; the trainer's logits are divided by it too. vLLM takes 0.01 for a lower one, and refuses
-    one above 2."""
+    """Sampling temperature. The trainer divides its logits by it too. vLLM would use 0.01 for a lower temperature, and
+    refuses one above 2."""
     top_k: Whole = 0
-    """Tokens are drawn from the `top_k` most likely ones. 0: from all. This and the next two need
-    keep_sampling_mask. Evaluation samples with them too, but for its greedy half."""
+    """Sample from the `top_k` most likely tokens. 0: from all. top_k, top_p and min_p need keep_sampling_mask. The
+    sampled half of the evaluation uses them too."""
     top_p: Share = 1.0
-    """Tokens are drawn from the fewest that together have this probability. 1: from all."""
+    """Sample from the smallest set of tokens that together have this probability. 1: from all."""
     min_p: BelowOne = 0.0
-    """Tokens are drawn from those at least this many times as likely as the likeliest. 0: from all."""
+    """Sample from the tokens whose probability is at least this times that of the most likely token. 0: from all."""
     keep_sampling_mask: bool = False
-    """Record which tokens top_k, top_p and min_p left each sampled one to be drawn from, and have the trainer
-    renormalise its distributions over the same ones in every pass (DeepSeek-V3.2, arXiv 2512.02556)."""
+    """Whether the sampler records, for every sampled token, which tokens top_k, top_p and min_p left. The trainer then
+    renormalises its distributions over the same tokens in every pass (DeepSeek-V3.2, arXiv 2512.02556)."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Precision that the sampler computes in."""
+    """Precision in which the sampler computes."""
     weights: Literal["exact", "fp8_e4m3"] = "exact"
-    """exact: the trainer's, in `dtype`. fp8_e4m3: of attention, experts and dense layers the matrices are rounded to
-    what block-scaled float8 holds before the sampler gets them, also the first time; it still computes in `dtype`."""
+    """exact: the sampler gets the trainer's weights in `dtype`. fp8_e4m3: the matrices of attention, experts and dense
+    layers are rounded to block-scaled float8 before every transfer, the first included; the sampler still computes in
+    `dtype`."""
     weight_transfer: Literal["auto", "shared_memory", "cuda_ipc", "broadcast", "disk"] = "auto"
-    """How new weights reach the sampler. shared_memory: of one host. cuda_ipc: of GPUs that trainer and sampler share.
-    broadcast: over NCCL, or gloo without GPUs, as vLLM does it. disk: a folder that both see, the run's. auto: the one
-    that --plan shows."""
+    """How new weights reach the sampler. shared_memory: through the memory of one host. cuda_ipc: through GPUs that
+    trainer and sampler share. broadcast: through vLLM's broadcast over NCCL, or gloo without GPUs. disk: through the
+    run folder, which both see. auto: the way that --plan shows."""
     weight_bucket_mib: Annotated[float, Field(gt=0.0, le=2**20)] = 256.0
-    """Weights that a rank holds on their way to the sampler at a time, or one tensor that is larger."""
+    """Largest amount of weights that a rank holds at a time on their way to the sampler. A larger tensor travels
+    alone."""
     sleep_level: Annotated[Literal[0, 1, 2], Number] = 0
-    """What a sampler on the trainer's GPUs gives back while the trainer works. 0: nothing. 1: the KV cache; weights go
-    to the host. 2: both; the weights come back with the next update. Does nothing on a CPU."""
+    """GPU memory that a sampler on the trainer's GPUs gives back while the trainer works. 0: none. 1: it drops the KV
+    cache and moves its weights to the host. 2: it drops both, and gets weights with the next update. No effect on a
+    CPU."""
     max_concurrent: Few = 256
-    """Sequences the engine decodes at once."""
+    """Largest number of sequences that an engine decodes at once."""
     kv_cache_mib: Count = 512
-    """Memory for the engine's KV cache, on each of its GPUs."""
+    """Size of the engine's KV cache on each of its GPUs."""
     capture: Literal["patch", "worker", "native"] = "patch"
-    """What records routes. patch: the patched vLLM. worker: the same recorder through vLLM's worker class, in a vLLM
-    that may not be patched. native: vLLM's own capture (Model Runner V2, which needs a GPU)."""
+    """What records routes. patch: hooks in the patched vLLM. worker: the same recorder, attached by vLLM's worker
+    class, for a vLLM that may not be patched. native: vLLM's own capture (Model Runner V2, which needs a GPU)."""
     router_logits_fraction: Fraction = 0.0
-    """Share of the tokens whose router logits the sampler stores with their routes. Not with native capture."""
+    """Fraction of the tokens whose router logits are stored with their routes. Native capture cannot store any."""
     startup_timeout_seconds: Seconds = 300.0
-    """An engine that is not ready by then is given up, a server that has not loaded new weights by then too."""
+    """Time limit for an engine to start, and for a server to load new weights."""
     servers: tuple[str, ...] = ()
-    """URLs, http://host:port, of the vLLM servers (moe-rl serve --config) that sample in place of an engine that
-    rank 0 starts; each a replica of the weights, of this run alone. They write below run.runs_dir, which they and all
-    ranks see. Each decodes max_concurrent sequences at once."""
+    """URLs (http://host:port) of vLLM servers that sample instead of an engine started by rank 0. `moe-rl serve
+    --config` starts one. Each server holds all weights, serves this run alone, and decodes max_concurrent sequences at
+    once. The servers write below run.runs_dir, which they and all ranks must see."""
     token_file: Location | None = None
-    """File of mode 600 with the secret that the servers want of everyone; serve_vllm.py makes it."""
+    """File of mode 600 with the secret that every request to the servers must carry. `moe-rl serve --token-file` makes
+    it."""
     max_lost_servers: Whole = 0
-    """Servers that may die, hang or lose their weights before the run ends; the others sample what these had not given
-    back, and a resumed run wants all of them again."""
+    """Number of servers that may die, hang or lose their weights before the run ends. The other servers sample what the
+    lost ones had not returned. A resumed run needs all servers again."""
 
     def problems(self) -> Iterator[str]:
         yield from self._mask_problems()
@@ -161,39 +165,41 @@ class RolloutConfig(Section):
 
 
 class ReplayConfig(Section):
-    """Which routes the trainer takes, and what becomes of those that are missing."""
+    """Says which routes the trainer takes, and what happens where routes are missing."""
 
     mode: Literal["r3", "r2", "off"] = "r3"
-    """r3: the trainer takes the sampler's routes in every forward pass of the policy. r2: it routes natively where it
-    computes the old log-probabilities, and takes these routes in the updates. off: it routes natively."""
+    """r3: every forward pass of the policy takes the sampler's routes. r2: the pass that computes the old
+    log-probabilities routes natively, and the updates take its routes. off: every pass routes natively."""
     native_every: Whole = 5
-    """Every so many steps the disagreement of the routers is logged for each layer, and under r3 one extra pass routes
-    natively, to measure what replay removes. 0: never."""
+    """Number of steps between measurements of how far the routers disagree in each layer. Under r3 such a step has one
+    extra pass that routes natively, to measure what replay removes. 0: never."""
     keep_shards: Count = 4
-    """Last steps whose rollouts, trace shards included, stay on disk. So do those sampled from the checkpoints that are
-    kept (checkpoint.keep) and from the initial model; others are removed."""
+    """Number of last steps whose rollouts and trace shards stay on disk. Those that follow a kept checkpoint
+    (checkpoint.keep) or the initial model stay too. All others are removed."""
     missing: Literal["refuse", "drop", "native"] = "refuse"
-    """What becomes of a sequence with forwarded tokens that have no recorded route. refuse: the run ends. drop: it is
-    not trained on. native: the router chooses for these tokens. Damaged or wrong routes always end the run."""
+    """What happens when tokens of a sequence have no recorded route. refuse: the run ends. drop: the sequence is not
+    trained on. native: the router chooses for these tokens. Damaged or wrong routes always end the run."""
     stale: Literal["refuse", "replay", "native"] = "refuse"
-    """What becomes of routes recorded under older weights than those the trainer has."""
+    """What happens to routes that were recorded under older weights than the trainer has. refuse: the run ends. replay:
+    they are taken. native: the router chooses."""
     max_staleness: Whole = 0
-    """Updates that routes may be older; with stale replay or native only. Older ones end the run."""
+    """Largest age of routes in weight versions, with `stale` replay or native. Older routes end the run."""
     plan: bool | None = None
-    """Whether what each rank sends to which expert is computed from the routes once a step, so that no MoE layer asks
-    the other ranks for counts or waits for them. The results are the same bit for bit. null: yes where routes are
-    replayed (mode r3 and r2)."""
+    """Whether dispatch plans are computed from the routes once a step. With a plan no MoE layer exchanges counts with
+    other ranks or waits for them. The results are the same bit for bit. null: yes where routes are replayed (mode r3
+    and r2)."""
     overlap_chunks: Annotated[int, Field(ge=0, le=2**10)] = 0
-    """With plans, the rows of an MoE layer leave for the ranks of `parallel.expert` before its router has run, and the
-    layer computes while they travel, forward and backward. 1: all at once, the router and shared experts under way; the
-    results are the same bit for bit. More: in so many chunks, one in the experts while another travels; the gradients
-    of the experts are then sums over chunks. 0: off, Megatron's order."""
+    """Overlap of computation and the expert all-to-all, which needs plans. The rows of an MoE layer are sent before its
+    router has run, and the layer computes while they travel. 0: off, Megatron's order. 1: all rows travel at once while
+    the router and shared experts compute; the results are the same bit for bit. More: rows travel in that many chunks,
+    and experts compute one chunk while another travels; the experts' gradients are then sums over chunks."""
     max_rows: Count | None = None
-    """Rows, (token, expert) pairs with padding among them, that the experts of a rank may get in a layer of a
-    microbatch. A step whose routes would bring more ends the run before the first pass under them. null: any number."""
+    """Largest number of rows that the experts of a rank may get in one layer of a microbatch. A row is a (token,
+    expert) pair; padding counts. A step whose routes would exceed it ends the run before its first pass. null: any
+    number."""
     max_fallback_fraction: Fraction = 0.0
-    """The run ends when more of a step's (token, layer) positions are routed natively, or more of its sequences are
-    dropped, than this."""
+    """Largest fraction of a step's (token, layer) positions that may be routed natively, and of its sequences that may
+    be dropped. Above it the run ends."""
 
     def problems(self) -> Iterator[str]:
         if self.mode == "off" and self.plan:
@@ -243,7 +249,7 @@ class ReplayConfig(Section):
 
 
 def _no_address(url: str) -> str:
-    """Why it is no address of a server; "" when it is one."""
+    """Say why this is not the address of a server; return "" if it is one."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port

@@ -1,6 +1,6 @@
-"""The configuration of a run: typed, frozen, closed. Unknown keys are errors; nothing here imports torch.
+"""Defines the configuration of a run. All sections are typed and frozen, and unknown keys are errors.
 
-Derived numbers do not live here: see moe_rl/planning. Each field is documented by the string under it.
+The string under a field documents it. Numbers that follow from the config are computed in moe_rl/planning.
 """
 
 from __future__ import annotations
@@ -33,72 +33,74 @@ from moe_rl.types import LARGEST_REWARD
 
 
 class RunConfig(Section):
-    """Names a run and says how long it is."""
+    """Names a run and sets its length."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
     """Names the run folder, `runs_dir/name-<time>`: letters, digits, dots, dashes and underscores, at most 100."""
     runs_dir: Location = Path("runs")
     """Folder that holds the run folders, relative to the working directory."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1
-    """Every random choice of a run derives from it: prompt order, sampling seeds, model RNG. vLLM and NumPy take no
-    larger one."""
+    """Seed of every random choice: prompt order, sampling, model initialisation. It fits into 32 bits because vLLM and
+    NumPy take no larger one."""
     steps: Count
-    """Rollout batches to sample and learn from."""
+    """Number of steps. Each samples one rollout batch and trains on it."""
     peer_timeout_seconds: Annotated[float, Field(ge=1.0, le=2e6)] = 30.0
-    """A rank or a sampler that gives no sign of life for so long ends the run. Ranks give two a second."""
+    """Seconds without a sign of life from a rank or a sampler after which the run ends. Ranks give two signs a
+    second."""
 
 
 class ModelConfig(Section):
-    """The policy."""
+    """Says which model is trained."""
 
     path: Location
-    """Folder of a Hugging Face checkpoint: config.json, safetensors, tokenizer.json. For families see
-    docs/reference/models.md."""
+    """Folder of a Hugging Face checkpoint with config.json, safetensors files and tokenizer.json.
+    docs/reference/models.md lists the model families."""
     published: Location | None = None
-    """The figures of the published config.json, as configs/models has them. Where `path` is not on this machine, --plan
-    takes the model from here; where it is, it must be this model."""
+    """File with the figures of the published config.json, such as those in configs/models. --plan reads the model from
+    it where `path` is not on this machine. Where `path` is there, both must describe the same model."""
 
 
 class RewardConfig(Section):
-    """A reward function."""
+    """Names a reward function and its weight."""
 
     function: str
-    """Dotted path of a callable `(prompt, completion, answer, finish_reason, stop_token_id) -> float`; it is given only
-    the parameters it names."""
+    """Dotted path of a function that returns a number. It may name any of the parameters prompt, completion, answer,
+    finish_reason and stop_token_id, and gets those that it names."""
     weight: Reward = 1.0
-    """Its share in the reward, a weighted sum."""
+    """Weight of this function in the reward, which is the weighted sum of all functions."""
 
 
 class OverlongConfig(Section):
-    """DAPO's soft punishment of completions that come near the limit."""
+    """Sets DAPO's soft penalty for completions near the length limit."""
 
     cache_tokens: Count
-    """Tokens before rollout.max_completion_tokens over which the punishment grows from 0 to `penalty`."""
+    """Number of tokens before rollout.max_completion_tokens over which the penalty grows from 0 to `penalty`."""
     penalty: Annotated[float, Field(gt=0.0, le=LARGEST_REWARD)] = 1.0
-    """Taken off the reward of a completion that is truncated."""
+    """Amount subtracted from the reward of a truncated completion."""
 
 
 class TaskConfig(Section):
-    """What is learned: prompts, and what an answer is worth."""
+    """Says what the policy learns: the prompts, and how answers are rewarded."""
 
     train: Location
-    """JSONL of prompts to learn from: id, prompt, answer, level."""
+    """JSONL file of training prompts. Each line has the fields id, prompt, answer and level."""
     heldout: Location
-    """JSONL of prompts never trained on."""
+    """JSONL file of evaluation prompts, in the same format. They are never trained on."""
     train_prompts: Count | None = None
-    """Prompts that `train` must have; --plan counts with it where the file is not here. null: any number."""
+    """Number of prompts that `train` must have. --plan uses it where the file is not on this machine. null: any
+    number."""
     rewards: Annotated[dict[str, RewardConfig], Field(min_length=1)]
     """Reward functions by name."""
     pass_reward: str
-    """The reward function whose value 1 means that a completion passes."""
+    """Name of the reward function that decides whether a completion passes: it passes when the function returns 1."""
     verifier_timeout_seconds: Seconds = 5.0
-    """A verification that takes longer is killed and counts as failed."""
+    """Time limit of a verification. A slower one is killed and counts as failed."""
     verifier_workers: Few = 1
-    """Verifier processes."""
+    """Number of verifier processes."""
     max_failed_fraction: Fraction = 0.1
-    """The run ends when more of a step's verifications fail than this."""
+    """Largest fraction of a step's verifications that may fail before the run ends."""
     overlong: OverlongConfig | None = None
-    """DAPO's soft punishment of completions that come near the limit, added to the reward. null: none."""
+    """DAPO's soft penalty for completions near the length limit, added to the reward. null: no penalty."""
 
     def problems(self) -> Iterator[str]:
         if self.pass_reward not in self.rewards:
@@ -114,74 +116,76 @@ class TaskConfig(Section):
 
 
 class GuardsConfig(Section):
-    """When a run that goes wrong is ended."""
+    """Sets the limits at which a run that goes wrong is ended."""
 
     max_skipped_updates: Count = 3
-    """The run ends with so many updates in a row that were skipped because a loss or gradient was not finite."""
+    """Number of skipped updates in a row after which the run ends. An update is skipped when a loss or gradient is not
+    finite."""
     collapse_steps: Whole = 3
-    """The run ends with so many steps in a row that say that it is lost: all completions truncated and no reward at
-    all, or one of the limits below exceeded. 0: never."""
+    """Number of collapsed steps in a row after which the run ends. A step counts as collapsed when all completions are
+    truncated and earn no reward, or when one of the next two limits is exceeded. 0: never."""
     max_policy_kl: Positive = 0.5
-    """Limit of policy_kl/k3, in nats per token. Healthy runs are below 0.01."""
+    """Upper limit of policy_kl/k3, in nats per token. Healthy runs stay below 0.01."""
     max_extreme_fraction: Share = 0.5
-    """Limit of policy/extreme_fraction. Healthy runs are below 0.001, runs that are about to collapse at 0.1."""
+    """Upper limit of policy/extreme_fraction. Healthy runs stay below 0.001. Runs about to collapse reach 0.1."""
     alignment: bool = True
-    """Refuse routes that the trainer's routers agree with less than with those of another token, layer or sequence,
-    before the first update under them (replay.mode r3). false: replay routes that other weights or tokens are known to
-    have made."""
+    """Whether recorded routes are tested before the first update that uses them (replay.mode r3). The test refuses
+    routes that fit another token, layer or sequence better than their own. Set it to false to replay routes that are
+    known to come from other weights or tokens."""
     max_canary_difference: Positive | None = None
-    """Limit of sync/canary_abs_diff, in nats: a run whose sampler and trainer differ by more after a sync ends before
-    the next token is sampled. null: 1e-4 where both compute in float32 on the same weights, whose rounding is 1e-6 to
-    1e-5; otherwise 1, as tiny bfloat16 models stay below 0.3, and layers or experts that changed places give 1 to 6.
-    With null a run also ends, below the limit, when the difference is far above what its own last syncs had
-    (docs/internals/weight_sync.md)."""
+    """Upper limit of sync/canary_abs_diff, in nats. A run above it ends before the next token is sampled. null: the
+    limit is 1e-4 where sampler and trainer compute in float32 on the same weights (rounding gives 1e-6 to 1e-5), and 1
+    otherwise (tiny bfloat16 models stay below 0.3; exchanged layers or experts give 1 to 6). With null the run also
+    ends when the difference is far above that of its own last syncs: see docs/internals/weight_sync.md."""
 
 
 class ClusterConfig(Section):
-    """The machines a run is planned for: `--plan` says whether it fits there, a run that does not is not started."""
+    """Describes the machines of a run. `--plan` says whether the run fits, and a run that does not fit is not
+    started."""
 
     gpus: Count
-    """GPUs that train: the number of ranks of --plan, unless --world-size says another."""
+    """Number of GPUs that train. --plan uses it as the number of ranks, unless --world-size is given."""
     gpus_per_node: Count = 8
-    """GPUs of one machine."""
+    """Number of GPUs in one machine."""
     gpu_memory_gib: Positive
-    """Memory of one GPU, as its driver tells it: 79 of an "80 GB" one, 140 of a "141 GB" one."""
+    """Memory of one GPU as its driver reports it: 79 for an "80 GB" GPU, 140 for a "141 GB" GPU."""
     reserved_gib: NotNegative = 8.0
-    """The part of it that the plan does not count on: CUDA's context, NCCL's buffers, kernels' workspaces,
+    """GPU memory that the planner leaves free for the CUDA context, NCCL buffers, kernel workspaces and
     fragmentation."""
     engines: Count = 1
-    """Sampling engines. They have GPUs of their own, of the same size."""
+    """Number of sampling engines. They run on GPUs of their own, with as much memory."""
     gpus_per_engine: Count = 1
-    """GPUs that share the weights and the key-value heads of an engine."""
+    """Number of GPUs of one engine (tensor parallelism)."""
     links_gb_per_second: dict[str, Positive] = {"network": 50.0}
-    """Ways by which weights may reach an engine, by name, in 10^9 bytes a second."""
+    """Bandwidth of each link that can carry weights to an engine, by name, in 10^9 bytes per second."""
 
 
 class CheckpointConfig(Section):
-    """When the state of a run is saved."""
+    """Says when the state of a run is saved."""
 
     every_steps: Count = 10
-    """Steps between checkpoints. The last step always writes one."""
+    """Number of steps between checkpoints. The last step always writes one."""
     keep: Count = 2
-    """Checkpoints kept."""
+    """Number of checkpoints that are kept."""
     asynchronous: bool = True
-    """Copy to host memory what a checkpoint holds, and write it while the run goes on. Off, the run waits."""
+    """Whether a checkpoint is copied to host memory and written while the run goes on. false: the run waits."""
     grace_seconds: Seconds = 25.0
-    """A run that is asked to stop (SIGTERM) leaves its sampling, or ends its training step, and saves. It has ended so
-    many seconds later, at the latest. Less than what the scheduler and torchrun (--shutdown-timeout, 30) wait."""
+    """Longest time between a request to stop (SIGTERM) and the end of the run. In it the run abandons its sampling or
+    finishes its training step, and saves. Set it below the limits of the scheduler and of torchrun (--shutdown-timeout,
+    30 seconds)."""
 
 
 class EvalConfig(Section):
-    """The evaluation on held-out prompts."""
+    """Sets the evaluation on held-out prompts."""
 
     every_steps: Count = 10
-    """Steps between evaluations on the held-out prompts. Before the first step and after the last always."""
+    """Number of steps between evaluations. The run also evaluates before the first step and after the last."""
     prompts: Count = 256
-    """Held-out prompts used, the same ones each time."""
+    """Number of held-out prompts. Each evaluation uses the same ones."""
 
 
 class Config(Section):
-    """A whole config."""
+    """Holds all sections of a config."""
 
     run: RunConfig
     model: ModelConfig

@@ -1,4 +1,4 @@
-"""What all sections of a config have in common: typed, frozen, closed, and with rules of their own."""
+"""Defines the base class of all config sections, and the types of their fields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_rl.types import LARGEST_REWARD
 
 
 def _possible(path: Path) -> Path:
-    """Refuse what no system has a file for."""
+    """Refuse a path that no file system accepts."""
     longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
     if "\0" in str(path) or longest > 255 or len(os.fsencode(path)) > 4000:
         raise PydanticCustomError("path", "a path without zero bytes, of names of at most 255 bytes")
@@ -30,36 +30,37 @@ def _no_boolean(value: object) -> object:
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
-# Larger ones do not fit into the float32 and int32 of the libraries below.
+# The libraries use float32 and int32, which hold no larger numbers.
 Positive = Annotated[float, Field(gt=0.0, le=1e30)]
 NotNegative = Annotated[float, Field(ge=0.0, le=1e30)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Whole = Annotated[int, Field(ge=0, le=2**31 - 1)]
-# The kernel waits for so many milliseconds at most.
+# The upper limit is the longest time in milliseconds that the kernel waits.
 Seconds = Annotated[float, Field(ge=0.01, le=2e6)]
-# What is made of each: processes, requests, messages between ranks.
+# Counts of things that cost a process, a request or a message each.
 Few = Annotated[int, Field(ge=1, le=2**16)]
 Location = Annotated[Path, AfterValidator(_possible)]
 Number = BeforeValidator(_no_boolean)
-"""For a Literal of numbers, which else takes true for 1."""
+"""Added to a Literal of numbers, which would accept true as 1 without it."""
 Reward = Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
 
 
 class Section(BaseModel):
-    """A mapping with known keys. The text under a field documents it; docs/reference/config.md is made of these."""
+    """A mapping with a fixed set of keys. The text under a field documents it and goes into
+    docs/reference/config.md."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     def problems(self) -> Iterator[str]:
-        """Say what is wrong between the keys of this section, one message each."""
+        """Yield one message for each problem between the keys of this section."""
         return iter(())
 
     @model_validator(mode="after")
     def _obey_rules(self, info: ValidationInfo) -> Self:
-        """Refuse a section that breaks its rules, with every message at once.
+        """Refuse a section that breaks its rules, with all messages at once.
 
-        A list as the context takes the messages instead: `load_config` gives one, and `config.check` then reports them
-        together with what is wrong between sections.
+        If the validation context is a list, the messages go into it instead. `load_config` passes one, so that
+        `config.check` can report them together with problems between sections.
         """
         found = list(self.problems())
         if isinstance(info.context, list):

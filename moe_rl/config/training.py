@@ -1,4 +1,4 @@
-"""The sections `parallel`, `placement` and `train`: how ranks share the model, and how it is updated."""
+"""Defines the sections `parallel`, `placement` and `train`: how ranks share the model, and how it is updated."""
 
 from __future__ import annotations
 
@@ -12,27 +12,30 @@ from moe_rl.errors import describe
 
 
 class ParallelConfig(Section):
-    """Within a pipeline stage ranks are laid out twice: `tensor` x `context` x data for everything but the experts, and
-    for these `expert_tensor` x `expert` x copies. Either product, times `pipeline`, is the world size."""
+    """Sets the sizes of the parallel groups.
+
+    The ranks of a pipeline stage form two layouts: `tensor` x `context` x data for all but the experts, and
+    `expert_tensor` x `expert` x copies for the experts. Each product times `pipeline` is the world size.
+    """
 
     tensor: Annotated[Literal[1, 2, 4, 8], Number] = 1
-    """Ranks that share every dense matrix, and between the matrices the tokens of a microbatch (sequence parallelism).
-    Each sees 1/tensor of the tokens at its routers."""
+    """Number of ranks that share every dense matrix. Between the matrices they share the tokens of a microbatch
+    (sequence parallelism), so that the routers of each rank see 1/tensor of the tokens."""
     context: Count = 1
-    """Ranks that share the tokens of every sequence (zig-zag): each has two of 2 x `context` equal pieces, to which the
-    sequence is padded. Keys and values travel between them."""
+    """Number of ranks that share the tokens of every sequence. A sequence is padded and cut into 2 x `context` equal
+    pieces, of which each rank holds two (zig-zag). The ranks exchange keys and values."""
     expert: Count = 1
-    """Ranks that share the experts of a layer, whole experts each."""
+    """Number of ranks that share the experts of a layer. Each holds whole experts."""
     expert_tensor: Count = 1
-    """Ranks that share every expert's matrices."""
+    """Number of ranks that share the matrices of each expert."""
     pipeline: Count = 1
-    """Stages that share the layers; microbatches go through them one after the other (1F1B)."""
+    """Number of pipeline stages that share the layers (1F1B schedule)."""
     virtual_pipeline: Count = 1
-    """Runs of layers that a stage holds, not adjacent ones (interleaved 1F1B). Microbatches of padding alone then
-    fill up their number to a multiple of `pipeline`."""
+    """Number of separate runs of layers that a stage holds (interleaved 1F1B). Microbatches that hold only padding make
+    the number of microbatches a multiple of `pipeline`."""
     layers_per_run: tuple[Count, ...] = ()
-    """Layers of each run, in the model's order: `pipeline` x `virtual_pipeline` numbers, of which stage s has the s-th,
-    the (s + `pipeline`)-th and so on. None: all runs are equally long."""
+    """Number of layers in each run, in the model's order: `pipeline` x `virtual_pipeline` numbers. Stage s holds run s,
+    run s + `pipeline`, and so on. Empty: all runs have the same length."""
 
     def problems(self) -> Iterator[str]:
         runs, lengths = self.pipeline * self.virtual_pipeline, self.layers_per_run
@@ -57,74 +60,79 @@ class ParallelConfig(Section):
 
 
 class PlacementConfig(Section):
-    """Which rank of `parallel.expert` holds which experts. Only where they lie changes: numbers, names and values in
-    routes, weights and checkpoints do not."""
+    """Says which rank of `parallel.expert` holds which experts.
+
+    Placement changes only where an expert lies. Its number in routes and its name in weights and checkpoints stay.
+    """
 
     experts: Literal["natural", "traced"] = "natural"
-    """natural: in the order of their numbers. traced: so that the recorded routes of the last steps load all ranks
-    alike; experts move at the start of a step, with what the optimizer keeps of them."""
+    """natural: experts lie in the order of their numbers. traced: experts are placed so that the recorded routes of the
+    last steps load all ranks alike. They move at the start of a step, together with their optimizer state."""
     every_steps: Count = 5
-    """Steps between plans. The first step has one."""
+    """Number of steps between placement plans. The first step makes one."""
     window_steps: Count = 4
-    """Last steps whose routes a plan is made from, the one that starts included."""
+    """Number of steps whose routes a plan uses: the step that starts, and those before it."""
     min_gain: BelowOne = 0.01
-    """Experts stay where they are when the load of the fullest ranks, summed over layers, would fall by less than this
-    fraction."""
+    """Smallest gain for which experts are moved: the fraction by which the load of the fullest ranks, summed over
+    layers, falls."""
     max_moved: Share = 1.0
-    """Share of a layer's experts that one plan may move to other ranks, at most."""
+    """Largest share of a layer's experts that one plan may move to other ranks."""
 
 
 class OptimizerConfig(Section):
-    """Adam."""
+    """Sets the optimizer, which is Adam."""
 
     lr: Positive
-    """Peak learning rate of Adam."""
+    """Peak learning rate."""
     warmup_steps: Whole = 0
-    """Optimizer steps of linear warm-up, then constant."""
+    """Number of updates over which the learning rate rises linearly. After them it is constant."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
-    """How slowly Adam's averages of the gradient and of its square move."""
+    """Decay rates of Adam's running averages of the gradient and of its square."""
     eps: Annotated[float, Field(ge=1e-30, le=1.0)] = 1e-8
-    """Added to the root of the average square, so that nothing is divided by 0."""
+    """Term added to Adam's denominator to avoid a division by 0."""
     weight_decay: NotNegative = 0.0
-    """Share of a weight, times the learning rate, that each update takes off it."""
+    """Decoupled weight decay: each update subtracts this times the learning rate times the weight."""
     clip_grad: Positive = 1.0
-    """Global gradient norm above which gradients are scaled down."""
+    """Largest global gradient norm. Larger gradients are scaled down to it."""
 
 
 class TrainConfig(Section):
-    """How the policy is updated."""
+    """Sets how the policy is updated."""
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Precision of the trainer's parameters. Main gradients and optimizer state are always float32."""
+    """Precision of the trainer's parameters. Main gradients and the optimizer state are always float32."""
     updates_per_step: Count = 1
-    """Optimizer updates from one rollout batch, each on its own share of the groups."""
+    """Number of optimizer updates per rollout batch. Each uses its own share of the prompt groups."""
     microbatch_tokens: Count
-    """Tokens packed into one microbatch, before padding to a multiple of 8 rows for each rank of `parallel.context`."""
+    """Largest number of tokens packed into one microbatch, before padding to a multiple of 8 rows for each rank of
+    `parallel.context`."""
     packing: Literal["length", "load"] = "length"
-    """Which sequences share a microbatch. length: so that the ranks have equal tokens. load: beside that, so that the
-    recorded routes load all ranks of `parallel.expert` alike; a microbatch may then have up to 5% more tokens."""
+    """How sequences are distributed over microbatches. length: all ranks get about as many tokens. load: the recorded
+    routes also load all ranks of `parallel.expert` alike; a microbatch may then have up to 5% more tokens."""
     recompute: Literal["none", "uniform", "block", "moe"] = "none"
-    """Activations computed again in the backward pass instead of kept. uniform: of all layers; kept is what goes into
-    each run of `recompute_layers` layers. block: of the first `recompute_layers` layers of every run of adjacent layers
-    that a stage holds. moe: of every layer's router and experts, not of its attention."""
+    """Which activations the backward pass computes again instead of keeping them. uniform: those of all layers; only
+    the input of every `recompute_layers` layers is kept. block: those of the first `recompute_layers` layers of each
+    run of adjacent layers in a stage. moe: those of every layer's router and experts, but not of its attention."""
     recompute_layers: Count = 1
-    """Layers of a run (uniform) or at its start (block): see `recompute`."""
+    """Number of layers that `recompute` uniform or block counts with."""
     overlap_expert_parallel_comm: bool = False
-    """Combined 1F1B: the forward of one microbatch and the backward of another in turns, layer by layer, so that tokens
-    of one travel between the ranks of `parallel.expert` while the other is computed. Holds the activations of both."""
+    """Whether the forward pass of one microbatch and the backward pass of another alternate layer by layer (combined
+    1F1B). Tokens of one then travel between the ranks of `parallel.expert` while the other is computed. It needs memory
+    for the activations of both."""
     delay_wgrad_compute: bool = False
-    """In combined 1F1B, compute the gradients of weight matrices behind those of the activations, while the latter
-    travel. Needs the linear layers of TransformerEngine."""
+    """Whether combined 1F1B computes the gradients of weight matrices later, while the gradients of activations travel.
+    Needs the linear layers of TransformerEngine."""
     distributed_optimizer: bool = True
-    """Share the optimizer state among data-parallel ranks. Off, each of them holds all of it."""
+    """Whether data-parallel ranks share the optimizer state. false: each holds all of it."""
     router_aux_loss: NotNegative = 0.0
-    """Weight of the load-balancing loss of each layer's router, added to the objective. It is of the router's own
-    choice, also under replay, over each microbatch; these weigh as their tokens."""
+    """Weight of the load-balancing loss that is added to the objective. It is computed for each layer and microbatch
+    from the router's own choice, also under replay. Microbatches are weighted by their tokens."""
     expert_bias_rate: NotNegative = 0.0
-    """Only for models with an expert bias: added to it, with each update, for experts that got fewer tokens than the
-    mean, taken off for those that got more. Counted are the routes taken, recorded ones under replay. 0: it stays."""
+    """Step of the expert bias in models that have one. Each update adds it for experts with fewer tokens than the mean,
+    and subtracts it for experts with more. The routes that were taken count: under replay, the recorded ones. 0: the
+    bias stays."""
     optimizer: OptimizerConfig
-    """The optimizer's settings."""
+    """Settings of the optimizer."""
 
     def problems(self) -> Iterator[str]:
         if self.recompute_layers > 1 and self.recompute not in ("uniform", "block"):
