@@ -1,8 +1,7 @@
 """Routing replay and GSPO for mixture-of-experts models: vLLM samples, Megatron-core trains.
 
-The names below are the public API; docs/howto/library.md shows each at work. `import moe_rl` imports none of them: a
-name is looked up when it is first used, and only then brings torch, vLLM or Megatron with it. `__init__.pyi` has their
-types.
+The names in `_HOMES` are the public API; docs/howto/library.md shows how to use each. `import moe_rl` imports no torch,
+vLLM or Megatron: the module of a name is imported when the name is first used. `__init__.pyi` declares the types.
 """
 
 from importlib import import_module

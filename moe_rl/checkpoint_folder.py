@@ -1,12 +1,12 @@
-"""Lists the complete checkpoints of a run, and makes a new one appear whole or not at all.
+"""Lists the complete checkpoints of a run, and publishes a new one atomically.
 
-step-000012             complete: it got this name when every byte of it was on disk
+step-000012             complete: the folder is renamed to this only when all its bytes are on disk
 .step-000012.tmp        being written, or left by a process that was killed
-step-000012.abandoned   put aside: the run was told to go on from an older one
+step-000012.abandoned   put aside because the run was resumed from an older checkpoint
 
-The name is the only mark. A file beside the folders that names the newest, as Megatron's training scripts keep in
-`latest_checkpointed_iteration.txt`, would be a second truth: between the two writes, or after a folder was removed by
-hand, it names a checkpoint that is not there.
+Only the folder name says whether a checkpoint is complete. Megatron's training scripts also keep the newest step in a
+file, `latest_checkpointed_iteration.txt`. Such a file can be wrong: between the two writes, or after someone deletes a
+folder, it names a checkpoint that does not exist.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from pathlib import Path
 from moe_rl.disk import sync
 from moe_rl.errors import CheckpointError, describe
 
-FOLDER = "checkpoints"  # of a run's folder
+FOLDER = "checkpoints"  # inside the run folder
 _COMPLETE = re.compile(r"step-(\d{6,})")
 
 
 def name_of(step: int) -> str:
-    """The folder of the checkpoint after so many steps."""
+    """Return the name of the checkpoint folder after `step` steps."""
     return f"step-{step:06d}"
 
 
 def complete(folder: Path) -> list[tuple[int, Path]]:
-    """(steps done, folder) of every complete checkpoint, oldest first."""
+    """Return (steps done, folder) for every complete checkpoint, oldest first."""
     if not folder.is_dir():
         return []
     return sorted((int(m[1]), p) for p in folder.iterdir() if (m := _COMPLETE.fullmatch(p.name)))
 
 
 def find(folder: Path, step: int | None = None) -> Path:
-    """The complete checkpoint after so many steps, by default the newest. Raises CheckpointError if there is none."""
+    """Return the complete checkpoint after `step` steps, or the newest one. Raises CheckpointError if there is none."""
     found = dict(complete(folder))
     if step is None and found:
         step = max(found)
@@ -56,23 +56,23 @@ def find(folder: Path, step: int | None = None) -> Path:
 
 
 def to_resume_instead(path: Path) -> str:
-    """What to do about a checkpoint that cannot be read."""
+    """Tell the user what to do when the checkpoint at `path` cannot be read."""
     steps = [step for step, other in complete(path.parent) if other != path]
     begin = f"go on from another checkpoint with --resume {path.parent.parent} --step N"
-    return f"{begin}: there are those after steps {', '.join(map(str, steps))}" if steps else f"{begin}, N = 0: anew"
+    return f"{begin}; N may be {', '.join(map(str, steps))}" if steps else f"{begin}; N = 0 starts from the first step"
 
 
 def sweep(folder: Path) -> None:
-    """Remove what processes that were killed had begun."""
+    """Remove unfinished checkpoints that killed processes left behind."""
     for left in folder.glob(".step-*.tmp"):
         shutil.rmtree(left)
 
 
 def begin(folder: Path, step: int) -> Path:
-    """A new hidden folder to write the checkpoint into; a run has one at a time."""
+    """Create and return a new hidden folder to write a checkpoint into. A run writes one checkpoint at a time."""
     if not folder.is_dir():
         folder.mkdir(parents=True)
-        sync(folder.parent)  # else a power cut could take all of them
+        sync(folder.parent)  # without this, a power cut could remove the whole folder
     sweep(folder)
     hidden = folder / f".{name_of(step)}.tmp"
     hidden.mkdir()
@@ -80,21 +80,24 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def hand_in(hidden: Path, rank: int, payload: bytes) -> None:
-    """Say, in the hidden folder, that all files of a rank are whole on disk. payload: what rank 0 must know of them."""
+    """Record in the hidden folder that all files of a rank are on disk. `payload` is what rank 0 needs from that
+    rank."""
     unfinished = hidden / f"rank{rank}.tmp"
     unfinished.write_bytes(payload)
     unfinished.rename(hidden / f"rank{rank}.part")
 
 
 def handed_in(hidden: Path, ranks: int) -> list[Path]:
-    """What the ranks handed in, by rank; [] while one has not."""
+    """Return the files that the ranks wrote with `hand_in`, in rank order, or [] while one is missing."""
     parts = [hidden / f"rank{rank}.part" for rank in range(ranks)]
     return parts if all(part.exists() for part in parts) else []
 
 
 def settle(folder: Path, ranks: int, seconds: float) -> None:
-    """Wait, where all ranks have handed in their parts, until rank 0 has published the checkpoint or the time is over:
-    before a rank that saw another one die says which checkpoint stands."""
+    """Wait up to `seconds` for rank 0 to publish a checkpoint that all ranks have handed in.
+
+    A rank that saw another rank die calls this before it reports which checkpoint is the newest.
+    """
     limit = time.monotonic() + seconds
     whole = [hidden for hidden in folder.glob(".step-*.tmp") if handed_in(hidden, ranks)]
     while time.monotonic() < limit and any(hidden.exists() for hidden in whole):
@@ -102,7 +105,7 @@ def settle(folder: Path, ranks: int, seconds: float) -> None:
 
 
 def to_go_on(folder: Path) -> str:
-    """How a run that has ended is gone on with. folder: of its checkpoints."""
+    """Tell the user how to resume a run that has ended. `folder` holds its checkpoints."""
     steps = [step for step, _ in complete(folder)]
     if not steps:
         return f"no checkpoint is complete: begin the run again in its folder with --resume {folder.parent} --step 0"
@@ -110,14 +113,16 @@ def to_go_on(folder: Path) -> str:
 
 
 def publish(hidden: Path, step: int, *, keep: int) -> Path:
-    """Give the checkpoint its name, and remove all but the newest `keep`. Its files are on disk; their names need not
-    be yet."""
+    """Rename the hidden folder to its final name, and remove all checkpoints but the newest `keep`.
+
+    The caller has synced the files; this function syncs the folders.
+    """
     final = hidden.with_name(name_of(step))
     sync(hidden)
     hidden.rename(final)
     sync(final.parent)
     for _, old in complete(final.parent)[:-keep]:
-        # Out of sight first: what is half removed must not look complete.
+        # Rename before deleting: a half-deleted folder must not look complete.
         doomed = old.with_name(f".{old.name}.tmp")
         old.rename(doomed)
         shutil.rmtree(doomed)
@@ -125,8 +130,11 @@ def publish(hidden: Path, step: int, *, keep: int) -> Path:
 
 
 def abandon_newer(folder: Path, step: int) -> list[Path]:
-    """Put the checkpoints after more than `step` steps aside, so that the newest is of the run that goes on; returns
-    where they are now."""
+    """Rename the checkpoints newer than `step`, so that the newest one belongs to the resumed run.
+
+    Returns:
+        The new paths of the renamed checkpoints.
+    """
     aside = []
     for done, path in complete(folder):
         if done > step:
@@ -134,5 +142,5 @@ def abandon_newer(folder: Path, step: int) -> list[Path]:
             shutil.rmtree(aside[-1], ignore_errors=True)
             path.rename(aside[-1])
     if aside:
-        sync(folder)  # the ledger is cut next: a newer checkpoint must not come back
+        sync(folder)  # the ledger is truncated next, and must not do so while a newer checkpoint can reappear
     return aside

@@ -1,6 +1,6 @@
-"""Writes the files of a run, so that none is seen half written, and names the file when the disk is full or refuses.
+"""Writes the files of a run atomically, and reports a full disk the same way everywhere.
 
-Whoever writes a file in another way says what went wrong by `refusal`, so that a full disk is called that everywhere.
+Code that writes a file in another way describes its failure with `refusal`, so that a full disk is always called one.
 """
 
 from __future__ import annotations
@@ -24,10 +24,15 @@ _FULL = {
 def refusal(
     error: BaseException, what: str, path: Path | str, *, where: str = "", size: int | None = None, do: str = ""
 ) -> str:
-    """Lay out why a file could not be written: a full disk first, then the file, its size and the space left there.
+    """Describe why a file could not be written: a full disk first, then the file, its size and the free space.
 
-    what: could not be written. size: bytes that were to be written. where: shown instead of the path. do: what to do
-    besides making room.
+    Args:
+        error: the exception that the write raised.
+        what: what could not be written, as a clause.
+        path: the file.
+        where: text shown instead of the path.
+        size: bytes to be written.
+        do: what the user can do besides freeing space.
     """
     full, facts = _reason(error, Path(path), size)
     if full:
@@ -37,14 +42,14 @@ def refusal(
 
 
 def reason(error: BaseException, path: Path) -> str:
-    """The same in half a sentence, for a message of several."""
+    """Describe in half a sentence why a write failed, for a message that lists several failures."""
     full, facts = _reason(error, path, None)
     return f"{full} ({facts})" if full else facts
 
 
 def _reason(error: BaseException, path: Path, size: int | None) -> tuple[str, str]:
-    """What is full, "" if nothing is, and the facts."""
-    cause: BaseException | None = error  # torch's serializer, whose stream broke off, hides what the system said
+    """Return what is full ("" if nothing is) and the facts to report."""
+    cause: BaseException | None = error  # torch's serializer hides the OSError that broke its stream
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
     cause = cause or error
@@ -61,7 +66,7 @@ def _reason(error: BaseException, path: Path, size: int | None) -> tuple[str, st
 
 @contextmanager
 def writing(what: str, path: Path | str, *, size: int | None = None, do: str = "") -> Iterator[None]:
-    """Raise DiskError, with `refusal`, where the system refuses something within it."""
+    """Raise DiskError with `refusal`'s text if the body raises OSError."""
     try:
         yield
     except OSError as error:
@@ -69,8 +74,16 @@ def writing(what: str, path: Path | str, *, size: int | None = None, do: str = "
 
 
 def write_whole(path: Path, content: str | bytes, what: str = "") -> None:
-    """Replace a file in one step: a reader, or a power cut, sees the old or the new one, never a part. Durable on
-    return. what: the file is called in the message. Raises DiskError; the old file then is as it was."""
+    """Replace a file atomically and sync it to disk. Readers, and a power cut, see the old content or the new.
+
+    Args:
+        path: the file to replace.
+        content: the new content.
+        what: how error messages call the file; default: its name.
+
+    Raises:
+        DiskError: the write failed; the old file is unchanged.
+    """
     data = content.encode() if isinstance(content, str) else content
     unfinished = path.with_name(f"{path.name}.tmp")
     with writing(f"{what or path.name} could not be written", path, size=len(data)):
@@ -82,19 +95,19 @@ def write_whole(path: Path, content: str | bytes, what: str = "") -> None:
             sync(path.parent)
         except BaseException:
             with suppress(OSError):
-                unfinished.unlink()  # what there is of it fills the disk
+                unfinished.unlink()  # a partial file would keep the disk full
             raise
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """Write all of it where the file is now. Raises OSError."""
+    """Write all of `data` at the file's current position. Raises OSError."""
     left = memoryview(data)
     while left:
         left = left[os.write(fd, left) :]
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold a file's content, or a folder's names."""
+    """Sync a file's content, or a folder's entries, to disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -103,7 +116,7 @@ def sync(path: Path) -> None:
 
 
 def _left(path: Path) -> str:
-    """What is free where a file would be; "" when the system does not say."""
+    """Describe the free space where a file would be written; "" if the system does not report it."""
     while not path.exists() and path != path.parent:
         path = path.parent
     try:

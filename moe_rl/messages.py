@@ -1,7 +1,8 @@
-"""Values as msgpack, read back by their declared type, never pickled: between ranks, on disk and between processes.
+"""Encodes values as msgpack and decodes them by their declared type, never by pickle.
 
-Dataclasses, structs, containers, numbers and paths; arrays are float32 [n]. Between two processes a value goes over a
-stream socket as a frame: eight bytes of length, little-endian, and that much msgpack.
+Used between ranks, between processes and on disk. Values are dataclasses, msgspec structs, containers, numbers, paths
+and float32 vectors [n]. Over a stream socket, each value is one frame: its length in 8 bytes, little-endian, then the
+msgpack bytes.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import msgspec
 
 from moe_rl.errors import describe
 
-# What a reward function may ask for, by name: the fields of tasks.verifiers.RewardItem.
+# The parameters that a reward function may have: the fields of tasks.verifiers.RewardItem.
 REWARD_ARGUMENTS = ("prompt", "completion", "answer", "finish_reason", "stop_token_id")
 
 
 def unknown_argument(function: str, parameter: str) -> str:
-    """Say that a reward function asks for a parameter that it is not given."""
+    """Return the error text for a reward function with a parameter that is never passed."""
     return (
         f"{function} has the parameter {parameter!r}: expected only {', '.join(REWARD_ARGUMENTS)}, given by name. "
         "Rename it or give it a default"
@@ -31,32 +32,34 @@ _LONGEST_FRAME = 1 << 30
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Base of what goes over a socket; the class name is the tag."""
+    """The base class of everything sent over a socket. msgpack tags each message with its class name."""
 
 
 def encode(value: object) -> bytes:
-    """Raises TypeError for a value of a kind that cannot be sent."""
+    """Encode a value as msgpack. Raises TypeError for a type that cannot be sent."""
     return msgspec.msgpack.encode(value, enc_hook=_to_plain)
 
 
 def decode[T](payload: bytes, kind: type[T]) -> T:
-    """The value that `encode` was given. kind: its type. Raises msgspec.MsgspecError when it is anything else."""
+    """Decode msgpack bytes into a value of type `kind`. Raises msgspec.MsgspecError for anything else."""
     return msgspec.msgpack.decode(payload, type=kind, dec_hook=_from_plain)
 
 
 def decoder(kind: Any) -> msgspec.msgpack.Decoder:
-    """A decoder for `Channel`. kind: a union of Messages, which no annotation can name: whoever keeps it says which.
+    """Return a decoder for `Channel`. `kind` is a union of Messages, which type annotations cannot express here.
 
-    Make it while a module is imported, by one thread: msgspec dies when two threads are the first to decode a type.
+    Call this at import time, from one thread: msgspec crashes when two threads are the first to decode a type.
     """
     return msgspec.msgpack.Decoder(kind, dec_hook=_from_plain)
 
 
 class Channel[Incoming: Message]:
-    """One end of a stream socket that carries frames. It waits for as long as the socket's own timeout says.
+    """Sends and receives frames over a stream socket. Waits as long as the socket's own timeout allows.
 
-    incoming: what the other end may say, made by `decoder`. longest: bytes of a frame; a longer one is refused before
-    any of it is read.
+    Args:
+        end: the socket.
+        incoming: decoder for the messages of the other end, made by `decoder`.
+        longest: largest frame in bytes; a longer one is refused before its body is read.
     """
 
     def __init__(self, end: socket.socket, incoming: msgspec.msgpack.Decoder[Incoming], longest: int = _LONGEST_FRAME):
@@ -67,25 +70,30 @@ class Channel[Incoming: Message]:
         self._unsent = bytearray()
 
     def send(self, message: Message) -> None:
-        """Send one message behind whatever is unsent.
+        """Send one message after any unsent bytes.
 
-        Raises OSError when the other end is gone; TimeoutError or BlockingIOError when it does not read: what is left
-        is then kept for `flush`. Raises TypeError or ValueError, and sends nothing, for what has no msgpack.
+        Raises:
+            OSError: the other end is gone.
+            TimeoutError, BlockingIOError: the other end does not read; `flush` can send the rest later.
+            TypeError, ValueError: the message cannot be encoded; nothing is sent.
         """
         payload = encode(message)
         self._unsent += len(payload).to_bytes(_HEADER_BYTES, "little") + payload
         self.flush()
 
     def flush(self) -> None:
-        """Send what is unsent. Raises as `send`."""
+        """Send the unsent bytes. Raises as `send` does."""
         while self._unsent:
             del self._unsent[: self.socket.send(self._unsent)]
 
     def receive(self) -> Incoming:
-        """The next message. Never reads behind its end: what follows stays in the socket.
+        """Return the next message, without reading past its end.
 
-        Raises EOFError when the other end closed, OSError when it is gone, ValueError for a frame that is too long or
-        no message of these; TimeoutError or BlockingIOError when the frame is not whole yet: what came is kept.
+        Raises:
+            EOFError: the other end closed the socket.
+            OSError: the other end is gone.
+            ValueError: the frame is too long, or is not one of the expected messages.
+            TimeoutError, BlockingIOError: the frame is incomplete; the bytes received so far are kept.
         """
         while missing := self._missing():
             data = self.socket.recv(min(missing, 1 << 20))
@@ -97,7 +105,7 @@ class Channel[Incoming: Message]:
         return self._incoming.decode(memoryview(frame)[_HEADER_BYTES:])
 
     def _missing(self) -> int:
-        """Bytes to wait for: the rest of the header, then the rest of the frame."""
+        """Return how many bytes are missing: from the header first, then from the body."""
         if len(self._received) < _HEADER_BYTES:
             return _HEADER_BYTES - len(self._received)
         length = int.from_bytes(self._received[:_HEADER_BYTES], "little")
@@ -108,7 +116,7 @@ class Channel[Incoming: Message]:
         return _HEADER_BYTES + length - len(self._received)
 
 
-# numpy is imported by those who send or receive arrays: a verifier process starts faster without it.
+# Imported only by those who send or receive arrays: a verifier process starts faster without numpy.
 
 
 def _to_plain(value: object) -> object:

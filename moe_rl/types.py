@@ -1,4 +1,4 @@
-"""Defines the nouns of moe_rl: frozen dataclasses of plain values and numpy arrays. No torch, vLLM or Megatron.
+"""Defines the data types that all rooms share: frozen dataclasses of plain values and numpy arrays.
 
 Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
 """
@@ -10,13 +10,13 @@ from enum import IntEnum
 
 import numpy as np
 
-# The largest size of a reward. Squares of larger ones leave float32, and sums of much larger ones leave float64.
+# Largest |reward|. Squares of larger rewards overflow float32, and sums of much larger ones overflow float64.
 LARGEST_REWARD = 1e12
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One task instance. `answer` is hidden: only a reward function that asks for it by name is given it."""
+    """A task instance. `answer` is passed only to a reward function with a parameter of that name."""
 
     id: str
     text: str
@@ -26,16 +26,16 @@ class Prompt:
 
 
 class Provenance(IntEnum):
-    """How the sampler came by the routes of a row."""
+    """Says how the sampler obtained the routes of a row."""
 
     PREFILL = 0
     DECODE = 1
-    CACHED = 2  # an earlier request forwarded the token, a prefix cache kept its rows
+    CACHED = 2  # the prefix cache held the token, so an earlier request computed its routes
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A run of rows that the same weights routed in the same way. rows: at least 1."""
+    """A run of at least one row that share the same weight version and provenance."""
 
     rows: int
     weight_version: int
@@ -44,7 +44,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class RoutePart:
-    """One shard's share of a record. digest: hex xxh3-64 of the record's frame header, checked on read."""
+    """Locates one shard's part of a record. `digest` is the hex xxh3-64 of the record's frame header, checked on
+    read."""
 
     shard: str
     digest: str
@@ -52,13 +53,16 @@ class RoutePart:
 
 @dataclass(frozen=True, slots=True)
 class RouteRef:
-    """Where the routes of one sequence lie in the trace store. This, never the routes, travels with a completion.
+    """Locates the routes of one sequence in the trace store. A completion carries this reference instead of its routes.
 
-    rows: number of forwarded tokens = prompt + completion - 1; the reference is to the first `rows` rows of the record,
-    which may hold more. parts: one, or one per pipeline stage of the sampler, each with its own layers. start: position
-    of the first row; not 0 when the request asked for no rows before it, and `rows` are then those from there on.
-    source_sum: of these rows as they left the sampler's engine, 16 hex digits, see trace.source_sum; "" is not known,
-    and nothing is replayed from such a reference.
+    Attributes:
+        rows: number of rows referenced, the first ones of the record, which may hold more. Without `start` this is the
+            number of forwarded tokens, prompt + completion - 1.
+        parts: one part, or one per pipeline stage of the sampler, each with its own layers.
+        start: position of the first row. It is above 0 when the request asked for no earlier rows.
+        source_sum: checksum of these rows as they left the sampler's engine, 16 hex digits, see trace.source_sum. ""
+            means
+            unknown; such a reference cannot be replayed.
     """
 
     key: str
@@ -70,11 +74,14 @@ class RouteRef:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One completion to sample. `key` is unique in a run and names the sequence in every message and in the trace.
+    """Asks the sampler for one completion.
 
-    top_k 0, top_p 1 and min_p 0 remove nothing. record: whether its routes are kept. parent: record of the earlier
-    turns that the prompt begins with, all rows of its reference; only the rows behind it are stored. record_from:
-    without a parent, the first position whose row is stored at all.
+    Attributes:
+        key: unique in a run; names the sequence in messages and in the trace.
+        top_k, top_p, min_p: the values 0, 1 and 0 switch them off.
+        record: whether to store the routes.
+        parent: record of the earlier turns that the prompt begins with, with all its rows; only later rows are stored.
+        record_from: without a parent, the first position whose row is stored.
     """
 
     key: str
@@ -93,12 +100,16 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the sampler returned for one request.
+    """Holds what the sampler returned for one request.
 
-    token_ids [T]: sampled tokens, the stop token included. logprobs [T] float32, natural log, of the sampled tokens
-    under the distribution they were drawn from. finish_reason: "stop", "length" (truncated) or "abort" (partial).
-    weight_version: the version of the weights that sampled every token. routes: None when nothing was recorded.
-    stop_token_id: which of the request's stop tokens ended it, hence its last token; None when none did.
+    Attributes:
+        token_ids: sampled tokens [T], including the stop token.
+        logprobs: natural log-probabilities [T] float32 of the sampled tokens under the distribution they were drawn
+            from.
+        finish_reason: "stop", "length" (truncated) or "abort" (partial).
+        weight_version: version of the weights that sampled all tokens.
+        routes: None when nothing was recorded.
+        stop_token_id: the stop token that ended the completion, which is then its last token; otherwise None.
     """
 
     key: str
@@ -112,17 +123,22 @@ class Completion:
 
     @property
     def text_token_ids(self) -> tuple[int, ...]:
-        """What its text is made of: all tokens but the stop token that ended it."""
+        """Return the tokens of the text: all but the final stop token."""
         return self.token_ids if self.stop_token_id is None else self.token_ids[:-1]
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredTokens:
-    """What one sampler said of some runs of tokens.
+    """Holds what one sampler returned for several token sequences that it scored.
 
-    logprobs: of each run of n tokens [n - 1] float32, natural log, temperature 1: of every token but the first, given
-    those before it. routes: of each run, where the record of all its tokens but the last lies; empty when none was
-    asked for, or the sampler does not record. by: who it is, for messages.
+    Attributes:
+        logprobs: for each sequence of n tokens, natural log-probabilities [n - 1] float32 at temperature 1 of all
+            tokens
+            but the first, each given the tokens before it.
+        routes: for each sequence, the location of the routes of all tokens but the last; empty when not requested, or
+            when
+            the sampler does not record.
+        by: the sampler's name, for messages.
     """
 
     logprobs: list[np.ndarray]
@@ -132,10 +148,11 @@ class ScoredTokens:
 
 @dataclass(frozen=True, slots=True)
 class SamplingSupport:
-    """The ids that the tokens of one completion could have been, under top-k, top-p and min-p.
+    """Lists the ids that each token of a completion could have been under top-k, top-p and min-p.
 
-    counts [T] integers. ids [sum of counts] integers, those of each token ascending, one token after the other. A count
-    of 0: the whole vocabulary.
+    Attributes:
+        counts: number of ids for each token [T], integers; 0 means the whole vocabulary.
+        ids: the ids of all tokens, concatenated [sum of counts]; ascending within a token.
     """
 
     counts: np.ndarray
@@ -144,9 +161,13 @@ class SamplingSupport:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the verifiers said. status "scored" or "failed"; a failed one has no reward and is no wrong answer.
+    """Holds the verifiers' result for one completion.
 
-    reward: weighted sum. parts: each reward function's own value. detail: why it failed, for the log.
+    Attributes:
+        status: "scored" or "failed". A failed verdict has no reward and does not count as a wrong answer.
+        reward: weighted sum of the reward functions' values.
+        parts: value of each reward function.
+        detail: why scoring failed, for the log.
     """
 
     status: str
@@ -161,10 +182,13 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """One completion ready to train on: tokens, sampler logprobs, its reward, the reference to its routes.
+    """Holds one completion ready for training: tokens, sampler log-probabilities, reward and the location of its
+    routes.
 
-    prompt_token_ids, token_ids: as in Completion. rollout_logprobs [T] float32. reward: what the verifiers gave, with
-    what the config adds for its length; what a KL takes off it comes later.
+    Attributes:
+        prompt_token_ids, token_ids, routes: as in GenerateRequest and Completion.
+        rollout_logprobs: [T] float32.
+        reward: the verifiers' reward plus the configured length terms; a KL penalty is subtracted later.
     """
 
     key: str
@@ -177,7 +201,7 @@ class Sequence:
 
     @classmethod
     def of(cls, completion: Completion, reward: float) -> Sequence:
-        """A completion with its reward."""
+        """Make a Sequence from a completion and its reward."""
         return cls(
             key=completion.key,
             prompt_token_ids=completion.prompt_token_ids,
@@ -190,5 +214,5 @@ class Sequence:
 
     @property
     def forwarded(self) -> int:
-        """Tokens the sampler forwarded, hence rows of routes: all but the last sampled token."""
+        """Number of tokens that the sampler forwarded, hence rows of routes: all tokens but the last sampled one."""
         return len(self.prompt_token_ids) + len(self.token_ids) - 1

@@ -1,1 +1,1 @@
-"""The way of new weights from the trainer to the samplers, both ends."""
+"""Sends new weights from the trainer to the samplers; holds the code of both ends."""

@@ -1,12 +1,12 @@
-"""An update by broadcast: vLLM's packed buckets, from one trainer rank to the workers of all samplers.
+"""Broadcasts an update in vLLM's packed buckets, from one trainer rank to the workers of all samplers.
 
     trainer (rank 0)                        each worker
     Sender: a store at address:port  <----  Receiver: ready for the n-th update
     packed_nccl_broadcast_producer   ---->  packed_nccl_broadcast_consumer: unpacked, digested, loaded, bucket by bucket
 
-Both ends cut the stream into the same buckets, from names, shapes and the bucket size alone. On GPUs the group is
-vLLM's NCCL communicator; on hosts it is gloo, under the same packing. vLLM's code takes seconds to import, so that it
-is imported when an update first goes this way.
+Both ends cut the stream into the same buckets from names, shapes and the bucket size alone. On GPUs the group is vLLM's
+NCCL communicator; on CPUs it is gloo with the same packing. vLLM's code takes seconds to import, so it is imported only
+when a broadcast is first used.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ from moe_rl.weights.digest import as_announced
 from moe_rl.weights.update import Broadcast, TensorInfo
 
 _TIMEOUT = timedelta(minutes=10)
-# The trainer listens before it says where: who is not reached by then is gone.
+# The trainer listens before it announces its address: a worker that cannot connect in this time never will.
 _REACHED = timedelta(minutes=1)
 _POLL_SECONDS = 0.01
-# vLLM gives each buffer a CUDA stream. With more than one, memory that was allocated on one stream is still read on the
-# other when its last tensor is let go: a round of another rank here, what vLLM keeps of a layer there. The allocator
-# does not know, gives it to the next bucket, and what is loaded are other bytes than were digested.
+# vLLM gives each buffer a CUDA stream of its own. With several buffers, memory allocated on one stream may still be
+# read
+# on another when its last tensor is freed: a round of another rank here, tensors that vLLM keeps for a layer there. The
+# allocator does not see that read and reuses the memory for the next bucket, so the loaded bytes would differ from the
+# digested ones.
 _BUFFERS = 1
 
 
 class Communicator(Protocol):
-    """What vLLM's packed code asks of a communicator."""
+    """The part of a communicator that vLLM's packed code uses."""
 
     def broadcast(self, tensor: Tensor, src: int) -> None: ...
 
@@ -45,7 +47,7 @@ class Communicator(Protocol):
 
 
 class Sender:
-    """The trainer's end. It listens on `address` alone, of this host, for `workers` workers of samplers."""
+    """Broadcasts from the trainer. It listens only on `address` of this host, for `workers` workers of samplers."""
 
     def __init__(self, address: str, workers: int, bucket_bytes: int, device: torch.device):
         listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
@@ -64,15 +66,20 @@ class Sender:
         _lend_streams(device)
 
     def source(self, first_rank: int = 1) -> Broadcast:
-        """Where the workers of a sampler, whose ranks begin at first_rank, get the next update."""
+        """Return how the workers of a sampler reach the next update; their ranks start at `first_rank`."""
         return Broadcast(self._address, self._port, self.workers + 1, first_rank, self._bucket_bytes)
 
     def send(
         self, infos: Sequence[TensorInfo], tensors: Iterator[tuple[str, Tensor]], stopped: threading.Event
     ) -> bool:
-        """Broadcast tensors, which must be these, once every worker is ready. False when `stopped` was set before.
+        """Broadcast tensors, which must match `infos`, once every worker is ready.
 
-        Raises WeightSyncError before it sends anything else: workers cut the stream by what they were announced.
+        Returns:
+            False if `stopped` was set before all workers were ready.
+
+        Raises:
+            WeightSyncError: a tensor differs from its announcement, by which the workers cut the stream. It is not
+                sent.
         """
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
@@ -88,14 +95,14 @@ class Sender:
         return True
 
     def close(self) -> None:
-        """Whoever still waits for bytes gets an error."""
+        """Close the group. A worker that still waits for bytes gets an error."""
         if self._group is not None:
             self._group.destroy()
         self._group = None
 
 
 class Receiver:
-    """A worker's end. rank: in the group."""
+    """Receives broadcasts in a worker. `rank` is the worker's rank in the group."""
 
     def __init__(self, source: Broadcast, rank: int, device: torch.device):
         self.source, self._rank, self._device = source, rank, device
@@ -110,8 +117,11 @@ class Receiver:
         _lend_streams(device)
 
     def receive(self, infos: Sequence[TensorInfo], take: Callable[[list[tuple[str, Tensor]]], None]) -> None:
-        """Get the tensors in this order; `take` is given each bucket of them. Raises WeightSyncError when the bytes
-        stop coming."""
+        """Receive the tensors in this order and pass each bucket to `take`.
+
+        Raises:
+            WeightSyncError: the bytes stop coming.
+        """
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_consumer
 
         expected = ((info.name, (list(info.shape), getattr(torch, info.dtype))) for info in infos)
@@ -126,7 +136,7 @@ class Receiver:
             )
         except (RuntimeError, OSError) as error:
             got = str(error).splitlines()[0]
-            do = "see what ended the trainer, or the network between"
+            do = "check whether the trainer ended, and the network between the hosts"
             raise WeightSyncError(describe("The broadcast of weights broke off", got=got, do=do)) from error
 
     def close(self) -> None:
@@ -151,14 +161,14 @@ def _connect(store: dist.Store, address: str, rank: int, size: int, device: torc
 
 
 class GlooGroup:
-    """Broadcasts over gloo, apart from the process group that torch.distributed was started with."""
+    """Broadcasts over gloo, in a group separate from torch.distributed's default group."""
 
     def __init__(self, store: dist.Store, address: str, rank: int, size: int):
-        """address: of this host, which the others reach it by."""
+        """Join the group. `address` is the one by which the other members reach this host."""
         gloo = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = _TIMEOUT
-        # gloo asks the host's name for its address otherwise, which need not lead back here.
+        # By default gloo resolves the host's name, which may give an address that the others cannot reach.
         options._devices = [gloo.create_device(hostname=address)]
         self._group = gloo(dist.PrefixStore("moe_rl/gloo", store), rank, size, options)
 
@@ -172,14 +182,15 @@ class GlooGroup:
 
 
 class _NoStream:
-    """A host does one thing after the other."""
+    """Stands in for a CUDA stream on the CPU, where work is never asynchronous."""
 
     def synchronize(self) -> None:
         pass
 
 
 def _lend_streams(device: torch.device) -> None:
-    """vLLM's packed code asks for CUDA streams: a process without a GPU gets some that do nothing, for good."""
+    """Give a process without a GPU no-op CUDA streams, which vLLM's packed code asks for. Lasts for the whole
+    process."""
     if device.type == "cpu":
         from vllm.distributed.weight_transfer import packed_tensor
 
@@ -188,7 +199,7 @@ def _lend_streams(device: torch.device) -> None:
 
 
 def own_address(host: str, port: int) -> str:
-    """The address of this host on the way to another one. Nothing is sent. Raises OSError when there is no way."""
+    """Return this host's address on the route to another host. Sends nothing. Raises OSError if there is no route."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)
@@ -196,8 +207,11 @@ def own_address(host: str, port: int) -> str:
 
 
 def reached_by_all(others: Iterable[tuple[str, int]]) -> str:
-    """The address of this host on the way to several (host, port), of which some may be this host itself: a loopback
-    address only when all are. Raises OSError as `own_address`."""
+    """Return an address of this host that all of several (host, port) can reach.
+
+    Some of them may be this host itself. The address is a loopback address only if all are. Raises OSError as
+    `own_address` does.
+    """
     found = [own_address(*other) for other in others]
     outer = (address for address in found if not ipaddress.ip_address(address.partition("%")[0]).is_loopback)
     return next(outer, found[0])

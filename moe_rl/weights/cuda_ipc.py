@@ -1,9 +1,9 @@
-"""An update through a buffer on a GPU that trainer rank 0 and the sampler share: vLLM's packed IPC chunks.
+"""Sends an update through a GPU buffer that trainer rank 0 and the sampler share, in vLLM's packed IPC chunks.
 
-Never run on a GPU: tests have a buffer of one process in place of one that two map.
+Never run on a GPU: the tests use a buffer of one process where two processes would map one.
 
-The handle of the buffer travels as typed fields, not pickled as vLLM sends it over HTTP. What the buffer holds is
-copied by vLLM before the call is answered, so the trainer may fill it again then.
+The buffer's handle travels as typed fields; vLLM would pickle it over HTTP. vLLM copies the buffer before it answers
+the call, so the trainer may then fill the buffer again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moe_rl.weights.update import CudaBuffer, CudaIpc, TensorInfo
 def packed(
     tensors: Iterator[tuple[str, Tensor]], bucket_bytes: int, gpu_uuid: str
 ) -> Iterator[tuple[list[str], CudaIpc]]:
-    """Names of the tensors that are in the buffer now, and the buffer. bucket_bytes: at least the largest tensor."""
+    """Yield the names of the tensors now in the buffer, and the buffer. `bucket_bytes` must fit the largest tensor."""
     for chunk in packed_ipc_producer(tensors, gpu_uuid, lambda item: item[1], bucket_bytes):
         yield chunk.names, CudaIpc(buffer_of(gpu_uuid, chunk.ipc_handle[gpu_uuid]))
 
@@ -32,7 +32,7 @@ def packed(
 def unpacked(
     source: CudaIpc, infos: Sequence[TensorInfo], device: torch.device, importer: PackedBufferImporter
 ) -> list[tuple[str, Tensor]]:
-    """The tensors in the buffer, copied. importer: one for all chunks of an update, see vLLM."""
+    """Return copies of the tensors in the buffer. `importer` is vLLM's, one for all chunks of an update."""
     return packed_ipc_consumer(
         {source.buffer.gpu_uuid: arguments_of(source.buffer)},
         [info.name for info in infos],
@@ -45,13 +45,13 @@ def unpacked(
 
 
 def buffer_of(gpu_uuid: str, arguments: tuple) -> CudaBuffer:
-    """The arguments of torch's `rebuild_cuda_tensor` for a run of bytes, less what is the same for all."""
+    """Describe a buffer by the arguments of torch's `rebuild_cuda_tensor` that differ between buffers."""
     _, size, _, _, _, _, device, handle, storage_bytes, offset, _, counter, counter_offset, event, sync = arguments
     return CudaBuffer(gpu_uuid, size[0], device, handle, storage_bytes, offset, counter, counter_offset, event, sync)
 
 
 def arguments_of(buffer: CudaBuffer) -> tuple:
-    """The inverse of `buffer_of`."""
+    """Return the arguments of torch's `rebuild_cuda_tensor` for a buffer; the inverse of `buffer_of`."""
     return (
         torch.Tensor,
         torch.Size([buffer.size]),

@@ -1,7 +1,9 @@
-"""What a sampler's worker checks of an update, and what it holds. Knows no engine.
+"""Checks an update in a sampler's worker and tracks which weights the worker holds. Independent of the engine.
 
-idle -- number 0 --> under way -- ... --> final part confirmed --> idle, with the new version
-before the first tensor is loaded a refusal leaves what is held; after it nothing is whole until a final part is
+idle -- part 0 --> under way -- ... --> final part confirmed --> idle, with the new version
+
+A refusal before the first tensor is loaded leaves the old weights in place. A later refusal leaves a mixture of two
+versions; nothing is whole until a complete update arrives.
 """
 
 from __future__ import annotations
@@ -19,8 +21,12 @@ _FINER = {"bfloat16": 0, "float32": 1}
 
 
 class Intake:
-    """expected: shapes by name of the tensors that a whole update brings. dtype: that the sampler computes in; tensors
-    may come in a wider one, as float32 biases do."""
+    """Tracks one worker's updates.
+
+    Args:
+        expected: {name: shape} of all tensors that a whole update brings.
+        dtype: dtype that the sampler computes in. Tensors may arrive in a wider dtype, as float32 biases do.
+    """
 
     def __init__(self, expected: Mapping[str, tuple[int, ...]], dtype: DTypeName = "bfloat16"):
         self._expected, self._dtype = expected, dtype
@@ -30,15 +36,20 @@ class Intake:
         self._received: dict[str, str] = {}
 
     def forget(self) -> None:
-        """What is held is another trainer's: versions begin anew, and nothing is whole before an update."""
+        """Start anew for another trainer: versions restart, and nothing is whole before the first update."""
         self._version, self._digest, self._whole, self._update = 0, "", False, None
 
     def holding(self, refused: str = "") -> Holding:
         return Holding(self._version, self._digest, self._whole, refused)
 
     def admit(self, update: WeightUpdate) -> None:
-        """Check everything about a part but its bytes. Raises WeightSyncError for one that may not come now, or
-        tensors that the model does not have, that came before or that lack; the update is then over."""
+        """Check everything about a part except its bytes.
+
+        Raises:
+            WeightSyncError: the part is out of order, or has tensors that the model lacks, that came before, or that
+                are
+                missing. The update is then over.
+        """
         before, self._update = self._update, None
         self._check_order(update, before)
         if update.number == 0:
@@ -46,14 +57,19 @@ class Intake:
         names = [info.name for info in update.tensors]
         if isinstance(update.source, Received):
             if sorted(names) != sorted(self._received):
-                raise WeightSyncError(describe("Digests came for other tensors than were broadcast", got=len(names)))
+                raise WeightSyncError(
+                    describe("The digests are not for the tensors that were broadcast", got=len(names))
+                )
         else:
             self._check_tensors(update)
         self._update = update
 
     def confirm(self, tensors: Mapping[str, Tensor], on_tensor: Callable[[], None]) -> None:
-        """Check the bytes of the part that was admitted, over the memory that is loaded afterwards. Raises
-        WeightSyncError naming the first tensor that is another than the trainer announced."""
+        """Check the bytes of the admitted part, in the memory that is loaded next.
+
+        Raises:
+            WeightSyncError: a tensor differs from what the trainer announced; names the first one.
+        """
         update = self._part()
         announced = {info.name for info in update.tensors}
         for name in sorted(announced ^ tensors.keys()):
@@ -64,7 +80,7 @@ class Intake:
             if (dtype_name(tensor.dtype), tuple(tensor.shape)) != (info.dtype, info.shape):
                 got = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
                 expected = f"{info.dtype} {info.shape}"
-                message = f"The tensor {info.name} is of another kind"
+                message = f"The tensor {info.name} does not have the announced dtype and shape"
                 raise WeightSyncError(describe(message, got=got, expected=expected))
             self._agree(info, tensor_digest(info.name, tensor))
             on_tensor()
@@ -72,33 +88,34 @@ class Intake:
             self._check_stale(update)
 
     def received(self, tensors: Iterable[tuple[str, Tensor]], on_tensor: Callable[[], None]) -> None:
-        """Note what came by broadcast, before its digests are known."""
+        """Record the digests of broadcast tensors; the trainer's digests follow in the next part."""
         for name, tensor in tensors:
             self._received[name] = tensor_digest(name, tensor)
             on_tensor()
 
     def confirm_received(self) -> None:
-        """Compare the digests that now came with those of what was received. Raises WeightSyncError as `confirm`."""
+        """Compare the trainer's digests with those of the received tensors. Raises WeightSyncError as `confirm`
+        does."""
         update = self._part()
         for info in update.tensors:
             self._agree(info, self._received[info.name])
         self._check_stale(update)
 
     def touch(self) -> None:
-        """The model is opened for loading: from now on nothing is whole."""
+        """Mark the weights as incomplete: loading starts now."""
         self._whole = False
 
     def abandon(self) -> None:
-        """A part was refused, or the trainer begins anew: nothing continues the update under way."""
+        """End the update under way, after a refusal or when the trainer starts a new one."""
         self._update = None
 
     @property
     def complete(self) -> bool:
-        """Whether the final part has come, and none was refused."""
+        """Whether the final part was admitted, and no part was refused."""
         return self._update is not None and self._update.final
 
     def finish(self) -> None:
-        """The final part is loaded."""
+        """Record the new version as whole: the final part is loaded."""
         update, self._update = self._part(), None
         self._version, self._digest, self._whole = update.version, total_digest(self._digests), True
 
@@ -121,10 +138,10 @@ class Intake:
         if update.replaces != self._version:
             raise WeightSyncError(
                 describe(
-                    "The trainer takes the sampler for one with other weights",
-                    got=f"an update of version {update.replaces}",
-                    expected=f"of version {self._version}, which it holds",
-                    do="look for two trainers, or for a sampler that was started again",
+                    "The sampler does not hold the version that the trainer expects",
+                    got=f"an update that replaces version {update.replaces}",
+                    expected=f"version {self._version}, which the sampler holds",
+                    do="check for a second trainer, or a sampler that was restarted",
                 )
             )
         if update.version <= self._version and update.version + self._version > 0:
@@ -132,7 +149,7 @@ class Intake:
                 describe(
                     "The new weights are stale",
                     got=f"version {update.version}",
-                    expected=f"above version {self._version}, which the sampler holds",
+                    expected=f"a version above {self._version}, which the sampler holds",
                 )
             )
 
@@ -140,17 +157,19 @@ class Intake:
         names = [info.name for info in update.tensors]
         wrong = [info for info in update.tensors if info.shape != self._expected.get(info.name, info.shape)]
         repeated = self._digests.keys() & set(names) | {name for name, times in Counter(names).items() if times > 1}
-        self._name("hold tensors that the model has not", set(names) - self._expected.keys())
-        self._name("hold tensors of another shape", [f"{i.name} {i.shape} for {self._expected[i.name]}" for i in wrong])
+        self._name("hold tensors that the model does not have", set(names) - self._expected.keys())
+        self._name(
+            "hold tensors of the wrong shape", [f"{i.name} {i.shape} for {self._expected[i.name]}" for i in wrong]
+        )
         self._name("hold tensors twice", repeated)
         if rounded := [info for info in update.tensors if _FINER[info.dtype] < _FINER[self._dtype]]:
             raise WeightSyncError(
                 describe(
-                    "The new weights are of less precision than the sampler computes in",
+                    "The new weights have lower precision than the sampler computes in",
                     where=rounded[0].name,
                     got=f"{rounded[0].dtype} in {len(rounded)} of {len(names)} tensors",
                     expected=self._dtype,
-                    do="start the sampler with the precision that rollout.dtype says",
+                    do="start the sampler with the precision set by rollout.dtype",
                 )
             )
         if update.final or isinstance(update.source, Broadcast):
@@ -164,7 +183,7 @@ class Intake:
                 describe(
                     f"The new weights {what}",
                     got=first_of(names, separator=", "),
-                    do="send every tensor of the checkpoint the engine was started with, once in an update",
+                    do="send every tensor of the engine's checkpoint exactly once per update",
                 )
             )
 
@@ -176,7 +195,7 @@ class Intake:
                     where=info.name,
                     got=f"digest {digest}",
                     expected=info.digest,
-                    do="look for damaged memory or a damaged disk, or for two trainers that write to one place",
+                    do="check for damaged memory or a damaged disk, or for two trainers that write to the same place",
                 )
             )
         self._digests[info.name] = digest
@@ -187,7 +206,7 @@ class Intake:
                 describe(
                     "The new weights are stale",
                     got=f"the bytes of version {self._version} as version {update.version}",
-                    expected="others, since the trainer's weights changed in between",
-                    do="look for weights that are exported before the optimizer's step has reached them",
+                    expected="different bytes, because the trainer's weights have changed",
+                    do="check whether weights are exported before the optimizer's step has reached them",
                 )
             )

@@ -1,4 +1,4 @@
-"""The parts of an update as they come, whatever the way: read, confirmed, then handed over to be loaded."""
+"""Reads the parts of an update by any transport, has them confirmed, and passes them on to be loaded."""
 
 from __future__ import annotations
 
@@ -21,10 +21,14 @@ if TYPE_CHECKING:
 
 
 class Reader:
-    """One worker's. load: is given the tensors of a part, or of a bucket that was broadcast, and may keep them. rank:
-    of the worker among those of its sampler. on_tensor: called after each that was confirmed.
+    """Reads updates in one worker. It does not depend on the engine; vLLM's transports are imported on first use.
 
-    It knows no engine. It imports the code of vLLM's own ways when the first such part comes.
+    Args:
+        intake: checks the parts.
+        load: called with the tensors of a part, or of a broadcast bucket; it may keep them.
+        device: where the worker's tensors live.
+        rank: the worker's rank among the workers of its sampler.
+        on_tensor: called after each confirmed tensor.
     """
 
     def __init__(
@@ -42,8 +46,13 @@ class Reader:
         self._importer: PackedBufferImporter | None = None
 
     def take(self, update: WeightUpdate) -> None:
-        """Work on one part. Raises WeightSyncError for one that is refused; nothing of it is loaded then, except that a
-        broadcast is loaded bucket by bucket, and the part after it tells whether it was right."""
+        """Read, confirm and load one part.
+
+        Raises:
+            WeightSyncError: the part is refused, before anything is loaded. The exception is a broadcast, which is
+                loaded
+                bucket by bucket and confirmed by the part after it.
+        """
         self._intake.admit(update)
         if isinstance(update.source, Broadcast):
             self._receive(update, update.source)
@@ -53,18 +62,18 @@ class Reader:
             source = update.source
             tensors = self._unpacked(update, source) if isinstance(source, CudaIpc) else dict(placed(update))
             if isinstance(update.source, SharedMemory) and not (update.final and update.number == 0):
-                # A layer that is not complete yet is loaded when the trainer has written there again.
+                # vLLM loads a layer when it is complete. By then the trainer may have overwritten the segment.
                 tensors = {name: tensor.clone() for name, tensor in tensors.items()}
             self._intake.confirm(tensors, self._on_tensor)
             self._load(tensors)
 
     def release(self) -> None:
-        """No more parts of this update will come: let go of the trainer's memory."""
+        """Release the trainer's memory: this update has no more parts."""
         if self._importer is not None:
             self._importer.close()
 
     def close(self) -> None:
-        """Leave the trainer as well. Whoever still waits in a broadcast gets an error."""
+        """Also close the broadcast group. A peer that still waits in a broadcast gets an error."""
         self.release()
         if self._link is not None:
             self._link.close()
@@ -90,7 +99,7 @@ class Reader:
         try:
             self._link.receive(update.tensors, take)
         except BaseException:
-            self.close()  # what is still on its way belongs to nothing
+            self.close()  # bytes still in flight belong to no update
             raise
 
     def _load(self, tensors: dict[str, Tensor]) -> None:
@@ -99,7 +108,7 @@ class Reader:
 
 
 def placed(update: WeightUpdate) -> Iterator[tuple[str, Tensor]]:
-    """Every (name, tensor) of a part that lies somewhere, mapped. Raises WeightSyncError where it cannot be read."""
+    """Yield (name, mapped tensor) of a part in files or shared memory. Raises WeightSyncError if it cannot be read."""
     match update.source:
         case Files(paths):
             return read_parts([Path(path) for path in paths])

@@ -1,7 +1,7 @@
-"""The sampler's side of an update: a vLLM weight-transfer backend. Runs in every worker; importing it registers it.
+"""Receives updates in the sampler's workers, as a vLLM weight-transfer backend. Importing this module registers it.
 
 Sampler.update_weights --> take() in each worker: vLLM's start_weight_update, update_weights, finish_weight_update
-                            --> WeightReceiver: admit, read, confirm, load --> Holding, by which the workers agree
+                            --> WeightReceiver: admit, read, confirm, load --> Holding; all workers must agree on it
 """
 
 from __future__ import annotations
@@ -44,30 +44,33 @@ BACKEND = "moe_rl"
 
 @dataclass
 class NoInit(WeightTransferInitInfo):
-    """Nothing has to be agreed on beforehand."""
+    """Has no fields: the backend needs no setup."""
 
 
 @dataclass
 class UpdatePart(WeightTransferUpdateInfo):
-    """One part, as `update.decode` gave it."""
+    """Wraps one part of an update for vLLM."""
 
     update: WeightUpdate
 
 
 def take(worker, data: bytes) -> dict[str, object]:
-    """Work on one part in a worker of vLLM's. Returns a `Holding` as plain values, with the refusal if there was one;
-    raises what vLLM itself does."""
+    """Process one part of an update in a vLLM worker.
+
+    Returns:
+        A `Holding` as plain values, including the refusal if there was one. Errors of vLLM itself are raised.
+    """
     receiver: WeightReceiver = worker.weight_transfer_engine
     try:
         update = decode(data)
         if update.number == 0:
-            if receiver.under_way:  # the trainer begins anew
+            if receiver.under_way:  # the trainer starts a new update
                 worker.finish_weight_update()
             worker.start_weight_update()
         if receiver.under_way:
             worker.update_weights({"update": update})
         else:
-            receiver.intake.admit(update)  # which refuses it: it continues nothing
+            receiver.intake.admit(update)  # raises: there is no update to continue
         if update.final:
             worker.finish_weight_update()
             receiver.check_reached()
@@ -84,8 +87,8 @@ def take(worker, data: bytes) -> dict[str, object]:
 class WeightReceiver(WeightTransferEngine[NoInit, UpdatePart]):
     """Loads one complete set of HF-named tensors per update. `on_progress` is called after every tensor.
 
-    A part is refused before its bytes are loaded, so that an update of one part is refused before a single parameter is
-    touched. vLLM loads a layer when its last tensor has come; until then it keeps the tensors of the layer alive.
+    A part is checked before its bytes are loaded. An update with one part is therefore refused before any parameter
+    changes. vLLM loads a layer when its last tensor has come, and keeps the layer's tensors until then.
     """
 
     init_info_cls = NoInit
@@ -96,23 +99,24 @@ class WeightReceiver(WeightTransferEngine[NoInit, UpdatePart]):
     def __init__(self, *args):
         super().__init__(*args)
         shapes = checkpoint_shapes(Path(self.model_config.model))
-        # Nobody sends weights of multi-token-prediction layers, which the model leaves out.
+        # The trainer sends no weights for multi-token-prediction layers, which the model leaves out.
         config = self.model_config.hf_config
         sent = (name for name in shapes if get_spec_layer_idx_from_weight_name(config, name) is None)
         self.intake = Intake({name: shapes[name] for name in sent}, dtype_name(self.model_config.dtype))
         parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        told = lambda: self.on_progress()  # noqa: E731 - which is set later
+        told = lambda: self.on_progress()  # noqa: E731 - late binding: on_progress is set afterwards
         self._reader = Reader(self.intake, self._load, self.device, rank=rank, on_tensor=told)
         self.under_way = False
         self._open = False
         self._lost: list[str] = []
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
-        """Nothing to connect to."""
+        """Do nothing: there is no connection to set up."""
 
     def start_weight_update(self) -> None:
-        """The model is opened for loading only when the first part has proved right: see `Reader.take`."""
+        """Mark an update as started. The model is opened for loading after the first part is confirmed:
+        `Reader.take`."""
         self.under_way = True
 
     @torch.inference_mode()
@@ -120,11 +124,11 @@ class WeightReceiver(WeightTransferEngine[NoInit, UpdatePart]):
         self._reader.take(update_info.update)
 
     def finish_weight_update(self) -> None:
-        """Called after the final part; before it, when the trainer begins an update anew."""
+        """End the update: after the final part, or earlier when the trainer starts a new update."""
         self.break_off(complete=self.intake.complete)
 
     def break_off(self, *, complete: bool = False) -> None:
-        """Close the model again, whatever was loaded into it. Nothing continues the update."""
+        """Close the model for loading, whatever was loaded. No later part can continue this update."""
         self.under_way = False
         self._reader.release()
         if complete:
@@ -139,12 +143,12 @@ class WeightReceiver(WeightTransferEngine[NoInit, UpdatePart]):
             self.intake.abandon()
 
     def check_reached(self) -> None:
-        """Raises WeightSyncError when a parameter did not get all that came for it."""
+        """Raise WeightSyncError if a parameter did not receive all its tensors."""
         if self._lost:
             raise WeightSyncError(
                 describe(
-                    "vLLM lost a part of the new weights",
-                    got=f"{len(self._lost)} parameters that did not come whole: {', '.join(self._lost[:3])}",
+                    "vLLM did not load all new weights",
+                    got=f"{len(self._lost)} incomplete parameters: {', '.join(self._lost[:3])}",
                     do="check the patch series: moe-rl patch --check",
                 )
             )
@@ -166,12 +170,14 @@ class WeightReceiver(WeightTransferEngine[NoInit, UpdatePart]):
 
 
 def not_loaded(model: torch.nn.Module) -> list[str]:
-    """Names of the parameters that did not come, or not all of them, of a model that is open for loading.
+    """Return the names of parameters that were not, or not fully, loaded into a model that is open for loading.
 
-    To be called after the last tensor was handed to `load_weights` and before `finalize_layerwise_reload`, which would
-    put their old values back, or keep memory that nothing was written to, and call the update done. vLLM sees what goes
-    through a parameter's loader; what a model's `load_weights` copies into it directly is lost. Layers that were loaded
-    whole are closed already. Buffers are made, not loaded, and so are an attention layer's scales.
+    Call this after the last `load_weights` and before `finalize_layerwise_reload`. That function would restore the old
+    values, or keep memory that was never written, and report success. vLLM counts only what passes through a
+    parameter's
+    loader, so anything a model's `load_weights` copies directly is lost. Fully loaded layers are already closed.
+    Buffers
+    and an attention layer's scales are computed, not loaded, so they are not checked.
     """
     lost = []
     for name, layer in model.named_modules():
@@ -185,24 +191,29 @@ def not_loaded(model: torch.nn.Module) -> list[str]:
 
 
 def _lacking(layer: torch.nn.Module, info: LayerReloadingInfo, own: list[str]) -> list[str]:
-    """Which of its own parameters a layer still waits for. What it waits for may be padding, that nobody sends: rows of
-    a vocabulary, or of experts for some kernels."""
+    """Return the parameters that a layer still waits for, except those that wait only for padding.
+
+    Nobody sends padding: extra rows of a vocabulary, or of experts for some kernels.
+    """
     came = {parameter for parameter, _ in info.loaded_weights}
     lacking = [key for key in own if key not in came]
     if lacking:
         return lacking
     if isinstance(layer, LinearBase):
-        return own  # has no padding: of query, key and value, or gate and up, one is missing
+        return own  # no padding here: a shard is missing (query, key, value, gate or up)
     if isinstance(layer, RoutedExperts):
         return [key for key in own if _lacks_experts(layer, info, key)]
     return []
 
 
 def _lacks_experts(layer: RoutedExperts, info: LayerReloadingInfo, key: str) -> bool:
-    """Whether a parameter that came expert by expert lacks one, or its gate or up. Experts of other ranks come too."""
+    """Whether a parameter loaded expert by expert lacks an expert, or the gate or up half of one.
+
+    The calls include the experts of other ranks.
+    """
     calls = [bound.arguments for parameter, bound in info.loaded_weights if parameter == key]
     if not all("expert_id" in call for call in calls):
-        return False  # stacked, and so came whole
+        return False  # loaded as one stacked tensor, hence complete
     halves = 2 if key.startswith("w13") and layer.moe_config.is_act_and_mul else 1
     came = {(call["shard_id"], call["expert_id"]) for call in calls}
     return len(came) < halves * layer.moe_config.num_logical_experts

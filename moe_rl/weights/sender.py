@@ -1,4 +1,5 @@
-"""The trainer's end of an update: all ranks export their weights, rank 0 has the sampler load and confirm them."""
+"""Sends an update from the trainer: all ranks export their weights, and rank 0 has the sampler load and confirm
+them."""
 
 from __future__ import annotations
 
@@ -30,34 +31,53 @@ _LARGEST = torch.finfo(_FP8).max  # 448
 
 
 class Exporter(Protocol):
-    """Whose weights are sent: `megatron.policy.Policy`."""
+    """Exports the weights that are sent: `megatron.policy.Policy`."""
 
     moves: int
-    """Updates that moved the weights so far."""
+    """How many updates have changed the weights so far."""
 
     def export_rounds(self, dtype: torch.dtype, limit: float, *, host: bool) -> list[Round]:
-        """What this rank gives, in rounds of at most `limit` bytes: each tensor comes from one rank of one replica."""
+        """Return this rank's tensors in rounds of at most `limit` bytes. One rank of one replica exports each
+        tensor."""
         ...
 
     def content(self, dtype: torch.dtype, *, updated: bool) -> Content:
-        """What all ranks, which call it together, hold of each part of the model in this precision. updated: an
-        optimizer has written since the last time. Raises WeightSyncError where they do not hold what it wrote."""
+        """Return what all ranks hold of each part of the model in this precision. All ranks call it together.
+
+        Args:
+            dtype: the precision.
+            updated: an optimizer has written the weights since the last call.
+
+        Raises:
+            WeightSyncError: the ranks do not hold what the optimizer wrote.
+        """
         ...
 
 
 class WeightSender:
-    """Gives samplers the trainer's weights. All ranks call it together; samplers are on rank 0 only.
+    """Sends the trainer's weights to samplers. All ranks call it together; only rank 0 has samplers.
 
-    Every tensor is exported by one rank of one replica, in rounds: each rank puts a bucket of its tensors where the
-    sampler finds them, rank 0 has the sampler load all of these, and the next round begins. A rank holds a bucket of
-    its own, however large the model and its share of it. Broadcasts and CUDA IPC: see `stream`.
+    One rank of one replica exports each tensor, in rounds. In each round, every rank puts one bucket of its tensors
+    where
+    the sampler finds it, and rank 0 has the sampler load these buckets. A rank therefore holds one bucket at a time,
+    whatever the size of the model and of its share. For broadcasts and CUDA IPC see `stream`.
     """
 
     def __init__(self, policy: Exporter, rollout: RolloutConfig, folder: Path, ranks: Ranks, *, way: Way | None = None):
-        """folder: on a disk that trainer and samplers share; used by way disk only. way: None is what
-        `rollout.weight_transfer` stands for between these ranks and a sampler beside rank 0.
+        """Choose the transport.
 
-        Raises ConfigError when there is no such way."""
+        Args:
+            policy: exports the weights.
+            rollout: the config section.
+            folder: on a disk shared by trainer and samplers; only the transport "disk" uses it.
+            ranks: the trainer's ranks.
+            way: the transport. None: the one that `rollout.weight_transfer` selects for these ranks and a sampler
+                beside
+                rank 0.
+
+        Raises:
+            ConfigError: there is no such transport.
+        """
         self._policy, self._rollout, self._ranks = policy, rollout, ranks
         self._dtype: torch.dtype = getattr(torch, rollout.dtype)
         self._bucket_bytes = int(rollout.weight_bucket_mib * 2**20)
@@ -71,17 +91,24 @@ class WeightSender:
         self._held, self._moves = 0, policy.moves
 
     def check_start(self, checkpoint: Checkpoint) -> int:
-        """Before the first update: what would be exported is the checkpoint, see `start`. Returns how many tensors."""
+        """Check before the first update that the export equals the checkpoint, see `start`. Returns the tensor
+        count."""
         found = check_start(self._exported(host=True), checkpoint, self._ranks)
         self._conservation.settled(self._policy.content(self._dtype, updated=False), 0)
         return found
 
     def send(self, sampler: Recipient | None, version: int) -> int:
-        """Have the sampler load and confirm all weights as `version`. Returns the bytes that it got, 0 on other ranks.
+        """Have the sampler load and confirm all weights as `version`.
 
-        A sampler that sleeps is woken: first for its weights, and for its KV cache when it has them.
-        Raises WeightSyncError on rank 0 when the sampler got anything else than was sent; on all ranks, before the
-        sampler may use it, when what is exported is not what they hold.
+        A sleeping sampler is woken: first for its weights, and for its KV cache when it has the weights.
+
+        Returns:
+            The bytes that the sampler received; 0 on other ranks.
+
+        Raises:
+            WeightSyncError: on rank 0, the sampler received something else than was sent; on all ranks, before the
+                sampler may
+                use the weights, the exported weights differ from those that the ranks hold.
         """
         changed = self._policy.moves > self._moves
         held = self._policy.content(self._dtype, updated=changed)
@@ -113,7 +140,7 @@ class WeightSender:
                     infos = [info for bucket in waiting for info in bucket.tensors]
                     sampler.update_weights(part(number=number, final=final, tensors=infos, source=way.source(waiting)))
                     sent, number, waiting = sent + sum(info.size for info in infos), number + 1, []
-            dist.barrier()  # what the sampler reads stays until it has read it
+            dist.barrier()  # no rank overwrites its bucket before the sampler has read it
         way.end()
         return sent
 
@@ -156,23 +183,23 @@ def _as_fp8(item: tuple[str, Tensor]) -> tuple[str, Tensor]:
 
 
 def is_rounded(name: str) -> bool:
-    """Whether a Hugging Face tensor is held in float8: the matrices of attention, experts and dense layers.
+    """Whether a Hugging Face tensor is rounded to float8: the matrices of attention, experts and dense layers.
 
-    Routers, embeddings, the output head and norms stay as they are.
+    Routers, embeddings, the output head and norms keep their precision.
     """
     return name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
 
 
 def fp8_rounded(weight: Tensor) -> Tensor:
-    """The nearest values to weight [rows, columns] that float8 e4m3 holds, in the weight's dtype, contiguous.
+    """Round weight [rows, columns] to the nearest values in float8 e4m3; returned contiguous, in the weight's dtype.
 
-    It stands for a sampler of lower precision than the trainer where there are no such kernels: what is emulated is the
-    weights' loss of precision; float8 activations are not.
+    This emulates the weights of a sampler with lower precision than the trainer on machines without float8 kernels.
+    Float8
+    activations are not emulated. Each block of 128 x 128 has a float32 scale that maps its largest |value| to 448
+    (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
 
-    Each block of 128 x 128 has a float32 scale that maps its largest |value| to 448 (DeepSeek-V3, arXiv 2412.19437,
-    section 3.3.2).
-
-    Raises ValueError for a tensor that is no matrix or is not finite.
+    Raises:
+        ValueError: the tensor is not a matrix or not finite.
     """
     if weight.ndim != 2 or not weight.isfinite().all():
         got = f"shape {tuple(weight.shape)}" if weight.ndim != 2 else "values that are not finite"

@@ -1,6 +1,6 @@
-"""An update through a disk that trainer and sampler share: safetensors files, complete or not there at all.
+"""Sends an update through a shared disk, in safetensors files that appear complete or not at all.
 
-A rank holds one bucket of its own and one tensor at a time; the sampler maps what it reads.
+A rank holds one bucket of its own and one tensor at a time; the sampler maps the files.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from moe_rl.weights.update import Bucket, Files
 
 
 class DiskWay:
-    """By safetensors files in a folder that is shared. The sampler is called once, when all of them are written: it
-    checks everything before it loads anything."""
+    """Sends tensors in safetensors files in a shared folder.
+
+    The sampler is called once, when all files are written, so it checks everything before it loads anything.
+    """
 
     one_call = True
 
@@ -34,7 +36,7 @@ class DiskWay:
         self._written = 0
 
     def bucket(self, tensors: Iterable[tuple[str, Tensor]]) -> Bucket:
-        """Take tensors; they are in place when it returns."""
+        """Write the tensors to a file; on return the file is in place."""
         held = dict(tensors)
         if not held:
             return Bucket([], None)
@@ -45,11 +47,11 @@ class DiskWay:
         return Bucket(infos, str(path.absolute()))
 
     def source(self, buckets: Sequence[Bucket]) -> Files:
-        """Where the sampler finds the tensors of the buckets of all ranks, in their order."""
+        """Tell the sampler where to find the buckets of all ranks, in order."""
         return Files([bucket.place for bucket in buckets if isinstance(bucket.place, str)])
 
     def end(self) -> None:
-        """The update is over on all ranks."""
+        """Clean up: the update is over on all ranks."""
         if self._rank == 0:
             shutil.rmtree(self._folder)
 
@@ -57,7 +59,7 @@ class DiskWay:
 def write_part(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write HF-named host tensors as one safetensors file that appears at `path` complete or not at all.
 
-    Not synced to disk: a part is read at once, and then deleted.
+    The file is not synced to disk: it is read at once and then deleted.
     """
     held = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -73,9 +75,10 @@ def write_part(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_parts(parts: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
-    """Every (name, tensor) of the parts; the tensors are mapped from the files, not copied.
+    """Yield every (name, tensor) of the files; tensors are mapped, not copied.
 
-    Raises WeightSyncError naming the part that is damaged, or the tensor that lies in two parts.
+    Raises:
+        WeightSyncError: a file is damaged, or a tensor lies in two of them.
     """
     seen: set[str] = set()
     for part in parts:
@@ -89,7 +92,7 @@ def read_parts(parts: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
 
 
 def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor in a Hugging Face checkpoint folder: the set that an update must bring."""
+    """Return {name: shape} of all tensors in a Hugging Face checkpoint folder: the set that an update must bring."""
     shapes: dict[str, tuple[int, ...]] = {}
     for part in sorted(folder.glob("*.safetensors")):
         with _Part(part) as opened:
@@ -98,13 +101,13 @@ def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 class _Part:
-    """safe_open that reports a damaged file as WeightSyncError."""
+    """Wraps safe_open to report a damaged file as WeightSyncError."""
 
     def __init__(self, path: Path):
         try:
             self._opened = safe_open(path, framework="pt", device="cpu")
         except (OSError, SafetensorError) as error:
-            message = describe("A part of the weights is missing or damaged", where=str(path), got=error)
+            message = describe("A file of the weights is missing or damaged", where=str(path), got=error)
             raise WeightSyncError(message) from error
 
     def __enter__(self):

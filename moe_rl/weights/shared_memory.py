@@ -1,7 +1,7 @@
-"""An update through memory that trainer and sampler share: segments without a name, which no process leaves behind.
+"""Sends an update through shared memory, in nameless segments that cannot outlive the processes.
 
-A segment is a memfd: it lives as long as a process holds its descriptor or a mapping, and shows nowhere in /dev/shm.
-The sampler opens it through /proc, so it must run on the same host, under the same user, and see the trainer's
+A segment is a memfd: it lives as long as a process holds its descriptor or a mapping, and does not appear in /dev/shm.
+The sampler opens it through /proc. It must therefore run on the same host, as the same user, and see the trainer's
 processes.
 """
 
@@ -22,8 +22,10 @@ from moe_rl.weights.update import ALIGNMENT, Bucket, MemorySegment, SharedMemory
 
 
 class MemoryWay:
-    """By shared memory of one host. The sampler is called for each round of buckets; a rank has one segment, which it
-    fills again and again."""
+    """Sends tensors through the shared memory of one host.
+
+    The sampler is called for each round of buckets. A rank has one segment and refills it in each round.
+    """
 
     one_call = False
 
@@ -31,10 +33,10 @@ class MemoryWay:
         self._writer = SegmentWriter()
 
     def begin(self) -> None:
-        """Nothing has to be made ready."""
+        """Do nothing: no preparation is needed."""
 
     def bucket(self, tensors: Iterable[tuple[str, Tensor]]) -> Bucket:
-        """As DiskWay.bucket, in place of the bucket before, which the sampler has read."""
+        """Copy the tensors into the segment, replacing the previous bucket, which the sampler has read."""
         infos = []
         self._writer.clear()
         for name, tensor in tensors:
@@ -43,17 +45,17 @@ class MemoryWay:
         return Bucket(infos, self._writer.segment() if infos else None)
 
     def source(self, buckets: Sequence[Bucket]) -> SharedMemory:
-        """As DiskWay.source."""
+        """Tell the sampler where to find the buckets of all ranks, in order."""
         return SharedMemory([bucket.place for bucket in buckets if isinstance(bucket.place, MemorySegment)])
 
     def end(self) -> None:
-        """The segment stays until the sender goes."""
+        """Do nothing: the segment stays until the sender is gone."""
 
 
 class SegmentWriter:
-    """A segment that tensors are appended to. It goes with the writer, or before it with `close`.
+    """Appends tensors to one segment. The segment is closed with `close`, or when the writer is freed.
 
-    Memory that was used before is written several times as fast as what the kernel has yet to find.
+    Refilling the same memory is several times as fast as writing to fresh pages.
     """
 
     def __init__(self):
@@ -62,7 +64,7 @@ class SegmentWriter:
         self._end = self._tensors = 0
 
     def append(self, tensor: Tensor) -> None:
-        """Copy a host tensor behind the others. Raises WeightSyncError when there is no memory left."""
+        """Append a copy of a host tensor. Raises WeightSyncError when no memory is left."""
         octets = memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
         self._end += -self._end % ALIGNMENT
         try:
@@ -76,22 +78,25 @@ class SegmentWriter:
         self._tensors += 1
 
     def segment(self) -> MemorySegment:
-        """What was appended."""
+        """Describe what was appended."""
         return MemorySegment(os.getpid(), self._descriptor, self._end, self._tensors)
 
     def clear(self) -> None:
-        """Begin anew. Only when nobody reads what was written before."""
+        """Start again at offset 0. Call it only when nobody reads the old content any more."""
         self._end = self._tensors = 0
 
 
 def read_segments(segments: Sequence[MemorySegment], tensors: Sequence[TensorInfo]) -> Iterator[tuple[str, Tensor]]:
-    """Every (name, tensor); mapped, not copied: a segment's memory is freed when its last tensor is.
+    """Yield every (name, tensor); mapped, not copied: a segment's memory is freed with its last tensor.
 
-    Raises WeightSyncError for a segment that cannot be opened, or that is not as long as its tensors.
+    Raises:
+        WeightSyncError: a segment cannot be opened, or is shorter than its tensors.
     """
     held = sum(segment.tensors for segment in segments)
     if held != len(tensors):
-        raise WeightSyncError(describe("Segments do not hold what was announced", got=held, expected=len(tensors)))
+        raise WeightSyncError(
+            describe("The segments hold too many or too few tensors", got=held, expected=len(tensors))
+        )
     infos = iter(tensors)
     for segment in segments:
         if not segment.tensors:
@@ -111,12 +116,12 @@ def read_segments(segments: Sequence[MemorySegment], tensors: Sequence[TensorInf
 
 
 def _mapped(segment: MemorySegment) -> Tensor:
-    """The bytes of a segment, uint8."""
+    """Map a segment as a tensor of bytes, uint8."""
     where = f"/proc/{segment.pid}/fd/{segment.descriptor}"
     try:
         descriptor = os.open(where, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            # Private: writable for torch, but nothing written reaches the trainer.
+            # A private mapping: torch may write to it, but writes do not reach the trainer.
             mapping = mmap.mmap(descriptor, segment.size, access=mmap.ACCESS_COPY)
         finally:
             os.close(descriptor)
@@ -126,8 +131,8 @@ def _mapped(segment: MemorySegment) -> Tensor:
                 "Shared memory of the trainer cannot be mapped",
                 where=where,
                 got=error,
-                expected="a trainer that runs, on this host, under this user",
-                do="set rollout.weight_transfer to disk where they share no host",
+                expected="a running trainer on this host, of the same user",
+                do="set rollout.weight_transfer to disk if trainer and sampler run on different hosts",
             )
         ) from error
     return torch.frombuffer(mapping, dtype=torch.uint8)

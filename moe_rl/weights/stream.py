@@ -1,4 +1,4 @@
-"""Updates that rank 0 sends alone, by broadcast or CUDA IPC: the tensors of all ranks as one stream."""
+"""Streams the tensors of all ranks through rank 0, for updates by broadcast or CUDA IPC."""
 
 from __future__ import annotations
 
@@ -22,27 +22,31 @@ _LEAVE_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A part of what this rank gives. whole: name, dtype and shape of each tensor, known before any is made. tensors:
-    (name, tensor), one at a time. Ranks that share tensors make them together: all must exhaust it."""
+    """Holds one round of a rank's export. Ranks that share tensors make them together, so all must exhaust `tensors`.
+
+    Attributes:
+        whole: name, dtype and shape of each tensor, known before any is made.
+        tensors: yields (name, tensor), one at a time.
+    """
 
     whole: list[tuple[str, torch.dtype, tuple[int, ...]]]
     tensors: Iterator[tuple[str, Tensor]]
 
 
 class Ranks(Protocol):
-    """What an update asks of the trainer's ranks: `megatron.world`."""
+    """The operations on the trainer's ranks that an update uses: `megatron.world`."""
 
     def gather(self, message: object, kind: type) -> list[Any]:
-        """One value of each rank, in their order, on all of them. kind: the type to decode to."""
+        """Return one value of each rank, in rank order, on all ranks. `kind` is the type to decode to."""
         ...
 
     def device(self) -> torch.device:
-        """Where this rank's tensors live."""
+        """Return the device of this rank's tensors."""
         ...
 
 
 class Recipient(Protocol):
-    """What an update asks of a sampler, see `rollout.sampler.Sampler`."""
+    """The operations of a sampler that an update uses, see `rollout.sampler.Sampler`."""
 
     @property
     def workers(self) -> int: ...
@@ -56,13 +60,14 @@ class Recipient(Protocol):
 
 
 class Announced(msgspec.Struct, frozen=True):
-    """What a rank will export, round by round."""
+    """Lists what a rank will export, round by round."""
 
     rounds: list[list[TensorInfo]]
 
 
 class WeightStream:
-    """What all ranks will give, as one stream on rank 0: round by round, rank by rank. All ranks make one together."""
+    """Merges the exports of all ranks into one stream on rank 0: round by round, rank by rank. All ranks create it
+    together."""
 
     def __init__(self, rounds: list[Round], ranks: Ranks):
         self.device = ranks.device()
@@ -71,11 +76,11 @@ class WeightStream:
         self._order = [(rank, at) for at in range(count) for rank, one in enumerate(everyone) if at < len(one.rounds)]
         self._rounds, self._everyone = rounds, everyone
         self.infos = [info for rank, at in self._order for info in everyone[rank].rounds[at]]
-        """On rank 0: what will come, without digests."""
+        """On rank 0: all tensors of the stream in order, without digests."""
         self._digests: dict[str, str] = {}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """On rank 0, once. It holds one round of one rank."""
+        """Yield all tensors on rank 0, once. Rank 0 holds one round of one rank at a time."""
         for rank, at in self._order:
             infos = self._everyone[rank].rounds[at]
             for name, tensor in self._rounds[at].tensors if rank == 0 else self._taken(rank, infos):
@@ -83,32 +88,38 @@ class WeightStream:
                 yield name, tensor
 
     def digested(self, infos: list[TensorInfo]) -> list[TensorInfo]:
-        """These of `infos`, which have been given, with their digests."""
+        """Return `infos` with the digests of their tensors, which the stream has already yielded."""
         return [msgspec.structs.replace(info, digest=self._digests[info.name]) for info in infos]
 
     def hand_over(self, settle: Callable[[], None]) -> int:
-        """On the other ranks: give rank 0 every round, as one run of bytes. Returns 0, the bytes that a sampler got.
+        """Send each round to rank 0 as one run of bytes; called on the other ranks.
 
-        settle: see `broadcast`.
+        Args:
+            settle: see `broadcast`.
 
-        Raises WeightSyncError for a tensor that rank 0 would take for another.
+        Returns:
+            0, the bytes that this rank sent to a sampler.
+
+        Raises:
+            WeightSyncError: a tensor differs from its announcement.
         """
         for run, infos in zip(self._rounds, self._everyone[dist.get_rank()].rounds, strict=True):
             octets = [tensor.view(-1).view(torch.uint8) for _, tensor in as_announced(infos, run.tensors)]
             if octets:
                 dist.send(torch.cat(octets), 0)
-            del octets  # else they would lie beside those of the next round
+            del octets  # otherwise the bytes of two rounds would be held at once
         settle()
         return 0
 
     def _taken(self, rank: int, infos: list[TensorInfo]) -> Iterator[tuple[str, Tensor]]:
-        """A round of another rank."""
+        """Receive a round of another rank."""
         if not infos:
             return
         octets = torch.empty(sum(info.size for info in infos), dtype=torch.uint8, device=self.device)
         dist.recv(octets, rank)
         for info, piece in zip(infos, octets.split([info.size for info in infos]), strict=True):
-            # Tensors begin at multiples of their own size only where those before are as wide.
+            # A tensor may start at an offset that is not a multiple of its item size; a view needs an aligned copy
+            # then.
             dtype = getattr(torch, info.dtype)
             aligned = piece if piece.storage_offset() % dtype.itemsize == 0 else piece.clone()
             yield info.name, aligned.view(dtype).view(info.shape)
@@ -121,11 +132,22 @@ def broadcast(
     part: Callable[..., WeightUpdate],
     settle: Callable[[], None],
 ) -> int:
-    """Send the stream in two parts: the bytes, then their digests. Returns the bytes sent.
+    """Send the stream in two parts: the bytes, then their digests.
 
-    part: makes a part of the update from number, final, tensors and source. settle: called, on all ranks, when all
-    tensors have been given and before the part that makes the update final; what it raises ends the update.
-    Raises what the sampler does; of a WeightSyncError both ends tell, since either may have brought the other down.
+    Args:
+        stream: the tensors of all ranks.
+        sender: the trainer's end of the broadcast.
+        sampler: receives them.
+        part: makes a part of the update from number, final, tensors and source.
+        settle: called on all ranks after the last tensor and before the final part; an exception it raises ends the
+            update.
+
+    Returns:
+        The bytes sent.
+
+    Raises:
+        WeightSyncError: with the errors of both ends, since either may have made the other fail. Other errors of the
+            sampler are raised as they are.
     """
     sending, refused = _Sending(sender, stream), None
     try:
@@ -151,10 +173,12 @@ def by_cuda_ipc(
     bucket_bytes: int,
     settle: Callable[[], None],
 ) -> int:
-    """As `broadcast`, in one part for each filling of a buffer on the GPU that rank 0 and the sampler share. The one
-    before has been copied when its call is answered.
+    """Send the stream through a buffer on the GPU that rank 0 and the sampler share, one part per filling of the
+    buffer.
 
-    Never run on a GPU.
+    Arguments and errors are those of `broadcast`. The sampler has copied the buffer when it answers a call. Never run
+    on a
+    GPU.
     """
     # Imported here: vLLM's packed buckets take seconds to import, and only this way needs them.
     from moe_rl.weights.cuda_ipc import packed
@@ -173,13 +197,13 @@ def by_cuda_ipc(
 
 
 class _Sending:
-    """The broadcast, in a thread: the sampler's call, which waits for the bytes, fails in its own when it does."""
+    """Runs the broadcast in a thread, while the sampler's call waits for its bytes in the calling thread."""
 
     def __init__(self, sender: Sender, stream: WeightStream):
         self._sender, self._stream = sender, stream
         self._stopped = threading.Event()
         self._error: Exception | None = None
-        # Left behind when the sampler fails in the middle: nothing can call a thread back that waits in a collective.
+        # Abandoned if the sampler fails midway: a thread that waits in a collective cannot be interrupted.
         self._thread = threading.Thread(target=self._run, name="broadcast", daemon=True)
         self._thread.start()
 
@@ -187,14 +211,14 @@ class _Sending:
         try:
             if self._stream.device.type == "cuda":
                 torch.cuda.set_device(self._stream.device)
-                torch.cuda.synchronize()  # what still writes the weights: vLLM packs them on a stream of its own
+                torch.cuda.synchronize()  # wait for kernels that write the weights: vLLM packs on its own stream
             self._sender.send(self._stream.infos, iter(self._stream), self._stopped)
         except Exception as error:
             self._error = error
-            self._sender.close()  # else the sampler would wait for the rest
+            self._sender.close()  # otherwise the sampler would keep waiting for bytes
 
     def stop(self) -> Exception | None:
-        """The sampler's call is over: so is the broadcast, or it never will be. Returns what it failed of."""
+        """Stop the broadcast after the sampler's call has ended, and return the broadcast's error, if any."""
         self._stopped.set()
         self._thread.join(_LEAVE_SECONDS)
         return self._error

@@ -21,15 +21,15 @@ from moe_rl.train.step_metrics import Clock
         (EngineError("planted"), [], "planted; no checkpoint is complete: begin the run again in its folder with "
                                      "--resume {run} --step 0"),
         (EngineError("planted\n  | a log"), [2], "planted\n  | a log\ngo on after step 2 with --resume {run}"),
-        # the newest one is of what has collapsed, or cannot be read: that message says what else there is
-        (CollapseError("planted"), [2, 4], "planted; go on from another checkpoint with --resume {run} --step N: there "
-                                           "are those after steps 2"),
+        # The newest checkpoint holds the collapsed model, or cannot be read: the message names the other ones.
+        (CollapseError("planted"), [2, 4], "planted; go on from another checkpoint with --resume {run} --step N; "
+                                           "N may be 2"),
         (CheckpointError("planted"), [2], "planted"),
     ],
 )  # fmt: skip
 def test_whatever_ends_a_run_says_how_to_go_on(tmp_path, error, saved, told):
     def end():
-        for step in saved:  # the last one appears while all else ends
+        for step in saved:  # the last checkpoint appears while the run shuts down
             (tmp_path / f"checkpoints/step-{step:06d}").mkdir(parents=True)
 
     with pytest.raises(type(error)) as raised, _saying_how_to_go_on(tmp_path), ExitStack() as stack:

@@ -83,7 +83,7 @@ def test_a_stream_that_is_not_what_was_announced_is_broken_off(taker, open_sende
     stream = {"another order": items[::-1], "one too many": more, "one too few": items[:-1]}
     with pytest.raises(WeightSyncError, match="broke off|lack"):
         broadcast(taker, open_sender(), others, stream=iter(stream[fault]), version=1)
-    assert "Another tensor would be sent" in broadcast.sent and not taker.intake.holding().version
+    assert "differs from its announcement" in broadcast.sent and not taker.intake.holding().version
 
 
 def test_a_broadcast_that_breaks_off_leaves_nothing_whole(taker, open_sender, others):
@@ -118,7 +118,7 @@ def test_what_is_not_confirmed_is_not_whole(taker, open_sender, others):
 @pytest.mark.parametrize("about", [{"version": 1, "replaces": 5}, {"version": 0, "replaces": 1}])
 def test_a_refused_update_is_not_even_begun(taker, open_sender, others, about):
     sender = open_sender()
-    with pytest.raises(WeightSyncError, match="takes the sampler for one with other weights"):
+    with pytest.raises(WeightSyncError, match="does not hold the version that the trainer expects"):
         broadcast(taker, sender, others, **about)
     assert broadcast.sent is False and not taker.weights and taker.intake.holding().whole
     assert broadcast(taker, sender, others, version=1), "the way is open still"
@@ -166,7 +166,9 @@ def test_a_sampler_that_lost_workers_gets_a_way_of_its_own_and_the_old_one_is_cl
     assert used[0] is used[1] and closed == used[:1] and [way.workers for way in used] == [2, 2, 1]
 
 
-@pytest.mark.parametrize("sampler_says", [WeightSyncError("vLLM lost a part"), SamplerGone("server 1 is gone"), None])
+@pytest.mark.parametrize(
+    "sampler_says", [WeightSyncError("vLLM did not load all new weights"), SamplerGone("server 1 is gone"), None]
+)
 def test_of_a_broadcast_that_failed_both_ends_tell(sampler_says):
     """When a server dies the sender fails of it too: the run must end for the server."""
     closed = threading.Event()
@@ -189,7 +191,7 @@ def test_of_a_broadcast_that_failed_both_ends_tell(sampler_says):
         assert error.value is sampler_says
     else:
         assert "failed on the trainer: Connection closed by peer" in str(error.value)
-        assert sampler_says is None or str(error.value).startswith("vLLM lost a part. ")
+        assert sampler_says is None or str(error.value).startswith("vLLM did not load all new weights. ")
 
 
 def test_what_a_rank_hands_over_is_what_it_announced(monkeypatch):
@@ -205,7 +207,7 @@ def test_what_a_rank_hands_over_is_what_it_announced(monkeypatch):
     )
     assert settled == [1], "when everything has been given"
     assert len(sent) == 1 and torch.equal(sent[0][0].view(torch.float32), torch.arange(12) // 6.0) and sent[0][1] == 0
-    with pytest.raises(WeightSyncError, match="would be sent than was announced.*got ..up.1.*expected ..up.0"):
+    with pytest.raises(WeightSyncError, match="differs from its announcement.*got ..up.1.*expected ..up.0"):
         stream.WeightStream([stream.Round(whole, iter(reversed(tensors.items())))], second).hand_over(
             lambda: settled.append(2)
         )

@@ -69,8 +69,8 @@ def without(tensors, name):
 
 SETS = {
     "missing": (lambda t: without(t, EXPERT.format(1, 3)), "lack tensors of the model.*1.mlp.experts.3.up_proj"),
-    "extra": (lambda t: t | {"surplus": torch.zeros(1)}, "hold tensors that the model has not: got surplus"),
-    "shape": (lambda t: t | {"model.norm.weight": torch.zeros(5)}, r"another shape: got model.norm.weight \(5,\) for"),
+    "extra": (lambda t: t | {"surplus": torch.zeros(1)}, "hold tensors that the model does not have: got surplus"),
+    "shape": (lambda t: t | {"model.norm.weight": torch.zeros(5)}, r"wrong shape: got model.norm.weight \(5,\) for"),
     "transposed": (lambda t: t | {EXPERT.format(0, 3): t[EXPERT.format(0, 3)].T}, r"shape.*\(6, 4\) for \(4, 6\)"),
     "reshaped": (lambda t: t | {EXPERT.format(0, 3): t[EXPERT.format(0, 3)].view(3, 8)}, "shape.*experts.3"),
 }
@@ -137,7 +137,7 @@ def test_names_that_changed_places_on_the_way_are_seen(taker, put, others, way):
         ("half", "was announced but is not there"),
         ("surplus", "tensor surplus is there but was not announced"),
         ("of the version before", "got other weights than were sent"),
-        ("of another precision", "is of another kind: got bfloat16.*expected float32"),
+        ("of another precision", "does not have the announced dtype and shape: got bfloat16.*expected float32"),
     ],
 )
 def test_damaged_files_are_refused(taker, put, weights, others, fault, message):
@@ -194,7 +194,7 @@ def test_stale_updates_are_refused(taker, put, others):
     taker.update_weights(first)
     moved = {name: tensor * 1.25 for name, tensor in others.items()}
     for version in (3, 4):
-        said = f"stale: got version {version}, expected above version 4"
+        said = f"stale: got version {version}, expected a version above 4"
         assert refused(taker, put("memory", moved, version=version, replaces=4), said)
     assert refused(taker, [first], "other weights: got an update of version 0, expected of version 4")
     again = {"version": 5, "replaces": 4}
@@ -207,7 +207,7 @@ def test_stale_updates_are_refused(taker, put, others):
 
 def test_a_sampler_that_was_started_again_is_not_taken_for_the_old_one(taker, put, others):
     update = put("memory", others, version=8, replaces=7)
-    assert refused(taker, update, "got an update of version 7, expected of version 0, which it holds.*started again")
+    assert refused(taker, update, "got an update that replaces version 7, expected version 0.*restarted")
 
 
 def test_the_weights_it_starts_with_may_be_replaced_under_their_number(taker, put, others):
@@ -267,7 +267,7 @@ def test_a_sampler_takes_no_weights_of_less_precision_than_it_computes_in(weight
     float32 = Taker(tmp_path / "checkpoint", "float32")
     as_float32 = {name: tensor.float() for name, tensor in others.items()}
     rounded = as_float32 | {"model.norm.weight": as_float32["model.norm.weight"].bfloat16()}
-    said = "less precision .*model.norm.weight.: got bfloat16 in 1 of 16 tensors, expected float32"
+    said = "lower precision .*model.norm.weight.: got bfloat16 in 1 of 16 tensors, expected float32"
     assert refused(float32, put("disk", rounded), said) and not float32.weights
     (update,) = put("disk", as_float32)
     float32.update_weights(update)

@@ -103,7 +103,7 @@ def test_nothing_is_left_in_memory_when_processes_are_killed(first):
         kill(processes[first])
         if first == "trainer":
             assert mapped(pids["sampler"]), "what a sampler reads stays until it lets go"
-            with pytest.raises(WeightSyncError, match="cannot be mapped.*expected a trainer that runs"):
+            with pytest.raises(WeightSyncError, match="cannot be mapped.*expected a running trainer"):
                 dict(placed(decode(update)))
         else:
             assert placed(decode(update)) and len(segments(pids["trainer"])) == 2
