@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import sys
+import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
@@ -53,6 +54,9 @@ Exit status of a rank: 0 done, 1 an error that nobody expected, 2 an error that 
 or the sampler is gone, 4 the run has collapsed (see guards.*) and was ended with a checkpoint and a report, 5 it was
 asked to stop (SIGTERM) and did: go on with --resume. torchrun names the status as exitcode and itself exits 1.
 """
+
+# A rank that torchrun has not ended by then tells what it found itself.
+_FIRST_TELLS_SECONDS = 20.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -116,8 +120,13 @@ def run(options: argparse.Namespace) -> int:
         found = _problems(config, folder, world_size, first=rank == 0)
         _refuse(found + _checkpoint_problems(folder, options.step))
     except MoeRLError as error:
-        # Every rank of a node comes to the same finding; one of them tells it.
-        if os.environ.get("LOCAL_RANK", str(rank)) == "0":
+        # Every rank of a node finds the same, and the first one tells it. torchrun ends all ranks as soon as one ends,
+        # so the others leave it the time.
+        first = os.environ.get("LOCAL_RANK", str(rank)) == "0"
+        under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        if under_torchrun and not first:
+            time.sleep(_FIRST_TELLS_SECONDS)
+        if first or under_torchrun:
             who = f" {socket.gethostname()}:" if several_nodes(os.environ) else ""
             print(f"moe_rl:{who} {error}", file=sys.stderr)
         return 2

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moe_rl.commands import train
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.trace import ShardWriter, TraceSpec
 from moe_rl.types import Provenance, Span
@@ -65,6 +66,23 @@ def test_one_message_and_nothing_started(arguments, words):
     assert "NOT IMPORTED" in result.stdout
     # the other ranks find the same and leave the telling to the first
     assert launch(*arguments, rank=1).stderr == ""
+
+
+def test_the_first_rank_has_time_to_tell(monkeypatch, capsys):
+    """torchrun ends all ranks as soon as one ends: a faster rank would silence the one that tells."""
+    options, waited = (
+        argparse.Namespace(config=Path("no/such.yaml"), resume=None, step=None, trace=None, plan=False),
+        [],
+    )
+    options.overrides = []
+    monkeypatch.setattr(train.time, "sleep", waited.append)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert train.run(options) == 2
+        assert "no/such.yaml" in capsys.readouterr().err
+        assert len(waited) == int(rank)
 
 
 @pytest.mark.parametrize(

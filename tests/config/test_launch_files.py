@@ -232,8 +232,9 @@ def test_the_pods_commands_fit(manifest, shell, tmp_path):
     assert manifest["Service", "moe-rl-server"]["spec"]["ports"][0]["port"] == options.port
 
 
-def test_the_readme_can_be_followed_line_by_line(shell, tmp_path):
-    section = (ROOT / "README.md").read_text().partition("## Real models, on a cluster")[2].partition("\n## ")[0]
+def test_the_docs_can_be_followed_line_by_line(shell, tmp_path):
+    page = (ROOT / "docs/howto/cluster.md").read_text()
+    section = page.partition("## Several nodes, line by line")[2].partition("\n## ")[0]
     lines = [line[4:] for line in section.splitlines() if line.startswith("    ") or not line]
     script = "set -eu\n" + "\n".join(lines).replace("/shared", str(tmp_path / "shared"))
     calls = shell("bash", "-c", script)

@@ -175,8 +175,8 @@ def test_versions_with_a_local_label_fit():
     assert fits(TORCH, "2.13.0+cu130") and not fits(TORCH, "2.12.1") and not fits(TORCH, "")
 
 
-def test_the_readme_shows_the_table():
-    assert markdown() in (ROOT / "README.md").read_text()
+def test_the_docs_show_the_table():
+    assert markdown() in (ROOT / "docs/reference/versions.md").read_text()
 
 
 def test_the_table_says_what_setup_and_the_pinned_requirements_say():
