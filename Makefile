@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv lock demo test chaos test-all lint clean
+.PHONY: help venv lock demo test chaos test-all lint docs clean
 
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
@@ -36,18 +36,22 @@ test-all: $(READY) ## run every test, the long ones too; then chaos
 	@$(VENV)/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not gpu and not chaos"
 	@$(MAKE) --no-print-directory chaos
 
-lint: $(READY) ## check style, layout, types, spelling and the links of the docs
+lint: $(READY) docs ## check style, layout, types, spelling and the links of the docs
 	@$(VENV)/bin/ruff check --quiet .
 	@$(VENV)/bin/ruff format --quiet --check .
 	@$(VENV)/bin/mypy
 	@$(VENV)/bin/codespell
 	@$(VENV)/bin/python tools/dev/check_links.py
 
+docs: $(READY) ## build docs/ as a site in site/; needs no network
+	@$(VENV)/bin/mkdocs build --quiet
+	@echo "the site is site/index.html"
+
 lock: $(READY) ## resolve requirements/gpu.txt anew from setup.py
 	@$(VENV)/bin/python tools/dev/lock_gpu.py
 
 clean: ## remove .venv and caches; runs/ stays
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	@rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 # A candidate must run, be 3.12 and be able to make a venv: a pyenv shim may be on PATH and fail.

@@ -60,6 +60,7 @@ setup(
         "dev": [
             "codespell>=2.4",
             "hypothesis>=6.100",
+            "mkdocs>=1.6.1,<2",
             "mypy>=2.4,<3",
             "pytest>=8",
             "pytest-timeout>=2.3",
