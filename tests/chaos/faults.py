@@ -218,7 +218,7 @@ FOLDER = (
         "folder",
     ),
     Fault(
-        SECOND_RESUME, "P3", "a second process, while the run is running", "rank 0 of the second process", "",
+        SECOND_RESUME, "P3", "a second process, while the first one runs", "rank 0 of the second process", "",
         ("the run is still going", "{run}"), "10 s after its start, before it writes anything",
         "the first run continues", "second",
     ),

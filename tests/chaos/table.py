@@ -40,8 +40,8 @@ The last column names the test that plants the fault, or a scene in `tests/chaos
   its metrics, prompt ledger and tensors equal those of a run without faults.
 - folder: a run's folder is damaged while no process runs.
 
-Where a cell of "message contains" names no exact text, it says what the message identifies. `python -m
-tests.chaos.table > docs/internals/chaos.md` writes this page from the list in `tests/chaos/faults.py`.
+Under "message contains", quoted text is literal; other text says what the message names. `python -m tests.chaos.table >
+docs/internals/chaos.md` writes this page from the list in `tests/chaos/faults.py`.
 
 """
 
@@ -60,8 +60,9 @@ def page() -> str:
 
 
 def _row(fault: Fault) -> str:
-    said = " ... ".join(fault.says) + (" and the sequences" if fault.names_harmed else "")
-    said = said.replace("{run}", "RUN").strip()
+    texts = [text.replace("{run}", "RUN").strip() for text in fault.says]
+    said = ", ".join(texts if fault.scene == "tests" else [f'"{text}"' for text in texts])
+    said += ", the harmed sequences" if fault.names_harmed else ""
     if fault.error:
         said = f"`{fault.error}`: {said}"
     shown = (
