@@ -301,7 +301,9 @@ def test_digests_that_come_after_the_bytes_are_compared(taker, others):
             announced = changed(announced, version=2, replaces=1, changed=False)
             confirmation = changed(confirmation, version=2, replaces=1, changed=False)
         else:
-            with pytest.raises(WeightSyncError, match="other weights than were sent|not for the tensors that were broadcast"):
+            with pytest.raises(
+                WeightSyncError, match="other weights than were sent|not for the tensors that were broadcast"
+            ):
                 taker.intake.admit(confirmation)
                 taker.intake.confirm_received()
             assert not taker.intake.holding().whole
