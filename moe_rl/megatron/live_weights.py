@@ -1,22 +1,27 @@
-"""What the trainer holds of each part of the model, taken from megatron's parameters themselves.
+"""Sums up what the trainer holds of each part of the model, from megatron's parameters themselves.
 
-It is held against what is exported (`moe_rl/weights/conservation.py`), and so shares nothing with `hf_map.py`: it has
-a table of its own of what each parameter is, cuts only what lies in one parameter, and gathers nothing but sums. Which
-rank's elements count is told by the marks that megatron puts on parameters; which expert a slot has, by the dispatcher.
+`moe_rl/weights/conservation.py` compares these sums with those of the exported tensors. This module shares nothing with
+`hf_map.py`, so that a mistake in one of the two shows. It has its own table of parameter names, and cuts only pieces
+that lie in one parameter. The ranks exchange nothing but sums. Megatron marks the parameters that are cut among ranks:
+these marks say which rank's elements count. The dispatcher says which expert each slot holds.
 
-On the way it compares what the ranks hold twice: the copies of data- and tensor-parallel ranks with each other, and
-the parameters that are computed with to those in float32 that the optimizer writes.
+Two more comparisons are made on the way. Data-parallel and tensor-parallel ranks must hold the same copies. And the
+parameters that the model computes with must be the float32 values that the optimizer wrote, rounded.
 """
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
+from torch import Tensor
 
 from moe_rl.errors import WeightSyncError, describe, first_of
 from moe_rl.megatron import world
@@ -24,7 +29,10 @@ from moe_rl.megatron.hf_files import stored_dtype
 from moe_rl.models.hf import ModelFacts
 from moe_rl.weights.conservation import Content, PartSums, place
 
-_CHUNK = 1 << 22
+type Cut = Callable[[Tensor], Sequence[Tensor]]
+
+_CHUNK = 1 << 18
+"""Elements that are compared at a time."""
 
 # Parameters of torch layers and of TransformerEngine's, and the tensors in them: rows of gate above those of up; for
 # each key-value group its queries, its key, its value. "|": of these the one that the model has.
@@ -66,116 +74,166 @@ _EXPERT = re.compile(
 _OF_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
-@torch.no_grad()
-def content(
-    chunks: Iterable[torch.nn.Module],
-    facts: ModelFacts,
-    parts: Mapping[str, int],
-    dtype: torch.dtype,
-    optimizers: list[MegatronOptimizer],
-    *,
-    updated: bool,
-) -> Content:
-    """What all ranks, which call it together, hold of each part, cast to `dtype`.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Owned:
+    """A parameter or an expert bias of this rank, and the parts of the model in it.
 
-    chunks: the (unwrapped) GPTModels of this rank. updated: the optimizers have written since the last time, so that
-    the parameters must be what they wrote.
-    Raises WeightSyncError on all ranks for parts of which ranks hold different copies, or that the optimizer's float32
-    values have not reached.
+    parts: their names. cut: gives the elements of each part, in that order.
     """
-    device = world.device()
-    held = PartSums(parts, device)
-    dense, expert, counted, copied = ([False] * len(parts) for _ in range(4))
-    late: dict[str, torch.Tensor] = {}
-    first_dense, first_experts = world.holds_first_replica()
-    owners = {p: one for one in optimizers if isinstance(one, DistributedOptimizer) for p in one.model_param_gbuf_map}
-    # Thousands of small calls: none asks for a device, and each costs twice as much under the CPU back end's mode.
-    with torch._C.DisableTorchFunction():
-        for parameter, pieces in _parameters(chunks, facts, parts):
-            of_expert, is_cut = ".mlp.experts." in pieces[0][0], _is_cut(parameter)
-            alone = is_cut or _first_of_copies(of_expert)
-            for part, values in pieces:
-                held.add(part, values, stored_dtype(part, dtype))
-                at = parts[part]
-                (expert if of_expert else dense)[at] = True
-                copied[at] = not is_cut
-                counted[at] = alone and (first_experts if of_expert else first_dense)
-            if updated and (main := getattr(parameter, "main_param", None)) is not None:
-                late |= dict.fromkeys((part for part, _ in pieces), _is_late(parameter, main, owners))
-    table = held.content().table
-    dense, expert, counted, copied = torch.tensor((dense, expert, counted, copied), device=device)
-    stale = torch.zeros(len(parts), dtype=torch.bool, device=device)
-    if late:
-        stale[torch.tensor([parts[part] for part in late], device=device)] = torch.stack(list(late.values()))
-    differs = torch.zeros_like(stale)
-    copies = (
-        (dense, parallel_state.get_data_parallel_group(with_context_parallel=True)),
-        (expert, parallel_state.get_expert_data_parallel_group()),
-        (dense & copied, parallel_state.get_tensor_model_parallel_group()),
-        (expert & copied, parallel_state.get_expert_tensor_parallel_group()),
-    )
-    for mask, group in copies:
-        differs |= _differs(table * mask, group)
-    summed = torch.cat((table * counted, torch.stack((stale, differs)).long()))
-    dist.all_reduce(summed)
-    summed = summed.cpu()
-    _refuse(parts, late=summed[2], unlike=summed[3])
-    return Content(parts, summed[:2])
+
+    tensor: Tensor
+    parts: tuple[str, ...]
+    cut: Cut
 
 
-def _parameters(
-    chunks: Iterable[torch.nn.Module], facts: ModelFacts, parts: Mapping[str, int]
-) -> Iterator[tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]]:
-    """(parameter or expert bias, [(part of the model, its elements)]) of all that this rank holds."""
+class LiveWeights:
+    """Sums up the parameters of this rank's share of a model, and remembers which parts lie in which parameter."""
+
+    def __init__(self, chunks: Iterable[torch.nn.Module], facts: ModelFacts, parts: Mapping[str, int]):
+        """chunks: the (unwrapped) GPTModels of this rank. parts: the number of each part of the model by its name."""
+        self._chunks, self._facts, self._parts = list(chunks), facts, parts
+        self._layout: tuple[list[object], list[object]] = ([], [])
+        self._held: list[_Owned] = []
+        self._kinds = torch.empty(0)
+
+    @torch.no_grad()
+    def content(self, dtype: torch.dtype, optimizers: list[MegatronOptimizer], *, updated: bool) -> Content:
+        """Sum up what all ranks hold of each part, cast to `dtype`. All ranks call this together.
+
+        updated: whether the optimizers have written since the last call. The parameters must then be what they wrote.
+        Raises WeightSyncError on all ranks when ranks hold different copies of a part, and when a parameter is not what
+        its optimizer wrote.
+        """
+        device = world.device()
+        # Thousands of small calls follow, and none names a device. The CPU back end's mode would double their time.
+        with torch._C.DisableTorchFunction():
+            self._look()
+            sums = PartSums(self._parts, device)
+            for held in self._held:
+                for part, values in zip(held.parts, held.cut(held.tensor.data), strict=True):
+                    sums.add(part, values, stored_dtype(part, dtype))
+            late = torch.zeros(len(self._parts), dtype=torch.bool, device=device)
+            if updated and (names := _late(self._held, optimizers)):
+                late[[self._parts[name] for name in names]] = True
+        table = sums.content().table
+        dense, expert, copied, counted = self._kinds.to(device)
+        differs = torch.zeros_like(late)
+        copies = (
+            (dense, parallel_state.get_data_parallel_group(with_context_parallel=True)),
+            (expert, parallel_state.get_expert_data_parallel_group()),
+            (dense & copied, parallel_state.get_tensor_model_parallel_group()),
+            (expert & copied, parallel_state.get_expert_tensor_parallel_group()),
+        )
+        for mask, group in copies:
+            differs |= _differs(table * mask, group)
+        summed = torch.cat((table * counted, torch.stack((late, differs)).long()))
+        dist.all_reduce(summed)
+        summed = summed.cpu()
+        _refuse(self._parts, late=summed[2], unlike=summed[3])
+        return Content(self._parts, summed[:2])
+
+    def _look(self) -> None:
+        """Find out which parts lie in which parameter, unless all is as it was at the last call."""
+        layout = _layout(self._chunks)
+        (values, objects), (old_values, old_objects) = layout, self._layout
+        if values == old_values and len(objects) == len(old_objects) and all(map(operator.is_, objects, old_objects)):
+            return
+        self._held = [held for model in self._chunks for held in _held(model, self._facts, self._parts)]
+        self._kinds = _kinds(self._held, self._parts)
+        self._layout = layout
+
+
+def _layout(chunks: Iterable[torch.nn.Module]) -> tuple[list[object], list[object]]:
+    """List everything that decides which parts lie in which parameter.
+
+    The first list has names, numbers of layers, and the experts in the slots: things to compare by value. The second
+    has the modules, parameters and buffers of those names: things to compare by identity.
+    """
+    values: list[object] = []
+    objects: list[object] = []
     for model in chunks:
-        tensors = dict(model.named_parameters())
-        tensors |= {name: t for name, t in model.named_buffers() if name.endswith(".router.expert_bias")}
-        for name, tensor in tensors.items():
-            of_layer = _OF_LAYER.fullmatch(name)
-            if of_layer is None:
-                yield tensor, [(_ENDS[name], tensor.data)]
-                continue
-            layer = model.decoder.layers[int(of_layer[1])]
-            front = f"model.layers.{layer.layer_number - 1}."
-            pieces = list(_pieces(of_layer[2], tensor.data, layer, facts))
-            named = [(_existing(front, theirs, parts), values) for theirs, values in pieces]
-            yield tensor, named
+        modules = [model]
+        for module in modules:  # the list grows while the loop runs over it
+            for members in (module._modules, module._parameters, module._buffers):
+                values += members
+                objects += members.values()
+            modules += [one for one in module._modules.values() if one is not None]
+        for layer in model.decoder.layers:
+            values.append(layer.layer_number)
+            if layer.is_moe_layer:
+                values.append(layer.mlp.token_dispatcher.order.tolist())
+    return values, objects
 
 
-def _pieces(
-    name: str, values: torch.Tensor, layer: torch.nn.Module, facts: ModelFacts
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name of a tensor in the layer, its elements) in a parameter of a layer."""
+def _held(model: torch.nn.Module, facts: ModelFacts, parts: Mapping[str, int]) -> Iterator[_Owned]:
+    """Give every parameter and expert bias of a model, with the parts in it."""
+    tensors = dict(model.named_parameters())
+    tensors |= {name: t for name, t in model.named_buffers() if name.endswith(".router.expert_bias")}
+    for name, tensor in tensors.items():
+        of_layer = _OF_LAYER.fullmatch(name)
+        if of_layer is None:
+            yield _Owned(tensor, (_ENDS[name],), _whole)
+            continue
+        layer = model.decoder.layers[int(of_layer[1])]
+        front = f"model.layers.{layer.layer_number - 1}."
+        names, cut = _pieces(of_layer[2], layer, facts)
+        yield _Owned(tensor, tuple(_existing(front, theirs, parts) for theirs in names), cut)
+
+
+def _kinds(held: Iterable[_Owned], parts: Mapping[str, int]) -> Tensor:
+    """Mark the parts that this rank holds, bool [4, parts]: those outside of experts, those of experts, those of which
+    tensor-parallel ranks hold copies, and those whose elements count on this rank."""
+    dense, expert, copied, counted = ([False] * len(parts) for _ in range(4))
+    first_dense, first_experts = world.holds_first_replica()
+    for one in held:
+        of_expert, is_cut = ".mlp.experts." in one.parts[0], _is_cut(one.tensor)
+        alone = is_cut or _first_of_copies(of_expert)
+        for part in one.parts:
+            at = parts[part]
+            (expert if of_expert else dense)[at] = True
+            copied[at] = not is_cut
+            counted[at] = alone and (first_experts if of_expert else first_dense)
+    return torch.tensor((dense, expert, copied, counted))
+
+
+def _pieces(name: str, layer: torch.nn.Module, facts: ModelFacts) -> tuple[tuple[str, ...], Cut]:
+    """Name the tensors in a parameter of a layer, and say how it is cut into them."""
     if expert := _EXPERT.fullmatch(name):
         slot, fc, kind = (expert[1], expert[2], expert[3]) if expert[1] else (expert[6], expert[4], expert[5])
         first = layer.mlp.ep_group.rank() * layer.mlp.num_local_experts
         number = layer.mlp.token_dispatcher.order[first + int(slot)]
-        yield from _swiglu(f"mlp.experts.{number}", fc, kind, values)
-    elif mlp := _MLP.fullmatch(name):
-        yield from _swiglu(mlp[1], mlp[2], "weight", values)
-    elif qkv := _QKV_OF.fullmatch(name):
-        groups = values.unflatten(0, (-1, facts.heads // facts.kv_heads + 2, facts.head_dim))
-        queries, keys, of_values = groups[:, :-2], groups[:, -2], groups[:, -1]
-        for theirs, piece in zip(_QKV, (queries, keys, of_values), strict=True):
-            yield f"{theirs}.{qkv[1]}", piece
-    else:
-        yield _LAYER[name], values
+        return _swiglu(f"mlp.experts.{number}", fc, kind)
+    if mlp := _MLP.fullmatch(name):
+        return _swiglu(mlp[1], mlp[2], "weight")
+    if qkv := _QKV_OF.fullmatch(name):
+        return tuple(f"{theirs}.{qkv[1]}" for theirs in _QKV), partial(_queries_keys_values, facts)
+    return (_LAYER[name],), _whole
 
 
-def _swiglu(mlp: str, fc: str, kind: str, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def _swiglu(mlp: str, fc: str, kind: str) -> tuple[tuple[str, ...], Cut]:
     if fc == "2":
-        yield f"{mlp}.down_proj.{kind}", values
-        return
-    gate, up = values.chunk(2)
-    yield f"{mlp}.gate_proj.{kind}", gate
-    yield f"{mlp}.up_proj.{kind}", up
+        return (f"{mlp}.down_proj.{kind}",), _whole
+    return (f"{mlp}.gate_proj.{kind}", f"{mlp}.up_proj.{kind}"), _halves
+
+
+def _whole(values: Tensor) -> tuple[Tensor]:
+    return (values,)
+
+
+def _halves(values: Tensor) -> Sequence[Tensor]:
+    return values.chunk(2)
+
+
+def _queries_keys_values(facts: ModelFacts, values: Tensor) -> tuple[Tensor, ...]:
+    groups = values.unflatten(0, (-1, facts.heads // facts.kv_heads + 2, facts.head_dim))
+    return groups[:, :-2], groups[:, -2], groups[:, -1]
 
 
 def _existing(front: str, names: str, parts: Mapping[str, int]) -> str:
     return next(front + name for name in names.split("|") if front + name in parts)
 
 
-def _is_cut(parameter: torch.Tensor) -> bool:
+def _is_cut(parameter: Tensor) -> bool:
     """Whether the ranks that compute with a layer together have different elements of it."""
     return getattr(parameter, "tensor_model_parallel", False)
 
@@ -190,22 +248,54 @@ def _first_of_copies(of_expert: bool) -> bool:
     return group.rank() == 0
 
 
-def _is_late(
-    parameter: torch.Tensor, main: torch.Tensor, owners: Mapping[torch.Tensor, DistributedOptimizer]
-) -> torch.Tensor:
-    """Whether a parameter is another than the optimizer wrote last, as far as this rank's optimizer has it. main: what
-    it wrote, in float32; a parameter in float32 has none, being what it writes."""
-    own, main = parameter.data.view(-1), main.view(-1)
-    if parameter in owners:
-        there = owners[parameter]._get_model_param_range_map(parameter)["param"]
-        own = own[there.start : there.end]
-    if own.numel() <= _CHUNK:
-        return (main.to(own.dtype) != own).any()
-    chunks = zip(main.split(_CHUNK), own.split(_CHUNK), strict=True)
-    return torch.stack([(wrote.to(has.dtype) != has).any() for wrote, has in chunks]).any()
+def _late(held: Iterable[_Owned], optimizers: list[MegatronOptimizer]) -> list[str]:
+    """Name the parts in parameters that are not what this rank's optimizers wrote last.
+
+    An optimizer writes float32 values, and the parameter is their rounding. A parameter in float32 is itself what the
+    optimizer writes, and is not looked at.
+    """
+    owners = {p: one for one in optimizers if isinstance(one, DistributedOptimizer) for p in one.model_param_gbuf_map}
+    found: list[str] = []
+    group: list[_Written] = []
+    elements = 0
+    for one in held:
+        if (main := getattr(one.tensor, "main_param", None)) is None:
+            continue
+        own, main = one.tensor.data.view(-1), main.view(-1)
+        if one.tensor in owners:
+            there = owners[one.tensor]._get_model_param_range_map(one.tensor)["param"]
+            own = own[there.start : there.end]
+        count = own.numel()
+        if group and (elements + count > _CHUNK or own.dtype != group[0].has.dtype):
+            found += _late_of(group)
+            group, elements = [], 0
+        group.append(_Written(one.parts, own, main))
+        elements += count
+    return found + _late_of(group)
 
 
-def _differs(table: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Written:
+    """Holds elements [n] of a parameter, and the float32 values [n] that the optimizer wrote for them."""
+
+    parts: tuple[str, ...]
+    has: Tensor
+    wrote: Tensor
+
+
+def _late_of(group: list[_Written]) -> list[str]:
+    """Name the parts in a group that are late. One comparison of the whole group is enough where none is."""
+    if len(group) > 1 and _equal(torch.cat([one.has for one in group]), torch.cat([one.wrote for one in group])):
+        return []
+    return [part for one in group if not _equal(one.has, one.wrote) for part in one.parts]
+
+
+def _equal(has: Tensor, wrote: Tensor) -> bool:
+    chunks = zip(has.split(_CHUNK), wrote.split(_CHUNK), strict=True)
+    return all(torch.equal(theirs.to(own.dtype), own) for own, theirs in chunks)
+
+
+def _differs(table: Tensor, group: dist.ProcessGroup) -> Tensor:
     """bool [parts], where the ranks of a group have other sums; the same on all of them."""
     if group.size() == 1:
         return torch.zeros(table.shape[1], dtype=torch.bool, device=table.device)
@@ -214,7 +304,7 @@ def _differs(table: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return (most[0] != ~most[1]).any(0)
 
 
-def _refuse(parts: Mapping[str, int], *, late: torch.Tensor, unlike: torch.Tensor) -> None:
+def _refuse(parts: Mapping[str, int], *, late: Tensor, unlike: Tensor) -> None:
     names = list(parts)
     for found, what, expected, do in (
         (

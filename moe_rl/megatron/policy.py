@@ -18,8 +18,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from moe_rl.config.training import OptimizerConfig, ParallelConfig, TrainConfig
 from moe_rl.errors import ReplayError, describe
-from moe_rl.megatron import hf_map, live_weights, rng, schedule, world
+from moe_rl.megatron import hf_map, rng, schedule, world
 from moe_rl.megatron.expert_order import checksum, move
+from moe_rl.megatron.live_weights import LiveWeights
 from moe_rl.megatron.microbatch import Microbatch
 from moe_rl.megatron.model import (
     build_model,
@@ -78,6 +79,7 @@ class Policy:
         self.chunks, self.optimizer = wrap_for_training(build_model(facts, config, checkpoint), config, train)
         self.placement = natural_order(len(facts.moe_layers), facts.num_experts)
         self.updates = self.moves = 0
+        self._live = LiveWeights(map(unwrap, self.chunks), facts, self.parts)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -212,6 +214,7 @@ class Policy:
                 if layer.is_moe_layer:
                     layer.mlp.token_dispatcher.probs = None
         self.chunks = []
+        del self._live
 
     def _start_aux_loss(self, microbatches: list[Microbatch]) -> None:
         if not self.balances:
@@ -292,9 +295,8 @@ class Policy:
         return parts_of(expected_tensors(self.facts))
 
     def content(self, dtype: torch.dtype, *, updated: bool) -> Content:
-        """What all ranks hold of each part of the model, see `live_weights.content`."""
-        chunks = map(unwrap, self.chunks)
-        return live_weights.content(chunks, self.facts, self.parts, dtype, self.optimizers, updated=updated)
+        """What all ranks hold of each part of the model, see `LiveWeights.content`."""
+        return self._live.content(dtype, self.optimizers, updated=updated)
 
     def export(self, dtype: torch.dtype, *, dense: bool, experts: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole weights under Hugging Face names, in the sampler's precision, on the host; see `hf_map.export`."""

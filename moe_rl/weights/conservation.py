@@ -57,10 +57,12 @@ class PartSums:
         self.parts = parts
         self._sums = torch.zeros(len(parts), dtype=torch.int64, device=device)
         self._elements = [0] * len(parts)
-        # Made once: memory that the kernel has yet to find costs ten times as much as what is done in it.
+        # These buffers are made once: the first use of new memory costs ten times as much as the arithmetic in it.
         self._words, self._terms = (torch.empty(_CHUNK, dtype=torch.int32, device=device) for _ in range(2))
         self._running = torch.empty(_CHUNK, dtype=torch.int64, device=device)
-        self._waiting: list[tuple[int, int]] = []  # part, and where its elements end
+        self._given: dict[torch.dtype, Tensor] = {}  # a buffer for the elements of each precision
+        self._dtype = torch.float32  # the precision of the elements that wait
+        self._waiting: list[tuple[int, int]] = []  # (part, where its elements end in the buffer)
 
     def add(self, part: str, values: Tensor, dtype: torch.dtype) -> None:
         """Elements of a part, cast to `dtype`, bfloat16 or float32. None of `values` is kept."""
@@ -69,14 +71,15 @@ class PartSums:
         if not count:
             return
         small = count <= _SMALL
-        if not small or self._filled + count > _CHUNK:
+        if not small or dtype != self._dtype or self._filled + count > _CHUNK:
             self._mix()
+            self._dtype = dtype
         if small:
-            self._put(values, dtype)
+            self._put(values)
             self._waiting.append((at, self._filled + count))
             return
         for piece in values.reshape(-1).split(_CHUNK):
-            self._put(piece, dtype)
+            self._put(piece)
             self._sums[at] += self._mixed(len(piece)).sum(dtype=torch.int64)
 
     def content(self) -> Content:
@@ -89,10 +92,12 @@ class PartSums:
     def _filled(self) -> int:
         return self._waiting[-1][1] if self._waiting else 0
 
-    def _put(self, values: Tensor, dtype: torch.dtype) -> None:
-        """Bits as signed numbers, behind those that wait."""
-        start, bits = self._filled, values.to(dtype).view(_BITS[dtype.itemsize])
-        self._words[start : start + values.numel()].view(values.shape).copy_(bits)
+    def _put(self, values: Tensor) -> None:
+        """Copy elements behind those that wait."""
+        if self._dtype not in self._given:
+            self._given[self._dtype] = torch.empty(_CHUNK, dtype=self._dtype, device=self._sums.device)
+        start = self._filled
+        self._given[self._dtype][start : start + values.numel()].view(values.shape).copy_(values)
 
     def _mix(self) -> None:
         """Add up what waits."""
@@ -103,8 +108,8 @@ class PartSums:
         self._waiting = []
 
     def _mixed(self, count: int) -> Tensor:
-        """w (A w + B) of the first words, int32."""
-        words = self._words[:count]
+        """Compute w (A w + B) of the first elements in the buffer, int32, w being an element's bits."""
+        words = self._words[:count].copy_(self._given[self._dtype][:count].view(_BITS[self._dtype.itemsize]))
         return torch.mul(words, _A, out=self._terms[:count]).add_(_B).mul_(words)
 
 
@@ -159,9 +164,10 @@ class Conservation:
             if tensor.device not in self._counts:
                 self._counts[tensor.device] = PartSums(parts, tensor.device)
             count = self._counts[tensor.device]
-            for part, piece in cut(name, tensor):
-                if part in parts:  # else the sampler refuses it, as a tensor that it has not
-                    count.add(part, piece, tensor.dtype)
+            with torch._C.DisableTorchFunction():  # the CPU back end's function mode triples the time of small calls
+                for part, piece in cut(name, tensor):
+                    if part in parts:  # the sampler itself refuses a tensor that its model lacks
+                        count.add(part, piece, tensor.dtype)
             yield name, tensor
 
     def settle(self, device: torch.device) -> None:
