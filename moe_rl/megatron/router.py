@@ -1,13 +1,13 @@
-"""Routing replay inside megatron-core, plugged in through the module spec: no global list, no action switch, no order.
+"""Routing replay inside megatron-core, installed through the module spec. It uses no global list and no call order.
 
-    ReplaySeqParams   PackedSeqParams that also carries the microbatch's handle into the replay session
-    ReplayLayer       binds the handle to its MoE layer where every schedule and the recomputation of layers pass first
-    ReplayRouter      TopKRouter that takes the recorded experts; their weights come from the live logits
-    ReplayMoELayer    shows the routing map to the session on its way to the dispatcher, which gets its plan here; keeps
-                      the handle for its own recomputation
+    ReplaySeqParams   PackedSeqParams that also carry the handle of the microbatch in the replay session
+    ReplayLayer       TransformerLayer that passes the handle to its router, in every schedule and recomputation
+    ReplayRouter      TopKRouter that uses the recorded experts; their weights come from the live logits
+    ReplayMoELayer    MoELayer that gives the dispatcher its plan, reports the routing map to the session, and keeps the
+                      handle for its own recomputation
 
-The weights are computed by megatron's own score function from dense scores gathered at the recorded experts, so the
-router's gradient lives however far the replayed set is from the live one.
+Megatron's own score function computes the expert weights from dense scores gathered at the recorded experts. So the
+router gets a gradient even where the recorded experts differ from its own choice.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ from moe_rl.replay.session import MicrobatchHandle, refuse_lost_key
 
 @dataclass
 class ReplaySeqParams(PackedSeqParams):
-    """Packed sequences and the key to their routes.
+    """Packed sequences with the handle to their routes.
 
-    lengths: of the packed sequences, the padding at the end as a sequence of its own, on all context-parallel ranks
-    together. tokens: how many of these rows are no padding. padding: bool [T], of the rows of this context-parallel
-    rank. replay: None routes natively.
+    Attributes:
+        lengths: Lengths of the packed sequences, over all context-parallel ranks. Padding at the end is a sequence too.
+        tokens: Number of these rows that are not padding.
+        padding: bool [T], which rows of this context-parallel rank are padding.
+        replay: Handle into the replay session; None routes natively.
     """
 
     lengths: tuple[int, ...] = ()
@@ -46,7 +48,7 @@ class ReplaySeqParams(PackedSeqParams):
 
 
 class _RecordedTopK:
-    """Stands where megatron's score function asks for the top-k (its `router_replay` argument)."""
+    """Replaces the top-k inside Megatron's score function, which accepts it as its `router_replay` argument."""
 
     def __init__(self, router: ReplayRouter):
         self.router = router
@@ -76,8 +78,11 @@ class _RecordedTopK:
 
 
 def _of_best_groups(scores: torch.Tensor, groups: int, top_groups: int) -> torch.Tensor:
-    """Scores [T, E], minus infinity outside each token's best groups. A group is as good as the sum of its two best
-    experts (DeepSeek-V3, arXiv 2412.19437, section 2.1.2); megatron takes its best top_k // top_groups instead."""
+    """Set the scores [T, E] outside each token's best groups to minus infinity.
+
+    A group's score is the sum of its two best experts (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Megatron sums the
+    best top_k // top_groups experts instead.
+    """
     grouped = scores.unflatten(1, (groups, -1))
     best = grouped.topk(2, -1).values.sum(-1).topk(top_groups, -1).indices
     left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, False)
@@ -85,27 +90,27 @@ def _of_best_groups(scores: torch.Tensor, groups: int, top_groups: int) -> torch
 
 
 class ReplayRouter(TopKRouter):
-    """TopKRouter whose top-k comes from the replay session when its microbatch has one.
+    """TopKRouter whose top-k comes from the replay session, if its microbatch has one.
 
-    Groups of experts limit the router's own choice, never a recorded one. What a router keeps the balance by:
+    Expert groups limit the router's own choice, never a recorded one. Load balancing sees real tokens only, each once
+    per training pass, even when layers are recomputed; a forward-only pass does not count. There are two kinds:
 
-    Expert-bias statistics (`local_tokens_per_expert`) count what is dispatched, hence what was recorded: the bias evens
-    out the load of the sampler.
-    The auxiliary loss compares the router's mean scores with its own live top-k over all experts, without bias and
-    groups, never with the recorded choice: a gradient can only move what the router itself prefers. In a microbatch
-    with T tokens it is E / K * sum_e (tokens that choose e / T) * (mean score of e), 1 when balanced (Switch
-    Transformers, arXiv 2101.03961, equation 4, for K choices); an update's microbatches weigh as their tokens.
-
-    Either sees real tokens only, once each in a training pass, however often it is recomputed, and none of a
-    forward-only pass.
+    - Expert-bias statistics (`local_tokens_per_expert`) count the dispatched experts, which are the recorded ones: the
+      bias evens out the sampler's load.
+    - The auxiliary loss compares the router's mean scores with its own live top-k over all experts, without bias and
+      groups. It never uses the recorded choice: a gradient can only move what the router itself prefers. For a
+      microbatch with T tokens it is E / K * sum_e (tokens that choose e / T) * (mean score of e), which is 1 when
+      balanced (Switch Transformers, arXiv 2101.03961, equation 4, for K choices). The microbatches of an update are
+      weighted by their tokens.
     """
 
     def __init__(self, config, pg_collection=None, **kwargs):
         super().__init__(config=config, pg_collection=pg_collection, **kwargs)
         self.handle: MicrobatchHandle | None = None
         self.seq_params: ReplaySeqParams | None = None
-        self.tokens_of_update = 0  # real ones, of all ranks; set before an update with an auxiliary loss
-        self.aux_loss = torch.zeros([], device=world.device())  # this rank's part of it, without its weight
+        self.tokens_of_update = 0  # real tokens of all ranks; set before an update with an auxiliary loss
+        # this rank's part of the auxiliary loss, without its coefficient
+        self.aux_loss = torch.zeros([], device=world.device())
         self.router_replay = _RecordedTopK(self)
 
     def routing(self, logits, padding_mask=None):
@@ -119,26 +124,27 @@ class ReplayRouter(TopKRouter):
         return super().routing(logits, padding_mask=padding_mask)
 
     def _apply_expert_bias(self, routing_map, padding_mask=None):
-        # Megatron's own masking takes the mask [T] for one of experts.
+        # Megatron's own masking expects the mask [T] to be a mask of experts.
         if padding_mask is not None:
             routing_map = routing_map & ~padding_mask[:, None]
         super()._apply_expert_bias(routing_map)
 
     def _apply_aux_loss(self, probs, *args, **kwargs):
-        if not self.seq_params.tokens:  # a mean over nothing
+        if not self.seq_params.tokens:  # the mean of no tokens is undefined
             return probs
         return super()._apply_aux_loss(probs, *args, **kwargs)
 
     def attach_and_log_load_balancing_loss(self, activation, aux_loss_coeff, aux_loss, *args, **kwargs):
-        # Megatron would undo a division by the number of tokens, which the loss here does not go through, and count
-        # equal shares of them for ranks whose numbers of real tokens differ. aux_loss is this rank's part of a sum.
+        # Megatron would undo a division by the number of tokens, which this loss does not contain, and would weight
+        # ranks equally although their numbers of real tokens differ. `aux_loss` is this rank's part of a sum.
         aux_loss = aux_loss * (self.seq_params.tokens / self.tokens_of_update)
         self.aux_loss += aux_loss.detach() / aux_loss_coeff
         return MoEAuxLossAutoScaler.apply(activation, aux_loss)
 
 
 class ReplayMoELayer(MoELayer):
-    """MoELayer that lets the session compare what is dispatched with what was recorded, also when it is recomputed."""
+    """MoELayer that lets the session compare the dispatched experts with the recorded ones, also when it is
+    recomputed."""
 
     def __init__(self, *args, pg_collection=None, **kwargs):
         pg_collection = pg_collection or get_default_pg_collection()
@@ -148,11 +154,11 @@ class ReplayMoELayer(MoELayer):
         )
         if self.shared_expert_overlap:
             self.token_dispatcher.set_shared_experts(self.shared_experts)
-        # The checkpoint is taken here, around the whole forward, instead of inside of it.
+        # This class checkpoints the whole forward itself, instead of Megatron's checkpoint inside it.
         self.recomputed, self.moe_layer_recompute = self.moe_layer_recompute, False
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """As Megatron's, but an expert has the place of its logical number in the checkpoint, not that of its slot."""
+        """As Megatron's, except that an expert is stored under its logical number, not under the number of its slot."""
         whole, experts = super().sharded_state_dict(prefix, sharded_offsets, metadata), f"{prefix}experts."
         placed = {name: entry for name, entry in whole.items() if name.startswith(experts)}
         return whole | relocated(placed, self.token_dispatcher.order, axis=len(sharded_offsets))
@@ -160,8 +166,8 @@ class ReplayMoELayer(MoELayer):
     def forward(self, hidden_states, intermediate_tensors=None, padding_mask=None):
         if not (self.recomputed and self.training):
             return self._forward(hidden_states, intermediate_tensors, padding_mask)
-        # The recomputation starts behind the attention, which binds the microbatch; by then the router may have seen
-        # the forward of later ones.
+        # The recomputation starts after the attention, which binds the microbatch. By then the router may have seen the
+        # forward of later microbatches, so the binding is kept here.
         bound = self.router.seq_params, self.router.handle
 
         def run(hidden_states, padding_mask):
@@ -172,12 +178,12 @@ class ReplayMoELayer(MoELayer):
 
     def _forward(self, hidden_states, intermediate_tensors, padding_mask):
         plan = self._plan(hidden_states[..., 0].numel())
-        if plan is not None and plan.overlapped:  # the router knows the padding without the mask
+        if plan is not None and plan.overlapped:  # no mask needed: the router knows the padding
             return self.overlapped(hidden_states, plan), None
         return super().forward(hidden_states, intermediate_tensors, padding_mask)
 
     def overlapped(self, hidden_states: torch.Tensor, plan: LayerPlan) -> torch.Tensor:
-        """The layer's output [S, B, H], computed while rows travel: see `overlap`."""
+        """Return the layer's output [S, B, H], computed while rows are exchanged between ranks: see `overlap`."""
         return overlap.forward(self, hidden_states, self.router.handle, plan)
 
     def _plan(self, rows: int) -> LayerPlan | None:
@@ -193,11 +199,12 @@ class ReplayMoELayer(MoELayer):
 
 
 class ReplayLayer(TransformerLayer):
-    """TransformerLayer that hands its microbatch's key to its router.
+    """TransformerLayer that passes the handle of its microbatch to its router.
 
-    A multi-token-prediction layer routes natively: the sampler records the decoder, and megatron numbers both from 1.
-    `_forward_attention` is the one method that runs first in the plain schedule, in the recomputation of whole layers
-    and in the combined 1F1B schedule alike, and that always receives the packed sequence parameters.
+    A multi-token-prediction layer routes natively: the sampler records the decoder only, and Megatron numbers both
+    kinds of layers from 1. The handle is bound in `_forward_attention`, because this method runs first in the plain
+    schedule, in the recomputation of whole layers and in the combined 1F1B schedule, and always receives the packed
+    sequence parameters.
     """
 
     def _forward_attention(self, *args, packed_seq_params=None, **kwargs):
@@ -205,7 +212,7 @@ class ReplayLayer(TransformerLayer):
             if not isinstance(packed_seq_params, ReplaySeqParams):
                 raise ReplayError(
                     describe(
-                        "a microbatch came without its replay key",
+                        "a microbatch has no replay handle",
                         where=f"layer {self.layer_number - 1}",
                         got=type(packed_seq_params).__name__,
                         expected="ReplaySeqParams",

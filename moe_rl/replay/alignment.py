@@ -1,22 +1,23 @@
-"""Tests whether recorded routes are those of the rows that they are replayed for.
+"""Tests whether recorded routes belong to the rows that they are replayed for.
 
-A record can be well formed and still be of another token, layer or sequence. The witness against it is what the
-trainer's routers would choose themselves inside the replayed forward: they saw the same tokens under the same weights.
-Nothing here is tuned to a model. Every test compares the record's agreement with its own row of the witness to its
-agreement with another row, and asks which of the two is better:
+A record can be well formed and still belong to another token, layer or sequence. The test compares it with a witness:
+the experts that the trainer's routers would choose themselves in the replayed forward. These routers see the same
+tokens with the same weights, so their choice should agree with the record of the same row more than with the record of
+another row. No test has a threshold tuned to a model. Each test compares the record's agreement with its own row of the
+witness to its agreement with another row:
 
-    layers       a sample of rows: the record of a layer against the witness of every other layer of this rank, one or
-                 two tokens earlier or later, and of a token that has nothing to do with it
-    neighbours   a sample of prompts and one of completions: against the row at the same place of another sequence, of a
-                 completion to the same prompt where there is one
-    sequences    all rows, in pieces of at most 64, prompt and completion apart: a piece must lie nearer to how well the
-                 batch agrees with its own rows than to how well it agrees with rows of other tokens
+    layers       For a sample of rows: compare the record of a layer with the witness of every other layer of this rank,
+                 of tokens one or two places earlier or later, and of an unrelated token.
+    neighbours   For a sample of prompts and one of completions: compare with the row at the same place of another
+                 sequence. For a completion, this is a completion of the same prompt where there is one.
+    sequences    For all rows, in pieces of at most 64 rows, prompt and completion apart: the agreement of a piece must
+                 be closer to the batch's agreement with its own rows than to its agreement with rows of other tokens.
 
-All bounds are Chernoff's, for a mean of n values in [0, 1] (Hoeffding 1963, theorem 1): by chance it is below m with a
-probability of at most exp(-n KL(m || mean)). A healthy pass is refused with a probability of at most FALSE_ALARM.
-Healthy means: a record agrees with its own row at least as well as with a row of another layer or position, and better
-than with one of another token in nine cases of ten; rows err independently of each other. Where so little is seen that
-no fault could be told at this rate, nothing is refused, and `Alignment.power` says so.
+All bounds are Chernoff bounds for a mean of n values in [0, 1] (Hoeffding 1963, theorem 1): the mean is below m by
+chance with probability at most exp(-n KL(m || mean)). A healthy pass is refused with probability at most FALSE_ALARM. A
+pass is healthy if a record agrees with its own row at least as well as with a row of another layer or position, and
+better than with a row of an unrelated token in nine cases of ten; errors of rows are assumed independent. If the sample
+is too small to detect any fault at this rate, nothing is refused, and `Alignment.power` shows it.
 
 Legend: L MoE layers of this rank, S sampled rows, N rows with a record, K top-k, E experts.
 """
@@ -35,17 +36,18 @@ from torch.nn.functional import one_hot
 from moe_rl.replay.row_places import SAMPLED_ROWS, Pairs, RowPlaces, windows
 
 FALSE_ALARM = 1e-6
-"""Probability at most that one pass of a rank is refused although its routes are right."""
+"""Upper bound on the probability that one pass of a rank is refused although its routes are right."""
 
 _SHIFTS = (0, -2, -1, 1, 2)
-# A record that has nothing to do with its row wins half of its comparisons with another row, a healthy one at least
-# this share. At the threshold both are equally unlikely; _SEEN is how unlikely one comparison makes them, in nats.
+# A record unrelated to its row wins half of its comparisons with another row; a healthy record wins at least the share
+# _HEALTHY. The threshold makes both errors equally likely. _SEEN says how unlikely one comparison makes them, in nats.
 _HEALTHY = 0.9
 _THRESHOLD = math.log(0.5 / (1 - _HEALTHY)) / (math.log(0.5 / (1 - _HEALTHY)) + math.log(_HEALTHY / 0.5))
 
 
 def divergence(mean: float, expected: float) -> float:
-    """The Kullback-Leibler divergence of two coins, in nats: `n` times this is -log of Chernoff's bound."""
+    """Return the Kullback-Leibler divergence of two Bernoulli means, in nats. `n` times it is -log of the Chernoff
+    bound."""
     parts = ((mean, expected), (1 - mean, 1 - expected))
     return sum(p * math.log(p / q) if q > 0 else math.inf for p, q in parts if p > 0)
 
@@ -55,10 +57,11 @@ _SEEN = divergence(_THRESHOLD, 0.5)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """Rows of one microbatch or sequence in all layers.
+    """Rows of one microbatch or sequence in all layers. Rows that are neighbours in a sequence are neighbours here.
 
-    record, witness: integers [L, S, K]. owner, position: int64 [S], the sequence of each row and its place there; rows
-    that follow each other in a sequence do so here.
+    Attributes:
+        record, witness: integers [L, S, K], the recorded experts and the router's own.
+        owner, position: int64 [S], the sequence of each row and its place there.
     """
 
     record: Tensor
@@ -68,15 +71,20 @@ class Sample:
 
     @classmethod
     def of_sequence(cls, record: Tensor, witness: Tensor) -> Sample:
-        """Take all rows [L, S, K] of one sequence."""
+        """Make a sample of all rows [L, S, K] of one sequence."""
         rows = torch.arange(record.shape[1], device=record.device)
         return cls(record, witness, torch.zeros_like(rows), rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Misplaced:
-    """A layer whose record is not of its rows. match: what it agrees with instead, "" for nothing that was tried.
-    own, other: share of its experts that its own row of the witness has too, and that the match has."""
+    """A layer whose record belongs to other rows.
+
+    Attributes:
+        match: What the record agrees with instead; "" if nothing that was tried.
+        own: Share of the recorded experts that are also in the record's own row of the witness.
+        other: Share of the recorded experts that are also in the matching row.
+    """
 
     layer: int
     match: str
@@ -87,19 +95,19 @@ class Misplaced:
         if self.match:
             agree = f"{self.other:.2f} of the experts agree, {self.own:.2f} with its own"
             return f"layer {self.layer} has {self.match}: {agree}"
-        return (
-            f"layer {self.layer} has rows of nothing that was tried: {self.own:.2f} of the experts agree with its own"
-        )
+        return f"layer {self.layer} has rows that match nothing that was tried: {self.own:.2f} agree with its own"
 
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """What the tests of a pass found on this rank.
+    """Result of the alignment test of one pass on this rank.
 
-    layers: those that are wrong. sequences: prompts, completions or pieces of sequences that are, one text each. power:
-    share of the (row, layer) positions that lie in a layer and in a piece of which a fault would have been told.
-    margin: by how much more of its experts a layer shares with its own row of the witness than with the best other
-    one; of the worst layer.
+    Attributes:
+        layers: The layers whose records belong to other rows.
+        sequences: One text for each prompt, completion or piece of a sequence with wrong routes.
+        power: Share of the (row, layer) positions at which the test could have detected a fault, by layer and by piece.
+        margin: How much larger a layer's agreement is with its own row of the witness than with the best other row; the
+            worst layer's value.
     """
 
     layers: tuple[Misplaced, ...] = ()
@@ -109,25 +117,31 @@ class Alignment:
 
     @property
     def faults(self) -> list[str]:
-        """Everything that is wrong, one text each; the same fault of all layers is one text."""
+        """Descriptions of all faults. A fault that all layers share is described once."""
         matches = {fault.match for fault in self.layers}
         texts = [str(fault) for fault in self.layers]
         if len(self.layers) > 1 and len(matches) == 1 and "layer" not in (match := matches.pop()):
             own, other = (sum(getattr(f, name) for f in self.layers) / len(self.layers) for name in ("own", "other"))
             numbers = ", ".join(str(fault.layer) for fault in self.layers)
             agree = f": {other:.2f} of the experts agree, {own:.2f} with their own" if match else f": {own:.2f} agree"
-            texts = [f"layers {numbers} have {match or 'rows of nothing that was tried'}{agree}"]
+            texts = [f"layers {numbers} have {match or 'rows that match nothing that was tried'}{agree}"]
         return texts + list(self.sequences)
 
 
 @dataclass(slots=True)
 class _Sums:
-    """Counts over samples.
+    """Counts over the sampled rows. In the [shifts, L, L] tensors, record layer i meets witness layer j.
 
-    rows, score, shared [shifts, L, L], of record layer i against witness layer j: comparisons that could be won, those
-    that the own row won (a tie: half), experts in both. compared [shifts]: rows with a neighbour at that shift.
-    own [L]: experts shared with the own row. unrelated_* [L]: the same against a row of another token. varies [L]:
-    whether the record does. sampled: rows.
+    Attributes:
+        rows: [shifts, L, L], comparisons in which the two witness rows differ.
+        score: [shifts, L, L], those of them that the own row won; a tie counts half.
+        shared: [shifts, L, L], experts in both the record and the compared row.
+        compared: [shifts], rows that have a neighbour at this shift.
+        own: [L], experts shared with the own row.
+        unrelated_rows, unrelated_score, unrelated_shared: [L], as rows, score, shared, against a row of an unrelated
+            token.
+        varies: [L], above 0 if the record is not the same in all rows.
+        sampled: Number of sampled rows.
     """
 
     rows: Tensor
@@ -149,9 +163,14 @@ class _Sums:
 def misplaced_layers(
     samples: Seq[Sample], layers: Seq[int], experts: int
 ) -> tuple[tuple[Misplaced, ...], float, float]:
-    """Test the layers on these samples: those that are wrong, the share of layers that could be judged, and the margin.
+    """Test the layers on these samples. The host waits for the device once.
 
-    layers [L]: their global numbers. experts: in each. The host waits for the device once.
+    Args:
+        layers: [L], global layer numbers.
+        experts: Number of experts in each layer.
+
+    Returns:
+        The wrong layers, the share of layers that could be judged, and the margin (see `Alignment`).
     """
     sums = _sum(samples, experts)
     found, judged, margin = _judge(sums, layers, samples[0].record.shape[2])
@@ -159,7 +178,12 @@ def misplaced_layers(
 
 
 class AlignmentTest:
-    """Gathers what one pass shows on this rank, and judges it. layers [L]: numbers. places: of its microbatches."""
+    """Collects what one pass shows on this rank, and judges it.
+
+    Args:
+        layers: [L], global layer numbers.
+        places: One per microbatch.
+    """
 
     def __init__(self, layers: Seq[int], places: Seq[RowPlaces], device: torch.device):
         self._layers, self._places = layers, places
@@ -171,9 +195,10 @@ class AlignmentTest:
         self._seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def observe(self, microbatch: int, layer: int, routes: Tensor, native: Tensor) -> None:
-        """Take the sampled rows of a layer. Stays on the device.
+        """Keep the sampled rows of a layer, on the device.
 
-        routes, native: integers [R, K], the record and the router's own choice.
+        Args:
+            routes, native: integers [R, K], the record and the router's own choice.
         """
         rows = self._rows[microbatch]
         self._seen[microbatch, layer] = (routes.index_select(0, rows).long(), native.index_select(0, rows))
@@ -181,8 +206,10 @@ class AlignmentTest:
     def verdict(self, shared: Seq[Tensor], names: Seq[Seq[str]], experts: int) -> Alignment:
         """Judge the pass.
 
-        shared int64 [L, N]: for each microbatch, experts in both the record and the router's choice, of its rows with a
-        record. names: of its sequences.
+        Args:
+            shared: For each microbatch, int64 [L, N], the number of experts in both the record and the router's choice,
+                for its rows with a record.
+            names: For each microbatch, the names of its sequences.
         """
         seen = [
             tuple(torch.stack([self._seen[number, layer][side] for layer in self._layers]) for side in (0, 1))
@@ -207,16 +234,17 @@ class AlignmentTest:
         return Alignment(found, wrong, sum(judged) / len(self._layers) * seen_rows, margin)
 
     def _neighbours(self, pairs: Seq[tuple[Tensor, Tensor]], experts: int) -> tuple[str, ...]:
-        """What prompts or completions have where their rows agree no better with their own than with another one's.
+        """Describe prompts or completions whose rows agree no better with their own witness than with another
+        sequence's.
 
-        A row counts once, with the mean of its layers: they err together.
+        A row counts once, with the mean over its layers, because the errors of its layers are correlated.
         """
         if not len(self._pairs.row):
             return ()
         record, witness = (
             one_hot(torch.cat([pair[side] for pair in pairs], 1).long(), experts).sum(2).float() for side in (0, 1)
         )  # [L, M, E]
-        # The pairs are in the order of their kinds, the rows in that of their microbatches.
+        # The pairs are ordered by kind, the rows by microbatch.
         order = np.argsort(self._pairs.microbatch, kind="stable")
         rank = np.empty_like(order)
         rank[order] = np.arange(len(order))
@@ -236,7 +264,7 @@ class AlignmentTest:
             ("prompts", "completions"), torch.stack(totals).tolist(), strict=True
         ):
             if rows * _SEEN >= needed and won < _THRESHOLD * rows:
-                agree = f"{theirs / rows:.2f} of the experts agree with the row at the same place of another one"
+                agree = f"{theirs / rows:.2f} of the experts agree with the same place in another sequence"
                 found.append(f"{what} have the rows of other {what}: {agree}, {mine / rows:.2f} with their own")
         return tuple(found)
 
@@ -254,7 +282,7 @@ def _sum(samples: Seq[Sample], experts: int) -> _Sums:
         else:
             total.add(one)
     assert total is not None
-    # One copy to the host for all of it.
+    # Copy everything to the host at once.
     names = [name for name in _Sums.__slots__ if name != "sampled"]
     flat = torch.cat([getattr(total, name).double().flatten() for name in names]).cpu()
     pieces = flat.split([getattr(total, name).numel() for name in names])
@@ -264,6 +292,7 @@ def _sum(samples: Seq[Sample], experts: int) -> _Sums:
 
 
 def _sums_of(sample: Sample, experts: int) -> _Sums:
+    """Compare the rows of one sample in all layers, and count."""
     layers, rows, top_k = sample.record.shape
     record, witness = (
         one_hot(choice.long(), experts).sum(2).float().transpose(0, 1) for choice in (sample.record, sample.witness)
@@ -279,7 +308,7 @@ def _sums_of(sample: Sample, experts: int) -> _Sums:
         told = ((alike < top_k) & valid[:, None, None]).float()
         score = (own[:, :, None] > both).float() + 0.5 * (own[:, :, None] == both)
         counted.append((told.sum(0), (score * told).sum(0), (both * valid[:, None, None]).sum(0), valid.sum().float()))
-    # A token of another place in the sample stands for one that has nothing to do with the row.
+    # A token elsewhere in the sample serves as the unrelated token.
     other = (here + rows // 2) % rows
     both, alike = (record * witness[other]).sum(2), (witness * witness[other]).sum(2)
     told = (alike < top_k).float()
@@ -300,7 +329,7 @@ def _sums_of(sample: Sample, experts: int) -> _Sums:
 
 
 def _judge(sums: _Sums, layers: Seq[int], top_k: int) -> tuple[tuple[Misplaced, ...], list[bool], float]:
-    """The layers that are wrong, whether each could be judged, and the least margin."""
+    """Return the wrong layers, whether each layer could be judged, and the least margin."""
     needed = math.log(len(layers) * (len(_SHIFTS) * len(layers) + 1) / FALSE_ALARM)
     found, judged, margin = [], [], math.inf
     for i, layer in enumerate(layers):
@@ -327,6 +356,7 @@ def _judge(sums: _Sums, layers: Seq[int], top_k: int) -> tuple[tuple[Misplaced, 
 
 
 def _whose(layer: int, other: int, shift: int) -> str:
+    """Describe the rows that the record agrees with."""
     rows = "its own rows" if other == layer else f"the rows of layer {other}"
     if not shift:
         return rows
@@ -342,9 +372,11 @@ def _pieces(
     top_k: int,
     unrelated: float,
 ) -> tuple[tuple[str, ...], float]:
-    """The pieces of sequences that are wrong, and the share of rows in pieces of which it could be told.
+    """Return descriptions of the wrong pieces of sequences, and the share of rows in pieces where a fault was
+    detectable.
 
-    unrelated: share of a record's experts that a row of another token has.
+    Args:
+        unrelated: Share of a record's experts that are also in a row of an unrelated token.
     """
     sums = []
     for one, place in zip(shared, places, strict=True):
@@ -353,7 +385,7 @@ def _pieces(
         columns = torch.stack([torch.ones_like(token), token, token**2, (agree**2).mean(0)], 1)
         empty = columns.new_zeros(len(place.pieces), 4)
         sums.append(empty.index_add_(0, _on(one.device, place.piece[place.recorded]), columns))
-    table = torch.cat(sums).cpu().numpy()  # rows, agreement, its square by token and by position
+    table = torch.cat(sums).cpu().numpy()  # columns: rows, agreement, its square by token, its square by position
     named = [
         (name[number], first, last)
         for name, place in zip(names, places, strict=True)
@@ -364,14 +396,14 @@ def _pieces(
     if not present.any():
         return (), 0.0
     mean = np.divide(table[:, 1], rows, out=np.ones_like(rows), where=present)
-    # What the batch shows without the pieces in question: these must not speak for themselves.
+    # Estimate the batch's agreement without the suspicious pieces: they must not be part of their own yardstick.
     level = float(np.median(np.repeat(mean[present], rows[present].astype(int))))
     sound = present & (mean >= (level + unrelated) / 2)
     count, total, by_token, by_position = table[sound].sum(0)
     level = min(total / count, 1 - 0.5 / (count * layers))
     between = (level + unrelated) / 2
     spread, spread_of_tokens = (max(0.0, squares / count - (total / count) ** 2) for squares in (by_position, by_token))
-    # Layers of one token err together: so many of them count as one.
+    # The errors of one token's layers are correlated: this many layers count as one.
     together = min(max(layers * spread_of_tokens / spread, 1.0), layers) if spread > 0 else 1.0
     needed = math.log(present.sum() / FALSE_ALARM)
     told = present & (rows * layers / together * divergence(between, level) >= needed) & (between < level)

@@ -1,8 +1,8 @@
-"""The trainer's side of `trace.source_sum`: the sum of a sequence in each layer, on two ways that share no layout.
+"""The trainer's side of the route checksums of `trace.source_sum`, computed in two ways that share no memory layout.
 
-`expected` takes it from the routes as they were read, sequence by sequence. `RowSalts` and `applied` take it from the
-rows that were fed to the model and the routing map that reached the dispatcher. Where the two differ the trainer lost a
-route; where they agree, and their sum over layers and ranks is not that of the reference, it was lost before.
+`expected` sums the routes as they were read, sequence by sequence. `RowSalts.applied` sums the rows that were fed to
+the model, with the routing map that reached the dispatcher. If the two differ, the trainer lost a route. If they agree,
+but their total over layers and ranks differs from the sum in the route reference, the route was lost before.
 
 Legend: T tokens of one sequence, R rows that this rank's routers see, L layers, K top-k, E experts, S sequences.
 """
@@ -22,12 +22,17 @@ from moe_rl.trace.source_sum import expert_salts
 
 @lru_cache(maxsize=1024)
 def _salts(layer: int, experts: int, device: torch.device) -> torch.Tensor:
-    """int64 [E], one for each expert of this layer."""
+    """Return one salt for each expert of this layer, int64 [E]."""
     return torch.from_numpy(expert_salts(layer, experts).view(np.int64).copy()).to(device)
 
 
 def expected(routes: torch.Tensor, salts: torch.Tensor, *, layers: Seq[int], experts: int) -> torch.Tensor:
-    """int64 [L] of some rows of one sequence: their routes, integers [T, L, K], and salts, int64 [T]."""
+    """Return the checksum int64 [L] of some rows of one sequence.
+
+    Args:
+        routes: integers [T, L, K].
+        salts: int64 [T].
+    """
     sums = [
         (_salts(layer, experts, routes.device)[routes[:, column].long()].sum(-1) * salts).sum()
         for column, layer in enumerate(layers)
@@ -36,9 +41,12 @@ def expected(routes: torch.Tensor, salts: torch.Tensor, *, layers: Seq[int], exp
 
 
 def check_source(names: Seq[str], got: Seq[int], source: Seq[int], *, where: str, what: str, do: str) -> None:
-    """Raise ReplayError when the sums of some sequences are not those that left the sampler's engine, int64 [S] both.
+    """Raise ReplayError if the sums of some sequences differ from those that left the sampler's engine.
 
-    names [S]: of the sequences. what: happened to the routes when they were summed up.
+    Args:
+        names: [S], the sequences.
+        got, source: int64 [S], the sums here and in the route references.
+        what: State of the routes when they were summed, for the message.
     """
     wrong = [name for name, one, other in zip(names, got, source, strict=True) if one != other]
     if wrong:
@@ -55,8 +63,15 @@ def check_source(names: Seq[str], got: Seq[int], source: Seq[int], *, where: str
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowSalts:
-    """tokens int64 [R]: ids in the rows as they are fed. salts int64 [R]: of these rows. owner int64 [R]: which of the
-    `owners` sequences each row belongs to. experts: in each layer."""
+    """Salts of the rows of a microbatch, to compute checksums of dispatched routes.
+
+    Attributes:
+        tokens: int64 [R], token ids as fed to the model.
+        salts: int64 [R].
+        owner: int64 [R], the sequence that each row belongs to.
+        owners: Number of sequences.
+        experts: Number of experts in each layer.
+    """
 
     tokens: torch.Tensor
     salts: torch.Tensor
@@ -65,12 +80,17 @@ class RowSalts:
     experts: int
 
     def applied(self, layer: int, routing_map: torch.Tensor, *, native: torch.Tensor | None = None) -> torch.Tensor:
-        """int64 [S] of a routing map [R, E] bool, without the rows marked in `native`, bool [R]. On the device."""
+        """Return the checksums int64 [S] of a routing map, on the device.
+
+        Args:
+            routing_map: bool [R, E].
+            native: bool [R], rows to leave out.
+        """
         experts = _salts(layer, self.experts, routing_map.device)
         return self._by_owner(torch.where(routing_map, experts, 0).sum(-1), native)
 
     def chosen(self, layer: int, routes: torch.Tensor) -> torch.Tensor:
-        """int64 [S] of chosen experts, integers [R, K], for all rows."""
+        """Return the checksums int64 [S] of the chosen experts, integers [R, K], over all rows."""
         return self._by_owner(_salts(layer, self.experts, routes.device)[routes.long()].sum(-1), None)
 
     def _by_owner(self, sums: torch.Tensor, native: torch.Tensor | None) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""What a replay session refuses at its end: one function for each thing that its pass must show.
+"""The checks that a replay session makes at its end, one function each.
 
-Each takes what the session gathered and returns nothing, or raises an error that names what is wrong. `where` names the
-pass and the rank. Flags are bool tensors on the device: the host waits for the device here, and in no layer.
+Each takes what the session collected, and raises an error if it proves a fault. `where` names the pass and the rank.
+Flags are bool tensors on the device; the host waits for the device here, and in no layer.
 """
 
 from __future__ import annotations
@@ -19,37 +19,46 @@ from moe_rl.replay.tables import Compared, MicrobatchRoutes
 
 
 def refuse_strangers(flags: Seq[tuple[int, torch.Tensor]], where: str) -> None:
-    """Refuse microbatches whose tokens are not those that the routes were read for. flags: (microbatch, it is so)."""
+    """Refuse microbatches whose tokens differ from those that the routes were read for.
+
+    Args:
+        flags: (microbatch, whether its tokens differ).
+    """
     if wrong := [str(microbatch) for (microbatch,) in _raised(flags)]:
         raise ReplayError(
             describe(
                 "a microbatch ran with the routes of other tokens",
                 where=where,
                 got=f"other tokens in microbatch {', '.join(wrong)}",
-                expected="those that the routes were read for",
+                expected="the tokens that the routes were read for",
                 do="pass microbatches and routes in the same order",
             )
         )
 
 
 def refuse_misplanned(flags: Seq[tuple[int, int, torch.Tensor]], where: str) -> None:
-    """Refuse dispatch plans that sent rows to other experts than recorded. flags: (microbatch, layer, it is so)."""
+    """Refuse dispatch plans that sent rows to other experts than recorded.
+
+    Args:
+        flags: (microbatch, layer, whether it did).
+    """
     if wrong := [f"microbatch {microbatch} layer {layer}" for microbatch, layer in _raised(flags)]:
         raise ReplayError(
             describe(
                 "a dispatch plan sent rows to other experts than recorded",
                 where=where,
                 got=first_of(wrong),
-                expected="the plan that was made of these routes",
-                do="make plans from the tables that the session replays, in their order",
+                expected="the plan that was made from these routes",
+                do="make plans from the tables that the session replays, in the same order",
             )
         )
 
 
 def misapplied(flags: Seq[tuple[int, int, torch.Tensor]], tables: Seq[MicrobatchRoutes]) -> list[str]:
-    """The (sequence, layer) pairs whose dispatched experts do not sum up to the record's, one text each.
+    """Name the (sequence, layer) pairs whose dispatched experts have another checksum than the record.
 
-    flags: (microbatch, layer, bool [S]: it is so).
+    Args:
+        flags: (microbatch, layer, bool [S] whether it differs).
     """
     wrong = torch.cat([flag for *_, flag in flags]).any() if flags else False
     if not wrong:
@@ -62,7 +71,7 @@ def misapplied(flags: Seq[tuple[int, int, torch.Tensor]], tables: Seq[Microbatch
 
 
 def refuse_misapplied(pairs: list[str], checked: int, where: str) -> None:
-    """Refuse the pairs that `misapplied` found. checked: (sequence, layer) pairs in all."""
+    """Refuse the pairs that `misapplied` found, out of `checked` (sequence, layer) pairs."""
     if pairs:
         raise ReplayError(
             describe(
@@ -76,16 +85,21 @@ def refuse_misapplied(pairs: list[str], checked: int, where: str) -> None:
 
 
 def refuse_other_sums(tables: Seq[MicrobatchRoutes], dispatched: Seq[int], read: Seq[int], where: str) -> None:
-    """Refuse sequences whose routes are not those that left the sampler's engine.
+    """Refuse sequences whose routes differ from those that left the sampler's engine.
 
-    dispatched, read: the sums of all sequences with a known source, in the order of the tables.
+    Args:
+        dispatched, read: Sums of all sequences that have a known source, in the order of the tables.
     """
     known = [table for table in tables if table.source is not None]
     names = [name for table in known for name in table.names[: len(table.source or ())]]
     source = [one for table in known for one in table.source or ()]
     for sums, what, do in (
         (read, "as they were read", "look for what changes the trace between the recorder and the trainer"),
-        (dispatched, "dispatched", "look at the other ranks of these sequences for what changes the routing map"),
+        (
+            dispatched,
+            "dispatched",
+            "look on the other ranks that share these sequences for what changes the routing map",
+        ),
     ):
         check_source(names, sums, source, where=where, what=what, do=do)
 
@@ -93,7 +107,7 @@ def refuse_other_sums(tables: Seq[MicrobatchRoutes], dispatched: Seq[int], read:
 def refuse_uncompared(
     compared: Mapping[tuple[int, int], Compared], microbatches: Seq[int], layers: Seq[int], where: str
 ) -> None:
-    """Refuse a pass in which the own choice of a router was not compared with the record."""
+    """Refuse a pass in which some router's own choice was not compared with the record."""
     missing = [(m, layer) for m in microbatches for layer in layers if (m, layer) not in compared]
     if missing:
         microbatch, layer = missing[0]
@@ -101,44 +115,48 @@ def refuse_uncompared(
             describe(
                 "a router's own choice was not compared with the record",
                 where=f"{where}, microbatch {microbatch}, layer {layer}",
-                got=f"{len(missing)} such layers",
+                got=f"{len(missing)} layers without a comparison",
                 expected="every layer of every microbatch compared",
             )
         )
 
 
 def refuse_blind_witness(compared: Seq[Compared], margin: float, layers: Seq[int], where: str) -> None:
-    """Refuse routers whose scores are not finite: they say nothing of the routes. margin: the sum over all of them."""
+    """Refuse router scores that are not finite: they say nothing about the routes.
+
+    Args:
+        margin: Sum of the margins of all comparisons.
+    """
     if math.isfinite(margin):
         return
     broken = torch.cat([~one.margin.isfinite() for one in compared], 1).any(1).tolist()
     wrong = ", ".join(str(layer) for layer, is_broken in zip(layers, broken, strict=True) if is_broken)
     raise NonFiniteError(
         describe(
-            "scores of the trainer's routers are not finite, so that they cannot vouch for any routes",
+            "scores of the trainer's routers are not finite, so the routes cannot be tested against them",
             where=where,
             got=f"MoE layers {wrong}",
-            do="look for NaN in its weights, and start from an earlier checkpoint. No weight was moved",
+            do="look for NaN in the trainer's weights, and start from an earlier checkpoint. No weights were updated",
         )
     )
 
 
 def refuse_misaligned(alignment: Alignment, where: str) -> None:
-    """Refuse routes that are not those of the rows that they are replayed for."""
+    """Refuse routes that belong to other rows than those that they are replayed for."""
     if faults := alignment.faults:
         raise ReplayError(
             describe(
-                "recorded routes are not those of the rows that they would be replayed for",
+                "recorded routes belong to other rows than those they would be replayed for",
                 where=where,
                 got=first_of(faults),
-                expected="routes that the trainer's routers nearly agree with. No update was made with these",
-                do="look at the recorder, and at the weights that the sampler holds. If the routes are meant to be of "
-                "other weights or tokens, set guards.alignment=false",
+                expected="routes that the trainer's routers nearly agree with. No weights were updated",
+                do="check the recorder, and the weights that the sampler holds. If the routes come from other weights "
+                "or tokens on purpose, set guards.alignment=false",
             )
         )
 
 
 def _raised(flags: Seq[tuple]) -> list[tuple]:
-    """The keys, all but the last field, of the flags that are set."""
+    """Return the keys (all fields but the last) of the flags that are set."""
     values = torch.stack([flag for *_, flag in flags]).tolist() if flags else []
     return [tuple(key) for (*key, _), value in zip(flags, values, strict=True) if value]

@@ -1,4 +1,4 @@
-"""The ledger of a pass: how often each (microbatch, layer) was taken or dispatched, which must be exactly once."""
+"""The ledger of a pass counts how often the routes of each (microbatch, layer) were taken or dispatched."""
 
 from __future__ import annotations
 
@@ -13,27 +13,31 @@ from moe_rl.errors import ReplayError, describe, first_of
 
 @dataclass(slots=True)
 class Ledger:
-    """Counts of one kind in one pass. verb: "taken" or "dispatched", for the message."""
+    """Counts for one pass. `verb` is "taken" or "dispatched", for the error message."""
 
     verb: str
     counts: Counter = field(default_factory=Counter)
 
     def count(self, microbatch: int, layer: int) -> None:
-        """Once more, with or without gradients as they are enabled now."""
+        """Count one use, with or without gradients as they are enabled now."""
         self.counts[microbatch, layer, torch.is_grad_enabled()] += 1
 
     def check(
         self, microbatches: Sequence[int], layers: Sequence[int], recomputed_layers: frozenset[int], where: str
     ) -> tuple[int, int]:
-        """(counted, expected), which are equal: once forward, and once more where a layer is recomputed.
+        """Check that each (microbatch, layer) was used once in the forward, and once more if the layer is recomputed.
 
-        Raises ReplayError when any (microbatch, layer) was counted otherwise, or one that is not of the pass.
+        Returns:
+            (counted, expected), which are equal.
+
+        Raises:
+            ReplayError: A (microbatch, layer) was used another number of times, or is not part of the pass.
         """
         known = {(microbatch, layer) for microbatch in microbatches for layer in layers}
         problems = []
         for microbatch, layer in sorted(known):
             without_grad, with_grad = self.counts[microbatch, layer, False], self.counts[microbatch, layer, True]
-            # A checkpointed forward runs without gradients first and with them when it is recomputed.
+            # A checkpointed forward runs first without gradients, then with gradients in its recomputation.
             if layer in recomputed_layers:
                 got = {"forward": without_grad, "recompute": with_grad}
             else:

@@ -1,8 +1,8 @@
-"""Dispatch plans of microbatches whose routes are known: made once, taken by every layer's dispatcher in every pass.
+"""Dispatch plans of microbatches with known routes: made once, used by the dispatcher of every layer in every pass.
 
-Legend: M microbatches, C chunks of one, L layers, R rows of this rank in a microbatch, K top-k, E experts, and the
-groups of ranks of `planning.dispatch`: P expert-parallel ranks, T that share an expert's matrices, G = P x T, n experts
-on a rank.
+Legend: M microbatches, C chunks of a microbatch, L layers, R rows of this rank in a microbatch, K top-k, E experts. For
+the groups of ranks of `planning.dispatch`: P expert-parallel ranks, T ranks that share an expert's matrices, G = P x T,
+n experts on a rank.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ from moe_rl.replay.tables import MicrobatchRoutes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkPlan:
-    """How some neighbouring rows of a microbatch, `rows` of them, go through one layer's dispatcher. Known to the host.
+    """How `rows` neighbouring rows of a microbatch pass through one layer's dispatcher. All numbers are known to the
+    host.
 
-    sent, got: rows to and from each of the P. gathered: int64 [T]. received: int64 [G, n]. per_expert: int64 [n], where
-    Megatron's experts look for it. See `Splits`.
+    Attributes:
+        sent, got: Rows sent to and received from each of the P ranks.
+        gathered: int64 [T].
+        received: int64 [G, n].
+        per_expert: int64 [n], on the device where Megatron's experts expect it. See `Splits` for all of these.
     """
 
     rows: int
@@ -35,11 +39,14 @@ class ChunkPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerPlan:
-    """How one microbatch goes through one layer's dispatcher: at once, or one chunk of its rows after the other.
+    """How one microbatch passes through one layer's dispatcher: at once, or in chunks of rows one after the other.
 
-    entries: int32 [R * K] on the device, chunk by chunk, of each what `send_order` gives, counted from the microbatch's
-    first row. order: int64 [E], the expert in each slot, as the plan takes them to lie. overlapped: the first rows are
-    sent before the router has run, and the layer computes while rows travel; otherwise there is one chunk.
+    Attributes:
+        entries: int32 [R * K] on the device. For each chunk in turn the result of `send_order`, counted from the first
+            row of the microbatch.
+        order: int64 [E], the expert that the plan expects in each slot.
+        overlapped: Whether the first rows are sent before the router has run, and the layer computes while rows are
+            exchanged. Otherwise there is one chunk.
     """
 
     entries: torch.Tensor
@@ -57,15 +64,20 @@ def plan_dispatch(
     *,
     overlap_chunks: int = 0,
 ) -> list[dict[int, LayerPlan] | None]:
-    """Plans {layer: plan} of each microbatch. All ranks of a dispatch group call it together, for as many of them.
+    """Make the dispatch plans {layer: plan} of each microbatch.
 
-    None for a microbatch in which, on any rank of the group, a router chooses for rows without a route: nobody knows
-    its counts beforehand, and Megatron's own dispatcher asks for them.
+    All ranks of a dispatch group call this together, with the same number of microbatches. The routes are copied to the
+    host once, and the plans back to the device once per microbatch.
 
-    exchange: int64 [M, C, L, E] of this rank -> [G, M, C, L, E] of all ranks of the group, in their order; called once,
-    not at all for no microbatches. The routes come to the host in one copy, and go back to the device in one a
-    microbatch. order: int64 [L, E], the expert in each slot. overlap_chunks: C, of an overlapped plan; 0: the plan is
-    not overlapped, and C is 1.
+    Args:
+        exchange: Gathers int64 [M, C, L, E] of this rank into [G, M, C, L, E] of all ranks of the group, in their
+            order. Called once; not called if there are no microbatches.
+        order: int64 [L, E], the expert in each slot.
+        overlap_chunks: C, for an overlapped plan. 0 makes a plan that is not overlapped, with C = 1.
+
+    Returns:
+        One entry per microbatch. It is None if on any rank of the group a router must choose for rows without a route:
+            the counts are then unknown beforehand, and Megatron's own dispatcher asks for them.
     """
     if not tables:
         return []
@@ -112,18 +124,18 @@ def plan_dispatch(
 
 
 def _cut(routes: np.ndarray, chunks: int) -> list[np.ndarray]:
-    """[L, R, K] -> of each chunk [L, rows, K]."""
+    """Cut routes [L, R, K] into one array [L, rows, K] per chunk."""
     return np.split(routes, np.cumsum(chunk_rows(routes.shape[1], chunks))[:-1], axis=1)
 
 
 def peak_rows(plans: list[dict[int, LayerPlan] | None]) -> int:
-    """The most rows that the experts of this rank get in a layer of a planned microbatch."""
+    """Return the largest number of rows that the experts of this rank get in a layer of a planned microbatch."""
     layers = (plan for planned in plans if planned is not None for plan in planned.values())
     return max((int(sum(chunk.per_expert.sum() for chunk in plan.chunks)) for plan in layers), default=0)
 
 
 def _on_host(tables: list[MicrobatchRoutes], layers: tuple[int, ...]) -> list[np.ndarray]:
-    """[L, R, K] of each microbatch."""
+    """Copy the routes to the host: one array [L, R, K] per microbatch."""
     stacks = [torch.stack([table.routes[layer] for layer in layers]) for table in tables]
     whole = torch.cat([stack.flatten() for stack in stacks]).cpu().numpy()
     parts = np.split(whole, np.cumsum([stack.numel() for stack in stacks])[:-1])

@@ -1,4 +1,4 @@
-"""From the trace store to what the routers take: read, validate, lay out for one packed microbatch.
+"""Reads routes from the trace store, validates them, and lays them out for one packed microbatch.
 
 Legend: T tokens of one sequence, P rows of the packed microbatch, R of them on this rank, L layers, K top-k.
 """
@@ -26,10 +26,13 @@ PADDING = "padding"
 
 @dataclass(frozen=True, slots=True)
 class RowPolicy:
-    """What is done about tokens without a route, and about routes of older weights. Damaged or wrong ones are refused.
+    """What to do about tokens without a route, and about routes of older weights. Damaged or wrong routes are always
+    refused.
 
-    missing, of tokens without a recorded route: "refuse", or "native", the router chooses. stale, of rows that other
-    weights routed than `weight_version`, at most `max_staleness` updates older: "refuse", "replay", or "native".
+    Attributes:
+        missing: For tokens without a recorded route: "refuse", or "native" to let the router choose.
+        stale: For rows routed by older weights than `weight_version`: "refuse", "replay", or "native".
+        max_staleness: How many updates older these weights may be.
     """
 
     missing: Literal["refuse", "native"] = "refuse"
@@ -39,9 +42,14 @@ class RowPolicy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceRoutes:
-    """routes [T, L, K] of one sequence. native bool [T]: rows for which the router chooses, whose routes are made up.
-    recorded bool [T]: rows whose recorded route was read. stale bool [T]: those of them that older weights routed.
-    prompt: how many of the tokens are the prompt's.
+    """Routes of one sequence.
+
+    Attributes:
+        routes: integers [T, L, K].
+        native: bool [T], rows for which the router chooses; their entries in `routes` are placeholders.
+        recorded: bool [T], rows whose recorded route was read.
+        stale: bool [T], recorded rows that older weights routed.
+        prompt: How many of the tokens belong to the prompt.
     """
 
     key: str
@@ -54,22 +62,23 @@ class SequenceRoutes:
 
     @classmethod
     def complete(cls, key: str, token_ids: np.ndarray, routes: np.ndarray) -> SequenceRoutes:
-        """Make those of a sequence whose rows are all recorded and to be replayed."""
+        """Make the routes of a sequence whose rows are all recorded and replayed."""
         nothing = np.zeros(len(routes), bool)
         return cls(key, token_ids, routes, native=nothing, recorded=~nothing, stale=nothing)
 
 
 def missing_rows(sequence: Sequence) -> int:
-    """How many forwarded tokens of a sequence have no recorded route, as far as its reference says."""
+    """Return how many forwarded tokens of a sequence have no recorded route, according to its route reference."""
     ref = sequence.routes
     recorded = 0 if ref is None else max(0, min(ref.start + ref.rows, sequence.forwarded) - ref.start)
     return sequence.forwarded - recorded
 
 
 def source_sum(sequence: Sequence) -> int:
-    """What the rows of a sequence summed up to when they left the sampler's engine, int64; 0 when none has a route.
+    """Return the checksum of a sequence's routes when they left the sampler's engine, int64; 0 if it has no routes.
 
-    Raises TraceError when its reference does not say, or is another sequence's.
+    Raises:
+        TraceError: The route reference has no checksum, or belongs to another sequence.
     """
     ref = sequence.routes
     if ref is None:
@@ -77,11 +86,11 @@ def source_sum(sequence: Sequence) -> int:
     if ref.key != sequence.key:
         raise RouteValidationError(
             describe(
-                "a sequence has the reference of another one",
+                "a sequence has the route reference of another sequence",
                 where=f"sequence {sequence.key}",
                 got=f"the routes of {ref.key}",
-                expected=f"those of {sequence.key}",
-                do="keep every sequence together with the reference that came with it",
+                expected=f"the routes of {sequence.key}",
+                do="keep every sequence together with its own route reference",
             )
         )
     return sum_of(ref)
@@ -98,12 +107,19 @@ def read_routes(
     weight_version: int,
     policy: RowPolicy = RowPolicy(),  # noqa: B008 - frozen
 ) -> SequenceRoutes:
-    """Routes of one sequence in `layers`, proven to belong to the tokens that will be fed.
+    """Read the routes of one sequence in `layers`, and prove that they belong to the tokens that will be fed.
 
-    layers [L]: global numbers, increasing. fed [T]: those tokens, taken from the packed microbatch itself rather than
-    from the sequence. here bool [T]: the rows that this rank's routers see. Nothing is read of other layers, nor,
-    but for short gaps, of other rows. weight_version: of the trainer.
-    Raises TraceError (missing, damaged) or RouteValidationError (wrong), both naming the sequence.
+    Nothing is read from other layers, and from other rows only to bridge short gaps.
+
+    Args:
+        layers: [L], global layer numbers, increasing.
+        fed: [T], the tokens, taken from the packed microbatch itself rather than from the sequence.
+        here: bool [T], the rows that this rank's routers see.
+        weight_version: Version of the trainer's weights.
+
+    Raises:
+        TraceError: Routes are missing or damaged. The message names the sequence.
+        RouteValidationError: Routes are wrong. The message names the sequence.
     """
     fed = np.asarray(fed)
     ref = sequence.routes
@@ -114,10 +130,10 @@ def read_routes(
                 where=sequence.key,
                 got="no routes" if ref is None else f"routes of tokens {ref.start} to {ref.start + ref.rows - 1}",
                 expected=f"routes of all {sequence.forwarded} forwarded tokens",
-                do="sample with recording on, or set replay.missing to drop or native",
+                do="turn recording on in the sampler, or set replay.missing to drop or native",
             )
         )
-    source_sum(sequence)  # before anything is read
+    source_sum(sequence)  # checks the reference before anything is read
     routes = padding_routes(len(fed), len(layers), spec, expert_parallel=1)
     missing, recorded, stale = np.ones(len(fed), bool), np.zeros(len(fed), bool), np.zeros(len(fed), bool)
     if ref is not None:
@@ -142,8 +158,10 @@ def read_routes(
 
 
 def _runs(here: np.ndarray, rows: int, gap: int = 64) -> list[tuple[int, int]]:
-    """[first, last) of the runs of wanted rows among the `rows` of a record. Runs at most `gap` apart are read as one:
-    a read costs more than some rows. A record of more rows than there are is read whole, for the validator to refuse.
+    """Return [first, last) of each run of wanted rows among the `rows` of a record.
+
+    Runs at most `gap` rows apart are merged, because another read costs more than a few extra rows. If the record has
+    more rows than `here`, it is read whole, and the validator refuses it.
     """
     if len(here) < rows:
         return [(0, rows)]
@@ -165,16 +183,24 @@ def microbatch_routes(
     expert_parallel: int,
     device: torch.device,
 ) -> MicrobatchRoutes:
-    """Lay the routes of the packed sequences end to end, fill up with padding routes, cut out this rank's rows.
+    """Lay the routes of packed sequences end to end, add padding routes, and cut out this rank's rows.
 
-    parts: in the order of packing. layers [L]: their global numbers. names, fed: keys and token ids of the sequences as
-    they lie in the microbatch, what the checksums of `parts` will be held against. source: their sums, as `source_sum`
-    gives them; None: `parts` are not a sampler's. padded_tokens: P. rows: those of the P that this rank's routers see,
-    in their order: a part under sequence and context parallelism. Tokens are numbered through the sequences, padding
-    rows after all of them wherever they lie.
+    Tokens are numbered through the sequences. Padding rows are numbered after all of them, wherever they lie.
 
-    Raises ReplayError, naming the sequences, for routes that are not those of `source`. A rank that has not all rows
-    and layers cannot tell yet: the session does, at its end.
+    Args:
+        parts: Routes of the sequences, in packing order.
+        layers: [L], global layer numbers.
+        names, fed: Keys and token ids of the sequences as they lie in the microbatch. The checksums of `parts` are
+            checked against these.
+        source: Checksums from `source_sum`; None if the routes do not come from a sampler.
+        padded_tokens: P.
+        rows: The rows that this rank's routers see, in their order. Under sequence or context parallelism this is a
+            part of the P rows.
+        expert_parallel: Number of expert-parallel ranks, over which padding routes are spread.
+
+    Raises:
+        ReplayError: The routes do not match `source`. The message names the sequences. A rank that lacks some rows or
+            layers cannot check this here; its session checks it at the end.
     """
     tokens = sum(map(len, fed))
     if padded_tokens > tokens:
@@ -232,13 +258,13 @@ def microbatch_routes(
             table.source,
             where=f"reading a microbatch of {len(table.source)} sequences",
             what="as they were read",
-            do="sample the sequences again; look for what changes the trace between the recorder and the trainer",
+            do="sample these sequences again, and look for what changes the trace between the recorder and the trainer",
         )
     return table
 
 
 def padding_routes(tokens: int, layers: int, spec: TraceSpec, *, expert_parallel: int) -> np.ndarray:
-    """Valid routes [tokens, L, K] for padding rows, in every layer the same: see `padding_experts`."""
+    """Return valid routes [tokens, L, K] for padding rows, the same in every layer: see `padding_experts`."""
     row = padding_experts(tokens, spec.num_experts, spec.top_k, expert_parallel)
     return np.repeat(row.astype(np.uint8 if spec.num_experts <= 256 else np.uint16)[:, None], layers, axis=1)
 
@@ -258,7 +284,8 @@ def _mask(count: int, rows: slice | np.ndarray) -> np.ndarray:
 def _checksums(
     part: SequenceRoutes, rows: np.ndarray, layers: Seq[int], spec: TraceSpec, device: torch.device
 ) -> torch.Tensor:
-    """int64 [L] of some rows of a sequence, a mask bool [T], from its own key, tokens and routes."""
+    """Return the checksums int64 [L] of the rows in the mask bool [T], from the sequence's own key, tokens and
+    routes."""
     if not rows.any():
         return torch.zeros(len(layers), dtype=torch.int64, device=device)
     routes = part.routes[rows]

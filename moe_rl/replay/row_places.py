@@ -1,4 +1,5 @@
-"""Where the rows of a pass lie in their sequences, and which of them the alignment test looks at. Host memory only."""
+"""The places of a pass's rows in their sequences, and the choice of rows for the alignment test. Uses host memory
+only."""
 
 from __future__ import annotations
 
@@ -9,21 +10,25 @@ import numpy as np
 import xxhash
 
 SAMPLED_ROWS = 256
-"""Rows of a pass that the test of layers looks at."""
+"""How many rows of a pass the alignment test samples."""
 
-# Places in a prompt or completion whose rows are compared with those of another sequence.
+# Positions in a prompt or completion whose rows are compared with those of another sequence.
 _INDICES = (0, 1, 2, 3, *(2**power + 1 for power in range(2, 24)))
-_WINDOW = 8  # sampled rows come in runs, so that the rows before and behind them are there too
+_WINDOW = 8  # rows are sampled in runs of this length, so that each has its neighbours in the sample
 _PIECE = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowPlaces:
-    """Where the rows of a microbatch lie in their sequences. Host memory.
+    """The places of a microbatch's rows in their sequences. Host memory.
 
-    sequence, position int64 [R]: number of the sequence, and place in it. recorded bool [R]: rows with a record.
-    prompts, families: for each sequence the tokens of its prompt, and a number that those with the same prompt share.
-    piece int64 [R]: the piece of a sequence that each row belongs to. pieces: of each its sequence, first and last row.
+    Attributes:
+        sequence, position: int64 [R], number of the sequence, and position in it.
+        recorded: bool [R], rows with a record.
+        prompts: int64, for each sequence the length of its prompt.
+        families: int64, for each sequence a number that sequences with the same prompt share.
+        piece: int64 [R], the piece of a sequence that each row belongs to.
+        pieces: For each piece (sequence, first position, last position).
     """
 
     sequence: np.ndarray
@@ -38,9 +43,12 @@ class RowPlaces:
     def of(
         cls, tokens: Seq[np.ndarray], prompts: Seq[int], recorded: np.ndarray, rows: slice | np.ndarray
     ) -> RowPlaces:
-        """Make those of sequences of these forwarded tokens, of which so many are the prompt's, cut to `rows`.
+        """Compute the places for packed sequences, cut to this rank's `rows`.
 
-        recorded bool: of all rows of the sequences, end to end.
+        Args:
+            tokens: Forwarded token ids of each sequence.
+            prompts: Prompt length of each sequence.
+            recorded: bool, over the rows of all sequences, end to end.
         """
         lengths, pieces = [len(ids) for ids in tokens], []
         for number, (length, prompt) in enumerate(zip(lengths, prompts, strict=True)):
@@ -63,8 +71,13 @@ class RowPlaces:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
-    """Rows, and for each the row of another sequence at the same place. All int64 [M]: microbatch and row of each,
-    partner: which of the M the other one is. completion: bool [M], else the rows are of prompts."""
+    """Rows, each with a partner: the row at the same position of another sequence.
+
+    Attributes:
+        microbatch, row: int64 [M], where each row is.
+        partner: int64 [M], index of the partner among the M rows.
+        completion: bool [M], whether the row belongs to a completion; otherwise to a prompt.
+    """
 
     microbatch: np.ndarray
     row: np.ndarray
@@ -73,7 +86,7 @@ class Pairs:
 
     @classmethod
     def of(cls, places: Seq[RowPlaces]) -> Pairs:
-        """Choose about SAMPLED_ROWS of the prompts and as many of the completions."""
+        """Choose about SAMPLED_ROWS prompt rows and as many completion rows."""
         columns = []
         for number, one in enumerate(places):
             prompt, family = one.prompts[one.sequence], one.families[one.sequence]
@@ -86,7 +99,7 @@ class Pairs:
             )
         table = np.concatenate(columns, 1) if columns else np.zeros((6, 0), np.int64)
         prompts, completions = (table[:, table[5] == kind] for kind in (0, 1))
-        # Prompts that are the same have the same rows: of each the first sequence that has it.
+        # Equal prompts have equal rows: keep the first sequence of each prompt only.
         if prompts.shape[1]:
             _, first = np.unique(prompts[3], return_index=True)
             prompts = prompts[:, np.isin(prompts[2], prompts[2, first])]
@@ -95,7 +108,7 @@ class Pairs:
 
 
 def _families(table: np.ndarray) -> np.ndarray:
-    """The rows of so many families, those of most rows first, that there are about SAMPLED_ROWS."""
+    """Choose the rows of the largest families, until there are about SAMPLED_ROWS rows."""
     if table.shape[1] <= SAMPLED_ROWS:
         return table
     families, of_row, sizes = np.unique(table[3], return_inverse=True, return_counts=True)
@@ -105,11 +118,12 @@ def _families(table: np.ndarray) -> np.ndarray:
 
 
 def _partners(table: np.ndarray) -> np.ndarray:
-    """For each row the next one at the same place: of its family, else of another; itself where there is none."""
+    """For each row choose the next row at the same position: from the same family if possible, else from another
+    family. A row without any such row is its own partner."""
     partner = np.arange(table.shape[1])
     if not len(partner):
         return partner
-    for columns in ((5, 4), (5, 4, 3)):  # the second, closer ones replace the first
+    for columns in ((5, 4), (5, 4, 3)):  # partners from the second, closer grouping replace those from the first
         keys = table[list(columns)]
         order = np.lexsort((table[2], table[3], *keys[::-1]))
         _, group = np.unique(keys, axis=1, return_inverse=True)
@@ -122,7 +136,7 @@ def _partners(table: np.ndarray) -> np.ndarray:
 
 
 def windows(recorded: np.ndarray, count: int) -> np.ndarray:
-    """About `count` of the rows, spread over them in runs."""
+    """Choose about `count` of the rows, in short runs spread over all of them."""
     if len(recorded) <= count:
         return recorded
     starts = np.linspace(0, len(recorded) - _WINDOW, count // _WINDOW).astype(int)

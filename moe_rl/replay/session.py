@@ -1,17 +1,18 @@
-"""The replay session: what one pass over a rank's microbatches must take, and the proof that it took it.
+"""The replay session: which routes one pass over a rank's microbatches must take, and the proof that it took them.
 
 A session belongs to one run of Megatron's schedule: one optimizer update, or one pass without gradients. The routers
-ask it for the routes of their (microbatch, layer). The MoE layers tell it what was dispatched. It counts both.
+ask it for the routes of their (microbatch, layer), and the MoE layers report what they dispatch. The session counts
+both.
 
-At the exit of the `with` block, or in `conclude` before that, it checks:
+At the end of the `with` block, or earlier in `conclude`, it checks:
 
 - Every (microbatch, layer) was taken exactly once forward, and once more where its activations are recomputed.
-- For every sequence and layer, the dispatched experts sum up to the checksum of the routes that were read.
-- For every sequence, over all layers and ranks, they sum up to what left the sampler's engine.
-- The rows that a dispatch plan sends are those of the dispatched map.
-- Under `align`, the routes are those of the rows that they are replayed for.
+- For every sequence and layer, the dispatched experts have the checksum of the routes that were read.
+- For every sequence, over all layers and ranks, they have the checksum of the routes that left the sampler's engine.
+- The rows that a dispatch plan sends are those in the dispatched routing map.
+- With `align`, the routes belong to the rows that they are replayed for.
 
-Routes are looked up by key, so no order of the schedule is assumed. The schedule says whose forward it begins, and the
+Routes are looked up by key, so no order of the schedule is assumed. The schedule announces each forward, and the
 session checks that the key belongs to these tokens.
 
 Legend: R rows of a microbatch that this rank's routers see, K top-k, E experts, S sequences of a microbatch with the
@@ -51,22 +52,34 @@ _open_session: ReplaySession | None = None
 class ReplaySession:
     """Context manager around one pass of the schedule.
 
-    mode "replay" forces the recorded routes; "observe" lets the router choose and only compares; "record" lets it
-    choose and keeps the choice, for `recorded_routes` (R2). compare_native: also compare the router's own choice with
-    the record (in replay mode: the shadow comparison). recomputed_layers: those that the pass runs a second time, with
-    gradients, and whose routes it takes twice. any_stage: ORs bool flags [tokens] over the ranks that hold the other
-    layers of the same tokens; sum_over_share: adds int64 [n] up, modulo 2**64, over the ranks that hold other layers or
-    other rows of the same sequences; each called at most once, at exit. name and rank go into error messages.
-    compare_with: the record that a router's own choice is compared with, where it is not the routes of `microbatches`:
-    the same microbatches with other routes. keep_router_logits: keep in `router_logits` what every router computed.
-    plans: of the microbatches, from `plan_dispatch`, followed in replay mode; empty: none has one. Without one
-    Megatron's dispatcher asks the other ranks in every layer.
-    compared: under compare_native, after the exit: of each microbatch, with the layers in the order of `layers`.
-    router_logits: {(microbatch, layer): [R, E]}, before scores, bias and groups.
-    align: test, with the router's own choice as the witness, that the routes are those of their rows; only with
-    compare_native. alignment: what the test found. `conclude` makes all these checks.
-    Raises ReplayError when nested, when asked for an unknown key, for the key of other tokens or while not open, and at
-    exit when the ledger is not exact.
+    Attributes:
+        microbatches: Routes of each microbatch.
+        layers: The MoE layers of this rank.
+        mode: "replay" forces the recorded routes. "observe" lets the router choose, and only compares. "record" lets
+            the router choose and keeps its choice for `recorded_routes` (R2).
+        name, rank: For error messages.
+        compare_native: Also compare the router's own choice with the record. In replay mode this is the shadow
+            comparison.
+        align: Test that the routes belong to their rows, with the router's own choice as the witness. Needs
+            compare_native.
+        recomputed_layers: Layers that the pass runs a second time, with gradients. Their routes are taken twice.
+        any_stage: ORs bool flags [tokens] over the ranks that hold the other layers of the same tokens. Called at most
+            once, at exit.
+        sum_over_share: Adds int64 [n], modulo 2**64, over the ranks that hold other layers or other rows of the same
+            sequences. Called at most once, at exit.
+        compare_with: The record to compare the router's choice with, if it is not `microbatches`: the same microbatches
+            with other routes.
+        keep_router_logits: Keep the logits of every router in `router_logits`.
+        plans: Dispatch plans from `plan_dispatch`, followed in replay mode. For a microbatch without a plan, Megatron's
+            dispatcher asks the other ranks in every layer.
+        tally: What the session counted.
+        compared: After the exit, with compare_native: one per microbatch, over `layers`.
+        router_logits: {(microbatch, layer): [R, E]}, before scores, bias and groups.
+        alignment: Result of the alignment test.
+
+    Raises:
+        ReplayError: The session is nested, is asked while it is not open, or is asked for an unknown key or for the key
+            of other tokens; at exit, a check failed.
     """
 
     microbatches: list[MicrobatchRoutes]
@@ -106,8 +119,8 @@ class ReplaySession:
                     "a replay session is already open",
                     where=self.name,
                     got=_open_session.name,
-                    expected="none",
-                    do="close it first: sessions do not nest",
+                    expected="no open session",
+                    do="close that session first: sessions cannot be nested",
                 )
             )
         _open_session = self
@@ -120,21 +133,25 @@ class ReplaySession:
             self.conclude()
 
     def conclude(self) -> None:
-        """Make all checks, once every forward and recomputation of the pass has run. The exit does it, unless who moves
-        weights by what the pass gave has done it before."""
+        """Make all checks once every forward and recomputation of the pass has run.
+
+        Called at exit, or earlier by code that updates the weights inside the session.
+        """
         if not self._concluded:
             self._concluded = True
             self._close()
 
     def handle(self, microbatch: int) -> MicrobatchHandle:
-        """What travels with a microbatch through the model."""
+        """Return the handle that travels with a microbatch through the model."""
         return MicrobatchHandle(self, microbatch)
 
     def begin_forward(self, microbatch: int, tokens: torch.Tensor) -> None:
-        """The schedule is about to run the forward of this microbatch; until it says so again, of no other.
+        """Announce that the schedule is about to run the forward of this microbatch, and of no other until the next
+        call.
 
-        tokens int64 [R]: ids in the rows that this rank's routers will see, compared with those that the routes were
-        read for. Stays on the device.
+        Args:
+            tokens: int64 [R], ids in the rows that this rank's routers will see. They are compared, on the device, with
+                those that the routes were read for.
         """
         self._forwarding = microbatch
         if microbatch >= len(self.microbatches):
@@ -143,7 +160,7 @@ class ReplaySession:
                     "a pass has more microbatches than its session",
                     where=f"{self.name}, rank {self.rank}",
                     got=f"microbatch {microbatch}",
-                    expected=f"{len(self.microbatches)} of them",
+                    expected=f"{len(self.microbatches)} microbatches",
                 )
             )
         expected = self.microbatches[microbatch].fed.tokens
@@ -159,11 +176,11 @@ class ReplaySession:
         self._strangers.append((microbatch, (tokens != expected).any()))
 
     def routes(self, microbatch: int, layer: int) -> torch.Tensor:
-        """Recorded routes [R, K] of one (microbatch, layer)."""
+        """Return the recorded routes [R, K] of one (microbatch, layer)."""
         if _open_session is not self:
             raise ReplayError(
                 describe(
-                    "routes were asked of a session that is not open",
+                    "a router asked a session that is not open for routes",
                     where=self._where(microbatch, layer),
                     got="none open" if _open_session is None else _open_session.name,
                     expected=self.name,
@@ -179,28 +196,28 @@ class ReplaySession:
                     where=self._where(microbatch, layer),
                     got="none",
                     expected=f"layers {sorted(self.microbatches[0].routes) if self.microbatches else []}",
-                    do="record with the model that is trained",
+                    do="record routes with the same model that is trained",
                 )
             ) from None
 
     def native_rows(self, microbatch: int) -> torch.Tensor | None:
-        """bool [R]: rows of the microbatch for which the router chooses; None when there are none."""
+        """Return bool [R], the rows of the microbatch for which the router chooses; None if there are none."""
         return self.microbatches[microbatch].native
 
     def take(self, microbatch: int, layer: int, tokens: int) -> torch.Tensor:
-        """The routes int64 [R, K] to force, counted as taken. tokens: rows the router is about to route."""
+        """Return the routes int64 [R, K] to force, and count them as taken. `tokens` is the number of rows to route."""
         routes = self._routes_of(microbatch, layer, tokens)
         self._taken.count(microbatch, layer)
         return routes.long()
 
     def record(self, microbatch: int, layer: int, chosen: torch.Tensor) -> None:
-        """Keep what the router chose [R, K], counted as taken."""
+        """Keep the router's choice [R, K], and count it as taken."""
         self._check_whose(microbatch, layer)
         self._taken.count(microbatch, layer)
         self._chosen[microbatch, layer] = chosen.detach().to(torch.int16)
 
     def recorded_routes(self) -> list[MicrobatchRoutes]:
-        """The same microbatches with the routes that the routers chose, after a pass whose ledger was exact."""
+        """Return the same microbatches with the routes that the routers chose in this pass."""
         return [
             replace(
                 microbatch,
@@ -215,7 +232,7 @@ class ReplaySession:
         ]
 
     def observe_native(self, microbatch: int, layer: int, native: torch.Tensor, scores: torch.Tensor) -> None:
-        """Compare the router's own choice [R, K], by its scores [R, E], with the record. Stays on the device."""
+        """Compare the router's own choice [R, K], made by its scores [R, E], with the record. Stays on the device."""
         if not self.compare_native or (microbatch, layer) in self._native:
             return
         self._check_whose(microbatch, layer)
@@ -233,15 +250,15 @@ class ReplaySession:
         )
 
     def observe_logits(self, microbatch: int, layer: int, logits: torch.Tensor) -> None:
-        """Keep a router's logits, R x E in any shape, where they are asked for."""
+        """Keep a router's logits, R x E in any shape, if `keep_router_logits` is set."""
         if self.keep_router_logits:
             self._check_whose(microbatch, layer)
             self.router_logits[microbatch, layer] = logits.detach().reshape(-1, logits.shape[-1])
 
     def plan(self, microbatch: int, layer: int, tokens: int) -> LayerPlan | None:
-        """How the dispatcher sends the rows of one (microbatch, layer), `tokens` of them; None: it has to find out.
+        """Return the dispatch plan of one (microbatch, layer) for `tokens` rows, or None if there is none.
 
-        Refuses what `take` refuses: rows may be sent by the plan before the router asks for their routes.
+        Makes the same checks as `take`, because the plan may send rows before the router asks for their routes.
         """
         plans = self.plans[microbatch] if self.plans and self.mode == "replay" else None
         if plans is None:
@@ -250,18 +267,18 @@ class ReplaySession:
         if len(plan.entries) != routes.numel():
             raise ReplayError(
                 describe(
-                    "a dispatch plan is of another microbatch",
+                    "a dispatch plan belongs to another microbatch",
                     where=self._where(microbatch, layer),
                     got=f"{len(plan.entries)} sent rows",
                     expected=routes.numel(),
-                    do="make plans from the tables that the session replays, in their order",
+                    do="make plans from the tables that the session replays, in the same order",
                 )
             )
         return plan
 
     def check_dispatch(self, microbatch: int, layer: int, routing_map: torch.Tensor) -> None:
-        """Compare the map [R, E] bool that goes to the dispatcher with the record, and what a plan sends with the map.
-        Stays on the device."""
+        """Compare the routing map [R, E] bool with the record, and the rows that the plan sends with the map. Stays on
+        the device."""
         if self.mode != "replay":
             return
         plan = self.plan(microbatch, layer, len(routing_map))
@@ -274,12 +291,13 @@ class ReplaySession:
         table = self.microbatches[microbatch]
         applied = table.fed.applied(layer, routing_map, native=table.native)
         self._applied.append((microbatch, layer, applied != table.checksums[layer]))
-        self._arrived.setdefault((microbatch, layer), applied)  # once: a recomputation dispatches the same rows
+        # keep the first only: a recomputation dispatches the same rows
+        self._arrived.setdefault((microbatch, layer), applied)
         self._dispatched.count(microbatch, layer)
         self.tally.applied_checked += len(table.names)
 
     def _routes_of(self, microbatch: int, layer: int, tokens: int) -> torch.Tensor:
-        """Recorded routes [R, K] for the rows at hand, after every check that needs no value of theirs."""
+        """Return the recorded routes [R, K] for these rows, after all checks that need no values from the device."""
         routes = self.routes(microbatch, layer)
         self._check_whose(microbatch, layer)
         if routes.shape[0] != tokens:
@@ -294,7 +312,7 @@ class ReplaySession:
         return routes
 
     def _check_whose(self, microbatch: int, layer: int) -> None:
-        # Backward passes run in between, and in these recomputation: of a microbatch whose key was checked here before.
+        # A backward pass can run between forwards and recompute a microbatch whose key was checked in its forward.
         recomputation = layer in self.recomputed_layers and torch.is_grad_enabled()
         if microbatch != self._forwarding and not recomputation:
             raise ReplayError(
@@ -335,9 +353,9 @@ class ReplaySession:
         return ledger.check(range(len(self.microbatches)), self.layers, self.recomputed_layers, where)
 
     def _sums_of_share(self) -> list[list[int]]:
-        """Sums of the sequences, in the microbatches' order: as dispatched, and as read, on all ranks that share them.
+        """Return the checksums of the sequences, as dispatched and as read, added over all ranks that share them.
 
-        These take part together, so before one of them alone can find anything wrong.
+        These ranks communicate here, so this runs before any check that could fail on one rank alone.
         """
         known = [(number, table) for number, table in enumerate(self.microbatches) if table.source is not None]
         if self.mode != "replay" or not known:
@@ -353,23 +371,29 @@ class ReplaySession:
 
 
 def require_open(session: ReplaySession | None) -> None:
-    """Raise ReplayError unless `session` is the one that is open; None: unless none is. A pass of the model asks first:
-    outside of its session nothing would be checked, and inside another one it is the start of a nested pass."""
+    """Raise ReplayError unless `session` is the open one; with None, unless no session is open.
+
+    Every pass of the model calls this first. Outside its session nothing would be checked, and inside another session
+    it would be a nested pass.
+    """
     if _open_session is not session:
         raise ReplayError(
             describe(
-                "a pass of the model outside of its session",
+                "the model was run outside its replay session",
                 where="natively routed" if session is None else f"{session.name}, rank {session.rank}",
                 got="none open" if _open_session is None else f"{_open_session.name} is open",
                 expected="none open" if session is None else "its session open",
-                do="run each pass inside its own `with session:`, and no other pass in there",
+                do="run each pass inside its own `with session:` block, and no other pass inside that block",
             )
         )
 
 
 def refuse_lost_key(layer: int) -> None:
-    """Raise ReplayError when a session is open: its layers each have the key of a microbatch. One that lost it would
-    ask the other ranks for counts, which these, knowing them, do not answer."""
+    """Raise ReplayError if a session is open, because then every MoE layer must have the handle of a microbatch.
+
+    A layer without it would ask the other ranks for token counts. They know the counts from their plans and would not
+    answer, so all would hang.
+    """
     if _open_session is None:
         return
     session, microbatch = _open_session, f"microbatch {_open_session._forwarding}"
@@ -377,18 +401,18 @@ def refuse_lost_key(layer: int) -> None:
         microbatch = "the recomputation of a microbatch"
     raise ReplayError(
         describe(
-            "a layer lost the key to its routes",
+            "a layer lost the handle to its routes",
             where=f"{session.name}, rank {session.rank}, {microbatch}, layer {layer}",
-            got="no key",
-            expected="that of the microbatch which runs through it",
-            do="look for what runs the layer or its router without the packed sequence parameters",
+            got="no handle",
+            expected="the handle of the microbatch that the layer is running",
+            do="look for code that runs the layer or its router without the packed sequence parameters",
         )
     )
 
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchHandle:
-    """A session and the number of one of its microbatches: the key that routers and MoE layers look up with."""
+    """A session and the number of one of its microbatches. Routers and MoE layers look up their routes with it."""
 
     session: ReplaySession
     microbatch: int

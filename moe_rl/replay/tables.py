@@ -1,8 +1,8 @@
-"""What goes into a replay session and what comes out: the routes of a microbatch, the counts of a pass, and what
-routers would have chosen themselves, compared with the record.
+"""The inputs and results of a replay session: the routes of a microbatch, the counts of a pass, and the comparison of
+the routers' own choice with the record.
 
-Legend: R rows of a microbatch that this rank's routers see, N those of them that have a record, K top-k, E experts,
-L layers, S sequences of a microbatch with the padding as one more, layer: global decoder layer, 0-based.
+Legend: R rows of a microbatch that this rank's routers see, N those of them that have a record, K top-k, E experts, L
+layers, S sequences of a microbatch with the padding as one more, layer: global decoder layer, 0-based.
 """
 
 from __future__ import annotations
@@ -22,14 +22,20 @@ from moe_rl.replay.row_places import RowPlaces
 class MicrobatchRoutes:
     """Routes of one packed microbatch, cut to the rows that this rank's routers see.
 
-    names [S]: requests, and "padding". fed: of the rows as they are fed to the model. places: where these lie. routes:
-    {layer: integers [R, K]}; padding rows have made-up ones. checksums: {layer: int64 [S]} of the replayed rows, from
-    the routes as read. unreplayed: int64 [S] of the rows that have a record and yet no route to replay, over the
-    layers, as read. source: sums of the requests, int64, as their references have them: over all layers and all ranks
-    that share the sequences, checksums and unreplayed add up to them. None: the routes are not a sampler's.
-    recorded: int64 [N], the rows whose recorded routes a router's own choice is compared with. native: bool [R], the
-    rows that have no route to replay, where the router chooses; None: there are none. replayed_tokens, native_tokens:
-    rows of either kind without the padding. stale_tokens: rows whose recorded routes older weights chose.
+    Attributes:
+        names: [S], keys of the requests, and "padding".
+        fed: Tokens and salts of the rows as they are fed to the model.
+        places: Where these rows lie in their sequences.
+        routes: {layer: integers [R, K]}; padding rows have placeholder routes.
+        checksums: {layer: int64 [S]}, of the rows to replay, computed from the routes as read.
+        unreplayed: int64 [S], the same over all layers for the rows that have a record but are not replayed.
+        source: int64 [S - padding], checksums in the route references of the requests. Over all layers, and all ranks
+            that share the sequences, checksums and unreplayed add up to these. None if the routes do not come from a
+            sampler.
+        recorded: int64 [N], indices of the rows whose record is compared with a router's own choice.
+        native: bool [R], rows without a route to replay, for which the router chooses; None if there are none.
+        replayed_tokens, native_tokens: Number of replayed and of native rows, without padding.
+        stale_tokens: Number of rows whose recorded routes were chosen by older weights.
     """
 
     names: tuple[str, ...]
@@ -47,22 +53,29 @@ class MicrobatchRoutes:
 
     @property
     def read(self) -> torch.Tensor:
-        """int64, as `source`: the share of it that this rank read, in its rows and layers."""
+        """The part of `source` that this rank read, in its rows and layers, int64."""
         assert self.source is not None
         return torch.stack([self.unreplayed, *self.checksums.values()]).sum(0)[: len(self.source)]
 
 
 @dataclass(slots=True)
 class Tally:
-    """What a finished session counted. Integers summed over this rank's microbatches.
+    """What a finished session counted: integers summed over this rank's microbatches. The native counts leave padding
+    out.
 
-    consumed, expected: takings of (microbatch, layer), recomputations included.
-    dispatched: of (microbatch, layer) under replay, recomputations included; planned: those of them with a plan.
-    applied_mismatch: (sequence, layer) pairs with a row dispatched to other experts than recorded, of applied_checked.
-    native_mismatch: (token, layer) positions where the router's own top-k set differs from the recorded one, of
-    native_positions; native_by_layer: the same for each layer. native_token_mismatch: tokens with at least one such
-    layer, on any pipeline stage, of native_tokens. native_shared: experts that the two sets have in common, and
-    native_margin: margins (see `Compared`), over the positions. The native counts leave padding out.
+    Attributes:
+        consumed, expected: How often routes of a (microbatch, layer) were taken, and should be; recomputations count.
+        dispatched: (microbatch, layer) dispatches under replay; recomputations count.
+        planned: Those dispatches that followed a plan.
+        applied_mismatch: (sequence, layer) pairs with a row that was dispatched to other experts than recorded.
+        applied_checked: All (sequence, layer) pairs that were checked.
+        native_mismatch: (token, layer) positions where the router's own top-k set differs from the recorded one.
+        native_positions: All (token, layer) positions that were compared.
+        native_by_layer: native_mismatch of each layer.
+        native_token_mismatch: Tokens with a mismatch in at least one layer, on any pipeline stage.
+        native_tokens: All tokens that were compared.
+        native_shared: Experts that are in both sets, summed over the positions.
+        native_margin: Margins (see `Compared`), summed over the positions.
     """
 
     consumed: int = 0
@@ -82,13 +95,16 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compared:
-    """A router's own choice of K experts against the record, for L layers and the N rows that have a record; of one
-    layer: without the first axis.
+    """A router's own choice of K experts compared with the record, for L layers and the N rows that have a record. For
+    a single layer the first axis is missing.
 
-    differs: bool [L, N], whether the sets are not the same. shared: int64 [L, N], experts in both, 0 to K.
-    margin: float32 [L, N], the K-th best score less the least score of a recorded expert, in what the router ranks by:
-    nats for the logits of a softmax router, else scores with the expert bias. 0 where the sets agree, above 0 where
-    they do not, by so much as the router prefers its own; a router limited to groups of experts may go below 0.
+    Attributes:
+        differs: bool [L, N], whether the two sets differ.
+        shared: int64 [L, N], experts in both sets, 0 to K.
+        margin: float32 [L, N], the K-th best score minus the lowest score of a recorded expert. The scores are what the
+            router ranks by: logits (in nats) for a softmax router, otherwise scores with the expert bias. The margin is
+            0 where the sets agree, and positive where the router prefers its own choice by that much. A router that is
+            limited to groups of experts may have a negative margin.
     """
 
     differs: torch.Tensor
@@ -97,23 +113,23 @@ class Compared:
 
     @classmethod
     def of(cls, recorded: torch.Tensor, native: torch.Tensor, scores: torch.Tensor) -> Compared:
-        """Compare one layer: the record, the router's choice, int64 [N, K], and its scores [N, E]. On the device."""
+        """Compare one layer on the device: the record and the router's choice, int64 [N, K], with its scores [N, E]."""
         shared = (recorded[:, :, None] == native[:, None, :]).sum((1, 2))
         best = scores.gather(1, native)
-        # The last term is 0, or NaN where a score is infinite, which amin would pass over.
+        # The last term is 0, but NaN if a score is infinite, which amin alone could hide.
         margin = best.amin(1) - scores.gather(1, recorded).amin(1) - (best - best).sum(1)
         return cls(shared < recorded.shape[1], shared, margin.float())
 
     @classmethod
     def of_layers(cls, layers: Seq[Compared]) -> Compared:
-        """Put several layers of the same rows together."""
+        """Stack several layers of the same rows."""
         return cls(*(torch.stack([getattr(one, name) for one in layers]) for name in ("differs", "shared", "margin")))
 
 
 def totals(
     compared: Seq[Compared], layers: Seq[int], any_stage: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, Any]:
-    """What a session's `Tally` has of all its microbatches, in these layers. any_stage: as in `ReplaySession`."""
+    """Compute the native counts of a session's `Tally` over all its microbatches. `any_stage`: see `ReplaySession`."""
     wrong = torch.cat([one.differs for one in compared], 1)
     by_layer = wrong.sum(1).tolist()
     return {

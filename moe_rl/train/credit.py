@@ -1,8 +1,8 @@
-"""From rewards to the advantages in every rank's microbatches, once all that a reward may contain is known.
+"""Computes advantages from rewards, and puts them into every rank's microbatches.
 
-It stands between the passes without a gradient and the updates: a KL in the reward is of the policy that the step
-began with. Every rank has all rewards, learns the KL of the sequences of other ranks, and computes the advantages of
-the whole batch alike.
+This runs after the passes without gradients and before the updates, because a KL penalty in the reward is computed with
+the policy that the step began with. Every rank has all rewards, receives the KL of all sequences, and computes the
+advantages of the whole batch in the same way.
 """
 
 from __future__ import annotations
@@ -23,12 +23,19 @@ from moe_rl.types import Sequence
 def give_credit(
     objective: ObjectiveConfig, sequences: list[Sequence], group_ids: list[int], shares: list[UpdateShare]
 ) -> dict[str, float]:
-    """Set the advantages of every microbatch of `shares`. All ranks call it; returns metrics, equal on all of them.
+    """Set the advantages of every microbatch in `shares`. All ranks call this together.
 
-    sequences, group_ids: the whole batch. With `kl_in: reward`, R'_i = R_i - kl_coef * sum_t k(l_old_t, l_ref_t) over
-    the completion tokens of i, k the chosen estimator of KL(policy || reference); shares then have old_logprobs and
-    ref_logprobs. A sequence that no share has (its routes are missing, and it was dropped) has no KL then, and enters
-    no statistic. A KL that is not finite makes every advantage nan, so that the guards skip the step's updates.
+    With `kl_in: reward`, the reward of sequence i becomes R'_i = R_i - kl_coef * sum_t k(l_old_t, l_ref_t). The sum
+    runs over its completion tokens, and k is the chosen estimator of KL(policy || reference). `shares` must then have
+    old_logprobs and ref_logprobs. A sequence that was dropped because its routes are missing has no KL, and enters no
+    statistic. A KL that is not finite makes every advantage NaN, so that the guards skip the step's updates.
+
+    Args:
+        sequences, group_ids: The whole batch.
+        shares: This rank's part of each update.
+
+    Returns:
+        Metrics, equal on all ranks.
     """
     rewards: list[float | None] = [sequence.reward for sequence in sequences]
     metrics = {}
@@ -47,7 +54,7 @@ def give_credit(
         values = advantages(objective.advantage, rewards, group_ids, lengths)
     else:
         values = [math.nan] * len(rewards)
-    # A sequence without one is in no share.
+    # A sequence without an advantage is in no share.
     of = {sequence.key: value for sequence, value in zip(sequences, values, strict=True) if value is not None}
     for share in shares:
         for work in share.work:
@@ -57,10 +64,13 @@ def give_credit(
 
 
 def _sequence_kl(estimator: str, sequences: list[Sequence], shares: list[UpdateShare]) -> list[float | None]:
-    """Sum of the estimates over each sequence's completion, in nats; None for a sequence that is in no share, NaN for
-    one that is not finite.
+    """Return the sum of the KL estimates over each completion, in nats.
 
-    Each is taken from one of the ranks that have the sequence. Raises MoeRLError when two speak for the same one.
+    The value is None for a sequence that is in no share, and NaN for one that is not finite. Several ranks can hold a
+    sequence, and exactly one of them reports its KL.
+
+    Raises:
+        MoeRLError: Two ranks report the same sequence.
     """
     where = {sequence.key: number for number, sequence in enumerate(sequences)}
     sums, speakers = [0.0] * len(sequences), [0] * len(sequences)
@@ -69,9 +79,9 @@ def _sequence_kl(estimator: str, sequences: list[Sequence], shares: list[UpdateS
             microbatch = work.microbatch
             if not microbatch.indices:
                 continue
-            assert work.ref_logprobs is not None  # a KL brings the reference, whose pass came before
+            assert work.ref_logprobs is not None  # a KL penalty needs the reference, whose pass has run by now
             tokens = KL_ESTIMATORS[estimator](work.ref_logprobs.double() - work.old_logprobs.double())
-            # The tokens of a sequence lie together, in the order of the sequences.
+            # The tokens of a sequence are contiguous, and the sequences are in order.
             counts = torch.bincount(microbatch.sequence_ids, minlength=len(microbatch.indices))
             sums_here = torch.segment_reduce(tokens, "sum", lengths=counts, initial=0)
             for index, total in zip(microbatch.indices, sums_here.tolist(), strict=True):
@@ -83,11 +93,11 @@ def _sequence_kl(estimator: str, sequences: list[Sequence], shares: list[UpdateS
         number = spoke.index(max(spoke))
         raise MoeRLError(
             describe(
-                "ranks do not share the sequences of a step out",
+                "a sequence is reported by more than one rank",
                 where=f"sequence {sequences[number].key}",
-                got=f"{spoke[number]:.0f} that speak for it",
+                got=f"{spoke[number]:.0f} ranks",
                 expected=1,
             )
         )
-    # An infinity becomes NaN, since there is no sum of two with different signs.
+    # x - (x - x) turns an infinity into NaN: infinities of different signs would have no sum.
     return [total - (total - total) if count else None for total, count in zip(totals, spoke, strict=True)]

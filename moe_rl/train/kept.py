@@ -1,8 +1,9 @@
-"""The rollouts that a run keeps, so that what a step learned from can be looked at and scored again.
+"""The rollouts that a run keeps, so that what a step trained on can be inspected and scored again.
 
-`rollouts/step000012.rollout` holds everything that step 12 learned from but the routes, which lie in the step's trace
-shards: keys, tokens, sampler logprobs, rewards, weight versions, references to routes. It is one line,
-`moe_rl rollout 1 <xxh3-128 of the rest>`, and the batch as it went to the ranks (`messages.py`).
+`rollouts/step000012.rollout` holds everything that step 12 trained on except the routes, which are in the step's trace
+shards: keys, tokens, sampler logprobs, rewards, weight versions and route references. The file starts with the line
+`moe_rl rollout 1 <xxh3-128 of the rest>`, followed by the batch in the encoding that was sent to the ranks
+(`messages.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from moe_rl.errors import DataError, describe
 from moe_rl.trace import TraceStore
 from moe_rl.types import Sequence
 
-# What follows the round is added by who samples: a fleet of servers, the pipeline stages of an engine.
+# The sampler appends what follows the round: the server of a fleet, or the pipeline stage of an engine.
 _SHARD = re.compile(r"step(\d{6,})(?:-round\d+)?(?:-server\d+(?:-again\d+)?)?(?:\.pp\d+of\d+)?")
 _SUFFIX = ".rollout"
 _HEAD = b"moe_rl rollout 1 "
@@ -29,10 +30,12 @@ _HEAD = b"moe_rl rollout 1 "
 
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
-    """What one step learns from. Sequences whose verification failed are not in it.
+    """What one step trains on. Sequences whose verification failed are left out.
 
-    group_ids: number of the prompt of each sequence. metrics: what sampling and verification showed. digest: of every
-    completion that was sampled for the step, trained on or not, as the prompt ledger has it.
+    Attributes:
+        group_ids: For each sequence, the number of its prompt.
+        metrics: Measured during sampling and verification.
+        digest: Digest of all completions sampled for the step, also of those not trained on, as in the prompt ledger.
     """
 
     sequences: list[Sequence]
@@ -42,43 +45,50 @@ class RolloutBatch:
 
 
 def shards_of(batch: RolloutBatch) -> list[str]:
-    """The trace shards that hold the routes of a batch, sorted."""
+    """Return the names of the trace shards that hold the routes of a batch, sorted."""
     return sorted({part.shard for one in batch.sequences if one.routes is not None for part in one.routes.parts})
 
 
 def shard_name(step: int, number: int = 0) -> str:
-    """Trace shard of a round of one step's rollout. number: of the round, from 0."""
+    """Return the name of the trace shard for one round of a step's rollout. Rounds are numbered from 0."""
     return f"step{step:06d}" + (f"-round{number + 1}" if number else "")
 
 
 def shard_step(name: str) -> int | None:
-    """The step whose rollout a trace shard holds; None when it is of something else."""
+    """Return the step whose rollout is in a trace shard; None if the shard does not belong to a training step."""
     found = _SHARD.fullmatch(name)
     return int(found[1]) if found else None
 
 
 def kept_steps(step: int, last: int, checkpoints: Iterable[int]) -> set[int]:
-    """The steps whose rollouts are kept once `step` is sampled: the `last` ones, step 1, and the one after each of the
-    checkpoints that are kept, given by the steps they had done."""
+    """Return the steps whose rollouts are kept once `step` is sampled.
+
+    These are step 1, the `last` steps, and the step after each kept checkpoint. `checkpoints` holds the last step of
+    each.
+    """
     return {1, *(done + 1 for done in checkpoints), *range(step - last + 1, step + 1)}
 
 
 class KeptRollouts:
-    """The files of `folder` and the trace shards beside them, which come and go together."""
+    """The rollout files in `folder` and their trace shards, which are kept and deleted together."""
 
     def __init__(self, folder: Path, store: TraceStore):
         self.folder, self.store = folder, store
 
     def save(self, step: int, batch: RolloutBatch) -> None:
-        """Write a step's file, which appears complete or not at all."""
-        with writing("the folder of the rollouts could not be made", self.folder):
+        """Write a step's file. It appears complete or not at all."""
+        with writing("the folder for rollouts could not be created", self.folder):
             self.folder.mkdir(exist_ok=True)
         payload = messages.encode(batch)
         head = _HEAD + xxhash.xxh3_128_hexdigest(payload).encode() + b"\n"
         write_whole(self._path(step), head + payload, "a step's rollouts")
 
     def load(self, step: int) -> RolloutBatch:
-        """What `save` was given. Raises DataError when the file is missing, cut short or changed."""
+        """Read the batch that `save` wrote.
+
+        Raises:
+            DataError: The file is missing, cut short or changed.
+        """
         path = self._path(step)
         try:
             head, newline, payload = path.read_bytes().partition(b"\n")
@@ -99,16 +109,16 @@ class KeptRollouts:
             return messages.decode(payload, RolloutBatch)
         except (msgspec.MsgspecError, ValueError) as error:
             raise DataError(
-                describe("a step's rollouts are of another version of moe_rl", where=str(path), got=error)
+                describe("a step's rollouts were written by another version of moe_rl", where=str(path), got=error)
             ) from error
 
     def steps(self) -> list[int]:
-        """The steps that have both their file and their trace shards, ascending."""
+        """Return the steps that have both their file and their trace shards, ascending."""
         shards = {shard_step(name) for name in self.store.shards()}
         return sorted(step for path in self._files() if (step := shard_step(path.stem)) is not None and step in shards)
 
     def retain(self, steps: Container[int]) -> None:
-        """Remove every file and every shard but those of these steps, unfinished files too."""
+        """Delete all files and shards except those of these steps. Unfinished files are deleted too."""
         for name in self.store.shards():
             if not _is_of(name, steps):
                 self.store.remove(name)

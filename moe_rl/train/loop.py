@@ -1,13 +1,13 @@
-"""The whole story of a run, read from top to bottom.
+"""The main loop of a training run, from start to report.
 
-Every rank trains. Rank 0 also owns the sampler (a vLLM engine in a child process, or servers), the verifiers, the
-prompts and the log. One step: sample a batch with routes, judge it, learn from it under the recorded routes, give the
-sampler the new weights.
+All ranks train. Rank 0 also owns the sampler (a vLLM engine in a child process, or vLLM servers), the reward verifiers,
+the prompts and the log. Each step samples completions and records their routes, scores them with rewards, trains on
+them with the recorded routes replayed, and sends the new weights to the sampler:
 
     prompts -> rollout (tokens, logprobs, routes) -> rewards -> packing -> old and reference logprobs -> advantages
-            -> replay around the forward and backward pass -> loss -> optimizer -> sync -> the next prompts
+            -> forward and backward pass with replayed routes -> loss -> optimizer -> weight sync -> next prompts
 
-How a batch is sampled: `rollouts.py`. How it is learned from: `step.py`. What a rank holds meanwhile: `trainer.py`.
+Read next: `rollouts.py` (sampling a batch), `step.py` (training on it), `trainer.py` (the objects that a rank holds).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from moe_rl.train.trainer import Trainer
 
 @contextmanager
 def _saying_how_to_go_on(run: Path) -> Iterator[None]:
-    """Note on whatever ends the run how to go on with it, as what is on disk says once all else has ended."""
+    """Add a note to any error that ends the run: how to resume from the checkpoints that are on disk by then."""
     try:
         yield
     except CollapseError as error:
@@ -39,17 +39,22 @@ def _saying_how_to_go_on(run: Path) -> Iterator[None]:
         error.add_note(checkpoints.to_resume_instead(newest))
         raise
     except CheckpointError:
-        raise  # which says that itself: it may be the newest one that cannot be read
+        raise  # its message already says so: the newest checkpoint may be the one that cannot be read
     except BaseException as error:
         error.add_note(checkpoints.to_go_on(run / checkpoints.FOLDER))
         raise
 
 
 def train(config: Config, folder: RunFolder | None, begin_after: int | None = None) -> Path:
-    """Run, or with `folder` resume, a training run. All ranks call it; returns the run's folder on each.
+    """Train from the beginning, or resume the run in `folder`. All ranks call this function together.
 
-    begin_after: steps of the checkpoint to go on from, by default of the newest; 0: of none. The config has been
-    checked (`config.check.problems`), so that what fails here is not the user's writing.
+    Args:
+        config: Checked by `config.check.problems` before, so errors raised here are not mistakes in the config file.
+        folder: The run to resume; None starts a new run.
+        begin_after: Step of the checkpoint to resume from. None means the newest one, 0 means the beginning.
+
+    Returns:
+        The path of the run folder, on every rank.
     """
     world.start(config.parallel, seed=config.run.seed, timeout_seconds=24 * 3600)
     with ExitStack() as stack:
@@ -73,7 +78,7 @@ def train(config: Config, folder: RunFolder | None, begin_after: int | None = No
         if not done:
             trainer.check_start()
         if done or config.rollout.weights != "exact" or config.rollout.servers:
-            trainer.sync(version=done)  # an engine started with the model's own; servers hold nothing that counts
+            trainer.sync(version=done)  # a new engine holds the base model's weights, and a server may hold any weights
         trainer.evaluate(done, last=done == config.run.steps)
         collapse, native_every = None, config.replay.native_every
         for step in range(done + 1, config.run.steps + 1):
@@ -94,7 +99,7 @@ def train(config: Config, folder: RunFolder | None, begin_after: int | None = No
                 with peers.phase("sync", step), clock("sync"):
                     metrics |= trainer.sync(version=step)
             collapse = trainer.finish(step, batch, metrics, clock)
-            # The checkpoint comes last: what it stands for has been logged when it appears.
+            # Save last: once a checkpoint for this step appears on disk, the step is already in the log.
             done, last = step, step == config.run.steps or collapse is not None
             trainer.evaluate(step, last=last)
             if collapse is None and trainer.asked_to_stop():

@@ -1,4 +1,4 @@
-"""The loss of one optimizer update: the objective's policy loss, its corrections, its KL penalty, its entropy bonus."""
+"""The loss of one optimizer update: the objective's policy loss with its corrections, KL penalty and entropy bonus."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_rl.train.shares import MicrobatchWork, UpdateShare
 
 @dataclass(slots=True)
 class LossSums:
-    """Sums over a step's updates on this rank: scalar tensors, once there is something to add."""
+    """Sums over the updates of a step on this rank. Each becomes a scalar tensor with the first value added."""
 
     loss: torch.Tensor | int = 0
     kl: torch.Tensor | int = 0
@@ -26,10 +26,11 @@ class LossSums:
 
 
 class UpdateLoss:
-    """The loss of this rank's share of an update, one microbatch at a call; a `megatron.schedule.LossFunction`.
+    """The loss of this rank's share of an update, called once per microbatch. It is a `megatron.schedule.LossFunction`.
 
-    sums: what the calls add to. seen: what each microbatch's call was given, detached: its logprobs and, where they are
-    asked for, its entropies.
+    Attributes:
+        sums: Each call adds to these sums.
+        seen: For each microbatch, the detached logprobs and, if requested, the entropies that the call received.
     """
 
     def __init__(self, objective: ObjectiveConfig, share: UpdateShare, sums: LossSums):
@@ -37,11 +38,17 @@ class UpdateLoss:
         self.seen: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def __call__(self, number: int, logprobs: torch.Tensor, *entropies: torch.Tensor) -> torch.Tensor:
+        """Return the loss of microbatch `number`.
+
+        Args:
+            logprobs: float32 [N], of its completion tokens.
+            entropies: float32 [N], if requested.
+        """
         objective, share, sums, work = self.objective, self.share, self.sums, self.share.work[number]
         microbatch = work.microbatch
         self.seen[number] = tuple(values.detach() for values in (logprobs, *entropies))
         own = {"rollout_logprobs": microbatch.rollout_logprobs} if objective.name in USE_ROLLOUT_LOGPROBS else {}
-        # Called here and not through `policy_loss`, so that fewer frames lie above it.
+        # The loss function is looked up here rather than through `policy_loss`, so that fewer frames lie above it.
         result = POLICY_LOSSES[objective.name](
             logprobs,
             work.old_logprobs,
@@ -67,7 +74,7 @@ class UpdateLoss:
         if objective.entropy_coef > 0:
             (entropy,) = entropies
             total = total - objective.entropy_coef * entropy_bonus(entropy, share.tokens)
-        # Nothing is read here: the host would wait for the device after every microbatch.
+        # Nothing is read back here: that would make the host wait for the device after every microbatch.
         sums.loss += total.detach().double()
         sums.clip_events += result.clip_events
         sums.clip_units += result.clip_units
@@ -75,7 +82,7 @@ class UpdateLoss:
         return total
 
     def _weights(self, work: MicrobatchWork, logprobs: torch.Tensor) -> torch.Tensor | None:
-        """[N] of a microbatch's tokens by the config's corrections; None without any."""
+        """Return the correction weights [N] of a microbatch's tokens; None if the config has no corrections."""
         if not self.objective.corrected:
             return None
         weights = corrections.token_weights(

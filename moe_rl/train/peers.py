@@ -1,17 +1,18 @@
-"""Who is alive, and who was asked to stop: every rank beats, every rank listens, one message says why a run ends.
+"""Watches that all ranks are alive, handles requests to stop, and gives one reason when a run ends.
 
-Signs of life go through the store that torchrun keeps for the ranks (MASTER_ADDR, MASTER_PORT). Each rank writes
-one key of it, twice a second, and reads those of its node and of rank 0; rank 0 reads all: the load grows with the
-number of ranks, not its square. A beat that stops for too long, or a process of this host that is gone, ends the run:
-a collective would only wait. Beats are counted and timed on the listener's own monotonic clock, so clocks that jump or
-differ do no harm. The first who ends the run leaves the reason in the store, so that all nodes give the same one.
+Ranks exchange heartbeats through the store that torchrun keeps for them (MASTER_ADDR, MASTER_PORT). Each rank writes
+its own key twice a second. It reads the keys of the ranks on its node and of rank 0, and rank 0 reads all keys, so the
+load grows with the number of ranks and not with its square. If the heartbeat of a rank stops for too long, or its
+process on this host is gone, the run ends: a collective would wait for that rank forever. Heartbeats are counted, and
+timed on the reader's own monotonic clock, so clocks that jump or differ do no harm. The first rank that ends the run
+writes the reason into the store, so that all nodes report the same reason.
 
-A call to a store that was stopped does not return, whatever timeout it is given. So one thread talks to the store and a
-second one judges, which never waits for the first: a store that is gone or silent ends the run too.
+A call to a store that was stopped never returns, whatever its timeout. Therefore one thread talks to the store, and a
+second thread watches without ever waiting for the first: the run also ends when the store is gone or silent.
 
-SIGTERM asks the run to stop: torchrun forwards the one that it gets, schedulers send it before they kill. The second
-thread hears of it at once, also while the main thread waits in a collective, has the other ranks told, and sees to it
-that the run has ended `grace_seconds` later, with a checkpoint or without. SIGINT ends it there and then.
+SIGTERM asks the run to stop: torchrun forwards it to the ranks, and schedulers send it before they kill. The watching
+thread notices it at once, even while the main thread waits in a collective. It tells the other ranks, and makes sure
+that the run has ended `grace_seconds` later, with or without a checkpoint. SIGINT ends the run immediately.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 _INTERVAL = 0.5
-# A scheduler signals torchrun and its ranks, and torchrun them again: one request.
+# Signals within so many seconds are one request: a scheduler signals torchrun and the ranks, and torchrun the ranks.
 _SAME_REQUEST = 3.0
-# From where a dying process has closed its connections to where the kernel has done with it.
+# A dying process closes its connections up to this long before the kernel has removed it.
 _DYING_SECONDS = 5.0
-# What rank 0 takes to publish a checkpoint whose parts are all there.
+# Seconds that rank 0 may take to publish a checkpoint whose parts are all written.
 _PUBLISHING_SECONDS = 5.0
 _OVER = ("finished", "stopped")
 EXIT_CODE = 3
@@ -49,15 +50,21 @@ STOPPED = 5
 
 
 class StopRequested(BaseException):
-    """Raised within `Peers.to_be_left`. Not an Exception: what handles those has no business with it."""
+    """Raised inside `Peers.to_be_left` when the run is asked to stop. A BaseException, so that `except Exception`
+    ignores it."""
 
 
 def connect(folder: Path, environment: Mapping[str, str] = os.environ) -> Store:
-    """The part of torchrun's store that is for the run in `folder`. environment: that of a rank of the run.
+    """Connect to the part of torchrun's store that belongs to the run in `folder`.
 
-    Keys: a rank's number, its state as JSON; "asked", "1" when the run was asked to stop; "ended", why it ends.
+    The keys are each rank's number, with its state as JSON; "asked", which is "1" once the run was asked to stop; and
+    "ended", with the reason why the run ends.
+
+    Args:
+        environment: The environment variables of a rank of the run.
     """
-    from torch.distributed import PrefixStore, TCPStore  # not above: the exit codes are needed without torch
+    # imported here because the exit codes above must be usable without torch
+    from torch.distributed import PrefixStore, TCPStore
 
     address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30))
@@ -65,30 +72,33 @@ def connect(folder: Path, environment: Mapping[str, str] = os.environ) -> Store:
 
 
 class _Wire(threading.Thread):
-    """Takes this rank's state to the store and brings back what others say. Its calls may hang for as long as the store
-    does, so nobody else calls the store, or waits for this thread without a limit."""
+    """Sends this rank's state to the store and fetches the state of the others.
+
+    Its calls may hang as long as the store hangs. So no other thread calls the store, or waits for this one without a
+    limit.
+    """
 
     def __init__(self, folder: Path, rank: int, others: list[int], state: Callable[[int], dict[str, Any]]):
         super().__init__(name="peers' wire", daemon=True)
         self._folder, self._rank, self._others, self._state = folder, rank, others, state
         self._news, self._hurry, self._begun, self._ended = threading.Event(), False, 0, 0
-        self.asked, self.why = False, ""  # what this rank has to tell all, then what all were told
-        self.heard: tuple[float, dict[int, dict[str, Any]]] = 0.0, {}  # when the store last answered, and what
+        self.asked, self.why = False, ""  # what this rank has to tell the others; later what they were told
+        self.heard: tuple[float, dict[int, dict[str, Any]]] = 0.0, {}  # when the store last answered, and its answer
         self.broken = False
 
     def run(self) -> None:
         try:
-            with suppress(RuntimeError):  # all that torch raises for a store that is gone
+            with suppress(RuntimeError):  # torch raises this for a store that is gone
                 self._talk(connect(self._folder))
         finally:
             self.broken = True
 
     def beat(self) -> None:
-        """Have the state sent now."""
+        """Send the state now."""
         self._news.set()
 
     def exchange(self, seconds: float = 1.0) -> None:
-        """Have it sent, and what there is to hear, before this returns, if the store lets it."""
+        """Send the state and fetch that of the others; return when this is done or after `seconds`."""
         goal, limit = self._begun + 1, time.monotonic() + seconds
         while self._ended < goal and not self.broken and time.monotonic() < limit:
             self._hurry = True
@@ -98,7 +108,7 @@ class _Wire(threading.Thread):
     def _talk(self, store: Store) -> None:
         keys = [str(other) for other in self._others]
         for key in (*keys, "asked", "ended"):
-            store.compare_set(key, "", "")  # to read a key that is not there is to wait for it
+            store.compare_set(key, "", "")  # reading a missing key would wait for it
         listened = 0.0
         while True:
             self._begun += 1
@@ -106,7 +116,8 @@ class _Wire(threading.Thread):
             if self.asked:
                 store.set("asked", "1")
             if self.why:
-                self.why = store.compare_set("ended", "", self.why).decode()  # who is first has said it for all
+                # the first reason in the store is the one for all
+                self.why = store.compare_set("ended", "", self.why).decode()
             if self._hurry or time.monotonic() > listened + _INTERVAL:
                 self._hurry, listened = False, time.monotonic()
                 *states, asked, why = store.multi_get([*keys, "asked", "ended"])
@@ -118,7 +129,7 @@ class _Wire(threading.Thread):
 
 
 class Peers:
-    """Context manager that beats and listens from threads until it is left. Entered on the main thread."""
+    """Context manager that sends and watches heartbeats in threads. Enter it on the main thread."""
 
     def __init__(
         self,
@@ -130,7 +141,14 @@ class Peers:
         grace_seconds: float,
         near: range | None = None,
     ):
-        """folder: the run's. near: the ranks of this node, None: all are."""
+        """Prepare the threads; `__enter__` starts them.
+
+        Args:
+            folder: The run folder.
+            timeout_seconds: A rank that is silent for this long is lost.
+            grace_seconds: Time from a request to stop to the end of the process.
+            near: The ranks on this node; None means all ranks.
+        """
         self.folder, self.rank = folder, rank
         near = range(ranks) if near is None else near
         others = [other for other in range(ranks) if other != rank and (0 in (rank, other) or other in near)]
@@ -151,7 +169,7 @@ class Peers:
     def __enter__(self) -> Peers:
         self._wire.start()
         self._wire.exchange(self.timeout)
-        # The interpreter writes each signal's number there, whatever the main thread is doing.
+        # The interpreter writes each signal's number to this socket, whatever the main thread is doing.
         self._signals, self._signalled = socket.socketpair()
         self._signalled.setblocking(False)
         self._wakeup = signal.set_wakeup_fd(self._signalled.fileno(), warn_on_full_buffer=False)
@@ -164,9 +182,9 @@ class Peers:
         self._signalled.send(b"\0")
         self._thread.join()
         if error is not None and not isinstance(error, MoeRLError):
-            # Most likely a collective broke off because a peer is gone: then that is what there is to say.
-            # One that failed may still be about to say why, one that was killed about to die, and of one on another
-            # node it is known only when a rank there has said it, or by its silence.
+            # Most likely a collective failed because a peer is gone; then that peer is the reason to report.
+            # A peer that failed may still be about to report why, and a killed one may be about to disappear. A failure
+            # on another node is known only once a rank there reports it, or by silence.
             patience = time.monotonic()
             if isinstance(error, RuntimeError):
                 patience += self.timeout + 2 * _INTERVAL if self._several_nodes else _DYING_SECONDS
@@ -178,32 +196,35 @@ class Peers:
         self._signals.close()
         self._signalled.close()
         for number, handler in self._handlers.items():
-            # Ranks that stop as they were asked to are not hurried by the first that is done.
+            # While the ranks stop on request, ignore the SIGTERM that torchrun sends when the first of them ends.
             signal.signal(number, signal.SIG_IGN if isinstance(error, Stopped) else handler)
         self._phase = "stopped" if isinstance(error, Stopped) else "failed" if error is not None else "finished"
         self._wire.exchange()
 
     @contextmanager
     def phase(self, name: str, step: int, *, seconds: float = 0.0) -> Iterator[None]:
-        """Say what this rank is doing; it stands in the message if the rank is lost meanwhile. seconds: how long it is
-        expected to take, where a run that is asked to stop ends it first."""
+        """Announce what this rank is doing. If the rank is lost meanwhile, the error message names the phase.
+
+        Args:
+            seconds: Expected duration, for a phase that a run which is asked to stop finishes first.
+        """
         self._phase, self._part, self._step, self._due = name, "", step, time.monotonic() + seconds
         self._wire.beat()
         yield
 
     def part(self, name: str) -> None:
-        """Say which part of the phase this rank is at."""
+        """Announce the part of the phase that this rank is in."""
         self._part = name
         self._wire.beat()
 
     @property
     def asked(self) -> bool:
-        """Whether this rank was asked to stop. The ranks hear of it one after the other."""
+        """Whether this rank was asked to stop. Ranks learn of a request at different times."""
         return self._asked is not None
 
     @contextmanager
     def to_be_left(self) -> Iterator[None]:
-        """Work that may end anywhere: StopRequested is raised in it as soon as this rank is asked to stop."""
+        """Run work that may be interrupted anywhere: StopRequested is raised in it once this rank is asked to stop."""
         self._left = True
         try:
             if self.asked:
@@ -213,11 +234,11 @@ class Peers:
             self._left = False
 
     def save_took(self, seconds: float) -> None:
-        """Hear how long a checkpoint took."""
+        """Record how long the last checkpoint took."""
         self.save_seconds = seconds
 
     def stopped(self) -> None:
-        """The run has done all that it could for the request to stop."""
+        """Record that the run has done all it could before stopping, so that the grace period no longer applies."""
         self._asked = float("inf")
 
     def _state(self, beats: int = 0) -> dict[str, Any]:
@@ -241,7 +262,7 @@ class Peers:
                 self._end(lost)
             if self._asked is not None and time.monotonic() > self._asked + self.grace:
                 self._end(
-                    f"{self._here} was asked to stop and did not within checkpoint.grace_seconds = {self.grace:g}; "
+                    f"{self._here} was asked to stop and did not end within checkpoint.grace_seconds = {self.grace:g}; "
                     f"{self._standing}",
                     STOPPED,
                 )
@@ -251,7 +272,7 @@ class Peers:
             raise StopRequested
 
     def _hear(self, number: signal.Signals) -> None:
-        # torchrun ends the other ranks with SIGTERM when one dies: then that rank is the reason, not the signal.
+        # torchrun sends SIGTERM to the other ranks when one dies: then the reason is that rank, not the signal.
         lost = self._lost()
         if lost is not None:
             self._end(lost)
@@ -265,8 +286,8 @@ class Peers:
             needed = max(0.0, self._due - now) + self.save_seconds
             if needed > self.grace:
                 self._end(
-                    f"{self._here} was asked to stop ({number.name}), and to come to a stop and save would take about "
-                    f"{needed:.1f} s, more than checkpoint.grace_seconds = {self.grace:g}; {self._standing}",
+                    f"{self._here} was asked to stop ({number.name}), but finishing the step and saving would take "
+                    f"about {needed:.1f} s, more than checkpoint.grace_seconds = {self.grace:g}; {self._standing}",
                     STOPPED,
                 )
         elif now > self._asked + _SAME_REQUEST:
@@ -281,22 +302,22 @@ class Peers:
         checkpoints.settle(self.folder / checkpoints.FOLDER, self.ranks, _PUBLISHING_SECONDS)
         saved = max((step for step, _ in checkpoints.complete(self.folder / checkpoints.FOLDER)), default=0)
         if not saved:
-            return "there is no checkpoint yet" + (", what was done is lost" if self._step else "")
+            return "there is no checkpoint yet" + (", so all steps are lost" if self._step else "")
         if self._step <= saved:
-            return f"the checkpoint after step {saved} stands"
-        return f"the checkpoint after step {saved} stands, steps {saved + 1} to {self._step} are done again"
+            return f"the last checkpoint is after step {saved}"
+        return f"the last checkpoint is after step {saved}, steps {saved + 1} to {self._step} will be repeated"
 
     def _lost(self) -> str | None:
-        """A sentence about the first peer that is gone; "" when it failed and has had time to say so; None when all is
-        well."""
+        """Return a sentence about the first peer that is gone; "" if a peer failed and has had time to report why; None
+        if all is well."""
         if os.getppid() != self._parent:
             return f"torchrun (pid {self._parent}), which started rank {self.rank}, died"
         if self._wire.asked and not self.asked and self._phase != "start":
-            os.kill(os.getpid(), signal.SIGTERM)  # heard by both threads
+            os.kill(os.getpid(), signal.SIGTERM)  # both threads handle it
         answer, states = self._wire.heard
         dead = {rank for rank, state in states.items() if _died(state)}
         if dead:
-            self._wire.exchange()  # it may have said last that it failed, or why the run ends
+            self._wire.exchange()  # its last message may say that it failed, or why the run ends
             answer, states = self._wire.heard
         if self._wire.why:
             return self._wire.why
@@ -305,7 +326,8 @@ class Peers:
                 self._seen.pop(rank, None)
                 continue
             if state["phase"] == "failed":
-                # It is about to say why. Were this rank to end first, torchrun would end that one unheard.
+                # That rank is about to report its error. If this rank ended first, torchrun would kill that one before
+                # it can.
                 since = self._failed_since.setdefault(rank, time.monotonic())
                 if rank in dead or time.monotonic() - since > self.timeout:
                     return ""
@@ -316,19 +338,21 @@ class Peers:
             if beats != state["beats"]:
                 self._seen[rank] = state["beats"], answer
             elif answer - since > self.timeout:
-                if state["host"] == socket.gethostname():  # stopped or hung: it would outlive the run
+                if state["host"] == socket.gethostname():  # a stopped or hung process would outlive the run
                     with suppress(ProcessLookupError):
                         os.kill(state["pid"], signal.SIGKILL)
-                # When a node is gone, a rank that waits for it may fall silent before those that were there.
+                # When a node is gone, ranks that wait for it may fall silent before its own ranks do. So name all
+                # silent ranks.
                 others = [r for r, (_, s) in sorted(self._seen.items()) if r != rank and answer - s > self.timeout / 2]
                 too = "".join(f", nor lately rank {other} on {states[other]['host']}" for other in others)
                 return f"{_who(rank, state)}, gave no sign of life for {self.timeout:g} s{too}"
         return self._store_lost(answer, states)
 
     def _store_lost(self, answer: float, states: dict[int, dict[str, Any]]) -> str | None:
-        """The same of the store, which lives in the torchrun of rank 0's node."""
+        """Return a sentence if the store, which lives in the torchrun of rank 0's node, is gone or silent; else
+        None."""
         now = time.monotonic()
-        # Seconds in which this process ran: one that was stopped for a while has not heard for as long.
+        # Count only the time in which this process ran: a process that was suspended could not have received answers.
         self._unanswered = 0.0 if answer != self._answer else self._unanswered + min(now - self._looked, 2 * _INTERVAL)
         self._answer, self._looked = answer, now
         first = states.get(0, {"phase": self._phase})
@@ -349,7 +373,7 @@ class Peers:
                 self._wire.why = self._wire.why or why
             self._wire.exchange()
             if code == EXIT_CODE:
-                why = self._wire.why  # another rank may have been the first to say it
+                why = self._wire.why  # another rank may have been the first to give a reason
             if why:
                 checkpoints.settle(self.folder / checkpoints.FOLDER, self.ranks, _PUBLISHING_SECONDS)
                 print(
@@ -358,8 +382,9 @@ class Peers:
                     flush=True,
                 )
             if self._several_nodes:
-                time.sleep(2 * _INTERVAL)  # torchrun ends with this rank, the store with it: let all nodes hear why
-            # Children die with this process: the kernel signals them (PR_SET_PDEATHSIG), and their sockets close.
+                # torchrun ends with this rank and takes the store with it: give all nodes time to read the reason
+                time.sleep(2 * _INTERVAL)
+            # Child processes die with this one: the kernel signals them (PR_SET_PDEATHSIG), and their sockets close.
             os._exit(code)
 
 
@@ -373,7 +398,7 @@ def _who(rank: int, state: dict[str, Any]) -> str:
 
 
 def _died(state: dict[str, Any]) -> bool:
-    """Whether it is of a process of this host that is gone without a word."""
+    """Return whether the state belongs to a process of this host that is gone without a final report."""
     if state["phase"] in _OVER or state["host"] != socket.gethostname():
         return False
     try:

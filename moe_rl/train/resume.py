@@ -1,9 +1,9 @@
-"""A run folder taken over, the run put back to a checkpoint, and what an ended process left for the step after it.
+"""Resumes a run: takes over its folder, restores a checkpoint, and reuses rollouts that an earlier process left.
 
-Rollouts that were sampled, judged and entered for that step are from the weights that the run goes on with, so it is
-trained on them instead of sampling once more: where sampling is not deterministic, only that gives the step which the
-first process would have made. Whatever is not proven whole is sampled again. Later steps' rollouts go: their weights
-are no more.
+Rollouts of the step after the checkpoint were sampled with the checkpoint's weights. If they are complete, the step
+trains on them instead of sampling again: where sampling is not deterministic, this is the only way to repeat the step
+as the first process would have made it. Rollouts that cannot be proven complete are sampled again. Rollouts of later
+steps are deleted, because the weights that sampled them are lost.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.sampling_support import read_support
 from moe_rl.train.trainer import RankZero, Trainer
 
-# What a step does about routes that are missing is decided when it is trained on.
+# Missing routes are accepted here; the step decides what to do about them when it trains.
 _ROWS = RowPolicy(missing="native", stale="refuse", max_staleness=0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """What rank 0 tells the others of the run folder: its path and the steps done to go on from, or what is wrong."""
+    """What rank 0 tells the other ranks about the run folder: its path and the step to continue from, or the
+    problem."""
 
     path: str = ""
     done: int = 0
@@ -44,10 +45,17 @@ class _Opened:
 
 
 def open_folder(config: Config, folder: RunFolder | None, step: int | None, stack: ExitStack) -> tuple[RunFolder, int]:
-    """The run's folder, new or, if it is given, taken over, and the steps done to go on from: `step`, or those of the
-    newest checkpoint. Every rank holds the folder until the stack is left. All ranks call it.
+    """Create or take over the run folder, and lock it until `stack` is left. All ranks call this together.
 
-    Raises ConfigError on all ranks when the run that the folder is of is still going.
+    Args:
+        folder: The folder of an earlier run; None creates a new one.
+        step: Step of the checkpoint to continue from; None means the newest one.
+
+    Returns:
+        The folder, and the number of finished steps to continue from.
+
+    Raises:
+        ConfigError: The run in this folder is still going. Raised on all ranks.
     """
     opened = None
     if dist.get_rank() == 0:
@@ -56,7 +64,8 @@ def open_folder(config: Config, folder: RunFolder | None, step: int | None, stac
             folder = folder or run_folder.create(config)
             stack.enter_context(run_folder.held(folder, first=True))
             if resumed and step is None:
-                step, _ = checkpoints.complete(folder.checkpoints)[-1]  # there when the ranks looked
+                # `complete` is not empty: the command checked it
+                step, _ = checkpoints.complete(folder.checkpoints)[-1]
             if resumed:
                 run_folder.take_over(folder, config)
             opened = _Opened(str(folder.path), step or 0)
@@ -73,23 +82,28 @@ def open_folder(config: Config, folder: RunFolder | None, step: int | None, stac
 
 
 def _check_seen(folder: RunFolder) -> None:
-    """All ranks call it. Raises ConfigError on each when one does not see what rank 0 has written into the folder."""
+    """Check that all ranks see the config that rank 0 wrote into the folder. All ranks call this together.
+
+    Raises:
+        ConfigError: A rank does not see it. Raised on all ranks.
+    """
     config = world.broadcast(folder.config.read_text() if dist.get_rank() == 0 else None, str)
     seen = folder.config.is_file() and folder.config.read_text() == config
     (blind,) = world.all_reduce([float(not seen)])
     if blind:
         raise ConfigError(
             describe(
-                "run.runs_dir: not all ranks see the folder that rank 0 made",
+                "run.runs_dir: some ranks do not see the folder that rank 0 created",
                 where=f"rank {dist.get_rank()} on {socket.gethostname()}: {folder.path.absolute()}",
-                got=f"{'not here and ' if not seen else ''}not on {blind:.0f} ranks",
-                do="put it on a filesystem that all nodes mount at the same path",
+                got=f"{'missing on this rank; ' if not seen else ''}missing on {blind:.0f} ranks",
+                do="put run.runs_dir on a filesystem that all nodes mount at the same path",
             )
         )
 
 
 def restore(trainer: Trainer, done: int) -> None:
-    """Put every part of a run back to the checkpoint after `done` steps, with 0 to its beginning. All ranks call it."""
+    """Restore every part of a run to the checkpoint after `done` steps; 0 restores the beginning. All ranks call
+    this."""
     parallel, cursor = trainer.config.parallel, 0
     before: dict[str, int] | None = None
     if done:
@@ -104,7 +118,7 @@ def restore(trainer: Trainer, done: int) -> None:
     if (main := trainer.main) is not None:
         checkpoints.sweep(trainer.folder.checkpoints)
         for aside in checkpoints.abandon_newer(trainer.folder.checkpoints, done):
-            main.log.note(f"a newer checkpoint was put aside: {aside}")
+            main.log.note(f"a newer checkpoint was renamed and is not used: {aside}")
         main.rollouts.source.seek(cursor)
         main.left_behind = _take_left_behind(trainer, main, done)
         entered = done + (main.left_behind is not None)
@@ -112,25 +126,32 @@ def restore(trainer: Trainer, done: int) -> None:
         trainer.kept.retain(range(entered + 1))
         trainer.store.collect_garbage()
         for shard in trainer.store.unpublished():
-            main.log.note(f"the manifest of the trace has lost the line of shard {shard}, which nothing is trained on")
+            main.log.note(f"shard {shard} is not in the trace manifest; it is not used for training")
         main.log.rewind(done + 1)
         now = checkpoint.layout(parallel)
         if before is not None and before != now:
             changed = [f"{name} {before.get(name)} -> {n}" for name, n in now.items() if before.get(name) != n]
-            main.log.note(f"another layout: {', '.join(changed)}; random generators derived from run.seed anew")
+            main.log.note(
+                f"the parallel layout changed: {', '.join(changed)}; random generators are seeded again from run.seed"
+            )
 
 
 def check_of_this_run(path: Path, expected: str, got: str) -> None:
-    """Raises CheckpointError unless the prompt ledger, up to its step, is the one that the checkpoint was written with.
+    """Check that a checkpoint was written with this prompt ledger.
 
-    expected: the ledger's digest then; got: now.
+    Args:
+        expected: Digest of the ledger that the checkpoint recorded.
+        got: Digest of the ledger now, up to the checkpoint's step.
+
+    Raises:
+        CheckpointError: The digests differ.
     """
     if got != expected:
         raise CheckpointError(
             describe(
-                "a checkpoint and the prompt ledger are of different runs, or the ledger was changed",
+                "a checkpoint does not belong to this prompt ledger, or the ledger was changed",
                 where=str(path),
-                got=f"{got}, the digest of the ledger's lines up to its step",
+                got=f"{got} as the digest of the ledger up to the checkpoint's step",
                 expected=expected,
                 do=checkpoints.to_resume_instead(path),
             )
@@ -138,9 +159,10 @@ def check_of_this_run(path: Path, expected: str, got: str) -> None:
 
 
 def _take_left_behind(trainer: Trainer, main: RankZero, done: int) -> RolloutBatch | None:
-    """The rollouts of the next step, if they are there and whole. The ledger is cut behind them, else before."""
+    """Return the rollouts of the next step if they are complete, else None. Later lines are cut from the prompt
+    ledger."""
     rollouts, step = main.rollouts, done + 1
-    begun = f"resumed after step {done}" if done else "begun again"
+    begun = f"resumed after step {done}" if done else "restarted from the beginning"
     vocabulary = trainer.facts.vocab if trainer.config.rollout.keep_sampling_mask else None
     try:
         entry, batch = left_behind(
@@ -148,12 +170,12 @@ def _take_left_behind(trainer: Trainer, main: RankZero, done: int) -> RolloutBat
         )
     except MoeRLError as error:
         dropped = rollouts.ledger.rewind(done)
-        main.log.note(f"{begun}; {dropped} steps are done again. Step {step} is sampled: {error}")
+        main.log.note(f"{begun}; {dropped} steps are repeated. Step {step} is sampled again: {error}")
         return None
     dropped = rollouts.ledger.rewind(step)
     rollouts.source.seek(entry.next_cursor)
-    found = f"{len(batch.sequences)} sequences that were sampled for it before and are whole"
-    main.log.note(f"{begun}; {dropped + 1} steps are done again. Step {step} is trained on the {found}")
+    found = f"{len(batch.sequences)} sequences that were sampled for it before"
+    main.log.note(f"{begun}; {dropped + 1} steps are repeated. Step {step} is trained on the {found}")
     return batch
 
 
@@ -166,21 +188,28 @@ def left_behind(
     *,
     vocabulary: int | None,
 ) -> tuple[StepPrompts, RolloutBatch]:
-    """The ledger's line and the rollouts of `step`, which follows the checkpoint that the run goes on from.
+    """Read and check the rollouts of `step`, the step after the checkpoint that the run continues from.
 
-    source: at that checkpoint's cursor. vocabulary: its size, where sampling supports are needed.
-    Raises MoeRLError with what is missing, damaged, or of other prompts, tokens, weights or model.
+    Args:
+        source: The prompts, at the checkpoint's cursor.
+        vocabulary: Vocabulary size, if sampling supports are needed; else None.
+
+    Returns:
+        The step's line of the prompt ledger, and its rollouts.
+
+    Raises:
+        MoeRLError: Something is missing or damaged, or belongs to other prompts, tokens, weights or another model.
     """
     entry = ledger.find(step - 1)
     if entry is None:
-        raise DataError(describe("nothing was sampled for it to the end", got="no line of it in the prompt ledger"))
+        raise DataError(describe("its rollouts were not finished", got="no line for the step in the prompt ledger"))
     prompts = [prompt.id for prompt in source.peek(source.cursor, len(entry.prompts))]
     if (entry.cursor, entry.prompts) != (source.cursor, prompts):
         got, expected = ((at, ids[:1]) for at, ids in ((entry.cursor, entry.prompts), (source.cursor, prompts)))
         raise _other("prompts", f"{got[1]} from cursor {got[0]}", f"{expected[1]} from cursor {expected[0]}")
     batch = kept.load(step)
     if batch.digest != entry.completions:
-        raise _other("completions", f"digest {batch.digest}", f"{entry.completions}, as the prompt ledger has it")
+        raise _other("completions", f"digest {batch.digest}", f"{entry.completions} as in the prompt ledger")
     kept.store.check_published(shards_of(batch))
     for sequence in batch.sequences:
         if sequence.weight_version != step - 1:
@@ -202,4 +231,4 @@ def left_behind(
 
 
 def _other(what: str, got: str, expected: str) -> DataError:
-    return DataError(describe(f"what was sampled for it is of other {what}", got=got, expected=expected))
+    return DataError(describe(f"its kept rollouts belong to other {what}", got=got, expected=expected))

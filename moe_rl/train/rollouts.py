@@ -1,5 +1,5 @@
-"""The sampling half of the loop, on rank 0: prompts -> completions -> verdicts -> sequences with rewards; and who
-samples: an engine in a child process, or the servers that the config names."""
+"""The sampling half of a step, on rank 0: sample completions for prompts, verify them, and turn them into sequences
+with rewards. Also starts the sampler: a vLLM engine in a child process, or the servers that the config names."""
 
 from __future__ import annotations
 
@@ -30,15 +30,18 @@ from moe_rl.vllm.wire import EngineSettings
 
 
 def start_sampler(config: Config, facts: ModelFacts, folder: RunFolder) -> Sampler:
-    """Rank 0 calls it, from its main thread. Raises EngineError for an engine that does not start, a server that does
-    not answer."""
+    """Start the vLLM engine, or connect to the configured servers. Call it on rank 0, from the main thread.
+
+    Raises:
+        EngineError: The engine does not start, or a server does not answer.
+    """
     if config.rollout.servers:
         return ServerFleet.attach(config, folder.trace)
     return VllmEngine.start(engine_settings(config, facts, folder))
 
 
 def engine_settings(config: Config, facts: ModelFacts, folder: RunFolder) -> EngineSettings:
-    """What the run's engine is started with; trace and log go into the folder."""
+    """Return the settings that the run's engine starts with. Its trace and its log go into the run folder."""
     rollout = config.rollout
     return EngineSettings(
         model_path=config.model.path,
@@ -61,9 +64,11 @@ def engine_settings(config: Config, facts: ModelFacts, folder: RunFolder) -> Eng
 
 @dataclass(frozen=True, slots=True)
 class PromptGroup:
-    """A prompt's completions, what was said of them, and their rewards; None where the verification failed.
+    """The completions of one prompt with their verdicts and rewards.
 
-    number: of the prompt in its step.
+    Attributes:
+        number: Index of the prompt within its step.
+        rewards: One per completion; None where verification failed.
     """
 
     number: int
@@ -74,25 +79,27 @@ class PromptGroup:
 
     @property
     def scored(self) -> int:
+        """Number of completions that have a reward."""
         return sum(reward is not None for reward in self.rewards)
 
     @property
     def informative(self) -> bool:
+        """Whether the rewards differ, so that group-relative advantages are not all zero."""
         return has_spread(self.rewards)
 
 
 def choose(groups: Seq[PromptGroup], wanted: int) -> list[PromptGroup]:
-    """The first `wanted` groups whose rewards differ; fewer where there are not so many.
+    """Choose the first `wanted` groups whose rewards differ, or all such groups if there are fewer.
 
-    Where there is none, the first `wanted` that could be scored at all: they are measured, as every step's, and what
-    compares rewards within groups has nothing to learn from them.
+    If no group has differing rewards, choose the first `wanted` groups that have a reward at all. The step is then
+    measured as usual, but objectives that compare rewards within a group learn nothing from it.
     """
     informative = [group for group in groups if group.informative]
     return (informative or [group for group in groups if group.scored])[:wanted]
 
 
 class Rollouts:
-    """Owns the prompts, the verifiers and the use of the engine. Lives on rank 0."""
+    """Owns the prompts and the verifiers, and calls the sampler. Exists on rank 0 only."""
 
     def __init__(
         self,
@@ -116,7 +123,7 @@ class Rollouts:
         self.heldout = [heldout[i] for i in chosen]
 
     def collect(self, step: int, clock: Clock) -> RolloutBatch:
-        """Sample and judge the groups of one step, enter them into the ledger, and choose those to train on."""
+        """Sample and verify the groups of one step, record them in the prompt ledger, and choose those to train on."""
         rollout, cursor, before = self.config.rollout, self.source.cursor, self._witnessed()
         groups: list[PromptGroup] = []
         shards: list[str] = []
@@ -165,7 +172,7 @@ class Rollouts:
         return self.engine.counts().get("witnessed", 0)
 
     def _sample(self, step: int, first: int, shard: str, clock: Clock) -> list[PromptGroup]:
-        """One round: the next prompts' groups, numbered in the step from `first`."""
+        """Sample and verify one round of prompts. Group numbers start at `first`."""
         rollout = self.config.rollout
         prompts = self.source.take(rollout.prompts_per_step)
         requests = [
@@ -201,11 +208,12 @@ class Rollouts:
         )
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Pass rates on held-out prompts, sampled as in training and greedily; the same prompts and seeds each time."""
+        """Return pass rates on held-out prompts, for sampling as in training and for greedy decoding. Prompts and seeds
+        are the same at every call."""
         passed = {}
         for name, temperature in (("sampled", self.config.rollout.temperature), ("greedy", 0.0)):
             requests = [
-                # Nothing trains on these.
+                # Nothing trains on these completions.
                 replace(self._request(f"eval/{name}/p{p}", prompt, temperature), record=False)
                 for p, prompt in enumerate(self.heldout)
             ]
@@ -221,8 +229,11 @@ class Rollouts:
         }
 
     def canary_runs(self) -> list[tuple[int, ...]]:
-        """Fixed runs of tokens that both engines score after every sync, of the held-out prompts one after the other:
-        no longer than the sampler takes, nor than 64, and 256 together or as many as there are."""
+        """Return the token runs that sampler and trainer both score after every weight sync.
+
+        The runs are cut from the held-out prompts laid end to end. A run has at most 64 tokens, or fewer if the
+        sampler's limit is lower; all runs together have at most 256 tokens.
+        """
         limit = min(64, self.config.rollout.max_prompt_tokens + self.config.rollout.max_completion_tokens - 1)
         tokens = sum((p.token_ids for p in self.heldout[:256]), ())[: 256 // limit * limit]
         return [run for at in range(0, len(tokens), limit) if len(run := tokens[at : at + limit]) > 1]
@@ -274,8 +285,11 @@ class Rollouts:
 def generate_request(
     config: Config, key: str, prompt_token_ids: tuple[int, ...], stop_tokens: tuple[int, ...], temperature: float
 ) -> GenerateRequest:
-    """A request as the run makes it: its randomness follows from the run's seed and its own key, not from when or with
-    whom it is decoded. Nothing is taken out of the distributions where the likeliest token is taken anyway."""
+    """Build a request of the run.
+
+    Its random seed is derived from the run's seed and `key` only, so the completion does not depend on when the request
+    is decoded or on what else is in the batch. Greedy requests (temperature 0) do not use top-k, top-p or min-p.
+    """
     rollout = config.rollout
     top_k, top_p, min_p = (rollout.top_k, rollout.top_p, rollout.min_p) if temperature else (0, 1.0, 0.0)
     return GenerateRequest(

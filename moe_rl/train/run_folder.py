@@ -1,13 +1,13 @@
-"""The folder of a run: what is in it, how it begins, how it is put back to a checkpoint.
+"""The folder of a run: its contents, how it is created, and how it is reopened.
 
 config.yaml     resolved config           metrics.jsonl   one line a step       prompts.jsonl   the prompt ledger
 trace/          routing-trace shards      sync/           weights in transit    checkpoints/    step-<n>
-rollouts/       what steps learned from   engine.log      the sampler's output
-summary.json, report.html                 run.lock        held by every rank while it lives, says where rank 0 is
+rollouts/       what steps trained on     engine.log      the sampler's output
+summary.json, report.html                 run.lock        locked by every rank while it runs; says where rank 0 is
 
-A step's shard and its rollout file are kept together: of the last `replay.keep_shards` steps; of the step after each
-kept checkpoint, which was sampled from that checkpoint's weights; and of step 1, sampled from the initial model. So
-there are always weights whose own rollouts can be scored again.
+A step's trace shards and its rollout file are kept or deleted together. Kept are those of the last `replay.keep_shards`
+steps, of the step after each kept checkpoint (it was sampled with that checkpoint's weights), and of step 1 (sampled
+with the initial model). So there are always weights whose own rollouts can be scored again.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ from moe_rl.config.schema import Config
 from moe_rl.disk import refusal, write_whole
 from moe_rl.errors import ConfigError, DiskError, describe
 
-# What a resumed run may have otherwise: which ranks train, and where its samplers are.
+# Keys that a resumed run may change: the layout of the training ranks, and the address of the servers.
 _MAY_CHANGE = ("parallel.", "rollout.servers=", "rollout.token_file=")
-# Ranks whose peers died end within a second or two.
+# Seconds to wait for the ranks of an earlier process. Ranks whose peers died end within a second or two.
 _STILL_ENDING = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
+    """Paths of everything in a run folder."""
+
     path: Path
 
     @property
@@ -68,7 +70,7 @@ class RunFolder:
 
 
 def create(config: Config) -> RunFolder:
-    """A new folder `name-<time>` that no other run has, with the resolved config in it."""
+    """Create a new folder `name-<time>` under `run.runs_dir`, and write the resolved config into it."""
     name = f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for suffix in ("", *(f"-{n}" for n in range(2, 100))):
         path = config.run.runs_dir / (name + suffix)
@@ -77,7 +79,7 @@ def create(config: Config) -> RunFolder:
         except FileExistsError:
             continue
         except OSError as error:
-            raise DiskError(refusal(error, "the run's folder could not be made", path)) from error
+            raise DiskError(refusal(error, "the run folder could not be created", path)) from error
         folder = RunFolder(path)
         _write_config(folder, config)
         return folder
@@ -85,18 +87,21 @@ def create(config: Config) -> RunFolder:
 
 
 def reopen(path: Path, overrides: Sequence[str] = ()) -> tuple[RunFolder, Config]:
-    """The folder of an earlier run and the config to go on with: the one it ran with, and overrides of `parallel.*` and
-    of where the servers are.
+    """Open the folder of an earlier run, and load the config that it ran with.
 
-    Raises ConfigError when it is no run folder, and for any other override: it would be another run.
+    Args:
+        overrides: Config overrides. Only `parallel.*`, `rollout.servers` and `rollout.token_file` may change.
+
+    Raises:
+        ConfigError: `path` is not a run folder, or another key is overridden: that would be a different run.
     """
     others = [text for text in overrides if not text.startswith(_MAY_CHANGE)]
     if others:
         raise ConfigError(
             describe(
-                "--resume continues a run as it was",
+                "--resume cannot change this part of the config",
                 got=" ".join(others),
-                expected="overrides of parallel.*, rollout.servers and rollout.token_file at most",
+                expected="overrides of parallel.*, rollout.servers and rollout.token_file only",
                 do="start a new run to change the config",
             )
         )
@@ -104,7 +109,7 @@ def reopen(path: Path, overrides: Sequence[str] = ()) -> tuple[RunFolder, Config
     if not folder.config.is_file():
         raise ConfigError(
             describe(
-                "--resume, --run: this is no run folder",
+                "--resume, --run: not a run folder",
                 got=path,
                 expected="a folder with config.yaml in it",
                 do="give the run_dir that the run printed",
@@ -115,10 +120,14 @@ def reopen(path: Path, overrides: Sequence[str] = ()) -> tuple[RunFolder, Config
 
 @contextmanager
 def held(folder: RunFolder, *, first: bool) -> Iterator[None]:
-    """Every rank of a run holds its folder for as long as it lives; the kernel lets go of it for a process that is
-    killed. first: of the ranks, rank 0, before any other: waits for what is left of an earlier process to end.
+    """Lock the run folder until the context ends. Every rank holds a lock; the kernel releases it if the process is
+    killed.
 
-    Raises ConfigError when the run is still going: two would write into one folder.
+    Args:
+        first: True for rank 0, which locks before the others and waits for the ranks of an earlier process to end.
+
+    Raises:
+        ConfigError: The run is still going. Two processes must not write into one folder.
     """
     with folder.lock.open("a+") as file:
         deadline = time.monotonic() + _STILL_ENDING
@@ -133,8 +142,8 @@ def held(folder: RunFolder, *, first: bool) -> Iterator[None]:
                         describe(
                             "the run is still going",
                             where=str(folder.path),
-                            got=f"ranks that hold its run.lock; {file.read() or 'rank 0 has not been there'}",
-                            do="wait until it has ended, or end it",
+                            got=f"a locked run.lock; {file.read() or 'rank 0 has not written to it yet'}",
+                            do="wait until the run ends, or stop it",
                         )
                     ) from None
             time.sleep(0.1)
@@ -147,13 +156,12 @@ def held(folder: RunFolder, *, first: bool) -> Iterator[None]:
 
 
 def take_over(folder: RunFolder, config: Config) -> RunFolder:
-    """Go on in the folder of an earlier process: it says what runs from now on, and holds nothing of what ran then that
-    could be taken for new."""
+    """Prepare the folder of an earlier process: write the new config, and delete weights that were in transit."""
     shutil.rmtree(folder.sync, ignore_errors=True)
     _write_config(folder, config)
     return folder
 
 
 def _write_config(folder: RunFolder, config: Config) -> None:
-    """Whole, also after a power cut: without it no checkpoint is of use."""
+    """Write the config atomically, safe against a power cut: without it no checkpoint can be used."""
     write_whole(folder.config, dump_config(config), "the run's config")

@@ -1,6 +1,7 @@
-"""The recorded sampling supports of a completion, read back from the trace store and checked before any pass.
+"""Reads the recorded sampling supports of a completion from the trace store, and checks them before any pass.
 
-A support that is wrong gives logprobs that are wrong without a sign of it: nothing but these checks would tell.
+A sampling support is the set of token ids that top-k, top-p and min-p left to sample from. A wrong support silently
+gives wrong logprobs: no other check would detect it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ from moe_rl.types import SamplingSupport, Sequence
 
 
 def read_support(store: TraceStore, sequence: Sequence, vocabulary: int) -> SamplingSupport:
-    """What each completion token of `sequence` was drawn from, as `rollout.extras` recorded it with the routes.
+    """Read the sampling support of each completion token, as `rollout.extras` recorded it with the routes.
 
-    vocabulary: its size. Raises SupportError, which names request and token, for a support that was not recorded, is of
-    other tokens, has ids that are out of range or not in ascending order, or lacks the token that was drawn from it.
+    Args:
+        vocabulary: Vocabulary size; ids must be below it.
+
+    Raises:
+        SupportError: The support was not recorded, belongs to other tokens, has ids out of range or out of order, or
+            lacks the sampled token. The message names request and token.
     """
     if sequence.routes is None:
         raise _refused(sequence, "sampling support is missing", got="no record")
@@ -30,13 +35,16 @@ def read_support(store: TraceStore, sequence: Sequence, vocabulary: int) -> Samp
     if len(counts) != len(tokens):
         raise _refused(
             sequence,
-            "sampling support is not of these tokens",
-            got=f"that of {len(counts)} tokens",
+            "sampling support belongs to other tokens",
+            got=f"supports for {len(counts)} tokens",
             expected=len(tokens),
         )
     if counts.sum() != len(ids):
         raise _refused(
-            sequence, "sampling support is not what its counts say", got=f"{len(ids)} ids", expected=int(counts.sum())
+            sequence,
+            "sampling support has another number of ids than its counts say",
+            got=f"{len(ids)} ids",
+            expected=int(counts.sum()),
         )
     owner = np.repeat(np.arange(len(tokens)), counts)
     beyond = np.flatnonzero((ids < 0) | (ids >= vocabulary))
@@ -49,7 +57,7 @@ def read_support(store: TraceStore, sequence: Sequence, vocabulary: int) -> Samp
             got=ids[at],
             expected=f"0 to {vocabulary - 1}",
         )
-    # One number for each (token, id): ascending exactly when the ids of each token are.
+    # One number for each (token, id). These numbers ascend exactly when the ids of each token do.
     keys = owner * vocabulary + ids
     unordered = np.flatnonzero(np.diff(keys) <= 0)
     if unordered.size:
@@ -58,7 +66,7 @@ def read_support(store: TraceStore, sequence: Sequence, vocabulary: int) -> Samp
             sequence,
             "sampling support is not in ascending order",
             token=owner[at],
-            got=f"id {ids[at]} behind {ids[at - 1]}",
+            got=f"id {ids[at]} after {ids[at - 1]}",
         )
     restricted = np.flatnonzero(counts)
     absent = restricted[~np.isin(restricted * vocabulary + tokens[restricted], keys)]

@@ -1,6 +1,6 @@
-"""One training step on one rank: pack, read the routes, measure sampler against trainer, update.
+"""One training step on one rank: pack the batch, read the routes, compare sampler and trainer, update the policy.
 
-Every rank holds the whole batch's tokens and only its own sequences' routes.
+Every rank holds the tokens of the whole batch, but reads the routes of its own sequences only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moe_rl.types import Sequence
 
 
 class TrainStep:
-    """The training half of the loop on one rank."""
+    """The training half of a step on one rank."""
 
     def __init__(
         self, config: Config, policy: Policy, reference: ReferencePolicy | None, store: TraceStore, spec: TraceSpec
@@ -42,9 +42,18 @@ class TrainStep:
         measure_native: bool,
         clock: Clock,
     ) -> dict[str, float]:
-        """Learn from one rollout batch; returns the step's metrics (see report/metrics.py), equal on every rank.
+        """Train on one rollout batch.
 
-        group_ids: the prompt each sequence belongs to. measure_native: also score the batch with native routing.
+        Args:
+            sequences: The whole batch, the same on every rank.
+            group_ids: For each sequence, the number of its prompt.
+            step: Number of the step, from 1.
+            weight_version: Version of the trainer's weights at the start of the step.
+            measure_native: Also score the batch with native routing.
+            clock: Records how long each part takes.
+
+        Returns:
+            The step's metrics, equal on every rank. `report/metrics.py` explains each key.
         """
         replay, objective, policy = self.config.replay.mode, self.config.objective, self.policy
         align = replay == "r3" and self.config.guards.alignment
@@ -68,7 +77,8 @@ class TrainStep:
         credit = give_credit(objective, sequences, group_ids, shares)
         with clock("train"):
             for number, share in enumerate(shares):
-                # Without an old-logprob pass the first update's forward is the one that ran on the sampler's weights.
+                # Without a pass for old logprobs, the forward of the first update is the one that runs on the sampler's
+                # weights.
                 observe_here = number == 0 and objective.old_logprobs == "sampler"
                 mode: Mode = "observe" if replay == "off" else "replay"
                 name = f"step {step} update {number}"

@@ -1,7 +1,7 @@
-"""What a step shows on one rank, and the metrics that all ranks make of it.
+"""Collects what the passes of a step measured on this rank, and combines all ranks into the step's metrics.
 
-All numbers are global: sums over sequences are taken from one of the ranks that share them, sums over routed rows from
-every rank. All ranks call every function together. What the keys mean: report/metrics.py.
+Every metric is global. Sums over sequences are counted once, although several ranks share a sequence; sums over routed
+rows are added over all ranks. All ranks call each function together. `report/metrics.py` explains the keys.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moe_rl.trace import TraceSpec
 from moe_rl.train.loss import LossSums
 from moe_rl.train.shares import MicrobatchWork
 
-# A run's metrics, and what `MismatchSums.metrics` calls them.
+# Maps the names of metrics in the log to the names that `MismatchSums.metrics` gives them.
 _MISMATCH_METRICS = {
     "policy_kl/k1": "k1",
     "policy_kl/k3": "k3",
@@ -48,7 +48,11 @@ _MISMATCH_METRICS = {
 
 
 class Clock:
-    """Seconds spent in named parts of a step; a name used again adds up. begun: told of each part that begins."""
+    """Measures the seconds spent in named parts of a step. Using a name again adds to its time.
+
+    Args:
+        begun: Called with the name of each part as it begins.
+    """
 
     def __init__(self, begun: Callable[[str], None] = lambda name: None):
         self.seconds: dict[str, float] = {}
@@ -66,12 +70,16 @@ class Clock:
 
 @dataclass(slots=True)
 class Shown:
-    """What the passes of a step showed on this rank.
+    """What the passes of a step measured on this rank.
 
-    tallies: of the passes that the routers' own choice counts for. mismatch, entropies: of the pass that ran on the
-    sampler's weights. native: of the pass with native routing, where there was one. peak_rows: of all ranks' dispatch
-    plans, what `replay.plans.peak_rows` gives. alignment: of the routes with the routers' own choice, where
-    it was tested and this rank has MoE layers.
+    Attributes:
+        mismatch, entropies: Measured in the pass that ran on the sampler's weights.
+        native: Measured in the pass with native routing, if there was one.
+        tallies: Of the passes in which the routers' own choice is compared with the record.
+        results: One per optimizer update.
+        sums: Sums for the loss metrics.
+        peak_rows: The largest result of `replay.plans.peak_rows` over all ranks; 0 without dispatch plans.
+        alignment: Result of the alignment test, if it ran and this rank has MoE layers.
     """
 
     mismatch: MismatchSums
@@ -85,7 +93,7 @@ class Shown:
 
 
 def mismatch_of(work: Seq[MicrobatchWork], logprobs: Seq[torch.Tensor]) -> MismatchSums:
-    """Sampler against trainer. logprobs [N] of each microbatch: the trainer's."""
+    """Compare the trainer's logprobs with the sampler's. `logprobs` holds one tensor [N] per microbatch."""
     total = MismatchSums.empty(world.device())
     for one, values in zip(work, logprobs, strict=True):
         batch = one.microbatch
@@ -95,7 +103,7 @@ def mismatch_of(work: Seq[MicrobatchWork], logprobs: Seq[torch.Tensor]) -> Misma
 
 
 def step_metrics(config: Config, spec: TraceSpec, shown: Shown, *, by_layer: bool) -> dict[str, float]:
-    """The metrics of a step's passes. by_layer: the routers' own choice of each layer too."""
+    """Return the metrics of a step's passes. With `by_layer`, add the routing mismatch of each layer."""
     replay, results = config.replay.mode, shown.results
     metrics = loss_metrics(config.objective, shown.sums, len(results))
     if replay != "off":
@@ -130,7 +138,7 @@ def step_metrics(config: Config, spec: TraceSpec, shown: Shown, *, by_layer: boo
 
 
 def loss_metrics(objective: ObjectiveConfig, sums: LossSums, updates: int) -> dict[str, float]:
-    """The metrics of the loss, over a step of so many updates."""
+    """Return the loss metrics of a step that made this many updates."""
     sums = sums if world.speaks_for_its_sequences() else LossSums()
     loss, kl, events, units, ratio = world.all_reduce(
         [*map(float, (sums.loss, sums.kl, sums.clip_events, sums.clip_units, sums.ratio))]
@@ -150,7 +158,7 @@ def loss_metrics(objective: ObjectiveConfig, sums: LossSums, updates: int) -> di
 
 
 def _replay(shown: Shown) -> dict[str, float]:
-    """That the routes were taken, and how they were dispatched."""
+    """Return the metrics that prove that the routes were taken, and those on how they were dispatched."""
     tallies = shown.tallies
     consumed, expected, applied, planned, dispatched = world.all_reduce(
         [
@@ -171,7 +179,7 @@ def _replay(shown: Shown) -> dict[str, float]:
 
 
 def _alignment(alignment: Alignment, tallies: list[Tally]) -> dict[str, float]:
-    """How surely the routes are those of their rows."""
+    """Return the metrics of the alignment test: how certain it is that each row got its own routes."""
     positions = sum(tally.native_positions for tally in tallies)
     seen, total = world.all_reduce([alignment.power * positions, positions])
     (margin,) = world.all_reduce([alignment.margin], dist.ReduceOp.MIN)
@@ -179,7 +187,7 @@ def _alignment(alignment: Alignment, tallies: list[Tally]) -> dict[str, float]:
 
 
 def _compared(tallies: list[Tally], name: str, top_k: int) -> dict[str, float]:
-    """The routers' own choice against the record, over all (token, layer) positions."""
+    """Return how far the routers' own choice differs from the record, over all (token, layer) positions."""
     wrong, shared, margin, positions, wrong_tokens, tokens = world.all_reduce(
         [
             sum(t.native_mismatch for t in tallies),
@@ -201,7 +209,7 @@ def _compared(tallies: list[Tally], name: str, top_k: int) -> dict[str, float]:
 
 
 def _by_layer(tallies: list[Tally], layers: Seq[int]) -> dict[int, float]:
-    """For each MoE layer of the model the fraction of tokens where the router's choice is not the recorded one."""
+    """Return, for each MoE layer of the model, the fraction of tokens whose router choice differs from the record."""
     wrong = [sum(t.native_by_layer.get(layer, 0) for t in tallies) for layer in layers]
     tokens = [sum(t.native_tokens for t in tallies if layer in t.native_by_layer) for layer in layers]
     reduced = world.all_reduce([*wrong, *tokens])
@@ -210,7 +218,7 @@ def _by_layer(tallies: list[Tally], layers: Seq[int]) -> dict[int, float]:
 
 
 def _mean_entropy(entropies: list[torch.Tensor]) -> float:
-    """Nats per completion token, over all ranks. entropies: of each microbatch [N]."""
+    """Return nats per completion token over all ranks. `entropies` holds one tensor [N] per microbatch."""
     mine = torch.cat([torch.empty(0, device=world.device()), *entropies])
     if not world.speaks_for_its_sequences():
         mine = mine[:0]

@@ -1,7 +1,7 @@
-"""What a rank holds for the length of a run, and what the loop does with it.
+"""The objects that a rank holds during a run, and the steps that the loop calls on them.
 
-Every rank has the policy. Rank 0 also owns the sampler (a vLLM engine in a child process, or servers), the verifiers,
-the prompts and the log.
+All ranks hold the policy. Rank 0 also owns the sampler (a vLLM engine in a child process, or vLLM servers), the reward
+verifiers, the prompts and the log.
 """
 
 from __future__ import annotations
@@ -36,14 +36,18 @@ from moe_rl.train.step import TrainStep
 from moe_rl.train.step_metrics import Clock
 from moe_rl.weights.sender import WeightSender
 
-# The parts of a step that every rank has, and that are ended before a run stops.
+# The timed parts of a step that every rank runs. A run that is asked to stop finishes these first.
 _TRAINING = ("placement", "routes", "logprobs", "train", "sync")
 
 
 @dataclass(slots=True)
 class RankZero:
-    """What rank 0 alone has. left_behind: the rollouts of the next step, sampled by a process that has ended.
-    kept_awake: whether the sampler was told to sleep and gave nothing back."""
+    """The objects that only rank 0 has.
+
+    Attributes:
+        left_behind: Rollouts of the next step, sampled by an earlier process of this run.
+        kept_awake: Whether the sampler was told to sleep but could not free its memory.
+    """
 
     log: RunLog
     rollouts: Rollouts
@@ -52,7 +56,7 @@ class RankZero:
 
 
 class Trainer:
-    """The parts of a run on one rank, made and opened once, and what the loop does with them."""
+    """Everything one rank needs for a run: opened once, then driven by the loop."""
 
     def __init__(self, config: Config, folder: RunFolder, peers: Peers, stack: ExitStack):
         self.config, self.folder, self.peers = config, folder, peers
@@ -73,7 +77,7 @@ class Trainer:
             stack.callback(log.close)
             log.note(f"run folder: {folder.path}")
             if self.facts.mtp_layers:
-                log.note("the model's multi-token-prediction layers are left alone: not trained, not sent")
+                log.note("the model's multi-token-prediction layers are not trained and not sent to the sampler")
             log.note("starting the sampler and the verifiers ...")
             verifiers = stack.enter_context(
                 VerifierPool(
@@ -93,14 +97,19 @@ class Trainer:
         spec = TraceSpec.of(facts)
         self.train_step = TrainStep(config, self.policy, reference, self.store, spec)
         self.sender = WeightSender(self.policy, config.rollout, folder.sync, world)
-        self.train_seconds = 0.0  # of the last step, with its sync
-        self.saving = Clock()  # since the last step was logged
+        self.train_seconds = 0.0  # duration of the last step, including its weight sync
+        self.saving = Clock()  # time spent on checkpoints since the last step was logged
         runs = None if self.main is None else self.main.rollouts.canary_runs()
         self.canary = Canary(world.broadcast(runs, list[tuple[int, ...]]), self.store, spec)
 
     def sample(self, step: int, clock: Clock) -> RolloutBatch | None:
-        """Rank 0 samples and judges, unless a crash left that behind; every rank gets the tokens. Routes stay in the
-        trace store. None when the run was asked to stop meanwhile."""
+        """Sample and verify a batch on rank 0, and send its tokens to all ranks. Routes stay in the trace store.
+
+        If an earlier process of this run already sampled the batch, that batch is used.
+
+        Returns:
+            The batch, or None if the run was asked to stop meanwhile.
+        """
         batch: RolloutBatch | None = None
         if (main := self.main) is not None:
             source = main.rollouts.source
@@ -129,16 +138,25 @@ class Trainer:
         return batch
 
     def _rest(self, main: RankZero, clock: Clock) -> None:
-        """Let the sampler give its memory back until it gets weights again."""
+        """Let the sampler free its memory until the next weight sync."""
         if level := self.config.rollout.sleep_level:
             with clock("sleep"):
                 gave_back = main.rollouts.engine.sleep(level)
             if not gave_back and not main.kept_awake:
-                main.log.note("rollout.sleep_level: the sampler keeps its memory, vLLM does not sleep on a CPU")
+                main.log.note(
+                    "rollout.sleep_level has no effect: vLLM cannot sleep on a CPU, so the sampler keeps its memory"
+                )
             main.kept_awake = not gave_back
 
     def finish(self, step: int, batch: RolloutBatch, metrics: dict[str, float], clock: Clock) -> CollapseError | None:
-        """Log a step that is done. Returns what to end the run with, if it is lost. metrics: those of training."""
+        """Log a finished step.
+
+        Args:
+            metrics: Metrics of training and sync; those of the rollout and the timings are added.
+
+        Returns:
+            The error to end the run with if it has collapsed, else None.
+        """
         metrics |= batch.metrics | {
             "throughput/trained_tokens_per_second": sum(s.forwarded for s in batch.sequences) / clock.seconds["train"],
             **{f"time/{name}": seconds for name, seconds in (clock.seconds | self.saving.seconds).items()},
@@ -150,16 +168,16 @@ class Trainer:
         return self.train_step.guards.after_step(step, metrics)
 
     def check_start(self) -> None:
-        """Before the first update: what the trainer would give the sampler is the checkpoint, bit for bit."""
+        """Check before the first update that the trainer would send the sampler exactly the checkpoint, bit for bit."""
         started = time.monotonic()
         trained = Trained(self.config.model.path, self.facts, DTYPES[self.config.train.dtype])
         tensors = self.sender.check_start(trained)
         if self.main is not None:
             took = time.monotonic() - started
-            self.main.log.note(f"version 0: {tensors} tensors are exported as the checkpoint has them ({took:.1f} s)")
+            self.main.log.note(f"version 0: {tensors} exported tensors are equal to the checkpoint's ({took:.1f} s)")
 
     def sync(self, version: int) -> dict[str, float]:
-        """Give the sampler the trainer's weights as `version`, and let both score the canary with them."""
+        """Send the trainer's weights to the sampler as `version`, then let both score the canary with them."""
         engine = None if self.main is None else self.main.rollouts.engine
         sent = self.sender.send(engine, version)
         guards = self.train_step.guards
@@ -168,7 +186,10 @@ class Trainer:
         return {"sync/bytes": sent} | heard.metrics()
 
     def evaluate(self, step: int, *, last: bool) -> None:
-        """Where it is time for it, and the log has it not: a run that stopped in it does it when it goes on."""
+        """Evaluate on held-out prompts if an evaluation is due and the log has none for this step yet.
+
+        A run that is asked to stop during an evaluation repeats it after it is resumed.
+        """
         with self.peers.phase("evaluate", step):
             main, due = self.main, last or step % self.config.eval.every_steps == 0
             if main is not None and due and not main.log.evaluated(step):
@@ -180,7 +201,8 @@ class Trainer:
                     main.log.eval_row(step, metrics | {"time/eval": clock.seconds["eval"]})
 
     def save(self, step: int, *, whole: bool) -> None:
-        """Begin a checkpoint, and wait for the whole of it or let it be written behind the run."""
+        """Start writing a checkpoint. With `whole`, wait until it is complete; otherwise it may be written in the
+        background."""
         state: dict[str, object] = {"guards": self.train_step.guards.state()}
         if self.main is not None:
             rollouts = self.main.rollouts
@@ -198,11 +220,11 @@ class Trainer:
                 self._retain_rollouts(step)
 
     def asked_to_stop(self) -> bool:
-        """Whether any rank was, as all of them hear now."""
+        """Return whether any rank was asked to stop. All ranks call this together and get the same answer."""
         return bool(world.all_reduce([self.peers.asked], dist.ReduceOp.MAX)[0])
 
     def stop(self, done: int) -> NoReturn:
-        """Save what is done and end the run, as it was asked to."""
+        """Save a checkpoint of the last finished step and end the run with `Stopped`."""
         if done not in (self.checkpoints.last, self.checkpoints.pending):
             self.save(done, whole=True)
         with self.peers.phase("checkpoint", done):
@@ -215,7 +237,7 @@ class Trainer:
         self.kept.retain(kept_steps(step, self.config.replay.keep_shards, self.checkpoints.steps()))
 
     def report(self, done: int, collapse: CollapseError | None) -> None:
-        """End the run with its summary and its page."""
+        """End the run: verify the prompt ledger, write summary.json and report.html."""
         with self.peers.phase("report", done):
             if self.main is not None:
                 rollouts = self.main.rollouts
@@ -223,10 +245,10 @@ class Trainer:
                 facts = self._facts(rollouts.engine.vllm_version)
                 summarize(self.folder.path, facts | {"collapse": collapse and str(collapse)})
                 self.main.log.note(f"report: {write_report(self.folder.path)}")
-            dist.barrier()  # a rank that ended with an error now would take the one that writes with it
+            dist.barrier()  # a rank that ended with an error now would take rank 0 with it while it writes
 
     def _facts(self, vllm_version: str) -> dict[str, object]:
-        """What summary.json says besides what was measured."""
+        """Return the entries of summary.json that are not measurements."""
         config = self.config
         return {
             "vllm_version": vllm_version,

@@ -81,7 +81,7 @@ _CHECKSUM = "checksum made in the engine's buffer, checked at the dispatcher"
 
 _AT_LOGITS = "recorder, which compares some rows with the routers' logits"
 _NOT_CHOSEN = "A row is not what the router chose by its logits"
-_OTHER_ROWS = "recorded routes are not those of the rows"
+_OTHER_ROWS = "recorded routes belong to other rows"
 ROUTES = (
     *(
         _in_lab(name, "P7", _BUFFER, _AT_LOGITS, "EngineError", _NOT_CHOSEN, "request s")
@@ -105,7 +105,7 @@ ROUTES = (
     *(
         _in_lab(f"recorder: {what}{UNWATCHED}", "P7", _BUFFER, _ALIGNMENT, "ReplayError", _OTHER_ROWS, *says)
         for what, *says in (
-            ("rows one token late", "have rows 1 token too late", "No update was made with these"),
+            ("rows one token late", "have rows 1 token too late", "No weights were updated"),
             ("one layer constant, of a set in the middle", f"layer {LAYER} has the same experts for every token"),
             ("rows of two requests of different prompts swapped", "completions have the rows of other completions"),
             ("rows of two requests of one prompt swapped", "completions have the rows of other completions"),

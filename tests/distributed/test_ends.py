@@ -19,8 +19,10 @@ def test_a_stage_that_fails_is_heard_and_its_neighbour_does_not_wait(checkpoint,
     )
     assert done.returncode and time.monotonic() - began < 240
     assert "planted" in done.stdout
-    reason = "moe_rl: rank 1: ReplayError: a layer lost the key to its routes (update, rank 1, microbatch 0, layer 2): "
-    assert reason + "got no key" in done.stderr
+    reason = (
+        "moe_rl: rank 1: ReplayError: a layer lost the handle to its routes (update, rank 1, microbatch 0, layer 2)"
+    )
+    assert reason + ": got no handle" in done.stderr
     # the rank that waited has nothing to add: the one traceback is torchrun's, which names the one that was refused
     assert done.stderr.count("Traceback") == done.stderr.count("ChildFailedError(") == 1
     assert "exitcode  : 2 " in done.stderr and "rank      : 1 " in done.stderr

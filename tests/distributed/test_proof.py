@@ -336,8 +336,8 @@ OTHER_SOURCE = "the routes {} are not those that left the sampler's engine (logp
 # found by the sum over the ranks that share the sequences, on each of them; what is wrong was planted on the last
 LOST_BY_ANOTHER = OTHER_SOURCE.format("dispatched", 0)
 READ_WRONG = [OTHER_SOURCE.format("as they were read", rank) for rank in range(4)]
-NO_KEY = "a layer lost the key to its routes ({}, rank {}, microbatch 0, layer 0): got no key"
-CLOSED = "routes were asked of a session that is not open (logprobs, rank {}, microbatch 2, layer 3): got update"
+NO_KEY = "a layer lost the handle to its routes ({}, rank {}, microbatch 0, layer 0): got no handle"
+CLOSED = "a router asked a session that is not open for routes (logprobs, rank {}, microbatch 2, layer 3): got update"
 OVERLAPPED_VPP2 = (TP2_EP2 | VPP2, OVERLAP)
 
 

@@ -446,7 +446,7 @@ def test_without_the_mask_the_trainer_is_far_away(steps, by_transformers):
 def test_a_support_that_cannot_be_right_is_refused_before_any_pass(steps):
     for case, message in (
         ("unsupported", "the sampled token is not in its own sampling support (request s3, completion token 5): got"),
-        ("uncounted", "sampling support is not of these tokens (request s4): got that of 2 tokens, expected 3"),
+        ("uncounted", "sampling support belongs to other tokens (request s4): got supports for 2 tokens, expected 3"),
     ):
         mine = [rank.startswith(f"SupportError: {message}") for rank in steps[case]]
         assert sorted(mine) == [False, True], steps[case]

@@ -19,9 +19,10 @@ def test_a_run_goes_on_with_another_layout(short_run, tmp_path):
     damaged.write_bytes(damaged.read_bytes()[:-1])
     run = Launch(tmp_path, "--resume", folder, "--step", 2, "parallel.expert=1", ranks=1)
     assert run.wait() == 0, run.text()[-4000:]
-    assert "after step 2; 2 steps are done again. Step 3 is trained on the" in run.text()
-    assert f"a newer checkpoint was put aside: {damaged.parent}.abandoned" in run.text()
-    assert "another layout: ranks 2 -> 1, expert 2 -> 1; random generators derived from run.seed anew" in run.text()
+    assert "after step 2; 2 steps are repeated. Step 3 is trained on the" in run.text()
+    assert f"a newer checkpoint was renamed and is not used: {damaged.parent}.abandoned" in run.text()
+    assert "the parallel layout changed: ranks 2 -> 1, expert 2 -> 1; " in run.text()
+    assert "random generators are seeded again from run.seed" in run.text()
     assert yaml.safe_load((folder / "config.yaml").read_text())["parallel"]["expert"] == 1
 
     ours, theirs = rows(folder), rows(short_run.folder)

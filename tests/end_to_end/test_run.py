@@ -82,7 +82,7 @@ def test_every_step_logs_the_canary_and_its_own_weights(short_run):
 
 def test_a_sampler_that_cannot_sleep_is_said_to_be_awake_once(short_run):
     """The calls are made all the same: after level 2 nothing could have been sampled without an update."""
-    assert short_run.text().count("the sampler keeps its memory, vLLM does not sleep on a CPU") == 1
+    assert short_run.text().count("vLLM cannot sleep on a CPU, so the sampler keeps its memory") == 1
     logged = map(json.loads, (short_run.folder / "metrics.jsonl").read_text().splitlines())
     steps = [row for row in logged if row["kind"] == "train"]
     assert all(0 < row["time/sleep"] < row["time/step"] for row in steps)
@@ -140,7 +140,7 @@ def test_kill_9_and_sigterm_change_nothing(short_run, tmp_path, launches):
     # Sampling is left there and then, the checkpoint of the step before ended. torchrun, engine and verifiers are
     # signalled too, as by SLURM.
     until("rollout", "sample", 3)
-    assert "after step 1; 1 steps are done again. Step 2 is trained on the" in launches[2].text()
+    assert "after step 1; 1 steps are repeated. Step 2 is trained on the" in launches[2].text()
     assert shard(folder, 2) == before
     assert [path.name for path in (folder / "checkpoints").iterdir() if path.name[0] == "."] == [".step-000002.tmp"]
     end(signal.SIGTERM, None, "asked to stop and did after step 2, with a checkpoint; go on")

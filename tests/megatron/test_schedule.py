@@ -208,7 +208,7 @@ def test_a_layer_that_loses_its_key_is_refused_at_once(one_rank, recompute, wher
         return route(*args, **kwargs)
 
     moe.route = forget
-    with pytest.raises(ReplayError, match=f"lost the key to its routes .update, rank 0, {where}.: got no key"):
+    with pytest.raises(ReplayError, match=f"lost the handle to its routes .update, rank 0, {where}.: got no handle"):
         run.update()
     assert len(runs) == 2 and runs[1]
     moe.route = route

@@ -188,16 +188,16 @@ def test_a_pass_of_more_microbatches_than_have_routes_is_refused():
 @pytest.mark.parametrize("mode", ["replay", "observe", "record"])
 def test_a_layer_without_a_key_is_refused_while_a_session_is_open(mode):
     tables, again = [table(0), table(1)], frozenset({2})
-    lost = "a layer lost the key to its routes .step 7, rank 3, "
+    lost = "a layer lost the handle to its routes .step 7, rank 3, "
     refuse_lost_key(1)  # natively
     with (
-        pytest.raises(ReplayError, match=f"{lost}the recomputation of a microbatch, layer 2.: got no key"),
+        pytest.raises(ReplayError, match=f"{lost}the recomputation of a microbatch, layer 2.: got no handle"),
         session(tables, mode=mode, recomputed_layers=again) as s,
     ):
         begin(s, 1)
-        with pytest.raises(ReplayError, match=f"{lost}microbatch 1, layer 1.: got no key"):
+        with pytest.raises(ReplayError, match=f"{lost}microbatch 1, layer 1.: got no handle"):
             refuse_lost_key(1)
-        with torch.no_grad(), pytest.raises(ReplayError, match=f"{lost}microbatch 1, layer 2.: got no key"):
+        with torch.no_grad(), pytest.raises(ReplayError, match=f"{lost}microbatch 1, layer 2.: got no handle"):
             refuse_lost_key(2)
         refuse_lost_key(2)  # whose, is not known: forwards of later ones may have begun
     refuse_lost_key(1)

@@ -86,12 +86,12 @@ FAULTS = {
     "a layer late": (in_layer(5, lambda w: np.roll(w, 2, 0)), "layer 5 has rows 2 tokens too late"),
     "a constant layer": (
         in_layer(4, lambda w: np.full_like(w, [3, 9, 11, 20])),
-        "layer 4 has (the same experts for every token|rows of nothing)",
+        "layer 4 has (the same experts for every token|rows that match nothing)",
     ),
     "two experts exchanged": (in_layer(6, lambda w: EXCHANGED[w]), "layer 6 has experts 5 and 9 exchanged"),
     "another model": (
         lambda w: np.argsort(np.random.default_rng(9).random((*w.shape[:2], 32)), -1)[..., :4],
-        "rows of nothing that was tried",
+        "rows that match nothing that was tried",
     ),
 }
 

@@ -111,7 +111,7 @@ def test_ranks_that_share_a_sequence_speak_once(monkeypatch):
     everything = [([0, 1], [[0, 1]]), ([2, 3, 4], [[2, 3], [4]])]
     once = both(monkeypatch, objective)[0]
     assert both(monkeypatch, objective, [everything] * 2, speaks=(True, False))[0] == pytest.approx(once, rel=1e-6)
-    with pytest.raises(MoeRLError, match="sequence s0.*got 2 that speak for it"):
+    with pytest.raises(MoeRLError, match="sequence s0.*got 2 ranks"):
         both(monkeypatch, objective, [everything] * 2)
 
 

@@ -227,7 +227,7 @@ def test_sigint_ends_it_there_and_then(ranks, saved):
     asked.send_signal(signal.SIGINT)
     code, errors = end(asked, 10)
     assert code == EXIT_CODE and "rank 0, in phase train of step 7, was ended by SIGINT" in errors
-    assert "the checkpoint after step 5 stands, steps 6 to 7 are done again" in errors
+    assert "the last checkpoint is after step 5, steps 6 to 7 will be repeated" in errors
 
 
 def test_sigterm_makes_a_rank_leave_its_sampling_and_is_told_to_the_others(ranks, tmp_path, saved):
@@ -238,7 +238,7 @@ def test_sigterm_makes_a_rank_leave_its_sampling_and_is_told_to_the_others(ranks
     for process, who in ((sampler, 1), (other, 0)):
         code, errors = end(process, 15)
         assert code == STOPPED and f"rank {who}, in phase train of step 7, was asked to stop and did not" in errors
-        assert "checkpoint.grace_seconds = 3; the checkpoint after step 5 stands" in errors
+        assert "checkpoint.grace_seconds = 3; the last checkpoint is after step 5" in errors
 
 
 def test_what_does_not_fit_into_the_grace_is_not_begun(ranks, saved):
@@ -246,10 +246,10 @@ def test_what_does_not_fit_into_the_grace_is_not_begun(ranks, saved):
     asked.send_signal(signal.SIGTERM)
     code, errors = end(asked, 10)
     assert code == STOPPED
-    assert "to come to a stop and save would take about" in errors and "steps 6 to 7 are done again" in errors
+    assert "finishing the step and saving would take" in errors and "steps 6 to 7 will be repeated" in errors
     # it is not taken for dead: the other hears that they were asked, and ends in its own time
     code, errors = end(other, 15)
-    assert code == STOPPED and "did not within checkpoint.grace_seconds" in errors
+    assert code == STOPPED and "did not end within checkpoint.grace_seconds" in errors
 
 
 def test_one_request_may_come_twice(ranks):

@@ -66,9 +66,9 @@ def test_what_is_whole_is_taken(left):
 
 def test_a_step_that_was_not_entered_is_not_taken(left):
     left.ledger.rewind(1)
-    assert "no line of it in the prompt ledger" in refused(left)
+    assert "no line for the step in the prompt ledger" in refused(left)
     left.ledger.path.write_bytes(left.ledger.path.read_bytes() + b'{"step": 1, "cur')
-    assert "no line of it" in refused(left)
+    assert "no line for the step" in refused(left)
 
 
 def test_a_step_without_its_file_or_with_another_is_not_taken(left):

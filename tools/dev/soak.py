@@ -77,7 +77,9 @@ _TOLD = re.compile(
     r"moe_rl: (?:rank \d+: )?((?:rank \d+ \(pid|torchrun \(pid|EngineError|The vLLM engine|CheckpointError|DataError)"
     r"[^\n]{0,300})"
 )
-_RESUMED = re.compile(r"(?:resumed after step \d+|begun again); \d+ steps are done again\. Step \d+ is [^\n]*")
+_RESUMED = re.compile(
+    r"(?:resumed after step \d+|restarted from the beginning); \d+ steps are repeated\. Step \d+ is [^\n]*"
+)
 
 
 @dataclass
