@@ -1,1 +1,1 @@
-"""What is installed here, what that enables, and what a config lacks: `moe-rl doctor`."""
+"""Reports what is installed, what that enables, and what a config needs in addition: `moe-rl doctor`."""

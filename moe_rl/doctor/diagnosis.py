@@ -1,4 +1,4 @@
-"""From what is installed to what is missing, for any run and for one config's."""
+"""Finds what is missing on this machine, for any run or for the run of one config."""
 
 from __future__ import annotations
 
@@ -28,16 +28,22 @@ from moe_rl.vllm import patches
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """missing: why a run cannot start here, one message each. notes: what it does without."""
+    """Result of the diagnosis.
+
+    Attributes:
+        missing: Reasons why a run cannot start here, one message each.
+        notes: Optional parts that are missing, and what happens without them.
+    """
 
     missing: list[str]
     notes: list[str]
 
 
 def installation_problems(config: Config | None = None) -> list[str]:
-    """Why what is installed cannot do what a run needs, every run or that of a config, one message each.
+    """Return why the installed software cannot do what a run needs, one message each.
 
-    Where vLLM samples here, its patch series decides; servers have looked at theirs.
+    Without a config, this checks what every run needs. If vLLM samples on this machine, its patches are checked too;
+    servers check their own.
     """
     found = {part: found_version(part) for part in ALWAYS if part is not VLLM}
     unfit = [_unfit(part, version) for part, version in found.items() if not fits(part, version)]
@@ -52,21 +58,21 @@ def installation_problems(config: Config | None = None) -> list[str]:
 def _apart_gradients(engine: str) -> Iterator[str]:
     if not (engine and SpecifierSet(">=2.3").contains(engine, prereleases=True)):
         yield describe(
-            "train.delay_wgrad_compute: megatron's own linear layers compute the gradients of weights and of "
-            "activations at once, TransformerEngine's can be asked for either",
+            "train.delay_wgrad_compute: this needs TransformerEngine's linear layers, which can compute the gradients of "
+            "weights later than those of activations",
             got=f"transformer-engine {engine}" if engine else "no transformer-engine",
             expected="transformer-engine 2.3 or later",
-            do="install it, which takes a GPU, or turn this off",
+            do="install it (it needs a GPU), or set train.delay_wgrad_compute=false",
         )
 
 
 def fits(part: Requirement, found: str) -> bool:
-    """Whether a version is one that `part` may have. Local labels ("2.13.0+cu130") count for nothing."""
+    """Return whether a version meets the requirement of `part`. Local labels ("2.13.0+cu130") are ignored."""
     return bool(found) and SpecifierSet(part.required).contains(found, prereleases=True)
 
 
 def diagnose(machine: Machine, config: Config | None = None) -> Diagnosis:
-    """config None: what every run needs."""
+    """Diagnose this machine. Without a config, this checks what every run needs."""
     missing = installation_problems(config)
     missing += _gpu_problems(machine, config)
     if config is not None and config.rollout.servers:
@@ -84,7 +90,7 @@ def _server_problems(config: Config) -> list[str]:
 
 def _unfit(part: Requirement, found: str) -> str:
     return describe(
-        f"{part.name}: {'a version that was never run' if found else 'not installed'}",
+        f"{part.name}: {'this version was never tested' if found else 'not installed'}",
         got=found or None,
         expected=part.required,
         do="run make venv" if part in ALWAYS and part is not PYTHON else "install it",
@@ -99,7 +105,7 @@ def _gpu_problems(machine: Machine, config: Config | None) -> Iterator[str]:
     elif config is not None and config.rollout.capture == "native":
         yield describe(
             "rollout.capture: vLLM's own capture of routes needs a GPU",
-            got="native, and no GPU",
+            got="native, but no GPU",
             expected="patch or worker",
         )
     if config is not None and config.cluster is not None:
@@ -107,37 +113,37 @@ def _gpu_problems(machine: Machine, config: Config | None) -> Iterator[str]:
 
 
 def _node_problems(machine: Machine, cluster: ClusterConfig) -> Iterator[str]:
-    """This machine is no node of the cluster that the run is planned for."""
+    """Yield why this machine does not match the cluster that the run is planned for."""
     if len(machine.gpus) < cluster.gpus_per_node:
         yield describe(
-            "cluster.gpus_per_node: this machine has fewer", got=len(machine.gpus), expected=cluster.gpus_per_node
+            "cluster.gpus_per_node: this machine has fewer GPUs", got=len(machine.gpus), expected=cluster.gpus_per_node
         )
     smallest = min((gpu.memory_bytes for gpu in machine.gpus), default=None)
     if smallest is not None and smallest < cluster.gpu_memory_gib * 2**30:
         yield describe(
-            "cluster.gpu_memory_gib: a GPU of this machine has less",
+            "cluster.gpu_memory_gib: a GPU of this machine has less memory",
             got=f"{smallest / 2**30:.1f} GiB",
             expected=f"{cluster.gpu_memory_gib:g} GiB",
-            do="set it to this, and look at --plan again",
+            do="set cluster.gpu_memory_gib to the memory of this GPU, and check --plan again",
         )
 
 
 def _apex(machine: Machine) -> Iterator[str]:
     if machine.apex == "unrelated":
         yield describe(
-            "apex: the installed package of that name is not NVIDIA's; megatron would import it, and fail",
-            got="a toolkit for a web framework, which is what the package registry has under this name",
-            expected="NVIDIA's, built from its source, or none",
+            "apex: the installed package of this name is not NVIDIA's; megatron would import it and fail",
+            got="a toolkit for a web framework, which the package registry has under this name",
+            expected="NVIDIA's apex, built from source, or none",
             do="uninstall it",
         )
     elif machine.apex == "NVIDIA's, without its CUDA extensions":
-        yield describe("apex: nothing of it is used", got=machine.apex, do="build it with --cpp_ext --cuda_ext")
+        yield describe("apex: not used", got=machine.apex, do="build it with --cpp_ext --cuda_ext")
 
 
 def _without(machine: Machine) -> Iterator[str]:
     found = machine.found[TRANSFORMER_ENGINE.name]
     if not machine.gpus:
-        yield "no GPU: ranks talk through gloo, layers are torch's, vLLM must be the build for CPUs"
+        yield "no GPU: ranks communicate with gloo, layers are torch's, vLLM must be its CPU build"
     elif not fits(TRANSFORMER_ENGINE, found):
         adam = "apex's fused one" if machine.apex == "NVIDIA's" else "torch's"
         yield (

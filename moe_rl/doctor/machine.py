@@ -1,6 +1,6 @@
-"""What moe_rl needs, and what of it this machine has. Only `nvidia-smi` is run; nothing that is looked at is imported.
+"""Lists the software that moe_rl needs, and finds out what this machine has.
 
-The table of versions stands here alone; README shows it.
+Only `nvidia-smi` is run, and no examined package is imported. This is the only table of versions; README shows it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from moe_rl.vllm import patches
 class Requirement:
     """A piece of software that moe_rl builds on, and the version that it needs.
 
-    distributions: names under which package registries have it, the first one found counts. required: a version
-    specifier (PEP 440) it must meet where it is needed. tested: the version that ran, "" where none did.
+    Attributes:
+        distributions: Its names in package registries; the first one that is installed counts.
+        required: Version specifier (PEP 440) that it must meet.
+        tested: The version that was tested; "" if none was.
+        enables: What it is needed for.
     """
 
     name: str
@@ -54,7 +57,7 @@ TRANSFORMER_ENGINE = Requirement(
 )  # fmt: skip
 APEX = Requirement("NVIDIA apex", ("apex",), "", "", "a fused Adam where transformer-engine is not installed")
 
-# What runs anywhere, and what only a GPU has a use for.
+# The software that every run needs, and the software that only a GPU uses.
 ALWAYS = (PYTHON, TORCH, MEGATRON, VLLM, TRANSFORMERS, SAFETENSORS, NUMPY, PYDANTIC)
 GPU = (CUDA, NCCL, TRANSFORMER_ENGINE, APEX)
 PARTS = ALWAYS + GPU
@@ -70,8 +73,15 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """found: part name -> version, "" where it is absent. apex: which package of that name this is. gpus: those that
-    the driver tells of. vllm_state: as `patches.State.summary`, "absent" without one. vllm_patches: patch -> state."""
+    """What was found on this machine.
+
+    Attributes:
+        found: {name of the part: version}; "" if it is missing.
+        apex: Which package of this name is installed.
+        gpus: The GPUs that the driver reports.
+        vllm_state: As `patches.State.summary`; "absent" without vLLM.
+        vllm_patches: {patch: state}.
+    """
 
     found: dict[str, str]
     apex: ApexKind
@@ -81,13 +91,13 @@ class Machine:
 
 
 def look(parts: tuple[Requirement, ...]) -> Machine:
-    """What is found of `parts`."""
+    """Return what this machine has of `parts`."""
     state, patched = _vllm()
     return Machine({part.name: found_version(part) for part in parts}, apex_kind(), gpus(), state, patched)
 
 
 def found_version(part: Requirement) -> str:
-    """ "" where the part is absent."""
+    """Return the installed version; "" if the part is missing."""
     if part is PYTHON:
         return platform.python_version()
     if part is CUDA:
@@ -101,7 +111,7 @@ def found_version(part: Requirement) -> str:
 
 
 def cuda_of_torch() -> str:
-    """The CUDA that torch was built for, read from its version.py; "" where there is none."""
+    """Return the CUDA version that torch was built for, read from its version.py; "" if it has none."""
     spec = importlib.util.find_spec("torch")
     file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
     if file is None or not file.is_file():
@@ -111,8 +121,11 @@ def cuda_of_torch() -> str:
 
 
 def apex_kind() -> ApexKind:
-    """Which package called apex Python would import. Told by its files: importing the unrelated one, which is for a web
-    framework, fails or runs what nobody asked for. NVIDIA's has `multi_tensor_apply`, and built with CUDA `amp_C`."""
+    """Return which package called apex Python would import.
+
+    Its files tell: NVIDIA's apex has `multi_tensor_apply`, and `amp_C` if built with CUDA. The package is not imported,
+    because the other apex, made for a web framework, would fail or run unrelated code.
+    """
     spec = importlib.util.find_spec("apex")
     if spec is None:
         return "absent"
@@ -123,7 +136,7 @@ def apex_kind() -> ApexKind:
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """Empty where there is no NVIDIA driver, or it does not answer."""
+    """Return the GPUs; none if there is no NVIDIA driver, or it does not answer."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return ()
@@ -145,7 +158,7 @@ def _vllm() -> tuple[str, dict[str, str]]:
 
 
 def markdown() -> str:
-    """The table as README has it."""
+    """Return the table for README."""
     lines = ["| what | needed | run with | for |", "|---|---|---|---|"]
     for part in PARTS:
         when = "" if part in ALWAYS else ", on GPUs" if part in (CUDA, NCCL) else ", optional"

@@ -1,4 +1,5 @@
-"""Everything that imports megatron-core. Without CUDA the host backend must be in place before its first import."""
+"""All code that imports megatron-core. Without CUDA, the CPU backend must be installed before megatron-core is
+imported."""
 
 import torch
 

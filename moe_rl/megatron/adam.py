@@ -1,8 +1,9 @@
-"""Adam in the shape of apex's and TransformerEngine's FusedAdam, on torch ops.
+"""Adam on torch ops, with the state layout of the FusedAdam of apex and TransformerEngine.
 
-Megatron's distributed optimizer can load a distributed checkpoint only when the step count lives in the param group and
-the state is {exp_avg, exp_avg_sq}, as those two write it. torch.optim.Adam keeps the step per parameter, so the
-optimizer that a machine without them falls back to cannot be resumed. This one takes the same path as on a GPU.
+Megatron's distributed optimizer can load a distributed checkpoint only if the step count is in the param group and the
+state is {exp_avg, exp_avg_sq}, as in these two optimizers. torch.optim.Adam, which Megatron uses when neither is
+installed, keeps the step per parameter, so its state cannot be restored. With this optimizer, a CPU run takes the same
+path as a GPU run.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def install() -> None:
-    """Give it to megatron-core where it looks for TransformerEngine or apex, if it found neither."""
+    """Make megatron-core use FusedAdam if it found neither TransformerEngine nor apex."""
     import megatron.core.optimizer as optimizer
     import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
 

@@ -1,4 +1,4 @@
-"""Settings of megatron-core under which it would not compute with the recorded routes: refused up front."""
+"""Refuses settings of megatron-core under which it would not compute with the recorded routes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from moe_rl.errors import ConfigError, describe
 
 
 def refuse_bypasses(config: TransformerConfig) -> None:
-    """Raise ConfigError, one message for each setting that bypasses or alters replayed routes, or corrupts the pass."""
-    # (setting, whether it is one to refuse, what it would do, what to set instead)
+    """Raise ConfigError for settings that bypass or change replayed routes, or corrupt the pass; one message per
+    setting."""
+    # (setting, whether it must be refused, what it would do, what to set instead)
     settings = [
         (
             "moe_router_fusion",
             config.moe_router_fusion,
-            "the fused router chooses experts before it looks at recorded ones",
+            "the fused router chooses experts without using the recorded ones",
             "off",
         ),
         (
             "moe_router_load_balancing_type",
             config.moe_router_load_balancing_type in ("sinkhorn", "quantile_balancing"),
-            "this balancing chooses experts of its own and never looks at recorded ones",
+            "this balancing chooses its own experts and ignores the recorded ones",
             "none or an auxiliary loss",
         ),
         (
@@ -50,25 +51,25 @@ def refuse_bypasses(config: TransformerConfig) -> None:
         (
             "moe_enable_routing_replay",
             config.moe_enable_routing_replay,
-            "megatron's own replay, in whose place the session's stands, would be without effect",
+            "megatron's own replay would have no effect, because the replay session replaces it",
             "off",
         ),
         (
             "moe_token_dispatcher_type",
             config.moe_token_dispatcher_type != "alltoall",
-            "what a dispatch plan tells is what the all-to-all dispatcher asks for, and no other",
+            "dispatch plans work with the all-to-all dispatcher only",
             "alltoall",
         ),
         (
             "moe_permute_fusion",
             config.moe_permute_fusion,
-            "the fused permutation keeps a row map of its own, which a dispatch plan does not have",
+            "the fused permutation needs its own row map, which a dispatch plan does not contain",
             "off",
         ),
         (
             "moe_router_padding_for_quantization",
             config.moe_router_padding_for_quantization,
-            "rows would be sent to experts that were not recorded, behind the comparison with the record",
+            "rows would be sent to experts that were not recorded, after the comparison with the record",
             "off",
         ),
         (
@@ -82,7 +83,7 @@ def refuse_bypasses(config: TransformerConfig) -> None:
             config.batch_p2p_comm
             and config.pipeline_model_parallel_size == 2
             and config.virtual_pipeline_model_parallel_size is not None,
-            "with interleaved stages both neighbours are the same rank, and batched messages to it pair up crosswise",
+            "with two interleaved stages both neighbours are one rank, and batched messages to it are swapped",
             "off",
         ),
     ]

@@ -1,11 +1,12 @@
-"""What a checkpoint holds: megatron's torch_dist format for weights and optimizer, ours for everything else.
+"""The contents of a checkpoint: Megatron's torch_dist format for weights and optimizer, our own files for the rest.
 
-It is a folder of megatron's files, `rng-rank<r>.safetensors` for each rank, the run's own tensors in `run.safetensors`
-where it has some, and `state.json`, which holds the run's other state, the layout that wrote it, the digest of every
-other file and one of itself. How it is written: saving.py. It is read only after its digests agree.
+A checkpoint is a folder with Megatron's files, one `rng-rank<r>.safetensors` per rank, an optional `run.safetensors`
+with tensors of the run, and `state.json`. The last holds the other state of the run, the parallel layout that wrote the
+checkpoint, a digest of every other file, and a digest of itself. A checkpoint is loaded only if all digests agree.
+`saving.py` writes it.
 
-Megatron's files hold whole tensors, named after their place in the model, so that any layout can read them. Only the
-random generators belong to the ranks: another layout begins theirs anew.
+Megatron's files hold whole tensors, named by their place in the model, so that any layout can load them. Only random
+generators belong to ranks: another layout seeds them again.
 """
 
 from __future__ import annotations
@@ -45,17 +46,22 @@ CONTENT = {
 
 
 def layout(parallel: ParallelConfig) -> dict[str, int]:
-    """What a checkpoint says of the ranks that wrote it: their number, and how they are laid out."""
+    """Return what a checkpoint records about the ranks that write it: their number and their parallel layout."""
     return {"ranks": dist.get_world_size(), **parallel.model_dump(mode="json")}
 
 
 def load(path: Path, policy: Policy, *, parallel: ParallelConfig, seed: int) -> dict:
-    """Put weights, optimizer and random generators back; returns the `state` given to `save`, with `step`, `updates`
-    and the `layout` that wrote it. All ranks call it.
+    """Restore weights, optimizer and random generators. All ranks call this together.
 
-    The layout may be another than the one that saved. Then the generators are seeded from seed, the run's, and the
-    step. Raises CheckpointError, on all ranks, when a file is missing, damaged, not of it or of another model; the
-    policy is not changed then.
+    The layout may differ from the one that saved. Then the generators are seeded from `seed`, the run's seed, and the
+    step.
+
+    Returns:
+        The `state` given to `save`, with `step`, `updates` and the `layout` that wrote the checkpoint.
+
+    Raises:
+        CheckpointError: A file is missing, damaged, foreign, or belongs to another model. Raised on all ranks; the
+            policy is not changed.
     """
     state = _verified(path)
     loaded = _read_tensors(path, sharded(policy, loading=True), StrictHandling.RAISE_ALL)
@@ -72,16 +78,22 @@ def load(path: Path, policy: Policy, *, parallel: ParallelConfig, seed: int) -> 
 
 
 def run_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The `tensors` given to `save`, of a checkpoint that was loaded: its files agree with their digests."""
+    """Return the `tensors` given to `save`. Call it after `load`, which checks the digests."""
     file = path / RUN_TENSORS
     return load_file(file) if file.is_file() else {}
 
 
 def load_weights(path: Path, policy: Policy | ReferencePolicy) -> dict:
-    """Put the weights back, and nothing else; returns what `load` does. All ranks call it.
+    """Restore the weights only. All ranks call this together.
 
-    The weights are those that the passes computed with: a policy in float32 gets the rounded ones of a run in bfloat16.
-    The optimizer keeps what it had, so the policy may be scored, not trained. Raises CheckpointError as `load`.
+    These are the weights that the forward passes used: a float32 policy gets the rounded weights of a bfloat16 run. The
+    optimizer is not restored, so the policy can score but not train.
+
+    Returns:
+        As `load`.
+
+    Raises:
+        CheckpointError: As `load`.
     """
     state = _verified(path)
     loaded = _read_tensors(path, _sharded_model(policy), StrictHandling.RAISE_UNEXPECTED)
@@ -92,14 +104,14 @@ def load_weights(path: Path, policy: Policy | ReferencePolicy) -> dict:
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """What rank 0 tells the others of a checkpoint: what is wrong with it, or its state."""
+    """What rank 0 tells the other ranks about a checkpoint: its state, or what is wrong."""
 
     error: str = ""
     state: dict = field(default_factory=dict)
 
 
 def _verified(path: Path) -> dict:
-    """The content of state.json but for the digests, once the ranks, each its share, have found every file to agree."""
+    """Check all files against their digests, each rank its share, and return state.json without the digests."""
     verdict = None
     if dist.get_rank() == 0:
         try:
@@ -117,18 +129,18 @@ def _verified(path: Path) -> dict:
 
 
 def sealed(state: dict) -> str:
-    """The text of state.json: JSON with a digest of all the rest of it."""
+    """Return the text of state.json: JSON with a digest of all its other content."""
     return json.dumps(state | {"digest": xxhash.xxh3_128_hexdigest(json.dumps(state).encode())}, indent=1)
 
 
 def _read_state(path: Path) -> dict:
-    """What was given to `sealed`, of a folder with the right name and no other files than it should have."""
+    """Read state.json, and check it and the names of the folder and its files."""
     try:
         text = (path / STATE).read_text()
         state = json.loads(text)
         got = state.pop("digest", "no digest")
         if sealed(state) != text:
-            raise ValueError(f"{got}, which is not the digest of the rest of it")
+            raise ValueError(f"{got}, which is not the digest of its content")
         names = {file.name for file in path.iterdir()}
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(
@@ -142,30 +154,30 @@ def _read_state(path: Path) -> dict:
     if path.name != name_of(state["step"]):
         raise CheckpointError(
             describe(
-                "a checkpoint is of another step than its folder is named after",
+                "a checkpoint's folder is named after another step",
                 where=str(path),
                 got=f"step {state['step']}",
-                do=f"give it back the name {name_of(state['step'])}, or {to_resume_instead(path)}",
+                do=f"rename the folder to {name_of(state['step'])}, or {to_resume_instead(path)}",
             )
         )
     if foreign := sorted(names - state["files"].keys() - {STATE}):
         raise CheckpointError(
             describe(
-                "a checkpoint's folder has files that are not of it",
+                "a checkpoint's folder has files that do not belong to it",
                 where=str(path),
                 got=", ".join(foreign),
-                expected="those that state.json names",
-                do="remove them",
+                expected="only the files that state.json names",
+                do="remove the other files",
             )
         )
     return state
 
 
 def _damage(file: Path, expected: str) -> str:
-    """What is wrong with a file; "" when its digest agrees."""
+    """Return what is wrong with a file; "" if its digest agrees."""
     try:
         got = digest(file)
-    except OSError as error:  # not there, or on a disk that cannot read it any more
+    except OSError as error:  # missing, or on a disk that cannot read it any more
         got = str(error)
     if got == expected:
         return ""
@@ -174,10 +186,11 @@ def _damage(file: Path, expected: str) -> str:
 
 
 def _read_tensors(path: Path, wanted: dict, strict: StrictHandling) -> dict:
-    """What `wanted` names, read from the files; nothing may be missing in them and, by `strict`, nothing left over."""
+    """Read the tensors in `wanted` from the files. None may be missing; `strict` says whether others may be left
+    over."""
     try:
         with warnings.catch_warnings(), unpickling.restricted(path):
-            # Every rank warns of how megatron calls torch: nothing that a user could mend.
+            # Every rank would warn about how Megatron calls torch, which a user cannot change.
             warnings.simplefilter("ignore")
             return dist_checkpointing.load(wanted, str(path), strict=strict)
     except (CheckpointingException, CheckpointException) as error:
@@ -185,16 +198,16 @@ def _read_tensors(path: Path, wanted: dict, strict: StrictHandling) -> dict:
         reason = next((failure for failure, _ in failures.values()), error)
         raise CheckpointError(
             describe(
-                "a checkpoint is not of this model",
+                "a checkpoint belongs to another model",
                 where=str(path),
                 got=_shortened(str(reason)),
-                do="resume with the model.path that the run had",
+                do="resume with the run's own model.path",
             )
         ) from error
 
 
 def _shortened(reason: str) -> str:
-    """Megatron lists tensors in an order of its own on every rank: the first three by name, and how many there are."""
+    """Shorten Megatron's list of tensors, whose order differs between ranks, to three names and a count."""
     names = sorted(set(re.findall(r"'([^']+)'", reason)))
     if len(names) < 4:
         return reason[:300]
@@ -209,15 +222,17 @@ def _sharded_model(policy: Policy | ReferencePolicy) -> dict:
 
 
 def sharded(policy: Policy, *, loading: bool) -> dict:
-    """Sharded tensors of the model and of its optimizers, and nothing else: a tensor has the name of its parameter,
-    whatever chunk or optimizer holds it, while all that is not a tensor (lr, betas, step) would be named after these.
-    It comes from the config; the one number among it that changes is in state.json.
+    """Return the sharded tensors of the model and its optimizers, and nothing else.
+
+    Tensors are named after their parameter, whichever chunk or optimizer holds them. Values that are not tensors (lr,
+    betas, step) would be named after the chunk or optimizer, so they are left out: they come from the config, and the
+    step, the only one that changes, is in state.json.
     """
-    # Megatron puts its process groups into the metadata that it is given.
+    # Megatron adds its process groups to the metadata dict that it receives, hence the copies of CONTENT.
     model = _sharded_model(policy)
     optimizers = {}
     for number, optimizer in enumerate(policy.optimizers):
-        # Adam has no moments before its first step, but a checkpoint always has.
+        # Adam has no moments before its first step, but a checkpoint always contains them.
         optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
         whole = optimizer.sharded_state_dict(model, is_loading=loading, metadata=dict(CONTENT))
         optimizers[str(number)], _ = extract_sharded_base(whole)
@@ -225,7 +240,7 @@ def sharded(policy: Policy, *, loading: bool) -> dict:
 
 
 def _set_state(optimizer: MegatronOptimizer, loaded: dict, step: int) -> None:
-    """Give an optimizer its part of what was loaded as `sharded`."""
+    """Restore an optimizer from its part of the loaded `sharded` tensors."""
     state = optimizer.state_dict()
     of_torch = state.get("optimizer", state)
     for group in of_torch["param_groups"]:
@@ -241,13 +256,13 @@ def _set_state(optimizer: MegatronOptimizer, loaded: dict, step: int) -> None:
 
 
 def optimizer_step(policy: Policy) -> int:
-    """Updates that Adam has made: what its bias correction counts."""
-    # TransformerEngine's Adam does not count in a group without parameters.
+    """Return the number of updates that Adam has made, which its bias correction depends on."""
+    # TransformerEngine's Adam does not count steps in a group without parameters.
     return max(int(group.get("step", 0)) for group in policy.optimizer.param_groups)
 
 
 def digest(path: Path) -> str:
-    """xxh3-128 of a file, hex."""
+    """Return the xxh3-128 digest of a file as hex."""
     state = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(1 << 22):

@@ -1,15 +1,16 @@
-"""Megatron-core on a machine without CUDA: gloo collectives, torch ops. The package's `__init__` calls `install`.
+"""Runs megatron-core on a machine without CUDA, with gloo collectives and torch ops. The package calls `install`.
 
-Megatron-core asks `torch.cuda` four kinds of questions even when every tensor lives in host memory. They are answered:
+Megatron-core makes four kinds of calls to `torch.cuda` even when every tensor is in host memory. `install` replaces
+them:
 
 1. which device, which stream?          torch.cuda.{current_device, current_stream, Stream, Event, synchronize},
                                         Tensor.record_stream
-2. the CUDA random generator            is the CPU generator: the only one that draws numbers here
-3. make this tensor on "cuda"           `HostDevice`, a TorchFunctionMode, reads that as "cpu"
-4. is this a torch.cuda.FloatTensor?    `HostDevice` answers `Tensor.type()` in the words the optimizer looks for
+2. the CUDA random generator            becomes the CPU generator, the only one that is used here
+3. create this tensor on "cuda"         `HostDevice`, a TorchFunctionMode, changes "cuda" to "cpu"
+4. is this a torch.cuda.FloatTensor?    `HostDevice` makes `Tensor.type()` return the names that the optimizer expects
 
-and four module-level names of megatron-core are assigned, each with its reason beside it. Everything else is
-megatron-core as released.
+It also replaces four module-level functions of megatron-core; a comment beside each gives the reason. Everything else
+is megatron-core as released.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ HOST = torch.device("cpu")
 
 
 class Stream:
-    """The one stream there is: work is done when the call returns."""
+    """The only stream. Work is finished when a call returns."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -39,7 +40,7 @@ class Stream:
 
 
 class Event:
-    """Already happened, always."""
+    """An event that has always happened already."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -55,7 +56,7 @@ class Event:
 
 
 class HostDevice(TorchFunctionMode):
-    """Reads device "cuda" as "cpu", and names host tensors as the optimizer's type checks expect."""
+    """Changes device "cuda" to "cpu", and names host tensors as the optimizer's type checks expect."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -76,13 +77,14 @@ _installed = False
 
 
 def install() -> None:
-    """Prepare this process for megatron-core without CUDA. Idempotent; refuses a machine that has CUDA."""
+    """Prepare this process for megatron-core without CUDA. Repeated calls have no effect. Raises RuntimeError on a
+    machine with CUDA."""
     global _installed
     if _installed:
         return
     if torch.cuda.is_available():
-        raise RuntimeError("the CPU backend was asked for on a machine with CUDA")
-    # megatron.core.jit wraps small functions in torch.compile when it is imported: no compiler is needed for them here.
+        raise RuntimeError("the CPU backend cannot be installed on a machine with CUDA")
+    # megatron.core.jit wraps small functions in torch.compile at import. Disable that, so that no compiler is needed.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
     _hush()
@@ -94,7 +96,8 @@ def install() -> None:
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *a, **k: torch.get_rng_state()
     cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
     cuda.manual_seed = torch.manual_seed
-    # Tells the GPU's caching allocator who still reads a tensor, which combined 1F1B does. It rejects our Stream.
+    # record_stream tells the GPU's caching allocator who still reads a tensor. Combined 1F1B calls it, and torch
+    # rejects our Stream.
     torch.Tensor.record_stream = lambda tensor, stream: None
     HostDevice().__enter__()
 
@@ -102,20 +105,23 @@ def install() -> None:
     from megatron.core.tensor_parallel import random as mcore_random
     from megatron.core.transformer.moe import token_dispatcher
 
-    # Upstream queues this call until CUDA starts, which is never: the RNG state would silently not be restored.
+    # The original queues this call until CUDA starts, which never happens: the RNG state would silently not be
+    # restored.
     mcore_random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
-    # It warns on every fork that the CPU state changed; here the "CUDA" generator is the CPU generator.
+    # It warns on every fork that the CPU state changed, because here the "CUDA" generator is the CPU generator.
     logging.getLogger(mcore_random.__name__).addFilter(lambda r: "CPU RNG state changed" not in r.getMessage())
-    # Upstream converts split sizes for all_to_all only if the tensor is on a GPU; the collective needs integers.
+    # The original converts split sizes for all_to_all only if the tensor is on a GPU; the collective needs integers.
     token_dispatcher.maybe_move_tensor_to_cpu = _to_host
-    # Gloo gathers and scatters equal shares only; the ranks that share an expert's matrices hold unequal ones.
+    # Gloo gathers and scatters equal parts only, but the ranks that share an expert's matrices have unequal numbers of
+    # rows.
     mappings._gather_along_first_dim = _gather_rows(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = _reduce_scatter_rows(mappings._reduce_scatter_along_first_dim)
     _installed = True
 
 
 def _hush() -> None:
-    """Drop what megatron-core says about GPU packages it does not find, once per rank and module, at every start."""
+    """Silence megatron-core's warnings about missing GPU packages, which every rank and module repeats at every
+    start."""
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     warnings.filterwarnings(
         "ignore", message="The .grad attribute of a Tensor that is not a leaf", category=UserWarning

@@ -1,13 +1,14 @@
-"""Where experts lie: moving them between expert-parallel ranks, and checkpoints that do not depend on it.
+"""Moves experts between expert-parallel ranks, and keeps checkpoints independent of where experts are.
 
-Everywhere outside of the dispatcher an expert has its logical number: in routes, routers, biases, Hugging Face names,
-checkpoints. A dispatcher's `order` says which expert lies in which slot; the weights in that slot must be its. Both
-change together, here.
+Outside the dispatcher, an expert always has its logical number: in routes, routers, biases, Hugging Face names and
+checkpoints. A dispatcher's `order` says which expert is in which slot, and the weights in a slot must be those of its
+expert. The functions here change both together.
 
-Moved is what training has of an expert, bit for bit: the weights, and in float32 what the optimizer updates and Adam's
-two moments. Where the distributed optimizer shares these among ranks with the same experts, they first put together
-what leaves; then ranks send it to each other. One matrix of one layer after the other, so that a rank never holds more
-than one matrix of each of a layer's experts that it had or gets besides its own.
+Moving an expert moves everything that training has of it, bit for bit: its weights, the float32 copy that the optimizer
+updates, and Adam's two moments. If the distributed optimizer splits these over ranks with the same experts, the ranks
+first gather the parts of the experts that leave. Then ranks exchange them. One matrix of one layer is moved at a time.
+So beside its own weights, a rank never holds more than one matrix of each of a layer's experts that it gives or
+receives.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-# Experts one module each (SequentialMLP), and in one module (TransformerEngine's grouped linear).
+# Experts as one module each (SequentialMLP), or all in one module (TransformerEngine's grouped linear).
 _SLOT = re.compile(r"local_experts\.(\d+)\.|(\d+)$")
 _KEPT = ("param", "exp_avg", "exp_avg_sq")
 
 
 def expert_weights(moe: MoELayer) -> list[dict[str, torch.nn.Parameter]]:
-    """{name in the expert, such as linear_fc1.weight: parameter} of each local slot."""
+    """Return {name within the expert, such as linear_fc1.weight: parameter} for each local slot."""
     found: list[dict[str, torch.nn.Parameter]] = [{} for _ in range(moe.num_local_experts)]
     for name, parameter in moe.experts.named_parameters():
         slot = _SLOT.search(name)
@@ -39,21 +40,21 @@ def expert_weights(moe: MoELayer) -> list[dict[str, torch.nn.Parameter]]:
 
 @torch.no_grad()
 def move(moe: MoELayer, order: np.ndarray, optimizers: list[MegatronOptimizer]) -> None:
-    """Bring the experts of a layer, and the optimizers' state of them, into the slots that `order` int64 [E] says.
+    """Move the experts of a layer, with their optimizer state, into the slots given by `order` int64 [E].
 
-    All ranks that hold the layer's experts call it together, with the same order; Adam has its moments by then.
+    All ranks that hold the layer's experts call this together with the same order. Adam must have its moments by then.
     """
     dispatcher, local, first = moe.token_dispatcher, moe.num_local_experts, moe.ep_group.rank() * moe.num_local_experts
     before, was, will = dispatcher.order, np.argsort(dispatcher.order), np.argsort(order)
     changed = [slot for slot in range(first, first + local) if before[slot] != order[slot]]
-    # Either side goes by the other's rank and, of one rank, by the new slot.
+    # Sort what is sent and received by the other rank, and for one rank by the new slot.
     leaving = sorted((int(will[before[slot]]), slot) for slot in changed)
     arriving = sorted((int(was[order[slot]]) // local, slot) for slot in changed)
     sent = [sum(slot // local == rank for slot, _ in leaving) for rank in range(moe.ep_group.size())]
     got = [sum(source == rank for source, _ in arriving) for rank in range(moe.ep_group.size())]
 
     def exchanged(rows: torch.Tensor) -> torch.Tensor:
-        received = torch.empty_like(rows)  # as many come as go
+        received = torch.empty_like(rows)  # a rank sends and receives the same number of experts
         dist.all_to_all_single(received, rows, got, sent, group=moe.ep_group)
         return received
 
@@ -73,13 +74,16 @@ def move(moe: MoELayer, order: np.ndarray, optimizers: list[MegatronOptimizer]) 
 
 @torch.no_grad()
 def checksum(moe: MoELayer) -> torch.Tensor:
-    """int64: a layer's weights under the logical numbers of the experts that the dispatcher takes them for, of all
-    ranks that share its experts. Moving experts does not change it; weights in a slot of another expert do."""
+    """Return the checksum int64 of a layer's expert weights, over all ranks that share its experts.
+
+    Weights are summed under the logical number that the dispatcher gives their slot. Moving experts does not change the
+    checksum, but weights in the slot of another expert do.
+    """
     order, first = moe.token_dispatcher.order, moe.ep_group.rank() * moe.num_local_experts
     total = torch.zeros(1, dtype=torch.int64, device=next(moe.experts.parameters()).device)
     for slot, weights in enumerate(expert_weights(moe)):
         for number, name in enumerate(sorted(weights)):
-            # A power of an odd number: distinct for distinct experts, and wrapped around like the sums.
+            # A power of an odd number: different for different experts, and wrapped around like the sums.
             salt = pow(0x9E3779B97F4A7C15, len(weights) * int(order[first + slot]) + number + 1, 1 << 64)
             total += weights[name].reshape(-1).view(torch.int16).sum(dtype=torch.int64) * (salt - (salt >> 63 << 64))
     dist.all_reduce(total, group=moe.ep_group)
@@ -87,7 +91,7 @@ def checksum(moe: MoELayer) -> torch.Tensor:
 
 
 def relocated(entries: dict, order: np.ndarray, axis: int) -> dict:
-    """A sharded state dict of experts, which counts slots along `axis`, with logical numbers there instead."""
+    """Change the slots along `axis` of the experts' sharded state dict to logical expert numbers."""
     return {name: _relocated(entry, order, axis) for name, entry in entries.items()}
 
 
@@ -102,29 +106,30 @@ def _relocated(entry, order: np.ndarray, axis: int):
         offset = list(entry.global_offset)
         offset[axis] = int(order[offset[axis]])
         return replace(entry, global_offset=tuple(offset))
-    raise TypeError(f"experts have an entry {type(entry).__name__} in the sharded state dict")
+    raise TypeError(f"cannot renumber an entry of type {type(entry).__name__} in the experts' sharded state dict")
 
 
 def _weights(weights: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """[weights, elements]"""
+    """Return the weights as one tensor [weights, elements]."""
     return torch.cat([like.new_empty(0, like.numel()), *(weight.view(1, -1) for weight in weights)])
 
 
 def _state(weights: list[torch.Tensor], like: torch.Tensor, optimizers: list[MegatronOptimizer]) -> torch.Tensor:
-    """float32 [weights, 3, elements]: what the optimizers keep of them, whole."""
+    """Return the whole optimizer state of these weights, float32 [weights, 3, elements]."""
     states = torch.zeros(len(weights), len(_KEPT), like.numel(), dtype=torch.float32, device=like.device)
     for state, weight in zip(states, weights, strict=True):
         held, own = _held(weight, optimizers)
         for whole, part in zip(state, held, strict=bool(held)):
             whole[own] = part.view(-1)
     if weights and isinstance(optimizer := _of(like, optimizers), DistributedOptimizer):
-        # Each of its ranks has some of the elements, and zeros here. The sum of integers is exact, also for -0.0.
+        # Each rank fills in some of the elements; the others are zeros. The sum of integers is exact, also for -0.0.
         dist.all_reduce(states.view(torch.int32), group=optimizer.data_parallel_group)
     return states
 
 
 def _held(weight: torch.Tensor, optimizers: list[MegatronOptimizer]) -> tuple[list[torch.Tensor], slice]:
-    """What this rank's optimizer has of a weight, in the order of `_KEPT`, and of which of its elements; or nothing."""
+    """Return this rank's optimizer state of a weight, in the order of `_KEPT`, and the range of elements that it
+    covers. Both are empty if this rank's optimizer has nothing of the weight."""
     optimizer = _of(weight, optimizers)
     if not isinstance(optimizer, DistributedOptimizer):
         main = getattr(weight, "main_param", weight)
@@ -138,7 +143,7 @@ def _held(weight: torch.Tensor, optimizers: list[MegatronOptimizer]) -> tuple[li
 
 
 def _of(weight: torch.Tensor, optimizers: list[MegatronOptimizer]) -> MegatronOptimizer:
-    """The optimizer that updates a weight."""
+    """Return the optimizer that updates a weight."""
     for optimizer in optimizers:
         if isinstance(optimizer, DistributedOptimizer):
             mine = any(weight in buffer.param_index_map for buffer in optimizer.buffers)

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint folders: parts of their tensors read, and folders written by many ranks together."""
+"""Reads parts of tensors from Hugging Face checkpoint folders, and writes such folders from many ranks together."""
 
 from __future__ import annotations
 
@@ -24,10 +24,15 @@ _FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -
 
 
 class CheckpointReader:
-    """Reads parts of the tensors of a Hugging Face checkpoint folder. Packed ones are unpacked, to float32.
+    """Reads parts of the tensors of a Hugging Face checkpoint folder. Packed tensors are unpacked to float32.
 
-    Opening reads the headers and raises ConfigError naming tensors that are missing, extra or misshapen. `bytes_read`
-    counts what was asked for since, as it is stored: of a mapped file nothing else is touched, but for whole pages.
+    Opening a folder reads only the headers.
+
+    Attributes:
+        bytes_read: Stored bytes read so far. Files are mapped, so apart from whole pages no other bytes are touched.
+
+    Raises:
+        ConfigError: Tensors are missing, extra, or have a wrong shape. The message names them.
     """
 
     def __init__(self, path: str | Path, facts: ModelFacts):
@@ -41,7 +46,7 @@ class CheckpointReader:
         self._files: dict[str, safe_open] = {}
 
     def read(self, name: str, index: Index) -> torch.Tensor:
-        """The part of a tensor, one slice for each of its axes."""
+        """Read a part of a tensor. `index` has one slice for each of its axes."""
         packing = self.packing.get(name)
         if packing == "fp8":
             return self._fp8(name, index)
@@ -50,7 +55,7 @@ class CheckpointReader:
         return self._stored(name, index)
 
     def whole(self, name: str) -> torch.Tensor:
-        """All of a tensor."""
+        """Read a whole tensor."""
         return self.read(name, tuple(slice(0, size) for size in self.tensors[name][1]))
 
     def _stored(self, name: str, index: Index) -> torch.Tensor:
@@ -72,25 +77,25 @@ class CheckpointReader:
     def _mxfp4(self, name: str, index: Index) -> torch.Tensor:
         *outer, columns, rows = index
         if columns != slice(0, self.tensors[name][1][-2]):
-            raise ValueError("a group of 4-bit floats is read whole")
+            raise ValueError("a group of 4-bit floats can only be read whole")
         blocks = self.stored[f"{name}_blocks"][1]
         inner = (*outer, rows, slice(0, blocks[-2]))
         codes = self._stored(f"{name}_blocks", (*inner, slice(0, blocks[-1])))
         exponents = self._stored(f"{name}_scales", inner).int() - 127
-        pairs = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)  # the first of a pair is the low half
+        pairs = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)  # the low half is the first of a pair
         values = torch.ldexp(_FP4[pairs.int()], exponents[..., None])
         return values.flatten(-2).transpose(-1, -2)
 
 
 class Trained:
-    """The tensors of a checkpoint that are trained, as a policy in `dtype` takes them."""
+    """The trained tensors of a checkpoint, in the precision in which a policy of `dtype` holds them."""
 
     def __init__(self, path: str | Path, facts: ModelFacts, dtype: torch.dtype):
         self._reader, self._dtype = CheckpointReader(path, facts), dtype
         self.names = [name for name in self._reader.tensors if not is_mtp_tensor(facts, name)]
 
     def whole(self, name: str) -> torch.Tensor:
-        """All of one, rounded to the policy's precision."""
+        """Return a whole tensor, rounded to the policy's precision."""
         return self._reader.whole(name).to(stored_dtype(name, self._dtype))
 
 
@@ -103,21 +108,30 @@ def write_checkpoint(
     *,
     shard_bytes: int = 4 << 30,
 ) -> None:
-    """Write a Hugging Face checkpoint folder, which is there when all of it is. All ranks call it.
+    """Write a Hugging Face checkpoint folder. The folder appears when it is complete. All ranks call this together.
 
-    tensors: what this rank gives, see `hf_map.export`; every name from one rank. Each goes into the rank's own files,
-    none larger than shard_bytes unless a tensor is, and no rank sees what another holds. source: whose config,
-    tokenizer and multi-token-prediction layers, which nobody trained, are taken over. dtype: of all but expert biases,
-    which are float32, and of what is taken over as it is.
+    Each tensor goes into the files of the rank that gives it; no rank sees the tensors of another.
 
-    Raises ConfigError when the folder exists or its parent does not, before any work, and on all ranks when tensors are
-    missing, doubled, extra or misshapen.
+    Args:
+        tensors: The tensors that this rank gives, see `hf_map.export`. Exactly one rank gives each name.
+        source: The checkpoint whose config, tokenizer and multi-token-prediction layers (which are not trained) are
+            copied.
+        dtype: Of all trained tensors except expert biases, which are float32. Copied tensors keep their dtype.
+        shard_bytes: Largest size of a file, unless a single tensor is larger.
+
+    Raises:
+        ConfigError: The folder exists, or its parent does not: raised before any work. Or tensors are missing, given
+            twice, extra, or have a wrong shape. Raised on all ranks.
     """
     folder, rank = Path(folder), dist.get_rank()
     hidden = folder.with_name(f".{folder.name}.tmp")
     if folder.exists() or not folder.absolute().parent.is_dir():
         raise ConfigError(
-            describe("a checkpoint gets a folder of its own", got=folder, do="give one that is not there yet")
+            describe(
+                "a checkpoint must be written into a new folder",
+                got=folder,
+                do="name a folder that does not exist, in one that does",
+            )
         )
     dist.barrier()
     if rank == 0:
@@ -146,7 +160,7 @@ def write_checkpoint(
 
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Expert biases are float32 in a model of any precision."""
+    """Return the dtype in which a tensor is stored: `dtype`, but always float32 for expert biases."""
     return torch.float32 if name.endswith("e_score_correction_bias") else dtype
 
 
@@ -162,14 +176,15 @@ def _shards(tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> It
         if shard and held + tensor.nbytes > shard_bytes:
             yield shard
             shard, held = {}, 0
-        shard[name] = tensor.contiguous().clone()  # parts of one storage would be written as one
+        # clone, because safetensors would store tensors that share memory as one
+        shard[name] = tensor.contiguous().clone()
         held += tensor.nbytes
     if shard:
         yield shard
 
 
 def _index(folder: Path, facts: ModelFacts) -> list[str]:
-    """Number the files that the ranks wrote and write the index; or what is wrong with them."""
+    """Number the files that the ranks wrote, and write the index. Returns what is wrong with them, if anything."""
     files = sorted(folder.glob("*.safetensors"))
     weight_map: dict[str, str] = {}
     size = 0
@@ -179,7 +194,7 @@ def _index(folder: Path, facts: ModelFacts) -> list[str]:
             names = list(opened.keys())
             twice = sorted(set(names) & weight_map.keys())
             if twice:
-                return [describe(f"two ranks gave the tensor {twice[0]}", where=str(folder))]
+                return [describe(f"two ranks wrote the tensor {twice[0]}", where=str(folder))]
             weight_map |= dict.fromkeys(names, name)
             size += sum(opened.get_tensor(one).nbytes for one in names)
         file.rename(folder / name)
@@ -190,7 +205,7 @@ def _index(folder: Path, facts: ModelFacts) -> list[str]:
 
 
 def _write_config(source: Path, folder: Path, dtype: torch.dtype) -> None:
-    """config.json with the dtype that is written, and without how the source's tensors were packed."""
+    """Write config.json with the new dtype, and without the entry on how the source's tensors were packed."""
     raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
     raw.pop("quantization_config", None)
     raw["dtype" if "dtype" in raw else "torch_dtype"] = str(dtype).removeprefix("torch.")

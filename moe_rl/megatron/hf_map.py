@@ -1,10 +1,10 @@
-"""Hugging Face tensors <-> the parameters that one rank holds of a megatron GPTModel, both ways.
+"""Converts between Hugging Face tensors and the parameters of a Megatron GPTModel that one rank holds.
 
-What they are called and how they are laid out is in the table of the model's family, see
-`moe_rl/models/weight_table.py`. A rank holds the experts in the slots s with s // (num_experts / EP) equal to its
-expert rank; which expert lies in a slot, the layer's dispatcher says (`placement`): when a model is loaded, that of
-the slot's number. It holds an equal run of rows or of columns of a tensor that ranks share, and it reads no other
-bytes of it; of query, key and value rows that is whole key-value groups, of gate and up rows its run of each.
+Names and layouts come from the table of the model's family, see `moe_rl/models/weight_table.py`. A rank holds the
+experts in the slots s with s // (num_experts / EP) equal to its expert rank. The layer's dispatcher says which expert
+is in a slot (`placement`); in a newly loaded model it is the expert with the slot's number. If ranks share a tensor,
+each holds an equal range of its rows or columns, and reads only the bytes of that range. For query, key and value rows
+the range covers whole key-value groups; for gate and up rows it is the same range of each.
 """
 
 from __future__ import annotations
@@ -30,9 +30,14 @@ from moe_rl.weights.stream import Round
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A weight on this rank. parameters: one; of stacked experts, those of the rank's experts in order. names: of the
-    Hugging Face tensors that it is made of. axis: of these, along which the ranks of `group` share them; None: they do
-    not. order: int64 [E], of stacked experts, the one in each slot of all ranks; else None."""
+    """A weight on this rank.
+
+    Attributes:
+        parameters: One parameter; for stacked experts, the parameters of this rank's experts in order.
+        names: The Hugging Face tensors that the weight is made of.
+        axis: The axis of these tensors that the ranks of `group` split; None if they do not split it.
+        order: int64 [E], for stacked experts the expert in each slot of all ranks; else None.
+    """
 
     weight: Weight
     parameters: tuple[torch.Tensor, ...]
@@ -50,15 +55,18 @@ class Entry:
 
     @property
     def whole(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Name and shape of the Hugging Face tensors."""
+        """Names and shapes of the Hugging Face tensors."""
         return zip(self.names, self.weight.tensors.values(), strict=True)
 
 
 def entries(model: torch.nn.Module, facts: ModelFacts, *, fused: bool = HAVE_TE) -> Iterator[Entry]:
-    """Every parameter of an (unwrapped) GPTModel, and its routers' expert biases, by the table of its family.
+    """Yield an entry for every parameter of an (unwrapped) GPTModel and for its routers' expert biases.
 
-    fused: whether its layers are TransformerEngine's. Raises ConfigError naming a parameter that the table lacks, or
-    that the model does.
+    Args:
+        fused: Whether the layers are TransformerEngine's.
+
+    Raises:
+        ConfigError: A parameter is missing in the family's table, or in the model. The message names it.
     """
     biases = (item for item in model.named_buffers() if item[0].endswith(".router.expert_bias"))
     left = dict(chain(model.named_parameters(), biases))
@@ -73,7 +81,8 @@ def entries(model: torch.nn.Module, facts: ModelFacts, *, fused: bool = HAVE_TE)
 
 
 def _weights_of(model: torch.nn.Module, facts: ModelFacts) -> Iterator[tuple[str, str, Weight, torch.nn.Module]]:
-    """(prefix of megatron's name, of the Hugging Face ones, weight, its layer or else the model) of what is here."""
+    """Yield (prefix of Megatron's name, prefix of the Hugging Face names, weight, its layer or the model) for each
+    weight on this rank."""
     front, back = ends(facts)
     yield from (("", "", weight, model) for weight in front if model.pre_process)
     for number, layer in enumerate(model.decoder.layers):
@@ -94,7 +103,7 @@ def _entries_of(
         return left.pop(name)
 
     names = tuple(theirs + name for name in weight.tensors)
-    if order is None:  # no expert's
+    if order is None:  # the weight does not belong to an expert
         yield Entry(weight, (take(ours),), names, weight.axis)
         return
     here = [take(ours.format(expert=number)) for number in range(slots.stop - slots.start)]
@@ -106,7 +115,8 @@ def _entries_of(
 
 
 def join(pieces: list[torch.Tensor], layout: str, kv_groups: int) -> torch.Tensor:
-    """Parts of Hugging Face tensors -> the megatron parameter. kv_groups: how many key-value groups the parts have."""
+    """Join parts of Hugging Face tensors into the Megatron parameter. `kv_groups`: number of key-value groups in the
+    parts."""
     if layout == "qkv":
         return torch.cat([piece.unflatten(0, (kv_groups, -1)) for piece in pieces], 1).flatten(0, 1)
     if layout == "gate_up":
@@ -119,8 +129,11 @@ def join(pieces: list[torch.Tensor], layout: str, kv_groups: int) -> torch.Tenso
 
 
 def split(parameter: torch.Tensor, layout: str, kv_groups: int, shares: list[int]) -> list[torch.Tensor]:
-    """The megatron parameter -> parts of Hugging Face tensors, the inverse of `join`. shares: of their rows, the sizes
-    relative to each other."""
+    """Split a Megatron parameter into parts of Hugging Face tensors; the inverse of `join`.
+
+    Args:
+        shares: The relative numbers of rows of these tensors.
+    """
     if layout == "qkv":
         grouped = parameter.unflatten(0, (kv_groups, -1))
         sizes = [grouped.shape[1] * share // sum(shares) for share in shares]
@@ -135,9 +148,10 @@ def split(parameter: torch.Tensor, layout: str, kv_groups: int, shares: list[int
 
 @torch.no_grad()
 def load(model: torch.nn.Module, facts: ModelFacts, reader: CheckpointReader) -> None:
-    """Fill a GPTModel from a Hugging Face checkpoint. Reads nothing but what this rank holds.
+    """Fill a GPTModel from a Hugging Face checkpoint. Reads only what this rank holds.
 
-    Raises ConfigError naming a parameter that has another shape than the tensors make.
+    Raises:
+        ConfigError: A parameter has another shape than its tensors give. The message names it.
     """
     for entry in entries(model, facts):
         part, parts = (0, 1) if entry.axis is None else (entry.group.rank(), entry.group.size())
@@ -159,7 +173,7 @@ def load(model: torch.nn.Module, facts: ModelFacts, reader: CheckpointReader) ->
 
 
 def _part(shape: tuple[int, ...], axis: int | None, part: int, parts: int) -> tuple[slice, ...]:
-    """The indices of rank `part` of `parts`, which share the axis equally."""
+    """Return the indices of rank `part` if `parts` ranks split the axis equally."""
     index = [slice(0, size) for size in shape]
     if axis is not None:
         share = shape[axis] // parts
@@ -175,13 +189,16 @@ def export(
     experts: bool,
     get: Callable[[torch.nn.Parameter], torch.Tensor] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole tensors under Hugging Face names, each on the first of the ranks that share it and on no other.
+    """Yield whole tensors under Hugging Face names, each on the first of the ranks that share it.
 
-    chunks: the (unwrapped) GPTModels that this rank holds.
-    dense, experts: which of the two to give, so that replicas do not repeat each other; the same on all ranks that
-    share tensors. These gather them together, one weight at a time, so all must exhaust the iterator, also those that
-    get nothing.
-    get: what to export of a parameter instead of its data; expert biases, which have nothing else, are then left out.
+    The ranks that share tensors gather them together, one weight at a time. So all of them must exhaust the iterator,
+    also those that yield nothing.
+
+    Args:
+        chunks: The (unwrapped) GPTModels that this rank holds.
+        dense, experts: Which weights to export, so that replicas do not repeat each other. Must be equal on all ranks
+            that share tensors.
+        get: What to export of a parameter instead of its data. Expert biases are then left out, as they have only data.
     """
     everything = (entry for model in chunks for entry in entries(model, facts))
     return export_entries(everything, facts, dense=dense, experts=experts, get=get)
@@ -190,10 +207,12 @@ def export(
 def _runs(
     chunks: Iterable[torch.nn.Module], facts: ModelFacts, size: Callable[[str, tuple[int, ...]], int], limit: float
 ) -> list[list[Entry]]:
-    """The entries of this rank cut into runs of at most `limit` bytes of whole tensors, or of one entry that is larger.
+    """Cut this rank's entries into runs of at most `limit` bytes of whole tensors, or of one entry that is larger.
 
-    size: bytes of a tensor by its Hugging Face name and shape. Ranks that share tensors cut at the same entries, so
-    that they can export a run together and then wait for others.
+    Ranks that share tensors cut at the same entries, so they can export a run together and then wait for others.
+
+    Args:
+        size: Returns the bytes of a tensor from its Hugging Face name and shape.
     """
     runs: list[list[Entry]] = [[]]
     held = 0
@@ -217,10 +236,13 @@ def export_rounds(
     experts: bool,
     device: torch.device,
 ) -> list[Round]:
-    """The weights of (unwrapped) GPTModels in `dtype` on `device`, in rounds of at most `limit` bytes, or of one weight
-    that is larger. Expert biases are float32 in any precision. dense, experts: as for `export`.
+    """Export the weights of (unwrapped) GPTModels in rounds of at most `limit` bytes, or of one weight that is larger.
 
-    Ranks that share tensors have the same number of rounds, so that all may wait for one another between two.
+    Ranks that share tensors have the same number of rounds, so that all ranks may wait for each other between rounds.
+
+    Args:
+        dtype, device: Of the exported tensors. Expert biases are always float32.
+        dense, experts: See `export`.
     """
 
     def size(name: str, shape: tuple[int, ...]) -> int:
@@ -242,7 +264,7 @@ def export_rounds(
 def export_entries(
     run: Iterable[Entry], facts: ModelFacts, *, dense: bool, experts: bool, get=None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """As `export`, of these entries."""
+    """Yield the tensors of these entries, like `export`."""
     for entry in run:
         if get is not None and not isinstance(entry.parameters[0], torch.nn.Parameter):
             continue

@@ -1,5 +1,5 @@
-"""What megatron-core takes from TransformerEngine, on torch ops: RMSNorm under sequence parallelism, linear layers that
-are whole on every rank, causal attention and rotary embedding over packed sequences."""
+"""Torch versions of the layers that megatron-core takes from TransformerEngine: RMSNorm under sequence parallelism,
+linear layers that are whole on every rank, and causal attention and rotary embedding over packed sequences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moe_rl.planning.token_layout import positions_of
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch.nn.RMSNorm whose weight is marked, as megatron's own norms are, for the sequence-parallel gradient sum."""
+    """torch.nn.RMSNorm whose weight is marked for Megatron's sequence-parallel gradient sum."""
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-5, **unused):
         super().__init__(hidden_size, eps=eps)
@@ -29,9 +29,10 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class WholeLinear(torch.nn.Linear):
-    """x [rows, 1, inputs] of this rank -> [rows, 1, outputs], the weight being whole on every tensor-parallel rank.
+    """Linear layer without bias whose weight is whole on every tensor-parallel rank: [rows, 1, inputs] -> [rows, 1,
+    outputs].
 
-    Its gradient is of this rank's rows, and marked to be summed over the ranks.
+    A rank has only the gradient of its own rows, so the weight is marked for the sum over ranks.
     """
 
     def __init__(self, config, inputs: int, outputs: int):
@@ -43,10 +44,10 @@ class WholeLinear(torch.nn.Linear):
 
 
 class ExpertOutput(RowParallelLinear):
-    """The output projection of an expert that may have a bias, which megatron's torch linear layer does not allow for.
+    """The output projection of an expert, which may have a bias.
 
-    Megatron adds it in place, to what autograd takes for a view of another tensor; and the bias is marked to be summed
-    over tensor-parallel ranks, which hold different experts.
+    Megatron's torch linear layer does not support that bias: it adds the bias in place to what autograd considers a
+    view of another tensor, and marks it to be summed over tensor-parallel ranks, which hold different experts.
     """
 
     def __init__(self, *args, **kwargs):
@@ -60,13 +61,14 @@ class ExpertOutput(RowParallelLinear):
 
 
 class PackedAttention(torch.nn.Module):
-    """Core attention for packed sequences (qkv_format "thd"): causal within each sequence, nothing across.
+    """Core attention for packed sequences (qkv_format "thd"): causal within each sequence, none between sequences.
 
-    q [T, heads, d], k and v [T, groups, d] -> [T, heads * d]. Under context parallelism T are this rank's rows, and k
-    and v of the others are gathered.
+    Maps q [T, heads, d], k and v [T, groups, d] to [T, heads * d]. Under context parallelism T counts this rank's rows,
+    and k and v of the other ranks are gathered.
 
-    config.window_size (w, 0): a token of the layers of window_attn_skip_freq sees itself and w before it. softmax_type
-    "learnable": `softmax_offset` is a logit of each head that takes part in the softmax and has no value.
+    With config.window_size (w, 0), a token sees itself and the w tokens before it, in the layers of
+    window_attn_skip_freq. With softmax_type "learnable" (attention sinks), `softmax_offset` is one logit per head that
+    takes part in the softmax but has no value.
     """
 
     def __init__(
@@ -92,20 +94,21 @@ class PackedAttention(torch.nn.Module):
             set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout:
-            raise ValueError(f"PackedAttention has no dropout: got {dropout}, expected 0")
+            raise ValueError(f"PackedAttention does not support dropout: got {dropout}, expected 0")
 
     def forward(
         self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None, packed_seq_params=None
     ):
         if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
             raise ValueError("PackedAttention needs packed sequences: pass PackedSeqParams(qkv_format='thd')")
-        # Causal attention never looks at what follows: sequences padded at their end to a rectangle attend as if alone,
-        # in one call. The price is memory for the rectangle; TransformerEngine's kernels read the packed run itself.
+        # Causal attention never looks at later tokens. So sequences that are padded at their end to a rectangle attend
+        # as if alone, in one call. The cost is the memory of the rectangle; TransformerEngine's kernels read the packed
+        # run itself.
         lengths = packed_seq_params.lengths
         ranks, longest = self.context.size(), max(lengths)
         slots, key_slots, positions = _slots(lengths, self.context.rank(), ranks, query.device)
         if ranks > 1:
-            # Both at once. Backward, each rank is sent the sum of the gradients for its rows.
+            # Gather both at once. In the backward, each rank receives the sum of the gradients for its rows.
             rows = gather_from_sequence_parallel_region(torch.cat((key, value), -1), group=self.context)
             key, value = rows.chunk(2, -1)
 
@@ -129,8 +132,11 @@ class PackedAttention(torch.nn.Module):
         return out.flatten(1)
 
     def _with_sink(self, query, key, value, mask):
-        """One more key that everyone sees, with the value 0, and one more dimension in which it alone differs from 0:
-        there the query has what makes their product the head's logit. Nothing else changes."""
+        """Add one key that every query sees, with value 0, and one dimension in which only this key is not 0.
+
+        In that dimension the query is set so that its product with the key is the head's sink logit. Nothing else
+        changes.
+        """
         logits = (self.softmax_offset / self.softmax_scale)[None, :, None, None].to(query.dtype)
         query = torch.cat((query, logits.expand(*query.shape[:-1], 1)), -1)
         key, value = F.pad(key, (0, 1, 0, 1)), F.pad(value, (0, 1, 0, 1))
@@ -138,7 +144,7 @@ class PackedAttention(torch.nn.Module):
         return query, key, value, {"attn_mask": F.pad(mask["attn_mask"], (0, 1), value=True)}
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """Say how the sinks are shared: each rank has those of its heads."""
+        """Describe how ranks split the sink logits: each holds those of its heads."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -149,14 +155,16 @@ class PackedAttention(torch.nn.Module):
         )
 
 
-@lru_cache(maxsize=8)  # every layer of a microbatch asks for the same
+@lru_cache(maxsize=8)  # every layer of a microbatch asks for the same result
 def _slots(
     lengths: tuple[int, ...], rank: int, ranks: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Where rows go in rectangles of B sequences of the longest length, and what a query may see there.
+    """Return where rows go in rectangles of B sequences, padded to the longest, and what a query may see there.
 
-    A context-parallel rank's T queries [T], in a rectangle 1/ranks as wide; the keys [T * ranks], one rank's behind the
-    other's; each query's position [B, width], 0 where there is none.
+    Returns:
+        The places of this context-parallel rank's T queries, [T], in a rectangle 1/ranks as wide.
+        The places of the keys, [T * ranks], ordered by rank.
+        Each query's position, [B, width]; 0 where there is no query.
     """
     longest = max(lengths)
     width = longest // ranks
@@ -170,12 +178,14 @@ def _slots(
 
 
 class PackedRotaryEmbedding(torch.nn.Module):
-    """Rotary angles for a whole packed run, every sequence counted from position 0. angles: megatron's embedding.
+    """Rotary angles for a packed run, with positions counted from 0 in every sequence.
 
     Megatron's own forward gives angles up to the longest sequence, and its unfused rope then rotates one sequence at a
-    time. Given angles of the full length it rotates the run at once, and takes those of its rows out of it where
-    context-parallel ranks share the run. YaRN's angles come with a factor for the size of what is rotated,
-    as megatron's do.
+    time. If it receives angles of the full length instead, it rotates the whole run at once; where context-parallel
+    ranks share the run, it picks the angles of its rows. YaRN's angles come with a scaling factor, as in Megatron.
+
+    Args:
+        angles: Megatron's embedding.
     """
 
     def __init__(self, angles: RotaryEmbedding):
@@ -197,10 +207,10 @@ class PackedRotaryEmbedding(torch.nn.Module):
 
 
 class LatentAttention(MLASelfAttention):
-    """MLASelfAttention that rotates packed sequences and has the norms that its spec says.
+    """MLASelfAttention that rotates packed sequences, and has exactly the norms in its spec.
 
-    Megatron derives the norms from one switch, which a model without a query down-projection (Moonlight) does not fit:
-    it would get a second norm on the queries with TransformerEngine, and an error without.
+    Megatron decides about the norms with one switch, which does not fit a model without a query down-projection
+    (Moonlight): with TransformerEngine it would get a second norm on the queries, and without it an error.
     """
 
     def __init__(self, *args, **kwargs):
@@ -213,10 +223,10 @@ class LatentAttention(MLASelfAttention):
 
 
 class TorchLatentAttention(LatentAttention):
-    """LatentAttention whose down-projections are whole on every tensor-parallel rank, as TransformerEngine's are.
+    """LatentAttention whose down-projections are whole on every tensor-parallel rank, as with TransformerEngine.
 
-    Megatron's torch linear layer cuts them and gathers the result. The rotated key, which is one for all heads, then
-    loses the gradients of the heads on other ranks: the gather gives each rank the part of its own gradient back.
+    Megatron's torch linear layer splits them and gathers the result. The rotary key, which all heads share, then loses
+    the gradients of heads on other ranks, because the gather returns to each rank only a part of its own gradient.
     """
 
     def __init__(self, *args, **kwargs):

@@ -1,7 +1,7 @@
-"""A microbatch: some sequences packed end to end, as tensors on this rank's device.
+"""A microbatch: sequences packed end to end, as tensors on this rank's device.
 
-Legend: T rows of this context-parallel rank, padding among them; N completion tokens, n of them predicted by this rank;
-B sequences.
+Legend: T rows of this context-parallel rank, with padding; N completion tokens, n of them predicted on this rank; B
+sequences.
 """
 
 from __future__ import annotations
@@ -26,15 +26,24 @@ from moe_rl.types import SamplingSupport, Sequence
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Microbatch:
-    """tokens, positions int64 [1, T]. lengths: rows of the packed sequences on all context-parallel ranks, the padding
-    behind them as one more. rows int64 [T] on the host: the number of each row's token, counted through the sequences,
-    and on through the padding.
+    """Packed sequences on one rank.
 
-    predicts int64 [n]: rows whose logits predict completion tokens. targets int64 [n]: these tokens. predicted int64
-    [n]: which of the N they are. support: what each of these n tokens was drawn from; None: the whole vocabulary.
-    sequence_ids int64 [N] in 0..B-1. rollout_logprobs float32 [N]. advantages float32 [B]: nan until they are given.
-    indices: which sequences of the batch. real_tokens: rows of the sequences, without any padding, on all
-    context-parallel ranks. padding bool [T].
+    Attributes:
+        tokens, positions: int64 [1, T].
+        lengths: Rows of each packed sequence over all context-parallel ranks. The padding at the end counts as one more
+            sequence.
+        rows: int64 [T] on the host, the number of each row's token. Numbers run through all sequences, then through the
+            padding.
+        predicts: int64 [n], rows whose logits predict completion tokens.
+        targets: int64 [n], these tokens.
+        predicted: int64 [n], which of the N completion tokens they are.
+        support: The sampling supports of these n tokens; None if they were drawn from the whole vocabulary.
+        sequence_ids: int64 [N], in 0..B-1.
+        rollout_logprobs: float32 [N].
+        advantages: float32 [B]; NaN until they are set.
+        indices: Which sequences of the batch are packed.
+        real_tokens: Rows without padding, over all context-parallel ranks.
+        padding: bool [T].
     """
 
     tokens: torch.Tensor
@@ -53,9 +62,11 @@ class Microbatch:
     padding: torch.Tensor
 
     def begin_forward(self, session: ReplaySession | None, number: int) -> ReplaySeqParams:
-        """Tell the session that the forward of its microbatch `number` begins now, which is this one.
+        """Tell the session that the forward of this microbatch, its number `number`, begins now.
 
-        Returns what megatron gets beside tokens and positions. session None routes natively, uncompared.
+        Returns:
+            The packed sequence parameters for Megatron. Without a session, the pass routes natively and nothing is
+                compared.
         """
         if session is not None:
             session.begin_forward(number, self.tokens[0, world.own_rows(self.tokens.shape[1])])
@@ -67,8 +78,8 @@ class Microbatch:
             qkv_format="thd",
             cu_seqlens_q=bounds,
             cu_seqlens_kv=bounds,
-            # TransformerEngine wants these under context parallelism. To it the padding of a sequence is part of it:
-            # there is then none between sequences, which not all of its kernels can do.
+            # TransformerEngine needs these under context parallelism. It counts the padding of a sequence as part of
+            # the sequence, so there is no padding between sequences, which some of its kernels do not support.
             cu_seqlens_q_padded=bounds,
             cu_seqlens_kv_padded=bounds,
             pad_between_seqs=False,
@@ -81,12 +92,15 @@ class Microbatch:
         )
 
     def give_advantages(self, values: Seq[float]) -> None:
-        """Set the advantages of the packed sequences. values: one for each sequence of the batch packed from."""
+        """Set the advantages of the packed sequences. `values` has one entry for each sequence of the batch."""
         self.advantages.copy_(torch.tensor([values[i] for i in self.indices], dtype=torch.float32))
 
     def fed(self, sequences: Seq[Sequence]) -> list[np.ndarray]:
-        """Tokens int64 [T_i] of each packed sequence: those in this rank's rows as they lie there, the others as they
-        should in the rows of other ranks. sequences: the packed ones, in that order."""
+        """Return the tokens int64 [T_i] of each packed sequence.
+
+        The tokens in this rank's rows are read back from those rows. The others, which are in the rows of other ranks,
+        are taken from `sequences`, the packed sequences in packing order.
+        """
         run = np.array([token for s in sequences for token in (s.prompt_token_ids + s.token_ids)[:-1]], np.int64)
         real = self.rows < len(run)
         run[self.rows[real]] = self.tokens[0].cpu().numpy()[real]
@@ -94,7 +108,8 @@ class Microbatch:
 
     @property
     def routed_rows(self) -> np.ndarray:
-        """int64 [R], like `rows`: those that this rank's routers see, which under sequence parallelism are a part."""
+        """int64 [R], like `rows`, for the rows that this rank's routers see. Under sequence parallelism these are a
+        part of T."""
         return self.rows[world.own_rows(self.tokens.shape[1])]
 
     def read_routes(
@@ -107,12 +122,18 @@ class Microbatch:
         layers: tuple[int, ...] | None = None,
         policy: RowPolicy = RowPolicy(),  # noqa: B008 - frozen
     ) -> MicrobatchRoutes:
-        """Read what a replay session takes for this microbatch from a store, validated against the tokens in its rows.
+        """Read this microbatch's routes from a store, and validate them against the tokens in its rows.
 
-        sequences: the packed ones, in that order. weight_version: of the trainer. layers: global numbers of the MoE
-        layers that this rank holds; None: all of `spec`. policy: what is done about missing and stale rows.
-        Raises TraceError for routes that are missing or damaged, RouteValidationError for wrong ones, ReplayError for
-        others than left the sampler's engine, naming them.
+        Args:
+            sequences: The packed sequences, in packing order.
+            weight_version: Version of the trainer's weights.
+            layers: Global numbers of the MoE layers that this rank holds; None means all of `spec`.
+            policy: What to do about missing and stale rows.
+
+        Raises:
+            TraceError: Routes are missing or damaged.
+            RouteValidationError: Routes are wrong.
+            ReplayError: Routes differ from those that left the sampler's engine. All messages name the routes.
         """
         here = spec.moe_layers if layers is None else layers
 
@@ -132,10 +153,13 @@ class Microbatch:
         layers: tuple[int, ...],
         expert_parallel: int,
     ) -> MicrobatchRoutes:
-        """What a replay session takes for this microbatch, cut to the rows that this rank's routers see.
+        """Return the routes for a replay session of this microbatch, cut to the rows that this rank's routers see.
 
-        sequences: the packed ones, in that order. read: (sequence, its fed tokens int64 [T_i], bool [T_i] which of them
-        this rank's routers see) -> its routes. layers: global numbers of the MoE layers that this rank holds.
+        Args:
+            sequences: The packed sequences, in packing order.
+            read: Maps (sequence, its fed tokens int64 [T_i], bool [T_i] of those that this rank's routers see) to its
+                routes.
+            layers: Global numbers of the MoE layers that this rank holds.
         """
         fed, rows = self.fed(sequences), self.routed_rows
         here = np.zeros(sum(self.lengths), bool)
@@ -165,11 +189,14 @@ def pack(
     context: tuple[int, int] = (0, 1),
     supports: Seq[SamplingSupport] | None = None,
 ) -> Microbatch:
-    """Pack sequences[i] for i in indices. The last token of each is not fed: nothing is predicted after it.
+    """Pack sequences[i] for i in indices. The last token of each is not fed, because nothing is predicted after it.
 
-    indices: None packs all. device: None is `world.device()`. context: which part of every sequence is this rank's, and
-    of how many; see `world.context_parallel`. supports: of each packed sequence, in the order of `indices`; None: every
-    token was drawn from the whole vocabulary.
+    Args:
+        indices: None packs all sequences.
+        device: None means `world.device()`.
+        context: (this rank's part of every sequence, number of parts), see `world.context_parallel`.
+        supports: Sampling supports of the packed sequences, in the order of `indices`. None if every token was drawn
+            from the whole vocabulary.
     """
     indices = range(len(sequences)) if indices is None else indices
     device = world.device() if device is None else device
@@ -187,7 +214,8 @@ def pack(
         predicts[completion] = np.arange(end - len(sequence.token_ids), end)
         done = completion.stop
 
-    # From here on the rows of this rank. A token may be predicted on another rank than the one that is fed it.
+    # From here on, keep the rows of this rank only. A token may be predicted on another rank than the one that it is
+    # fed to.
     own = rows_of(lengths, *context)
     numbers = np.empty(len(tokens), np.int64)
     numbers[np.concatenate([np.flatnonzero(is_real), np.flatnonzero(~is_real)])] = np.arange(len(tokens))
@@ -219,7 +247,7 @@ def pack(
 
 
 def _support(supports: Seq[SamplingSupport], predicted: np.ndarray, device: torch.device) -> Support:
-    """That of the completion tokens `predicted` [n], ascending, of all N of the packed sequences."""
+    """Return the supports of the completion tokens `predicted` [n], ascending, out of all N of the packed sequences."""
     counts = np.concatenate([np.empty(0, np.int64), *(support.counts for support in supports)])
     ids = np.concatenate([np.empty(0, np.int64), *(support.ids for support in supports)])
     here = np.zeros(len(counts), bool)

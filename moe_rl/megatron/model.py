@@ -1,4 +1,4 @@
-"""Building the trained model: megatron config from a Hugging Face model, GPTModel, data parallelism, optimizer."""
+"""Builds the trained model: Megatron's config from a Hugging Face model, GPTModel, data parallelism and optimizer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def transformer_config(facts: ModelFacts, train: TrainConfig, parallel: ParallelConfig) -> TransformerConfig:
-    """Megatron's config for a model: its layers, its routers' style, no dropped tokens."""
+    """Return Megatron's config for a model: its layers, the style of its routers, no dropped tokens."""
     dtype, interleaved = DTYPES[train.dtype], parallel.virtual_pipeline > 1
     config = (TransformerConfig if facts.latent is None else MLATransformerConfig)(
         num_layers=facts.layers,
@@ -48,8 +48,8 @@ def transformer_config(facts: ModelFacts, train: TrainConfig, parallel: Parallel
         moe_ffn_hidden_size=facts.moe_intermediate_size,
         moe_shared_expert_intermediate_size=facts.shared_intermediate_size or None,
         moe_router_score_function=facts.score_function,
-        # norm_topk_prob: softmax over the chosen logits equals softmax over all, renormalised over the chosen. Sigmoid
-        # scores are renormalised in either case.
+        # norm_topk_prob: softmax over the chosen logits equals softmax over all logits, renormalised over the chosen
+        # ones. Sigmoid scores are always renormalised.
         moe_router_pre_softmax=not facts.norm_topk_prob,
         moe_router_topk_scaling_factor=facts.routed_scaling,
         moe_router_num_groups=facts.groups if facts.groups > 1 else None,
@@ -74,13 +74,15 @@ def transformer_config(facts: ModelFacts, train: TrainConfig, parallel: Parallel
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor,
-        sequence_parallel=parallel.tensor > 1,  # megatron trains MoE layers under tensor parallelism only with it
+        # under tensor parallelism, Megatron trains MoE layers only with sequence parallelism
+        sequence_parallel=parallel.tensor > 1,
         context_parallel_size=parallel.context,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
         pipeline_model_parallel_layout=_runs(parallel.layers_per_run),
-        # With two stages each is before and behind the other: megatron's batched sends and receives, both to one rank,
-        # then pair up crosswise, unnoticed where lengths are equal. Single ones do not.
+        # With two stages, each stage is both before and after the other. Megatron's batched sends and receives then
+        # both go to one rank and are swapped, which stays unnoticed if lengths are equal. Single messages are not
+        # swapped.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         expert_model_parallel_size=parallel.expert,
@@ -94,8 +96,8 @@ def transformer_config(facts: ModelFacts, train: TrainConfig, parallel: Parallel
         masked_softmax_fusion=False,
         perform_initialization=False,  # every parameter is loaded from the checkpoint
         variable_seq_lengths=True,
-        # The loss arrives divided by its global denominator: gradients are summed over ranks and microbatches, and
-        # scaled by nothing.
+        # The loss is already divided by its global denominator, so gradients are summed over ranks and microbatches
+        # without any scaling.
         calculate_per_token_loss=True,
         finalize_model_grads_func=_sum_gradients,
         overlap_moe_expert_parallel_comm=train.overlap_expert_parallel_comm,
@@ -104,14 +106,14 @@ def transformer_config(facts: ModelFacts, train: TrainConfig, parallel: Parallel
         **_latent_attention(facts),
     )
     if facts.yarn is not None and facts.latent is None:
-        # Megatron looks for these on its config, where they are no fields.
+        # Megatron reads these from its config, although they are not fields of it.
         for name, value in _yarn(facts.yarn).items():
             setattr(config, f"yarn_{name}", value)
     return config
 
 
 def _runs(layers_per_run: tuple[int, ...]) -> list[list[str]] | None:
-    """What megatron is told of runs that are not equally long: what each is made of."""
+    """Return Megatron's pipeline layout for runs of unequal length: the parts of each run."""
     runs = [["decoder"] * layers for layers in layers_per_run]
     if not runs:
         return None
@@ -132,7 +134,7 @@ def _activation(facts: ModelFacts) -> dict:
 
 
 def _latent_attention(facts: ModelFacts) -> dict:
-    """Latent attention has its rotary embedding in the attention, by the config."""
+    """Return the config entries for latent attention, which computes its rotary embedding itself."""
     if facts.latent is None:
         return {}
     latent, yarn = facts.latent, facts.yarn
@@ -144,15 +146,16 @@ def _latent_attention(facts: ModelFacts) -> dict:
         "v_head_dim": latent.value_dim,
         "rotary_base": facts.rope_theta,
     }
-    if yarn is None:  # the factor would scale the logits of plain angles too
+    if yarn is None:  # without YaRN, the factor would scale the logits of plain angles too
         return settings | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
     named = _yarn(yarn)
-    del named["correction_range_round_to_int"]  # always, in latent attention
+    del named["correction_range_round_to_int"]  # latent attention always rounds the correction range
     return settings | named | {"rope_type": "yarn"}
 
 
 def _yarn(yarn: Yarn) -> dict:
-    """Megatron's names. To it 1 and 0 say what no mscale and no mscale_all_dim mean."""
+    """Return YaRN's settings under Megatron's names. In Megatron, 1 and 0 mean that mscale and mscale_all_dim are not
+    set."""
     return {
         "rotary_scaling_factor": yarn.factor,
         "original_max_position_embeddings": yarn.positions,
@@ -177,13 +180,13 @@ def _recomputation(train: TrainConfig) -> dict:
 
 
 def moe_layers(chunks: Seq[torch.nn.Module]) -> tuple[int, ...]:
-    """Global 0-based numbers, ascending, of the layers with experts in the `chunks` of a model that this rank holds."""
+    """Return the global 0-based numbers, ascending, of the layers with experts in the `chunks` that this rank holds."""
     layers = (layer for chunk in chunks for layer in unwrap(chunk).decoder.layers)
     return tuple(layer.layer_number - 1 for layer in layers if layer.is_moe_layer)
 
 
 def recomputed_layers(chunks: Seq[torch.nn.Module]) -> frozenset[int]:
-    """Global 0-based numbers of the MoE layers of `chunks` that a training pass runs a second time."""
+    """Return the global 0-based numbers of the MoE layers of `chunks` that a training pass recomputes."""
     numbers = []
     for block in (unwrap(chunk).decoder for chunk in chunks):
         config, layers = block.config, []
@@ -208,11 +211,14 @@ def replay_session(
     compare_with: Seq[MicrobatchRoutes] | None = None,
     keep_router_logits: bool = False,
 ) -> ReplaySession:
-    """Make the session of one pass of a model over its microbatches, to be opened around the pass, see `ReplaySession`.
+    """Make the session of one pass of a model over its microbatches. Open it around the pass, see `ReplaySession`.
 
-    chunks: what this rank holds of a model whose layers are of `replay_spec`: one GPTModel, wrapped or not, or one for
-    each run of an interleaved schedule. tables: of the microbatches, in the order of their numbers. name: of the pass,
-    for error messages. training: the pass has a backward, which runs recomputed layers a second time.
+    Args:
+        chunks: This rank's part of a model with layers of `replay_spec`: one GPTModel, wrapped or not, or one for each
+            run of an interleaved schedule.
+        tables: Routes of the microbatches, in the order of their numbers.
+        name: Names the pass in error messages.
+        training: Whether the pass has a backward, in which recomputed layers run a second time.
     """
     return ReplaySession(
         list(tables),
@@ -232,7 +238,8 @@ def replay_session(
 
 
 def _sum_gradients(chunks: list[torch.nn.Module], num_tokens: torch.Tensor | None, **kwargs: Any) -> None:
-    """Leaves word on each chunk whether what this rank adds is finite: afterwards, what one has, all have."""
+    """Sum gradients over ranks, after noting on each chunk whether this rank's own part is finite. After the sum, a
+    value that is not finite on one rank is so on all ranks."""
     for chunk in chunks:
         buffers = chunk.buffers + chunk.expert_parallel_buffers
         largest = torch.stack([torch.linalg.vector_norm(buffer.grad_data, torch.inf) for buffer in buffers])
@@ -241,10 +248,12 @@ def _sum_gradients(chunks: list[torch.nn.Module], num_tokens: torch.Tensor | Non
 
 
 def build_model(facts: ModelFacts, config: TransformerConfig, checkpoint: Path | str) -> list[torch.nn.Module]:
-    """What this rank holds of the model, one GPTModel with replay for each run of layers, in the model's order.
+    """Build this rank's part of the model with replay: one GPTModel for each run of layers, in the model's order.
 
-    Filled from a Hugging Face checkpoint folder, wrapped for bf16 when the config says so. Raises ConfigError when the
-    config has settings under which replay is not exact.
+    The models are filled from a Hugging Face checkpoint folder, and wrapped for bf16 if the config says so.
+
+    Raises:
+        ConfigError: The config has settings under which replay is not exact.
     """
     runs = config.virtual_pipeline_model_parallel_size
     numbers = [None] if runs is None else range(runs)
@@ -275,7 +284,7 @@ def _build_chunk(
     wrapped = Float16Module(config, model) if config.bf16 else model
     for module in model.modules():
         if isinstance(module, ReplayRouter) and module.expert_bias is not None:
-            # Float16Module rounds it to bfloat16; megatron makes it float32 again, but only once it runs.
+            # Float16Module rounds the bias to bfloat16. Megatron makes it float32 again, but only when it first runs.
             module.expert_bias = module.expert_bias.float()
     hf_map.load(model, facts, reader)
     return wrapped
@@ -284,14 +293,14 @@ def _build_chunk(
 def wrap_for_training(
     chunks: list[torch.nn.Module], config: TransformerConfig, train: TrainConfig
 ) -> tuple[list[DistributedDataParallel], MegatronOptimizer]:
-    """Data parallelism with float32 main gradients, and over it the optimizer, distributed or whole on every rank."""
+    """Add data parallelism with float32 main gradients, and the optimizer, distributed or whole on every rank."""
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=train.distributed_optimizer,
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=False,
         delay_wgrad_compute=train.delay_wgrad_compute,
     )
-    # Later chunks have all gradients ready at once: buckets would only make more, smaller messages.
+    # In later chunks all gradients are ready at the same time: buckets would only make more, smaller messages.
     chunks = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)
@@ -317,7 +326,7 @@ def wrap_for_training(
 
 
 def unwrap(model: torch.nn.Module) -> GPTModel:
-    """The GPTModel inside data-parallel and precision wrappers."""
+    """Return the GPTModel inside data-parallel and precision wrappers."""
     while not isinstance(model, GPTModel):
         model = model.module
     return model

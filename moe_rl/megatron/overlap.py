@@ -1,9 +1,9 @@
-"""A planned MoE layer that computes while its rows travel, within one microbatch.
+"""A planned MoE layer that computes while its rows are exchanged between ranks, within one microbatch.
 
-Megatron's layer runs router, dispatch, experts and combine one behind the other: when the router has run, it is known
-who the rows go to. A plan knows it before. So the rows leave first, and the router runs meanwhile; only the weights of
-the experts follow it. With more than one chunk, the experts compute one while the next one arrives and the one before
-goes back. `>` begins an all-to-all, `.` ends it; three chunks:
+Megatron's layer runs router, dispatch, experts and combine one after the other: only after the router has run is it
+known where the rows go. A plan knows this before. So the rows are sent first, and the router runs meanwhile; only the
+experts' weights are sent after it. With several chunks, the experts compute one chunk while the next one arrives and
+the previous one returns. In this picture of three chunks, `>` begins an all-to-all and `.` ends it:
 
     rows 0 >                   . experts 0 > back                . sum
     router    =====>weights    .
@@ -11,14 +11,14 @@ goes back. `>` begins an all-to-all, `.` ends it; three chunks:
     rows 1                   >              . experts 1 > back                . sum
     rows 2                                >              . experts 2 > back     . sum
 
-The backward pass is the same in reverse, and nothing arranges it but the order of the forward. Autograd runs, of the
-nodes whose gradients are there, the one that was made last; every node here needs only nodes that were made later; so
-they run in the exact reverse of the order in which they were made. An all-to-all is two nodes, where it begins and
-where it ends. In reverse the end begins the gradient's all-to-all and the beginning ends it; what was computed between
-them is differentiated between them: the router, the shared experts, other chunks.
+The backward pass runs in exactly the reverse order, and no code arranges this. Among the nodes whose gradients are
+ready, autograd runs the one that was created last. Every node here needs only gradients of nodes that were created
+later. An all-to-all consists of two nodes, its begin and its end. In the backward, the end node begins the all-to-all
+of the gradients and the begin node ends it. Between these two run the backward of the router, of the shared experts and
+of other chunks.
 
-All ranks begin the same exchanges in the same order, by their plans. What a session refuses by its key or the number of
-its rows, it refuses when it is asked for the plan, before any of them.
+All ranks begin the same exchanges in the same order, given by their plans. If the session must refuse a key or a number
+of rows, it does so when it is asked for the plan, before any exchange.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ from moe_rl.replay.session import MicrobatchHandle
 
 
 def forward(moe: MoELayer, hidden_states: torch.Tensor, handle: MicrobatchHandle, plan: LayerPlan) -> torch.Tensor:
-    """What MoELayer.forward computes of [S, B, H] for one microbatch, by its overlapped plan.
+    """Compute MoELayer.forward of [S, B, H] for one microbatch with its overlapped plan.
 
-    With one chunk the result and all gradients are the same bit for bit. With more, the same rows meet the same experts
-    and the outputs of a row are summed in the same order, but the experts' matrix products have fewer rows at once, and
-    the gradients of their weights are summed over chunks: equal up to the rounding of these sums.
+    With one chunk, the result and all gradients are equal bit for bit to Megatron's. With more, the same rows go to the
+    same experts and the outputs of a row are summed in the same order. But the experts' matrix products have fewer rows
+    each, and the gradients of their weights are summed over chunks, so results are equal up to the rounding of these
+    sums.
 
-    Raises ConfigError for a layer that does more around its dispatch.
+    Raises:
+        ConfigError: The layer has settings that this function does not support.
     """
     _refuse(moe)
     dispatcher = moe.token_dispatcher
@@ -70,44 +72,44 @@ def forward(moe: MoELayer, hidden_states: torch.Tensor, handle: MicrobatchHandle
 
 
 def _refuse(moe: MoELayer) -> None:
-    """What Megatron's layer computes in the methods that are not called here."""
+    """Refuse settings that Megatron implements in methods that are not called here."""
     settings = ("moe_shared_expert_overlap", "moe_latent_size", "overlap_dispatch_backward_with_experts_wgrad")
     found = [name for name in settings if getattr(moe.config, name)]
     if found:
         raise ConfigError(
             describe(
-                "an overlapped dispatch plan does not do what this setting does around a dispatch",
+                "an overlapped dispatch plan does not support this setting",
                 where=f"megatron config, layer {moe.layer_number - 1}",
                 got=", ".join(f"{name}={getattr(moe.config, name)}" for name in found),
                 expected="off",
-                do="set replay.overlap_chunks to 0, or turn it off",
+                do="set replay.overlap_chunks to 0, or turn the setting off",
             )
         )
 
 
 class _Chunk:
-    """Some of a microbatch's rows [R, H] on their way: to the experts, through them, and back."""
+    """Some rows [R, H] of a microbatch on their way to the experts, through them, and back."""
 
     def __init__(self, moe: MoELayer, plan: ChunkPlan, rows: torch.Tensor, order: torch.Tensor):
-        """order: int64 [R * K], the rows as they are sent."""
+        """Args: `order`, int64 [R * K], gives the rows in sending order."""
         self.moe, self.plan, self.rows, self.order = moe, plan, rows, order
 
     def send(self) -> None:
         self.arriving = self._exchange(self.rows.index_select(0, self.order))
 
     def send_weights(self, weights: torch.Tensor) -> None:
-        """weights: [R * K] of the experts, in the order in which rows are sent."""
+        """Send the expert weights [R * K], in the order in which rows are sent."""
         self.weights = self._exchange(weights)
 
     def compute(self) -> None:
-        """Through the experts, which the dispatcher follows this chunk's plan for, and off again."""
+        """Run the experts, for which the dispatcher must follow this chunk's plan, and send their outputs back."""
         rows, weights = _end(self.arriving), _end(self.weights)
         del self.arriving, self.weights
         output, _ = self.moe.routed_experts_compute(rows, weights)
         self.returning = self._exchange(output, back=True)
 
     def result(self) -> torch.Tensor:
-        """[R, H]: of every row the sum of what its experts made of it."""
+        """Return [R, H], for every row the sum of its experts' outputs."""
         rows = _end(self.returning)
         del self.returning
         return unpermute(rows, self.order, restore_shape=self.rows.shape)
@@ -133,15 +135,16 @@ def _end(exchange: tuple[torch.Tensor, Exchange]) -> torch.Tensor:
 
 
 class Exchange:
-    """One all-to-all of rows among the ranks of a group, and later that of their gradients: begun, then waited for."""
+    """One all-to-all of rows among the ranks of a group, and later one of their gradients, each with a begin and a
+    wait."""
 
     def __init__(self, group: dist.ProcessGroup, sent: list[int], got: list[int]):
-        """sent, got: numbers of rows to and from each rank of the group."""
+        """Keep the numbers of rows sent to and received from each rank of the group."""
         self.group, self.sent, self.got = group, sent, got
 
     def begin(self, rows: torch.Tensor, sent: list[int], got: list[int]) -> torch.Tensor:
-        """Where the rows will be: to be read after `wait`."""
-        self._leaving = rows.detach().contiguous()  # held for as long as it is read
+        """Start the all-to-all, and return the tensor that holds the received rows after `wait`."""
+        self._leaving = rows.detach().contiguous()  # kept alive until the exchange has read it
         self._arriving = rows.new_empty(sum(got), *rows.shape[1:])
         self._work = dist.all_to_all_single(
             self._arriving,
@@ -154,7 +157,7 @@ class Exchange:
         return self._arriving
 
     def wait(self) -> torch.Tensor:
-        """The rows that `begin` promised."""
+        """Wait for the all-to-all, and return the received rows."""
         self._work.wait()
         arrived = self._arriving
         del self._work, self._leaving, self._arriving
@@ -183,14 +186,14 @@ class _End(torch.autograd.Function):
     def backward(ctx, gradient):
         exchange = ctx.exchange
         exchange.begin(gradient, exchange.got, exchange.sent)
-        # The engine takes no gradient of another shape than that of the rows that arrived. This one has it, and only
-        # says that `_Begin`, which has the gradient from the exchange, may run.
+        # Autograd requires a gradient of the same shape as the rows that arrived. This one only triggers `_Begin`,
+        # which returns the exchanged gradient.
         return gradient, None
 
 
 class _Fork(torch.autograd.Function):
-    """The same tensor for the experts, the router and the shared experts, whose gradients are summed in this order, as
-    they are in Megatron's layer: that is where rounding would tell one order of computing from the other."""
+    """Copies a tensor for the experts, the router and the shared experts. The gradients of the copies are summed in
+    this order, as in Megatron's layer, because another order would round differently."""
 
     @staticmethod
     def forward(ctx, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,4 +1,4 @@
-"""The trained policy: log-probabilities, optimizer updates and weights; and the frozen one it may be held close to."""
+"""The trained policy, with its logprobs, optimizer updates and weights, and the frozen reference policy."""
 
 from __future__ import annotations
 
@@ -44,10 +44,14 @@ from moe_rl.weights.stream import Round
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """grad_norm: global, before clipping. lr: of this update, also if it was skipped. nonfinite: what was not finite,
-    and on which ranks, where that made all ranks skip the update; "" otherwise.
+    """Result of one optimizer update.
 
-    aux_loss: load-balancing loss without its weight, mean of the MoE layers, 1 when balanced; None without one.
+    Attributes:
+        grad_norm: Global gradient norm before clipping.
+        lr: Learning rate of this update, also if it was skipped.
+        nonfinite: What was not finite, and on which ranks, so that all ranks skipped the update; "" if all was finite.
+        aux_loss: Load-balancing loss without its coefficient, mean over the MoE layers, 1 when balanced; None without
+            one.
     """
 
     grad_norm: float
@@ -61,12 +65,13 @@ class UpdateResult:
 
 
 def learning_rate(settings: OptimizerConfig, update: int) -> float:
-    """Linear warm-up over `warmup_steps` updates, then constant. update counts from 0."""
+    """Return the learning rate: linear warm-up over `warmup_steps` updates, then constant. `update` counts from 0."""
     return settings.lr * min(1.0, (update + 1) / max(1, settings.warmup_steps))
 
 
 class Policy:
-    """A GPTModel with replay, its optimizer, and the passes the loop needs. All ranks call every method together."""
+    """A GPTModel with replay, its optimizer, and the passes that the loop needs. All ranks call every method
+    together."""
 
     def __init__(
         self, facts: ModelFacts, train: TrainConfig, parallel: ParallelConfig, checkpoint, *, temperature: float
@@ -83,43 +88,48 @@ class Policy:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Global 0-based numbers of the MoE layers this rank holds, ascending."""
+        """Global 0-based numbers of the MoE layers that this rank holds, ascending."""
         return moe_layers(self.chunks)
 
     @property
     def recomputed_layers(self) -> frozenset[int]:
-        """Those of `layers` that an update runs a second time, in its backward pass."""
+        """The layers among `layers` that an update runs a second time, in its backward pass."""
         return recomputed_layers(self.chunks)
 
     def plan_dispatch(
         self, tables: list[MicrobatchRoutes], *, overlap_chunks: int = 0
     ) -> list[dict[int, LayerPlan] | None]:
-        """How the dispatchers are to send the rows of these microbatches, see `replay.plans.plan_dispatch`. The ranks
-        exchange their counts, once for all of the tables."""
+        """Plan how the dispatchers send the rows of these microbatches, see `replay.plans.plan_dispatch`.
+
+        The ranks exchange their counts once for all tables.
+        """
         group = world.dispatch_group(self.facts.num_experts)
         return plan_dispatch(
             tables, self.layers, group, world.gather_over_dispatch, self.order, overlap_chunks=overlap_chunks
         )
 
     def session(self, tables: Seq[MicrobatchRoutes], *, mode: Mode, name: str, **options: Any) -> ReplaySession:
-        """Make the session of one pass of this policy. options: see `replay_session`."""
+        """Make the session of one pass of this policy. For `options` see `replay_session`."""
         return replay_session(self.chunks, tables, mode=mode, name=name, **options)
 
     def logprobs(
         self, microbatches: list[Microbatch], session: ReplaySession | None, temperature: float | None = None
     ) -> list[torch.Tensor]:
-        """Log-probabilities [N] float32 of the completion tokens of each microbatch, no gradient.
+        """Return the logprobs float32 [N] of each microbatch's completion tokens, without gradients.
 
-        session: replays or observes; None routes natively, uncompared. temperature: None is that of sampling.
+        Args:
+            session: Replays or observes; None routes natively, without comparison.
+            temperature: None means the sampling temperature.
         """
         return [values[0] for values in self._scores(microbatches, session, temperature or self.temperature)]
 
     def logprobs_and_entropies(
         self, microbatches: list[Microbatch], session: ReplaySession | None
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """`logprobs`, and the entropy [N] float32 in nats of the distribution that each completion token is drawn from.
+        """Return `logprobs`, and the entropies float32 [N] in nats of the distributions that the tokens were drawn
+        from.
 
-        Both are over the tokens' supports where the microbatches have them.
+        Both are computed over the tokens' sampling supports, if the microbatches have them.
         """
         scores = self._scores(microbatches, session, self.temperature, entropy=True)
         return [values[0] for values in scores], [values[1] for values in scores]
@@ -141,16 +151,20 @@ class Policy:
         *,
         entropy: bool = False,
     ) -> UpdateResult:
-        """One optimizer step on the gradient of the summed losses. A loss or gradient that is not finite on any rank
-        changes nothing on any: parameters, optimizer, `updates`, expert biases and random generators stay as they are.
+        """Make one optimizer step on the gradient of the summed losses.
 
-        loss: called on the last pipeline stage only. entropy: give it the entropies too.
+        If a loss or gradient is not finite on any rank, nothing changes on any rank: parameters, optimizer, `updates`,
+        expert biases and random generators stay as they are.
+
+        Args:
+            loss: Called on the last pipeline stage only.
+            entropy: Also pass entropies to the loss.
         """
         generators = rng.state()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        # Megatron moves them as soon as all gradients are there, before anyone has seen whether these are finite.
+        # Megatron updates the biases as soon as all gradients are there, before anyone checks that these are finite.
         biases = [(r.expert_bias, r.expert_bias.clone()) for r in self._routers() if r.expert_bias is not None]
         self._start_aux_loss(microbatches)
         finite_losses = get_forward_backward_func()(
@@ -161,7 +175,7 @@ class Policy:
         lr = learning_rate(self.settings, self.updates)
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
-        # Megatron's step would scale by a non-finite norm and write it into every weight.
+        # Megatron's step would scale by a non-finite norm and so write it into every weight.
         nonfinite = self._nonfinite(finite_losses, grad_norm)
         if nonfinite:
             for bias, before in biases:
@@ -176,13 +190,14 @@ class Policy:
         return UpdateResult(grad_norm=grad_norm, lr=lr, nonfinite=nonfinite, aux_loss=self._finish_aux_loss())
 
     def _nonfinite(self, finite_losses: list[torch.Tensor], grad_norm: float) -> str:
-        """What is not finite, and on which ranks, in the same words on all of them; "" when everything is.
+        """Return what is not finite and on which ranks, in the same words on all ranks; "" if everything is finite.
 
-        For gradients it names the ranks whose own part, before ranks sum theirs, is not finite. Weights are looked at
-        once something else is not.
+        For gradients it names the ranks whose own part, before the sum over ranks, is not finite. Weights are checked
+        only if something else is not finite.
         """
         found = self._where({"loss": finite_losses, "gradient": [chunk.own_gradients_finite for chunk in self.chunks]})
-        if not math.isfinite(grad_norm):  # all ranks have the same one: if it is alone, the sum over ranks overflowed
+        # all ranks have the same norm: if nothing else is wrong, the sum over ranks overflowed
+        if not math.isfinite(grad_norm):
             found.append(f"gradient norm {grad_norm}")
         if found:
             weights = [weight.isfinite().all() for chunk in self.chunks for weight in chunk.parameters()]
@@ -190,7 +205,8 @@ class Policy:
         return ", ".join(found)
 
     def _where(self, parts: dict[str, list[torch.Tensor]]) -> list[str]:
-        """Names each of the parts that is not finite on a rank, and the ranks. parts: of this rank, what is finite."""
+        """Name each part that is not finite on some rank, and the ranks. `parts` holds this rank's flags: True is
+        finite."""
         ranks = dist.get_world_size()
         mine = [0] * (len(parts) * ranks)
         for row, flags in enumerate(parts.values()):
@@ -203,10 +219,10 @@ class Policy:
         return found
 
     def release(self) -> None:
-        """Let go of the model, so that it and its process groups can be freed.
+        """Drop the model, so that it and its process groups can be freed.
 
-        Two references would keep both for good, in circles through autograd's nodes where Python cannot see them: the
-        hooks by which megatron learns of gradients, and the weights of the last dispatched tokens.
+        Two references must be cut first. Through autograd nodes they form cycles that Python's garbage collector cannot
+        see: the hooks by which Megatron learns of gradients, and the weights of the last dispatched tokens.
         """
         for chunk in self.chunks:
             chunk.grad_accs.clear()
@@ -240,21 +256,28 @@ class Policy:
 
     @property
     def optimizers(self) -> list[MegatronOptimizer]:
-        """One for all parameters, or one for the dense ones and one for the experts, as the layout asks."""
+        """The optimizers: one for all parameters, or one for the dense parameters and one for the experts, depending on
+        the layout."""
         return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
     @property
     def order(self) -> np.ndarray:
-        """int64 [L, E]: the expert in each slot, of each of `layers`; the rows of `placement` for them."""
+        """int64 [L, E], the expert in each slot of each layer in `layers`: their rows of `placement`."""
         return self.placement[[self.facts.moe_layers.index(layer) for layer in self.layers]]
 
     def place(self, placement: np.ndarray) -> None:
-        """Move experts between ranks, with all that the optimizer keeps of them, so that they lie as placement says.
+        """Move experts between ranks, with their optimizer state, to the given placement.
 
-        placement: int64 [L, E], the expert in each slot, for all MoE layers of the model; the same on all ranks. Only
-        where experts lie changes: their numbers, names, values and the checkpoint stay what they are, bit for bit.
-        Raises ReplayError on all ranks, before anything moves, when placements differ between ranks, and afterwards
-        when weights are not where tokens of their expert are sent to. ValueError when it is no placement.
+        Only the ranks that hold experts change: expert numbers, names, values and the checkpoint stay the same, bit for
+        bit.
+
+        Args:
+            placement: int64 [L, E], the expert in each slot, for all MoE layers of the model; the same on all ranks.
+
+        Raises:
+            ReplayError: Placements differ between ranks (raised before anything moves), or weights are not where tokens
+                for their expert are sent (raised afterwards). Raised on all ranks.
+            ValueError: `placement` is not a placement of the experts.
         """
         check_order(placement, *self.placement.shape)
         same = xxhash.xxh3_64_intdigest(np.ascontiguousarray(placement, np.int64)) >> 12  # exact as a float64
@@ -262,14 +285,14 @@ class Policy:
         if -least != most:
             raise ReplayError(
                 describe(
-                    "ranks were told different placements of the experts",
+                    "ranks got different placements of the experts",
                     got=f"digest {same:013x} on rank {dist.get_rank()}",
                     expected="the same on all ranks",
                     do="plan on one rank and send the plan to the others",
                 )
             )
         for optimizer in self.optimizers:
-            # Adam has no moments before its first step.
+            # Adam has no moments before its first step; create them, so that they can be moved.
             optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
         layers, rows = self._moe_layers(), placement[[self.facts.moe_layers.index(layer) for layer in self.layers]]
         moved = [(moe, row) for moe, row in zip(layers, rows, strict=True) if (moe.token_dispatcher.order != row).any()]
@@ -281,17 +304,17 @@ class Policy:
         if lost:
             raise ReplayError(
                 describe(
-                    "experts are not where their tokens are sent to",
-                    got=f"{sum(wrong)} such layers on rank {dist.get_rank()}, {lost:.0f} on all",
-                    expected="every expert's weights under its own number, as before it moved",
-                    do="report this: the run cannot go on with these weights",
+                    "the weights of experts are not where their tokens are sent",
+                    got=f"{sum(wrong)} wrong layers on rank {dist.get_rank()}, {lost:.0f} on all ranks",
+                    expected="every expert's weights under its own number, as before the move",
+                    do="report this as a bug, and resume from a checkpoint: these weights cannot be used",
                 )
             )
         self.placement = np.array(placement, np.int64)
 
     @cached_property
     def parts(self) -> dict[str, int]:
-        """The number of each part of the model by its name, see `weights.conservation`."""
+        """Numbers of the parts of the model by name, see `weights.conservation`."""
         return parts_of(expected_tensors(self.facts))
 
     def content(self, dtype: torch.dtype, *, updated: bool) -> Content:
@@ -299,13 +322,16 @@ class Policy:
         return self._live.content(dtype, self.optimizers, updated=updated)
 
     def export(self, dtype: torch.dtype, *, dense: bool, experts: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole weights under Hugging Face names, in the sampler's precision, on the host; see `hf_map.export`."""
+        """Yield whole weights under Hugging Face names, in the sampler's precision, on the host; see
+        `hf_map.export`."""
         (only,) = self._rounds(dtype, math.inf, dense=dense, experts=experts, device=torch.device("cpu"))
         return only.tensors
 
     def export_rounds(self, dtype: torch.dtype, limit: float, *, host: bool) -> list[Round]:
-        """What this rank gives so that each tensor comes from one rank of one replica, in rounds of at most `limit`
-        bytes, see `hf_map.export_rounds`. host: on the host, or where the model is."""
+        """Return this rank's weights in rounds of at most `limit` bytes, see `hf_map.export_rounds`.
+
+        Each tensor comes from one rank of one replica. With `host`, tensors are on the host, else where the model is.
+        """
         dense, experts = world.holds_first_replica()
         device = torch.device("cpu") if host else world.device()
         return self._rounds(dtype, limit, dense=dense, experts=experts, device=device)
@@ -315,7 +341,8 @@ class Policy:
 
 
 class ReferencePolicy:
-    """The frozen initial policy. It always routes natively: its own choices are what it is a reference for."""
+    """The frozen initial policy. It always routes natively, because its own expert choice is part of what it refers
+    to."""
 
     def __init__(
         self, facts: ModelFacts, train: TrainConfig, parallel: ParallelConfig, checkpoint, *, temperature: float
@@ -325,5 +352,5 @@ class ReferencePolicy:
         self.chunks = [chunk.eval().requires_grad_(False) for chunk in build_model(facts, config, checkpoint)]
 
     def logprobs(self, microbatches: list[Microbatch]) -> list[torch.Tensor]:
-        """As Policy.logprobs, natively routed."""
+        """Return logprobs as `Policy.logprobs` does, natively routed."""
         return [values[0] for values in schedule.logprobs(self.chunks, microbatches, None, self.temperature)]

@@ -1,16 +1,17 @@
-"""How a checkpoint is written: planned and copied in the step, put on disk and published behind it.
+"""Writes checkpoints: planned and copied during the step, then written to disk and published in the background.
 
-    save      the ranks plan who writes what, and each copies its part to host memory    in the step
-    writer    a thread of each rank writes, syncs and digests the copies, and hands in   while the run goes on
-    publish   rank 0's thread, once all have: metadata, digests, the name                at once, whatever the run does
-    poll      the ranks agree on what became of it                                       after the next sampling
+    save      all ranks plan who writes what, and copy their parts to host memory     during the step
+    writer    a thread per rank writes, syncs and digests its copies, and hands in    while the run continues
+    publish   rank 0's thread, after all hand in, writes metadata, digests, the name  at once, whatever the run does
+    poll      the ranks agree on the result                                           after the next sampling
 
-The threads of different ranks make no collective: those belong to the run, which may hang in one. They meet in the
-hidden folder, which all ranks see. So a checkpoint whose files are whole is one, also when the run never goes on.
+The threads of different ranks use no collectives: these belong to the run, which may hang in one. The threads meet in
+the hidden folder, which all ranks see. So a checkpoint whose files are complete gets published even if the run never
+continues.
 
-Plan, files and metadata are Megatron's own (its AsyncRequest). What runs the write is not: of Megatron's callers one
-forks a process whose other threads, gloo's among them, hold locks that nobody in the fork will release; the other needs
-CUDA. A thread shares neither problem; writing files, it mostly waits outside of the interpreter.
+Plan, files and metadata are Megatron's own (its AsyncRequest). Megatron has two ways to run the write in the
+background, and neither is used: one forks a process, in which locks held by other threads, such as gloo's, are never
+released; the other needs CUDA. A thread has neither problem, and writing files mostly waits outside the interpreter.
 """
 
 from __future__ import annotations
@@ -49,11 +50,15 @@ _LOOK_SECONDS = 0.05
 
 
 class Checkpoints:
-    """The checkpoints that a run writes into `folder`, one at a time. All ranks make every call but `settle` together.
+    """The checkpoints that a run writes into `folder`, one at a time. All ranks call every method but `settle`
+    together.
 
-    parallel: the layout of the ranks. keep: complete ones that stay. asynchronous: write behind the run; else `save`
-    returns when the checkpoint is published. published: told by `poll` of each that is, the seconds it took to begin
-    and to write. last: steps done of the newest one that the ranks agree on, as of which the run goes on; 0: none.
+    Attributes:
+        parallel: The layout of the ranks.
+        keep: How many complete checkpoints to keep.
+        asynchronous: Write in the background; otherwise `save` returns when the checkpoint is published.
+        published: Called by `poll` for each published checkpoint, with the seconds it took to begin and to write.
+        last: Last step of the newest checkpoint that the ranks agree on, or that the run was resumed from; 0 if none.
     """
 
     def __init__(
@@ -70,19 +75,23 @@ class Checkpoints:
         self._pending: _Pending | None = None
 
     def save(self, step: int, policy: Policy, state: dict, tensors: dict[str, torch.Tensor] | None = None) -> None:
-        """Begin the checkpoint after `step` steps, once the one before is published.
+        """Begin the checkpoint after `step` steps, once the previous one is published.
 
-        state: JSON values to give back on load. tensors: of the run, equal on all ranks, for `run_tensors`. Either may
-        change once this returns. Raises CheckpointError on all ranks when the one before could not be written, or this
-        one not begun.
+        Args:
+            state: JSON values that `load` returns.
+            tensors: Tensors of the run for `run_tensors`, equal on all ranks. Both may change once this returns.
+
+        Raises:
+            CheckpointError: The previous checkpoint could not be written, or this one not begun. Raised on all ranks.
         """
         self.finish()
         rank, began = dist.get_rank(), time.perf_counter()
         hidden = self._begin(step)
         strategy = _Planning()
-        # Megatron would start a process to hold a queue, which nothing here reads and which outlives a killed rank.
+        # Megatron would start a process for this queue. Nothing here reads the queue, and the process would outlive a
+        # killed rank.
         filesystem_async._results_queue = queue.Queue()
-        gc.freeze()  # Megatron collects garbage twice: only what it makes itself need be searched
+        gc.freeze()  # Megatron collects garbage twice: with this, only the objects that it creates are searched
         try:
             sharded = checkpoint.sharded(policy, loading=False)
             in_use = _storages(sharded) if self.asynchronous else set()
@@ -96,7 +105,7 @@ class Checkpoints:
             )
         finally:
             gc.unfreeze()
-        del sharded  # what was gathered for it is not needed beside what is written
+        del sharded  # free what was gathered for planning before the write
         own = {f"rng-rank{rank}.safetensors": rng.state()}
         if rank == 0 and tensors:
             own[checkpoint.RUN_TENSORS] = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -116,18 +125,19 @@ class Checkpoints:
 
     @property
     def pending(self) -> int | None:
-        """Steps done of the checkpoint that the ranks have not agreed on yet."""
+        """Last step of the checkpoint that the ranks have not agreed on yet; None if there is none."""
         return None if self._pending is None else self._pending.step
 
     def steps(self) -> list[int]:
-        """Steps done of the checkpoints that are kept and of the one under way."""
+        """Return the last steps of the kept checkpoints and of the pending one."""
         pending = [] if self._pending is None else [self._pending.step]
         return [done for done, _ in checkpoints.complete(self.folder)] + pending
 
     def poll(self) -> bool:
-        """Whether the pending checkpoint is published; then another may begin. Waits for nobody's disk.
+        """Return whether the pending checkpoint is published, so that another may begin. Does not wait for any disk.
 
-        Raises CheckpointError on all ranks when a part, or the metadata, could not be written.
+        Raises:
+            CheckpointError: A part or the metadata could not be written. Raised on all ranks.
         """
         if self._pending is None:
             return False
@@ -142,7 +152,7 @@ class Checkpoints:
         return True
 
     def finish(self) -> bool:
-        """As `poll`, once every rank has written its part and rank 0 has published them."""
+        """Wait until every rank has written its part and rank 0 has published the checkpoint, then `poll`."""
         if self._pending is None:
             return False
         writer = self._pending.writer
@@ -153,8 +163,10 @@ class Checkpoints:
         return self.poll()
 
     def settle(self, seconds: float) -> None:
-        """Let the checkpoint under way be published before this rank ends with an error, for so long at most. Waits
-        for no rank, only for files."""
+        """Give the pending checkpoint up to `seconds` to be published before this rank ends with an error.
+
+        It waits for files only, not for other ranks.
+        """
         if self._pending is None:
             return
         limit, writer = time.monotonic() + seconds, self._pending.writer
@@ -163,7 +175,7 @@ class Checkpoints:
             time.sleep(_LOOK_SECONDS)
 
     def _begin(self, step: int) -> Path:
-        """The folder to write into, which rank 0 makes."""
+        """Return the folder to write into, which rank 0 creates."""
         hidden = failure = ""
         if dist.get_rank() == 0:
             try:
@@ -176,7 +188,7 @@ class Checkpoints:
         return Path(hidden)
 
     def _failed(self, step: int, failures: list[str]) -> CheckpointError:
-        """What to raise. failures: of the ranks, "" of one that has none."""
+        """Return the error to raise. `failures` has one entry per rank, "" for a rank without failure."""
         if self._pending is not None:
             self._pending.writer.give_up()
             self._pending = None
@@ -185,14 +197,14 @@ class Checkpoints:
                 "a checkpoint could not be written",
                 where=str(self.folder / checkpoints.name_of(step)),
                 got="; ".join(f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure),
-                do=f"mend that; then {checkpoints.to_go_on(self.folder)}",
+                do=f"fix the cause, then {checkpoints.to_go_on(self.folder)}",
             )
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A checkpoint that is being written. seconds: that it took to begin."""
+    """A checkpoint that is being written. `seconds` is the time it took to begin."""
 
     step: int
     writer: _Writer
@@ -201,7 +213,7 @@ class _Pending:
 
 @dataclass(frozen=True, slots=True)
 class _Lying:
-    """Where a tensor, or a piece of one, lies: Megatron's WriteResult in plain values."""
+    """Where a tensor, or a piece of one, is stored: Megatron's WriteResult in plain values."""
 
     name: str
     offset: tuple[int, ...] | None
@@ -226,14 +238,14 @@ class _Lying:
 
 @dataclass(frozen=True, slots=True)
 class _HandedIn:
-    """What a rank hands in: the digest of each of its files, and what Megatron's hold."""
+    """What a rank hands in: the digest of each of its files, and the items in Megatron's files."""
 
     digests: dict[str, str]
     items: list[_Lying]
 
 
 class _Planning(TorchDistSaveShardedStrategy):
-    """Megatron's way to save, which shows what its own last step would take: that step needs all ranks at once."""
+    """Megatron's save strategy, with access to the arguments of its last step, which would need all ranks at once."""
 
     writer: FileSystemWriterAsync
     metadata: Metadata | None  # on rank 0
@@ -245,7 +257,7 @@ class _Planning(TorchDistSaveShardedStrategy):
 
 @dataclass(frozen=True, slots=True)
 class _Publication:
-    """What rank 0 does once all parts are handed in. described: state.json but for the digests."""
+    """Publishes a checkpoint on rank 0 once all parts are handed in. `described` is state.json without the digests."""
 
     hidden: Path
     ranks: int
@@ -257,7 +269,7 @@ class _Publication:
         return bool(checkpoints.handed_in(self.hidden, self.ranks))
 
     def __call__(self) -> None:
-        """Write the metadata and state.json, and give the checkpoint its name. Raises OSError."""
+        """Write the metadata and state.json, and rename the folder to the checkpoint's name. Raises OSError."""
         files = checkpoints.handed_in(self.hidden, self.ranks)
         parts = [messages.decode(file.read_bytes(), _HandedIn) for file in files]
         self.strategy.writer.finish(self.strategy.metadata, [[item.result() for item in part.items] for part in parts])
@@ -266,7 +278,7 @@ class _Publication:
             file.unlink()
         digests = {name: digest for part in parts for name, digest in part.digests.items()}
         for path in sorted(self.hidden.iterdir()):
-            if path.name not in digests:  # Megatron's metadata, which is of no rank
+            if path.name not in digests:  # Megatron's metadata, which no rank handed in
                 sync(path)
                 digests[path.name] = checkpoint.digest(path)
         state = self.hidden / checkpoint.STATE
@@ -276,10 +288,13 @@ class _Publication:
 
 
 class _Writer(threading.Thread):
-    """Writes this rank's part, then on rank 0 publishes all of them.
+    """Thread that writes this rank's part, and on rank 0 publishes all parts.
 
-    `written` is set when the part is handed in, or was not. `done` then, or where this rank publishes, when that is
-    done, or was not. `failure` says what went wrong, if anything did, `seconds` how long it took.
+    Attributes:
+        written: Set when this rank's part is handed in or has failed.
+        done: Set at the same time; on rank 0 when publishing is finished or has failed.
+        failure: What went wrong; "" if nothing did.
+        seconds: Time from start to `done`.
     """
 
     def __init__(
@@ -292,12 +307,13 @@ class _Writer(threading.Thread):
         rank: int,
         publish: _Publication | None = None,
     ):
-        """own: the files that are not Megatron's. in_use: addresses of storages that the run goes on writing to."""
+        """Args: `own` are files that are not Megatron's; `in_use` are addresses of storages that the run keeps writing
+        to."""
         super().__init__(name="checkpoint", daemon=True)
         self.hidden, self.own, self.rank, self._publish = hidden, own, rank, publish
         self.written, self.done, self.failure, self.seconds = threading.Event(), threading.Event(), "", 0.0
         self._given_up = threading.Event()
-        # Megatron has nothing for a rank to write that holds no first replica of any tensor.
+        # Megatron gives nothing to write to a rank that holds no first replica of any tensor.
         buckets = request.async_fn_args[1] if request.async_fn_args else []
         self.transforms = request.async_fn.args[0] if buckets else []
         self.buckets = [(path, key, (blobs, _on_host(tensors, in_use))) for path, key, (blobs, tensors) in buckets]
@@ -313,7 +329,7 @@ class _Writer(threading.Thread):
                     if self._given_up.wait(_LOOK_SECONDS):
                         return
                 self._publish()
-        except BaseException as error:  # noqa: BLE001 - whatever ends a writer must be heard of
+        except BaseException as error:  # any error that ends the writer must be reported
             self.failure = reason(error, self.hidden)
         finally:
             self.buckets, self.seconds = [], time.perf_counter() - began
@@ -321,13 +337,13 @@ class _Writer(threading.Thread):
             self.done.set()
 
     def give_up(self) -> None:
-        """Publish nothing that has not been begun to be."""
+        """Stop waiting for other ranks' parts, and do not publish."""
         self._given_up.set()
 
     def _write(self) -> _HandedIn:
         items = []
         for at, bucket in enumerate(self.buckets):
-            # What Megatron's async_fn calls too, but of what goes wrong it would tell no more than the class.
+            # Megatron's async_fn calls this too, but would report only the class of an error.
             _, outcome = FileSystemWriterAsync.write_preloaded_data(self.transforms, at, bucket, None, None, True)
             if isinstance(outcome, Exception):
                 raise outcome
@@ -340,10 +356,10 @@ class _Writer(threading.Thread):
 
 
 def _on_host(tensors: list, in_use: set[int]) -> list:
-    """(what Megatron calls it, tensor on the host that nobody else writes to). On a CPU most of what Megatron gives are
-    copies already: it makes one of each part of a larger storage.
+    """Return (Megatron's item, its tensor on the host in memory that nobody else writes to) for each tensor.
 
-    They are taken out of the list: Megatron would keep its own until the checkpoint is published.
+    On a CPU most of these tensors are copies already: Megatron copies each part of a larger storage. They are removed
+    from `tensors`, because Megatron would keep its own until the checkpoint is published.
     """
     taken = []
     for at, (item, tensor) in enumerate(tensors):
@@ -354,6 +370,6 @@ def _on_host(tensors: list, in_use: set[int]) -> list:
 
 
 def _storages(sharded: dict) -> set[int]:
-    """Addresses of the storages of all tensors in a sharded state dict."""
+    """Return the addresses of the storages of all tensors in a sharded state dict."""
     tensors = (one.data for one in nested_values(sharded) if torch.is_tensor(one.data))
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}

@@ -1,8 +1,9 @@
-"""Microbatches through the model by megatron's own schedule, as the layout asks: one after the other, 1F1B, interleaved
-1F1B; and in training combined 1F1B, the forward of one microbatch and the backward of another in turns, layer by layer.
+"""Runs microbatches through the model with the Megatron schedule that fits the layout: one after the other, 1F1B, or
+interleaved 1F1B. In training also combined 1F1B, which alternates the forward of one microbatch and the backward of
+another, layer by layer.
 
-A microbatch's key to its routes travels with it, so no order of the schedule is assumed. Those of padding alone, which
-fill up the rounds of an interleaved schedule, have one too.
+The handle to its routes travels with each microbatch, so no order of the schedule is assumed. Microbatches of padding
+alone, which fill up the rounds of an interleaved schedule, have a handle too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from moe_rl.objectives.logprobs import token_logprobs, token_logprobs_and_entrop
 from moe_rl.replay.session import ReplaySession, require_open
 
 # (microbatch number, logprobs [N] with gradient) -> the microbatch's share of the loss, divided by its denominator.
-# Where entropies are asked for, these [N] are a third argument, with gradient too.
+# If entropies are requested, they are a third argument [N], also with gradient.
 LossFunction = Callable[..., torch.Tensor]
 
 
@@ -35,9 +36,10 @@ def logprobs(
     *,
     entropy: bool = False,
 ) -> list[torch.Tensor]:
-    """[1, N] float32: log-probabilities of each microbatch's completion tokens, on every rank that has it, no gradient.
+    """Return the logprobs [1, N] float32 of each microbatch's completion tokens, without gradients.
 
-    entropy: [2, N], and the second row is the entropy of each token's distribution, in nats.
+    All pipeline stages get the values. With `entropy` the result is [2, N]; the second row is the entropy of each
+    token's distribution, in nats.
     """
     sizes = [len(microbatch.sequence_ids) for microbatch in microbatches]
     results = [torch.empty(1 + entropy, size, device=world.device()) for size in sizes]
@@ -60,11 +62,15 @@ def training_pass(
     *,
     entropy: bool = False,
 ) -> dict[str, object]:
-    """Arguments of megatron's schedule for a pass that adds the gradient of the summed losses to the chunks' main
-    gradients. The schedule then returns on the last stage, of each microbatch, whether its loss is finite: a bool [].
+    """Return the arguments of Megatron's schedule for a pass that adds the gradient of the summed losses.
 
-    loss: called on the last stage only. entropy: give it the entropies too. Megatron's frames lie between the caller
-    and the loss, so that the caller starts the schedule itself: `get_forward_backward_func()(**training_pass(...))`.
+    Gradients are added to the chunks' main gradients. On the last stage, the schedule then returns for each microbatch
+    whether its loss is finite, as a bool []. The caller starts the schedule itself,
+    `get_forward_backward_func()(**training_pass(...))`, because Megatron's frames lie between the caller and the loss.
+
+    Args:
+        loss: Called on the last stage only.
+        entropy: Also pass entropies to the loss.
     """
 
     def loss_of(number, microbatch, logits):
@@ -75,16 +81,20 @@ def training_pass(
 
 
 def _arguments(chunks, microbatches, session, after_forward) -> dict[str, object]:
-    """What every pass gives to megatron's schedule. after_forward: (number, microbatch, logits), on the last stage."""
+    """Return the arguments that every pass gives to Megatron's schedule.
+
+    Args:
+        after_forward: Called with (number, microbatch, logits) on the last stage.
+    """
     require_open(session)
     in_a_round = world.microbatches_in_a_round()
     if len(microbatches) % in_a_round:
         raise ReplayError(
             describe(
-                "interleaved stages take microbatches in rounds of as many as there are stages",
+                "interleaved stages need a multiple of the number of stages as microbatches",
                 got=f"{len(microbatches)} microbatches",
                 expected=f"a multiple of {in_a_round}",
-                do="fill them up, see planning.packing.fill_rounds",
+                do="add empty microbatches with planning.packing.fill_rounds",
             )
         )
     _, ranks = world.context_parallel()
@@ -92,10 +102,10 @@ def _arguments(chunks, microbatches, session, after_forward) -> dict[str, object
         if sum(microbatch.lengths) != microbatch.tokens.shape[1] * ranks:
             raise ReplayError(
                 describe(
-                    "a microbatch is not cut for the context-parallel ranks that work on it",
+                    "a microbatch is not split over the context-parallel ranks",
                     where=f"microbatch {number}",
                     got=f"{microbatch.tokens.shape[1]} of {sum(microbatch.lengths)} rows",
-                    expected=f"1/{ranks} of them",
+                    expected=f"1/{ranks} of its rows",
                     do="pass world.context_parallel() to pack",
                 )
             )
@@ -103,7 +113,8 @@ def _arguments(chunks, microbatches, session, after_forward) -> dict[str, object
     def forward_step(iterator, model, return_schedule_plan=False):
         number, microbatch = next(iterator)
         params = microbatch.begin_forward(session, number)
-        # Combined 1F1B asks for the parts of the forward, and runs them before it asks for those of the next one.
+        # Combined 1F1B asks for the parts of the forward, and runs them before it asks for those of the next
+        # microbatch.
         forward = model.build_schedule_plan if return_schedule_plan else model
         output = forward(microbatch.tokens, microbatch.positions, None, packed_seq_params=params)
         return output, partial(after_forward, number, microbatch)
@@ -122,11 +133,12 @@ def _arguments(chunks, microbatches, session, after_forward) -> dict[str, object
 def completion_logprobs(
     microbatch: Microbatch, logits: torch.Tensor, temperature: float, *, entropy: bool
 ) -> torch.Tensor:
-    """[1, N] float32 from this rank's logits [1, T, V / TP], for the completion tokens only; equal on TP and CP ranks.
+    """Return the logprobs [1, N] float32 of the completion tokens, from this rank's logits [1, T, V / TP].
 
-    entropy: [2, N], and the second row is the entropy of each token's distribution in nats. Both are over the token's
-    support where the microbatch has one. A loss computed from it alike on all ranks gives each the gradient of its own
-    part of the vocabulary and of its own tokens.
+    The result is equal on all tensor-parallel and context-parallel ranks. With `entropy` it is [2, N]; the second row
+    is the entropy of each token's distribution in nats. Both are computed over the token's sampling support, if the
+    microbatch has one. If all ranks compute the same loss from the result, each rank gets the gradient for its own part
+    of the vocabulary and its own tokens.
     """
     given = logits[0].index_select(0, microbatch.predicts), microbatch.targets, temperature
     where = {"support": microbatch.support, "group": parallel_state.get_tensor_model_parallel_group()}
@@ -140,18 +152,18 @@ def completion_logprobs(
 
 
 class _Gathered(torch.autograd.Function):
-    """values [S, n] at `places` [n] of [S, total], whose other places the other context-parallel ranks fill."""
+    """Places values [S, n] at `places` [n] of [S, total]; other context-parallel ranks fill the other places."""
 
     @staticmethod
     def forward(ctx, values: torch.Tensor, places: torch.Tensor, total: int) -> torch.Tensor:
         ctx.save_for_backward(places)
         whole = values.new_zeros(len(values), total).index_copy_(1, places, values)
-        if total:  # zeros change no bit of what one rank has
+        if total:  # adding zeros changes no bit of a rank's values
             dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
         return whole
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
         (places,) = ctx.saved_tensors
-        # Not summed over the ranks: each computes the same loss and has the whole gradient.
+        # Not summed over the ranks: each rank computes the same loss, so it has the whole gradient already.
         return gradient.index_select(1, places), None, None

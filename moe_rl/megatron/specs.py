@@ -1,4 +1,4 @@
-"""Module specs: the same GPTModel with replay, from TransformerEngine where it is installed, else from torch ops."""
+"""Module specs of the GPTModel with replay, from TransformerEngine if it is installed, else from torch ops."""
 
 from __future__ import annotations
 
@@ -34,9 +34,14 @@ from moe_rl.megatron.router import ReplayLayer, ReplayMoELayer, ReplayRouter
 def replay_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Make the layer spec of a GPTModel with replay: `GPTModel(config, replay_spec(config), ...)`.
 
-    It has this pipeline stage's layers. vp_stage: which run of them; None: all. A model of this spec takes packed
-    sequences only, with the parameters that `Microbatch.begin` makes.
-    Raises ConfigError when the config has settings under which replay is not exact.
+    The spec has the layers of this pipeline stage. Its model accepts packed sequences only, with the parameters from
+    `Microbatch.begin_forward`.
+
+    Args:
+        vp_stage: Which run of the stage's layers; None means all.
+
+    Raises:
+        ConfigError: The config has settings under which replay is not exact.
     """
     refuse_bypasses(config)
     if HAVE_TE:
@@ -47,7 +52,8 @@ def replay_spec(config: TransformerConfig, vp_stage: int | None = None) -> Trans
 
 
 def _with_replay(layer: ModuleSpec) -> ModuleSpec:
-    """The spec of a layer whose MLP, if it has experts, takes routes. A new one: megatron's layers may share theirs."""
+    """Return a new spec of a layer, with replay if its MLP has experts. New, because Megatron's layers may share a
+    spec."""
     mlp, attention = layer.submodules.mlp, layer.submodules.self_attention
     if attention.module is MLASelfAttention:
         attention = dataclasses.replace(attention, module=LatentAttention)
@@ -66,7 +72,10 @@ def _replayed(mlp: functools.partial) -> functools.partial:
 
 def _torch_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     if config.normalization != "RMSNorm":
-        message, do = "Without TransformerEngine there is one norm", "set normalization, or install TransformerEngine"
+        message, do = (
+            "Without TransformerEngine, RMSNorm is the only norm",
+            "set normalization, or install TransformerEngine",
+        )
         where = "megatron config, normalization"
         raise ConfigError(describe(message, where=where, got=config.normalization, expected="RMSNorm", do=do))
     first, every = get_transformer_layer_offset(config, vp_stage=vp_stage), config.moe_layer_freq
@@ -102,7 +111,8 @@ def _torch_layer_spec(config: TransformerConfig, *, has_experts: bool) -> Module
     )
 
 
-# Attention, and the names under which TransformerEngine, which fuses a norm into the projection behind it, saves it.
+# An attention spec, and a map from our parameter names to the names in checkpoints. TransformerEngine fuses a norm into
+# the projection after it, and checkpoints use its names.
 _Attention = tuple[ModuleSpec, dict[str, str]]
 
 

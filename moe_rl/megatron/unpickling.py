@@ -1,8 +1,8 @@
-"""Reads the pickles of Megatron's checkpoints, and lets them name only what its metadata is made of.
+"""Reads the pickles in Megatron's checkpoints safely: they may name only the classes that its metadata is made of.
 
-A pickle may call anything that it can name, and torch's reader lets it: `.metadata` goes through `pickle.load`, what is
-no tensor in the `.distcp` files through `torch.load(weights_only=False)`. The digests in state.json have no key: they
-tell damage, but whoever can write a run's folder can write digests that agree.
+A pickle may call anything that it can name, and torch allows it: `.metadata` is read with `pickle.load`, and values in
+the `.distcp` files that are not tensors with `torch.load(weights_only=False)`. The digests in state.json have no key.
+They detect damage, but whoever can write into a run's folder can also write matching digests.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ ALLOWED = frozenset(
         ("torch.serialization", "_get_layout"),
     }
 )
-"""(module, name) of the classes and functions in `.metadata`; beside them torch's dtypes."""
+"""(module, name) of the classes and functions that `.metadata` may contain, in addition to torch's dtypes."""
 
 _WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 class _Metadata(pickle.Unpickler):
-    """Raises CheckpointError for a name that no metadata has."""
+    """Unpickler that raises CheckpointError for a name that no metadata contains."""
 
     def __init__(self, file: IO[bytes]):
         super().__init__(file)
@@ -51,7 +51,7 @@ class _Metadata(pickle.Unpickler):
             return super().find_class(module, name)
         raise CheckpointError(
             describe(
-                "a checkpoint file names what a checkpoint never holds, and is not read",
+                "a checkpoint file names a class or function that no checkpoint contains, and is not read",
                 where=str(self._path),
                 got=f"{module}.{name}",
                 expected="classes of torch.distributed.checkpoint",
@@ -62,15 +62,18 @@ class _Metadata(pickle.Unpickler):
 
 @contextmanager
 def restricted(path: Path) -> Iterator[None]:
-    """While this lasts, the files of the checkpoint in `path` are read without trust: metadata may name what is
-    ALLOWED, all else is tensors and plain values. Raises CheckpointError for what is refused; it is not called."""
+    """Within this context, read the files of the checkpoint in `path` without trusting them.
+
+    Metadata may name only what is ALLOWED; everything else must be tensors and plain values. Anything else raises
+    CheckpointError, and is not called.
+    """
     unpickles, forced = filesystem.pickle, os.environ.get(_WEIGHTS_ONLY)
     refused: list[CheckpointError] = []
 
     def load(file: IO[bytes]) -> Any:
         try:
             return _Metadata(file).load()
-        except Exception as error:  # of which torch makes another one
+        except Exception as error:  # torch would replace this error by another one
             refused.append(error if isinstance(error, CheckpointError) else _refused(Path(file.name), error))
             raise
 
@@ -95,7 +98,7 @@ def restricted(path: Path) -> Iterator[None]:
 
 
 def _refused(path: Path, error: Exception) -> CheckpointError:
-    """What torch or pickle says of a file, without torch's advice to trust it."""
+    """Return an error with what torch or pickle says about a file, without torch's advice to trust the file."""
     lines = str(error).splitlines()
     told = next((line.strip() for line in lines if "GLOBAL" in line or "Unsupported" in line), "".join(lines[:1]))
     return CheckpointError(

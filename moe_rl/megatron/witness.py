@@ -1,4 +1,5 @@
-"""What reaches every token dispatcher, what comes out of it, and what it waits for: seen there, not by the session."""
+"""Witnesses for tests and proofs: they record at the dispatchers what goes in, what comes out, and what the host waits
+for, independently of the replay session."""
 
 from __future__ import annotations
 
@@ -19,14 +20,18 @@ _READS = {
     *(torch.Tensor.masked_select, torch.masked_select, torch.Tensor.unique, torch.unique),
 }
 
-# What runs in an MoE layer, in Megatron's order or as one.
+# The stages of an MoE layer: in Megatron's order, or overlapped.
 _STAGES = ("route", "preprocess", "dispatch", "routed_experts_compute", "combine", "postprocess", "overlapped")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dispatch:
-    """One dispatch. routing_map bool [R, E]: rows of this rank to experts. received int64 [E of this rank]: rows that
-    its experts got from all ranks. with_grad: gradients were enabled; in a first pass that is recomputed they are not.
+    """One dispatch.
+
+    Attributes:
+        with_grad: Whether gradients were enabled. In the first pass of a recomputed layer they are not.
+        routing_map: bool [R, E], rows of this rank to experts.
+        received: int64 [E of this rank], rows that its experts got from all ranks.
     """
 
     microbatch: int
@@ -38,12 +43,12 @@ class Dispatch:
 
 @dataclass(slots=True, eq=False)
 class DispatchWitness:
-    """Wraps the dispatchers of a policy's MoE layers, for tests and proofs: it copies and holds every routing map."""
+    """Records every routing map at the dispatchers of a policy's MoE layers, by wrapping their methods."""
 
     seen: list[Dispatch] = field(default_factory=list)
 
     def attach(self, chunks: list[torch.nn.Module]) -> DispatchWitness:
-        """Watch the MoE layers of these model chunks. Returns itself."""
+        """Watch the MoE layers of these model chunks, and return this object."""
         for chunk in chunks:
             for layer in unwrap(chunk).decoder.layers:
                 if layer.is_moe_layer:
@@ -51,8 +56,11 @@ class DispatchWitness:
         return self
 
     def forwards(self, since: int = 0) -> dict[tuple[int, int], int]:
-        """How often each (microbatch, layer) was dispatched, in the dispatches from number `since` on. Those with and
-        without gradients, which a recomputed layer has both, are counted apart: the larger number is given."""
+        """Count how often each (microbatch, layer) was dispatched, from dispatch number `since` on.
+
+        Dispatches with and without gradients are counted separately, because a recomputed layer has both; the larger
+        count is returned.
+        """
         seen = self.seen[since:]
         without = Counter((d.microbatch, d.layer) for d in seen if not d.with_grad)
         return dict(Counter((d.microbatch, d.layer) for d in seen if d.with_grad) | without)
@@ -76,7 +84,8 @@ class DispatchWitness:
             return preprocess(hidden_states, routing_map, probs)
 
         def following(chunk, routing_map, probs):
-            # An overlapped plan's rows are on their way when there is a map, and no method takes all of it at once.
+            # The rows of an overlapped plan are sent before there is a map, and no method is called with all chunks at
+            # once.
             if dispatcher.plan.overlapped and chunk is dispatcher.plan.chunks[0]:
                 begin(routing_map, len(dispatcher.plan.chunks))
             return follow(chunk, routing_map, probs)
@@ -102,7 +111,12 @@ class DispatchWitness:
 
 @dataclass(slots=True, eq=False)
 class _Begun:
-    """A dispatch whose rows have not all arrived. microbatch: None without routes, a filler. chunks: still to come."""
+    """A dispatch whose rows have not all arrived.
+
+    Attributes:
+        microbatch: None for a microbatch without routes, which only fills up a round.
+        chunks: Number of chunks still to arrive.
+    """
 
     microbatch: int | None
     with_grad: bool
@@ -113,16 +127,17 @@ class _Begun:
 
 @dataclass(slots=True, eq=False)
 class OrderWitness:
-    """In which order MoE layers were run through.
+    """Records in which order MoE layers run.
 
-    events: (what, microbatch, layer), where what is "route" and "combine", at the beginning and the end of a forward or
-    a recomputation, or "gradient", when that of the rows which its experts got arrives in a backward pass.
+    Attributes:
+        events: (what, microbatch, layer). "route" and "combine" are the begin and end of a forward or a recomputation.
+            "gradient" is the arrival, in a backward pass, of the gradient of the rows that its experts got.
     """
 
     events: list[tuple[str, int, int]] = field(default_factory=list)
 
     def attach(self, chunks: list[torch.nn.Module]) -> OrderWitness:
-        """Watch the MoE layers of these model chunks. Returns itself."""
+        """Watch the MoE layers of these model chunks, and return this object."""
         for chunk in chunks:
             for layer in unwrap(chunk).decoder.layers:
                 if layer.is_moe_layer:
@@ -130,7 +145,7 @@ class OrderWitness:
         return self
 
     def overlapped(self) -> int:
-        """Forwards of a layer between whose beginning and end the gradient of another microbatch came by."""
+        """Count the layer forwards during which a gradient of another microbatch arrived."""
         count, running, others = 0, None, False
         for what, *key in self.events:
             if what == "route":
@@ -168,12 +183,15 @@ class OrderWitness:
 
 @dataclass(slots=True, eq=False)
 class LayerWaits:
-    """Counts what keeps the host waiting inside of MoE layers, from router to combine, forward and recomputed.
+    """Counts what makes the host wait inside MoE layers, from router to combine, in forward and recomputation.
 
-    counts: collectives of integers, which carry numbers of rows. waits: for an event on the device, with which
-    Megatron's dispatcher ends its copies to the host. reads: of a tensor's values by the host, each a wait where the
-    tensor lives on a device. Those that a plan or a dispatcher's constructor put on the host are free; those that
-    Megatron's dispatcher copies there look like any others on the CPU, and are counted. dispatches: in all.
+    Attributes:
+        counts: Collectives of integers, which exchange numbers of rows.
+        waits: Waits for an event on the device, with which Megatron's dispatcher ends its copies to the host.
+        reads: Reads of a tensor's values by the host; each is a wait if the tensor is on a device. Values that a plan
+            or a dispatcher's constructor keep on the host do not count. On a CPU, values that Megatron's dispatcher
+            copies to the host cannot be told from others, and are counted.
+        dispatches: All dispatches.
     """
 
     counts: int = 0
@@ -182,7 +200,7 @@ class LayerWaits:
     dispatches: int = 0
 
     def attach(self, chunks: list[torch.nn.Module]) -> LayerWaits:
-        """Watch the MoE layers of these model chunks. Returns itself."""
+        """Watch the MoE layers of these model chunks, and return this object."""
         for chunk in chunks:
             for layer in unwrap(chunk).decoder.layers:
                 if layer.is_moe_layer:
@@ -193,7 +211,7 @@ class LayerWaits:
 
     def _watched(self, moe: torch.nn.Module, method, entered: list[str]):
         def watched(*args, **kwargs):
-            if entered:  # `overlapped` calls some of the others
+            if entered:  # `overlapped` calls some of the other stages
                 return method(*args, **kwargs)
             self.dispatches += method.__name__ in ("dispatch", "overlapped")
             entered.append(method.__name__)

@@ -1,4 +1,4 @@
-"""The ranks of a run: process groups, and small messages between them that are not pickled."""
+"""The ranks of a run: process groups, and small messages between ranks that are not pickled."""
 
 from __future__ import annotations
 
@@ -21,35 +21,36 @@ from moe_rl.planning.dispatch import DispatchGroup
 
 
 def start(parallel: ParallelConfig, *, seed: int, timeout_seconds: float) -> None:
-    """Join the process group, see `join`, and lay out megatron's parallel groups."""
+    """Join the process group (see `join`), and create Megatron's parallel groups."""
     join(timeout_seconds=timeout_seconds)
     lay_out(parallel, seed=seed)
 
 
 def join(*, timeout_seconds: float) -> None:
-    """Join the process group torchrun described in the environment; without torchrun, one of this process alone.
+    """Join the process group that torchrun describes in the environment; without torchrun, a group of this process
+    alone.
 
-    Chooses the device backend once: CUDA with NCCL where there is a GPU, otherwise the host with gloo.
+    Chooses the device backend once: CUDA with NCCL if there is a GPU, otherwise the host with gloo.
     """
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "nccl"
     else:
-        torch.set_num_threads(1)  # one rank per core: more threads only take turns
+        torch.set_num_threads(1)  # one rank per core: more threads would only take turns
         backend = "gloo"
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), **alone)
 
 
 def lay_out(parallel: ParallelConfig, *, seed: int) -> None:
-    """Make megatron's parallel groups of the ranks that joined, in place of those that were made before."""
+    """Create Megatron's parallel groups from the ranks that joined, replacing earlier groups."""
     clear()
     parallel_state.initialize_model_parallel(**group_sizes(parallel))
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 def group_sizes(parallel: ParallelConfig) -> dict[str, int | None]:
-    """The same as megatron names it."""
+    """Return the parallel sizes under Megatron's names."""
     return {
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
@@ -61,14 +62,14 @@ def group_sizes(parallel: ParallelConfig) -> dict[str, int | None]:
 
 
 def ranks_of_this_node() -> range:
-    """The ranks that torchrun started here, with this one."""
+    """Return the ranks that torchrun started on this node, this one included."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     first = dist.get_rank() - int(os.environ.get("LOCAL_RANK", dist.get_rank()))
     return range(first, first + here)
 
 
 def clear() -> None:
-    """Take megatron's parallel groups away. Megatron only forgets them, and of gloo's each keeps a thread awake."""
+    """Destroy Megatron's parallel groups. Megatron only forgets them, and every gloo group keeps a thread running."""
     parallel_state.destroy_model_parallel()
     for group in set(distributed_c10d._world.pg_map) - {dist.group.WORLD}:
         dist.destroy_process_group(group)
@@ -76,55 +77,57 @@ def clear() -> None:
 
 
 def stop() -> None:
-    """Leave the groups in order."""
+    """Destroy all process groups."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
 
 def device() -> torch.device:
-    """Where this rank's tensors live."""
+    """Return the device of this rank's tensors."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def holds_first_replica() -> tuple[bool, bool]:
-    """Whether this rank's part of the dense parameters, and of its experts, is of the first of the replicas."""
-    # Context-parallel ranks hold the same parameters. Megatron counts them among the copies of experts anyway.
+    """Return whether this rank's dense parameters, and whether its experts, belong to the first replica."""
+    # Context-parallel ranks hold the same dense parameters. For experts, Megatron counts them among the replicas
+    # already.
     dense = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     return dense == 0, parallel_state.get_expert_data_parallel_rank() == 0
 
 
 def data_parallel() -> tuple[int, int]:
-    """(which share of the sequences this rank works on, how many shares there are)."""
+    """Return (which share of the sequences this rank works on, the number of shares)."""
     return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
 
 
 def context_parallel() -> tuple[int, int]:
-    """(which part of every one of its sequences this rank works on, how many parts there are)."""
+    """Return (which part of each of its sequences this rank works on, the number of parts)."""
     return parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
 
 
 def speaks_for_its_sequences() -> bool:
-    """True on one of the ranks that work on the same sequences, so that sums over sequences count each once.
+    """Return True on exactly one of the ranks that work on the same sequences, so that sums count each sequence once.
 
-    It is of the last pipeline stage, where the loss is computed.
+    This rank is in the last pipeline stage, where the loss is computed.
     """
     first = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
     return first and is_last_stage()
 
 
 def microbatches_in_a_round() -> int:
-    """The schedule takes a multiple of so many: of the stages where they are interleaved, else of 1."""
+    """Return the number that the count of microbatches must be a multiple of: the number of stages if these are
+    interleaved, else 1."""
     interleaved = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
     return parallel_state.get_pipeline_model_parallel_world_size() if interleaved else 1
 
 
 def is_last_stage() -> bool:
-    """Whether this rank holds the end of the model."""
+    """Return whether this rank holds the end of the model."""
     return parallel_state.is_pipeline_last_stage()
 
 
 def share_from_last_stage(values: torch.Tensor) -> torch.Tensor:
-    """What the last pipeline stage has in `values`, on every stage. The others give a tensor of the same shape."""
+    """Return the last pipeline stage's `values` on every stage. Other stages pass a tensor of the same shape."""
     if parallel_state.get_pipeline_model_parallel_world_size() > 1 and values.numel():
         last = parallel_state.get_pipeline_model_parallel_last_rank()
         dist.broadcast(values, last, group=parallel_state.get_pipeline_model_parallel_group())
@@ -132,7 +135,7 @@ def share_from_last_stage(values: torch.Tensor) -> torch.Tensor:
 
 
 def any_stage(flags: torch.Tensor) -> torch.Tensor:
-    """bool flags, each true where it is on any of the pipeline stages, whose tensors have the same shape."""
+    """Return bool flags that are true where any pipeline stage's flags are true. All stages pass the same shape."""
     if parallel_state.get_pipeline_model_parallel_world_size() > 1 and flags.numel():
         flags = flags.to(torch.uint8)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=parallel_state.get_pipeline_model_parallel_group())
@@ -140,8 +143,10 @@ def any_stage(flags: torch.Tensor) -> torch.Tensor:
 
 
 def sum_over_share(values: torch.Tensor) -> torch.Tensor:
-    """int64, modulo 2**64, of the same shape on all ranks that work on the same sequences, whichever layers and rows of
-    them, summed over these ranks."""
+    """Sum int64 values, modulo 2**64, over all ranks that work on the same sequences.
+
+    These ranks may hold different layers and rows of the sequences. All pass the same shape.
+    """
     groups = (
         parallel_state.get_tensor_and_context_parallel_group(),
         parallel_state.get_pipeline_model_parallel_group(),
@@ -154,14 +159,15 @@ def sum_over_share(values: torch.Tensor) -> torch.Tensor:
 
 
 def sum_over_dispatch(counts: torch.Tensor) -> torch.Tensor:
-    """Integers of the same shape on all ranks that dispatch tokens to each other's experts, summed over them."""
+    """Sum integers over all ranks that dispatch tokens to each other's experts. All pass the same shape."""
     counts = counts.clone()
     dist.all_reduce(counts, group=parallel_state.get_expert_tensor_and_model_parallel_group())
     return counts
 
 
 def gather_over_dispatch(counts: np.ndarray) -> np.ndarray:
-    """Integers of the same shape on all G ranks that dispatch tokens to each other's experts, as [G, ...]."""
+    """Gather integers from all G ranks that dispatch tokens to each other's experts, as [G, ...]. All pass the same
+    shape."""
     group = parallel_state.get_expert_tensor_and_model_parallel_group()
     if group.size() == 1:
         return counts[None]
@@ -172,7 +178,7 @@ def gather_over_dispatch(counts: np.ndarray) -> np.ndarray:
 
 
 def dispatch_group(experts: int) -> DispatchGroup:
-    """The ranks that dispatch tokens to each other's experts, of a layer with so many."""
+    """Return the group of ranks that dispatch tokens to each other, for a layer with this many experts."""
     return DispatchGroup(
         experts,
         parallel_state.get_expert_model_parallel_world_size(),
@@ -182,9 +188,10 @@ def dispatch_group(experts: int) -> DispatchGroup:
 
 
 def dispatching_shares() -> int:
-    """How many neighbouring shares of the sequences are dispatched to the same copies of the experts.
+    """Return how many neighbouring shares of the sequences are dispatched to the same copies of the experts.
 
-    1 as well where a share is not dispatched as a whole: its ranks are more than those that hold a copy.
+    It is also 1 if the ranks of one share are more than those that hold a copy of the experts, so that a share is not
+    dispatched as a whole.
     """
     dispatching = parallel_state.get_expert_tensor_and_model_parallel_world_size()
     of_one_share = (
@@ -194,24 +201,24 @@ def dispatching_shares() -> int:
 
 
 def own_slots(experts: int) -> slice:
-    """The slots of a layer with so many experts that this rank holds, wholly or in part."""
+    """Return the slots, of a layer with this many experts, that this rank holds wholly or in part."""
     share = experts // parallel_state.get_expert_model_parallel_world_size()
     first = share * parallel_state.get_expert_model_parallel_rank()
     return slice(first, first + share)
 
 
 def expert_parallel() -> int:
-    """Among how many ranks the experts of a layer are shared out."""
+    """Return the number of ranks that the experts of a layer are divided among."""
     return parallel_state.get_expert_model_parallel_world_size()
 
 
 def own_rows(tokens: int) -> slice:
-    """Which of a microbatch's `tokens` rows this rank's routers see: its part under sequence parallelism."""
+    """Return the rows of a microbatch that this rank's routers see: under sequence parallelism a part of them."""
     ranks, rank = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_rank(),
     )
-    share = tokens // ranks  # exact: packed runs are padded to a multiple of it
+    share = tokens // ranks  # exact: packed runs are padded to a multiple of the number of ranks
     return slice(rank * share, (rank + 1) * share)
 
 
@@ -224,9 +231,11 @@ def broadcast(message: object, kind: UnionType, source: int = 0) -> Any: ...
 
 
 def broadcast(message: object, kind: Any, source: int = 0) -> Any:
-    """Send a value from `source` to every rank; returns it everywhere.
+    """Send a value from rank `source` to all ranks, and return it on each.
 
-    kind: the type to decode to; see `messages`. Other ranks pass None as message.
+    Args:
+        message: The value; other ranks pass None.
+        kind: The type to decode to; see `messages`.
     """
     rank = dist.get_rank()
     payload = messages.encode(message) if rank == source else b""
@@ -240,7 +249,7 @@ def broadcast(message: object, kind: Any, source: int = 0) -> Any:
 
 
 def gather[T](message: T, kind: type[T]) -> list[T]:
-    """One value of each rank, in their order, on all of them. kind: as in `broadcast`."""
+    """Gather one value from each rank, in rank order, on all ranks. For `kind` see `broadcast`."""
     payload = messages.encode(message)
     length = torch.tensor([len(payload)], dtype=torch.int64, device=device())
     lengths = [torch.empty_like(length) for _ in range(dist.get_world_size())]
@@ -253,7 +262,7 @@ def gather[T](message: T, kind: type[T]) -> list[T]:
 
 
 def all_reduce(values: Sequence[float], op: dist.ReduceOp = dist.ReduceOp.SUM) -> list[float]:
-    """Reduce float64 numbers over all ranks; the result is the same everywhere."""
+    """Reduce float64 numbers over all ranks. The result is the same on each."""
     tensor = torch.tensor(values, dtype=torch.float64, device=device())
     dist.all_reduce(tensor, op)
     return tensor.tolist()

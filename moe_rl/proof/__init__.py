@@ -1,1 +1,1 @@
-"""Proof that a layout replays exactly: the trained model against an independent single-process `transformers` model."""
+"""Proves that a parallel layout replays exactly, against an independent single-process `transformers` model."""

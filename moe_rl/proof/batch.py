@@ -1,4 +1,4 @@
-"""The batch and the model of a proof: small, random, the same in every process."""
+"""The batch and the model of a proof: small, random, and the same in every process."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from moe_rl.models.hf import ModelFacts
 from moe_rl.trace import signed
 from moe_rl.types import RouteRef, Sequence
 
-# (prompt, completion) tokens: uneven, completions of a single token, and sequences of fewer tokens than context
-# parallelism cuts them into
+# (prompt, completion) tokens: lengths are uneven, some completions have a single token, and some sequences have fewer
+# tokens than context parallelism splits them into.
 LENGTHS = [(5, 4), (3, 9), (7, 1), (4, 6), (6, 3), (2, 8), (5, 5), (9, 2), (3, 3), (4, 7), (1, 1), (1, 2), (2, 1)]
 
 
 def quiet() -> None:
-    """No progress bars of `transformers` for models of a moment."""
+    """Turn off the progress bars of `transformers`, which small models do not need."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
 
 
 def make_checkpoint(path: Path, *, layers: int = 4) -> Path:
-    """Write a Hugging Face checkpoint of a random Qwen3-MoE: 16 experts, 4 of them for each token."""
+    """Write a Hugging Face checkpoint of a random Qwen3-MoE with 16 experts, 4 of them per token."""
     quiet()
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -52,14 +52,14 @@ def make_checkpoint(path: Path, *, layers: int = 4) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() >= 2:
-                parameter.mul_(4)  # sharper routing and larger logits than at initialisation
+                parameter.mul_(4)  # sharper routing and larger logits than after initialisation
     model.save_pretrained(path)
     (path / "tokenizer.json").write_text("{}")
     return path
 
 
 def batch(facts: ModelFacts) -> tuple[list[Sequence], list[np.ndarray]]:
-    """Random sequences, and for each random routes [T, L, K] uint8: far from what any router would choose."""
+    """Return random sequences, and for each random routes [T, L, K] uint8, far from what any router would choose."""
     rng = np.random.default_rng(11)
     sequences, routes = [], []
     for number, (prompt, completion) in enumerate(LENGTHS):
@@ -70,14 +70,15 @@ def batch(facts: ModelFacts) -> tuple[list[Sequence], list[np.ndarray]]:
                 prompt_token_ids=tuple(tokens[:prompt]),
                 token_ids=tuple(tokens[prompt:]),
                 rollout_logprobs=rng.normal(-6, 0.3, completion).astype(np.float32),
-                reward=float(0.5 * rng.normal()),  # gradients below 1, where float32 rounds to less than 1e-7
+                # keeps gradients below 1, where float32 rounding errors are below 1e-7
+                reward=float(0.5 * rng.normal()),
                 weight_version=0,
                 routes=None,
             )
         )
         scores = rng.random((prompt + completion - 1, len(facts.moe_layers), facts.num_experts))
         routes.append(np.argsort(scores, -1)[..., : facts.top_k].astype(np.uint8))
-        # They are in no store: a trial takes them from here.
+        # These routes are in no store; a trial takes them from here.
         ref = RouteRef(sequences[-1].key, len(routes[-1]), ())
         sequences[-1] = replace(sequences[-1], routes=signed(ref, routes[-1], facts.moe_layers, tokens[:-1]))
     return sequences, routes

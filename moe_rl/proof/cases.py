@@ -1,4 +1,4 @@
-"""The layouts, schedules and precisions in which replay is proven, each on a fixed small batch."""
+"""The layouts, schedules and precisions for which replay is proven, each with a fixed small batch."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ MICROBATCH_TOKENS = 40
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One run on `ranks` processes. parallel, train: what differs from the defaults of these config sections.
+    """One run on `ranks` processes.
 
-    mode: r3 forces random routes; r2 replays what other router weights chose; native routes freely; observe as well,
-    with the recorded routes at hand for comparison. plan: whether dispatch follows plans of the routes it replays, and
-    overlap_chunks: in how many chunks it computes while rows travel; 0: it does not.
-    after_failure: an update that was broken off in the middle of its schedule comes first.
+    Attributes:
+        parallel, train: What differs from the defaults of these config sections.
+        mode: "r3" forces random routes. "r2" replays what other router weights chose. "native" routes freely. "observe"
+            routes freely, and compares with the recorded routes.
+        plan: Whether dispatch follows plans of the replayed routes.
+        overlap_chunks: In how many chunks to compute while rows are exchanged; 0 turns this off.
+        after_failure: Whether an update that fails in the middle of its schedule comes first.
     """
 
     ranks: int
@@ -39,7 +42,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Such as "TP2 EP2 PP2 recompute=uniform r2"; unique among the cases of a world size."""
+        """Name such as "TP2 EP2 PP2 recompute=uniform r2", unique among the cases with this number of ranks."""
         words = [self.layout_name]
         words += [self.mode] if self.mode != "r3" else []
         words += ["unplanned"] if not self.plan else []
@@ -49,7 +52,7 @@ class Case:
 
     @property
     def layout_name(self) -> str:
-        """The same without what is done in it."""
+        """The part of the name that describes the layout."""
         short = {
             "tensor": "TP",
             "context": "CP",
@@ -68,7 +71,7 @@ class Case:
 
     @property
     def copies(self) -> int:
-        """Data-parallel replicas."""
+        """Number of data-parallel replicas."""
         sharing = ("tensor", "context", "pipeline")
         return self.ranks // math.prod(self.parallel.get(key, 1) for key in sharing)
 
@@ -85,14 +88,22 @@ class Case:
 
 
 def parse(overrides: Seq[str], ranks: int) -> Case:
-    """The r3 case of `parallel.a=b` and `train.a=b` overrides. Raises ConfigError naming what is wrong with one."""
+    """Return the r3 case with these `parallel.a=b` and `train.a=b` overrides.
+
+    Raises:
+        ConfigError: An override is wrong. The message says what is wrong.
+    """
     given: dict[str, dict[str, Any]] = {"parallel": {}, "train": {}}
     for text in overrides:
         key, equals, value = text.partition("=")
         section, _, name = key.partition(".")
         if not equals or section not in given or not name:
             raise ConfigError(
-                describe("not an override of a proof", got=text, expected="parallel.NAME=VALUE or train.NAME=VALUE")
+                describe(
+                    "a proof does not accept this override",
+                    got=text,
+                    expected="parallel.NAME=VALUE or train.NAME=VALUE",
+                )
             )
         given[section][name], _ = strict_yaml.parse(value, text)
     made: list[ParallelConfig | TrainConfig] = []
@@ -103,7 +114,7 @@ def parse(overrides: Seq[str], ranks: int) -> Case:
         except ValidationError as error:
             where = " ".join(overrides)
             problems += [
-                one["msg"]  # a rule between keys, which names them
+                one["msg"]  # a rule between several keys, whose message names them
                 if not one["loc"]
                 else describe(f"{'.'.join(map(str, one['loc']))}: {one['msg']}", where=where, got=one["input"])
                 for one in error.errors()
@@ -124,35 +135,35 @@ _MOE = {"recompute": "moe"}
 _OVERLAP = {"overlap_expert_parallel_comm": True}
 _WHOLE = {"distributed_optimizer": False}
 
-# Every one is compared with the reference under forced random routes, and once more with replay off, as the control.
+# Each layout is compared with the reference under forced random routes, and once more without replay, as the control.
 LAYOUTS = [
     Case(1),
     Case(1, train=_FULL),
     Case(2),
     Case(2, {"expert": 2}),
     Case(2, {"expert": 2}, _FULL),
-    # the experts are whole on both ranks of a tensor-parallel group, each of which sends them other tokens
+    # Both ranks of the tensor-parallel group hold whole experts, and each dispatches other tokens to them.
     Case(2, {"tensor": 2}),
     Case(2, {"tensor": 2, "expert": 2}),
     Case(2, {"tensor": 2, "expert": 2}, _FULL),
     Case(2, {"tensor": 2, "expert_tensor": 2}),
-    # the ranks that share an expert's matrices come with microbatches of different lengths
+    # The ranks that share an expert's matrices have microbatches of different lengths.
     Case(2, {"expert_tensor": 2}),
     Case(2, {"context": 2}),
     Case(2, {"context": 2, "expert": 2}, _FULL),
     Case(2, {"pipeline": 2}),
     Case(2, {"pipeline": 2}, _FULL),
     Case(2, _INTERLEAVED, _FULL),
-    # of 4 layers runs of three and of one
+    # Recomputes runs of three and of one out of 4 layers.
     Case(2, {"expert": 2}, {"recompute": "uniform", "recompute_layers": 3}),
-    # the first of a stage's two layers
+    # Recomputes the first of a stage's two layers.
     Case(2, {"pipeline": 2}, {"recompute": "block"}),
     Case(2, {"expert": 2}, {"recompute": "block", "recompute_layers": 3}),
-    # the experts are recomputed when the router has gone on to the forward of later microbatches
+    # Recomputes experts after the router has run the forward of later microbatches.
     Case(2, {"pipeline": 2}, _MOE),
     Case(2, {"tensor": 2, "expert": 2}, _MOE),
     Case(2, {"expert": 2}, _OVERLAP),
-    # three microbatches of different lengths
+    # Has three microbatches of different lengths.
     Case(2, {"tensor": 2, "expert": 2}, _OVERLAP),
     Case(2, {"context": 2, "expert": 2}, _OVERLAP),
     Case(2, {}, _WHOLE),
@@ -166,7 +177,7 @@ LAYOUTS = [
     Case(4, {"expert": 2, **_INTERLEAVED}, _MOE),
     Case(4, {"expert": 2, **_INTERLEAVED}, _OVERLAP),
     Case(4, {"tensor": 2, "expert": 2}, _OVERLAP),
-    # three microbatches, and an empty one that fills up a round of the interleaved schedule
+    # Has three microbatches, and an empty one that fills up a round of the interleaved schedule.
     Case(4, {"tensor": 2, "expert": 2, **_INTERLEAVED}, _OVERLAP),
     Case(4, {"expert": 2, "pipeline": 2}, _WHOLE),
     Case(4, {"pipeline": 4}),
@@ -176,7 +187,7 @@ LAYOUTS = [
     Case(4, {"tensor": 2, "context": 2, "expert": 2}),
     Case(4, {"context": 2, "expert": 2, "pipeline": 2}, _FULL),
 ]
-# R2 needs nothing of a layout that R3 does not: some of each kind.
+# R2 needs nothing from a layout that R3 does not need, so a few layouts of each kind are enough.
 RECORDED = [
     Case(1, mode="r2"),
     Case(2, {"tensor": 2, "expert": 2}, _FULL, mode="r2"),

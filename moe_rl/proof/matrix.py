@@ -1,4 +1,4 @@
-"""Run cases on local ranks and hold what they saw against the reference."""
+"""Runs cases on local ranks, and compares what the ranks saw with the reference."""
 
 from __future__ import annotations
 
@@ -29,11 +29,16 @@ TOLERANCE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a case showed. Differences are the largest absolute ones over all tensors.
+    """Results of one case. Differences are the largest absolute differences over all tensors.
 
-    gradients, logprobs: against the reference with the routes that were to be taken. free_gradients: against the
-    reference that routes natively. maps: routing maps and counts of received rows seen at the dispatchers, with those
-    that were not the forced ones, over the passes of all ranks; maps_with_grad of them with gradients enabled.
+    Attributes:
+        gradients, logprobs: Difference from the reference that takes the same routes.
+        free_gradients: Difference from the reference that routes natively.
+        maps: Routing maps seen at the dispatchers, over the passes of all ranks.
+        maps_with_grad: Those of them with gradients enabled.
+        wrong_maps: Those of them that differ from the forced routes.
+        wrong_received: Counts of received rows that differ from the forced routes.
+        consumed, expected: How often routes were taken in the update, and should be.
     """
 
     case: Case
@@ -50,15 +55,18 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Proved:
-    """An outcome under replay and, for r3, its control with replay off."""
+    """An outcome under replay, with its control without replay (for r3)."""
 
     outcome: Outcome
     control: Outcome | None
 
     @property
     def exact(self) -> bool:
-        """Gradients equal the reference to 1e-6, no map and no received count is wrong, each route was taken once; and
-        with replay off none of that holds."""
+        """Whether replay is exact and the control is not.
+
+        Exact means: gradients equal the reference to 1e-6, no map and no received count is wrong, and each route was
+        taken once. Without replay, gradients must differ by more than 1e-2 and all maps must be wrong.
+        """
         o, c = self.outcome, self.control
         shown = o.gradients < TOLERANCE and not o.wrong_maps and not o.wrong_received and o.consumed == o.expected > 0
         fails = o.free_gradients > 1e-2 if c is None else c.gradients > 1e-2 and c.wrong_maps == c.maps > 0
@@ -66,17 +74,19 @@ class Proved:
 
 
 class Proof:
-    """The reference of one checkpoint, and the cases that were run on it."""
+    """Runs cases on one checkpoint and compares them with its reference."""
 
     def __init__(self, checkpoint: Path, folder: Path, worker: Seq[str] = ("-m", "moe_rl.proof.rank")):
-        """folder: for what the ranks write. worker: what torchrun is to start on each rank, see `proof.rank`."""
+        """Args: `folder` receives the ranks' files; `worker` is what torchrun starts on each rank, see `proof.rank`."""
         self.checkpoint, self.folder, self.worker = checkpoint, folder, worker
         self._references: dict[bool, Reference] = {}
 
     def run(self, cases: list[Case], *, timeout: float = 600) -> list[list[dict]]:
-        """What each rank saw of each case. Cases of equal size share one process group; order is kept.
+        """Return what each rank saw of each case, in the order of the cases. Cases with equal rank counts share a
+        process group.
 
-        Raises ReplayError with the end of the ranks' output when they fail.
+        Raises:
+            ReplayError: The ranks failed. The message has the end of their output.
         """
         seen: dict[int, list[dict]] = {}
         for ranks in sorted({case.ranks for case in cases}):
@@ -99,14 +109,14 @@ class Proof:
         return [seen[n] for n in range(len(cases))]
 
     def reference(self, *, forced: bool) -> Reference:
-        """Under the batch's routes, or under the model's own."""
+        """Return the reference under the batch's routes, or under the model's own."""
         if forced not in self._references:
             _, routes = batch(read_model(self.checkpoint))
             self._references[forced] = reference(self.checkpoint, routes if forced else None)
         return self._references[forced]
 
     def judge(self, case: Case, ranks: list[dict]) -> Outcome:
-        """Hold what the ranks saw of an r3, r2, native or observe case against the reference."""
+        """Compare what the ranks saw of a case with the reference."""
         free = self.reference(forced=False)
         if case.mode == "r2":
             wanted = reference(self.checkpoint, self._recorded(ranks))
@@ -115,7 +125,7 @@ class Proof:
         dispatch = [rank["dispatch"] for rank in ranks if rank["dispatch"] is not None]
         gradients = merged(ranks, "grads")
         updates = [rank["tallies"][1] for rank in ranks if rank["tallies"]]
-        # The r2 pass that records runs on other routers than the update: its log-probabilities prove nothing here.
+        # In r2, the recording pass runs with other routers than the update, so its logprobs prove nothing here.
         logprobs = float("nan") if case.mode == "r2" else largest(merged(ranks, "logprobs"), wanted.logprobs)
         return Outcome(
             case=case,
@@ -131,7 +141,7 @@ class Proof:
         )
 
     def _recorded(self, ranks: list[dict]) -> list[np.ndarray]:
-        """The routes that an r2 case recorded, put together from all ranks."""
+        """Combine the routes that all ranks of an r2 case recorded."""
         facts = read_model(self.checkpoint)
         _, routes = batch(facts)
         recorded = [np.full_like(table, 255) for table in routes]
@@ -144,14 +154,15 @@ class Proof:
 
 
 def prove(proof: Proof, cases: list[Case]) -> list[Proved]:
-    """Run r3 cases with their controls, and r2 cases; one row for each of `cases`.
+    """Run cases with the controls of their r3 cases; return one row for each of `cases`.
 
-    Raises ConfigError when one of them is no layout of the proof's model.
+    Raises:
+        ConfigError: A case is not a valid layout of the proof's model.
     """
     facts = read_model(proof.checkpoint)
     problems: list[str] = []
     for case in cases:
-        # The dtype in which megatron would run the schedule; the proof computes in float32 in any.
+        # Check with the dtype that Megatron needs for the schedule; the proof always computes in float32.
         train = case.train_config.model_copy(update={"dtype": "bfloat16"})
         problems += layout_problems(case.parallel_config, train, facts, case.ranks)
     if problems:
@@ -164,17 +175,18 @@ def prove(proof: Proof, cases: list[Case]) -> list[Proved]:
 
 
 def merged(ranks: list[dict], key: str) -> dict[Any, torch.Tensor]:
-    """What all ranks saw together. Raises ReplayError when two that saw the same thing do not agree bit for bit."""
+    """Combine what all ranks saw. Raises ReplayError if two ranks saw the same thing with different bits."""
     out: dict[Any, torch.Tensor] = {}
     for rank in ranks:
         for name, value in rank[key].items():
             if not torch.equal(value, out.setdefault(name, value)):
-                raise ReplayError(describe(f"ranks do not agree on {key}", where=str(name)))
+                raise ReplayError(describe(f"two ranks have different values of {key}", where=str(name)))
     return out
 
 
 def largest(got: Tensors, expected: Tensors) -> float:
-    """Largest absolute difference over all tensors, NaN when one is. Raises ReplayError when the names differ."""
+    """Return the largest absolute difference over all tensors; NaN if any is NaN. Raises ReplayError if the names
+    differ."""
     if got.keys() != expected.keys():
         raise ReplayError(
             describe(
@@ -184,7 +196,7 @@ def largest(got: Tensors, expected: Tensors) -> float:
             )
         )
     differences = [(got[name].float() - expected[name].float()).abs().max() for name in expected]
-    return torch.stack(differences).max().item()  # Python's max would pass over a NaN
+    return torch.stack(differences).max().item()  # Python's max would ignore a NaN
 
 
 def _torchrun(ranks: int, *arguments, timeout: float) -> subprocess.CompletedProcess:

@@ -1,9 +1,9 @@
-"""One rank of the proof: run cases one after the other in one process group, write what was seen.
+"""One rank of the proof: runs cases one after the other in one process group, and writes what it saw.
 
     torchrun --nproc-per-node N -m moe_rl.proof.rank CHECKPOINT OUT CASES
 
-CASES: a JSON file with a list of the fields of `Case`. Rank r writes OUT/<number of the case>-rank<r>.pt. A case runs a
-forward-only pass and an update on the fixed batch; see `proof.batch`.
+CASES is a JSON file with a list of the fields of `Case`. Rank r writes OUT/<number of the case>-rank<r>.pt. A case runs
+a forward-only pass and an update on the fixed batch, see `proof.batch`.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def main() -> None:
 
 
 def run(case: Case, checkpoint: Path) -> dict:
-    """What this rank saw of one case."""
+    """Run one case, and return what this rank saw."""
     with begun(case, checkpoint) as trial:
         return _seen(trial)
 
 
 @contextmanager
 def begun(case: Case, checkpoint: Path) -> Iterator[Trial]:
-    """A new policy in the layout of the case, and what it works on here; the policy is released at the end."""
+    """Create a new policy in the layout of the case, with its batch; release the policy at the end."""
     facts = read_model(checkpoint)
     with computing_as_asked(case):
         policy = Policy(facts, case.train_config, case.parallel_config, checkpoint, temperature=1.0)
@@ -98,8 +98,12 @@ def _seen(trial: Trial) -> dict:
 
 
 class SchedulePlans:
-    """asked: how often a schedule asked for the parts of a forward, as combined 1F1B alone does. delayed: how often it
-    asked an MoE layer for gradients of weights that it left out of a backward."""
+    """Counts what combined 1F1B alone does.
+
+    Attributes:
+        asked: How often a schedule asked for the parts of a forward.
+        delayed: How often it asked an MoE layer for weight gradients that a backward had left out.
+    """
 
     def __init__(self, chunks: list[torch.nn.Module]):
         self.asked = self.delayed = 0
@@ -118,8 +122,11 @@ class SchedulePlans:
 
 @contextmanager
 def computing_as_asked(case: Case) -> Iterator[None]:
-    """Megatron overlaps in bfloat16 only, and asks its config for that when it is made: that of a float32 case says so,
-    and computes in float32 all the same."""
+    """Let a float32 case use Megatron's overlap, which Megatron allows in bfloat16 only.
+
+    Megatron checks this when its config is created. So the config is created as bfloat16 and then changed back; the
+    case computes in float32.
+    """
 
     def as_if_bfloat16(build, **settings):
         config = build(**settings | {"bf16": True})

@@ -1,4 +1,4 @@
-"""The independent reference: `transformers` in one process and float32, its own code but for the choice of experts."""
+"""The independent reference: `transformers` in one process and float32. Only the choice of experts is replaced."""
 
 from __future__ import annotations
 
@@ -17,8 +17,13 @@ from moe_rl.proof.batch import batch, quiet
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reference:
-    """logprobs: {sequence: [N]} of the completions. gradients: {Hugging Face name: tensor}. imbalance: load-balancing
-    loss, mean of the layers, without its weight."""
+    """Results of the reference.
+
+    Attributes:
+        logprobs: {sequence: [N]}, of the completions.
+        gradients: {Hugging Face name: tensor}.
+        imbalance: Load-balancing loss without its coefficient, mean over the layers.
+    """
 
     logprobs: dict[int, torch.Tensor]
     gradients: dict[str, torch.Tensor]
@@ -28,18 +33,19 @@ class Reference:
 def reference(
     checkpoint: Path, routes: list[np.ndarray] | None, *, aux: float = 0.0, microbatches: Iterable[Seq[int]] = ()
 ) -> Reference:
-    """Gradients of the loss
+    """Compute logprobs and the gradients of the loss
 
         - sum over sequences and completion tokens of reward * logprob / number of sequences  +  aux * imbalance
 
-    routes: one array [T, L, K] for each sequence, the experts that every token takes; None: the model's own choice.
-    microbatches: the sequences that share one, over each of which the imbalance is taken.
+    Args:
+        routes: One array [T, L, K] per sequence, the experts that every token takes; None means the model's own choice.
+        microbatches: The sequences of each microbatch. The imbalance is computed per microbatch.
     """
     quiet()
     from transformers import AutoModelForCausalLM
 
     facts = read_model(checkpoint)
-    # There is no sdpa with sinks.
+    # transformers has no sdpa attention with sinks.
     attention = "eager" if facts.sinks else "sdpa"
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation=attention)
     sequences, _ = batch(facts)
@@ -47,7 +53,7 @@ def reference(
     topk = torch.topk
 
     def choose(scores, k, *args, **kwargs):
-        """Stands for torch.topk within a router; the one among experts is told from those among groups by its width."""
+        """Replace torch.topk within a router. The top-k among experts, not among groups, is recognised by its width."""
         if routes is None or scores.shape[-1] != facts.num_experts:
             return topk(scores, k, *args, **kwargs)
         chosen = current["routes"][:, current["column"]]
@@ -93,7 +99,8 @@ def reference(
 
 
 def _imbalance(facts: ModelFacts, logits: torch.Tensor) -> torch.Tensor:
-    """Measure one microbatch in a layer: E / K * sum over experts of the fraction of tokens times the mean score."""
+    """Return the imbalance of one microbatch in a layer: E / K * sum over experts of token fraction times mean
+    score."""
     scores = logits.softmax(-1) if facts.score_function == "softmax" else logits.sigmoid()
     scores = scores / scores.sum(-1, keepdim=True)
     chosen = logits.topk(facts.top_k, -1).indices.flatten().bincount(minlength=facts.num_experts)
@@ -101,7 +108,7 @@ def _imbalance(facts: ModelFacts, logits: torch.Tensor) -> torch.Tensor:
 
 
 def _published(model: torch.nn.Module, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Gradients under the names of published checkpoints, in most of which every expert has tensors of its own."""
+    """Yield gradients under the names of published checkpoints, most of which have separate tensors per expert."""
     for name, parameter in model.named_parameters():
         prefix = name.rsplit(".", 1)[0]
         if name in names:

@@ -1,4 +1,4 @@
-"""What a rank of the proof works on, and what it makes of it."""
+"""The work of one rank of the proof: its microbatches and routes, its passes, and the check of what was dispatched."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from moe_rl.types import Sequence
 
 
 class BrokenOff(Exception):
-    """An update that does not come to its end."""
+    """Ends an update in the middle of its schedule."""
 
 
 class Trial:
-    """What this rank works on: its sequences in microbatches, and the routes of its layers and rows."""
+    """This rank's sequences in microbatches, with the routes of its layers and rows."""
 
     def __init__(self, facts: ModelFacts, case: Case, policy: Policy):
         self.facts, self.case, self.policy, self.layers = facts, case, policy, policy.layers
@@ -58,20 +58,21 @@ class Trial:
         return microbatch.routes(packed, read, self.spec, layers=self.layers, expert_parallel=parallel.expert)
 
     def session(self, tables: list[MicrobatchRoutes], mode: Mode, name: str, **options) -> ReplaySession:
-        """The session of one pass, with plans where the case has them. options: see `Policy.session`."""
+        """Make the session of one pass, with plans if the case uses them. For `options` see `Policy.session`."""
         planned = self.case.plan and mode == "replay"
         plans = self.policy.plan_dispatch(tables, overlap_chunks=self.case.overlap_chunks) if planned else []
         return self.policy.session(tables, mode=mode, name=name, plans=plans, **options)
 
     def first_pass(self) -> tuple[list[torch.Tensor], ReplaySession, list[MicrobatchRoutes]]:
-        """The forward-only pass: its log-probabilities, its session, and the tables that the update will take."""
+        """Run the forward-only pass. Returns its logprobs, its session, and the tables that the update will take."""
         modes: dict[str, Mode] = {"r3": "replay", "observe": "observe", "r2": "record"}
         mode = modes[self.case.mode]
         session = self.session(self.tables, mode, "logprobs", compare_native=True)
         if self.case.mode != "r2":
             with session:
                 return self.policy.logprobs(self.microbatches, session), session, self.tables
-        # Other routers than those that will be updated, so that what was recorded is not what they would choose.
+        # Record with other router weights than those of the update, so that the update's routers would choose
+        # otherwise.
         routers = [layer.mlp.router for c in self.policy.chunks for layer in unwrap(c).decoder.layers]
         kept = [router.weight.detach().clone() for router in routers]
         for router in routers:
@@ -83,14 +84,15 @@ class Trial:
         return logprobs, session, session.recorded_routes()
 
     def update(self, tables: list[MicrobatchRoutes], loss: LossFunction | None = None):
-        """One optimizer step under these tables; the result and its session. loss: None is that of the reference."""
+        """Make one optimizer step under these tables. Returns the result and its session. By default with the
+        reference's loss."""
         mode: Mode = "observe" if self.case.mode == "observe" else "replay"
         session = self.session(tables, mode, "update", training=True)
         with session:
             return self.policy.update(self.microbatches, session, loss or self.loss), session
 
     def break_off(self, tables: list[MicrobatchRoutes]) -> None:
-        """An update that ends with the loss of its second microbatch."""
+        """Start an update that fails in the loss of its second microbatch."""
 
         def loss(number, logprobs):
             if number == 1:
@@ -113,12 +115,12 @@ class Trial:
         }
 
     def _rows(self, microbatch: Microbatch) -> list[tuple[int, int] | None]:
-        """(sequence, position) of every row that this rank's routers see; None: padding."""
+        """Return (sequence, position) of every row that this rank's routers see; None for padding."""
         tokens = [(i, at) for i in microbatch.indices for at in range(self.sequences[i].forwarded)]
         return [tokens[row] if row < len(tokens) else None for row in microbatch.routed_rows]
 
     def chosen(self, tables: list[MicrobatchRoutes]) -> list[tuple[int, int, int, list[int]]]:
-        """(sequence, position, layer, experts) of every real row that this rank recorded."""
+        """Return (sequence, position, layer, experts) of every row, without padding, that this rank recorded."""
         return [
             (*row, layer, sorted(table.routes[layer][n].tolist()))
             for microbatch, table in zip(self.microbatches, tables, strict=True)
@@ -128,8 +130,11 @@ class Trial:
         ]
 
     def judge(self, witness: DispatchWitness) -> dict[str, int]:
-        """Every map and every count of received rows, bit for bit against the forced routes; and the most rows that
-        arrived for this rank's experts, and for one of them, in a layer of a microbatch."""
+        """Compare every routing map and every count of received rows with the forced routes, bit for bit.
+
+        Also returns the largest numbers of rows that arrived for this rank's experts, and for one expert, in a layer of
+        a microbatch.
+        """
         counts = torch.zeros(len(self.tables), len(self.layers), self.facts.num_experts, dtype=torch.int64)
         for m, table in enumerate(self.tables):
             for column, layer in enumerate(self.layers):
@@ -161,7 +166,8 @@ class Trial:
 
 
 def whole_gradients(policy: Policy, facts: ModelFacts) -> dict[str, torch.Tensor]:
-    """Main gradients under Hugging Face names. The distributed optimizer leaves each rank one reduced piece: gather."""
+    """Return main gradients under Hugging Face names, gathered because the distributed optimizer leaves each rank a
+    piece."""
     for buffer in [b for chunk in policy.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]:
         for bucket in buffer.buckets:
             group = buffer.data_parallel_group

@@ -180,7 +180,7 @@ class ReplaySession:
         if _open_session is not self:
             raise ReplayError(
                 describe(
-                    "a router asked a session that is not open for routes",
+                    "a router asked for routes of a session that is not open",
                     where=self._where(microbatch, layer),
                     got="none open" if _open_session is None else _open_session.name,
                     expected=self.name,

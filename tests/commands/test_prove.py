@@ -35,8 +35,8 @@ def test_a_layout_of_ones_own():
     [
         (["parallel.tensr=2"], "tensr: .*not permitted"),
         (["train.recompute=full"], "recompute: .*'uniform'.*got full"),
-        (["tensor=2"], "not an override of a proof: got tensor=2"),
-        (["parallel.tensor"], "not an override of a proof"),
+        (["tensor=2"], "a proof does not accept this override: got tensor=2"),
+        (["parallel.tensor"], "a proof does not accept this override"),
     ],
 )
 def test_overrides_that_say_nothing_are_named(overrides, message):

@@ -61,4 +61,6 @@ def test_a_rank_that_takes_the_routes_of_another_ranks_rows_is_refused(seen):
 
 def test_a_microbatch_that_was_not_cut_is_refused(seen):
     for rank in seen:
-        assert "not cut for the context-parallel ranks" in rank["uncut"] and "world.context_parallel()" in rank["uncut"]
+        assert (
+            "not split over the context-parallel ranks" in rank["uncut"] and "world.context_parallel()" in rank["uncut"]
+        )

@@ -81,4 +81,4 @@ def test_what_does_not_fit_together_is_refused(seen):
     assert len({one["two placements"].split("digest ")[1].split()[0] for one in told}) == 2
     assert all("another placement" in one["plans of before"] for one in told)
     for name in ("only dispatcher", "only weights"):
-        assert all("not where their tokens are sent to" in one[name] for one in told), name
+        assert all("not where their tokens are sent" in one[name] for one in told), name

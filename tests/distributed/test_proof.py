@@ -337,7 +337,9 @@ OTHER_SOURCE = "the routes {} are not those that left the sampler's engine (logp
 LOST_BY_ANOTHER = OTHER_SOURCE.format("dispatched", 0)
 READ_WRONG = [OTHER_SOURCE.format("as they were read", rank) for rank in range(4)]
 NO_KEY = "a layer lost the handle to its routes ({}, rank {}, microbatch 0, layer 0): got no handle"
-CLOSED = "a router asked a session that is not open for routes (logprobs, rank {}, microbatch 2, layer 3): got update"
+CLOSED = (
+    "a router asked for routes of a session that is not open (logprobs, rank {}, microbatch 2, layer 3): got update"
+)
 OVERLAPPED_VPP2 = (TP2_EP2 | VPP2, OVERLAP)
 
 

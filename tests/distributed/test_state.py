@@ -161,7 +161,7 @@ def test_a_writer_that_fails_or_dies_is_named_on_all_ranks(seen):
     reasons = (f"rank 1: {full}", "rank 1: SystemExit: killed", f"rank 0: {full}")
     for message, reason in zip(told[0], reasons, strict=True):
         assert f"broken/step-{STEP + 1:06d}): got {reason}" in message and ("bytes free" in message) == (full in reason)
-        assert f". Mend that; then go on after step {STEP} with --resume " in message
+        assert f". Fix the cause, then go on after step {STEP} with --resume " in message
     assert seen[0]["broken"]["left"] == [STEP]
 
 
@@ -234,7 +234,7 @@ def test_a_wrong_checkpoint_is_refused_by_all_ranks_alike(seen):
     assert "No such file" in told["gone"] and f"gone/{folder}/__1_0.distcp" in told["gone"]
     for name in ("state gone", "other count", "unsealed"):
         assert "state.json is missing or damaged" in told[name] and f"{name}/{folder})" in told[name]
-    assert f"foreign/{folder}): got run.safetensors" in told["foreign"] and "Remove them" in told["foreign"]
+    assert f"foreign/{folder}): got run.safetensors" in told["foreign"] and "Remove the other files" in told["foreign"]
     assert f"renamed/{checkpoints.name_of(STEP + 1)}): got step {STEP}" in told["renamed"]
     assert f"forged/{folder}/.metadata): got posix.mkdir" in told["forged"] and "is not read" in told["forged"]
     assert not any(rank["refusals"]["canary"] for rank in seen)

@@ -165,8 +165,8 @@ def test_a_forward_only_pass_that_raises(one_rank, recompute, monkeypatch):
     ("start", "message"),
     [
         ("its own session", "already open .eval.: got update, expected none"),
-        ("no session", "outside of its session .natively routed.: got update is open"),
-        ("a session that is not open", "outside of its session .eval, rank 0.: got update is open"),
+        ("no session", "outside its replay session .natively routed.: got update is open"),
+        ("a session that is not open", "outside its replay session .eval, rank 0.: got update is open"),
         ("the update's session", "not taken exactly once .update.* microbatch 0 layer 0 forward 2 times"),
     ],
 )
@@ -189,7 +189,7 @@ def test_a_pass_that_is_started_inside_an_update_is_refused(one_rank, start, mes
 
 def test_a_pass_whose_session_was_never_opened_is_refused(one_rank):
     run = Run()
-    with pytest.raises(ReplayError, match="outside of its session .update, rank 0.: got none open"):
+    with pytest.raises(ReplayError, match="outside its replay session .update, rank 0.: got none open"):
         run.policy.update(run.microbatches, run.training(), run.loss)
 
 

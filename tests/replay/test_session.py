@@ -319,7 +319,7 @@ def test_a_token_counts_once_when_its_layers_lie_on_several_stages():
 def test_a_layer_that_was_not_compared_is_named():
     tables = [table(0), table(1)]
     with (
-        pytest.raises(ReplayError, match="microbatch 1, layer 2.*1 such"),
+        pytest.raises(ReplayError, match="microbatch 1, layer 2.*1 layers without"),
         session(tables, mode="observe", compare_native=True) as s,
     ):
         for microbatch, layer in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]:

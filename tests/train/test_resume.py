@@ -83,12 +83,12 @@ def test_a_step_without_its_file_or_with_another_is_not_taken(left):
 
 def test_other_prompts_are_not_taken(left):
     left.source.seek(1)
-    assert "of other prompts" in refused(left)
+    assert "belong to other prompts" in refused(left)
 
 
 def test_other_weights_are_not_taken(left, tmp_path):
     left.change(weight_version=0)
-    assert "of other weights: got version 0 in s2/p0/c0, expected version 1" in refused(left)
+    assert "belong to other weights: got version 0 in s2/p0/c0, expected version 1" in refused(left)
     (tmp_path / "older").mkdir()
     assert "weight version 0" in refused(Left(tmp_path / "older", version=0))
 

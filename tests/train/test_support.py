@@ -42,12 +42,15 @@ def test_a_support_comes_back_as_it_was_recorded(read):
     "aux, message",
     [
         ({}, r"cannot be read \(request s1/p2/c3\): got record has no such array"),
-        (recorded(COUNTS[:2], IDS[:3]), r"not of these tokens \(request s1/p2/c3\): got that of 2 tokens, expected 3"),
-        (recorded(COUNTS, IDS[:4]), r"not what its counts say \(request s1/p2/c3\): got 4 ids, expected 5"),
+        (
+            recorded(COUNTS[:2], IDS[:3]),
+            r"belongs to other tokens \(request s1/p2/c3\): got supports for 2 tokens, expected 3",
+        ),
+        (recorded(COUNTS, IDS[:4]), r"than its counts say \(request s1/p2/c3\): got 4 ids, expected 5"),
         (recorded(COUNTS, [2, 7, 30, 9, 50]), r"not in the vocabulary \(.*completion token 2\): got 50, expected 0 to"),
         (recorded(COUNTS, [-1, 7, 30, 9, 49]), r"not in the vocabulary \(.*completion token 0\): got -1"),
-        (recorded(COUNTS, [7, 2, 30, 9, 49]), r"ascending order \(.*completion token 0\): got id 2 behind 7"),
-        (recorded(COUNTS, [2, 7, 30, 9, 9]), r"ascending order \(.*completion token 2\): got id 9 behind 9"),
+        (recorded(COUNTS, [7, 2, 30, 9, 49]), r"ascending order \(.*completion token 0\): got id 2 after 7"),
+        (recorded(COUNTS, [2, 7, 30, 9, 9]), r"ascending order \(.*completion token 2\): got id 9 after 9"),
         # 9 and 49 are token 2's, 7 is token 0's: each token's own ids count
         (recorded(COUNTS, [2, 9, 30, 9, 49]), r"own sampling support \(.*completion token 0\): got token 7 and"),
         (recorded(COUNTS, [2, 7, 30, 7, 49]), r"own sampling support \(.*completion token 2\): got token 9 and"),
