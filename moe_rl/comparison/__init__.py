@@ -1,1 +1,1 @@
-"""Compares sampler and trainer without and with routing replay, on the same weights, tokens and packing."""
+"""Compares sampler and trainer, with and without routing replay, for the same weights, tokens and packing."""

@@ -1,4 +1,4 @@
-"""Runs the comparison from beginning to end: weights, rollouts, passes, faults, and what they come to.
+"""Runs the whole comparison: loads weights, gets rollouts, runs passes, plants faults, and collects the results.
 
 All ranks run it together.
 """
@@ -30,7 +30,7 @@ from moe_rl.trace import TraceSpec
 from moe_rl.train.run_folder import RunFolder
 
 POLICY = ("k1", "k3", "F(2)", "F(5)", "abs")
-# What a run logs of each step too, by the names of `MismatchSums.metrics`; without an interval.
+# Quantities that a run also logs at each step, under their names in `MismatchSums.metrics`. They get no interval.
 LOGGED = (
     "perplexity_train",
     "perplexity_rollout",
@@ -45,7 +45,13 @@ LOGGED = (
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Says what to compare. run: the folder of a run; None: sample now. precisions: of the samplers that sample now."""
+    """What to compare.
+
+    Attributes:
+        run: The folder of a run; None samples now.
+        precisions: The precisions of the samplers to sample with now.
+        out: Folder for results.
+    """
 
     config: Config
     run: RunFolder | None
@@ -55,7 +61,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Detail:
-    """Holds what the plots need beside the result: the passes of the first three rows, and their tokens."""
+    """What the plots need in addition to the result: the passes of the first three rows, and their tokens."""
 
     owners: TokenOwners
     before: Pass
@@ -64,10 +70,14 @@ class Detail:
 
 
 def compare(asked: Asked) -> tuple[dict[str, Any], Detail]:
-    """Compare; returns the result, as it is written to routing_kl.json, and what the plots need. All ranks call it.
+    """Run the comparison. All ranks call this together.
 
-    Raises DataError, CheckpointError, TraceError and EngineError for input that cannot be compared, and ReplayError
-    when replay was not exact.
+    Returns:
+        The result as it is written to routing_kl.json, and what the plots need.
+
+    Raises:
+        DataError, CheckpointError, TraceError, EngineError: The input cannot be compared.
+        ReplayError: Replay was not exact.
     """
     config = asked.config
     facts = read_model(config.model.path)
@@ -120,31 +130,33 @@ def compare(asked: Asked) -> tuple[dict[str, Any], Detail]:
 
 
 class _Measured:
-    """Measures one set of sequences under one set of weights, natively routed, under R2 and under R3."""
+    """Measures one set of sequences with one set of weights: natively routed, under R2 and under R3."""
 
     def __init__(self, config: Config, policy: Policy, spec: TraceSpec, source: Source, version: int):
         versions = {s.weight_version for s in source.sequences}
         if versions != {version}:
             raise DataError(
-                describe("rollouts are of other weights than those that score them", got=versions, expected=version)
+                describe(
+                    "rollouts were sampled by other weights than those that score them", got=versions, expected=version
+                )
             )
         self.source, self.trainer_dtype = source, config.train.dtype
         self.scorer = Scorer(config, policy, source.store, spec, source.sequences, version)
         self.owners, self.lengths = self.scorer.owners, self.scorer.owners.lengths
         self.seed = config.run.seed
         self.bootstrap = Bootstrap(self.owners.sequences, seed=self.seed)
-        # Recording is native routing that also keeps what was chosen: what R2 replays.
+        # A recording pass routes natively and also keeps the chosen experts, which R2 replays.
         native, session = self.scorer.run("record", "native", router_kl=True)
         self.recorded = session.recorded_routes()
         self.passes = {"native": native} | self._replays()
 
     def rows(self, staleness: int) -> list[dict[str, Any]]:
-        """The lines of the table."""
+        """Return the table rows of all passes."""
         native = self.passes["native"]
         return [self._row(name, one, native, staleness) for name, one in self.passes.items()]
 
     def rescored(self, name: str, staleness: int) -> list[dict[str, Any]]:
-        """The lines under the weights that the policy has now, with the routes of those that sampled."""
+        """Return the table rows with the policy's current weights and the routes of the weights that sampled."""
         native, _ = self.scorer.run("observe", f"native {name}", router_kl=True)
         passes = {"native": native} | self._replays(name)
         return [self._row(route, one, native, staleness) for route, one in passes.items()]
@@ -155,7 +167,7 @@ class _Measured:
         return {"R2": own, "R3": sampled}
 
     def _row(self, route: str, one: Pass, native: Pass, staleness: int) -> dict[str, Any]:
-        """One line: the four quantities of one pass, and its differences from the native one, paired."""
+        """Return one table row: the four quantities of a pass, and their paired differences from the native pass."""
         sums, native_sums = self._sums(one, "all"), self._sums(native, "all")
         pairs = (
             ("k1", self.lengths),
@@ -181,7 +193,7 @@ class _Measured:
         }
 
     def policy(self, one: Pass) -> dict[str, Any]:
-        """Policy KL and its relatives against the sampler's logprobs, on the completion tokens."""
+        """Return the policy KL and related quantities against the sampler's logprobs, over the completion tokens."""
         sums = self._policy_sums(one)
         means = {name: self.bootstrap.mean(sums[name], self.lengths) for name in POLICY}
         logged = MismatchSums.of(
@@ -194,7 +206,8 @@ class _Measured:
         return _estimates(means) | quantiles | {name: logged[name] for name in LOGGED}
 
     def quantities(self, part: str) -> dict[str, Any]:
-        """Before, after and their paired difference, on the rows of "all", "prompt" or "completion"."""
+        """Return values before and after replay and their paired differences, over the "all", "prompt" or "completion"
+        rows."""
         before, after = (self._sums(self.passes[route], part) for route in ("native", "R3"))
         found: dict[str, Any] = {"tokens": int(before["tokens"].sum()), "positions": int(before["positions"].sum())}
         counts = {name: before["tokens" if name.startswith("token_") else "positions"] for name in quantities.ROUTING}
@@ -215,7 +228,8 @@ class _Measured:
         return found
 
     def _by_prompt(self, before: np.ndarray, after: np.ndarray) -> dict[str, Any] | None:
-        """The intervals when whole prompts are drawn, whose completions are alike; None for a single prompt."""
+        """Return intervals from resampling whole prompts, because completions of a prompt are alike; None for a single
+        prompt."""
         owners = self.owners
         if owners.prompts.max() == 0:
             return None
@@ -229,7 +243,7 @@ class _Measured:
         )
 
     def noise(self, again: Pass) -> dict[str, Any]:
-        """Another native pass against the first: what differs without any replay."""
+        """Compare another native pass with the first: this is the noise without any replay."""
         native = self.passes["native"]
         distance = np.abs(again.logprobs.astype(np.float64) - native.logprobs)
         both = self._policy_sums(again), self._policy_sums(native)
@@ -244,7 +258,7 @@ class _Measured:
         }
 
     def worse(self, one: Pass) -> dict[str, Any]:
-        """A pass with wrong routes less the honest replay, paired: above 0 where it got worse."""
+        """Compare a pass with wrong routes with the honest replay, paired. Values above 0 mean that it got worse."""
         honest, wrong = self._sums(self.passes["R3"], "all"), self._sums(one, "all")
         counts = {"k3": self.lengths, "F(2)": self.lengths, "set_mismatch": honest["positions"]}
         return {
@@ -257,7 +271,7 @@ class _Measured:
         }
 
     def layers(self, spec: TraceSpec) -> list[dict[str, Any]]:
-        """The numbers of each MoE layer, before and after, prompt and completion apart."""
+        """Return the quantities of each MoE layer before and after replay, for prompt and completion separately."""
         found: list[dict[str, Any]] = [{"layer": layer} for layer in spec.moe_layers]
         for part in quantities.PARTS:
             rows = self.owners.part(part)
@@ -276,7 +290,7 @@ class _Measured:
         return found
 
     def router_kl(self, one: Pass, part: str) -> dict[str, Any] | None:
-        """The soft router KL of the rows whose logits the sampler stored; None: unavailable."""
+        """Return the soft router KL over the rows whose logits the sampler stored; None if there are none."""
         if one.router_kl is None:
             return None
         rows = self.owners.part(part) & np.isfinite(one.router_kl).all(0)
@@ -299,7 +313,7 @@ class _Measured:
 
 
 def verdict(result: dict[str, Any]) -> dict[str, Any]:
-    """Whether replay was exact and helped, and every reason why not. The rest of the result must be there."""
+    """Decide from the result whether replay was exact and helped; list every reason if not."""
     reasons = []
     applied = [(row, row["applied"]) for row in result["rows"] if row["applied"]]
     for row, counts in applied:
@@ -309,8 +323,8 @@ def verdict(result: dict[str, Any]) -> dict[str, Any]:
     before, after = (Estimate(**policy[when]) for when in ("before", "after"))
     if not after.below(before):
         reasons.append(
-            f"policy KL k3: the interval after replay, {after.low:.3g} to {after.high:.3g}, does not lie below the one "
-            f"before, {before.low:.3g} to {before.high:.3g}"
+            f"policy KL k3: the interval after replay, {after.low:.3g} to {after.high:.3g}, is not below the interval "
+            f"before replay, {before.low:.3g} to {before.high:.3g}"
         )
     reasons += [f"self-test: {problem}" for problem in result["self_test"]["problems"]]
     return {"passed": not reasons, "exit_code": 3 if reasons else 0, "reasons": reasons}
@@ -349,7 +363,7 @@ def _setup(asked: Asked, facts, measured: _Measured, step: int, budget: int | No
 
 
 def _load(policy: Policy, weights: Weights) -> int:
-    """Give the policy these weights; returns the optimizer updates that made them."""
+    """Load these weights into the policy. Returns the number of optimizer updates that made them."""
     return 0 if weights.path is None else checkpoint.load_weights(weights.path, policy)["updates"]
 
 
@@ -372,7 +386,7 @@ def _estimates(means: dict[str, Estimate]) -> dict[str, Any]:
 
 
 def _three(before: dict, after: dict, difference: dict) -> dict[str, Any]:
-    """{quantity: {before, after, and, where it was taken, before_less_after}}."""
+    """Return {quantity: {before, after, before_less_after}}, the last only where a difference was computed."""
     return {
         name: {"before": before[name], "after": after[name]}
         | ({"before_less_after": difference[name]} if name in difference else {})
@@ -381,7 +395,7 @@ def _three(before: dict, after: dict, difference: dict) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """The same with None for numbers that are not finite, which JSON lacks."""
+    """Replace numbers that are not finite by None, because JSON cannot represent them."""
     if isinstance(value, dict):
         return {key: _finite(one) for key, one in value.items()}
     if isinstance(value, Seq) and not isinstance(value, str):

@@ -1,9 +1,9 @@
-"""Plants faults: shows what a wrong trace would do, and which check refuses it.
+"""Plants faults, to show what a wrong trace would do and which check refuses it.
 
-Three faults, each planted in three places. In the trace: other routes are stored than left the engine, the store, the
-validator and the references' sums are asked. Behind it: the trainer exchanges routes after they were read, the
-session's checksums are asked. Past every check: the session is given the wrong routes as the truth, so that nothing
-refuses, and the numbers must show it.
+Each of three faults is planted in three places. In the trace: routes are stored that differ from those that left the
+engine; the store, the validator or the checksums must refuse them. After reading: the trainer exchanges routes; the
+session's checksums must refuse them. Past every check: the session gets the wrong routes as if they were right, so that
+no check can refuse them, and the measured numbers must get worse.
 """
 
 from __future__ import annotations
@@ -32,8 +32,12 @@ FAULTS = SHIFTED, PERMUTED, SWAPPED = "routes shifted by one token", "layers per
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Says what became of one fault in one place. where: in words. message: of the check that refused it; None when
-    none did."""
+    """What happened to one fault in one place.
+
+    Attributes:
+        where: The place, in words.
+        message: Message of the check that refused the fault; None if no check did.
+    """
 
     fault: str
     where: str
@@ -41,10 +45,13 @@ class Refusal:
 
 
 def self_test(scorer: Scorer, spec: TraceSpec, version: int, worse: Callable[[Pass], dict[str, Any]]) -> dict[str, Any]:
-    """Plant every fault in every place. All ranks call it.
+    """Plant every fault in every place. All ranks call this together.
 
-    worse: by how much a pass with wrong routes is farther from the sampler than honest replay, of each number. Returns
-    what became of each fault, and as problems those that were not refused where they must be, or made nothing worse.
+    Args:
+        worse: Returns for each quantity how much worse a pass with wrong routes is than honest replay.
+
+    Returns:
+        What happened to each fault. "problems" lists faults that were not refused, or that made nothing worse.
     """
     problems: list[str] = []
     places: list[Refusal] = []
@@ -60,14 +67,14 @@ def self_test(scorer: Scorer, spec: TraceSpec, version: int, worse: Callable[[Pa
         forced.append({"fault": fault, **seen})
         for name in ("k3", "set_mismatch"):
             if not seen[name]["worse_by"]["low"] > 0:
-                problems.append(f"{fault}: forced past every check it did not make {name} worse: {seen[name]}")
-    problems += [f"{one.fault}: {one.where}, and not refused" for one in places if one.message is None]
+                problems.append(f"{fault}: when forced past every check, it did not make {name} worse: {seen[name]}")
+    problems += [f"{one.fault}: {one.where}, but not refused" for one in places if one.message is None]
     places.sort(key=lambda refusal: FAULTS.index(refusal.fault))
     return {"refusals": [asdict(refusal) for refusal in places], "forced": forced, "problems": problems}
 
 
 def wrong_tables(fault: str, tables: list[MicrobatchRoutes]) -> list[MicrobatchRoutes]:
-    """This rank's tables with the fault planted and checksums of what they hold, so that no check sees it."""
+    """Return this rank's tables with the fault planted and matching checksums, so that no check detects it."""
     return [
         replace(
             table,
@@ -80,7 +87,7 @@ def wrong_tables(fault: str, tables: list[MicrobatchRoutes]) -> list[MicrobatchR
 
 
 def in_the_tables(fault: str, scorer: Scorer) -> Refusal:
-    """Exchange routes after they were read and summed up: the session must refuse what was dispatched."""
+    """Exchange routes after they were read and checksums computed: the session must refuse the dispatched routes."""
     tables = [replace(table, routes=_planted(fault, table)) for table in scorer.tables]
     session = scorer.policy.session(tables, mode="replay", name=fault)
     message = ""
@@ -93,12 +100,13 @@ def in_the_tables(fault: str, scorer: Scorer) -> Refusal:
 
 
 def in_the_trace(store: TraceStore, spec: TraceSpec, sequences: list[Sequence], version: int) -> Iterator[Refusal]:
-    """Store wrong routes under the honest sum, in a store of their own, and read them as the trainer does. Rank 0."""
+    """Store wrong routes with the honest checksum in a separate store, and read them as the trainer does. Runs on rank
+    0."""
     first = sequences[0]
     if first.routes is None:
-        raise ReplayError(describe("there are no routes to plant faults in", where=first.key))
+        raise ReplayError(describe("there are no recorded routes to plant faults in", where=first.key))
     fed = _fed(first)
-    # Where the other one begins with the same tokens its routes are right for them.
+    # Another sequence that begins with the same tokens would have the right routes.
     other = next((s for s in sequences if not np.array_equal(_fed(s)[: len(fed)], fed)), None)
     for fault, where, write in _WAYS:
         if other is None and write is _of_the_other:
@@ -118,7 +126,7 @@ def in_the_trace(store: TraceStore, spec: TraceSpec, sequences: list[Sequence], 
 
 
 def _read(store: TraceStore, sequence: Sequence, spec: TraceSpec, fed: np.ndarray, version: int) -> None:
-    """Read one sequence as the trainer does, for a microbatch of its own."""
+    """Read one sequence as the trainer does, for a microbatch with this sequence only."""
     here = np.ones(len(fed), bool)
     part = read_routes(store, sequence, spec, layers=spec.moe_layers, fed=fed, here=here, weight_version=version)
     microbatch_routes(
@@ -165,7 +173,7 @@ _WAYS: tuple[tuple[str, str, Callable], ...] = (
 
 
 def _planted(fault: str, table: MicrobatchRoutes) -> dict[int, torch.Tensor]:
-    """routes {layer: [R, K]} with whole rows or whole layers exchanged, so that every set stays valid."""
+    """Return routes {layer: [R, K]} with whole rows or layers exchanged, so that every expert set stays valid."""
     layers = sorted(table.routes)
     if fault == PERMUTED:
         return {layer: table.routes[layers[at - 1]] for at, layer in enumerate(layers)}
@@ -174,7 +182,7 @@ def _planted(fault: str, table: MicrobatchRoutes) -> dict[int, torch.Tensor]:
 
 
 def _sources(fault: str, table: MicrobatchRoutes) -> torch.Tensor:
-    """int64 [R]: the row that each row takes its routes from."""
+    """Return int64 [R], the row that each row takes its routes from."""
     rows = torch.arange(len(table.fed.owner), device=table.fed.owner.device)
     sequences = [rows[table.fed.owner == owner] for owner in range(table.fed.owners) if table.names[owner] != PADDING]
     sequences = [one for one in sequences if len(one)]
@@ -183,23 +191,25 @@ def _sources(fault: str, table: MicrobatchRoutes) -> torch.Tensor:
         if fault == SHIFTED:
             source[one] = one.roll(1)
         else:
-            # The next sequence of the microbatch; where it is shorter it begins again.
+            # Take the next sequence of the microbatch, repeated from its start if it is shorter.
             other = sequences[(at + 1) % len(sequences)]
             source[one] = other[torch.arange(len(one), device=rows.device) % len(other)]
     return source
 
 
 def _first_of_all_ranks(message: str) -> str | None:
-    """The message of the first rank that has one, on every rank."""
+    """Return the first rank's message that is not empty, on every rank; None if all are empty."""
     said = [world.broadcast(message, str, source=rank) for rank in range(dist.get_world_size())]
     return next(filter(None, said), None)
 
 
 def cannot_be_planted(scorer: Scorer) -> str | None:
-    """Why the faults cannot be planted on some rank, the same on every rank; None when they can."""
+    """Return why the faults cannot be planted on some rank, the same on every rank; None if they can."""
     why = ""
     if len(scorer.policy.layers) < 2:
-        why = describe("layers cannot be permuted", got="one MoE layer on a rank", do="compare with fewer stages")
+        why = describe("layers cannot be permuted", got="one MoE layer on a rank", do="use fewer pipeline stages")
     elif scorer.tables and max(len(set(table.names) - {PADDING}) for table in scorer.tables) < 2:
-        why = describe("sequences cannot be swapped", got="one a microbatch", do="raise train.microbatch_tokens")
+        why = describe(
+            "sequences cannot be swapped", got="one sequence per microbatch", do="raise train.microbatch_tokens"
+        )
     return _first_of_all_ranks(why)

@@ -1,4 +1,4 @@
-"""Writes routing_kl.html, and what the command prints: what was compared, what came out, and why to believe it."""
+"""Writes routing_kl.html and the text that the command prints: what was compared, the results, and the evidence."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _POLICY_ROWS = (
     ("abs_p99", "99th percentile of |d|", "nats", scientific),
     ("abs_max", "largest |d|", "nats", short),
     ("perplexity_train", "trainer perplexity", "mean over sequences of exp(-mean logprob)", short),
-    ("perplexity_rollout", "sampler perplexity", "the same of the sampler's logprobs", short),
+    ("perplexity_rollout", "sampler perplexity", "the same, from the sampler's logprobs", short),
     ("log_perplexity_diff", "log-perplexity difference", "trainer less sampler, mean over sequences", scientific),
     ("log_perplexity_abs_diff", "its absolute value", "mean over sequences", scientific),
     ("chi2_token", "chi-square, tokens", "mean of exp(2 d), less 1", scientific),
@@ -48,25 +48,29 @@ _ROUTING_ROWS: dict[str, tuple[str, str, Form]] = {
         "(token, layer) positions where the router's set is not the recorded one",
         _percent2,
     ),
-    "token_any": ("any-layer token rate", "tokens with at least one such layer", _percent2),
-    "token_layers": ("layers per token", "such layers, mean over tokens", short),
-    "overlap": ("overlap@k", "share of the router's experts that are recorded ones", "{:.4f}".format),
-    "hard_jsd": ("hard JSD", "ln 2 * (1 - overlap@k), nats: of uniform distributions on the two sets", scientific),
-    "replay_margin": ("replay margin", "by how much the router prefers its own set, mean over positions", scientific),
+    "token_any": ("any-layer token rate", "tokens with a mismatch in at least one layer", _percent2),
+    "token_layers": ("layers per token", "layers with a mismatch, mean over tokens", short),
+    "overlap": ("overlap@k", "share of the router's experts that are also recorded", "{:.4f}".format),
+    "hard_jsd": (
+        "hard JSD",
+        "ln 2 * (1 - overlap@k), nats: Jensen-Shannon divergence of uniform distributions on the two sets",
+        scientific,
+    ),
+    "replay_margin": ("replay margin", "how much the router prefers its own set, mean over positions", scientific),
 }
 WHEN = ("before", "after", "before_less_after")
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A number of a table, and its interval under it."""
+    """A number in a table, with its interval below it."""
 
     value: str
     under: str = ""
 
 
 def page(result: Result, detail: Detail, config: Config) -> str:
-    """The whole page."""
+    """Return the whole page as HTML."""
     setup, weights = result["setup"], result["weights"]
     codec = TextCodec(config.model.path / "tokenizer.json", read_model(config.model.path).eos_token_ids)
     return render(
@@ -99,7 +103,7 @@ def page(result: Result, detail: Detail, config: Config) -> str:
 
 
 def text(result: Result) -> str:
-    """What the command prints."""
+    """Return the text that the command prints."""
     lines = []
     header = ("sampler / trainer, weights", "routing", "policy KL k3, nats/token", "F(2)", "set mismatch", "applied",
               "router KL")  # fmt: skip
@@ -125,7 +129,7 @@ def text(result: Result) -> str:
         )
     lines.append("")
     lines += [f"NOT PASSED: {reason}" for reason in result["verdict"]["reasons"]] or [
-        "passed: every route applied, the interval of k3 lies lower under replay, every planted fault was found"
+        "passed: every route was applied, replay lowered the interval of k3, every planted fault was found"
     ]
     return "\n".join(lines)
 
@@ -171,7 +175,7 @@ def _policy_table(result: Result) -> dict[str, Any]:
         for key, name, meaning, form in _POLICY_ROWS
     ]
     if (prompts := found["k3_by_prompt"]) is not None:
-        meaning = "intervals over prompts instead of sequences: completions of a prompt are alike"
+        meaning = "intervals over prompts instead of sequences, because completions of a prompt are alike"
         rows.append({"name": "k3 again", "note": meaning, "cells": [_cell(prompts[when], scientific) for when in WHEN]})
     return {
         "name": "1. policy, completion tokens",
@@ -212,7 +216,7 @@ def _router_kl_total(result: Result, part: str) -> dict[str, Any]:
 
 
 def _setting(row: dict[str, Any]) -> list[Cell]:
-    """One line of the table of settings."""
+    """Return one row of the table of settings."""
     policy, mismatch = row["policy"], row["router_choice"]["set_mismatch"]
     return [
         _cell(policy["k1"], scientific),
@@ -227,7 +231,7 @@ def _setting(row: dict[str, Any]) -> list[Cell]:
 
 
 def _forced(one: dict[str, Any]) -> list[Cell]:
-    """A fault that was forced past every check: each number, honest and planted."""
+    """Return the cells of a fault that was forced past every check: each quantity, honest and with the fault."""
     forms: dict[str, Form] = {"k3": scientific, "F(2)": scientific, "set_mismatch": percent}
     return [
         Cell(
@@ -266,7 +270,7 @@ def _soft(soft: dict[str, Any] | None) -> str:
 
 def _noise_line(noise: dict[str, Any] | None) -> str:
     if noise is None:
-        return "there is no other packing of so few sequences"
+        return "these few sequences cannot be packed in another way"
     if noise["bitwise_equal"]:
         return "the same logprobs, bit for bit"
     return (

@@ -1,4 +1,4 @@
-"""Draws the plots of the comparison, in the colours of a run's report: orange is native routing, blue is replay."""
+"""Draws the plots of the comparison, in the colours of a run's report: native routing is orange, replay is blue."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ROUTE_COLORS = {"native": ORANGE, "R2": GREEN, "R3": BLUE}
 
 
 def panels(result: dict[str, Any], detail: Detail, decode: Callable[[list[int]], str]) -> list[Panel]:
-    """Every plot, in the order of the page. decode: token ids to text."""
+    """Return all plots in page order. `decode` turns token ids into text."""
     with matplotlib.rc_context(STYLE):
         return [
             _rows(result),
@@ -49,7 +49,7 @@ def panels(result: dict[str, Any], detail: Detail, decode: Callable[[list[int]],
 
 
 def row_name(row: dict[str, Any]) -> str:
-    """Sampler, trainer and staleness of one line of the table."""
+    """Describe the sampler, trainer and staleness of a table row."""
     updates = row["staleness_updates"]
     age = "same weights" if not updates else f"{updates} update{'s' if updates > 1 else ''} later"
     fresh = ", sampled now" if row["source"] == "sampled now" else ""
@@ -78,9 +78,9 @@ def _rows(result: dict[str, Any]) -> Panel:
     axes.grid(axis="y", visible=False)
     lower = sum(rows[2]["native_less_this"]["k3"]["low"] > 0 for rows in groups.values())
     reading = (
-        f"In {lower} of {len(groups)} settings the paired difference, native less R3, has its whole interval above 0. "
-        "Sampler / trainer precision. With the weights that sampled, R2 replays the trainer's own choice and changes "
-        "nothing."
+        f"In {lower} of {len(groups)} settings the whole interval of the paired difference, native less R3, is above "
+        "0. Labels give sampler / trainer precision. With the same weights as the sampler, R2 replays the trainer's "
+        "own choice and changes nothing."
     )
     return panel_of(name, title, direction, reading, figure, wide=True)
 
@@ -106,8 +106,8 @@ def _layers(result: dict[str, Any]) -> Panel:
     reading = (
         f"All rows: layer {layers[0]} {percent(first['before'], 2)} native and {percent(first['after'], 2)} shadow, "
         f"layer {layers[-1]} {percent(last['before'], 2)} and {percent(last['after'], 2)}. Shadow is what the router "
-        "would choose inside the replayed forward: what is left there is each router's own, what is gone came from "
-        "earlier layers."
+        "would choose in the replayed forward. The disagreement that remains there comes from the router itself; the "
+        "disagreement that disappeared came from earlier layers."
     )
     return panel_of(name, title, direction, reading, figure)
 
@@ -144,7 +144,7 @@ def _extremes(detail: Detail) -> Panel:
         fractions = extreme_fractions(values, np.exp(sizes))
         shown = fractions > 0
         axes.step(sizes[shown], fractions[shown], color=color, label=label, where="post")
-    # The axis is ln tau, which is |d|, labelled with tau.
+    # The axis is ln tau, which is |d|, with labels for tau.
     axes.set_xscale("log")
     axes.set_yscale("log")
     taus = [tau for tau in (1.001, 1.01, 1.1, 1.5, 2, 5, 20, 1000) if math.log(tau) <= top]
@@ -160,7 +160,7 @@ def _extremes(detail: Detail) -> Panel:
     reading = (
         f"F(2): {scientific(native[0])} native, {scientific(replayed[0])} under replay; F(5): "
         f"{scientific(native[1])} and {scientific(replayed[1])}. One token of {len(before):,} is "
-        f"{scientific(1 / len(before))}; below that a line ends."
+        f"{scientific(1 / len(before))}; lines end below that."
     )
     return panel_of(name, title, direction, reading, figure)
 
@@ -186,7 +186,7 @@ def _pairs(detail: Detail) -> Panel:
     equal = owners.sequences - lower - higher
     reading = (
         f"Replay is nearer on {lower:,} sequences, farther on {higher:,}, equal on {equal:,}. "
-        f"Values below {scientific(float(least))} are drawn there. A mean over tokens is ruled by the upper right."
+        f"Values below {scientific(float(least))} are drawn at that value. Points at the upper right dominate the mean."
     )
     return panel_of(name, title, direction, reading, figure)
 
@@ -219,7 +219,7 @@ def _map(detail: Detail, decode: Callable[[list[int]], str], result: dict[str, A
         both[-1].set_xticks(range(0, len(rows), 16))
     color_bar(figure, image, list(both), "experts", ticks=range(top_k + 1), fraction=0.025, pad=0.01)
     reading = (
-        f"The sequence of at most {LONGEST_MAP} tokens with most disagreement: {counts[0]} of "
+        f"The sequence with most disagreement, out of those with at most {LONGEST_MAP} tokens: {counts[0]} of "
         f"{len(rows) * len(layers)} positions native, {counts[1]} shadow. The prompt is left of the line."
     )
     return panel_of(name, title, direction, reading, figure, wide=True)

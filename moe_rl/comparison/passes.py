@@ -1,7 +1,7 @@
 """Runs forward passes over one set of sequences, with the trainer's own packing, routes, session and model.
 
-All ranks call everything together. What a pass gives is put together from all ranks and equal on each: per-token
-values in the order of the sequences, whatever rank, microbatch, pipeline stage or slice they were computed in.
+All ranks call everything together. Results are combined from all ranks and equal on each: per-token values in the order
+of the sequences, whichever rank, microbatch, pipeline stage or slice computed them.
 
 Legend: B sequences, N completion tokens, R forwarded tokens (rows), L MoE layers of the model, E experts.
 """
@@ -33,8 +33,12 @@ LOGITS = "router_logits"
 class TokenOwners:
     """Says which sequence each value of a pass belongs to.
 
-    tokens int [N], rows int [R]: number of the sequence. prompt bool [R]: rows of prompt tokens. rollout_logprobs
-    float32 [N], of the sampler. prompts int [B]: number of the prompt of each sequence.
+    Attributes:
+        tokens: int [N], number of the sequence of each completion token.
+        rows: int [R], number of the sequence of each row.
+        prompt: bool [R], rows of prompt tokens.
+        rollout_logprobs: float32 [N], from the sampler.
+        prompts: int [B], number of the prompt of each sequence.
     """
 
     sequences: int
@@ -60,22 +64,25 @@ class TokenOwners:
 
     @property
     def lengths(self) -> np.ndarray:
-        """int [B]: completion tokens of each sequence."""
+        """int [B], number of completion tokens of each sequence."""
         return np.bincount(self.tokens, minlength=self.sequences)
 
     def part(self, name: str) -> np.ndarray:
-        """bool [R]: the rows of "all", "prompt" or "completion"."""
+        """Return bool [R], the "all", "prompt" or "completion" rows."""
         return np.ones_like(self.prompt) if name == "all" else self.prompt if name == "prompt" else ~self.prompt
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pass:
-    """Holds what one forward pass showed.
+    """Results of one forward pass.
 
-    logprobs float32 [N], of the trainer. choices: the routers' own against the record, in all rows and layers.
-    router_kl float64 [L, R]: KL(sampler || trainer) of the router's distribution, nan in rows whose logits the sampler
-    did not store; None when it stored none, or when it was not asked for. applied_mismatch, applied_checked:
-    (sequence, layer) pairs, summed over ranks; consumed, expected: routes taken. All four 0 where nothing is replayed.
+    Attributes:
+        logprobs: float32 [N], from the trainer.
+        choices: The routers' own choice compared with the record, in all rows and layers.
+        router_kl: float64 [L, R], KL(sampler || trainer) of the router's distribution; NaN in rows whose logits the
+            sampler did not store. None if it stored none, or if it was not requested.
+        applied_mismatch, applied_checked: (sequence, layer) pairs, summed over ranks; 0 without replay.
+        consumed, expected: How often routes were taken, and should be; 0 without replay.
     """
 
     logprobs: np.ndarray
@@ -88,10 +95,12 @@ class Pass:
 
 
 class Scorer:
-    """Scores sequences whose routes are all recorded. It packs them and reads their routes once, each rank its part.
+    """Scores sequences whose routes are all recorded. Packing and reading of routes happens once, each rank for its
+    share.
 
-    Raises TraceError, RouteValidationError or ReplayError on all ranks when routes are missing, damaged or wrong, or of
-    other weights than `weight_version`, those that sampled.
+    Raises:
+        TraceError, RouteValidationError, ReplayError: Routes are missing, damaged or wrong, or were made by other
+            weights than `weight_version`, the version that sampled. Raised on all ranks.
     """
 
     def __init__(
@@ -136,9 +145,13 @@ class Scorer:
     ) -> tuple[Pass, ReplaySession]:
         """Run one pass under `tables`, by default the recorded routes.
 
-        The routers' own choice is compared with the record whatever the tables are. router_kl: also compare the
-        routers' logits, where the sampler stored its own. Raises ReplayError when the ledger is not exact or a route
-        was not applied.
+        The routers' own choice is always compared with the record, whatever the tables are.
+
+        Args:
+            router_kl: Also compare the routers' logits, where the sampler stored its own.
+
+        Raises:
+            ReplayError: The ledger is not exact, or a route was not applied.
         """
         router_kl = router_kl and self.has_router_logits
         session = self.policy.session(
@@ -170,7 +183,7 @@ class Scorer:
                 places = [np.arange(*self._first_token[i : i + 2]) for i in microbatch.indices]
                 if places:
                     whole[torch.from_numpy(np.concatenate(places)).to(whole.device)] = values
-        dist.all_reduce(whole)  # zeros change no bit of what one rank has
+        dist.all_reduce(whole)  # adding zeros changes no bit of a rank's values
         return whole.cpu().numpy()
 
     def _gather_choices(self, compared: list[Compared]) -> Choices:
@@ -188,8 +201,8 @@ class Scorer:
             raise ReplayError(
                 describe(
                     "the ranks together did not compare every token in every layer exactly once",
-                    got=f"{int((seen != 1).sum())} (token, layer) positions otherwise",
-                    expected=f"{seen.numel()} once",
+                    got=f"{int((seen != 1).sum())} (token, layer) positions compared never or repeatedly",
+                    expected=f"{seen.numel()} positions compared once",
                 )
             )
         return Choices(shared.cpu().numpy(), margin.cpu().numpy(), self.spec.top_k)
@@ -206,11 +219,11 @@ class Scorer:
                 seen[column, places] = 1
         for tensor in (values, seen):
             dist.all_reduce(tensor)
-        if not bool(values.isfinite().all()):  # NaN stands for what the sampler did not store
+        if not bool(values.isfinite().all()):  # NaN is reserved for rows whose logits the sampler did not store
             layers = [self.spec.moe_layers[at] for at in (~values.isfinite()).any(1).nonzero()[:, 0].tolist()]
             raise ReplayError(
                 describe(
-                    "router logits are not finite, or leave an expert no probability",
+                    "router logits are not finite, or give an expert probability 0",
                     where=f"MoE layers {layers}",
                     expected="finite logits in sampler and trainer",
                 )
@@ -218,10 +231,11 @@ class Scorer:
         return np.where(seen.cpu().numpy() > 0, values.cpu().numpy(), np.nan)
 
     def _sampler_logits(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """What the sampler stored of router logits, one entry a microbatch, for the M rows of this rank that have them.
+        """Read the router logits that the sampler stored, for the M rows of this rank that have them. One entry per
+        microbatch.
 
-        An entry has the rows' places int [M] among the R, their rows int [M] at this rank's routers, and the logits
-        float32 [M, L, E].
+        An entry has the rows' places int [M] among the R rows, their rows int [M] at this rank's routers, and the
+        logits float32 [M, L, E].
         """
         found = []
         for microbatch, here in zip(self.microbatches, self._row_places(), strict=True):
@@ -242,11 +256,12 @@ class Scorer:
         return found
 
     def _columns(self) -> torch.Tensor:
-        """int64: which of the model's MoE layers are this rank's."""
+        """Return int64, the indices of this rank's layers among the model's MoE layers."""
         return torch.tensor([self.spec.moe_layers.index(layer) for layer in self.policy.layers], device=world.device())
 
     def _row_places(self) -> list[torch.Tensor]:
-        """The place among the R of each row that this rank's routers see, one tensor a microbatch; -1: padding."""
+        """Return one tensor per microbatch: the place among the R rows of each row that this rank's routers see; -1 for
+        padding."""
         places = []
         for microbatch in self.microbatches:
             whole = np.full(sum(microbatch.lengths), -1)
@@ -259,7 +274,7 @@ class Scorer:
 
 
 def other_budget(sequences: list[Sequence], budget: int) -> int | None:
-    """Tokens of a microbatch that make another packing of the same sequences; None when there is no other."""
+    """Return a microbatch size in tokens that packs the same sequences differently; None if there is none."""
     lengths = [s.forwarded for s in sequences]
     ranks = world.data_parallel()[1]
     usual = pack(lengths, ranks=ranks, microbatch_tokens=budget)

@@ -1,4 +1,5 @@
-"""Finds what to compare: rollouts that a run kept and the checkpoints that can score them, or rollouts sampled now."""
+"""Finds what to compare: rollouts that a run kept, with the checkpoints that can score them, or rollouts sampled
+now."""
 
 from __future__ import annotations
 
@@ -30,9 +31,11 @@ from moe_rl.weights.sender import WeightSender
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Holds sequences with routes, of one sampler.
+    """Sequences with routes from one sampler.
 
-    sampler: its precision, in words. left_out: how many sequences lack some of their routes and are not compared.
+    Attributes:
+        sampler: The sampler's precision, in words.
+        left_out: Number of sequences that lack some of their routes and are not compared.
     """
 
     name: str
@@ -44,15 +47,21 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Names weights that can score rollouts. version: steps done. path: None is the initial model."""
+    """Weights that can score rollouts. `version` is the number of finished steps; `path` None is the initial model."""
 
     version: int
     path: Path | None
 
 
 def of_run(folder: RunFolder) -> tuple[int, list[Weights]]:
-    """The newest step whose rollouts are kept together with the weights that sampled them: its number, those weights,
-    and every later checkpoint. Raises DataError when there is none."""
+    """Find the newest step whose rollouts are kept together with the weights that sampled them.
+
+    Returns:
+        The step, and a list of these weights and all later checkpoints.
+
+    Raises:
+        DataError: There is no such step.
+    """
     saved = dict(checkpoints.complete(folder.checkpoints))
     steps = KeptRollouts(folder.rollouts, TraceStore(folder.trace)).steps() if folder.trace.is_dir() else []
     scorable = [step for step in steps if step == 1 or step - 1 in saved]
@@ -63,7 +72,7 @@ def of_run(folder: RunFolder) -> tuple[int, list[Weights]]:
                 where=str(folder.path),
                 got=f"rollouts of steps {steps}, checkpoints after steps {sorted(saved)}",
                 expected="rollouts of step 1, or of the step after a checkpoint",
-                do="run it for a step, or give --config to sample now",
+                do="train the run for a step, or pass --config to sample now",
             )
         )
     step = scorable[-1]
@@ -72,7 +81,7 @@ def of_run(folder: RunFolder) -> tuple[int, list[Weights]]:
 
 
 def stored(config: Config, folder: RunFolder, step: int) -> Source:
-    """The rollouts of one step of a run, read by rank 0."""
+    """Return the rollouts of one step of a run, read by rank 0."""
     store = TraceStore(folder.trace)
     batch = KeptRollouts(folder.rollouts, store).load(step) if dist.get_rank() == 0 else None
     batch = world.broadcast(batch, RolloutBatch)
@@ -80,18 +89,19 @@ def stored(config: Config, folder: RunFolder, step: int) -> Source:
 
 
 def precision_of(rollout: RolloutConfig) -> str:
-    """In words, what a sampler holds and computes in."""
+    """Describe the precision of a sampler's weights and computation."""
     return rollout.dtype if rollout.weights == "exact" else f"fp8 weights, {rollout.dtype}"
 
 
 def in_precision(rollout: RolloutConfig, precision: str) -> RolloutConfig:
-    """The same with a sampler in "bfloat16", "float32" or "fp8": float8 weights, computing in what the config says."""
+    """Return the settings with a sampler in "bfloat16", "float32" or "fp8". The last has float8 weights and keeps the
+    config's dtype for computation."""
     update = {"weights": "fp8_e4m3"} if precision == "fp8" else {"weights": "exact", "dtype": precision}
     return rollout.model_copy(update=update)
 
 
 def prompts_of_config(config: Config) -> list[tuple[str, tuple[int, ...]]]:
-    """(key, prompt tokens) of each completion of the config's first step."""
+    """Return (key, prompt tokens) for each completion of the config's first step."""
     rollout = config.rollout
     tokenizer = config.model.path / "tokenizer.json"
     prompts = load_prompts(config.task.train, tokenizer, max_prompt_tokens=rollout.max_prompt_tokens)
@@ -109,10 +119,16 @@ def sample(
     precision: str,
     out: Path,
 ) -> Source:
-    """Start an engine in this precision with the policy's weights, sample the prompts, stop it. All ranks call it.
+    """Start an engine in this precision with the policy's weights, sample the prompts, and stop the engine. All ranks
+    call this.
 
-    precision: see `in_precision`. Traces and log go to `routing_kl-sampler-<precision>` in `out`, in place of what an
-    earlier comparison left there. Raises EngineError on rank 0.
+    Traces and log go to `routing_kl-sampler-<precision>` in `out`, replacing those of an earlier comparison.
+
+    Args:
+        precision: See `in_precision`.
+
+    Raises:
+        EngineError: On rank 0.
     """
     rollout = in_precision(config.rollout, precision)
     config = config.model_copy(update={"rollout": rollout})

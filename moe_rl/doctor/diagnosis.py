@@ -58,8 +58,8 @@ def installation_problems(config: Config | None = None) -> list[str]:
 def _apart_gradients(engine: str) -> Iterator[str]:
     if not (engine and SpecifierSet(">=2.3").contains(engine, prereleases=True)):
         yield describe(
-            "train.delay_wgrad_compute: this needs TransformerEngine's linear layers, which can compute the gradients of "
-            "weights later than those of activations",
+            "train.delay_wgrad_compute: this needs TransformerEngine's linear layers, which can compute the gradients "
+            "of weights later than those of activations",
             got=f"transformer-engine {engine}" if engine else "no transformer-engine",
             expected="transformer-engine 2.3 or later",
             do="install it (it needs a GPU), or set train.delay_wgrad_compute=false",

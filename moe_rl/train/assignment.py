@@ -1,5 +1,5 @@
-"""Which sequences share a microbatch and a rank, and where the experts lie: planned from the recorded routes, decided
-alike by all ranks; and how even the experts' load then is."""
+"""Plans from the recorded routes which sequences share a microbatch and a rank, and where experts are; measures how
+even the experts' load is. All ranks make the same decisions."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ from moe_rl.types import RouteRef, Sequence
 
 
 def agreed[Result](read: Callable[[], Result]) -> Result:
-    """What `read` gives, once it has given something on every rank: where it raises on one, all raise. It must not wait
-    for other ranks."""
+    """Return what `read` returns, once it has returned on every rank. If it raises on one rank, all ranks raise.
+
+    `read` must not wait for other ranks.
+    """
     refused: MoeRLError | None = None
     try:
         result = read()
@@ -36,7 +38,7 @@ def agreed[Result](read: Callable[[], Result]) -> Result:
     if who:
         raise ReplayError(
             describe(
-                "another rank refused what was recorded of its sequences", got=f"rank {who - 1:.0f}, see its error"
+                "another rank refused the recorded routes of its sequences", got=f"rank {who - 1:.0f}, see its error"
             )
         )
     return result
@@ -45,14 +47,22 @@ def agreed[Result](read: Callable[[], Result]) -> Result:
 def assign(
     sequences: list[Sequence], config: Config, store: TraceStore, spec: TraceSpec, placement: np.ndarray
 ) -> tuple[Plan, bool]:
-    """The plan of `packing.pack`, by length or by known load as the config says, the same on every rank; and whether it
-    is that of packing by length, as it is too where the search by load finds nothing better.
+    """Plan the microbatches of all ranks, by length or by known expert load as the config says.
 
-    placement: int64 [L, E], the expert in each slot, of every MoE layer of the model.
-    For interleaved stages it is filled up to whole rounds with empty microbatches, which run on padding alone.
-    For the load each rank counts the experts of its part of the sequences: reading them is what takes time, and many of
-    them read in parallel. Rank 0 plans and sends the plan, so that ranks whose arithmetic rounds otherwise cannot come
-    to another one. A token without a recorded route has no load. Raises on all ranks when a record is damaged on one.
+    For the load, each rank counts the experts of its part of the sequences, because reading routes takes most of the
+    time and runs in parallel. Rank 0 plans and sends the plan, so that ranks whose arithmetic rounds differently use
+    the same plan. A token without a recorded route has no load. For interleaved stages, the plan is filled up to whole
+    rounds with empty microbatches, which contain only padding.
+
+    Args:
+        placement: int64 [L, E], the expert in each slot, of every MoE layer of the model.
+
+    Returns:
+        The plan (see `packing.pack`), the same on every rank, and whether it is the plan by length. That is also the
+            result if planning by load finds nothing better.
+
+    Raises:
+        MoeRLError: A record is damaged on some rank. Raised on all ranks.
     """
     lengths = [sequence.forwarded for sequence in sequences]
     ranks = world.data_parallel()[1]
@@ -87,11 +97,14 @@ def assign(
 
 
 def load_excess(tables: list[MicrobatchRoutes], order: np.ndarray, expert_parallel: int) -> float:
-    """Sum over microbatches and layers of the fullest expert-parallel rank's (token, expert) pairs / of the mean, minus
-    1, of all ranks: equal on every one. Rows without a recorded route, as padding, do not count. 0 where none has one.
+    """Return how much fuller the fullest expert-parallel rank is than the mean, minus 1, over microbatches and layers.
 
-    tables: of this rank's microbatches, as many on every rank. order: int64 [L, E], the expert in each slot, of this
-    rank's layers.
+    It is the sum of the fullest rank's (token, expert) pairs divided by the sum of the mean, minus 1; equal on all
+    ranks. Rows without a recorded route, such as padding, do not count. It is 0 if no row has a route.
+
+    Args:
+        tables: Of this rank's microbatches; the same number on every rank.
+        order: int64 [L, E], the expert in each slot, of this rank's layers.
     """
     most = pairs = 0
     if tables:
@@ -104,20 +117,23 @@ def load_excess(tables: list[MicrobatchRoutes], order: np.ndarray, expert_parall
 
 
 def expert_counts(store: TraceStore, ref: RouteRef, spec: TraceSpec) -> np.ndarray:
-    """Integers [L, E]: how often each expert is in a record, for all MoE layers of the model.
+    """Return integers [L, E], how often each expert occurs in a record, for all MoE layers of the model.
 
-    Raises TraceError, also for a record of a model of another shape.
+    Raises:
+        TraceError: The record is damaged, or belongs to a model of another shape.
     """
     counts, shape = store.expert_counts(ref), (len(spec.moe_layers), spec.num_experts)
     if counts.shape != shape:
         raise TraceError(
-            describe("record is not of this model", where=ref.key, got=f"counts {counts.shape}", expected=f"{shape}")
+            describe(
+                "the record belongs to another model", where=ref.key, got=f"counts {counts.shape}", expected=f"{shape}"
+            )
         )
     return counts
 
 
 def _count(table: MicrobatchRoutes, experts: int) -> torch.Tensor:
-    """int64 [L, E]: how often this rank's rows chose each expert of this rank's layers."""
+    """Return int64 [L, E], how often this rank's rows chose each expert of this rank's layers."""
     chosen = torch.stack([table.routes[layer][table.recorded] for layer in sorted(table.routes)]).long().flatten(1)
     counts = torch.zeros(len(chosen), experts, dtype=torch.int64, device=chosen.device)
     return counts.scatter_add_(1, chosen, torch.ones_like(chosen))
@@ -125,7 +141,7 @@ def _count(table: MicrobatchRoutes, experts: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A placement on its way from rank 0, with the excess expected of it."""
+    """A placement on its way from rank 0, with the expected load excess before and after."""
 
     order: list[list[int]]
     before: float
@@ -134,18 +150,25 @@ class _Planned:
 
 
 class ExpertPlacement:
-    """Moves a policy's experts at the start of some steps, before anything is computed, as the config says.
+    """Moves a policy's experts at the start of some steps, as the config says, before anything is computed.
 
-    The routes of the step that starts are among those that it is planned from: they are known by then.
+    The routes of the starting step are known by then, and are among the routes that the placement is planned from.
     """
 
     def __init__(self, config: Config, policy: Policy, store: TraceStore, spec: TraceSpec):
         self.config, self.policy, self.store, self.spec = config, policy, store, spec
-        self.counts: list[np.ndarray] = []  # int64 [L, E] of each of the last steps, the oldest first
+        self.counts: list[np.ndarray] = []  # int64 [L, E] of each of the last steps, oldest first
 
     def start_step(self, step: int, sequences: list[Sequence]) -> dict[str, float]:
-        """Count the step's routes and, if it is time, plan and move. All ranks call it; returns the step's metrics,
-        none in a step without a plan. Raises on all ranks when a record is damaged on one."""
+        """Count the step's routes and, if it is time, plan a new placement and move experts. All ranks call this
+        together.
+
+        Returns:
+            The step's metrics; none in a step without a plan.
+
+        Raises:
+            MoeRLError: A record is damaged on some rank. Raised on all ranks.
+        """
         settings = self.config.placement
         if settings.experts == "natural":
             return {}
@@ -164,19 +187,19 @@ class ExpertPlacement:
         }
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint keeps, for `restore`."""
+        """Return the tensors that a checkpoint keeps for `restore`."""
         if not self.counts:
             return {}
         return {"placement": torch.from_numpy(self.policy.placement), "counts": torch.from_numpy(np.stack(self.counts))}
 
     def restore(self, kept: dict[str, torch.Tensor]) -> None:
-        """Go on as where the checkpoint was written; its weights are loaded by now. All ranks call it."""
+        """Continue from where the checkpoint was written. Call it on all ranks, after the weights are loaded."""
         if kept:
             self.counts = list(kept["counts"].numpy())
             self.policy.place(kept["placement"].numpy())
 
     def _count(self, sequences: list[Sequence]) -> np.ndarray:
-        """int64 [L, E] of this rank's part of the sequences; any rank can read any of them."""
+        """Return int64 [L, E] of this rank's part of the sequences; any rank can read any sequence."""
         counts = np.zeros((len(self.spec.moe_layers), self.spec.num_experts), np.int64)
         for sequence in sequences[dist.get_rank() :: dist.get_world_size()]:
             if sequence.routes is not None:

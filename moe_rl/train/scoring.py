@@ -1,6 +1,6 @@
-"""What a step does before its updates: dispatch plans, and the passes without a gradient. One function each.
+"""What a step does before its updates, one function each: make dispatch plans, and run the passes without gradients.
 
-All ranks call them together, and each leaves what it found in the microbatches' work and in `Shown`.
+All ranks call these functions together. Each puts its results into the microbatches' work and into `Shown`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def session(
     align: bool = False,
     training: bool = False,
 ) -> ReplaySession:
-    """The session of one pass over this work, under its routes and plans. Options: see `ReplaySession`."""
+    """Make the session of one pass over this work, with its routes and plans. For the options see `ReplaySession`."""
     return policy.session(
         [one.table for one in work],
         mode=mode,
@@ -40,9 +40,10 @@ def session(
 
 
 def plan_dispatch(policy: Policy, work: list[MicrobatchWork], settings: ReplayConfig, step: int, shown: Shown) -> None:
-    """Give the microbatches dispatch plans of their routes, with one exchange between the ranks for all of them.
+    """Make dispatch plans from the microbatches' routes, with one exchange between ranks for all of them.
 
-    Raises ReplayError on all ranks when a rank would get more rows than `replay.max_rows`.
+    Raises:
+        ReplayError: A rank would get more rows than `replay.max_rows`. Raised on all ranks.
     """
     if settings.plan is False:
         return
@@ -51,7 +52,7 @@ def plan_dispatch(policy: Policy, work: list[MicrobatchWork], settings: ReplayCo
     if limit is not None and peak > limit:
         raise ReplayError(
             describe(
-                "the routes would bring a rank more rows than it may get in a layer of a microbatch",
+                "the routes would give a rank too many rows in a layer of a microbatch",
                 where=f"step {step}",
                 got=f"{peak:.0f} (token, expert) pairs",
                 expected=f"at most {limit} (replay.max_rows)",
@@ -64,9 +65,10 @@ def plan_dispatch(policy: Policy, work: list[MicrobatchWork], settings: ReplayCo
 
 
 def score_old(policy: Policy, work: list[MicrobatchWork], replay: str, step: int, shown: Shown, *, align: bool) -> None:
-    """Log-probabilities of the policy that the step begins with. Under r2 its routers' choice becomes the routes.
+    """Compute the logprobs of the policy at the start of the step. Under r2, the routers' choice becomes the routes.
 
-    align: test the routes that are replayed against the routers' own choice.
+    Args:
+        align: Test the replayed routes against the routers' own choice.
     """
     modes: dict[str, Mode] = {"r3": "replay", "r2": "record", "off": "observe"}
     name = f"step {step} old logprobs"
@@ -83,13 +85,13 @@ def score_old(policy: Policy, work: list[MicrobatchWork], replay: str, step: int
 
 
 def score_natively(policy: Policy, work: list[MicrobatchWork], step: int, shown: Shown) -> None:
-    """The same tokens with every router free to choose: what the mismatch would be without replay."""
+    """Score the same tokens with native routing, which shows the mismatch that there would be without replay."""
     with session(policy, work, "observe", f"step {step} native logprobs") as opened:
         scored = policy.logprobs([one.microbatch for one in work], opened)
     shown.native = mismatch_of(work, scored), opened.tally
 
 
 def score_reference(reference: ReferencePolicy, work: list[MicrobatchWork]) -> None:
-    """Log-probabilities of the frozen policy, natively routed."""
+    """Compute the logprobs of the frozen reference policy, natively routed."""
     for one, values in zip(work, reference.logprobs([one.microbatch for one in work]), strict=True):
         one.ref_logprobs = values

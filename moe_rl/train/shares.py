@@ -1,4 +1,5 @@
-"""What each rank does of a training step: its microbatches, and their routes, read and agreed on before any pass."""
+"""Divides a training step among the ranks: each rank's microbatches, with their routes read and checked before any
+pass."""
 
 from __future__ import annotations
 
@@ -25,11 +26,13 @@ from moe_rl.types import SamplingSupport, Sequence
 
 @dataclass(slots=True, eq=False)
 class MicrobatchWork:
-    """A microbatch of this rank, and all that a step comes to know of it.
+    """A microbatch of this rank, and everything that a step computes for it.
 
-    table: the routes that its passes take or are compared with. plan: how these are dispatched, where that is planned.
-    old_logprobs float32 [N]: what the ratios are taken to, at first the sampler's. ref_logprobs float32 [N]: of the
-    reference policy, where there is one.
+    Attributes:
+        table: The routes that its passes take or are compared with.
+        plan: How these routes are dispatched, if that is planned.
+        old_logprobs: float32 [N], the denominators of the ratios; at first the sampler's logprobs.
+        ref_logprobs: float32 [N], from the reference policy, if there is one.
     """
 
     microbatch: Microbatch
@@ -41,11 +44,12 @@ class MicrobatchWork:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UpdateShare:
-    """What this rank does of one optimizer update.
+    """This rank's part of one optimizer update.
 
-    denominator, sequences, tokens: of the whole update on all ranks, what the policy loss, the KL penalty and the
-    entropy bonus are divided by.
-    keys: of all sequences of the update on all ranks; the microbatches' indices are into them.
+    Attributes:
+        denominator, sequences, tokens: Divisors of the policy loss, the KL penalty and the entropy bonus, for the whole
+            update on all ranks.
+        keys: Keys of all sequences of the update on all ranks. The microbatches' indices refer to these.
     """
 
     work: list[MicrobatchWork]
@@ -56,9 +60,11 @@ class UpdateShare:
 
 
 class Shares:
-    """Cuts rollout batches into the shares of the ranks. All ranks call it together.
+    """Divides rollout batches into the shares of the ranks. All ranks call it together.
 
-    layers: global numbers of the MoE layers this rank holds; of no other are routes read. vocabulary: its size.
+    Args:
+        layers: Global numbers of the MoE layers that this rank holds. Only their routes are read.
+        vocabulary: Vocabulary size.
     """
 
     def __init__(self, config: Config, layers: tuple[int, ...], store: TraceStore, spec: TraceSpec, *, vocabulary: int):
@@ -74,11 +80,17 @@ class Shares:
     def of(
         self, sequences: list[Sequence], group_ids: list[int], weight_version: int, placement: np.ndarray
     ) -> tuple[list[UpdateShare], dict[str, float]]:
-        """This rank's share of every update, and the step's metrics of what is not replayed, equal on every rank.
+        """Return this rank's share of every update, and metrics on routes that are not replayed.
 
-        placement: int64 [L, E], the expert in each slot, of every MoE layer of the model.
-        Raises on all ranks when routes are missing, damaged, wrong or too old on any, beyond what the config allows, or
-        a sampling support that is needed is missing or wrong.
+        Args:
+            placement: int64 [L, E], the expert in each slot, of every MoE layer of the model.
+
+        Returns:
+            The shares, and metrics that are equal on every rank.
+
+        Raises:
+            MoeRLError: On some rank, routes are missing, damaged, wrong or too old beyond what the config allows, or a
+                required sampling support is missing or wrong. Raised on all ranks.
         """
         sequences, group_ids, dropped = self._complete(sequences, group_ids)
         updates, by_length = [], 0
@@ -98,13 +110,13 @@ class Shares:
         }
 
     def _own(self, placement: np.ndarray) -> np.ndarray:
-        """The rows of this rank's layers."""
+        """Return the rows of `placement` for this rank's layers."""
         return placement[[self.spec.moe_layers.index(layer) for layer in self.layers]]
 
     def _complete(self, sequences: list[Sequence], group_ids: list[int]) -> tuple[list[Sequence], list[int], int]:
-        """The sequences to train on, their groups, and how many were dropped because routes are missing.
+        """Return the sequences to train on, their groups, and how many were dropped because routes are missing.
 
-        Every rank decides alike, from the references alone.
+        Every rank makes the same decision, from the route references alone.
         """
         if self.config.replay.missing == "native":
             return sequences, group_ids, 0
@@ -118,13 +130,13 @@ class Shares:
                     where=f"the first is {first.key}, {missing_rows(first)} of its {first.forwarded} tokens",
                     got=f"{dropped} of {len(sequences)} sequences",
                     expected=f"at most {limit:.2%} (replay.max_fallback_fraction)",
-                    do="look at engine.log for what kept the sampler from recording; replay.missing can allow some",
+                    do="look in engine.log for why the sampler did not record; replay.missing can allow this",
                 )
             )
         return [sequences[i] for i in kept], [group_ids[i] for i in kept], dropped
 
     def _read(self, updates: list[tuple[list[Sequence], Plan]], weight_version: int) -> list[UpdateShare]:
-        """This rank's part of every update, of which the sequences and the plan are given."""
+        """Read this rank's part of every update. `updates` holds the sequences and the plan of each."""
         shares, rank, longest = [], world.data_parallel()[0], self.config.rollout.max_completion_tokens
         for ours, plan in updates:
             work = []
@@ -154,13 +166,14 @@ class Shares:
         return shares
 
     def _supports(self, packed: list[Sequence]) -> list[SamplingSupport] | None:
-        """What the tokens of the packed sequences were drawn from, where the distributions over it are computed."""
+        """Read the sampling supports of the packed sequences, if this rank computes distributions over them."""
         if not self.config.rollout.keep_sampling_mask or not world.is_last_stage():
             return None
         return [read_support(self.store, sequence, self.vocabulary) for sequence in packed]
 
     def _fallback(self, tables: list[MicrobatchRoutes], sequences: list[Sequence]) -> dict[str, float]:
-        """How much of the step has routes to replay, on all ranks. Raises ReplayError on all when it is too little."""
+        """Return metrics on how much of the step is replayed, over all ranks. Raises ReplayError on all if it is too
+        little."""
         layers = len(self.layers)
         covered, native, stale = world.all_reduce(
             [
@@ -173,7 +186,7 @@ class Shares:
         if covered + native != positions:
             raise ReplayError(
                 describe(
-                    "the ranks together do not have every token in every layer exactly once",
+                    "the ranks together do not have every token exactly once in every layer",
                     got=f"{covered + native:.0f} (token, layer) positions",
                     expected=positions,
                 )
@@ -185,7 +198,7 @@ class Shares:
                     "too much of a step would be routed natively",
                     got=f"{native:.0f} of {positions} (token, layer) positions, {native / positions:.2%}",
                     expected=f"at most {limit:.2%} (replay.max_fallback_fraction)",
-                    do="look at engine.log for what kept the sampler from recording, or at replay.stale",
+                    do="look in engine.log for why the sampler did not record, or change replay.stale",
                 )
             )
         return {

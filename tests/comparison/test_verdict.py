@@ -40,7 +40,7 @@ def test_intervals_that_touch(high):
     bad = copy.deepcopy(GOOD)
     bad["quantities"]["completion"]["policy"]["k3"]["after"]["high"] = high
     got = verdict(bad)
-    assert got["exit_code"] == 3 and "does not lie below the one before, 0.002 to 0.004" in got["reasons"][0]
+    assert got["exit_code"] == 3 and "is not below the interval before replay, 0.002 to 0.004" in got["reasons"][0]
 
 
 def test_a_fault_that_was_not_found():

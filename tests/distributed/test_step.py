@@ -199,7 +199,7 @@ def test_the_peak_of_a_step_is_what_plan_says_of_its_trace(steps, out, checkpoin
 def test_more_rows_than_allowed_are_refused_on_all_ranks_before_a_pass_under_them(steps):
     peak = f"got {steps['by-length'][0]['routing/peak_rows']:.0f} (token, expert) pairs, expected at most 40"
     for rank in steps["too-many-rows"]:
-        assert rank.startswith("ReplayError: the routes would bring a rank more rows") and peak in rank
+        assert rank.startswith("ReplayError: the routes would give a rank too many rows") and peak in rank
         assert rank.endswith("[0 passes]")
     # r2 knows its routes when they are recorded: before the update
     assert all("(replay.max_rows)" in rank and rank.endswith("[1 passes]") for rank in steps["r2-too-many-rows"])
@@ -360,7 +360,7 @@ def test_routes_of_older_weights(steps):
     mine = [message in rank for rank in steps["stale-refused"]]
     assert sorted(mine) == [False, True]
     other, who = steps["stale-refused"][mine.index(False)], mine.index(True)
-    assert f"another rank refused what was recorded of its sequences: got rank {who}, see its error" in other
+    assert f"another rank refused the recorded routes of its sequences: got rank {who}, see its error" in other
     prompts = sum(LENGTHS[i][0] for i in (2, 5))
     replayed, native, whole = (steps[name][0] for name in ("stale-replayed", "stale-native", "whole"))
     assert replayed["routing/stale_tokens"] == native["routing/stale_tokens"] == prompts
@@ -451,6 +451,6 @@ def test_a_support_that_cannot_be_right_is_refused_before_any_pass(steps):
         mine = [rank.startswith(f"SupportError: {message}") for rank in steps[case]]
         assert sorted(mine) == [False, True], steps[case]
         assert (
-            f"another rank refused what was recorded of its sequences: got rank {mine.index(True)}"
+            f"another rank refused the recorded routes of its sequences: got rank {mine.index(True)}"
             in (steps[case][mine.index(False)])
         )
