@@ -164,7 +164,8 @@ def _serve(settings: ServerSettings, token_file: Path, listener: socket.socket) 
         # The last one is the outermost.
         "middleware": [GATE],
     }
-    sizes = arguments.unsized(settings.further) if settings.sizes is None else settings.sizes
+    share_given = any(argument.startswith("--gpu-memory-utilization") for argument in settings.further)
+    sizes = arguments.unsized(share_given=share_given) if settings.sizes is None else settings.sizes
     given = _vllm_arguments(ours, sizes, settings.further)
     uvloop.run(_run(given, listener, document, settings.ready_file))
 

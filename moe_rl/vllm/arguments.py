@@ -7,7 +7,6 @@ who mistyped should not wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -22,8 +21,8 @@ _STEP_TOKENS = 4096
 # The share of a GPU that vLLM wants free at its start. It has no other use where the KV cache's size is given, and a
 # trainer may be there first.
 _FREE_AT_START = 0.01
-# KV cache of a server on a CPU, where no config gives its size. vLLM would take 0.92 of the machine's memory, and die
-# where other processes use it.
+# KV cache of a vLLM on a CPU where no config gives its size. vLLM itself would take 0.92 of the memory of the machine,
+# and die where other processes use it.
 _CPU_KV_CACHE_BYTES = 1 << 30
 
 
@@ -85,13 +84,14 @@ def sized(
     }
 
 
-def unsized(further: Sequence[str]) -> dict[str, object]:
-    """What a server gets that no run's config sizes: on a CPU a KV cache of 1 GiB, unless `further`, the arguments that
-    vLLM gets too, says what share of the memory to take."""
+def unsized(*, share_given: bool) -> dict[str, object]:
+    """The size of the KV cache of a vLLM that no run's config sizes: 1 GiB on a CPU, vLLM's own choice on a GPU.
+
+    share_given: the caller tells vLLM which share of the memory to take (gpu_memory_utilization), which then decides.
+    """
     from vllm.platforms import current_platform
 
-    share = any(argument.startswith("--gpu-memory-utilization") for argument in further)
-    return {"kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES} if current_platform.is_cpu() and not share else {}
+    return {"kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES} if current_platform.is_cpu() and not share_given else {}
 
 
 def _refuse_native(recording: Recording) -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -42,6 +43,18 @@ with record("{POLICY}", trace_root=sys.argv[1], dtype="float32", max_model_len=6
     arrays |= {{f"tokens{{at}}": one.output.token_ids for at, one in enumerate(found)}}
 np.savez(sys.argv[2], layers=found[0].layers, **arrays)
 """
+
+
+@pytest.mark.parametrize("given", [{}, {"gpu_memory_utilization": 0.1}, {"kv_cache_memory_bytes": 64 << 20}])
+def test_a_kv_cache_that_nobody_sizes_is_small_on_a_cpu(given):
+    """vLLM would take most of the machine's memory, and end with a long traceback where it is not free."""
+    import vllm
+
+    with patch.object(vllm, "LLM", side_effect=InterruptedError) as llm, pytest.raises(InterruptedError):
+        record(POLICY, **given)
+    started = llm.call_args.kwargs
+    assert started.get("kv_cache_memory_bytes") == (1 << 30 if not given else given.get("kv_cache_memory_bytes"))
+    assert given.items() <= started.items()
 
 
 def test_an_offline_llm_records_what_the_engine_of_a_run_does(tmp_path):
