@@ -1,4 +1,4 @@
-"""The routing-trace store: what the sampler routed, kept so that the trainer can take the same experts.
+"""Stores the routes that the sampler used, so that the trainer can send each token to the same experts.
 
 store = TraceStore("runs/first/trace")
 record = store.read(ref)  # ref: what the sampler sent, or one of store.records(shard) for a shard of store.shards()

@@ -1,4 +1,4 @@
-"""What is wrong with a store, in words: every checksum, what follows from the decoded routes, and the manifest."""
+"""Reports everything wrong with a store: checksums, impossible routes, and differences from the manifest."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from moe_rl.types import RouteRef
 
 
 def verify(store: TraceStore, shard: str) -> list[str]:
-    """Read all that is in a shard, and what its records continue; return what is wrong, nothing when all is well.
+    """Read everything in a shard, and all records that its records continue. Returns the problems found, [] if none.
 
-    A shard that the manifest does not list is reported too, though readers accept it: it was brought there by other
-    means, or its line is damaged.
+    A shard that the manifest does not list is a problem too, although readers accept it: someone copied it there, or
+    its
+    manifest line is damaged.
     """
     problems = []
     if check_name(shard) not in store.manifest().published:
@@ -46,10 +47,11 @@ def _record(store: TraceStore, ref: RouteRef) -> list[str]:
 
 
 def faults(selection: Selection) -> list[str]:
-    """Everything that is wrong with the shards and, of a whole store, with its manifest; empty when all is well.
+    """Return everything wrong with the shards and, for a whole store, with its manifest; [] if nothing is.
 
-    Besides every checksum: routes that no router gives (the validator's rules), shards that the manifest lists and the
-    folder lacks, damaged lines of the manifest.
+    This covers every checksum, routes that no router produces (the validator's rules), shards that the manifest lists
+    but
+    the folder lacks, and damaged lines of the manifest.
     """
     problems = []
     if selection.whole:
@@ -64,7 +66,7 @@ def faults(selection: Selection) -> list[str]:
 
 
 def _not_routes(store: TraceStore, shard: str) -> list[str]:
-    """The records of an undamaged shard that the validator refuses even with their own tokens and weights."""
+    """Return the records of an intact shard that the validator refuses even with their own tokens and weights."""
     problems = []
     for ref in store.records(shard):
         record = store.read(ref, layers=store.info(ref).layers)

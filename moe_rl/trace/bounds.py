@@ -1,4 +1,4 @@
-"""How small sets of experts can get: the bound for any set, and what experts' popularity alone saves.
+"""Computes how few bits a set of experts needs: for uniform routes, and given how popular each expert is.
 
 Legend for shapes: L layers, E experts per layer, K top-k experts per token.
 """
@@ -14,16 +14,19 @@ _CLOSE = 1e-5
 
 
 def set_bits(num_experts: int, top_k: int) -> float:
-    """log2 C(E, K): bits of one of all sets when every set is as likely."""
+    """Return log2 C(E, K): the bits of one set when all sets are equally likely."""
     return math.log2(math.comb(num_experts, top_k))
 
 
 def order0_bits(counts_LE: np.ndarray, top_k: int) -> np.ndarray:
-    """Bits a set [L] of an ideal coder that knows how popular each expert of a layer is, and nothing else.
+    """Return bits per set [L] of an ideal coder that knows only how popular each expert of a layer is.
 
-    counts_LE: how often each expert was chosen; every row sums to K times the number of sets. The coder's model is the
-    one of largest entropy with these popularities: P(set) proportional to the product of its experts' weights, fitted
-    to the counts. A layer without sets has 0 bits.
+    The coder uses the distribution of largest entropy with these popularities: P(set) is proportional to the product of
+    its experts' weights, fitted to the counts. A layer without sets has 0 bits.
+
+    Args:
+        counts_LE: how often each expert was chosen; every row sums to K times the number of sets.
+        top_k: experts per set.
     """
     counts_LE = np.asarray(counts_LE, np.float64)
     sets_L = counts_LE.sum(axis=1) / top_k
@@ -42,7 +45,7 @@ def order0_bits(counts_LE: np.ndarray, top_k: int) -> np.ndarray:
         model_LE, log_total_L = _inclusion(weight_LE, top_k)
         with np.errstate(divide="ignore"):
             log_weight_LE = np.where(chosen_LE > 0, np.log(weight_LE), 0.0)
-        # The code length under any weights is that of a coder that exists; the fit only makes it smaller.
+        # Any weights give the length of a valid code, so an unfinished fit is still an upper bound.
         best_L = np.minimum(best_L, log_total_L - (chosen_LE * log_weight_LE).sum(axis=1))
         if np.abs(model_LE - target_LE).max() < _CLOSE:
             break
@@ -54,9 +57,9 @@ def order0_bits(counts_LE: np.ndarray, top_k: int) -> np.ndarray:
 
 
 def _inclusion(weight_LE: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Chance [L, E] that an expert is in a set of K, and the log [L] of the sum over all sets of their weights.
+    """Return the probability [L, E] that an expert is in a set of K, and the log [L] of the sum of all sets' weights.
 
-    By elementary symmetric polynomials of the weights before and after each expert.
+    Computed with elementary symmetric polynomials of the weights before and after each expert.
     """
     layers, experts = weight_LE.shape
     before = np.zeros((experts + 1, layers, top_k + 1))

@@ -1,24 +1,22 @@
-"""Chunks of routes to bytes and back: small, fast in plain numpy, and nothing but valid sets of experts comes out.
+"""Encodes chunks of routes as bytes, and decodes only valid sets of experts. Small, and fast in plain numpy.
 
 A chunk is routes [T, L, K], coded token by token, layer by layer. Ids are uint8 when num_experts <= 256, else
-little-endian uint16. The codec id is kept beside the chunk:
+little-endian uint16. The codec id is stored outside the chunk:
 
 0 RAW      the ids.
-1 ENUM     the rank of every set in a fixed number of bits (enumerative.py). The smallest on routes without structure
-           and on a few tokens; set i can be read alone. Decodes some 40 times slower than GAP.
-2 GAP      skips: of a set c_0 < c_1 < ... the bytes c_0, c_1 - c_0 - 1, c_2 - c_1 - 1, ..., through zstd. A skip counts
-           the experts between two chosen ones, so no skip can stand for an expert chosen twice. Decoding is zstd and
-           a cumulative sum, which for K = 2, 4, 8 is one multiplication.
-3 ORDERED  the ids through zstd, in the order in which the router gave them. Sorted skips with a stream of permutations
-           beside them need log2 K! bits a set more, which do not compress: 58 bits a set against 56 here for 8 of 128
-           when routes are uniform.
-4 RANKED   skips of experts that were numbered by popularity in the chunk (ranked.py). The smallest where some experts
-           of a layer are chosen much more often than others and sets do not repeat. Decodes some 5 times slower than
-           GAP.
+1 ENUM     the rank of every set in a fixed number of bits (enumerative.py). The smallest for routes without structure
+           and for a few tokens; set i can be read alone. Decodes some 40 times slower than GAP.
+2 GAP      skips: for a set c_0 < c_1 < ... the bytes c_0, c_1 - c_0 - 1, c_2 - c_1 - 1, ..., compressed with zstd. A
+           skip counts the experts between two chosen ones, so no skip can encode an expert chosen twice. Decoding is
+           zstd and a cumulative sum, which is one multiplication for K = 2, 4, 8.
+3 ORDERED  the ids compressed with zstd, in the router's order. Sorted skips plus a stream of permutations would need
+           log2 K! incompressible bits more per set: 58 bits a set against 56 here for 8 of 128 on uniform routes.
+4 RANKED   skips between experts numbered by popularity in the chunk (ranked.py). The smallest when some experts of a
+           layer are chosen much more often than others and sets do not repeat. Decodes some 5 times slower than GAP.
 
-16-bit values go to zstd as the plane of low bytes, then the plane of high bytes. Only the blocks of the zstd frame are
-stored: a reader puts magic and a header with the size that it expects in front, so that no chunk can make it allocate
-more than its shape says.
+16-bit values are passed to zstd as the plane of low bytes, then the plane of high bytes. Only the blocks of the zstd
+frame are stored. A reader prepends the magic bytes and a header with the expected size, so a chunk cannot make the
+reader allocate more than its shape requires.
 
 Legend for shapes: T tokens, L layers, K top-k, N = T * L sets.
 """
@@ -39,7 +37,7 @@ from moe_rl.trace.ranked import MAX_COLUMNS, sort_sets
 
 
 class Codec(IntEnum):
-    """How a chunk is coded. The numbers are part of the file format."""
+    """Names the codecs. The numbers are part of the file format."""
 
     RAW = 0
     ENUM = 1
@@ -48,28 +46,29 @@ class Codec(IntEnum):
     RANKED = 4
 
 
-# What a codec that decodes slowly must save: uniform routes lose 3% of size by staying with GAP, and decode some 40
-# times as fast as by ENUM. For chunks of few bytes ENUM is taken when it is smaller at all, RANKED not tried.
+# A codec that decodes slowly must save at least this share of the size. With GAP, uniform routes are 3% larger than
+# with ENUM but decode some 40 times as fast. Short chunks use ENUM whenever it is smaller, and never RANKED.
 _SHORT = 4096
 _GAIN = 1 / 16
 
-# Magic, then a descriptor that says: one segment, 8 bytes of content size, no checksum, no dictionary.
+# Magic, then a descriptor: one segment, 8 bytes of content size, no checksum, no dictionary.
 _ZSTD_HEAD = b"\x28\xb5\x2f\xfd\xe0"
-# What ZstdCompressor writes without content size: magic, descriptor, window.
+# Bytes that ZstdCompressor writes first when the content size is off: magic, descriptor, window.
 _ZSTD_HEAD_WRITTEN = 6
 
-# Per word of K bytes: multiplying by ones sums up to each byte, the steps are the K - 1 chosen experts before it.
+# Words of K bytes. Multiplying by ones gives prefix sums of the bytes; the steps add the i chosen experts before byte
+# i.
 _WORDS: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 _ONES = {k: word.type(int.from_bytes(bytes([1] * k), "little")) for k, word in _WORDS.items()}
 _STEPS = {k: word.type(int.from_bytes(bytes(range(k)), "little")) for k, word in _WORDS.items()}
 
 
 class _Zstd(threading.local):
-    """zstd's contexts are costly to make and must not be shared between threads."""
+    """Holds zstd's contexts per thread: they are costly to create and must not be shared between threads."""
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(level=1, write_content_size=False)
-        # Next to no repeats in what this gets: looking for few of them is quicker, and Huffman codes alone are shorter.
+        # These bytes hardly repeat: searching for few matches is faster, and Huffman codes alone are shorter.
         self.block_compressor = zstandard.ZstdCompressor(
             compression_params=zstandard.ZstdCompressionParameters.from_level(
                 1, min_match=7, hash_log=6, write_content_size=False
@@ -82,11 +81,17 @@ _zstd = _Zstd()
 
 
 def encode_chunk(routes: np.ndarray, num_experts: int, *, keep_order: bool = False) -> tuple[Codec, bytes]:
-    """Code a chunk with the codec that makes it smallest (see _GAIN for what the slow ones must save).
+    """Encode a chunk with the codec that makes it smallest (_GAIN limits the slow codecs).
 
-    routes [T, L, K]: distinct ids below num_experts in every set, in any order; uint8 when num_experts <= 256, else
-    uint16. Without keep_order every set is decoded ascending; with it, in the order given.
-    Raises TraceError on any other dtype, shape or id.
+    Args:
+        routes: [T, L, K] ids below num_experts, distinct within a set, in any order; uint8 when num_experts <= 256,
+            else
+            uint16.
+        num_experts: E.
+        keep_order: decode each set in the order given; otherwise ascending.
+
+    Raises:
+        TraceError: the dtype, the shape or an id is wrong.
     """
     dtype = _id_dtype(routes.shape, num_experts)
     if routes.dtype != dtype:
@@ -131,14 +136,19 @@ def decode_chunk(
     keep_order: bool = False,
     out: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The routes that encode_chunk was given: a new array, or `out` filled.
+    """Return the routes that encode_chunk was given: a new array, or `out` filled.
 
-    codec and keep_order: as encoded. data: bytes-like. shape: (T, L, K) of the chunk; it bounds the memory taken, so it
-    must come from elsewhere than the chunk. out [T, L, K]: uint8 when num_experts <= 256, else uint16, with any
-    strides; what it holds after an error is undefined.
-    Raises TraceError, which says what is wrong in the chunk (the caller knows which chunk it is), when data are not
-    exactly such a chunk: unknown codec, wrong size, damage, an id that is out of range, chosen twice, or out of order
-    where sets are ascending.
+    Args:
+        codec: the id that encode_chunk returned.
+        data: the encoded bytes.
+        shape: (T, L, K) of the chunk. It bounds the memory used, so it must not come from the chunk itself.
+        num_experts: E.
+        keep_order: as encoded.
+        out: [T, L, K] uint8 when num_experts <= 256, else uint16, any strides; its content is undefined after an error.
+
+    Raises:
+        TraceError: the data are not such a chunk: unknown codec, wrong size, damage, or an id that is out of range,
+            repeated, or out of order where sets are ascending. The caller adds which chunk it is.
     """
     dtype = _id_dtype(shape, num_experts)
     if out is not None and (out.dtype != dtype or out.shape != tuple(shape)):
@@ -168,19 +178,24 @@ def decode_chunk(
     elif codec == Codec.ENUM:
         width = enumerative.rank_bits(num_experts, top_k)
         if width is None:
-            raise TraceError(describe("no enumerative code for so many sets", got=f"{top_k} of {num_experts} experts"))
+            raise TraceError(
+                describe("the enumerative codec cannot encode so many sets", got=f"{top_k} of {num_experts} experts")
+            )
         _check_size(data, -(-sets * width // 8))
         ids_NK = enumerative.decode(np.frombuffer(data, np.uint8), sets, top_k, num_experts, dtype)
     elif codec == Codec.GAP:
         skips_NK = _decompress(data, size, dtype).reshape(sets, top_k)
         ids_NK = _sum_skips(skips_NK)
-        # Until the first id out of range no sum is above `reach`: if the dtype holds that, it has not wrapped unseen.
+        # No sum before the first id out of range exceeds `reach`. If the dtype can hold `reach`, no sum wrapped
+        # unnoticed.
         reach = int(skips_NK.max()) + num_experts
         if int(ids_NK.max()) >= num_experts or (reach >= 256**dtype.itemsize and not _ascending(ids_NK)):
             raise _bad_set(ids_NK, num_experts, layers, ascending=True)
     elif codec == Codec.RANKED:
         if not ranked.applies(num_experts, top_k):
-            raise TraceError(describe("no ranked code for such sets", got=f"{top_k} of {num_experts} experts"))
+            raise TraceError(
+                describe("the ranked codec cannot encode sets of this size", got=f"{top_k} of {num_experts} experts")
+            )
         plain = _decompress(data, layers * num_experts + size, dtype)
         ids_NK = ranked.decode(plain, (tokens, layers, top_k), num_experts)
     else:
@@ -198,11 +213,11 @@ def decode_chunk(
 
 
 def _id_dtype(shape: tuple[int, ...], num_experts: int) -> np.dtype:
-    """The dtype of ids, once it is clear that the numbers can be those of a chunk."""
+    """Return the dtype of ids, after checking that the shape is possible for a chunk."""
     if len(shape) != 3 or min(shape) < 0 or not 1 <= num_experts <= 65536 or not 1 <= shape[2] <= num_experts:
         raise TraceError(
             describe(
-                "not the shape of a chunk",
+                "impossible shape of a chunk",
                 got=f"{tuple(shape)} with {num_experts} experts",
                 expected="[T, L, K] with 1 <= K <= experts <= 65536",
             )
@@ -217,7 +232,7 @@ def _check_size(data: Buffer, size: int) -> None:
 
 
 def _bad_set(ids_NK: np.ndarray, num_experts: int, layers: int, *, ascending: bool) -> TraceError:
-    """The error for the first set that is none. ascending: whether sets should be."""
+    """Return the error for the first invalid set. `ascending` says whether sets should be ascending."""
     high = (ids_NK >= num_experts).any(axis=1)
     ordered_NK = ids_NK if ascending else np.sort(ids_NK, axis=1)
     repeated = (ordered_NK[:, 1:] <= ordered_NK[:, :-1]).any(axis=1)
@@ -234,10 +249,10 @@ def _bad_set(ids_NK: np.ndarray, num_experts: int, layers: int, *, ascending: bo
 
 
 def _skips(ids_NK: np.ndarray) -> np.ndarray:
-    """Turn ascending sets into the first id, then how many experts lie between each id and the one before it."""
+    """Turn ascending sets into the first id, then the number of experts between each id and the one before it."""
     skips_NK = np.empty_like(ids_NK)
     ids, skips = ids_NK.reshape(-1), skips_NK.reshape(-1)
-    # Over the ends of sets too; what comes out there is the first column, written over below.
+    # Computed across set boundaries too; the wrong values land in the first column, which is overwritten below.
     np.subtract(ids[1:], ids[:-1], out=skips[1:])
     skips -= ids.dtype.type(1)
     skips_NK[:, 0] = ids_NK[:, 0]
@@ -245,7 +260,7 @@ def _skips(ids_NK: np.ndarray) -> np.ndarray:
 
 
 def _sum_skips(skips_NK: np.ndarray) -> np.ndarray:
-    """The inverse of _skips, modulo 2**8 or 2**16."""
+    """Sum skips back into ids, modulo 2**8 or 2**16; the inverse of _skips."""
     top_k = skips_NK.shape[1]
     if skips_NK.itemsize == 1 and top_k in _WORDS:
         words = skips_NK.reshape(-1).view(_WORDS[top_k]) * _ONES[top_k]
@@ -265,7 +280,7 @@ def _ascending(ids_NK: np.ndarray) -> bool:
     rises_NK = np.empty(ids_NK.shape, np.bool_)
     ids, rises = ids_NK.reshape(-1), rises_NK.reshape(-1)
     np.less(ids[:-1], ids[1:], out=rises[:-1])
-    # From the end of one set to the start of the next anything may happen.
+    # Ids may fall from the end of one set to the start of the next.
     rises_NK[:, -1] = True
     return bool(rises.all())
 
@@ -277,7 +292,7 @@ def _compress(values_NK: np.ndarray) -> bytes:
 
 
 def _compress_blocks(parts: list[np.ndarray]) -> bytes:
-    """The parts, bytes, in blocks of their own: each with the Huffman code that suits it."""
+    """Compress each part of bytes in a zstd block of its own, with the Huffman code that suits the part."""
     stream = _zstd.block_compressor.compressobj()
     written = []
     for part in parts[:-1]:
@@ -287,7 +302,7 @@ def _compress_blocks(parts: list[np.ndarray]) -> bytes:
 
 
 def _decompress(data: Buffer, size: int, dtype: np.dtype) -> np.ndarray:
-    """`size` bytes of values of `dtype`, flat. Raises TraceError when data are not zstd blocks of exactly that many."""
+    """Decompress to `size` bytes as a flat array of `dtype`. Raises TraceError unless zstd gives exactly that many."""
     head = _ZSTD_HEAD + size.to_bytes(8, "little")
     try:
         plain = _zstd.decompressor.decompress(b"".join((head, data)), allow_extra_data=False)

@@ -1,4 +1,4 @@
-"""Where two stores of the same sequences chose different experts.
+"""Finds where two stores of the same sequences chose different experts.
 
 Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
 """
@@ -19,11 +19,15 @@ _BINS = 40
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """Sums over the tokens that both stores have.
+    """Holds sums over the tokens that both stores have.
 
-    layers [L]: that both have. sets_L: sets that differ. experts_L: experts of the first store that the second did not
-    choose. tokens: rows that differ in at least one layer. shorter: sequences compared only up to the first token that
-    differs. bin_sets, bin_differ [B]: sets, and those that differ, at positions of bin_rows each.
+    Attributes:
+        layers: [L] the layers that both stores have.
+        sets_L: number of sets that differ.
+        experts_L: number of experts that only the first store chose.
+        tokens: rows that differ in at least one layer.
+        shorter: sequences compared only up to the first token that differs.
+        bin_sets, bin_differ: [B] number of sets, and of sets that differ, for each `bin_rows` positions.
     """
 
     layers: tuple[int, ...]
@@ -42,10 +46,12 @@ class Disagreement:
 
 
 def compare(here: Selection, there: Selection) -> Disagreement:
-    """Compare records of equal keys, token by token as long as the tokens are the same. Order in a set does not count.
+    """Compare records with equal keys, token by token until the tokens differ. Order within a set is ignored.
 
-    Raises TraceError when no sequence is in both, and when records of a key have another number of experts or no layer
-    in common.
+    Raises:
+        TraceError: no sequence is in both stores, or two records of a key have different numbers of experts or no layer
+            in
+            common.
     """
     ours, theirs = _by_key(here), _by_key(there)
     common = [key for key in ours if key in theirs]
@@ -102,7 +108,7 @@ def compare(here: Selection, there: Selection) -> Disagreement:
 
 
 def _by_key(selection: Selection) -> dict[str, RouteRef]:
-    """References by key; the parts of pipeline stages, which have the same key and rows, together."""
+    """Return references by key, with the parts of all pipeline stages (same key and rows) in one reference."""
     found: dict[str, RouteRef] = {}
     for ref in references(selection):
         known = found.get(ref.key)

@@ -1,8 +1,8 @@
-"""Enumerative coding: a set of K expert ids as its rank among all C(E, K) sets, in a fixed number of bits.
+"""Codes a set of K expert ids as its rank among all C(E, K) sets, in a fixed number of bits.
 
-The combinadic rank of c_0 < c_1 < ... < c_(K-1) is the sum of C(c_i, i + 1); every rank below C(E, K) is a set, and no
-set has two ranks. Ranks are packed at width = ceil(log2 C(E, K)) bits, rank i in the bits [i * width, (i + 1) * width)
-of a little-endian bit stream, zeros in the last byte's rest. So set i can be read alone.
+The combinadic rank of c_0 < c_1 < ... < c_(K-1) is the sum of C(c_i, i + 1). Every rank below C(E, K) is a set, and no
+two sets have the same rank. Rank i takes the bits [i * width, (i + 1) * width) of a little-endian bit stream, with
+width = ceil(log2 C(E, K)), so set i can be read alone. Unused bits of the last byte are zero.
 
 Legend for shapes: N sets, K top-k.
 """
@@ -21,7 +21,7 @@ _WORD = np.dtype("<u8")
 
 @lru_cache(maxsize=64)
 def rank_bits(num_experts: int, top_k: int) -> int | None:
-    """Bits of one rank, 0 to 64, or None where a rank does not fit a 64-bit word."""
+    """Return the bits of one rank, 0 to 64, or None if a rank does not fit in a 64-bit word."""
     # C(68, 34) is above 2**64, and C(65536, 32768) takes a while to compute.
     if min(top_k, num_experts - top_k) >= 34:
         return None
@@ -30,7 +30,7 @@ def rank_bits(num_experts: int, top_k: int) -> int | None:
 
 
 def encode(ids_NK: np.ndarray, num_experts: int) -> bytes:
-    """Ranks of sets [N, K] that are sorted, distinct and in range, packed into ceil(N * rank_bits / 8) bytes."""
+    """Pack the ranks of sets [N, K], which are sorted, distinct and in range, into ceil(N * rank_bits / 8) bytes."""
     sets, top_k = ids_NK.shape
     ranks = np.zeros(sets, _WORD)
     for i, binomials in enumerate(_binomials(num_experts, top_k)):
@@ -41,9 +41,10 @@ def encode(ids_NK: np.ndarray, num_experts: int) -> bytes:
 
 
 def decode(data: np.ndarray, sets: int, top_k: int, num_experts: int, dtype: np.dtype) -> np.ndarray:
-    """Sets [N, K] of `dtype`, each ascending. data: uint8 array of exactly ceil(N * rank_bits / 8) bytes.
+    """Return sets [N, K] of `dtype`, each ascending, from a uint8 array of exactly ceil(N * rank_bits / 8) bytes.
 
-    Raises TraceError when a rank is none of a set, or when bits after the last rank are set.
+    Raises:
+        TraceError: a rank is too large for a set, or bits after the last rank are not zero.
     """
     width = rank_bits(num_experts, top_k)
     assert width is not None, "sets without a rank are not coded by it"
@@ -54,12 +55,17 @@ def decode(data: np.ndarray, sets: int, top_k: int, num_experts: int, dtype: np.
     if sets and int(ranks.max()) >= total:
         at = int(np.flatnonzero(ranks >= np.uint64(total))[0])
         raise TraceError(
-            describe("rank of no set of experts", where=f"set {at}", got=int(ranks[at]), expected=f"below {total}")
+            describe(
+                "the rank is too large for a set of experts",
+                where=f"set {at}",
+                got=int(ranks[at]),
+                expected=f"below {total}",
+            )
         )
     ids_NK = np.empty((sets, top_k), dtype)
     binomials = _binomials(num_experts, top_k)
     for i in range(top_k - 1, 0, -1):
-        # The largest id whose binomial is not above what is left of the rank.
+        # The largest id whose binomial is at most the remaining rank.
         offset = np.searchsorted(binomials[i], ranks, side="right") - 1
         ids_NK[:, i] = offset + i
         ranks -= binomials[i][offset]
@@ -69,9 +75,9 @@ def decode(data: np.ndarray, sets: int, top_k: int, num_experts: int, dtype: np.
 
 @lru_cache(maxsize=8)
 def _binomials(num_experts: int, top_k: int) -> np.ndarray:
-    """[K, E - K + 1]: C(d + i, i + 1) at [i, d]. Id c at position i of a sorted set has 0 <= d = c - i <= E - K.
+    """Return the table [K, E - K + 1] with C(d + i, i + 1) at [i, d]. Id c at position i of a sorted set has d = c - i.
 
-    No entry is above C(E - 1, K), so that none overflows where the ranks do not.
+    No entry exceeds C(E - 1, K), so the table overflows only if the ranks do.
     """
     table = np.empty((top_k, num_experts - top_k + 1), _WORD)
     table[0] = np.arange(num_experts - top_k + 1)
@@ -83,11 +89,11 @@ def _binomials(num_experts: int, top_k: int) -> np.ndarray:
 
 
 def _pack(values: np.ndarray, width: int) -> bytes:
-    """values [N] uint64, each below 2**width, as a bit stream of `width` bits each."""
+    """Write values [N] uint64, each below 2**width, as a bit stream of `width` bits each."""
     bits = len(values) * width
     if not bits:
         return b""
-    # Word q holds the bits [64q, 64q + 64): the end of value `first`, and what follows it.
+    # Word q holds the bits [64q, 64q + 64): the end of value `first`, then the values after it.
     start = np.arange(-(-bits // 64), dtype=np.int64) * 64
     first = start // width
     used = (start - first * width).astype(_WORD)
@@ -101,11 +107,11 @@ def _pack(values: np.ndarray, width: int) -> bytes:
 
 
 def _unpack(data: np.ndarray, count: int, width: int) -> tuple[np.ndarray, int]:
-    """The inverse of _pack: values [count] uint64, and the unused bits of the last byte."""
+    """Return values [count] uint64 and the unused bits of the last byte; the inverse of _pack."""
     bits = count * width
     if not bits:
         return np.zeros(count, _WORD), 0
-    # One word more, for the value that ends with the stream.
+    # One extra word, which the last value may reach into.
     stream = np.zeros((-(-bits // 64) + 1) * 8, np.uint8)
     stream[: len(data)] = data
     words = stream.view(_WORD)

@@ -1,5 +1,6 @@
-"""The files of a store: exact byte ranges in, by pread or by fsspec's cat_ranges; out, writes that are complete and
-durable, or an OSError.
+"""Reads byte ranges of a store's files, by pread or fsspec's cat_ranges, and writes files durably.
+
+A write is complete and on disk when it returns; otherwise it raises OSError.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Any, Protocol
 
 from moe_rl.errors import TraceError, describe
 
-# Ranges that touch become one read of at most this size, so that memory does not grow with the file.
+# Adjacent ranges are read together, up to this size, so that memory use does not grow with the file.
 _READ = 8 << 20
-# Bytes asked of a remote store at once.
+# Bytes requested from a remote store at once.
 _REMOTE = 64 << 20
 
 TMP = ".tmp"
@@ -26,19 +27,19 @@ Range = tuple[int, int]
 
 
 class File(Protocol):
-    """An open file. identity: differs when the file was replaced or changed. size: in bytes."""
+    """An open file. `identity` differs after the file is replaced or changed; `size` is in bytes."""
 
     identity: tuple
     size: int
 
     def fetch(self, ranges: Iterable[Range]) -> Iterator[memoryview]:
-        """The bytes of each [start, end), in order. ranges: by rising start. Raises TraceError."""
+        """Yield the bytes of each [start, end); ranges are sorted by start. Raises TraceError."""
 
     def close(self) -> None: ...
 
 
 class LocalFolder:
-    """A folder of this machine."""
+    """Opens files in a local folder."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -53,13 +54,13 @@ class LocalFolder:
             return []
 
     def open(self, name: str) -> LocalFile:
-        """Raises OSError when there is no such file."""
+        """Open a file. Raises OSError if it does not exist."""
         # O_NONBLOCK: a pipe in the place of a file must not hang the reader.
         return LocalFile(os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
 
 
 class LocalFile:
-    """Plain reads, no memory map: a file cut short under us is an error here, no SIGBUS later."""
+    """Reads without a memory map: if the file is truncated meanwhile, this raises an error instead of SIGBUS."""
 
     def __init__(self, fd: int):
         self._fd = fd
@@ -91,7 +92,7 @@ class LocalFile:
 
 
 class RemoteFolder:
-    """A folder that fsspec knows by URL. Read only."""
+    """Reads files in a folder that fsspec knows by URL; it cannot write."""
 
     def __init__(self, url: str):
         from fsspec.core import url_to_fs  # not needed where stores are local folders
@@ -104,14 +105,14 @@ class RemoteFolder:
 
     def names(self) -> list[str]:
         try:
-            # Listings are cached by fsspec; another process may have published since.
+            # fsspec caches listings, but another process may have published since.
             self._fs.invalidate_cache(self._path)
             return [path.rsplit("/", 1)[-1] for path in self._fs.ls(self._path, detail=False)]
         except FileNotFoundError:
             return []
 
     def open(self, name: str) -> RemoteFile:
-        """Raises OSError when there is no such file."""
+        """Open a file. Raises OSError if it does not exist."""
         return RemoteFile(self._fs, f"{self._path.rstrip('/')}/{name}")
 
 
@@ -120,7 +121,7 @@ class RemoteFile:
         self._fs, self._path = fs, path
         info = fs.info(path)
         self.size = info["size"] if info["type"] == "file" else -1
-        # What a file system knows of a version differs: etag, mtime, created, ...; all of it goes in.
+        # File systems describe a version differently (etag, mtime, created, ...), so all of their info is used.
         self.identity = (path, str(info))
 
     def fetch(self, ranges: Iterable[Range]) -> Iterator[memoryview]:
@@ -155,7 +156,7 @@ class RemoteFile:
 
 
 def _runs(ranges: Iterable[Range]) -> Iterator[list[Range]]:
-    """Ranges that touch or overlap, together."""
+    """Group ranges that touch or overlap."""
     run: list[Range] = []
     for start, end in ranges:
         if run and (start > run[-1][1] or end - run[0][0] > _READ):
@@ -176,13 +177,14 @@ def write_all(fd: int, data: Buffer, at: int) -> None:
 
 
 def create_locked(root: Path, name: str) -> tuple[int, Path]:
-    """A new hidden file, locked while this process lives: so a collector tells it from a dead writer's."""
+    """Create a hidden file, locked while this process lives, so that a collector can tell it from a dead writer's
+    file."""
     while True:
         path = root / f".{name}.{secrets.token_hex(4)}{TMP}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
-            # A collector may have taken the file between the two calls above.
+            # A collector may have removed the file between the two calls above.
             if os.fstat(fd).st_nlink:
                 return fd, path
         except OSError:

@@ -1,10 +1,10 @@
-"""One record as bytes: a frame of head and sections. docs/reference/trace_format.md has every byte.
+"""Packs one record as bytes: a frame with a head and sections. docs/reference/trace_format.md lists every byte.
 
     magic | varint body length | body | checksum of the body    <- the head; the checksum is the record's digest
     token blocks | chunks | expert counts | aux arrays          <- the sections, each with a checksum in the body
 
-A reader of a slice needs the head and the sections it touches, nothing else. Chunks are ordered by layer group, then
-token block: the layers of one pipeline stage lie together.
+To read a slice, only the head and the sections of the slice are needed. Chunks are ordered by layer group, then token
+block, so the layers of one pipeline stage are contiguous.
 
 Legend for shapes: T tokens, L MoE layers, K top-k experts per token, E experts.
 """
@@ -30,7 +30,7 @@ MAX_HEAD = 1 << 20
 MAX_DEPTH = 64
 MAX_AUX = 64
 MAX_AUX_BYTES = 1 << 26
-# Mean count per expert from which counts are stored. With fewer rows decoding is as quick, and they cost over 5%.
+# Counts are stored from this mean count per expert on. For fewer rows decoding is as fast, and counts cost over 5%.
 COUNTS_FROM = 16
 
 _AUX_NAME = re.compile(r"[a-z_]{1,64}", re.ASCII)
@@ -42,7 +42,7 @@ _CHECKSUM = 8
 
 @dataclass(frozen=True, slots=True)
 class FrameSection:
-    """Stored bytes of a frame. kind: how they are packed. start: bytes from the beginning of the frame."""
+    """A range of stored bytes in a frame. `kind` says how they are packed; `start` is relative to the frame."""
 
     kind: int
     start: int
@@ -52,7 +52,7 @@ class FrameSection:
 
 @dataclass(frozen=True, slots=True)
 class Aux:
-    """A named array of a record."""
+    """Describes a named array of a record."""
 
     name: str
     dtype: np.dtype
@@ -62,8 +62,13 @@ class Aux:
 
 @dataclass(frozen=True, slots=True)
 class Parent:
-    """The record that a frame continues. shard: "" for the frame's own. rows: of it that come before the frame's own.
-    depth: 1 when it continues no other itself."""
+    """Names the record that a frame continues.
+
+    Attributes:
+        shard: "" means the frame's own shard.
+        rows: the parent's rows that come before the frame's own rows.
+        depth: 1 if the parent itself continues no record.
+    """
 
     shard: str
     digest: bytes
@@ -73,7 +78,7 @@ class Parent:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Everything a head says. own_rows: rows stored here. chunks: by layer group, then token block."""
+    """Holds everything a head says. `own_rows` are stored here; `chunks` are by layer group, then token block."""
 
     key: str
     own_rows: int
@@ -89,7 +94,7 @@ class Frame:
 
     @property
     def rows(self) -> int:
-        """How many the whole sequence has."""
+        """Return the number of rows of the whole sequence."""
         return self.own_rows + (self.parent.rows if self.parent else 0)
 
     @property
@@ -106,9 +111,16 @@ def build_frame(
     parent: Parent | None,
     aux: Mapping[str, np.ndarray],
 ) -> bytes:
-    """The frame. The arguments have been checked, aux excepted.
+    """Build the frame. All arguments but `aux` have been checked before.
 
-    routes [T, L, K] of the shard's layers. token_ids [T] int32. spans: canonical, over the T rows.
+    Args:
+        shard: header of the shard that the frame goes into.
+        key: the record's key.
+        routes: [T, L, K] of the shard's layers.
+        token_ids: [T] int32.
+        spans: canonical spans over the T rows.
+        parent: the record that this one continues.
+        aux: named arrays to store with the record.
     """
     rows, block = len(routes), shard.token_block
     routes = np.ascontiguousarray(routes, dtype=shard.spec.dtype)
@@ -158,7 +170,7 @@ def build_frame(
 
 
 def head_size(data: bytes | memoryview) -> int:
-    """Bytes of the head of the frame whose first bytes these are (14 are enough). Raises TraceError."""
+    """Return the bytes of the head of the frame that starts with `data`; 14 bytes are enough. Raises TraceError."""
     if bytes(data[:4]) != MAGIC:
         raise TraceError("no frame begins here")
     cursor = Cursor(data[:14], 4)
@@ -169,7 +181,7 @@ def head_size(data: bytes | memoryview) -> int:
 
 
 def parse_head(shard: ShardHeader, data: bytes | memoryview) -> Frame:
-    """A head, exactly. Raises TraceError saying what is wrong; the caller adds where."""
+    """Parse exactly one head. Raises TraceError with what is wrong; the caller adds where."""
     size = head_size(data)
     if size != len(data):
         raise TraceError(f"a frame has a header of {size} bytes where {len(data)} are expected")
@@ -246,13 +258,13 @@ def _parse_body(shard: ShardHeader, body: bytes, digest: bytes, head_bytes: int)
 
 
 def count_experts(routes: np.ndarray, num_experts: int) -> np.ndarray:
-    """How often each expert was chosen: int64 [L, E] of routes [T, L, K]."""
+    """Count how often each expert was chosen: int64 [L, E] from routes [T, L, K]."""
     layers = [np.bincount(routes[:, layer].reshape(-1), minlength=num_experts) for layer in range(routes.shape[1])]
     return np.array(layers, np.int64).reshape(-1, num_experts)
 
 
 def checksum(data: Buffer) -> int:
-    """xxh3-64 of a section's stored bytes; of a token block, of its ids as little-endian int32."""
+    """Return the xxh3-64 of a section's stored bytes; for a token block, of its ids as little-endian int32."""
     return xxhash.xxh3_64_intdigest(data)
 
 
@@ -265,7 +277,7 @@ def _digest(shard: ShardHeader, body: bytes | bytearray) -> bytes:
 
 
 def _few(cursor: Cursor, body: bytes) -> int:
-    """A count of things that take at least two bytes each."""
+    """Read a count of items that take at least two bytes each; refuse a count that the body cannot hold."""
     count = cursor.varint()
     if 2 * count > len(body):
         raise TraceError("a frame's header lists more than it holds")

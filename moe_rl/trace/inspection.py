@@ -1,5 +1,4 @@
-"""What is in a store: which shards are meant, how many sequences, how large, how near to the bound, how fast to read,
-and which experts are chosen.
+"""Describes the contents of a store: sequences, size, distance from the bound, read speed, and chosen experts.
 
 Legend for shapes: T tokens, L MoE layers, E experts per layer, K top-k experts per token.
 """
@@ -27,19 +26,19 @@ from moe_rl.trace.shard import SUFFIX, ShardHeader
 from moe_rl.trace.store import TraceStore
 from moe_rl.types import RoutePart, RouteRef
 
-# Rows whose routes are decoded at once.
+# Rows decoded at once.
 _DECODED = 1 << 15
-# Tokens of which pairs of experts are counted.
+# Tokens for which pairs of experts are counted.
 _PAIRED = 1 << 16
 _REPEATS = 3
-# The speed is measured on chunks of the size that a writer makes unless it is told otherwise.
+# Speed is measured on chunks of the writer's default size.
 _LAYER_GROUP = 12
 _TOKEN_BLOCK = 512
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Shards of a store that a command works on. whole: they are all that it has."""
+    """Holds the shards that a command works on. `whole` says that they are all shards of the store."""
 
     root: str
     store: TraceStore
@@ -48,9 +47,9 @@ class Selection:
 
 
 def select(target: str) -> Selection:
-    """The store at a folder or fsspec URL, or the one shard at the path or URL of a .safetensors file.
+    """Select the store at a folder or fsspec URL, or the single shard at the path or URL of a .safetensors file.
 
-    Raises TraceError when there is no such folder or file.
+    Raises TraceError if the folder or file does not exist.
     """
     root, one = str(target).rstrip("/"), None
     if root.endswith(SUFFIX):
@@ -67,19 +66,19 @@ def select(target: str) -> Selection:
 
 
 def references(selection: Selection, pattern: str = "*") -> Iterator[RouteRef]:
-    """Every record whose key matches a shell pattern, part by part, in the order in which they were written."""
+    """Yield every record whose key matches a shell pattern, part by part, in the order of writing."""
     for shard in selection.shards:
         yield from (ref for ref in selection.store.records(shard) if fnmatchcase(ref.key, pattern))
 
 
 def unsealed(root: str) -> list[str]:
-    """Files of writers that are at work, or that died: `repair` saves their records."""
+    """Return the files of writers that are running or have died; `repair` recovers the records of dead writers."""
     return [] if "://" in root else sorted(path.name for path in Path(root).glob(f".*{TMP}"))
 
 
 @dataclass
 class _Model:
-    """Sums over the records of one model."""
+    """Holds sums over the records of one model."""
 
     spec: TraceSpec
     counts_LE: np.ndarray
@@ -100,13 +99,11 @@ class _Model:
 
 
 def inspect(selection: Selection) -> dict[str, Any]:
-    """Facts as plain JSON values.
+    """Return facts about the store as plain JSON values.
 
-    `tokens` are those of all sequences: a beginning that sequences share counts in each of them, and once in
-    `stored_tokens`. `bytes_per_token` divides by the former, as a run's metric does.
-
-    Chunks are decoded only of records too short to have stored expert counts, and of those that continue others.
-    Raises TraceError on damage.
+    `tokens` counts a prefix shared by several sequences once per sequence; `stored_tokens` counts it once.
+    `bytes_per_token` divides by `tokens`, as a run's metric does. Chunks are decoded only for records too short to have
+    stored expert counts, and for records that continue others. Raises TraceError on damage.
     """
     models: dict[TraceSpec, _Model] = {}
     library = Library(selection.root)
@@ -130,8 +127,10 @@ def inspect(selection: Selection) -> dict[str, Any]:
 
 
 def expert_counts(selection: Selection) -> tuple[TraceSpec, np.ndarray]:
-    """The model of the records, and how often each expert was chosen: int64 [L, E]. Raises TraceError when they are of
-    several models, or there are none."""
+    """Return the model of the records, and how often each expert was chosen: int64 [L, E].
+
+    Raises TraceError if the records are of several models or there are none.
+    """
     library = Library(selection.root)
     counted: dict[TraceSpec, np.ndarray] = {}
     for shard in selection.shards:
@@ -147,9 +146,9 @@ def expert_counts(selection: Selection) -> tuple[TraceSpec, np.ndarray]:
 
 
 def coactivation(selection: Selection, layers: Sequence[int]) -> tuple[tuple[int, ...], np.ndarray]:
-    """Those of the layers that records have, and for how many tokens two experts were chosen at once: int64 [L, E, E].
+    """Return which of `layers` the records have, and how many tokens chose two experts together: int64 [L, E, E].
 
-    On the diagonal stands for how many one was. Counts the first tokens of the store only, some 65,000 of them.
+    The diagonal counts the tokens that chose one expert. Only the first tokens of the store are counted, some 65,000.
     """
     counts: dict[int, np.ndarray] = {}
     rows: Counter[int] = Counter()
@@ -171,7 +170,7 @@ def coactivation(selection: Selection, layers: Sequence[int]) -> tuple[tuple[int
 
 def _add(model: _Model, tip: Found) -> None:
     frame, layers = tip.frame, tip.shard.header.layers
-    # Every stage of a pipeline stores the tokens of a sequence: they are counted once.
+    # Every pipeline stage stores a sequence's tokens, which count once.
     if frame.key not in model.layers_of:
         model.tokens += frame.rows
         model.stored_tokens += frame.own_rows
@@ -189,7 +188,7 @@ def _add(model: _Model, tip: Found) -> None:
 
 
 def _heads(library: Library, shard: str) -> tuple[ShardIndex, list[tuple[RoutePart, Found]]]:
-    """A shard and all its records, no chunk of which is read."""
+    """Return a shard's index and all its records without reading any chunk."""
     with Reading(library) as reading:
         index = reading.shard(shard, f"shard {shard}")
         parts = [RoutePart(shard, digest.hex()) for digest in index.entries]
@@ -198,7 +197,7 @@ def _heads(library: Library, shard: str) -> tuple[ShardIndex, list[tuple[RoutePa
 
 
 def _counts(store: TraceStore, header: ShardHeader, found: Sequence[tuple[RoutePart, Found]]) -> np.ndarray:
-    """How often each expert was chosen in the own rows of the records of one shard: int64 [L, E], its layers."""
+    """Count how often each expert was chosen in the own rows of a shard's records: int64 [L, E] for its layers."""
     counts = np.zeros((len(header.layers), header.spec.num_experts), np.int64)
     items, rows = [], 0
     for at, (part, tip) in enumerate(found):
@@ -251,8 +250,13 @@ def _facts(model: _Model) -> dict[str, object]:
 
 
 def popularity(counts_LE: np.ndarray, layers: Sequence[int], top_k: int) -> list[dict[str, float]]:
-    """Per layer: its busiest expert and that one's load (1: the mean of all), experts never chosen, and how even the
-    load is (entropy of the picks over its largest value: 1 when all experts are chosen as often)."""
+    """Summarize the load of each layer.
+
+    Returns:
+        Per layer: the busiest expert, its load relative to the mean, the number of experts never chosen, and the
+        evenness
+        of the load (entropy of the choices over its largest value; 1 when all experts are chosen equally often).
+    """
     facts = []
     for layer, counts in zip(layers, counts_LE, strict=True):
         total = counts.sum()
@@ -275,11 +279,12 @@ def popularity(counts_LE: np.ndarray, layers: Sequence[int], top_k: int) -> list
 
 
 def measure(selection: Selection, *, max_bytes: int = 64 << 20) -> dict[str, object]:
-    """Rates in GB/s of raw routes (one or two bytes an id), over the first records up to max_bytes of them.
+    """Measure rates in GB/s of raw routes (one or two bytes an id) over the first records, up to `max_bytes` of routes.
 
-    encode, decode: chunks of 512 tokens x 12 layers, processor time of one core, best of 3. read: TraceStore.read of
-    whole records, wall time, every checksum included, once cold (as cold as the page cache is) and best of 3 after.
-    Raises TraceError when there is nothing to read.
+    encode and decode use chunks of 512 tokens x 12 layers and processor time of one core; best of 3. read is
+    TraceStore.read of whole records in wall time with every checksum, first cold (as far as the page cache is), then
+    best
+    of 3. Raises TraceError when there is nothing to read.
     """
     store, refs, size = selection.store, [], 0
     records = []
@@ -293,7 +298,7 @@ def measure(selection: Selection, *, max_bytes: int = 64 << 20) -> dict[str, obj
             break
     first = time.perf_counter() - started
     if not size:
-        raise TraceError(describe("there are no routes to measure on", where=selection.root))
+        raise TraceError(describe("the store has no routes to measure", where=selection.root))
 
     chunks = [
         (

@@ -1,4 +1,4 @@
-"""Finding records: opening shards, checking what they are, and following a record to those that it continues."""
+"""Finds records: opens shards, verifies them, and follows a record to the records that it continues."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from moe_rl.trace.shard import MAX_HEADER, MAX_INDEX, SUFFIX, IndexEntry, ShardH
 from moe_rl.types import RoutePart
 
 _CACHED_SHARDS = 64
-# A frame no larger than a page is read whole, together with its head.
+# A frame of at most one page is read whole together with its head.
 _PAGE = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class ShardIndex:
-    """A sealed shard without its frames. start: offset of the first frame. entries: by digest, in file order."""
+    """Indexes a sealed shard. `start` is the offset of the first frame; `entries` are by digest, in file order."""
 
     header: ShardHeader
     digest: str
@@ -36,7 +36,7 @@ class ShardIndex:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A record in its shard. at: offset of its frame in the file. page: the whole frame, when that was read."""
+    """Locates a record in its shard. `at` is the frame's file offset; `page` is the whole frame if it was read."""
 
     shard: ShardIndex
     frame: Frame
@@ -47,7 +47,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class RowSegment:
-    """Rows [first, first + rows) of a sequence are the first `rows` own rows of a record."""
+    """Says that rows [first, first + rows) of a sequence are the first `rows` own rows of a record."""
 
     found: Found
     first: int
@@ -55,7 +55,7 @@ class RowSegment:
 
 
 class Library:
-    """The shards of a store. Safe to share between threads; keeps the indexes of the last shards used, no open file."""
+    """Holds a store's shards. Thread-safe; caches the indexes of the last shards used, but keeps no file open."""
 
     def __init__(self, root: Path | str):
         self.folder = RemoteFolder(root) if isinstance(root, str) and "://" in root else LocalFolder(Path(root))
@@ -64,7 +64,7 @@ class Library:
         self._lock = threading.Lock()
 
     def manifest(self) -> Manifest:
-        """What the manifest says now; empty when there is none."""
+        """Read the manifest; it is empty if the file does not exist."""
         try:
             file = self.folder.open(MANIFEST)
         except FileNotFoundError:
@@ -84,7 +84,7 @@ class Library:
         return manifest
 
     def index(self, file: File, shard: str) -> ShardIndex:
-        """The index of an open shard, from the cache when the file is still the same one."""
+        """Return the index of an open shard, from the cache if the file is unchanged."""
         with self._lock:
             cached = self._cache.get(shard)
             if cached is not None and cached[0] == file.identity:
@@ -116,7 +116,7 @@ class Library:
 
 
 class Reading:
-    """The shards that one call needs, each opened once. A context manager; not for several threads."""
+    """Opens each shard that one call needs once. A context manager, not thread-safe."""
 
     def __init__(self, library: Library):
         self._library = library
@@ -131,7 +131,7 @@ class Reading:
             file.close()
 
     def shard(self, name: str, where: str) -> ShardIndex:
-        """Raises TraceError; where: what it is needed for."""
+        """Open a shard; `where` says what needs it. Raises TraceError."""
         if name not in self._open:
             try:
                 file = self._library.folder.open(check_name(name) + SUFFIX)
@@ -152,14 +152,14 @@ class Reading:
         return self._open[name][1]
 
     def fetch(self, shard: str, ranges: Iterable[Range]) -> Iterable[memoryview]:
-        """As File.fetch, of a shard that has been opened."""
+        """Read ranges of a shard that is open, as File.fetch does."""
         try:
             yield from self._open[shard][0].fetch(ranges)
         except TraceError as error:
             raise TraceError(f"shard {shard} in {self._library.folder}: {error}") from error
 
     def find(self, parts: Iterable[tuple[RoutePart, str]]) -> None:
-        """Read the heads of these records and of all that they continue. parts: each with what it is needed for."""
+        """Read the heads of these records and of all records that they continue. Each part comes with what needs it."""
         needed: list[tuple[RoutePart, str, Found | None]] = [(part, where, None) for part, where in parts]
         while needed:
             wanted: dict[str, dict[RoutePart, IndexEntry]] = defaultdict(dict)
@@ -179,7 +179,7 @@ class Reading:
             ]
 
     def chain(self, part: RoutePart, rows: int, where: str) -> list[RowSegment]:
-        """The records that together are the first `rows` rows of a record that was found, oldest first."""
+        """Return the records that together hold the first `rows` rows of a found record, oldest first."""
         segments = []
         while True:
             found = self._found[part]
@@ -187,7 +187,7 @@ class Reading:
             if rows > frame.rows:
                 raise TraceError(
                     describe(
-                        "record has fewer rows than are referred to",
+                        "record has fewer rows than the reference",
                         where=where,
                         got=f"{frame.rows} rows in shard {part.shard}",
                         expected=rows,
@@ -202,7 +202,7 @@ class Reading:
             part, rows = parent_part(part, frame.parent), min(rows, before)
 
     def tip(self, part: RoutePart) -> Found:
-        """A record that was found."""
+        """Return a record that `find` has read."""
         return self._found[part]
 
     def _read_heads(self, shard: str, entries: dict[RoutePart, IndexEntry]) -> None:
@@ -229,13 +229,13 @@ class Reading:
                         do="drop the sequence or sample it again, and check the disk; other records stay readable",
                     )
                 ) from error
-            # A copy: a view would keep alive everything that was read along with it.
+            # Copied: a view would keep the whole read buffer alive.
             page = memoryview(bytes(data)) if entry.size <= _PAGE else None
             self._found[part] = Found(index, frame, entry.aborted, at, page)
 
 
 def read_index(file: File, shard: str) -> ShardIndex:
-    """Header and index of a sealed shard. Raises TraceError saying what is wrong; the caller adds where."""
+    """Read the header and index of a sealed shard. Raises TraceError with what is wrong; the caller adds where."""
     header, digest, start = read_header(file)
     if not header.sealed:
         raise TraceError("it was never sealed; recover() saves its complete records")
@@ -252,7 +252,7 @@ def read_index(file: File, shard: str) -> ShardIndex:
 
 
 def read_header(file: File) -> tuple[ShardHeader, str, int]:
-    """Header, digest and the offset of the first frame. Raises TraceError saying what is wrong."""
+    """Read the header, its digest and the offset of the first frame. Raises TraceError with what is wrong."""
     size = file.size
     if size < 0:
         raise TraceError("it is not a regular file")
@@ -284,7 +284,7 @@ def _entry(index: ShardIndex, part: RoutePart, where: str) -> IndexEntry:
 
 
 def parent_part(part: RoutePart, parent: Parent) -> RoutePart:
-    """Where the record lies that the one at `part` continues."""
+    """Locate the record that the one at `part` continues."""
     return RoutePart(parent.shard or part.shard, parent.digest.hex())
 
 

@@ -1,11 +1,11 @@
-"""The manifest of a store: which shards were published, with their digests. One JSON object a line, only ever appended.
+"""Reads and appends the manifest of a store: published shards with their digests, one JSON object per line.
 
 {"event":"published","shard":"step7","digest":"<16 hex>","bytes":1234,"records":16,"check":"<16 hex>"}
 {"event":"removed","shard":"step7","check":"<16 hex>"}
 
-`check` is xxh3-64 of the line without it. The last line that names a shard counts. A writer appends its line before the
-shard becomes visible and while it holds the file's lock, so a shard in the folder that has no line was not published
-here, and one whose digest differs is not the one that was.
+`check` is the xxh3-64 of the line without `check`. The last line that names a shard counts. A writer holds the file's
+lock, appends its line, and only then makes the shard visible. So a shard without a line was not published here, and a
+shard whose digest differs from its line was replaced.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MANIFEST = "manifest.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """One published shard. bytes: of its file."""
+    """Describes one published shard. `bytes` is its file size."""
 
     shard: str
     digest: str
@@ -37,25 +37,29 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """published: the shards that were published and not removed, oldest first. damaged: numbers, from 1, of lines that
-    no writer wrote or that were not written to their end; they count for nothing."""
+    """Lists the shards.
+
+    Attributes:
+        published: the shards that were published and not removed, oldest first.
+        damaged: numbers, from 1, of incomplete or foreign lines, which are ignored.
+    """
 
     published: dict[str, Published]
     damaged: tuple[int, ...]
 
 
 class ManifestFile:
-    """The manifest of a local store, open and locked: no other writer publishes or removes meanwhile."""
+    """Holds a local store's manifest open and locked, so that no other writer can publish or remove meanwhile."""
 
     def __init__(self, fd: int):
         self._fd = fd
         self._end = os.fstat(fd).st_size
 
     def append(self, event: str, shard: str, **fields: object) -> None:
-        """Add one line and make it durable; on OSError the file is as it was."""
+        """Append one line and sync it; after an OSError the file is unchanged."""
         line = _line({"event": event, "shard": shard, **fields})
         if self._end and os.pread(self._fd, 1, self._end - 1) != b"\n":
-            line = b"\n" + line  # a writer died in the middle of its line
+            line = b"\n" + line  # a writer died in the middle of a line
         try:
             write_all(self._fd, line, self._end)
             os.fsync(self._fd)
@@ -64,14 +68,14 @@ class ManifestFile:
             raise
 
     def undo(self) -> None:
-        """Take back what was appended."""
+        """Remove the last appended line."""
         with contextlib.suppress(OSError):
             os.ftruncate(self._fd, self._end)
 
 
 @contextlib.contextmanager
 def locked_manifest(root: Path) -> Iterator[ManifestFile]:
-    """Raises OSError."""
+    """Open and lock the manifest. Raises OSError."""
     path = root / MANIFEST
     new = not path.exists()
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
@@ -85,7 +89,7 @@ def locked_manifest(root: Path) -> Iterator[ManifestFile]:
 
 
 def parse_manifest(data: bytes) -> Manifest:
-    """Never raises: what cannot be read is listed as damaged."""
+    """Parse a manifest. Never raises: unreadable lines are listed as damaged."""
     published: dict[str, Published] = {}
     damaged = []
     for number, line in enumerate(data.splitlines(keepends=True), 1):
@@ -95,7 +99,7 @@ def parse_manifest(data: bytes) -> Manifest:
             if _line(fields) != line or check != _check(fields):
                 raise ValueError(line)
             event, shard = fields.pop("event"), fields.pop("shard")
-            # A shard of an earlier life of the name must not keep its place in the order.
+            # A name that was removed and published again takes its new place in the order.
             published.pop(shard, None)
             if event == "published":
                 published[shard] = Published(shard, **fields)

@@ -1,4 +1,5 @@
-"""Routes as a Parquet file, for dataframes and SQL. Not for training: nothing reads it back into a store."""
+"""Exports routes to a Parquet file for dataframes and SQL. Not for training: no code reads the file back into a
+store."""
 
 from __future__ import annotations
 
@@ -15,17 +16,26 @@ from moe_rl.trace.inspection import Selection, references
 from moe_rl.trace.record import RouteRecord
 from moe_rl.types import Provenance
 
-# Rows of a record that are in memory at once, times layers.
+# Rows times layers of a record held in memory at once.
 _CELLS = 1 << 20
 
 
 def export_parquet(selection: Selection, path: Path, *, pattern: str = "*", per: str = "layer") -> int:
-    """Write the records whose key matches a shell pattern; returns the number of rows in the file.
+    """Write the records whose key matches a shell pattern, and return the number of rows in the file.
 
-    per "layer": a row for every token and MoE layer: key, position, token_id, weight_version, provenance, aborted,
-    layer, experts (list of K). per "token": a row for every token, with a column `layer_<n>` (list of K) for each layer
-    in place of the last two. An existing file is replaced when the new one is complete.
-    Raises TraceError when pyarrow is not installed, and when the records are of several models.
+    An existing file is replaced when the new one is complete.
+
+    Args:
+        selection: the shards.
+        path: the file to write.
+        pattern: shell pattern of keys.
+        per: "layer" writes one row per token and MoE layer: key, position, token_id, weight_version, provenance,
+            aborted,
+            layer, experts (list of K). "token" writes one row per token, with a column `layer_<n>` (list of K) for each
+            layer in place of the last two.
+
+    Raises:
+        TraceError: pyarrow is not installed, or the records are of several models.
     """
     try:
         import pyarrow as pa

@@ -1,4 +1,4 @@
-"""Reading ahead: records that will be asked for soon, read by a background thread into bounded memory."""
+"""Reads records ahead of time, in a background thread, into bounded memory."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ Key = tuple[RouteRef, tuple[int, ...] | None]
 
 
 class Prefetcher:
-    """Reads the records of one plan in order, until `limit` bytes are ahead of those that were taken.
+    """Reads the records of one plan in order, and pauses while `limit` bytes wait to be taken.
 
-    A new plan replaces the old one. Every record of it is handed out once. What could not be read is left to the
-    caller, who then gets the error where it can be dealt with. read: called as read(ref, layers=layers); it may ask
-    take() first, as for any other caller.
+    A new plan replaces the old one. Every record is handed out once. A record that could not be read is left to the
+    caller,
+    which then sees the error itself. `read` is called as read(ref, layers=layers); like any caller, it may call take()
+    first.
     """
 
     def __init__(self, read: Callable[..., RouteRecord], limit: int):
@@ -31,7 +32,7 @@ class Prefetcher:
         self._ahead: dict[Key, tuple[int, Future[RouteRecord | None]]] = {}
 
     def start(self, refs: Iterable[RouteRef], layers: tuple[int, ...] | None) -> None:
-        """Begin to read these in the background; none: only drop what was read ahead."""
+        """Start to read these records in the background; an empty plan only drops what was read ahead."""
         with self._lock:
             self._plan += 1
             self._todo, self._layers = dict.fromkeys(refs), layers
@@ -39,13 +40,13 @@ class Prefetcher:
             self._go()
 
     def take(self, ref: RouteRef, layers: tuple[int, ...] | None) -> RouteRecord | None:
-        """The record if it was read ahead, or is being read by another thread than this; else None."""
+        """Return the record if it was read ahead, or is being read by another thread; else None."""
         if getattr(self._thread, "reads_ahead", False):
             return None
         with self._lock:
             plan, future = self._ahead.pop((ref, layers), (0, None))
             if layers == self._layers:
-                self._todo.pop(ref, None)  # the caller was faster
+                self._todo.pop(ref, None)  # the caller reads the record itself
         record = future.result() if future is not None else None
         if record is not None:
             with self._lock:
@@ -55,7 +56,7 @@ class Prefetcher:
         return record
 
     def _go(self) -> None:
-        """Have a thread if there is work and room; it ends when there is not, so none is left waiting."""
+        """Start a thread if there is work and room. The thread ends when there is neither, so no thread ever waits."""
         if self._todo and self._bytes < self._limit and not self._running:
             self._running = True
             threading.Thread(target=self._run, args=(self._plan,), name="trace-prefetch", daemon=True).start()
@@ -78,7 +79,7 @@ class Prefetcher:
             record = None
             try:
                 record = self._read(ref, layers=layers)
-            except Exception:  # the reader that asks for it will meet it again
+            except Exception:  # the caller gets the error when it reads the record itself
                 with self._lock:
                     if plan == self._plan:
                         self._ahead.pop(key, None)

@@ -1,6 +1,6 @@
-"""What the format is made of: numbers one by one, lists of small numbers, plain bytes (zstd where it is smaller).
+"""Encodes the parts of the format: varints, lists of small numbers, and bytes (with zstd where that is smaller).
 
-What comes out is bounded by what the caller expects, whatever the data claim.
+Decoded sizes are bounded by what the caller expects, whatever the data claim.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import zstandard
 from moe_rl.errors import TraceError
 
 _LEVEL = 3
-_local = threading.local()  # zstandard's objects are not for several threads at once
-# Bytes of a varint: 63 bits.
+_local = threading.local()  # zstandard's objects are not thread-safe
+# Longest varint in bytes: 63 bits.
 _LONGEST = 9
 
 
 def varint(value: int) -> bytes:
-    """7 bits a byte, least significant first; the high bit says that more follow. value: 0 or more."""
+    """Encode an integer >= 0 with 7 bits a byte, least significant first; the high bit means that more bytes follow."""
     out = bytearray()
     while value > 127:
         out.append(value & 127 | 128)
@@ -29,7 +29,7 @@ def varint(value: int) -> bytes:
 
 
 def varint_at(data: bytes | memoryview, at: int) -> tuple[int, int]:
-    """(value, where the next field begins). Raises TraceError as Cursor does."""
+    """Return (value, offset of the next field). Raises TraceError as Cursor does."""
     value = shift = 0
     for byte in data[at : at + _LONGEST]:
         at += 1
@@ -41,7 +41,7 @@ def varint_at(data: bytes | memoryview, at: int) -> tuple[int, int]:
 
 
 class Cursor:
-    """Reads forward through `data`. Raises TraceError where the data end too early or a varint is over 63 bits."""
+    """Reads forward through `data`. Raises TraceError if the data end too early or a varint exceeds 63 bits."""
 
     __slots__ = ("at", "data")
 
@@ -68,7 +68,7 @@ class Cursor:
 
 
 def pack_bytes(raw: bytes) -> tuple[bool, bytes]:
-    """(zstd or not, the smaller form)."""
+    """Return (whether zstd was used, the smaller form)."""
     if not hasattr(_local, "compressor"):
         _local.compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True)
     packed = _local.compressor.compress(raw)
@@ -76,26 +76,26 @@ def pack_bytes(raw: bytes) -> tuple[bool, bytes]:
 
 
 def unpack_bytes(zstd: bool, data: bytes | memoryview, size: int) -> bytes:
-    """The inverse; `size` bytes exactly, or TraceError. Allocates no more than that, whatever the data claim."""
+    """Return exactly `size` bytes from pack_bytes' result, or raise TraceError. Never allocates more than `size`."""
     if zstd:
         if not hasattr(_local, "decompressor"):
             _local.decompressor = zstandard.ZstdDecompressor()
         try:
             if zstandard.frame_content_size(data) != size:
-                raise TraceError("packed data are of another size than their record says")
+                raise TraceError("packed data have another size than their record says")
             data = _local.decompressor.decompress(data, max_output_size=size, allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise TraceError(f"packed data are malformed ({error})") from error
     if len(data) != size:
-        raise TraceError("packed data are of another size than their record says")
+        raise TraceError("packed data have another size than their record says")
     return bytes(data)
 
 
 def pack_ints(values: np.ndarray) -> tuple[int, bytes]:
-    """(kind, data) of integers in [0, 2**32). kind, 0 to 7: bytes per integer - 1, plus 4 when zstd.
+    """Pack integers in [0, 2**32) and return (kind, data).
 
-    Not zstd: little-endian integers of that width. Zstd: the same bytes as planes, all low bytes first; of token ids
-    the high planes nearly vanish.
+    kind is the bytes per integer - 1, plus 4 with zstd: 0 to 7. Without zstd, data are little-endian integers of that
+    width. With zstd the bytes are grouped in planes, all low bytes first; the high planes of token ids nearly vanish.
     """
     top = int(values.max(initial=0))
     width = max(1, (top.bit_length() + 7) // 8)
@@ -106,7 +106,7 @@ def pack_ints(values: np.ndarray) -> tuple[int, bytes]:
 
 
 def unpack_ints(kind: int, data: bytes | memoryview, count: int) -> np.ndarray:
-    """The inverse: uint32 [count], or TraceError."""
+    """Return uint32 [count] from pack_ints' result, or raise TraceError."""
     width = (kind & 3) + 1
     raw = np.frombuffer(unpack_bytes(bool(kind & 4), data, count * width), np.uint8)
     split = np.zeros((count, 4), np.uint8)

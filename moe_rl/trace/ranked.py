@@ -1,13 +1,13 @@
-"""Ranked coding: every layer's experts are numbered by falling popularity in the chunk, then sets are coded as skips.
+"""Ranked coding: numbers each layer's experts by falling popularity in the chunk, then codes sets as skips.
 
-Popular experts get neighbouring numbers, so the first skips of a set are nearly always small and the last ones are
-not: every position has a distribution of its own, and is coded by itself. Plain bytes of a chunk are
+Popular experts get neighbouring numbers, so the first skips of a set are nearly always small and the last ones are not.
+Each position has its own distribution and is therefore coded separately. The bytes of a chunk before compression are
 
-    levels [L, E]       how unpopular an expert is in its layer; a layer's experts are numbered by rising level, those
-                        of one level by id. So any bytes are an order, and no table can be wrong.
-    planes [K, L, T]    of the set of numbers n_0 < n_1 < ...: n_0, then n_1 - n_0 - 1, ...; position by position.
+    levels [L, E]       how unpopular an expert is in its layer; experts are numbered by rising level, equal levels by
+                        id. So any bytes define an order, and no table can be invalid.
+    planes [K, L, T]    for a set of numbers n_0 < n_1 < ...: n_0, then n_1 - n_0 - 1, ...; position by position.
 
-Decoding maps numbers to ids and sorts again. Sets are sorted by whole columns, many at once: ten times as fast as
+Decoding maps numbers to ids and sorts again. Sorting works on whole columns of many sets at once, ten times as fast as
 np.sort on rows of 8 bytes. Only for E <= 256 and K <= MAX_COLUMNS.
 
 Legend for shapes: T tokens, L layers, K top-k, E experts, N = T * L sets.
@@ -23,41 +23,45 @@ import numpy as np
 
 from moe_rl.errors import TraceError, describe
 
-# Wider sets are left to numpy's own row loops; a network would take too many calls.
+# Wider sets use numpy's row sort; a sorting network would need too many calls.
 MAX_COLUMNS = 32
-# Two levels an octave of popularity: finer ones cost as much as they save.
+# Two levels per octave of popularity: finer levels cost as much as they save.
 _LEVELS_PER_OCTAVE = 2
 _MAX_LEVEL = 15
-# `expected_bits` looks at every so many tokens; a prime, as text may alternate.
+# `expected_bits` looks at every 13th token; a prime, because text may alternate with a short period.
 _SAMPLE = 13
 
 
 def applies(num_experts: int, top_k: int) -> bool:
-    """Whether sets of this kind can be ranked: ids and numbers are single bytes, sets are sorted by columns."""
+    """Whether sets of this kind can be ranked: ids and numbers fit in single bytes, and sets are sorted by columns."""
     return num_experts <= 256 and top_k <= MAX_COLUMNS
 
 
 def expected_bits(routes: np.ndarray, num_experts: int) -> float:
-    """Roughly the bits of a set of routes [T, L, K], levels included, when all goes well; from every 13th token.
+    """Estimate the bits of a set of routes [T, L, K], levels included, from every 13th token.
 
-    How often two picks in a layer are one expert gives the collision entropy of its popularity. Ranked chunks were
-    measured to save half of what a set's K picks lack of log2 E each on Zipf popularity, and 0.7 on log-normal.
-    Skips and Huffman codes cost 4% on even routes, levels and zstd's tables about 3 bits an expert.
+    The rate at which two choices in a layer are the same expert gives the collision entropy of its popularity.
+    Measured:
+    for each of a set's K choices, ranked chunks save half of the gap between log2 E and that entropy on Zipf
+    popularity,
+    and 0.7 of it on log-normal. On even routes skips and Huffman codes cost 4%; levels and zstd's tables cost about 3
+    bits
+    an expert.
     """
     tokens, layers, top_k = routes.shape
     sample = routes[::_SAMPLE]
     counts = _counts(sample, num_experts).reshape(-1)
     picks = len(sample) * top_k
     pairs = layers * picks * (picks - 1)
-    # More even than by chance is even; and of a single pick nothing is known.
+    # A layer more even than chance counts as even; a single choice says nothing.
     skew = max(1.0, num_experts * (int(counts @ counts) - layers * picks) / pairs) if pairs else 1.0
     return 1.04 * _set_bits(num_experts, top_k) + 3 * num_experts / tokens - 0.7 * top_k * log2(skew)
 
 
 def encode(routes: np.ndarray, num_experts: int) -> list[np.ndarray]:
-    """What to compress, each part with a code of its own: levels [L, E], then K planes [L * T], all uint8.
+    """Return what to compress, each part with its own Huffman code: levels [L, E], then K planes [L * T], all uint8.
 
-    routes uint8 [T, L, K]: valid sets, in any order.
+    routes is uint8 [T, L, K] of valid sets, in any order.
     """
     tokens, layers, top_k = routes.shape
     counts_LE = _counts(routes, num_experts)
@@ -71,9 +75,9 @@ def encode(routes: np.ndarray, num_experts: int) -> list[np.ndarray]:
 
 
 def decode(plain: np.ndarray, shape: tuple[int, int, int], num_experts: int) -> np.ndarray:
-    """Routes uint8 [T, L, K], sets ascending, of all of encode's bytes in a row: L * E + K * L * T of them.
+    """Return routes uint8 [T, L, K], sets ascending, from the concatenated bytes of encode: L * E + K * L * T of them.
 
-    Raises TraceError when numbers leave the experts.
+    Raises TraceError if a number is not below num_experts.
     """
     tokens, layers, top_k = shape
     levels, skips = np.split(plain, [layers * num_experts])
@@ -82,7 +86,7 @@ def decode(plain: np.ndarray, shape: tuple[int, int, int], num_experts: int) -> 
     for low, high in pairwise(numbers_KN):
         high += low
         high += np.uint8(1)
-        # A sum that passes 255 comes back lower.
+        # A sum above 255 wraps and is then lower than its predecessor.
         rising = rising and bool((high > low).all())
     if not rising or int(numbers_KN[-1].max()) >= num_experts:
         raise _bad_set(numbers_KN, tokens, num_experts)
@@ -96,19 +100,20 @@ def decode(plain: np.ndarray, shape: tuple[int, int, int], num_experts: int) -> 
 
 
 def _counts(routes: np.ndarray, num_experts: int) -> np.ndarray:
-    """[L, E]: how often each layer chose each expert."""
+    """Count how often each layer chose each expert: [L, E]."""
     layers = routes.shape[1]
     first = np.arange(0, layers * num_experts, num_experts)[:, None]
     return np.bincount((routes + first).reshape(-1), minlength=layers * num_experts).reshape(layers, num_experts)
 
 
 def _order(levels_LE: np.ndarray) -> np.ndarray:
-    """[L, E]: the expert of each number."""
+    """Return the expert for each number: [L, E]."""
     return np.argsort(levels_LE, axis=1, kind="stable")
 
 
 def _relabel(values_LKT: np.ndarray, table_LE: np.ndarray) -> np.ndarray:
-    """[K, L, T] of table[l, value]. bytes.translate is several times as fast as an index, which numpy widens first."""
+    """Return table[l, value] as [K, L, T]. bytes.translate is several times as fast as numpy indexing, which widens
+    first."""
     tables = np.zeros((len(table_LE), 256), np.uint8)
     tables[:, : table_LE.shape[1]] = table_LE
     mapped = b"".join(
@@ -128,7 +133,7 @@ def _bad_set(numbers_KN: np.ndarray, tokens: int, num_experts: int) -> TraceErro
     at = int(np.flatnonzero(wrong)[0])
     return TraceError(
         describe(
-            "numbers of no set of experts",
+            "the numbers are not a set of experts",
             where=f"token {at % tokens}, layer {at // tokens} of the chunk",
             got=" ".join(map(str, numbers_NK[at])),
             expected=f"different numbers below {num_experts}, ascending",
@@ -137,7 +142,7 @@ def _bad_set(numbers_KN: np.ndarray, tokens: int, num_experts: int) -> TraceErro
 
 
 def sort_sets(ids_NK: np.ndarray) -> np.ndarray:
-    """Each row of [N, K] ascending: a new array."""
+    """Return a new array with each row of [N, K] ascending."""
     if ids_NK.shape[1] > MAX_COLUMNS:
         return np.sort(ids_NK, axis=1)
     sorted_NK = np.empty_like(ids_NK)
@@ -147,7 +152,9 @@ def sort_sets(ids_NK: np.ndarray) -> np.ndarray:
 
 
 def sort_columns(ids_KN: np.ndarray) -> list[np.ndarray]:
-    """K arrays [N], the i-th with the i-th smallest of each column of ids_KN, K <= MAX_COLUMNS. Overwrites ids_KN."""
+    """Return K arrays [N]; the i-th holds the i-th smallest of each column of ids_KN, K <= MAX_COLUMNS. Overwrites
+    ids_KN.
+    """
     columns = list(ids_KN)
     spare = np.empty_like(columns[0])
     for low, high in _sorting_network(len(columns)):
@@ -159,7 +166,7 @@ def sort_columns(ids_KN: np.ndarray) -> list[np.ndarray]:
 
 @lru_cache(maxsize=MAX_COLUMNS)
 def _sorting_network(width: int) -> tuple[tuple[int, int], ...]:
-    """Comparators of Batcher's merge exchange (Knuth, TAOCP 3, 5.2.2, algorithm M): 19 for 8 inputs."""
+    """Return the comparators of Batcher's merge exchange (Knuth, TAOCP 3, 5.2.2, algorithm M): 19 for 8 inputs."""
     comparators = []
     top = 1 << (width - 1).bit_length() - 1 if width > 1 else 0
     p = top

@@ -1,5 +1,7 @@
-"""From references to arrays: what the references stand for is found and checked, part against part; then the stored
-bytes that are wanted are collected, fetched in file order, checked and decoded.
+"""Turns references into arrays.
+
+First the records that the references name are found, and their parts are compared with each other. Then the stored
+bytes that are needed are collected, fetched in file order, checked and decoded.
 
 Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
 """
@@ -25,7 +27,7 @@ from moe_rl.types import RoutePart, RouteRef, Span
 
 @dataclass(frozen=True, slots=True)
 class JoinedPart:
-    """One shard's share. layers: that the shard has. segments: the rows of the reference, oldest first."""
+    """Holds one shard's part: the layers that the shard has, and the segments of the reference's rows, oldest first."""
 
     part: RoutePart
     layers: tuple[int, ...]
@@ -34,7 +36,7 @@ class JoinedPart:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The parts of a reference that are needed for some layers. columns: of these layers in an array of theirs."""
+    """Holds the parts of a reference needed for some layers. `columns` maps a layer to its column in an array."""
 
     parts: list[JoinedPart]
     layers: tuple[int, ...]
@@ -47,11 +49,17 @@ class Joined:
 def join(
     reading: Reading, refs: Sequence[RouteRef], layers: tuple[int, ...] | None, *, complete: bool = True
 ) -> list[Joined]:
-    """Find what the references name. layers: increasing global numbers; None: all of the model, or all that there are
-    when not `complete`.
+    """Find what the references name. Parts without a wanted layer are skipped.
 
-    Raises TraceError when a record is missing or damaged, when a layer is in no part or in two, and when the parts are
-    not of the same sequence. Parts without a wanted layer are not looked at.
+    Args:
+        reading: opens the shards.
+        refs: the references.
+        layers: increasing global numbers; None: all layers of the model, or all that exist when not `complete`.
+        complete: whether all layers of the model must exist when `layers` is None.
+
+    Raises:
+        TraceError: a record is missing or damaged, a layer is in no part or in two, or the parts are not of one
+            sequence.
     """
     shares = [_parts_of(reading, ref, layers, complete) for ref in refs]
     reading.find((part, _where(ref, part)) for ref, (parts, _) in zip(refs, shares, strict=True) for part in parts)
@@ -61,7 +69,7 @@ def join(
 def _parts_of(
     reading: Reading, ref: RouteRef, layers: tuple[int, ...] | None, complete: bool
 ) -> tuple[list[RoutePart], tuple[int, ...]]:
-    """The parts with a wanted layer, and the wanted layers."""
+    """Return the parts that have a wanted layer, and the wanted layers."""
     check_key(ref.key)
     if not ref.parts or not (isinstance(ref.rows, int) and 0 <= ref.rows <= MAX_ROWS):
         raise TraceError(
@@ -158,7 +166,7 @@ def _spans(part: JoinedPart) -> tuple[Span, ...]:
 
 
 def _same_tokens(reading: Reading, one: JoinedPart, other: JoinedPart, rows: int) -> bool:
-    """By their digests where the parts are cut alike, as those of one engine are; else token by token."""
+    """Compare tokens by digest if the parts are cut alike, as one engine's parts are; otherwise token by token."""
 
     def cut(part: JoinedPart) -> list:
         return [
@@ -172,7 +180,7 @@ def _same_tokens(reading: Reading, one: JoinedPart, other: JoinedPart, rows: int
 
 
 def _tokens_of(reading: Reading, part: JoinedPart, rows: tuple[int, int]) -> np.ndarray:
-    """Token ids int32 [T] of rows [first, last)."""
+    """Return token ids int32 [T] of rows [first, last)."""
     ids = np.empty(rows[1] - rows[0], "<i4")
     readout = Readout(reading)
     readout.tokens(part.segments, rows, ids)
@@ -186,8 +194,12 @@ def _where(ref: RouteRef, part: RoutePart) -> str:
 
 @dataclass(slots=True)
 class _WantedSection:
-    """A section to read. shape: of what it decodes to, [T'] of a token block, [T', L', K] of a chunk. copies: which
-    part of that goes into which part of an array: out[to] = decoded[part]."""
+    """Describes a section to read.
+
+    Attributes:
+        shape: decoded shape, [T'] for a token block, [T', L', K] for a chunk.
+        copies: which part of the decoded section goes where: out[to] = decoded[part].
+    """
 
     found: Found
     section: FrameSection
@@ -196,18 +208,21 @@ class _WantedSection:
 
 
 class Readout:
-    """The sections of one call. A section that several reads share, as of a group's prompt, is decoded once."""
+    """Collects the sections of one call. A section that several reads share, such as a group's prompt, is decoded
+    once."""
 
     def __init__(self, reading: Reading):
         self._reading = reading
-        # By shard, frame and number in the frame, which is file order; offsets of empty sections are not unique.
+        # Keyed by shard, frame and number in the frame, which is file order; empty sections share an offset.
         self._sections: dict[tuple[str, int, int], _WantedSection] = {}
 
     def routes(
         self, segments: Iterable[RowSegment], columns: Mapping[int, int], rows: tuple[int, int], out: np.ndarray
     ) -> None:
-        """Have out [T, L, K] filled with rows [first, last) of a sequence: of the layers in `columns`, each into its
-        column. Other columns are left alone."""
+        """Plan to fill out [T, L, K] with rows [first, last) of a sequence.
+
+        `columns` maps each wanted layer to its column of `out`; other columns are not touched.
+        """
         for found, own, block, taken, at in _blocks(segments, rows):
             header, blocks = found.shard.header, len(found.frame.tokens)
             for group, (first, last) in enumerate(header.groups):
@@ -217,19 +232,19 @@ class Readout:
                     shape = (own, last - first, header.spec.top_k)
                     chunk = self._section(found, blocks + number, found.frame.chunks[number], shape)
                     into = [columns[header.layers[first + i]] for i in layers]
-                    # Slices, where they will do, let a chunk be decoded in place.
+                    # With slices on both sides, a chunk can be decoded in place.
                     part = (taken, slice(None) if len(layers) == last - first else layers)
                     to = slice(into[0], into[-1] + 1) if into[-1] - into[0] == len(into) - 1 else into
                     chunk.copies.append((part, out[at : at + taken.stop - taken.start], (slice(None), to)))
 
     def tokens(self, segments: Iterable[RowSegment], rows: tuple[int, int], out: np.ndarray) -> None:
-        """Have out [T] filled with the token ids of rows [first, last) of a sequence."""
+        """Plan to fill out [T] with the token ids of rows [first, last) of a sequence."""
         for found, own, block, taken, at in _blocks(segments, rows):
             tokens = self._section(found, block, found.frame.tokens[block], (own,))
             tokens.copies.append((taken, out[at : at + taken.stop - taken.start], slice(None)))
 
     def run(self) -> None:
-        """Fetch, check and decode everything. Raises TraceError naming shard, record and bytes."""
+        """Fetch, check and decode everything. Raises TraceError with shard, record and bytes."""
         for wanted, data in self._fetched():
             section, header = wanted.section, wanted.found.shard.header
             into = _in_place(wanted, header.spec.dtype)
@@ -237,7 +252,7 @@ class Readout:
                 if len(wanted.shape) == 1:
                     decoded = unpack_ints(section.kind, data, wanted.shape[0])
                     if checksum(decoded) != section.checksum:
-                        raise TraceError("the digest of a token block differs")
+                        raise TraceError("the checksum of a token block differs")
                 else:
                     if checksum(data) != section.checksum:
                         raise TraceError("the checksum of a chunk differs")
@@ -256,7 +271,8 @@ class Readout:
                     out[to] = decoded[part]
 
     def _fetched(self) -> Iterator[tuple[_WantedSection, memoryview]]:
-        """Every section with its stored bytes, in file order; first those that came with the head of their record."""
+        """Yield every section with its stored bytes in file order; sections read together with their head come
+        first."""
         by_shard = defaultdict(list)
         for (shard, *_), wanted in sorted(self._sections.items(), key=lambda item: item[0]):
             if wanted.found.page is not None:
@@ -276,7 +292,7 @@ class Readout:
 
 
 def fetch_section(reading: Reading, found: Found, section: FrameSection, what: str) -> memoryview:
-    """The stored bytes of one section with a checksum of its own, checked. what: its name, for the message."""
+    """Return one section's stored bytes after checking them. `what` names the section in the message."""
     if found.page is not None:
         data = _cut(found.page, section)
     else:
@@ -288,7 +304,7 @@ def fetch_section(reading: Reading, found: Found, section: FrameSection, what: s
 
 
 def damaged(found: Found, section: FrameSection, fault: str) -> TraceError:
-    """The error of a section that is not what its record says."""
+    """Return the error for a section that differs from what its record says."""
     at = found.at + section.start
     return TraceError(
         describe(
@@ -301,12 +317,12 @@ def damaged(found: Found, section: FrameSection, fault: str) -> TraceError:
 
 
 def _blocks(segments: Iterable[RowSegment], rows: tuple[int, int]) -> Iterable[tuple[Found, int, int, slice, int]]:
-    """Per token block touched: record, rows of the block, its number, the rows wanted of it, where they go."""
+    """Yield for each token block touched: record, rows of the block, its number, the wanted rows, their destination."""
     for segment in segments:
         size, own = segment.found.shard.header.token_block, segment.found.frame.own_rows
         first = max(rows[0] - segment.first, 0)
         last = min(rows[1] - segment.first, segment.rows)
-        if first >= last:  # also when a block that it takes some rows of holds the first
+        if first >= last:  # a segment that ends before the first wanted row
             continue
         for start in range(first - first % size, last, size):
             begin, end = max(first, start), min(last, start + size)
@@ -315,7 +331,8 @@ def _blocks(segments: Iterable[RowSegment], rows: tuple[int, int]) -> Iterable[t
 
 
 def _in_place(wanted: _WantedSection, dtype: np.dtype) -> np.ndarray | None:
-    """Where a chunk can be decoded to without a copy: all of it is wanted, once, in neighbouring columns."""
+    """Return the array part to decode a chunk into without a copy; None unless all of it is wanted once,
+    contiguously."""
     if len(wanted.shape) == 1 or len(wanted.copies) != 1:
         return None
     (rows, layers), out, (_, columns) = wanted.copies[0]

@@ -1,4 +1,4 @@
-"""What a store holds, as the rest of moe_rl sees it: the model of a trace, one sequence's routes, and its metadata.
+"""Defines what a store holds: the model of a trace, one sequence's routes, and its metadata.
 
 Legend for shapes: T tokens, L MoE layers recorded, K top-k experts per token.
 """
@@ -30,13 +30,17 @@ _LAYER_MAP = re.compile(r"[dmhtr]+", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class TraceSpec:
-    """What every record of a store's model has in common.
+    """Describes the model that a store's records come from.
 
-    model_fingerprint: printable ASCII that differs between models whose routes must not be mixed. num_experts: logical
-    experts per MoE layer. top_k: experts per token. layer_map: one letter per decoder layer, in the model's order: d
-    dense, m routed MoE, h hash-routed (not recorded), t multi-token-prediction layer that is not recorded, r one that
-    is.
-    Raises TraceError when a field cannot be right.
+    Attributes:
+        model_fingerprint: printable ASCII; it differs between models whose routes must not be mixed.
+        num_experts: logical experts per MoE layer.
+        top_k: experts per token.
+        layer_map: one letter per decoder layer in order: d dense, m routed MoE, h hash-routed (not recorded), t
+            multi-token-prediction layer that is not recorded, r one that is recorded.
+
+    Raises:
+        TraceError: a field is impossible.
     """
 
     model_fingerprint: str
@@ -80,9 +84,10 @@ class TraceSpec:
     def from_layers(
         cls, fingerprint: str, num_experts: int, top_k: int, moe_layers: Sequence[int], num_layers: int
     ) -> TraceSpec:
-        """The spec of a model that has only dense layers and routed MoE layers.
+        """Make the spec of a model that has only dense layers and routed MoE layers.
 
-        moe_layers [L]: 0-based global numbers of the latter. Raises TraceError when one is not below num_layers.
+        moe_layers [L] are the 0-based global numbers of the MoE layers. Raises TraceError if one is not below
+        num_layers.
         """
         moe = set(moe_layers)
         if len(moe) != len(moe_layers) or not moe <= set(range(num_layers)):
@@ -97,17 +102,17 @@ class TraceSpec:
 
     @classmethod
     def of(cls, facts: ModelFacts) -> TraceSpec:
-        """The spec of a model, whose facts `read_model` reads from its checkpoint folder."""
+        """Make the spec of a model from the facts that `read_model` reads from its checkpoint folder."""
         return cls.from_layers(facts.fingerprint, facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """Global numbers [L] of the layers whose routes are recorded, increasing."""
+        """Return the global numbers [L] of the layers whose routes are recorded, increasing."""
         return _recorded(self.layer_map)
 
     @property
     def dtype(self) -> np.dtype:
-        """The type of one expert id: uint8 when every id fits, else little-endian uint16."""
+        """Return the type of one expert id: uint8 if every id fits, else little-endian uint16."""
         return np.dtype("<u1") if self.num_experts <= 256 else np.dtype("<u2")
 
     @property
@@ -116,7 +121,7 @@ class TraceSpec:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token's routes, not encoded."""
+        """Return the bytes of one token's routes before encoding."""
         return len(self.moe_layers) * self.top_k * self.dtype.itemsize
 
 
@@ -127,12 +132,17 @@ def _recorded(layer_map: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RouteRecord:
-    """The routes of one sequence, or of a slice of it, as they were recorded.
+    """Holds the recorded routes of one sequence, or of a slice of it.
 
-    routes [T, L, K]: logical expert ids, uint8 when num_experts <= 256 else uint16, read-only; every set ascending
-    unless its shard keeps order. token_ids [T] int32: the forwarded tokens, read-only. spans: cover the T rows.
-    aborted: the sampler gave the sequence up. first_row: row of the sequence that is row 0 here. layers [L]: global
-    numbers, increasing.
+    Attributes:
+        routes: [T, L, K] logical expert ids, uint8 when num_experts <= 256 else uint16, read-only; every set is
+            ascending
+            unless its shard keeps order.
+        token_ids: [T] int32, the forwarded tokens, read-only.
+        spans: cover the T rows.
+        aborted: whether the sampler aborted the sequence.
+        first_row: position in the sequence of row 0.
+        layers: [L] global numbers, increasing.
     """
 
     key: str
@@ -147,11 +157,16 @@ class RouteRecord:
 
 @dataclass(frozen=True, slots=True)
 class RecordInfo:
-    """What is known of a record without decoding a chunk.
+    """Holds what is known of a record without decoding a chunk.
 
-    rows: of the whole sequence; own_rows of them are stored here, the others in the records that this one continues.
-    parent: those, or None when there are none or the parts do not continue the same. spans: cover all rows.
-    stored_bytes: this record's frames, all parts. aux: names of its arrays. layers: global numbers, of all parts.
+    Attributes:
+        rows: rows of the whole sequence.
+        own_rows: rows stored in this record; the earlier ones are in the records that it continues.
+        parent: the record that this one continues; None without one, or if the parts continue different records.
+        spans: cover all rows.
+        stored_bytes: size of this record's frames, over all parts.
+        aux: names of its arrays.
+        layers: global numbers, over all parts.
     """
 
     key: str
@@ -167,9 +182,10 @@ class RecordInfo:
 
 
 def as_token_ids(token_ids: Sequence[int] | np.ndarray, *, where: str) -> np.ndarray:
-    """The token ids as int32 [T]. Raises RouteValidationError on anything but integers in [0, 2**31) of one dimension.
+    """Return token ids as int32 [T]. `where` names the sequence in messages.
 
-    where: whose they are, for the message.
+    Raises:
+        RouteValidationError: the ids are not a one-dimensional list of integers in [0, 2**31).
     """
     ids = np.asarray(token_ids)
     if ids.ndim == 1 and ids.size == 0:
@@ -200,12 +216,12 @@ def as_token_ids(token_ids: Sequence[int] | np.ndarray, *, where: str) -> np.nda
 
 def check_name(name: str, what: str = "shard name") -> str:
     """Return a shard name that is safe as a file name, or raise TraceError."""
-    # A leading dot marks unfinished files, which readers do not look at.
+    # Names with a leading dot are unfinished files, which readers skip.
     return _check(name, what, _NAME, "letters, digits, '.', '_' and '-', not starting with '.'", MAX_NAME)
 
 
 def check_key(key: str, what: str = "record key") -> str:
-    """Return a record key of allowed characters, or raise TraceError."""
+    """Return a record key with allowed characters only, or raise TraceError."""
     return _check(key, what, _KEY, "letters, digits, '.', '_', '-', '/' and ':'", MAX_KEY)
 
 

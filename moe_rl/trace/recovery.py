@@ -1,4 +1,4 @@
-"""Saving what a dead writer left: the complete records of an unsealed file become a shard of a new name."""
+"""Recovers the complete records of an unsealed file from a dead writer into a new shard."""
 
 from __future__ import annotations
 
@@ -19,8 +19,13 @@ from moe_rl.types import RouteRef
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """records: of the new shard, in the order in which they had been written. left: bytes of the file that were not
-    taken. fault: what ended the records; "" when the file ends with the last of them."""
+    """Reports a recovery.
+
+    Attributes:
+        records: references to the new shard's records, in the order of writing.
+        left: bytes of the file that were not recovered.
+        fault: why recovery stopped; "" if it reached the end of the file.
+    """
 
     path: Path
     records: tuple[RouteRef, ...]
@@ -31,10 +36,16 @@ class Recovered:
 def recover(path: Path | str, name: str) -> Recovered:
     """Publish the records of an unsealed shard file, up to the first damaged one, as shard `name` in the same folder.
 
-    path: a hidden .tmp file of a store, which is left as it is; collect_garbage() removes it. Every checksum of a
-    record is verified before it is taken. Marks of aborted records are not in the file until it is sealed, so the new
-    records have none. Raises TraceError when the file's header is damaged, when its writer is still alive, and when the
-    new shard cannot be written.
+    Every checksum is verified. A file has no marks of aborted records before it is sealed, so the new records have
+    none.
+    The old file is not changed; collect_garbage() removes it.
+
+    Args:
+        path: a hidden .tmp file of a store.
+        name: name of the new shard.
+
+    Raises:
+        TraceError: the file's header is damaged, its writer is still alive, or the new shard cannot be written.
     """
     path = Path(path)
     try:
@@ -69,7 +80,7 @@ def recover(path: Path | str, name: str) -> Recovered:
                     frame, data = _frame(file, header, at, end)
                     refs.append(writer.adopt(frame, data))
                 except TraceError as error:
-                    if writer.closed:  # the new shard could not be written
+                    if writer.closed:  # writing the new shard failed
                         raise
                     fault = str(error)
                     break
@@ -81,7 +92,7 @@ def recover(path: Path | str, name: str) -> Recovered:
 
 
 def _frame(file: LocalFile, header: ShardHeader, at: int, end: int) -> tuple[Frame, bytes]:
-    """The frame at `at`, all of it checked. Raises TraceError."""
+    """Read the frame at offset `at` and check all of it. Raises TraceError."""
     (start,) = file.fetch([(at, min(at + 14, end))])
     size = head_size(start)
     if at + size > end:

@@ -1,13 +1,13 @@
-"""The shard file: a .safetensors file that stock safetensors opens, with one canonical byte sequence for its header.
+"""Reads and writes shard headers and indexes. A shard is a .safetensors file that stock safetensors can open.
 
     u64 header length | JSON header, space padded | frames | index
 
 frames  U8 [bytes]  one frame per record (frame.py), one after the other without gaps
 index   U8 [bytes]  the shards that records here continue, then length, aborted flag and digest of every frame
 
-The digests of all frames are in the index, the checksum of the index is in the header, and the header has a checksum
-over itself: the digest of the shard. A reader renders the header again from what it parsed and compares bytes, so
-nothing in a header is trusted that a writer would not have written.
+The index has the digests of all frames, the header has the checksum of the index, and the header's checksum over itself
+is the digest of the shard. Each header has exactly one valid byte sequence: a reader renders the header again from the
+parsed values and compares the bytes, so it accepts only what a writer could have written.
 """
 
 from __future__ import annotations
@@ -41,11 +41,13 @@ _NO_CHECKSUM = "0" * 16
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """Everything a header says.
+    """Holds everything a header says.
 
-    layers: global numbers, increasing: those of spec.moe_layers that the shard has. layer_group, token_block: size of a
-    chunk in layers and tokens. keep_order: sets are in the order in which they were recorded. records, frame_bytes,
-    index_bytes, index_checksum: 0 until the shard is sealed.
+    Attributes:
+        layers: global numbers of the shard's layers, increasing; a subset of spec.moe_layers.
+        layer_group, token_block: size of a chunk in layers and tokens.
+        keep_order: sets keep the order in which they were recorded.
+        records, frame_bytes, index_bytes, index_checksum: 0 until the shard is sealed.
     """
 
     name: str
@@ -79,7 +81,7 @@ class ShardHeader:
 
     @cached_property
     def context(self) -> bytes:
-        """8 bytes that differ between shards whose frames mean different things; frame digests are over them too."""
+        """Return 8 bytes that frame digests include; they differ between shards whose frames mean different things."""
         spec = self.spec
         fields = [
             FORMAT,
@@ -96,14 +98,16 @@ class ShardHeader:
 
     @cached_property
     def groups(self) -> tuple[tuple[int, int], ...]:
-        """Layer groups as [first, last) positions in `layers`."""
+        """Return the layer groups as [first, last) positions in `layers`."""
         count = len(self.layers)
         return tuple((at, min(at + self.layer_group, count)) for at in range(0, count, self.layer_group))
 
 
 class IndexEntry(NamedTuple):
-    """One record as the index has it. start: bytes from the end of the header to its frame; head_bytes of size are the
-    frame's head. A tuple, because an index may have many."""
+    """Holds one record of the index; a tuple, because an index may have many.
+
+    `start` is the frame's offset from the end of the header. The first `head_bytes` of its `size` bytes are the head.
+    """
 
     start: int
     size: int
@@ -112,9 +116,9 @@ class IndexEntry(NamedTuple):
 
 
 def header_bytes(header: ShardHeader) -> tuple[bytes, str]:
-    """The length field and the header, and the shard's digest.
+    """Return the length field and the header, and the shard's digest.
 
-    The size depends on what is known when a shard is begun only, so that a writer can leave room for it.
+    The size depends only on what is known when a shard is started, so a writer can reserve the space.
     """
     room = _room(header)
     body = _header_text(header, _NO_CHECKSUM).ljust(room)
@@ -168,7 +172,7 @@ def _header_text(header: ShardHeader, digest: str) -> str:
 
 
 def parse_header(raw: bytes) -> tuple[ShardHeader, str]:
-    """The inverse of header_bytes. Raises TraceError saying what is wrong; the caller adds where."""
+    """Parse a header; the inverse of header_bytes. Raises TraceError with what is wrong; the caller adds where."""
     try:
         parsed = json.loads(raw[8:].decode("ascii"))
         meta = parsed["__metadata__"]
@@ -202,8 +206,12 @@ def parse_header(raw: bytes) -> tuple[ShardHeader, str]:
 
 
 def index_bytes(parents: Iterable[str], entries: Iterable[tuple[int, int, bool, bytes]]) -> bytes:
-    """The index. parents: names of the shards that records here continue. entries: size of a frame, size of its header,
-    aborted, digest."""
+    """Render the index.
+
+    Args:
+        parents: names of the shards that records here continue.
+        entries: size of a frame, size of its head, aborted flag and digest.
+    """
     names = sorted(parents)
     out = bytearray(varint(len(names)))
     for name in names:
@@ -214,7 +222,8 @@ def index_bytes(parents: Iterable[str], entries: Iterable[tuple[int, int, bool, 
 
 
 def parse_index(header: ShardHeader, raw: bytes) -> tuple[tuple[str, ...], dict[bytes, IndexEntry]]:
-    """Parent shards, and one entry per record under its digest, in file order. Raises TraceError with what is wrong."""
+    """Return the parent shards, and the records' entries by digest in file order. Raises TraceError with what is
+    wrong."""
     if xxhash.xxh3_64_hexdigest(raw) != header.index_checksum:
         raise TraceError("its index is damaged: the checksum differs")
     if header.records > MAX_RECORDS or header.records * MIN_ENTRY > len(raw):
@@ -242,7 +251,7 @@ def parse_index(header: ShardHeader, raw: bytes) -> tuple[tuple[str, ...], dict[
 
 
 def _number(text: str) -> int:
-    """Small numbers only: a hostile header must not make int() work for seconds."""
+    """Parse a number of few digits only: a hostile header must not keep int() busy for seconds."""
     if not (isinstance(text, str) and len(text) <= 16 and text.isascii() and text.isdigit()):
         raise ValueError(text)
     return int(text)

@@ -1,4 +1,4 @@
-"""Which weights routed which rows: run-length lists over the rows of a record, in one canonical form."""
+"""Records which weights routed which rows: run-length lists over the rows of a record, in one canonical form."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from moe_rl.types import Provenance, Span
 
 
 def check_spans(spans: Sequence[Span], *, rows: int, where: str) -> tuple[Span, ...]:
-    """The canonical form of spans that cover exactly `rows` rows, else RouteValidationError. where: whose they are."""
+    """Return canonical spans that cover exactly `rows` rows, or raise RouteValidationError. `where` names the
+    sequence."""
     checked = []
     for span in spans:
         if not isinstance(span, Span) or _integer(span.rows) is None or span.rows < 1:
@@ -52,9 +53,9 @@ def check_spans(spans: Sequence[Span], *, rows: int, where: str) -> tuple[Span, 
 
 
 def spans_of_rows(weight_versions: np.ndarray, *, cached: int, prompt: int) -> tuple[Span, ...]:
-    """The spans of the first rows of a sequence, from the weight version [T] of each.
+    """Return the spans of a sequence's first rows, from the weight version [T] of each.
 
-    cached: rows that another request had computed. prompt: rows of the prompt; those behind it were decoded.
+    `cached` rows were computed for another request. Rows after the `prompt` rows were decoded.
     """
     kinds = np.full(len(weight_versions), Provenance.DECODE)
     kinds[:prompt] = Provenance.PREFILL
@@ -67,7 +68,7 @@ def spans_of_rows(weight_versions: np.ndarray, *, cached: int, prompt: int) -> t
 
 
 def merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Neighbours that differ in nothing but their rows become one."""
+    """Merge neighbouring spans with the same version and provenance."""
     merged: list[Span] = []
     for span in spans:
         if merged and (merged[-1].weight_version, merged[-1].provenance) == (span.weight_version, span.provenance):
@@ -78,7 +79,7 @@ def merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def cut_spans(spans: Iterable[Span], first: int, last: int) -> tuple[Span, ...]:
-    """The spans of rows [first, last)."""
+    """Return the spans of rows [first, last)."""
     kept, start = [], 0
     for span in spans:
         rows = min(start + span.rows, last) - max(start, first)

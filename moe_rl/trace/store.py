@@ -1,4 +1,4 @@
-"""The routing-trace store: immutable shard files in one folder, each published whole or not at all.
+"""Reads the routing-trace store: immutable shard files in one folder, each published whole or not at all.
 
 with ShardWriter(root, "step7-worker0", spec) as writer:
     ref = writer.add("step7/prompt3:1", routes, token_ids, [Span(len(token_ids), 7, Provenance.DECODE)])
@@ -36,11 +36,15 @@ Rows = tuple[int, int]
 
 
 class TraceStore:
-    """Reads published shards. Safe to share between threads; holds no file open.
+    """Reads published shards. Thread-safe; keeps no file open.
 
-    root: a local folder, or any URL that fsspec reads (nothing can be removed there). A shard's index is read once and
-    kept (of the last 64 shards used); then a read touches the bytes of its own rows and layers only, and every byte
-    that it uses is checked against the digest in the reference. prefetch_bytes: decoded routes prefetch() may hold.
+    The indexes of the last 64 shards are cached. A read touches only the bytes of its own rows and layers, and checks
+    every
+    byte that it uses against the digest in the reference.
+
+    Args:
+        root: a local folder, or any URL that fsspec reads (shards cannot be removed there).
+        prefetch_bytes: bytes of decoded routes that prefetch() may hold.
     """
 
     def __init__(self, root: Path | str, *, prefetch_bytes: int = 256 << 20):
@@ -48,10 +52,15 @@ class TraceStore:
         self._prefetcher = Prefetcher(self.read, prefetch_bytes)
 
     def read(self, ref: RouteRef, *, layers: Sequence[int] | None = None, rows: Rows | None = None) -> RouteRecord:
-        """The record that `ref` names, exactly as it was added; else TraceError naming shard and record.
+        """Return the record that `ref` names, exactly as it was added.
 
-        layers: increasing global numbers of the layers wanted; None: all MoE layers of the model. rows: [first, last)
-        of those wanted; None: all of the reference.
+        Args:
+            ref: the reference.
+            layers: increasing global numbers of the wanted layers; None: all MoE layers of the model.
+            rows: the wanted rows [first, last); None: all rows of the reference.
+
+        Raises:
+            TraceError: the record cannot be read; names shard and record.
         """
         wanted = None if layers is None else tuple(layers)
         first, last = _check_rows(ref, rows)
@@ -81,12 +90,19 @@ class TraceStore:
     def read_batch(
         self, items: Sequence[tuple[RouteRef, Rows | None]], out: np.ndarray, *, layers: Sequence[int] | None = None
     ) -> None:
-        """Fill out [sum T, L, K] with the rows of all items, one after the other, as read() gives them.
+        """Fill out [sum T, L, K] with the rows of all items, one item after the other.
 
-        items: references, each with the rows [first, last) wanted or None for all. out: of the spec's dtype or a wider
-        integer type, with any strides. layers: as in read(); L is their number. All reads are planned together: bytes
-        that lie together are read together, and what items share is decoded once. Token ids are not read: a microbatch
-        must be checked against its tokens elsewhere. Raises TraceError; out then holds anything.
+        All reads are planned together: adjacent bytes are read together, and what items share is decoded once. Token
+        ids are
+        not read, so check a microbatch against its tokens elsewhere.
+
+        Args:
+            items: references, each with the wanted rows [first, last), or None for all.
+            out: the spec's dtype or a wider integer type, any strides. Its content is undefined after an error.
+            layers: as in read(); L is their number.
+
+        Raises:
+            TraceError: a record cannot be read.
         """
         wanted = None if layers is None else tuple(layers)
         spans = [_check_rows(ref, rows) for ref, rows in items]
@@ -111,15 +127,16 @@ class TraceStore:
             readout.run()
 
     def prefetch(self, refs: Sequence[RouteRef], layers: Sequence[int] | None = None) -> None:
-        """Read these whole records in the background, in this order; later reads of them are served from memory.
+        """Read these whole records in the background, in this order; later reads are then served from memory.
 
-        Only reads with the same `layers` are, each record once. Memory is bounded by prefetch_bytes and one record. A
-        later call replaces an earlier one and drops what that has read; with no refs it only drops.
+        Only reads with the same `layers` are served, each record once. Memory is bounded by prefetch_bytes plus one
+        record. A
+        later call replaces an earlier one and drops its records; a call without refs only drops.
         """
         self._prefetcher.start(refs, None if layers is None else tuple(layers))
 
     def info(self, ref: RouteRef) -> RecordInfo:
-        """What is known of the record without decoding any of its chunks. Raises TraceError."""
+        """Return what is known of the record without decoding any of its chunks. Raises TraceError."""
         with Reading(self._library) as reading:
             (joined,) = join(reading, [ref], None, complete=False)
             tips = [reading.tip(part) for part in ref.parts]
@@ -144,9 +161,9 @@ class TraceStore:
         )
 
     def expert_counts(self, ref: RouteRef) -> np.ndarray:
-        """How often each expert was chosen in the rows of the reference: int64 [L, E], L all layers of its parts.
+        """Count how often each expert was chosen in the reference's rows: int64 [L, E], L all layers of its parts.
 
-        Long records have them stored; of short ones the routes are decoded. Raises TraceError.
+        Long records have stored counts; the routes of short ones are decoded. Raises TraceError.
         """
         with Reading(self._library) as reading:
             (joined,) = join(reading, [ref], None, complete=False)
@@ -158,7 +175,7 @@ class TraceStore:
         return counts
 
     def aux(self, ref: RouteRef, name: str) -> np.ndarray:
-        """An array that was stored with the record, read-only. Raises TraceError, also when there is none."""
+        """Return an array stored with the record, read-only. Raises TraceError if there is none of that name."""
         with Reading(self._library) as reading:
             join(reading, [ref], None, complete=False)
             for part in ref.parts:
@@ -183,7 +200,7 @@ class TraceStore:
         )
 
     def records(self, shard: str) -> list[RouteRef]:
-        """References to all records of a shard, in the order in which they were added. Raises TraceError."""
+        """Return references to all records of a shard, in the order of writing. Raises TraceError."""
         with Reading(self._library) as reading:
             index = reading.shard(shard, f"shard {shard}")
             parts = [RoutePart(shard, digest.hex()) for digest in index.entries]
@@ -192,23 +209,27 @@ class TraceStore:
         return [RouteRef(frame.key, frame.rows, (part,)) for frame, part in zip(frames, parts, strict=True)]
 
     def shards(self) -> list[str]:
-        """Names of the published shards, sorted."""
+        """Return the names of the published shards, sorted."""
         names = self._library.folder.names()
         return sorted(name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX) and not name.startswith("."))
 
     def manifest(self) -> Manifest:
-        """What was published and not removed, by the store's own account. A shard in the folder that is not in it was
-        brought there by other means, or its line is damaged."""
+        """Return the manifest: shards that were published and not removed.
+
+        A shard in the folder that the manifest lacks was copied there, or its line is damaged.
+        """
         return self._library.manifest()
 
     def unpublished(self) -> list[str]:
-        """The shards in the folder of which the manifest has no line, sorted."""
+        """Return the shards in the folder that have no line in the manifest, sorted."""
         known = self.manifest().published
         return [name for name in self.shards() if name not in known]
 
     def check_published(self, shards: Iterable[str]) -> None:
-        """Raises TraceError, naming the first, when the manifest has no line of one of these shards: a writer's line is
-        on disk before its shard appears, so a line was lost, or the shard was brought there by other means."""
+        """Raise TraceError for the first of these shards that has no line in the manifest.
+
+        A writer's line is on disk before its shard appears, so either the line was lost or the shard was copied there.
+        """
         manifest = self.manifest()
         for name in shards:
             if name not in manifest.published:
@@ -223,13 +244,15 @@ class TraceStore:
                 )
 
     def remove(self, shard: str) -> None:
-        """Delete a shard that no one will read again, nor any record that continues one of it. Raises TraceError when
-        it is not there."""
+        """Delete a shard. Its records, and records that continue them, can then no longer be read.
+
+        Raises TraceError if the shard does not exist.
+        """
         root, path = self._local(), self._local() / (check_name(shard) + SUFFIX)
         try:
             with locked_manifest(root) as manifest:
                 os.unlink(path)
-                # The shard is gone whether or not the line can be written; on a full disk it often cannot.
+                # The shard is gone even if the line cannot be written, which is likely on a full disk.
                 with contextlib.suppress(OSError):
                     manifest.append("removed", shard)
         except OSError as error:
@@ -239,10 +262,16 @@ class TraceStore:
         self._library.forget(shard)
 
     def retain(self, *, keep_shards: int | None = None, max_bytes: int | None = None) -> list[str]:
-        """Remove the oldest shards until at most so many, of at most so many bytes together, are left; return them.
+        """Remove the oldest shards until at most `keep_shards` shards with at most `max_bytes` in all are left.
 
-        Age is the order of publishing. A shard whose records are continued by a kept one is kept and counted with it.
-        Raises TraceError.
+        Age is the order of publishing. A shard whose records are continued by a kept shard is kept and counted with
+        that one.
+
+        Returns:
+            The names of the removed shards.
+
+        Raises:
+            TraceError: a shard could not be removed.
         """
         root = self._local()
         order = {name: at for at, name in enumerate(self.manifest().published)}
@@ -260,10 +289,11 @@ class TraceStore:
         return removed
 
     def collect_garbage(self) -> list[str]:
-        """Delete what dead writers have left, and return the file names. Files of living ones, on any host, are kept.
+        """Delete the files of dead writers and return their names. Files of living writers, on any host, are kept.
 
-        A writer holds a lock on its file that the kernel drops when it dies; what cannot be locked and removed stays.
-        What could be saved by recover() is lost.
+        A writer holds a lock on its file, which the kernel releases when the writer dies. Files that cannot be locked
+        or
+        removed stay. Records that recover() could have saved are lost.
         """
         removed = []
         for path in sorted(self._local().glob(f".*.????????{TMP}")):
@@ -278,7 +308,7 @@ class TraceStore:
         return removed
 
     def _lineage(self, shard: str) -> list[str]:
-        """The shard, and those whose records its records continue, directly or not."""
+        """Return the shard, and the shards whose records its records continue, directly or indirectly."""
         lineage = [shard]
         for name in lineage:
             with Reading(self._library) as reading, contextlib.suppress(TraceError):  # a damaged shard keeps no other
@@ -294,7 +324,7 @@ class TraceStore:
 
 
 def _count(reading: Reading, segment: RowSegment) -> np.ndarray:
-    """Expert counts [L, E] of a segment."""
+    """Count the experts [L, E] of a segment."""
     found, frame, header = segment.found, segment.found.frame, segment.found.shard.header
     shape = (len(header.layers), header.spec.num_experts)
     if frame.counts is None:
@@ -304,7 +334,7 @@ def _count(reading: Reading, segment: RowSegment) -> np.ndarray:
         counts: np.ndarray = unpack_ints(frame.counts.kind, data, shape[0] * shape[1]).astype(np.int64).reshape(shape)
     except TraceError as error:
         raise damaged(found, frame.counts, str(error)) from error
-    # The stored counts are of all rows; a reference often leaves out the last one.
+    # Stored counts cover all rows, but a reference often omits the last one.
     return counts - _decode_and_count(reading, found, segment.rows, frame.own_rows)
 
 

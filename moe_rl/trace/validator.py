@@ -1,4 +1,4 @@
-"""The one decision whether routes may be trained on. Every source of routes goes through it; nothing is ever repaired.
+"""Decides whether routes may be trained on. Routes from every source are checked here; nothing is ever repaired.
 
 Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
 """
@@ -15,7 +15,7 @@ from moe_rl.trace.spans import check_spans
 from moe_rl.trace.variety import check_variety
 from moe_rl.types import RouteRef
 
-# Sets compared at a time: K planes of this many ids stay in the processor's second-level cache.
+# Sets compared at a time: K planes of this many ids fit in the second-level cache.
 _BLOCK = 1 << 15
 
 
@@ -31,11 +31,19 @@ def validate(
 ) -> None:
     """Refuse routes that are not exactly those of `token_ids` under `spec`.
 
-    token_ids [T]: the tokens that the trainer will feed with the rows of the record: of a whole sequence all but the
-    last sampled one, of a slice those of its rows. spec: of the model being trained. weight_version: of the trainer
-    now; no row's may be more than `max_staleness` older, nor newer. ref: what the sampler sent; the record must be of
-    that request and lie within its rows. layers: global numbers of the layers that the record must have; None: all.
-    Raises RouteValidationError naming request, token and layer.
+    Args:
+        record: the routes.
+        token_ids: [T] tokens that the trainer feeds with the record's rows: for a whole sequence all but the last
+            sampled
+            one, for a slice those of its rows.
+        spec: the model being trained.
+        weight_version: the trainer's current version; no row may be newer, or more than `max_staleness` older.
+        max_staleness: in versions.
+        ref: what the sampler sent; the record must be of this request and lie within its rows.
+        layers: global numbers of the layers that the record must have; None: all.
+
+    Raises:
+        RouteValidationError: with request, token and layer.
     """
     where = f"request {record.key}"
     _same_model(record, spec, where)
@@ -51,7 +59,7 @@ def validate(
         if not oldest <= span.weight_version <= weight_version:
             raise RouteValidationError(
                 describe(
-                    "routes are of weights that may not be trained on",
+                    "routes were sampled with weights that are too old or too new",
                     where=f"{where}, tokens {row} to {row + span.rows - 1}",
                     got=f"weight version {span.weight_version}",
                     expected=f"{oldest} to {weight_version} (max_staleness {max_staleness})",
@@ -68,8 +76,12 @@ def check_routes(
 ) -> None:
     """Refuse anything but K distinct ids in [0, num_experts) for each of `rows` tokens and every layer.
 
-    routes [T, L, K] uint8 or uint16; uint8 is refused when num_experts > 256, because its ids may have wrapped.
-    where: whose they are, for the message. layers [L]: their global numbers; None: all MoE layers of the spec.
+    Args:
+        routes: [T, L, K] uint8 or uint16; uint8 is refused when num_experts > 256, because ids may have wrapped.
+        spec: the model.
+        rows: number of tokens.
+        where: names the sequence in messages.
+        layers: [L] global numbers; None: all MoE layers of the spec.
     """
     layers = spec.moe_layers if layers is None else layers
     allowed = ("uint8", "uint16") if spec.num_experts <= 256 else ("uint16",)
@@ -150,11 +162,11 @@ def check_routes(
 
 
 def _first_bad_set(routes: np.ndarray, num_experts: int) -> int | None:
-    """Index over [T * L] of the first set with a repeated or impossible id."""
+    """Return the index in [T * L] of the first set with a repeated or impossible id."""
     top_k = routes.shape[2]
     sets = routes.reshape(-1, top_k)
     for start in range(0, len(sets), _BLOCK):
-        # One plane per choice makes every comparison a run over contiguous memory; sorting each tiny set is slower.
+        # With one plane per choice, comparisons run over contiguous memory; sorting each tiny set is slower.
         planes = np.ascontiguousarray(sets[start : start + _BLOCK].T)
         bad = (planes >= num_experts).any(axis=0)
         for apart in range(1, top_k):

@@ -1,9 +1,8 @@
-"""Refuses routes that no router made: well-formed sets that a buffer holds when nothing, or the wrong thing, was
-written to it.
+"""Refuses well-formed routes that no router produced: what a buffer holds when it was not written, or written wrongly.
 
-The rules need no look at the model, so each is safe for any router, a collapsed one too. A router may send every token
-of a sequence to the same experts: that a layer never varies is no fault by itself. Whether it should have varied is
-told by the trainer's own choice (replay/alignment.py), and by the logits that the sampler's routers saw
+The rules do not look at the model, so each is safe for any router, even a collapsed one. A router may send all tokens
+of a sequence to the same experts, so a layer that never varies is not a fault by itself. Two other checks tell whether
+it should have varied: the trainer's own choice (replay/alignment.py), and the logits of the sampler's routers
 (vllm/extras.py).
 
 Legend for shapes: T tokens, L MoE layers, K top-k experts per token, E experts.
@@ -18,15 +17,15 @@ import numpy as np
 
 from moe_rl.errors import RouteValidationError, describe
 
-# Rows from which on a record says something about its routers.
+# Shorter records say too little about their routers.
 _ROWS = 8
-# One in so many models, or less, would be refused wrongly for two equal layers.
+# Two equal layers are refused if at most one model in a million would have them by chance.
 _CHANCE = 1e-6
-# A layer that is constant is refused for the sets of an unwritten buffer, where there are so many others.
+# A constant layer with the sets of an unwritten buffer is refused only if there are at least this many possible sets.
 _SETS = 1000
-# Bits by which rows that are equal in all layers must be unlikely.
+# Rows that are equal in all layers are refused if their chance is below 2**-_BITS.
 _BITS = 40
-# Different rows beside them.
+# At least this many different rows must exist besides the equal ones.
 _OTHERS = 4
 _LOOK = "look at the recorder: a buffer was handed over that was not written, or not for these tokens"
 
@@ -34,25 +33,31 @@ _LOOK = "look at the recorder: a buffer was handed over that was not written, or
 def check_variety(
     routes: np.ndarray, token_ids: np.ndarray, *, num_experts: int, layers: Sequence[int], where: str
 ) -> None:
-    """Refuse routes [T, L, K] that do not vary as the routers of a model do. token_ids [T]: what they are routes of.
+    """Refuse routes [T, L, K] that do not vary as a model's routers vary. token_ids [T] are their tokens.
 
-    layers [L]: global numbers. where: whose they are. Nothing is refused of fewer than 8 rows, of one token repeated,
-    and of routers that take all experts. Raises RouteValidationError, naming layers and tokens, for
+    layers [L] are global numbers; `where` names the sequence. Nothing is refused for fewer than 8 rows, one repeated
+    token,
+    or routers that use all experts. Raises RouteValidationError, with layers and tokens, for
 
-    - every token the same in all layers, or every layer the same for all tokens;
-    - two layers that are equal in all rows. The experts of a layer have their numbers from the model's initialisation;
-      with those of one of the two drawn anew, the chance that its sets become those of the other is the product of
-      a! / E! over the classes of a experts that no set tells apart. Refused is what is less likely than one in a
-      million over all pairs: at 4 of 32 experts that takes three different sets, so that two layers which both
+    - every token having the same routes in all layers, or every layer having the same routes for all tokens;
+    - two layers that are equal in all rows. A layer's experts are numbered by the model's random initialisation. If one
+      of the two layers were renumbered at random, its sets would equal the other's with a probability that is the
+      product
+      of a! / E! over the classes of a experts that no set tells apart. The layers are refused if that probability, over
+      all
+      pairs, is below one in a million. For 4 of 32 experts this takes three different sets, so two layers that both
       collapsed to one set are not refused;
-    - a layer that sends 8 different tokens, and all others, to the K first or the K last experts: what a top-k of
-      equal numbers gives. A router that has collapsed to one set collapses to one of these two in 2 of C(E, K) cases;
-      with fewer than 1000 sets nothing is refused;
-    - consecutive rows with d different tokens that are equal in all layers, and that are seen nowhere else among at
-      least 4 different rows, with (d - 1) x layers that vary of at least 40 and d of at least 4. Where neighbours of
-      different tokens share all K experts of a layer half of the time that is a chance of 2^-40 for each place; the
-      demo's do in 1 to 5% of cases by layer, and never in all 8. Layers that collapsed to the same few classes of
-      tokens are not as many witnesses: their rows come again elsewhere, or are fewer than 4.
+    - a layer that sends 8 different tokens, and all others, to the K first or the K last experts, as a top-k of equal
+      numbers does. A router that collapsed to one set has one of these two in 2 of C(E, K) cases; with fewer than 1000
+      possible sets nothing is refused;
+    - consecutive rows with d >= 4 different tokens that are equal in all layers, and that occur nowhere else among at
+      least
+      4 different rows, if (d - 1) x (number of layers that vary) is at least 40. If neighbouring different tokens share
+      all
+      K experts of a layer half of the time, the chance is 2^-40 for each place; in the demo they do in 1 to 5% of cases
+      by
+      layer, and never in all 8 layers. Layers that collapsed to the same few classes of tokens are not refused wrongly:
+      their rows occur again elsewhere, or there are fewer than 4.
     """
     rows, columns, top_k = routes.shape
     if rows < _ROWS or top_k == num_experts or not columns or (token_ids == token_ids[0]).all():
@@ -70,7 +75,7 @@ def check_variety(
 
 def _check_layers(routes: np.ndarray, num_experts: int, layers: Sequence[int], where: str) -> None:
     rows, columns, top_k = routes.shape
-    # Layers that are equal are equal in their first rows: few bytes decide that there are none.
+    # Equal layers are equal in their first rows, so comparing a few bytes usually suffices.
     first: dict[bytes, list[int]] = {}
     for column in range(columns):
         first.setdefault(routes[:_ROWS, column].tobytes(), []).append(column)
@@ -115,7 +120,7 @@ def _check_stuck(routes: np.ndarray, token_ids: np.ndarray, layers: int, where: 
     needed = max(4, 1 + math.ceil(_BITS / layers))
     if int(same.sum()) + 1 < needed:
         return
-    # Rows 0 .. T-1 in runs of equal ones: a new one begins where a row is not as the one before.
+    # Split rows 0 .. T-1 into runs of equal rows.
     starts = np.flatnonzero(np.concatenate([[True], ~same]))
     for start, end in zip(starts, [*starts[1:], len(routes)], strict=True):
         if end - start < needed:

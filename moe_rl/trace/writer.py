@@ -1,4 +1,4 @@
-"""Writing a shard: whole or not at all, never over another one.
+"""Writes a shard: whole or not at all, and never over an existing one.
 
 Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
 """
@@ -30,7 +30,7 @@ from moe_rl.types import RoutePart, RouteRef, Span
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """What the writer keeps of a frame. rows: of the whole sequence."""
+    """Holds what the writer remembers of a frame. `rows` counts the rows of the whole sequence."""
 
     size: int
     head_bytes: int
@@ -39,16 +39,25 @@ class _Stored:
 
 
 class ShardWriter:
-    """Writes one shard. Records go to a hidden temporary file as they come; publish() makes it a shard.
+    """Writes one shard. Records go to a hidden temporary file as they arrive; publish() turns it into a shard.
 
-    layers: global numbers of the MoE layers that this writer records, as one pipeline stage does; None: all.
-    layer_group, token_block: a chunk, the smallest thing that is read, is of so many layers and tokens; a layer group
-    that divides the trainer's pipeline stages makes a stage one contiguous range. keep_order: keep the order of the
-    experts in a set as the sampler gave it, else sets are stored ascending, which is smaller.
+    As a context manager it publishes on a clean exit (unless already published) and abandons the shard on an exception.
+    Not
+    thread-safe.
 
-    As a context manager it publishes at a clean exit (unless that was done) and abandons on an exception. Raises
-    TraceError on bad names, and TraceDiskError, which is one, on every failure of the file system: nothing of the shard
-    is left then. Not for several threads at once.
+    Args:
+        root: folder of the store.
+        name: name of the shard.
+        spec: the model.
+        layers: global numbers of the MoE layers that this writer records, e.g. one pipeline stage; None: all.
+        layer_group, token_block: layers and tokens of a chunk, the smallest unit that is read. If the layer group
+            divides
+            the trainer's pipeline stages, each stage is one contiguous range.
+        keep_order: keep the order of the experts in a set; otherwise sets are stored ascending, which is smaller.
+
+    Raises:
+        TraceError: a name is not allowed.
+        TraceDiskError: (a TraceError) the file system failed; nothing of the shard is left.
     """
 
     def __init__(
@@ -80,7 +89,7 @@ class ShardWriter:
         try:
             make_directory(self._root)
             self._fd, self._tmp = create_locked(self._root, name)
-            # What a reader must know of an unsealed file: recover() begins here.
+            # recover() starts with this header, so it holds what a reader must know of an unsealed file.
             write_all(self._fd, head, 0)
         except OSError as error:
             raise self._failed(error, len(head)) from error
@@ -91,7 +100,7 @@ class ShardWriter:
 
     @property
     def closed(self) -> bool:
-        """Published or abandoned."""
+        """Whether the shard was published or abandoned."""
         return self._fd is None
 
     def add(
@@ -104,16 +113,25 @@ class ShardWriter:
         parent: RouteRef | None = None,
         aux: Mapping[str, np.ndarray] | None = None,
     ) -> RouteRef:
-        """Append one sequence, or the part of it that continues another.
+        """Append one sequence, or the part of a sequence that continues another record.
 
-        routes [T, L, K] uint8 or uint16: logical expert ids of the T forwarded token_ids [T] in this writer's layers.
-        spans: cover the T rows. parent: of this shard, or published in this store with the same layers; the sequence
-        then is the parent's first parent.rows rows and, after them, these. aux: named arrays (a-z and _) kept with the
-        record: bool, integers, float16/32 of 0 to 3 dimensions.
+        Args:
+            key: the record's key, unique in the shard.
+            routes: [T, L, K] uint8 or uint16, logical expert ids of the T forwarded tokens in this writer's layers.
+            token_ids: [T].
+            spans: cover the T rows.
+            parent: a record of this shard, or published in this store with the same layers. The sequence is then the
+                first
+                parent.rows rows of the parent followed by these rows.
+            aux: named arrays (a-z and _) stored with the record: bool, integers, float16/32 of 0 to 3 dimensions.
 
-        Returns the reference, to parent.rows + T rows, by which TraceStore.read finds it once the shard is published.
-        Raises RouteValidationError when the routes could not be trained on and TraceError on a repeated key or an
-        impossible parent or aux array; the shard then stays as it was.
+        Returns:
+            The reference, to parent.rows + T rows, with which TraceStore.read finds the sequence in the published
+            shard.
+
+        Raises:
+            RouteValidationError: the routes could not be trained on.
+            TraceError: the key is repeated, or the parent or an aux array is impossible. The shard is then unchanged.
         """
         header = self._header
         self._open_fd()
@@ -133,9 +151,9 @@ class ShardWriter:
         return self._append(frame, data)
 
     def adopt(self, frame: Frame, data: bytes) -> RouteRef:
-        """Append a frame of another file as it is, for recover(). The caller has verified its checksums.
+        """Append a frame of another file unchanged, for recover(). The caller has verified its checksums.
 
-        Raises TraceError when the writer's other frames, of the same file, do not allow it.
+        Raises TraceError if the frame continues a record that this writer does not have.
         """
         self._check_new(frame.key)
         parent = frame.parent
@@ -159,7 +177,7 @@ class ShardWriter:
         return RouteRef(frame.key, frame.rows, (RoutePart(self._header.name, frame.digest.hex()),))
 
     def mark_aborted(self, key: str) -> None:
-        """Have the record say that the sampler gave its sequence up. Raises TraceError when there is no such record."""
+        """Mark a record as aborted by the sampler. Raises TraceError if the record does not exist."""
         self._open_fd()
         if key not in self._keys:
             raise TraceError(
@@ -168,7 +186,8 @@ class ShardWriter:
         self._aborted.add(self._keys[key])
 
     def publish(self) -> Path:
-        """Make the shard visible, complete and durable, and return its path. Never overwrites: raises TraceError."""
+        """Make the shard visible, complete and durable, and return its path. Raises TraceError instead of
+        overwriting."""
         fd = self._open_fd()
         index = index_bytes(
             self._parents,
@@ -186,12 +205,13 @@ class ShardWriter:
         linked = False
         try:
             write_all(fd, index, self._end)
-            # An add() that was interrupted may have left bytes behind the last frame.
+            # An interrupted add() may have left bytes after the last frame.
             os.ftruncate(fd, self._end + len(index))
             write_all(fd, head, 0)
             os.fsync(fd)
             with locked_manifest(self._root) as manifest:
-                # Under the lock and before the line: no line ever speaks of another shard than the one in the folder.
+                # Under the lock and before the line: a line must never describe another shard than the one in the
+                # folder.
                 if os.path.lexists(self._final):
                     raise FileExistsError
                 manifest.append(
@@ -202,7 +222,7 @@ class ShardWriter:
                     records=sealed.records,
                 )
                 try:
-                    # A link, unlike a rename, fails when the name is taken, also by a writer that came between.
+                    # Unlike a rename, a link fails if the name is taken, even by a writer that published a moment ago.
                     os.link(self._tmp, self._final)
                     linked = True
                     os.unlink(self._tmp)
@@ -224,7 +244,7 @@ class ShardWriter:
         return self._final
 
     def abandon(self) -> None:
-        """Leave nothing behind. Does nothing after publish() or abandon()."""
+        """Remove the temporary file. Does nothing after publish() or abandon()."""
         if self._fd is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._tmp)
@@ -249,7 +269,7 @@ class ShardWriter:
             )
 
     def _link(self, ref: RouteRef, where: str) -> Parent:
-        """The parent as a frame names it, after making sure that a reader will find it."""
+        """Return the parent as a frame names it, after checking that a reader will find it."""
         found = None
         for part in ref.parts:
             found = found or (self._own(ref, part) if part.shard == self._header.name else self._published(ref, part))
@@ -312,7 +332,7 @@ class ShardWriter:
             os.close(fd)
 
     def _failed(self, error: OSError, size: int | None = None) -> TraceDiskError:
-        """What to raise. size: bytes that were to be written."""
+        """Return the error to raise. `size` is the number of bytes to be written."""
         self.abandon()
         return TraceDiskError(
             refusal(

@@ -355,7 +355,9 @@ def test_sequences_without_routes_are_dropped_and_counted(steps):
 
 
 def test_routes_of_older_weights(steps):
-    message = "routes are of weights that may not be trained on (request s2, tokens 0 to 6): got weight version 4"
+    message = (
+        "routes were sampled with weights that are too old or too new (request s2, tokens 0 to 6): got weight version 4"
+    )
     # one rank has the sequence; the other learns that it need not begin
     mine = [message in rank for rank in steps["stale-refused"]]
     assert sorted(mine) == [False, True]

@@ -206,5 +206,5 @@ def test_measure_covers_the_records_it_says(tmp_path, store):
     assert found["records"] == 8 and found["raw_bytes"] == sum(r.size for shard in store for r in shard.routes)
     assert all(value > 0 for value in found.values())
     (tmp_path / "none").mkdir()
-    with pytest.raises(TraceError, match="no routes to measure on"):
+    with pytest.raises(TraceError, match="no routes to measure"):
         measure(select(tmp_path / "none"))

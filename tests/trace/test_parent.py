@@ -52,7 +52,7 @@ def test_every_prefix_of_turns_over_shards(tmp_path, spec, random_routes, decode
     info = store.info(ref)
     assert (info.rows, info.own_rows, info.parent.rows) == (13, 4, 9)
     assert info.parent.parts[0].shard == "turn1" and store.read(info.parent).token_ids.tolist() == tokens[:9]
-    with pytest.raises(TraceError, match="fewer rows than are referred to"):
+    with pytest.raises(TraceError, match="fewer rows than the reference"):
         store.read(replace(ref, rows=14))
 
 

@@ -59,7 +59,7 @@ def test_a_reference_carries_it_as_a_number_of_64_bits():
     for text, value in (("f" * 16, -1), ("8" + "0" * 15, -(2**63)), ("7" + "f" * 15, 2**63 - 1), ("0" * 16, 0)):
         assert sum_of(RouteRef("k", 5, (), 0, text)) == value
     for text in ("", "12", "x" * 16, "F" * 16, "0" * 17, "0" * 15 + "\n"):
-        with pytest.raises(TraceError, match="does not say what left the sampler's engine .record k.*16 hex digits"):
+        with pytest.raises(TraceError, match="has no checksum from the sampler's engine .record k.*16 hex digits"):
             sum_of(RouteRef("k", 5, (), 0, text))
 
 

@@ -391,7 +391,7 @@ def test_other_tokens_than_the_sampler_returned_are_an_error(fake):
         ),
         (
             {"moe_rl_key": "a", "moe_rl_sink": "shard", "moe_rl_parent": ["b", 1, "", "other", "00"]},
-            "does not say what left",
+            "has no checksum from",
         ),
     ],
 )

@@ -1,1 +1,1 @@
-"""Routes as other systems send them, read into the store."""
+"""Reads routes in the formats of other systems into the store."""

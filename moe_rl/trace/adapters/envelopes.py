@@ -1,4 +1,4 @@
-"""Arrays of routed experts as other systems send them, read into numpy. What their rows mean is in replies.py.
+"""Reads arrays of routed experts, as other systems send them, into numpy. replies.py knows what their rows mean.
 
 vLLM     base64 of a .npy file. Read in vLLM 0.32.0: `utils/serial_utils.py` (numpy2base64), the `routed_experts` field
          of `entrypoints/scale_out/token_in_token_out/protocol.py`, `v1/engine/output_processor.py`.
@@ -8,12 +8,13 @@ SGLang   base64 of bare little-endian int32. Read at sgl-project/sglang 024911f2
          [tokens - 1 - start, all decoder layers, K] flattened, without its shape; layers without a router are zero.
 NeMo-RL  text "nrlre1:<int8|int16|int32>:<S>x<L>x<K>:<base64 of the ids, C order>". Read at NVIDIA-NeMo/RL 0cbe0ac1:
          `nemo_rl/utils/routed_experts_codec.py` (PR 3292), `models/generation/vllm/utils.py`.
-         One row for every token, the last sampled one included, whose row is a filler (0, 1, ..., K - 1). A set of -1
-         says that no route was captured.
+                  One row for every token. The last sampled token's row is a filler (0, 1, ..., K - 1). A set of -1
+                  means that
+                  no route was captured.
 plain    a .npy file, or nested lists of integers, [T, layers, K].
 
-Payloads may be hostile. No array is made before the payload is known to have its bytes, nothing is unpickled, and no
-more memory is taken than a few times the payload, of which at most MAX_BYTES are read.
+Payloads may be hostile. Before an array is allocated, the payload must prove to have its bytes. Nothing is unpickled.
+At most MAX_BYTES of a payload are read, and memory use stays within a few times the payload.
 
 Legend for shapes: T tokens, C layers as sent, L MoE layers, K top-k experts per token.
 """
@@ -41,21 +42,21 @@ _NPY_HEADERS = {
 
 
 def decode_vllm(payload: object) -> np.ndarray:
-    """[T, C, K] of the `routed_experts` of a vLLM choice. Raises TraceError."""
+    """Decode the `routed_experts` of a vLLM choice to [T, C, K]. Raises TraceError."""
     return decode_npy(_base64(payload, "vLLM routed_experts"), where="vLLM routed_experts")
 
 
 def decode_sglang(payload: object, *, layers: int, top_k: int) -> np.ndarray:
-    """int32 [T, layers, top_k] of the `routed_experts` of an SGLang meta_info. Raises TraceError.
+    """Decode the `routed_experts` of an SGLang meta_info to int32 [T, layers, top_k]. Raises TraceError.
 
-    layers: decoder layers of the model, dense ones included; the payload does not say.
+    `layers` counts all decoder layers of the model, dense ones included, which the payload does not say.
     """
     data = _base64(payload, "SGLang routed_experts")
     row = 4 * layers * top_k
     if row <= 0 or len(data) % row:
         raise TraceError(
             describe(
-                "routed_experts are not whole rows",
+                "routed_experts end within a row",
                 where="SGLang routed_experts",
                 got=f"{len(data)} bytes",
                 expected=f"a multiple of {row}: int32 x {layers} layers x {top_k} experts",
@@ -66,7 +67,7 @@ def decode_sglang(payload: object, *, layers: int, top_k: int) -> np.ndarray:
 
 
 def decode_nemo(payload: object) -> np.ndarray:
-    """[S, C, K] of an `nrlre1` envelope, its last row and its -1 included. Raises TraceError."""
+    """Decode an `nrlre1` envelope to [S, C, K], including its last row and its -1 entries. Raises TraceError."""
     where = "NeMo-RL routed_experts"
     match = _NEMO.match(payload) if isinstance(payload, str) else None
     if not isinstance(payload, str) or match is None:
@@ -80,7 +81,7 @@ def decode_nemo(payload: object) -> np.ndarray:
         )
     shape = tuple(int(number) for number in match.groups()[1:])
     dtype = np.dtype(match[1]).newbyteorder("<")
-    # Before it is decoded: base64 has four characters for three bytes.
+    # Checked before decoding: base64 has four characters for three bytes.
     _check_size(math.prod(shape) * dtype.itemsize, 3 * (len(payload) - match.end()) // 4, shape, where, slack=2)
     data = _base64(payload[match.end() :], where)
     _check_size(math.prod(shape) * dtype.itemsize, len(data), shape, where)
@@ -88,7 +89,7 @@ def decode_nemo(payload: object) -> np.ndarray:
 
 
 def decode_npy(data: bytes, *, where: str = ".npy file") -> np.ndarray:
-    """The array of integers in a .npy file. where: what it is, for the message. Raises TraceError."""
+    """Read the integer array in a .npy file. `where` names it in the message. Raises TraceError."""
     file = io.BytesIO(data)
     try:
         shape, fortran, dtype = _NPY_HEADERS[np.lib.format.read_magic(file)](file)
@@ -111,7 +112,7 @@ def decode_npy(data: bytes, *, where: str = ".npy file") -> np.ndarray:
 
 
 def decode_lists(nested: list) -> np.ndarray:
-    """int64 [T, C, K] of nested lists of integers, as plain JSON has them. Raises TraceError."""
+    """Convert nested lists of integers, as in plain JSON, to int64 [T, C, K]. Raises TraceError."""
     try:
         array = np.asarray(nested)
     except (ValueError, OverflowError, TypeError) as error:
@@ -131,11 +132,17 @@ def decode_lists(nested: list) -> np.ndarray:
 
 
 def take_routes(array: np.ndarray, spec: TraceSpec, *, rows: int, where: str) -> np.ndarray:
-    """Routes [T, L, K] of the spec's MoE layers, uint8 or uint16, in the order of ids that was sent.
+    """Return the routes [T, L, K] of the spec's MoE layers, uint8 or uint16, keeping the order of ids within a set.
 
-    array [T, C, K] of integers: C is either the recorded layers or all decoder layers of the spec's layer map. rows:
-    tokens that were forwarded. where: whose they are, for the message. Raises RouteValidationError naming token and
-    layer, and TraceError, on anything but K distinct ids below num_experts for every token and layer.
+    Args:
+        array: integers [T, C, K]; C is either the recorded layers or all decoder layers of the spec's layer map.
+        spec: the model.
+        rows: number of forwarded tokens.
+        where: names the sequence in messages.
+
+    Raises:
+        RouteValidationError: a set does not have K distinct ids below num_experts; names token and layer.
+        TraceError: the array has the wrong shape or type.
     """
     if array.ndim != 3 or array.dtype.kind not in "iu":
         raise RouteValidationError(
@@ -161,14 +168,15 @@ def take_routes(array: np.ndarray, spec: TraceSpec, *, rows: int, where: str) ->
     if picked.size:
         _check_ids(picked, spec, where)
     narrow = np.uint8 if spec.num_experts <= 256 and (not picked.size or int(picked.max()) < 256) else np.uint16
-    # uint8 for more than 256 experts is left as it is: the validator refuses it.
+    # uint8 for more than 256 experts is kept, so that the validator refuses it.
     routes = np.ascontiguousarray(picked, np.uint8 if array.dtype == np.uint8 else narrow)
     check_routes(routes, spec, rows=rows, where=where)
     return routes
 
 
 def moe_columns(columns: int, spec: TraceSpec) -> tuple[int, ...] | None:
-    """Which of so many layers of an array are the spec's MoE layers; None when the number fits nothing in its map."""
+    """Return which columns of an array with this many layers are the spec's MoE layers; None if the number does not
+    fit."""
     if columns == len(spec.moe_layers):
         return tuple(range(columns))
     if columns == len(spec.layer_map):
@@ -180,12 +188,13 @@ def moe_columns(columns: int, spec: TraceSpec) -> tuple[int, ...] | None:
 
 
 def decoder_layers(spec: TraceSpec) -> int:
-    """Layers that an engine sends which sends all: an MTP head that it does not record is none of them."""
+    """Return how many layers an engine sends that sends all of them. An MTP head that it does not record is
+    excluded."""
     return sum(letter != "t" for letter in spec.layer_map)
 
 
 def _check_ids(picked: np.ndarray, spec: TraceSpec, where: str) -> None:
-    """Refuse ids that the dtype of routes would hide."""
+    """Refuse ids that would be lost in the conversion to the dtype of routes."""
     limits = np.iinfo(picked.dtype)
     if limits.max < min(spec.num_experts - 1, 255):
         raise RouteValidationError(

@@ -1,17 +1,17 @@
-"""Files of what other samplers emitted, into the store.
+"""Imports files of other samplers' output into the store.
 
 Formats vllm, sglang, nemo and lists are JSON lines, one reply a line:
 
     {"key": "step7/p3", "prompt_token_ids": [...], "response": {...}, "start": 0, "parent": "...", "weight_version": 7}
 
-response  what the sampler answered. vllm: the reply, or one of its choices; several choices become KEY/0, KEY/1, ...
-          sglang: the reply of /generate. nemo: a reply or its message, which has the prompt's tokens itself. lists:
-          left out; the line has "token_ids", the forwarded tokens, and "routed_experts", nested lists.
-start     position of the first row when the request asked for no rows before it; "parent" is then the key of an earlier
-          line whose record has those, of the same tokens.
-weight_version  of all rows, where the reply does not say.
+response  the sampler's answer. vllm: the reply, or one of its choices; several choices become KEY/0, KEY/1, ...
+          sglang: the reply of /generate. nemo: a reply or its message, which contains the prompt's tokens. lists: not
+          used; the line has "token_ids", the forwarded tokens, and "routed_experts", nested lists.
+start     position of the first row, if the request asked for no earlier rows. "parent" is then the key of an earlier
+          line whose record has the earlier rows, with the same tokens.
+weight_version  version for all rows; needed if the reply does not give one.
 
-Format npy is one .npy file of routes; the forwarded tokens come from a second one.
+Format npy is one .npy file of routes; a second .npy file has the forwarded tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from moe_rl.trace.writer import ShardWriter
 from moe_rl.types import RouteRef
 
 FORMATS = ("vllm", "sglang", "nemo", "lists")
-# Longest line: nested lists take some twenty times their text in memory, base64 not twice.
+# Longest line: nested lists take some twenty times their text in memory, base64 less than twice.
 _MAX_LINE = {"vllm": 1 << 28, "sglang": 1 << 28, "nemo": 1 << 28, "lists": 48 << 20}
 
 
@@ -57,13 +57,13 @@ class _Line(msgspec.Struct):
     weight_version: int | None = None
 
 
-# Made by the thread that imports: msgspec dies when two threads are the first to decode into a type.
+# Created at import time, by one thread: msgspec crashes when two threads are the first to decode a type.
 _DECODER = msgspec.json.Decoder(_Line)
 
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """One sequence of a line. reply: what names its routes and tokens."""
+    """Holds one sequence of a line. `reply` is the object with its routes and tokens."""
 
     key: str
     prompt: list[int] | None
@@ -72,9 +72,9 @@ class _Item:
 
 
 def import_lines(path: Path, root: Path, name: str, spec: TraceSpec, form: str) -> list[RouteRef]:
-    """Publish the sequences of a file as shard `name` of the store, all or none. form: one of FORMATS.
+    """Publish the sequences of a file as shard `name` of the store, all or none. `form` is one of FORMATS.
 
-    Raises TraceError naming the line and what is wrong with it.
+    Raises TraceError with the line and what is wrong with it.
     """
     refs: dict[str, RouteRef] = {}
     tokens: dict[str, np.ndarray] = {}
@@ -103,7 +103,7 @@ def import_lines(path: Path, root: Path, name: str, spec: TraceSpec, form: str) 
 def import_npy(
     path: Path, tokens: Path, root: Path, name: str, spec: TraceSpec, *, key: str, weight_version: int
 ) -> list[RouteRef]:
-    """Publish one .npy file of routes [T, layers, K] as a shard. tokens: .npy file of the T forwarded token ids."""
+    """Publish a .npy file of routes [T, layers, K] as a shard. `tokens` is a .npy file of the T forwarded token ids."""
     with ShardWriter(root, name, spec) as writer:
         record = from_array(
             decode_npy(_read(path), where=str(path)),
@@ -117,7 +117,7 @@ def import_npy(
 
 
 def lint_lines(path: Path, spec: TraceSpec, form: str) -> Iterator[tuple[str, list[Finding]]]:
-    """Per sequence of a file, where it is and all that is wrong with it, what cannot be decoded included."""
+    """Yield, for each sequence of a file, its place and everything wrong with it, including decoding errors."""
     for where, item in _items(path, form):
         where = f"{where}, {item.key}"
         try:
@@ -127,7 +127,7 @@ def lint_lines(path: Path, spec: TraceSpec, form: str) -> Iterator[tuple[str, li
 
 
 def lint_npy(path: Path, spec: TraceSpec, tokens: Path | None) -> Iterator[tuple[str, list[Finding]]]:
-    """As lint_lines, of a .npy file of routes."""
+    """Yield the place of a .npy file of routes and everything wrong with it."""
     try:
         ids = None if tokens is None else decode_npy(_read(tokens), where=str(tokens))
         yield str(path), lint(decode_npy(_read(path), where=str(path)), spec, ids)
@@ -136,7 +136,7 @@ def lint_npy(path: Path, spec: TraceSpec, tokens: Path | None) -> Iterator[tuple
 
 
 def _items(path: Path, form: str) -> Iterator[tuple[str, _Item]]:
-    """Every sequence of the file with its place. Raises TraceError on a line that is none."""
+    """Yield every sequence of the file with its place. Raises TraceError for an invalid line."""
     limit = _MAX_LINE[form]
     try:
         with open(path, "rb") as file:
@@ -188,7 +188,7 @@ def _record(item: _Item, spec: TraceSpec, form: str) -> RouteRecord:
         return from_nemo(item.reply, spec, key=item.key, start=line.start, weight_version=_given_version(item))
     if not isinstance(item.prompt, list):
         raise TraceError(
-            describe("tokens of the prompt are not known", where=f"request {item.key}", do="add prompt_token_ids")
+            describe("the tokens of the prompt are missing", where=f"request {item.key}", do="add prompt_token_ids")
         )
     read = from_vllm if form == "vllm" else from_sglang
     return read(
@@ -202,7 +202,7 @@ def _record(item: _Item, spec: TraceSpec, form: str) -> RouteRecord:
 
 
 def _lint(item: _Item, spec: TraceSpec, form: str) -> list[Finding]:
-    """The array as it was sent, against the tokens as far as they are known."""
+    """Lint the array as it was sent, against the tokens if they are known."""
     reply = item.reply
     if form == "sglang":
         meta = reply.get("meta_info")
@@ -221,14 +221,14 @@ def _lint(item: _Item, spec: TraceSpec, form: str) -> list[Finding]:
     if not isinstance(prompt, list) or not isinstance(sampled, list):
         return lint(array, spec)
     forwarded = [*prompt, *sampled][item.line.start : -1]
-    # The last row of NeMo-RL is of a token that is never forwarded.
+    # NeMo-RL's last row belongs to a token that is never forwarded.
     return lint(array[:-1] if form == "nemo" else array, spec, forwarded)
 
 
 def _before(
     item: _Item, record: RouteRecord, refs: Mapping[str, RouteRef], tokens: Mapping[str, np.ndarray]
 ) -> np.ndarray | None:
-    """Tokens before the record's first row, which its parent has; None when it continues none."""
+    """Return the tokens before the record's first row, taken from its parent; None without a parent."""
     start, parent = record.first_row, item.line.parent
     if parent is None and not start:
         return None
@@ -263,7 +263,7 @@ def _before(
 def _given_version(item: _Item) -> int:
     if item.line.weight_version is None:
         raise TraceError(
-            describe("weights are not known", where=f"request {item.key}", do="add weight_version to the line")
+            describe("the weight version is missing", where=f"request {item.key}", do="add weight_version to the line")
         )
     return item.line.weight_version
 

@@ -1,7 +1,8 @@
-"""Everything that is wrong with an array of routed experts, in words. The validator stops at the first fault; a person
-who must find out what a sampler did wants them all, and what they look like together.
+"""Reports everything wrong with an array of routed experts.
 
-A finding is certain when no router could have given the array, and a suspicion when one could, but hardly would.
+The validator stops at the first fault. Someone who debugs a sampler wants to see all faults and their pattern. A
+finding is certain if no router could have produced the array, and a suspicion if a router could but hardly would.
+
 Legend for shapes: T tokens, C layers as sent, L MoE layers, K top-k experts per token.
 """
 
@@ -15,17 +16,17 @@ import numpy as np
 from moe_rl.trace.adapters.envelopes import moe_columns
 from moe_rl.trace.record import TraceSpec
 
-# Shorter sequences may repeat themselves by chance.
+# Shorter sequences may repeat routes by chance.
 _FEW_ROWS = 8
-# Pairs of equal tokens from which their agreement says something.
+# Fewest pairs of equal tokens for which an agreement is computed.
 _FEW_PAIRS = 24
-# By how much of a set another alignment must agree better before it is called a suspicion.
+# A shift or reversal is suspected if it raises the agreement of equal tokens by more than this share of a set.
 _MARGIN = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """rule: short name that tools may count by. where: first place, and how many. certain: else a suspicion."""
+    """Describes one fault. `rule` is a short name for tools, `where` the first place and a count."""
 
     rule: str
     where: str
@@ -37,10 +38,13 @@ class Finding:
 
 
 def lint(routes: np.ndarray, spec: TraceSpec, token_ids: Sequence[int] | np.ndarray | None = None) -> list[Finding]:
-    """All findings, in the order of shape, ids, rows, layers, tokens; none when nothing is wrong. Never raises.
+    """Return all findings, ordered by shape, ids, rows, layers, tokens. Never raises.
 
-    routes: as a sampler sent them, any dtype; [T, C, K] with C all decoder layers or the MoE layers of the spec, in the
-    order of the layer map. token_ids [T]: the forwarded tokens, for what can only be seen against them.
+    Args:
+        routes: as a sampler sent them, any dtype; [T, C, K] with C all decoder layers or the spec's MoE layers, in the
+            order of the layer map.
+        spec: the model.
+        token_ids: [T] the forwarded tokens, for checks that compare rows with tokens.
     """
     routes = np.asarray(routes)
     if routes.ndim != 3 or routes.dtype.kind not in "iu":
@@ -90,7 +94,7 @@ def _shape(routes: np.ndarray, spec: TraceSpec, token_ids: Sequence[int] | np.nd
 
 
 def _dense_layers(routes: np.ndarray, columns: Sequence[int]) -> list[Finding]:
-    """All decoder layers were sent. Engines leave zeros where a layer has no router."""
+    """Check arrays with all decoder layers: engines leave zeros for layers without a router."""
     total = routes.shape[1]
     dense = [at for at in range(total) if at not in set(columns)]
     findings = [
@@ -115,10 +119,10 @@ def _dense_layers(routes: np.ndarray, columns: Sequence[int]) -> list[Finding]:
 
 
 def _empty_rows(moe: np.ndarray) -> np.ndarray:
-    """Whether a row [T] was never written by a router: every set zeros, -1, or 0, 1, ..., K - 1."""
+    """Return for each row [T] whether no router wrote it: every set is zeros, -1, or 0, 1, ..., K - 1."""
     top_k = moe.shape[2]
     filler = (moe == np.arange(top_k, dtype=np.int64)).all(axis=(1, 2))
-    # A single set of the first experts is a choice like any other.
+    # With one layer, the set 0, 1, ..., K - 1 is an ordinary choice.
     filler &= moe.shape[1] > 1
     return (moe == 0).all(axis=(1, 2)) & (top_k > 1) | (moe == -1).all(axis=(1, 2)) | filler
 
@@ -137,7 +141,7 @@ def _ids(moe: np.ndarray, spec: TraceSpec, layers: Sequence[int], empty: np.ndar
     if not sets.size:
         return findings
     blank = (sets == 0).all(axis=2) & (moe.shape[2] > 1)
-    blank &= ~blank.all(axis=0)  # whole layers are said below
+    blank &= ~blank.all(axis=0)  # whole layers are reported below
     found(blank, "all-zero sets", "the layer was not captured for these tokens")
     low = (sets < 0).any(axis=2)
     wrapped = np.iinfo(moe.dtype).max < spec.num_experts - 1
@@ -152,10 +156,11 @@ def _ids(moe: np.ndarray, spec: TraceSpec, layers: Sequence[int], empty: np.ndar
     twice = (ordered[:, :, 1:] == ordered[:, :, :-1]).any(axis=2) & ~(sets == 0).all(axis=2) & ~low
     found(twice, "duplicate ids", "a router chooses distinct experts")
     if spec.num_experts > 256 and np.iinfo(moe.dtype).max > 255 and top < 256 and not low.any():
-        # Chance that no set has an id above 255, were experts equally loaded; skew cannot make up for this much.
+        # Log of the probability that no set has an id above 255 if experts are equally loaded; below -30, skew cannot
+        # explain it.
         logarithm = sets.shape[0] * sets.shape[1] * spec.top_k * np.log(256 / spec.num_experts)
         if logarithm < -30:
-            text = f"no id of {sets[:, :, 0].size} sets is above 255: they were a byte once, and have wrapped"
+            text = f"no id of {sets[:, :, 0].size} sets is above 255: they were stored as a byte and have wrapped"
             findings.append(Finding("dtype wrap", "all sets", text, certain=False))
     return findings
 
@@ -168,7 +173,7 @@ def _rows(moe: np.ndarray, spec: TraceSpec, token_ids: np.ndarray | None, empty:
         findings.append(Finding("empty rows", f"rows {_some(np.flatnonzero(empty).tolist())}", text))
     if len(moe) >= _FEW_ROWS and moe.shape[1] > 1 and moe.shape[2] < spec.num_experts:
         same = (moe[1:] == moe[:-1]).all(axis=(1, 2)) & ~empty[1:]
-        if token_ids is not None:  # the same token twice may well take the same route
+        if token_ids is not None:  # equal neighbouring tokens may take the same route
             pairs = min(len(same), max(0, len(token_ids) - 1))
             same[:pairs] &= token_ids[1 : pairs + 1] != token_ids[:pairs]
         if same.any() and not same.all():
@@ -198,8 +203,10 @@ def _layers(moe: np.ndarray, layers: Sequence[int]) -> list[Finding]:
 
 
 def _tokens(moe: np.ndarray, spec: TraceSpec, token_ids: np.ndarray, empty: np.ndarray) -> list[Finding]:
-    """The first MoE layer knows little but the token itself: equal tokens have nearly equal sets there, more so than in
-    any later layer. Where other rows, or the last layer, agree better, the array is not what it is taken for."""
+    """Compare the routes of equal tokens, which agree most in the first MoE layer.
+
+    If shifted rows or the last layer agree better, the array is probably shifted, or its layers are reversed.
+    """
     if moe.shape[2] >= spec.num_experts:
         return []
     findings = []
@@ -226,9 +233,11 @@ def _tokens(moe: np.ndarray, spec: TraceSpec, token_ids: np.ndarray, empty: np.n
 
 
 def _agreement(sets: np.ndarray, token_ids: np.ndarray, empty: np.ndarray, shift: int) -> tuple[float, float] | None:
-    """Mean share of experts that equal tokens have in common, and its standard error, when row i + shift is of token i.
+    """Return the mean share of experts that equal tokens have in common, and its standard error.
 
-    sets [T, K] of one layer. Each token is compared to the next one that is equal, so that none counts for much.
+    Assumes that row i + shift belongs to token i. sets is [T, K] of one layer. Each token is compared only with its
+    next
+    occurrence, so that frequent tokens do not dominate.
     """
     rows = np.arange(max(0, -shift), min(len(token_ids), len(sets) - max(0, shift)))
     if not len(rows):
@@ -244,7 +253,7 @@ def _agreement(sets: np.ndarray, token_ids: np.ndarray, empty: np.ndarray, shift
 
 
 def _some(numbers: Sequence[int]) -> str:
-    """The first few as ranges, and how many there are."""
+    """Format the first few numbers as ranges, with the total count."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:

@@ -1,11 +1,12 @@
-"""Replies of other samplers as records: their tokens, routes, weight versions and provenance.
+"""Turns replies of other samplers into records: tokens, routes, weight versions and provenance.
 
-A sampler forwards every token but the last one that it sampled, so P prompt and N sampled tokens have P + N - 1 rows.
-The row of position p gave the logits of the token at p + 1: sampled token i is the work of row P - 1 + i, and what a
-reply says of its weights holds for that row. Rows of the prompt before that are counted to the first sampled token.
+A sampler forwards every token except the last sampled one, so P prompt tokens and N sampled tokens have P + N - 1 rows.
+The row of position p gave the logits of the token at p + 1. Sampled token i therefore comes from row P - 1 + i, and the
+weight version that a reply gives for the token holds for that row. Earlier prompt rows get the first sampled token's
+version.
 
-Every function raises RouteValidationError naming request, token and layer, or TraceError, on anything that does not
-fit exactly; nothing is cut or filled up. Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
+Every function raises RouteValidationError with request, token and layer, or TraceError, if anything does not fit
+exactly; nothing is truncated or padded. Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
 """
 
 from __future__ import annotations
@@ -32,10 +33,18 @@ def from_vllm(
     start: int = 0,
     weight_version: int | None = None,
 ) -> RouteRecord:
-    """One choice of a vLLM reply: `token_ids`, `routed_experts`, `finish_reason`, and `weight_versions` if it has them.
+    """Read one choice of a vLLM reply: `token_ids`, `routed_experts`, `finish_reason`, and `weight_versions` if
+    present.
 
-    start: the request's `routed_experts_prompt_start`. weight_version: of all rows; None: what the reply says. What
-    came from the prefix cache is not known: rows of the prompt count as prefill.
+    Args:
+        choice: the choice as a mapping.
+        spec: the model.
+        key: key of the record.
+        prompt_token_ids: the prompt.
+        start: the request's `routed_experts_prompt_start`.
+        weight_version: version for all rows; None uses the reply's versions.
+
+    The reply does not say which rows came from the prefix cache, so all prompt rows count as prefill.
     """
     where = f"request {key}"
     reply = _Reply(
@@ -56,10 +65,18 @@ def from_sglang(
     start: int = 0,
     weight_version: int | None = None,
 ) -> RouteRecord:
-    """A reply of SGLang's /generate: `output_ids`, and of `meta_info` `routed_experts`, `weight_versions` or
-    `weight_version`, `cached_tokens`, `finish_reason`.
+    """Read a reply of SGLang's /generate.
 
-    start: the request's `routed_experts_start_len`. weight_version: of all rows; None: what the reply says.
+    Uses `output_ids`, and from `meta_info` `routed_experts`, `weight_versions` or `weight_version`, `cached_tokens` and
+    `finish_reason`.
+
+    Args:
+        answer: the reply as a mapping.
+        spec: the model.
+        key: key of the record.
+        prompt_token_ids: the prompt.
+        start: the request's `routed_experts_start_len`.
+        weight_version: version for all rows; None uses the reply's versions.
     """
     where = f"request {key}"
     meta = _field(answer, "meta_info", Mapping, where)
@@ -79,11 +96,17 @@ def from_sglang(
 
 
 def from_nemo(message: Mapping, spec: TraceSpec, *, key: str, weight_version: int, start: int = 0) -> RouteRecord:
-    """A message of NeMo-RL: `prompt_token_ids`, `generation_token_ids`, `routed_experts`.
+    """Read a message of NeMo-RL: `prompt_token_ids`, `generation_token_ids`, `routed_experts`.
 
-    start: tokens of earlier turns whose rows the envelope leaves out. The row of the last sampled token, a filler, is
-    not taken. The message does not name its weights. Rows that were not captured (-1) are refused, where NeMo-RL
-    itself lets the trainer's router choose.
+    The filler row of the last sampled token is dropped. Rows that were not captured (-1) are refused, although NeMo-RL
+    itself lets the trainer's router choose there.
+
+    Args:
+        message: the message as a mapping.
+        spec: the model.
+        key: key of the record.
+        weight_version: version for all rows, which the message does not name.
+        start: number of tokens of earlier turns whose rows the envelope omits.
     """
     where = f"request {key}"
     prompt = _field(message, "prompt_token_ids", list, where)
@@ -105,9 +128,14 @@ def from_nemo(message: Mapping, spec: TraceSpec, *, key: str, weight_version: in
 def from_array(
     array: np.ndarray, spec: TraceSpec, *, key: str, token_ids: Sequence[int] | np.ndarray, weight_version: int
 ) -> RouteRecord:
-    """Routes of which nothing else is known, as .npy files and nested lists hold them.
+    """Make a record from routes alone, as .npy files and nested lists hold them.
 
-    array [T, layers, K]. token_ids [T]: the tokens that were forwarded. All rows count as prefill.
+    Args:
+        array: [T, layers, K].
+        spec: the model.
+        key: key of the record.
+        token_ids: [T] the forwarded tokens.
+        weight_version: version for all rows, which all count as prefill.
     """
     where = f"request {check_key(key)}"
     ids = as_token_ids(token_ids, where=where)
@@ -118,7 +146,7 @@ def from_array(
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    """What a sampler says of one request. array [T, layers, K]; sampled: token ids; versions: as it wrote them."""
+    """Holds a sampler's answer to one request: array [T, layers, K], sampled token ids, versions as sent."""
 
     array: np.ndarray
     sampled: Sequence[int]
@@ -130,7 +158,7 @@ class _Reply:
 def _sampled(
     reply: _Reply, spec: TraceSpec, key: str, prompt: Sequence[int], start: int, weight_version: int | None
 ) -> RouteRecord:
-    """weight_version: of all rows; None: what the reply says."""
+    """Make a record of a reply. `weight_version` is for all rows; None uses the reply's versions."""
     where = f"request {check_key(key)}"
     versions = _versions(reply.versions, where) if weight_version is None else weight_version
     cached, rows = reply.cached, len(prompt) + len(reply.sampled) - 1
@@ -158,7 +186,7 @@ def _record(
 
 
 def _versions(spans: object, where: str) -> list[tuple[int, int]]:
-    """Pairs (sampled tokens, version) in order. spans: as a reply has them."""
+    """Return pairs (number of sampled tokens, version) in order, from the spans in a reply."""
     wrong = TraceError(
         describe(
             "weight versions of the reply cannot be used",
