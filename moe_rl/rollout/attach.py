@@ -1,4 +1,4 @@
-"""Whether servers are what a run needs: asked before anything is started, every finding names its server."""
+"""Checks before anything starts whether the servers suit a run. Every finding names its server."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from moe_rl.vllm.control import Served
 
 
 def attach_problems(config: Config, facts: ModelFacts, runs_dir: Path) -> list[str]:
-    """Why the config's servers cannot sample for a run below `runs_dir`, one message each.
+    """Return why the config's servers cannot sample for a run below `runs_dir`, one message each.
 
-    Writes and removes a small file there, by which both sides prove that they see the same folder.
+    Writes and removes a small file there, to prove that both sides see the same folder.
     """
     try:
         servers = servers_of(config)
@@ -30,12 +30,19 @@ def attach_problems(config: Config, facts: ModelFacts, runs_dir: Path) -> list[s
 
 
 def servers_of(config: Config, folder: str = "") -> list[VllmServer]:
-    """Clients of the config's servers. folder: of the run's trace store, below their trace root. Raises EngineError for
-    a token that is no secret."""
+    """Make clients of the config's servers.
+
+    Args:
+        config: the run's config.
+        folder: of the run's trace store, below the servers' trace root.
+
+    Raises:
+        EngineError: the token is not secret.
+    """
     token_file = config.rollout.token_file
     if not config.rollout.servers:
         return []
-    assert token_file is not None  # the config's checks want it of whoever names servers
+    assert token_file is not None  # the config's checks require it when servers are set
     return [
         VllmServer(
             url,
@@ -66,7 +73,7 @@ def _unknown(answer: object) -> bool:
 
 
 def _differences(config: Config, facts: ModelFacts, url: str, served: Served) -> Iterator[str]:
-    """What the run needs otherwise than this server has it."""
+    """Yield what this server has that the run needs otherwise."""
     rollout = config.rollout
     spec = TraceSpec.of(facts)
     needed: dict[str, tuple[object, object]] = {
@@ -114,9 +121,10 @@ def _among_each_other(served: dict[str, Served]) -> Iterator[str]:
 
 
 async def folder_problem(server: VllmServer, root: Path, folder: str) -> str:
-    """Why the server does not see `folder` below its trace root as we see it below `root`; "" when it does.
+    """Return why the server does not see `folder` below its trace root as this process sees it below `root`; "" if it
+    does.
 
-    A file that we write must be read there, and one that it writes be read here.
+    Each side writes a file that the other must read.
     """
     ours = root / folder
     name, text = f".challenge-{secrets.token_hex(8)}", secrets.token_hex(16)

@@ -1,4 +1,4 @@
-"""The sampler as the trainer sees it: one vLLM engine in a child process. Imports neither vLLM nor torch.
+"""Runs the sampler for the trainer: one vLLM engine in a child process. Imports neither vLLM nor torch.
 
     parent (trainer rank 0)                        child (moe_rl.vllm.child)
     VllmEngine.generate(requests)  -- Generate -->  vLLM, in-process
@@ -6,7 +6,7 @@
                                    <-- Generated -  tokens, logprobs, references to routes
                                                     routes ----> trace store
 
-The child ends when the parent does, whatever ends it; a child that ends or falls silent is gone (SamplerGone) here.
+The child ends whenever the parent ends. A child that ends or stops answering raises SamplerGone here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LOG_TAIL_LINES = 15
 
 
 class VllmEngine:
-    """A running engine. Every call raises SamplerGone, naming process and log, once the engine is dead or hung."""
+    """A running engine. Every call raises SamplerGone, with process and log, once the engine is dead or hung."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class VllmEngine:
             raise EngineError(describe("An engine must be started from the main thread", do="start it there"))
         log_path = settings.log_path.absolute()
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        # A killed engine cannot remove its temporary files; their folder is removed for it.
+        # A killed engine cannot remove its temporary files, so this process removes their folder.
         scratch = Scratch()
         ours, theirs = socket.socketpair()
         with theirs, open(log_path, "ab") as log:
@@ -88,54 +88,61 @@ class VllmEngine:
     def generate(
         self, requests: Sequence[GenerateRequest], *, shard: str, enough: int | None = None
     ) -> list[Completion]:
-        """Sample one completion a request, in the order of the requests; routes are published as trace shard `shard`.
+        """Sample one completion per request, in request order, and publish the routes as trace shard `shard`.
 
-        Depends on the weights and the requests only: the prefix cache is emptied before each call. enough: completions
-        that are waited for; requests that are not finished then are aborted and come back as far as they got, with
-        finish_reason "abort" and their routes marked so. Raises EngineError for a request that does not fit into the
-        model's length, a repeated key or a shard that exists.
+        The result depends only on the weights and the requests: the prefix cache is emptied before each call.
+
+        Args:
+            requests: what to sample.
+            shard: name of the new trace shard.
+            enough: number of finished completions to wait for. The other requests are then aborted; they return the
+                tokens so
+                far, with finish_reason "abort" and their routes marked.
+
+        Raises:
+            EngineError: a request exceeds the model's length, a key is repeated, or the shard exists.
         """
         if not requests:
             return []
         return self._call(wire.Generate(list(requests), shard, enough), wire.Generated).completions
 
     def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:
-        """See Sampler.score: one element."""
+        """Score token sequences, see Sampler.score; returns one element."""
         scored = self._call(wire.Score(list(map(list, runs)), shard), wire.Scored)
         return [ScoredTokens(scored.logprobs, scored.routes, f"the vLLM engine, log {self._settings.log_path}")]
 
     def counts(self) -> dict[str, int]:
-        """See Sampler.counts."""
+        """Return the recorder's counts, see Sampler.counts."""
         return self._call(wire.AskCounts(), wire.Counted).counts
 
     def update_weights(self, update: WeightUpdate) -> None:
-        """Load one part of new weights; after the final one everything sampled carries its version.
+        """Load one part of new weights. After the final part, everything sampled carries its version.
 
-        Raises WeightSyncError when the engine refuses it: the message says what it holds then.
+        Raises WeightSyncError if the engine refuses the part; the message says which weights it then holds.
         """
         self._call(wire.Update(update), wire.Updated)
 
     def sleep(self, level: int) -> bool:
-        """See Sampler.sleep. The engine must have been started with `sleeps`."""
+        """Release memory, see Sampler.sleep. The engine must have been started with `sleeps`."""
         return self._call(wire.Sleep(level), wire.Slept).gives_back
 
     def wake(self, part: str) -> None:
-        """See Sampler.wake."""
+        """Take memory back, see Sampler.wake."""
         self._call(wire.Wake(part), wire.Awake)
 
     def alive(self) -> bool:
-        """Whether the process runs and has failed no call for good."""
+        """Whether the process runs and no call has failed for good."""
         return not self._failure and self._process.poll() is None
 
     def close(self) -> None:
-        """End the engine and everything it started. May be called at any time and again."""
+        """End the engine and everything it started. May be called at any time, and repeatedly."""
         if self._process.returncode is None:
             with contextlib.suppress(OSError):
                 self._channel.socket.settimeout(_POLL_SECONDS)
                 self._channel.send(wire.Close())
             self._channel.socket.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                # An engine in the middle of a call, or one that failed, will not answer: no use in waiting.
+                # An engine in the middle of a call, or one that failed, does not answer; waiting is pointless.
                 self._process.wait(0 if self._failure else _CLOSE_SECONDS)
         self._kill()
         self._failure = self._failure or describe("The vLLM engine was closed", where=f"pid {self.pid}")
@@ -147,7 +154,8 @@ class VllmEngine:
         self.close()
 
     def _call(self, message: Message, expected: type, seconds: float | None = None):
-        """Send one call and wait for its reply. seconds: of all of it; None: of silence between frames."""
+        """Send one call and wait for its reply. `seconds` limits the whole call; None limits the silence between
+        frames."""
         if self._failure:
             raise SamplerGone(self._failure)
         limit = self._settings.silence_seconds if seconds is None else seconds
@@ -177,7 +185,7 @@ class VllmEngine:
         except ValueError as error:
             raise self._broken("sent what is no frame", str(error)) from error
         except BaseException:
-            # Interrupted: the reply to this call would be taken for that to the next one.
+            # After an interruption, the late reply to this call would be taken for the reply to the next one.
             self._failure = describe("The vLLM engine was left in the middle of a call", where=f"pid {self.pid}")
             raise
         if isinstance(reply, wire.Failed):
@@ -191,7 +199,7 @@ class VllmEngine:
         return reply
 
     def _exit(self) -> str:
-        """How the process ended. Its socket closes a moment before."""
+        """Describe how the process ended. Its socket closes a moment earlier."""
         try:
             code = self._process.wait(1.0)
         except subprocess.TimeoutExpired:
@@ -199,8 +207,10 @@ class VllmEngine:
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def _broken(self, what: str, got: str) -> EngineError:
-        """Remember that the engine is of no more use, end what is left of it and describe it. One that was never ready
-        is not gone: it would not be ready the next time either."""
+        """Record that the engine is unusable, end its process, and return the error.
+
+        The error is SamplerGone only if the engine was once ready: an engine that cannot start would fail again.
+        """
         self._kill()
         where = f"pid {self.pid}, log {self._settings.log_path}"
         self._failure = describe(f"The vLLM engine {what}", where=where, got=got, do="read its log and start again")

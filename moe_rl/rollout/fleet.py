@@ -1,11 +1,12 @@
-"""Several vLLM servers as one sampler. Each is a replica of the weights; what a step asks for is shared among them.
+"""Uses several vLLM servers as one sampler. Each is a replica of the weights; they share the requests of a step.
 
-generate    every server proves that it holds the weights that were sent last, then samples its share and publishes
-            it as a shard of its own, step000007-server0, step000007-server1, ...
-update      sent to all; until each has confirmed it, nothing is sampled anywhere
+generate    every server proves that it holds the latest weights, then samples its share and publishes it as a shard of
+            its own, step000007-server0, step000007-server1, ...
+update      is sent to all servers; nothing is sampled anywhere until each has confirmed it
 score       every server scores the same tokens
-loss        a server that fails a call is used no more; within the bound the others sample its share again, into
-            shards of new names. Nothing refers to what it may have published, so nothing is doubled.
+loss        a server that fails a call is no longer used. Up to a configured number of losses, the other servers sample
+            its share again, into shards with new names. Nothing refers to shards that the lost server may have
+            published, so nothing is counted twice.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from moe_rl.weights.update import Broadcast, Files, Received, Source, WeightUpda
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """The weights of a server: which start of it holds them, after how many updates, and what they are."""
+    """Identifies the weights of a server: which start of the server holds them, after how many updates, their
+    digest."""
 
     start: str
     updates: int
@@ -45,13 +47,16 @@ class _Held:
 
 
 class _UpdateRefused(WeightSyncError):
-    """By a server that works: it is not lost, and what it refused was the trainer's."""
+    """Raised when a working server refuses an update: the trainer sent something wrong, and the server is not lost."""
 
 
 class ServerFleet:
-    """A `Sampler`. Servers are called by their numbers, their places in rollout.servers.
+    """A `Sampler`. A server's number is its index in rollout.servers.
 
-    vllm_version, workers: of all. lost: servers that are used no more, each with why.
+    Attributes:
+        vllm_version: the servers' common version of vLLM.
+        workers: total number of worker processes.
+        lost: servers that are no longer used, with the reason.
     """
 
     def __init__(
@@ -64,8 +69,16 @@ class ServerFleet:
         max_lost: int,
         load_seconds: float,
     ):
-        """root: the folder that the servers have as their trace root. workers: of each server, the processes that hold
-        its weights. load_seconds: for a part of an update."""
+        """Wrap attached servers.
+
+        Args:
+            servers: clients of the servers.
+            root: folder that the servers have as their trace root.
+            vllm_version: the servers' version of vLLM.
+            workers: for each server, the number of processes that hold its weights.
+            max_lost: how many servers may be lost.
+            load_seconds: time limit for loading one part of an update.
+        """
         self.vllm_version = vllm_version
         self.lost: dict[str, str] = {}
         self._servers = dict(enumerate(servers))
@@ -73,13 +86,17 @@ class ServerFleet:
         self._root = root.resolve()
         self._max_lost = max_lost
         self._load_seconds = load_seconds
-        # None before the first update, and after one that not all have confirmed.
+        # None before the first update, and after an update that not all servers have confirmed.
         self._held: dict[int, _Held] | None = None
 
     @classmethod
     def attach(cls, config: Config, trace: Path) -> Self:
-        """Take the config's servers for the run that keeps its traces in `trace`. Raises EngineError when one cannot be
-        reached or does not see that folder. What they held before is forgotten: they want weights first."""
+        """Take the config's servers for the run that keeps its traces in `trace`.
+
+        The servers' old weights no longer count: they must receive an update first. Raises EngineError if a server
+        cannot be
+        reached or does not see the trace folder.
+        """
         root = trace.parent.parent
         folder = str(trace.relative_to(root))
         servers = servers_of(config, folder)
@@ -106,28 +123,36 @@ class ServerFleet:
 
     @property
     def workers(self) -> int:
-        """Processes that hold weights, of all servers that are not lost."""
+        """Number of processes that hold weights, over all servers that are not lost."""
         return sum(self._workers[number] for number in self._servers)
 
     @property
     def address(self) -> str:
-        """The address of this host, as the servers reach it."""
+        """The address by which the servers reach this host."""
         urls = (urlsplit(server.url) for server in self._servers.values())
-        # The config's checks want both of a URL.
+        # The config's checks require a host and a port in each URL.
         return reached_by_all([(url.hostname, url.port) for url in urls if url.hostname and url.port])
 
     def generate(
         self, requests: Sequence[GenerateRequest], *, shard: str, enough: int | None = None
     ) -> list[Completion]:
-        """Sample one completion a request, in the order of the requests; server n publishes `shard`-server<n>.
+        """Sample one completion per request, in request order; server n publishes `shard`-server<n>.
 
-        Depends on the weights, the requests and which servers there are only. enough: completions that are waited for,
-        of each server its share of them. Raises SamplerGone when more servers are lost than may be.
+        The result depends only on the weights, the requests and the set of servers.
+
+        Args:
+            requests: what to sample.
+            shard: prefix of the shards' names.
+            enough: number of finished completions to wait for, divided among the servers in proportion to their shares.
+
+        Raises:
+            SamplerGone: more servers are lost than allowed.
         """
         return asyncio.run(self._generate(requests, shard, enough, self._confirmed()))
 
     def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:
-        """See Sampler.score: one element a server, by its number; server n publishes `shard`-server<n>."""
+        """Score token sequences, see Sampler.score. Returns one element per server; server n publishes
+        `shard`-server<n>."""
 
         async def one(number: int) -> ScoredTokens:
             await self._check(number, held[number])
@@ -138,7 +163,8 @@ class ServerFleet:
         return list(asyncio.run(self._each(dict.fromkeys(self._servers, one))).values())
 
     def counts(self) -> dict[str, int]:
-        """See Sampler.counts: of the servers that are not lost, with what they did for others."""
+        """Return the summed counts of the servers that are not lost, see Sampler.counts; includes work for other
+        clients."""
 
         async def one(number: int) -> Counter[str]:
             return sum(map(Counter, await self._servers[number].counts()), Counter())
@@ -146,8 +172,11 @@ class ServerFleet:
         return dict(sum(asyncio.run(self._each(dict.fromkeys(self._servers, one))).values(), Counter()))
 
     def update_weights(self, update: WeightUpdate) -> None:
-        """As Sampler.update_weights, for all servers. Raises WeightSyncError naming the first that refuses; nothing is
-        sampled from then on until all have confirmed a whole update."""
+        """Send one part of an update to all servers, see Sampler.update_weights.
+
+        Raises WeightSyncError for the first server that refuses. After that, nothing is sampled until all servers have
+        confirmed a whole update.
+        """
         self._held = None
         sources = self._sources(update.source)
 
@@ -158,18 +187,18 @@ class ServerFleet:
                 raise _UpdateRefused(f"{server.url}: {refusal(holding)}")
             return _held(await server.served())
 
-        # The broadcast waits for all of its workers: without one of them the others would get nothing.
+        # A broadcast waits for all of its workers: if one were missing, the others would receive nothing.
         spares = not isinstance(update.source, Broadcast)
         held = asyncio.run(self._each(dict.fromkeys(self._servers, one), spares=spares))
         if update.final:
             self._agree(update.version, held)
 
     def sleep(self, level: int) -> bool:
-        """Servers have GPUs of their own, which nobody waits for: nothing is given back."""
+        """Do nothing and return False: servers have GPUs of their own, which no trainer needs."""
         return False
 
     def wake(self, part: str) -> None:
-        """They do not sleep."""
+        """Do nothing: servers do not sleep."""
 
     def alive(self) -> bool:
         async def all_answer() -> bool:
@@ -179,7 +208,7 @@ class ServerFleet:
         return asyncio.run(all_answer())
 
     def close(self) -> None:
-        """Servers outlive the run; it only samples no more."""
+        """Stop sampling. The servers keep running."""
         self._held = None
 
     async def _generate(
@@ -204,7 +233,7 @@ class ServerFleet:
         return [completions[at] for at in range(len(requests))]
 
     async def _check(self, number: int, expected: _Held) -> None:
-        """Raises WeightSyncError when a server holds anything else than what it confirmed last."""
+        """Raise WeightSyncError if a server does not hold the weights that it confirmed last."""
         served = await self._servers[number].served()
         now = _held(served)
         if now != expected or not served.weights_whole:
@@ -220,7 +249,8 @@ class ServerFleet:
             )
 
     def _sources(self, source: Source) -> dict[int, Source]:
-        """Where each server gets the bytes: files by paths below its trace root, a broadcast by ranks of its own."""
+        """Return where each server gets the bytes: files by paths below its trace root, a broadcast by ranks of its
+        own."""
         if isinstance(source, Files):
             paths = [str(Path(path).resolve().relative_to(self._root)) for path in source.paths]
             return dict.fromkeys(self._servers, Files(paths))
@@ -237,7 +267,7 @@ class ServerFleet:
         raise WeightSyncError(describe(message, got=type(source).__name__, do="sync by disk or broadcast"))
 
     def _confirmed(self) -> dict[int, _Held]:
-        """What each server holds. Raises WeightSyncError unless all have confirmed a whole update."""
+        """Return what each server holds. Raises WeightSyncError unless all have confirmed a whole update."""
         if self._held is None:
             raise WeightSyncError(
                 describe("The servers hold no weights that all have confirmed", do="send a whole update")
@@ -254,9 +284,11 @@ class ServerFleet:
     async def _each[T](
         self, calls: Mapping[int, Callable[[int], Awaitable[T]]], *, spares: bool = True
     ) -> dict[int, T]:
-        """What every call gives, all at once, by number of the server. Without those that are lost on the way.
+        """Run all calls concurrently and return their results by server number, without servers lost meanwhile.
 
-        The first refusal, or failure that is not within the bound, ends the others. spares: whether any may be lost.
+        The first refusal, or the first failure beyond the allowed losses, cancels the other calls. `spares` says
+        whether any
+        server may be lost.
         """
         tasks = {asyncio.ensure_future(call(number)): number for number, call in calls.items()}
         results: dict[int, T] = {}
@@ -278,7 +310,7 @@ class ServerFleet:
         return dict(sorted(results.items()))
 
     def _lose(self, number: int, error: EngineError, bound: int) -> None:
-        """Do without a server from now on. Raises SamplerGone when that is one too many, any with a bound of 0."""
+        """Stop using a server. Raises SamplerGone if more than `bound` servers are then lost."""
         server = self._servers.pop(number)
         self.lost[server.url] = str(error)
         if not bound or len(self.lost) > bound:
@@ -301,11 +333,11 @@ def _held(served: Served) -> _Held:
 
 
 def assign(requests: Sequence[GenerateRequest], servers: Sequence[int]) -> dict[int, list[int]]:
-    """Server -> positions of its requests, ascending; servers without any are left out.
+    """Distribute the requests: server -> indexes of its requests, ascending. Servers without requests are left out.
 
-    Requests with the same prompt stay together: it is computed and stored once. Groups go to the server with the least
-    load so far, largest first; the load of a request is the tokens that it may come to. The same requests and servers
-    always give the same shares.
+    Requests with the same prompt stay together, so the prompt is computed and stored once. Groups are assigned largest
+    first, each to the server with the least load so far; a request's load is the most tokens that it can have. The same
+    requests and servers always give the same distribution.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for at, request in enumerate(requests):

@@ -1,4 +1,5 @@
-"""What the loop knows of whoever samples: one engine in a child process, or vLLM servers. No vLLM, no torch."""
+"""Defines what the training loop knows of a sampler: an engine in a child process or vLLM servers. No vLLM, no
+torch."""
 
 from __future__ import annotations
 
@@ -10,73 +11,88 @@ from moe_rl.weights.update import WeightUpdate
 
 
 class Sampler(Protocol):
-    """Every call raises EngineError when the sampler is dead, hangs or refuses; it is then as it was before.
+    """Samples completions. Every call raises EngineError if the sampler is dead, hangs or refuses; its state then
+    stays.
 
-    A sampler whose weights are not whole refuses `generate` and `score` with WeightSyncError; one that sleeps refuses
-    them with EngineError.
+    A sampler with incomplete weights refuses `generate` and `score` with WeightSyncError; a sleeping one with
+    EngineError.
     """
 
     vllm_version: str
 
     @property
     def workers(self) -> int:
-        """Processes that hold weights. Who drives several engines gives each, by `Broadcast.first_rank`, its own
-        ranks."""
+        """Number of processes that hold weights. With several engines, each gets ranks of its own in a broadcast,
+        starting at
+        `Broadcast.first_rank`."""
         ...
 
     @property
     def address(self) -> str:
-        """The address of this host, as these processes reach it."""
+        """The address by which these processes reach this host."""
         ...
 
     def generate(
         self, requests: Sequence[GenerateRequest], *, shard: str, enough: int | None = None
     ) -> list[Completion]:
-        """Sample one completion a request, in the order of the requests; routes are published as trace shard `shard`.
+        """Sample one completion per request, in request order, and publish the routes as trace shard `shard`.
 
-        enough: completions that are waited for; the others are aborted and come back as far as they got.
+        enough: number of finished completions to wait for; the other requests are aborted and return the tokens so far.
         """
         ...
 
     def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> list[ScoredTokens]:
-        """What each of the engines that sample makes of these runs of token ids, each of at least 2, computed anew:
-        nothing comes from a prefix cache.
+        """Compute the log-probabilities of token sequences on each engine, without its prefix cache.
 
-        shard: trace shard that gets the routes that they took; each engine of several publishes one of its own, named
-        after it. None: none is recorded.
+        Args:
+            runs: token ids of each sequence, at least 2 each.
+            shard: trace shard for the routes of these forward passes; with several engines, each publishes one of its
+                own,
+                named after it. None: no routes are recorded.
+
+        Returns:
+            One element per engine that samples.
         """
         ...
 
     def counts(self) -> dict[str, int]:
-        """What its recorders counted since they started, summed over the engines, see Recorder; {} without any."""
+        """Return the recorders' counts since they started, summed over the engines, see Recorder; {} without a
+        recorder."""
         ...
 
     def update_weights(self, update: WeightUpdate) -> None:
-        """One part of an update, see `weights.update`; returns when it is loaded. May be called from another thread
-        than the one that broadcasts the bytes.
+        """Load one part of an update, see `weights.update`; returns when it is loaded.
 
-        Raises WeightSyncError when any worker refuses it or workers come to hold different weights; the message says
-        whether the sampler goes on with the weights it had. After the final part everything sampled carries its
-        version.
+        May be called from another thread than the one that broadcasts the bytes. After the final part everything
+        sampled
+        carries its version.
+
+        Raises:
+            WeightSyncError: a worker refuses the part, or workers then hold different weights; the message says whether
+                the
+                sampler keeps its old weights.
         """
         ...
 
     def sleep(self, level: int) -> bool:
-        """Give memory back: level 1, the KV cache, weights are kept on the host; level 2, both. Returns whether any
-        could be given back: on a CPU none is. The sampler then refuses to sample until it is awake.
+        """Release memory: level 1 the KV cache (weights move to the host), level 2 the KV cache and the weights.
 
-        The wake-up goes in two: `wake("weights")`, then, after level 2, a whole update, then `wake("kv_cache")`.
+        The sampler refuses to sample until it is awake again. Waking takes two calls: `wake("weights")`, then, after
+        level 2, a whole update, then `wake("kv_cache")`.
+
+        Returns:
+            Whether memory was released; on a CPU it never is.
         """
         ...
 
     def wake(self, part: str) -> None:
-        """Take the memory of "weights" or of "kv_cache" back. Nothing happens to what is awake."""
+        """Take back the memory of "weights" or "kv_cache". Does nothing if that part is awake."""
         ...
 
     def alive(self) -> bool:
-        """Whether it runs and has failed no call for good."""
+        """Whether the sampler runs and no call has failed for good."""
         ...
 
     def close(self) -> None:
-        """End what was started for it. May be called at any time and again."""
+        """End what was started for this sampler. May be called at any time, and repeatedly."""
         ...

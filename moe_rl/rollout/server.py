@@ -1,4 +1,4 @@
-"""A recording vLLM server (moe-rl serve) as its clients see it.
+"""Talks to a recording vLLM server (moe-rl serve).
 
     client                                           server
     VllmServer.generate -- POST /moe_rl/open ------>  begin a shard
@@ -50,13 +50,13 @@ class _Choice(msgspec.Struct, frozen=True):
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """All of a completion, or what came of it since the last one. error: of a stream that cannot go on."""
+    """Holds a completion, or the next piece of one in a stream. `error` is set when the stream cannot continue."""
 
     choices: list[_Choice] = []
     error: msgspec.Raw | None = None
 
 
-# Made while the module is imported, by one thread: msgspec dies when two threads are the first to decode into a type.
+# Created at import time, by one thread: msgspec crashes when two threads are the first to decode a type.
 _ANSWER = msgspec.json.Decoder(_Answer)
 _SERVED = msgspec.json.Decoder(Served)
 _STATS = msgspec.json.Decoder(list[dict[str, int]])
@@ -68,16 +68,25 @@ _TEXT = msgspec.json.Decoder(str)
 
 
 class VllmServer:
-    """A running server. Calls run an event loop of their own; they may come from several threads or processes.
+    """A client of a running server. Each call runs its own event loop; calls may come from several threads or
+    processes.
 
-    connections: requests under way at once. timeout_seconds: of silence, after which a server is taken for hung; a
-    completion is silent until it is finished, but with `enough`. Every call raises EngineError when the server cannot
-    be reached, refuses, or hangs.
+    Every call raises EngineError if the server cannot be reached, refuses, or hangs.
 
-    folder: of the trace store, below the server's trace root. alone: nobody else uses the server. A call of `generate`
-    then aborts what others left, begins with an empty prefix cache and lets its requests begin together, in their
-    order: what comes back follows from weights and requests. And it watches the server: one that samples nothing for
-    timeout_seconds is taken for hung, however long a completion takes.
+    Args:
+        url: the server's address.
+        token_file: file with the run's token.
+        connections: most requests in flight at once.
+        timeout_seconds: silence after which the server counts as hung. A completion sends nothing before it is
+            finished,
+            unless `enough` is given.
+        folder: of the trace store, below the server's trace root.
+        alone: nobody else uses the server. Each `generate` then aborts leftover requests, empties the prefix cache and
+            starts all requests together in their order, so that the result depends only on weights and requests. It
+            also
+            watches progress: a server that samples nothing for timeout_seconds counts as hung, however long a
+            completion
+            takes.
     """
 
     def __init__(
@@ -99,42 +108,47 @@ class VllmServer:
     def generate(
         self, requests: Sequence[GenerateRequest], *, shard: str, enough: int | None = None
     ) -> list[Completion]:
-        """Sample one completion a request, in the order of the requests; routes are published as trace shard `shard`.
+        """Sample one completion per request, in request order, and publish the routes as trace shard `shard`.
 
-        As VllmEngine.generate, but that, unless it is `alone`, the server's prefix cache is kept and that it may serve
-        others meanwhile.
-        enough: completions that are waited for; the others are aborted and come back as far as they got.
+        Differs from VllmEngine.generate unless the client is `alone`: the server keeps its prefix cache and may serve
+        others at
+        the same time.
+
+        enough: number of finished completions to wait for; the other requests are aborted and return the tokens so far.
         """
         return asyncio.run(self.sample(requests, shard, enough)) if requests else []
 
     def recording(self) -> Served:
-        """What the server samples from and records."""
+        """Return what the server samples from and records."""
         return asyncio.run(self.served())
 
     def stats(self) -> list[dict[str, int]]:
-        """Counts of every worker that records, since its start; see recorder.Recorder."""
+        """Return the counts of every recording worker since its start; see recorder.Recorder."""
         return asyncio.run(self.counts())
 
     def update_weights(self, update: WeightUpdate) -> Holding:
-        """What the server holds after a part of an update. Its files are named relative to the server's trace root."""
+        """Send a part of an update and return what the server then holds. Files are named relative to its trace
+        root."""
         return asyncio.run(self.update(update))
 
-    # The same, and more, for who talks to several servers at once.
+    # Asynchronous versions of these calls, and more, for callers that use several servers at once.
 
     async def served(self) -> Served:
         return await self._transport.once("GET", "/moe_rl/recording", None, _SERVED)
 
     async def update(self, update: WeightUpdate, seconds: float | None = None) -> Holding:
-        """seconds: that loading may take, in place of timeout_seconds."""
+        """Send a part of an update. `seconds` limits the loading, in place of timeout_seconds."""
         return await self._transport.once("POST", "/moe_rl/update", update, _HOLDING, seconds)
 
     async def adopt(self) -> Holding:
-        """Take the server for a run: it samples nothing until that run's weights have come, and holds version 0. Who is
-        `alone` has it for itself then: a run that took it before is refused whatever it asks."""
+        """Take the server for a run: it holds version 0 and samples nothing until the run's weights have arrived.
+
+        With `alone`, the server then refuses every call of a run that took it earlier.
+        """
         return await self._transport.once("POST", "/moe_rl/adopt", None, _HOLDING)
 
     async def score(self, runs: Sequence[Sequence[int]], *, shard: str | None = None) -> ScoredTokens:
-        """What the server makes of these runs of tokens, see Sampler.score."""
+        """Score token sequences, see Sampler.score."""
         asked = Scoring(list(map(list, runs)), shard, self._folder)
         scores = await self._transport.once("POST", "/moe_rl/score", asked, _SCORES)
         return ScoredTokens([np.asarray(run, np.float32) for run in scores.logprobs], scores.routes, self.url)
@@ -143,13 +157,14 @@ class VllmServer:
         return await self._transport.once("GET", "/moe_rl/stats", None, _STATS)
 
     async def challenge(self, folder: str, name: str) -> str:
-        """What the server reads in a file of a folder below its trace root; it writes the same beside it."""
+        """Return what the server reads in a file of a folder below its trace root. It writes the same text beside the
+        file."""
         return await self._transport.once("POST", "/moe_rl/challenge", Challenge(folder, name), _TEXT)
 
     async def sample(
         self, requests: Sequence[GenerateRequest], shard: str, enough: int | None = None
     ) -> list[Completion]:
-        """See `generate`."""
+        """Sample completions, see `generate`."""
         async with self._transport.client(2 + self._at_once(requests)) as client:
             served = await self._transport.call(client, "GET", "/moe_rl/recording", None, _SERVED)
             sampling.check(requests, max_model_len=served.max_model_len, vocabulary=served.vocab_size)
@@ -181,12 +196,12 @@ class VllmServer:
     async def _sample(
         self, client: httpx.AsyncClient, requests: Sequence[GenerateRequest], shard: str, enough: int | None
     ) -> list[Growing]:
-        """What came of the requests, at most `connections` at a time; all of them at once when alone."""
+        """Return the results so far of all requests; at most `connections` run at a time, or all at once when alone."""
         samples = [Growing() for _ in requests]
         turn = asyncio.Semaphore(self._at_once(requests))
 
         async def one(at: int) -> None:
-            # An aborted request has no final answer: who may abort takes the tokens as they come.
+            # An aborted request has no final answer, so a caller that may abort requests streams the tokens.
             asked = _body(requests[at], shard, stream=enough is not None, priority=at if self._alone else 0)
             answer = self._transport.ask(
                 client, "POST", GENERATE, asked, None if self._alone else self._transport.timeout
@@ -219,7 +234,7 @@ class VllmServer:
         return len(requests) if self._alone else self._connections
 
     async def _together(self, client: httpx.AsyncClient, requests: int) -> None:
-        """Let the requests begin when all are there. However it ends, the server is not left waiting."""
+        """Let the requests start when all have arrived. If that fails, the server is released anyway."""
         try:
             await self._transport.call(client, "POST", "/moe_rl/release", Release(requests), _NOTHING)
         except BaseException:
@@ -227,13 +242,13 @@ class VllmServer:
             raise
 
     async def _tidy(self, client: httpx.AsyncClient, path: str, message: msgspec.Struct) -> None:
-        """A call after one that failed. The server may be dead or hang: then this one fails too, soon."""
+        """Make a cleanup call after a failed call. The server may be dead or hang, so its failure is ignored."""
         with contextlib.suppress(EngineError, TimeoutError):
             async with asyncio.timeout(_TIDY_SECONDS):
                 await self._transport.call(client, "POST", path, message, _NOTHING)
 
     async def _watch(self, client: httpx.AsyncClient) -> None:
-        """Raises EngineError once the server forwards nothing for so long; never ends otherwise."""
+        """Raise EngineError once the server forwards no token for timeout_seconds; otherwise never return."""
         forwarded, since = -1, time.monotonic()
         while True:
             await asyncio.sleep(self._transport.timeout / 4)
@@ -248,14 +263,14 @@ class VllmServer:
     async def _publish(
         self, client: httpx.AsyncClient, requests: Sequence[GenerateRequest], samples: Sequence[Growing], shard: str
     ) -> dict[str, RouteRef]:
-        """Publish the routes of what was sampled; of an aborted request, when it had got as far as a token."""
+        """Publish the routes of the completions, and of aborted requests with at least one token."""
         asks = [RecordingRequest.of(request, shard) for request in requests]
         message = Publish(shard, *sampling.forwarded(requests, asks, samples))
         return await self._transport.call(client, "POST", "/moe_rl/publish", message, _REFERENCES)
 
 
 def _body(request: GenerateRequest, shard: str, *, stream: bool, priority: int) -> bytes:
-    """JSON of one request to GENERATE, see control.Generation."""
+    """Encode one request to GENERATE as JSON, see control.Generation."""
     return msgspec.json.encode(
         {
             "token_ids": request.prompt_token_ids,
@@ -278,7 +293,7 @@ def _add(sample: Growing, answer: _Answer, key: str) -> None:
 
 
 async def _finished(tasks: Sequence[asyncio.Task], wanted: int, watches: Sequence[Awaitable[None]]) -> None:
-    """Wait until so many of the tasks are finished. Raises what one of them, or of the watches, raises first."""
+    """Wait until `wanted` tasks are finished. Raises the first exception of a task or a watch."""
     beside = [asyncio.ensure_future(watch) for watch in watches]
     pending = {*tasks, *beside}
     try:

@@ -1,4 +1,4 @@
-"""HTTP to a server that wants the run's token: calls with typed answers, every failure an EngineError that names it."""
+"""Makes HTTP calls with the run's token and typed answers. Every failure is an EngineError that names the server."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ import msgspec
 from moe_rl.errors import EngineError, describe
 from moe_rl.vllm.control import RUN_HEADER, read_token
 
-# A server closes a connection that was idle for 5 s; one that is used again at that very moment fails.
+# A server closes connections that were idle for 5 s. Reusing one at that moment fails, so idle ones are dropped
+# earlier.
 _KEEPALIVE_SECONDS = 1.0
-# Descriptors that this process has or needs for other things than connections.
+# File descriptors that this process uses for other things than connections.
 _OTHER_FILES = 256
 
 
 class Transport:
-    """To one server. timeout_seconds: of silence, after which it is taken for hung. run: who calls, "" for no run."""
+    """Calls one server. `timeout_seconds` of silence count as a hang; `run` identifies the calling run, "" for none."""
 
     def __init__(self, url: str, token_file: Path, timeout_seconds: float, run: str = ""):
         self.url = url.rstrip("/")
@@ -28,9 +29,9 @@ class Transport:
         self._headers = {"Authorization": f"Bearer {read_token(token_file)}"} | ({RUN_HEADER: run} if run else {})
 
     def client(self, connections: int) -> httpx.AsyncClient:
-        """Connections for so many calls at once."""
+        """Return a client for this many concurrent calls."""
         _allow_files(connections)
-        # trust_env: a proxy of the environment would be given the token.
+        # trust_env=False: a proxy from the environment would see the token.
         return httpx.AsyncClient(
             headers=self._headers,
             timeout=httpx.Timeout(self.timeout, pool=None),
@@ -46,7 +47,7 @@ class Transport:
         answer: msgspec.json.Decoder,
         seconds: float | None = None,
     ):
-        """As `call`, by a connection of its own."""
+        """Make one `call` over a connection of its own."""
         async with self.client(1) as client:
             return await self.call(client, method, path, message, answer, seconds)
 
@@ -59,7 +60,8 @@ class Transport:
         answer: msgspec.json.Decoder,
         seconds: float | None = None,
     ):
-        """One control call; its answer as `answer` reads it. seconds: of silence, in place of timeout_seconds."""
+        """Make one control call and decode the answer. `seconds` of silence count as a hang, in place of
+        timeout_seconds."""
         body = b"" if message is None else msgspec.json.encode(message)
         async with self.ask(client, method, path, body, seconds or self.timeout) as response:
             return self.decode(await response.aread(), answer)
@@ -68,8 +70,10 @@ class Transport:
     async def ask(
         self, client: httpx.AsyncClient, method: str, path: str, body: bytes, seconds: float | None
     ) -> AsyncIterator[httpx.Response]:
-        """The answer while it comes. seconds: that the server may be silent, None: any time. Raises EngineError for
-        everything but success."""
+        """Yield the response while it arrives. `seconds` limits the silence; None: no limit.
+
+        Raises EngineError for every status but success.
+        """
         where = f"{method} {self.url}{path}"
         timeout = httpx.Timeout(self.timeout, read=seconds, pool=None)
         try:
@@ -99,7 +103,7 @@ class Transport:
 
 
 def _allow_files(connections: int) -> None:
-    """Raise this process's limit of open files where it is too low. Raises EngineError where that is not allowed."""
+    """Raise this process's limit of open files if needed. Raises EngineError if that is not allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = connections + _OTHER_FILES
     if soft == resource.RLIM_INFINITY or soft >= needed:
@@ -116,7 +120,7 @@ def _allow_files(connections: int) -> None:
 
 
 def _message(body: bytes) -> str:
-    """The message in the error of a control route ({"error": text}) or of vLLM ({"error": {"message": text}})."""
+    """Return the error message of a control route ({"error": text}) or of vLLM ({"error": {"message": text}})."""
     try:
         error = msgspec.json.decode(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)

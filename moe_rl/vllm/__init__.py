@@ -1,1 +1,1 @@
-"""All that runs inside a vLLM process: the recorder and its hooks, the server, the patch series and its tool."""
+"""Holds all that runs inside a vLLM process: recorder, hooks and server; also the patch series and its tool."""

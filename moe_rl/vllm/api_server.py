@@ -1,4 +1,4 @@
-"""vLLM's own API server with a recorder, behind a gate that wants the run's token (gate.py).
+"""Starts vLLM's own API server with a recorder, behind a gate that checks the run's token (gate.py).
 
 One server is one replica of the weights, on as many GPUs as they take.
 """
@@ -30,19 +30,26 @@ from moe_rl.vllm.gate import GATE, TOKEN_FILE
 from moe_rl.vllm.process import Scratch, model_runner
 from moe_rl.vllm.recording import Recording
 
-# For answers under way when the server is ended. vLLM stops its engine first: some of them never come.
+# Time for answers in flight at shutdown. vLLM stops its engine first, so some of them are lost.
 _LEAVE_SECONDS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """What a server is started with.
+    """Says how to start a server.
 
-    model: checkpoint folder; its weights are version 0. trace_root: folder of one trace store, or of several. sizes:
-    vLLM's arguments that a run's config decides, None without a config; further: command line for vLLM, which may
-    replace them. capture: "patch" or "worker". model_fingerprint: "" for the one that a run has. support,
-    router_logits_fraction: as in recording.Recording. host: None for this machine only. port: 0 for a free one.
-    token_file: is made if missing; None for a temporary one. ready_file: written when the server listens.
+    Attributes:
+        model: checkpoint folder; its weights are version 0.
+        trace_root: folder of one trace store, or of several.
+        sizes: vLLM's arguments that a run's config decides; None without a config.
+        further: command line for vLLM, which may override `sizes`.
+        capture: "patch" or "worker".
+        model_fingerprint: "" accepts the fingerprint of any run.
+        support, router_logits_fraction: as in recording.Recording.
+        host: None listens on this machine only.
+        port: 0 for a free one.
+        token_file: created if missing; None for a temporary file.
+        ready_file: written when the server listens.
     """
 
     model: Path
@@ -60,7 +67,7 @@ class ServerSettings:
 
 
 def serve(settings: ServerSettings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises MoeRLError for what cannot be served."""
+    """Serve until SIGTERM or SIGINT. Raises MoeRLError for settings that cannot be served."""
     with contextlib.ExitStack() as cleanup:
         _leave_on_signals(cleanup)
         scratch = Scratch()
@@ -74,9 +81,9 @@ def serve(settings: ServerSettings) -> None:
 
 
 def _leave_on_signals(cleanup: contextlib.ExitStack) -> None:
-    """Have SIGTERM and SIGINT end this process and all below it at once, until vLLM listens and takes both over.
+    """Make SIGTERM and SIGINT end this process and its children at once, until vLLM listens and handles both itself.
 
-    Not by an exception: one that a signal raises while pyzmq polls, as it does for most of the start, is lost.
+    An exception would not do: if a signal handler raises while pyzmq polls, as during most of the start, it is lost.
     """
 
     def leave(*_) -> None:
@@ -91,8 +98,10 @@ def _leave_on_signals(cleanup: contextlib.ExitStack) -> None:
 
 
 def _use_temporary(folder: str, cleanup: contextlib.ExitStack) -> None:
-    """vLLM leaves sockets and files in the temporary folder. In one of their own they go with the server; those of a
-    killed one are removed by the next. What torch compiles stays where it is found again."""
+    """Give vLLM a temporary folder of its own for sockets and files, removed with the server.
+
+    The next server removes the folder of a killed one. torch's compile cache stays outside, so that it is reused.
+    """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
     cleanup.callback(setattr, tempfile, "tempdir", None)
     os.environ["TMPDIR"] = os.environ["VLLM_RPC_BASE_PATH"] = tempfile.tempdir = folder
@@ -111,7 +120,7 @@ def _make_token(path: Path) -> None:
 
 
 def _listener(host: str | None, port: int) -> socket.socket:
-    """A bound socket; whoever did not name an address gets one that only this machine reaches."""
+    """Return a bound socket; without a host it is reachable from this machine only."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host or "127.0.0.1", port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -131,7 +140,7 @@ def _listener(host: str | None, port: int) -> socket.socket:
 def _serve(settings: ServerSettings, token_file: Path, listener: socket.socket) -> None:
     arguments.refuse_wrong_vllm(settings.capture)
     os.environ |= model_runner(settings.capture) | {TOKEN_FILE: str(token_file)}
-    # Else torch.distributed listens where the host's name leads. Who serves with several machines sets it.
+    # By default torch.distributed listens at the host name's address. Servers on several machines set this themselves.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     address, port = listener.getsockname()[:2]
     url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
@@ -151,17 +160,17 @@ def _serve(settings: ServerSettings, token_file: Path, listener: socket.socket) 
         support=settings.support,
         router_logits_fraction=settings.router_logits_fraction,
     )
-    # Imported here: who mistyped should not wait for it.
+    # Imported late, so that errors in the arguments are reported quickly.
     import uvloop
 
     ours = arguments.fixed(settings.model, capture=settings.capture, recording=recording) | {
         "host": address,
         "port": port,
-        # vLLM's routes that take and give token ids.
+        # vLLM's routes with token ids in and out.
         "enable_scale_out": True,
-        # Requests come over many connections: those that wait begin in the order of their numbers, not as they came.
+        # Requests arrive over many connections; waiting ones start in the order of their numbers, not of arrival.
         "scheduling_policy": "priority",
-        # The last one is the outermost.
+        # The last middleware is the outermost.
         "middleware": [GATE],
     }
     share_given = any(argument.startswith("--gpu-memory-utilization") for argument in settings.further)
@@ -171,8 +180,13 @@ def _serve(settings: ServerSettings, token_file: Path, listener: socket.socket) 
 
 
 def _vllm_arguments(ours: Mapping[str, object], sizes: Mapping[str, object], further: Sequence[str]):
-    """The arguments of vLLM's server. sizes: of the config, which what was given behind "--" (further) may replace.
-    ours: which it may not."""
+    """Return the arguments of vLLM's server.
+
+    Args:
+        ours: arguments that the command line may not change.
+        sizes: arguments of the config, which the command line may override.
+        further: the command line after "--".
+    """
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -181,7 +195,7 @@ def _vllm_arguments(ours: Mapping[str, object], sizes: Mapping[str, object], fur
     parser = make_arg_parser(FlexibleArgumentParser(prog="vLLM"))
     parser.set_defaults(**sizes)
     given = parser.parse_args(list(further))
-    # Other listeners and other doors would be beside the gate.
+    # Other listeners and authentication settings would bypass the gate.
     for name in (*ours, "uds", "api_key", "ssl_keyfile", "ssl_certfile", "grpc", "grpc_port", "headless", "root_path"):
         if (value := getattr(given, name)) != parser.get_default(name):
             option = f"--{name.replace('_', '-')}"
@@ -226,7 +240,7 @@ async def _run(given, listener: socket.socket, document: dict[str, object], read
 
 
 async def _announce(listener: socket.socket, document: dict[str, object], ready_file: Path | None) -> None:
-    """Say that the server listens, once it does: in a line, and as JSON in `ready_file`."""
+    """Wait until the server listens, then print a line and write JSON to `ready_file`."""
     import vllm
 
     while not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):

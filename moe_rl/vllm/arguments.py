@@ -1,8 +1,8 @@
-"""vLLM's own arguments, put together once: for the engine in a child process, for servers, for an offline LLM.
+"""Collects vLLM's arguments in one place, for the engine in a child process, for servers, and for an offline LLM.
 
-`fixed` is what recording and the updates of weights stand on, and may not be contradicted. `sized` is what a run's
-config decides. What only one of the three gives stands where that one starts vLLM, with its reason. Imports vLLM late:
-who mistyped should not wait for it.
+`fixed` holds what recording and weight updates rely on; callers may not override it. `sized` holds what a run's config
+decides. Arguments that only one of the three callers needs are set there. vLLM is imported late, so that errors in the
+arguments are reported quickly.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from moe_rl.errors import EngineError, describe
 from moe_rl.vllm import patches
 from moe_rl.vllm.recording import Recording
 
-# The CPU backend takes multiples of 32 only.
+# The CPU backend requires multiples of 32.
 _BLOCK_SIZE = 32
 _STEP_TOKENS = 4096
-# The share of a GPU that vLLM wants free at its start. It has no other use where the KV cache's size is given, and a
-# trainer may be there first.
+# The share of a GPU that vLLM requires to be free at its start. Since the KV cache's size is given, vLLM uses it for
+# nothing else; a trainer may already occupy the GPU.
 _FREE_AT_START = 0.01
-# KV cache of a vLLM on a CPU where no config gives its size. vLLM itself would take 0.92 of the memory of the machine,
-# and die where other processes use it.
+# KV cache of a vLLM on a CPU when no config gives its size. By default vLLM takes 0.92 of the machine's memory, and
+# crashes if other processes use it.
 _CPU_KV_CACHE_BYTES = 1 << 30
 
 
 def refuse_wrong_vllm(capture: str) -> None:
-    """Raises EngineError when the installed vLLM is none that `capture` (of the config's rollout) can record with."""
+    """Raise EngineError if the installed vLLM cannot record with `capture` (of the config's rollout)."""
     if faults := patches.problems(capture=capture):
         raise EngineError("\n".join(faults))
 
 
 def fixed(model: Path, *, capture: str, recording: Recording | None) -> dict[str, object]:
-    """What every vLLM is started with. model: checkpoint folder. recording: None turns recording off.
+    """Return the arguments of every vLLM. `model` is the checkpoint folder; `recording` None turns recording off.
 
-    Raises EngineError where vLLM's own capture (native) cannot run, before a model is loaded in vain.
+    Raises EngineError if vLLM's own capture (native) cannot run, before a model is loaded.
     """
     from vllm.platforms import current_platform
 
@@ -45,15 +45,15 @@ def fixed(model: Path, *, capture: str, recording: Recording | None) -> dict[str
     arguments: dict[str, object] = {
         "model": str(model.absolute()),
         "skip_tokenizer_init": True,
-        # Else vLLM would take stop tokens and sampling parameters from the checkpoint.
+        # Otherwise vLLM takes stop tokens and sampling parameters from the checkpoint.
         "generation_config": "vllm",
-        # Logprobs are of the distribution the token was drawn from: after the temperature, not before.
+        # Log-probabilities of the distribution that the token was drawn from: after the temperature, not before.
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": CONTROL,
         "weight_transfer_config": {"backend": BACKEND},
     }
     if current_platform.is_cpu() and patches.inspect().summary != "patched":
-        # Without patch 0003 a request with a seed that is prefilled in parts kills vLLM on a CPU.
+        # Without patch 0003 vLLM crashes on a CPU when a seeded request is prefilled in chunks.
         arguments["enable_chunked_prefill"] = False
     if recording is None:
         return arguments
@@ -68,8 +68,16 @@ def fixed(model: Path, *, capture: str, recording: Recording | None) -> dict[str
 def sized(
     *, dtype: str, seed: int, max_model_len: int, max_concurrent: int, kv_cache_mib: int, gpus: int = 1
 ) -> dict[str, object]:
-    """What a run's config decides. max_model_len: prompt and completion, in tokens. max_concurrent: sequences decoded
-    at once. gpus: that share one replica of the weights."""
+    """Return the arguments that a run's config decides.
+
+    Args:
+        dtype: "bfloat16" or "float32".
+        seed: vLLM's seed.
+        max_model_len: prompt plus completion, in tokens.
+        max_concurrent: sequences decoded at once.
+        kv_cache_mib: size of the KV cache.
+        gpus: number of GPUs that share one replica of the weights.
+    """
     return {
         "dtype": dtype,
         "seed": seed,
@@ -85,9 +93,9 @@ def sized(
 
 
 def unsized(*, share_given: bool) -> dict[str, object]:
-    """The size of the KV cache of a vLLM that no run's config sizes: 1 GiB on a CPU, vLLM's own choice on a GPU.
+    """Return the size of the KV cache when no run's config gives it: 1 GiB on a CPU, vLLM's own choice on a GPU.
 
-    share_given: the caller tells vLLM which share of the memory to take (gpu_memory_utilization), which then decides.
+    share_given: the caller sets gpu_memory_utilization, the share of memory that vLLM takes, which then decides.
     """
     from vllm.platforms import current_platform
 

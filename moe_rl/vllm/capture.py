@@ -1,9 +1,8 @@
-"""The device side of recording: what the routers chose in this step, and how it gets to the host.
+"""Records on the device what the routers chose in a step, and copies it to the host.
 
-The buffer is fixed and every layer writes its own column, so that CUDA graphs and compiled forward passes, which
-replay the same addresses, capture too. vLLM's own binding is used: it knows routers, monolithic kernels with a sink of
-their own, and models that route without a router object, and it gives logical expert ids, before load balancing.
-
+The buffer is fixed and every layer writes its own column, so capture also works in CUDA graphs and compiled forward
+passes, which replay the same addresses. vLLM's own binding is used: it handles routers, monolithic kernels with their
+own sink, and models without a router object, and it gives logical expert ids, from before load balancing.
 Legend for shapes: T tokens of a step, L MoE layers of this worker, K top-k experts per token, E experts.
 """
 
@@ -19,15 +18,15 @@ from moe_rl.errors import EngineError, describe
 from moe_rl.trace.source_sum import expert_salts
 
 NOT_REPORTED = -1
-# What a long prefill sums up in one go: it needs 12 bytes for every id, which vLLM has not put aside.
+# Rows summed at once in a long prefill: each id needs 12 bytes, which vLLM has not reserved.
 _ROWS_AT_ONCE = 1024
 
 
 class Capture:
-    """Fixed buffer [max_tokens, L, K] int32 on the model's device, bound to the model's routers.
+    """Owns a fixed buffer [max_tokens, L, K] int32 on the model's device, bound to the model's routers.
 
-    layers: global decoder layer numbers of the MoE layers found, ascending: the columns of the buffer.
-    Raises EngineError for a model without MoE layers, or whose kernels do not say what they route.
+    The buffer's columns are `layers`, the global decoder layer numbers of the MoE layers found, ascending. Raises
+    EngineError for a model without MoE layers, or whose kernels do not report their routes.
     """
 
     def __init__(self, model: torch.nn.Module, *, max_tokens: int, top_k: int, device: torch.device):
@@ -45,18 +44,18 @@ class Capture:
             ) from error
 
     def capture(self, layer_id: int, topk_ids: Tensor) -> None:
-        """Called by vLLM with the choice [T, K] of one layer. Plain indexing: a compiled forward traces through it."""
+        """Store the choice [T, K] of one layer; vLLM calls this. Plain indexing can be traced by a compiled forward."""
         self.buffer[: topk_ids.shape[0], self._column[layer_id]] = topk_ids
 
     def clear(self, tokens: int) -> None:
-        """Forget the step before: a layer that does not report must not leave its experts behind."""
+        """Erase the previous step, so that a layer that does not report leaves no old experts behind."""
         self.buffer[:tokens].fill_(NOT_REPORTED)
 
 
 class RowSums:
-    """What each row of the buffer sums up to, taken before anything else reads the row: see trace.source_sum.
+    """Sums each row of the buffer before anything else reads the row: see trace.source_sum.
 
-    layers [L]: global numbers of the buffer's columns. experts: E of each.
+    layers [L] are the global numbers of the buffer's columns; each has `experts` experts.
     """
 
     def __init__(self, layers: Sequence[int], experts: int, device: torch.device):
@@ -66,7 +65,8 @@ class RowSums:
         self._last_expert = experts - 1
 
     def of(self, routes: Tensor) -> Tensor:
-        """int64 [T] of routes [T, L, K]. On the device, and nothing waits. Ids out of range are refused elsewhere."""
+        """Return int64 [T] from routes [T, L, K], on the device and without waiting. Other code refuses ids out of
+        range."""
         return torch.cat([self._of(some) for some in routes.split(_ROWS_AT_ONCE)])
 
     def _of(self, routes: Tensor) -> Tensor:
@@ -75,14 +75,14 @@ class RowSums:
 
 
 def to_host(tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.Event | None]:
-    """Copies of the tensors in host memory, and the event after which they may be read (None: now).
+    """Return copies of the tensors in host memory, and the event after which they may be read (None: now).
 
-    On an accelerator the copies run on a side stream, behind what the current stream has in hand: nothing waits.
+    On an accelerator the copies run on a side stream after the work queued on the current stream; nothing waits.
     """
     device = tensors[0].device
     if device.type == "cpu":
         return [tensor.clone() for tensor in tensors], None
-    # Snapshots on the main stream: the next step overwrites the buffers, but not before.
+    # Snapshots are taken on the main stream, before the next step can overwrite the buffers.
     snapshots = [tensor.clone() for tensor in tensors]
     side = _side_stream(device)
     side.wait_stream(torch.accelerator.current_stream(device))
@@ -107,7 +107,7 @@ def _side_stream(device: torch.device) -> torch.Stream:
 
 
 def moe_modules(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
-    """The modules that vLLM binds captures to, by global decoder layer number, ascending."""
+    """Return the modules that vLLM binds captures to, by global decoder layer number, ascending."""
     from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCaptureSource
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 

@@ -1,4 +1,5 @@
-"""The engine process: `python -m moe_rl.vllm.child FD PARENT_PID`. Answers wire frames with vLLM, one at a time."""
+"""Runs the engine process, `python -m moe_rl.vllm.child FD PARENT_PID`: answers wire frames with vLLM, one at a
+time."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from moe_rl.weights.update import Holding, agreement, encode, refusal
 
 _PR_SET_PDEATHSIG = 1
 _ALIVE_SECONDS = 0.5
-# vLLM's level of sleep after which the weights must be sent anew.
+# vLLM's sleep level after which the weights must be sent again.
 _DISCARDS_WEIGHTS = 2
 
 
@@ -40,12 +41,12 @@ def main() -> int:
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     _die_with(parent)
     outlive_a_full_log()
-    # Schedulers send it to every process of a job: the trainer says when this one ends.
+    # Schedulers send SIGTERM to every process of a job, but the trainer decides when this process ends.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=descriptor), wire.CALLS)
     try:
         start = channel.receive()
-        assert isinstance(start, wire.Start)  # the parent says it first, and once
+        assert isinstance(start, wire.Start)  # the parent sends it first, and only once
         engine = ChildEngine(start.settings, _Pulse(channel))
     except Exception as error:
         traceback.print_exc()
@@ -69,7 +70,7 @@ def main() -> int:
             traceback.print_exc()
             reply, sound = wire.Failed(str(error), isinstance(error, WeightSyncError)), engine.is_idle()
         except Exception as error:
-            # vLLM itself failed: what its caches and weights hold now is anybody's guess.
+            # vLLM itself failed, so the state of its caches and weights is unknown.
             traceback.print_exc()
             reply, sound = wire.Failed(_message(error)), False
         channel.send(reply)
@@ -78,11 +79,11 @@ def main() -> int:
 
 
 class ChildEngine:
-    """vLLM in this process, told to be deterministic and to say what it did."""
+    """Runs vLLM in this process, set up to be deterministic, and reports what it did."""
 
     def __init__(self, settings: EngineSettings, pulse: Callable[[], None]):
         arguments.refuse_wrong_vllm(settings.capture)
-        # Imported here: a parent that is told of a wrong vLLM should not wait for its import.
+        # Imported late, so that a wrong vLLM is reported before its slow import.
         import vllm
         from vllm.platforms import current_platform
 
@@ -109,7 +110,7 @@ class ChildEngine:
                 max_concurrent=settings.max_concurrent,
                 kv_cache_mib=settings.kv_cache_mib,
             ),
-            # A server has GPUs of its own, which it never gives back.
+            # Servers have GPUs of their own, which they never release.
             enable_sleep_mode=settings.sleeps and not self._on_cpu,
         )
         self._source: WorkerSource | NativeSource | None = None
@@ -125,11 +126,11 @@ class ChildEngine:
         self._llm.update_weight_version("0")
 
     def is_idle(self) -> bool:
-        """Whether nothing is left of a failed call, so that the next one may be taken."""
+        """Whether nothing is left of a failed call, so that the next call may start."""
         return not self._llm.llm_engine.has_unfinished_requests()
 
     def answer(self, call: wire.Call) -> wire.Reply:
-        """Work on one call. Raises MoeRLError for what can be refused; anything else means that vLLM is broken."""
+        """Process one call. Raises MoeRLError for a refusal; any other exception means that vLLM is broken."""
         match call:
             case wire.Generate():
                 return wire.Generated(self._generate(call.requests, call.shard, call.enough))
@@ -164,7 +165,7 @@ class ChildEngine:
         self._check_ready()
         for run in runs:
             sampling.check_scored(run, max_model_len=self._max_model_len, vocabulary=self._vocabulary)
-        # What vLLM's own capture gives of a prompt that is only scored was never seen.
+        # vLLM's own capture does not return the routes of a prompt that is only scored.
         records = shard is not None and isinstance(self._source, WorkerSource)
         requests = sampling.scoring(runs, record=records)
         asks = [RecordingRequest.of(request, shard or "") for request in requests]
@@ -183,7 +184,8 @@ class ChildEngine:
 
     @contextmanager
     def _recorded(self, shard: str | None) -> Iterator[WorkerSource | NativeSource | None]:
-        """The source of routes, with a shard begun that is given up when the block fails; None without a shard."""
+        """Open a shard and yield the source of routes; abandon the shard if the block fails. Yields None without a
+        shard."""
         source = self._source if shard is not None else None
         if source is None or shard is None:
             yield None
@@ -205,11 +207,11 @@ class ChildEngine:
                 self._source.set_weight_version(call.update.version)
 
     def _hear(self, answers: list[dict[str, object]]) -> None:
-        """What the workers say that they hold."""
+        """Store what the workers report that they hold."""
         self._holding = agreement([msgspec.convert(answer, Holding) for answer in answers])
 
     def _check_ready(self) -> None:
-        """Nothing is sampled from weights that are not whole, or whose memory was given back."""
+        """Refuse to sample from incomplete weights, or while memory is released."""
         if not self._holding.whole:
             raise refusal(self._holding)
         if self._asleep:
@@ -222,7 +224,7 @@ class ChildEngine:
         self._asleep = set(SLEEPING_PARTS)
         if level == _DISCARDS_WEIGHTS:
             self._hear(self._llm.collective_rpc("moe_rl_discard_weights"))
-        # vLLM's CPU worker logs that it cannot, and keeps everything.
+        # vLLM's CPU worker only logs that it cannot sleep, and keeps its memory.
         return not self._on_cpu
 
     def _wake(self, part: str) -> None:
@@ -231,7 +233,8 @@ class ChildEngine:
             self._asleep.discard(part)
 
     def _run(self, prompts: list, enough: int | None = None) -> list[_Output]:
-        """What came of (token ids, SamplingParams), in order. enough: finished ones after which the rest is aborted."""
+        """Return the outputs for (token ids, SamplingParams), in order. After `enough` finished, the rest is
+        aborted."""
         engine = self._llm.llm_engine
         for at, (token_ids, params) in enumerate(prompts):
             engine.add_request(str(at), {"prompt_token_ids": list(token_ids)}, params)
@@ -246,7 +249,7 @@ class ChildEngine:
                 for output in outputs:
                     output.finish_reason = output.finish_reason or "abort"
             self._pulse()
-        # The worker is told of the last finished requests in the step after.
+        # The worker learns of the last finished requests in the next step.
         engine.step()
         return outputs
 
@@ -256,7 +259,7 @@ class ChildEngine:
 
 
 class _Pulse:
-    """Tells the parent, not more often than needed, that the engine gets ahead."""
+    """Tells the parent that the engine makes progress, at limited frequency."""
 
     def __init__(self, channel: Channel):
         self._channel = channel
@@ -271,12 +274,12 @@ class _Pulse:
 
 @dataclass(slots=True)
 class _Output(Growing):
-    """result: vLLM's last output of it."""
+    """Collects the output of one request. `result` is vLLM's latest output."""
 
     result: Any = None
 
     def take(self, result) -> None:
-        """Take what came since the output before."""
+        """Add what is new since the previous output."""
         self.result = result
         last = result.outputs[0]
         pairs = zip(last.logprobs, last.token_ids, strict=True) if last.logprobs is not None else ()
@@ -304,8 +307,14 @@ def _publish(
 
 
 def _parameters(request: GenerateRequest, ask: RecordingRequest | None, grows: bool, *, scores: bool = False):
-    """vLLM's parameters. grows: whether tokens are handed out as they come: an aborted request has no final output.
-    scores: whether the prompt's log-probabilities are asked for, under which vLLM computes all of it anew."""
+    """Return vLLM's parameters of a request.
+
+    Args:
+        request: what to sample.
+        ask: what to record; None records nothing.
+        grows: stream tokens as they come, because an aborted request has no final output.
+        scores: return log-probabilities of the prompt; vLLM then computes the whole prompt anew.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -319,7 +328,7 @@ def _message(error: Exception) -> str:
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when the parent's main thread ends, by whatever cause."""
+    """Make the kernel kill this process when the parent's main thread ends, for whatever reason."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         sys.exit("the trainer was gone before the engine began")

@@ -1,7 +1,7 @@
-"""What a recording vLLM server (gate.py) and its clients (server.py) say to each other.
+"""Defines the messages between a recording vLLM server (gate.py) and its clients (server.py).
 
-JSON of the structs below. Folders and files are named relative to the server's trace root, which the trainer may have
-mounted elsewhere.
+They are JSON. Folders and files are named relative to the server's trace root, which the trainer may have mounted at
+another path.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Below = Annotated[str, msgspec.Meta(max_length=1000, pattern=r"^(?!/)[^\x00]*$")]
 
 GENERATE = "/inference/v1/generate"
-"""vLLM's own route that takes and gives token ids."""
+"""vLLM's own route with token ids in and out."""
 
 RUN_HEADER = "moe-rl-run"
-"""Header by which a run says who it is: the server answers the one that adopted it last, and no other."""
+"""HTTP header with the run's id. The server answers only the run that adopted it last."""
 
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -34,20 +34,21 @@ _TOKEN = re.compile(r"[A-Za-z0-9_-]{32,256}", re.ASCII)
 
 
 class Sink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of /moe_rl/abandon."""
+    """Defines the body of /moe_rl/abandon."""
 
     sink: str
 
 
 class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of /moe_rl/open. folder: of the store that gets the shard."""
+    """Defines the body of /moe_rl/open. `folder` is the store that gets the shard."""
 
     sink: str
     folder: Below = ""
 
 
 class Publish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of /moe_rl/publish; answered by {key: RouteRef}. sequences: key -> token ids that had to be forwarded."""
+    """Defines the body of /moe_rl/publish; the answer is {key: RouteRef}. `sequences` maps a key to its forwarded token
+    ids."""
 
     sink: str
     sequences: dict[str, list[TokenId]]
@@ -55,13 +56,13 @@ class Publish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Release(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of /moe_rl/release: how many requests must be there before any begins."""
+    """Defines the body of /moe_rl/release: how many requests must have arrived before any starts."""
 
     requests: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class RecordArguments(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What is to be recorded of a request, see recording.py."""
+    """Says what to record of a request, see recording.py."""
 
     moe_rl_key: str
     moe_rl_sink: str
@@ -70,7 +71,7 @@ class RecordArguments(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
 
 
 class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What vLLM is told of how to sample: those of its parameters that `sampling.parameters` sets."""
+    """Says how to sample: the parameters of vLLM that `sampling.parameters` sets."""
 
     max_tokens: _Count
     temperature: float = 1.0
@@ -86,7 +87,7 @@ class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of GENERATE: one completion to sample. vLLM takes more than this; the gate does not."""
+    """Defines the body of GENERATE: one completion to sample. vLLM accepts more fields than this; the gate does not."""
 
     token_ids: list[TokenId]
     sampling_params: Parameters
@@ -95,8 +96,10 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Scoring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of /moe_rl/score; answered by Scores. sink: trace shard that gets the routes and is published; None: they
-    are not recorded. folder: as in Open."""
+    """Defines the body of /moe_rl/score; the answer is Scores.
+
+    `sink` is the trace shard that gets the routes and is published; None records nothing. `folder` is as in Open.
+    """
 
     runs: Annotated[
         list[Annotated[list[TokenId], msgspec.Meta(min_length=2)]], msgspec.Meta(min_length=1, max_length=256)
@@ -106,27 +109,35 @@ class Scoring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Scores(msgspec.Struct, frozen=True):
-    """Answer of /moe_rl/score, as types.ScoredTokens."""
+    """Defines the answer of /moe_rl/score, with the fields of types.ScoredTokens."""
 
     logprobs: list[list[float]]
     routes: list[RouteRef]
 
 
 class Challenge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of /moe_rl/challenge; answered by what the file `name` in `folder` holds. The server then writes the same
-    into `name`.answer beside it."""
+    """Defines the body of /moe_rl/challenge; the answer is the content of the file `name` in `folder`.
+
+    The server then writes the same content to `name`.answer beside that file.
+    """
 
     folder: Below
     name: Annotated[str, msgspec.Meta(pattern=r"^\.challenge-[0-9a-f]{16}$")]
 
 
 class Served(msgspec.Struct, frozen=True):
-    """Answer of /moe_rl/recording: what is served, and how it is recorded.
+    """Defines the answer of /moe_rl/recording: what is served, and how it is recorded.
 
-    num_experts, top_k, layer_map: as in trace.record.TraceSpec. capture, support, router_logits_fraction: as in
-    recording.Recording and the config's rollout.capture. gpus: that share the weights. start: differs with every start
-    of the server. updates: calls that changed its weights since then, or tried to. weight_version, weight_digest: of
-    the last set of weights that it held as a whole, "" for those it started with; weights_whole: whether it still does.
+    Attributes:
+        num_experts, top_k, layer_map: as in trace.record.TraceSpec.
+        capture, support, router_logits_fraction: as in recording.Recording and the config's rollout.capture.
+        gpus: number of GPUs that share the weights.
+        start: a random id of this start of the server.
+        updates: attempted changes of the weights since the start.
+        weight_version, weight_digest: of the last complete weights that the server held; the digest of its first
+            weights
+            is "".
+        weights_whole: whether the server still holds them.
     """
 
     moe_rl: str
@@ -151,7 +162,7 @@ class Served(msgspec.Struct, frozen=True):
 
 
 def read_token(path: Path) -> str:
-    """The token of a run. Raises EngineError for a file that others may read, or that holds no token."""
+    """Return a run's token. Raises EngineError if others may read the file, or it holds no token."""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as file:
             status, text = os.fstat(file.fileno()), file.read(300).decode("ascii", "replace").strip()

@@ -1,12 +1,12 @@
-"""What is recorded beside the routes, each by its own switch: sampling support, log-normaliser, router logits.
+"""Records more than routes, each kind by its own switch: sampling support, log-normaliser, router logits.
 
 support         the token ids that could have been drawn under top-k, top-p and min-p, per sampled token
-log_normalizer  log of the probability that the support had before the others were removed, per sampled token; added to
-                the log-probability under which a token was drawn, it gives the one without top-k, top-p and min-p
+log_normalizer  log of the total probability of the support before truncation, per sampled token. Add it to the token's
+                log-probability to get the log-probability without top-k, top-p and min-p.
 router_logits   logits of every router, for a fraction of the tokens that this request computed itself
 
-Each costs copies to the host in the step, and none is kept unless it is asked for. The support is what a trainer with
-`rollout.keep_sampling_mask` needs of every token; the others are diagnostics of some requests.
+Each costs copies to the host in every step, so each is off by default. A trainer with `rollout.keep_sampling_mask`
+needs the support of every token; the others are diagnostics for some requests.
 
 Arrays as they are stored with a record and read back by `TraceStore.aux`:
 
@@ -31,7 +31,7 @@ from moe_rl.vllm.slots import Recorded
 
 
 class Extras:
-    """Hooks in the sampler and the routers of one worker, and what they saw of each request so far."""
+    """Hooks into the sampler and the routers of one worker, and collects what they show for each request."""
 
     def __init__(self, worker, recording: Recording, moe_modules: Mapping[int, torch.nn.Module]):
         self._runner = worker.model_runner
@@ -49,7 +49,8 @@ class Extras:
 
     @classmethod
     def of(cls, worker, recording: Recording, moe_modules, *, pipeline_stages: int) -> Self | None:
-        """None when nothing but routes is asked for. Raises EngineError for an engine whose steps do not show it."""
+        """Make the hooks, or return None if only routes are recorded. Raises EngineError if the engine cannot show the
+        rest."""
         if not (recording.support or recording.log_normalizer or recording.router_logits_fraction):
             return None
         config = worker.vllm_config
@@ -75,7 +76,7 @@ class Extras:
         return cls(worker, recording, moe_modules)
 
     def after_forward(self, in_step: Sequence[tuple[Recorded, int]]) -> None:
-        """in_step: the step's requests, in the order of its rows, with their numbers of tokens."""
+        """Take one step's data. `in_step` lists the step's requests in row order, with their numbers of tokens."""
         self._in_step = list(in_step)
         if not self._fraction:
             return
@@ -89,24 +90,24 @@ class Extras:
         if wanted:
             logits = self._buffer[[row for *_, row in wanted]].cpu().numpy()
             for (request, position, _), one in zip(wanted, logits, strict=True):
-                # A token may be computed again after a preemption: the first pass counts, as for its routes.
+                # A token may be computed again after a preemption: the first pass counts, as it does for routes.
                 self._logits.setdefault(request.number, {}).setdefault(position, one)
 
     def drop(self, request: Recorded) -> None:
-        """Forget a request that nothing is stored of."""
+        """Forget a request of which nothing is stored."""
         self._sampled.pop(request.number, None)
         self._logits.pop(request.number, None)
 
     def of_request(self, request: Recorded, rows: int) -> dict[str, np.ndarray]:
-        """The arrays of a finished request; what is kept of it here is dropped. rows: its forwarded tokens."""
-        assert request.ask is not None  # the recorder asks for what is stored only
+        """Return the arrays of a finished request and forget them. `rows` is the number of its forwarded tokens."""
+        assert request.ask is not None  # the recorder calls this only for requests that are stored
         aux: dict[str, np.ndarray] = {}
         sampled = self._sampled.pop(request.number, {})
         logits = self._logits.pop(request.number, {})
-        # The token at position p was drawn from the row of position p - 1; the last one drawn has no row itself.
+        # The row of position p - 1 gave the token at position p; the last token drawn has no row of its own.
         positions = range(len(request.prompt), rows + 1) if self._samples and not request.greedy else range(0)
         if unseen := [p for p in positions if p not in sampled]:
-            # No support would be taken for the whole vocabulary.
+            # A missing support would be read as the whole vocabulary.
             raise EngineError(
                 describe(
                     "the recorder did not see what a token was drawn from",
@@ -128,7 +129,7 @@ class Extras:
         return aux
 
     def _is_chosen(self, key: str, position: int) -> bool:
-        """The same tokens in every run of the same requests, whatever the batches."""
+        """Choose the same tokens in every run of the same requests, whatever the batches."""
         return xxhash.xxh3_64_intdigest(f"{key} {position}".encode()) < self._fraction * 2.0**64
 
     def _watch_sampler(self, sampler) -> None:
@@ -144,19 +145,23 @@ class Extras:
         sampler.topk_topp_sampler.register_forward_hook(self._after_sampling)
 
     def _after_sampling(self, module, inputs: tuple, output: tuple[Tensor, Tensor | None]) -> None:
-        """inputs[0]: the masked logits [R, V], or, where the masks are applied to them here, those before; output[1]:
-        log-probabilities [R, V] of what the tokens were drawn from, -inf for what was removed."""
+        """Store the supports of the sampled tokens.
+
+        inputs[0] holds the logits [R, V], masked or, if the sampler masks them itself, not yet masked. output[1] holds
+        the
+        log-probabilities [R, V] of the sampling distribution, -inf for removed tokens.
+        """
         logprobs = output[1]
         if logprobs is None:
             raise EngineError(describe("vLLM's sampler gave no processed log-probabilities", do="ask for logprobs=0"))
         possible = torch.isfinite(logprobs)
         mass = None
         if self._log_normalizer:
-            # Any possible token tells: its logit less its log-probability is the log of the sum over the support.
+            # For any token of the support: its logit minus its log-probability is the log-sum-exp over the support.
             best = logprobs.argmax(-1, keepdim=True)
             logits = inputs[0].gather(-1, best) - logprobs.gather(-1, best)
             mass = (logits.squeeze(-1) - self._log_mass_before).clamp(max=0.0).cpu().numpy()
-        # What a prefill that is not at the end of its prompt draws is thrown away.
+        # A prefill chunk that does not reach the end of its prompt draws a token too, which is discarded.
         wanted = [
             (row, request)
             for row, (request, _) in enumerate(self._in_step)
@@ -173,7 +178,8 @@ _NOTHING = np.zeros(0, np.int32)
 
 
 def _supports(possible: Tensor, rows: list[int]) -> dict[int, np.ndarray]:
-    """Ascending ids int32 of those of `rows` of possible [R, V] where some are not; two waits for the device."""
+    """Return ascending ids int32 for those of `rows` of possible [R, V] that exclude a token; waits for the device
+    twice."""
     complete = possible.all(-1).cpu().numpy()
     restricted = [row for row in rows if not complete[row]]
     found = possible[restricted].nonzero().cpu().numpy()
@@ -182,7 +188,7 @@ def _supports(possible: Tensor, rows: list[int]) -> dict[int, np.ndarray]:
 
 
 def _watch_routers(worker, moe_modules: Mapping[int, torch.nn.Module]) -> Tensor:
-    """A buffer [max_tokens, L, E] float32 that every router writes the logits it is given to."""
+    """Return a buffer [max_tokens, L, E] float32 into which every router writes its logits."""
     experts = worker.model_config.get_num_experts()
     shape = (worker.model_runner.max_num_tokens, len(moe_modules), experts)
     buffer = torch.zeros(shape, dtype=torch.float32, device=worker.device)
