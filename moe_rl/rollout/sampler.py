@@ -22,9 +22,10 @@ class Sampler(Protocol):
 
     @property
     def workers(self) -> int:
-        """Number of processes that hold weights. With several engines, each gets ranks of its own in a broadcast,
-        starting at
-        `Broadcast.first_rank`."""
+        """Number of processes that hold weights.
+
+        With several engines, each gets ranks of its own in a broadcast, starting at `Broadcast.first_rank`.
+        """
         ...
 
     @property
