@@ -76,3 +76,12 @@ def test_newer_ones_are_put_aside_not_removed(tmp_path):
     assert (aside / "state.json").read_text() == "6" and checkpoints.find(tmp_path).name == "step-000004"
     add(tmp_path, 6)
     assert names(tmp_path) == ["step-000004", "step-000006", "step-000006.abandoned"]
+
+
+def test_a_checkpoint_waits_for_the_part_of_every_rank(tmp_path):
+    hidden = checkpoints.begin(tmp_path / "checkpoints", 3)
+    assert checkpoints.handed_in(hidden, 2) == []
+    checkpoints.hand_in(hidden, 1, b"of rank 1")
+    assert checkpoints.handed_in(hidden, 2) == []
+    checkpoints.hand_in(hidden, 0, b"of rank 0")
+    assert [part.read_bytes() for part in checkpoints.handed_in(hidden, 2)] == [b"of rank 0", b"of rank 1"]

@@ -8,6 +8,7 @@ import os
 import re
 import resource
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -117,3 +118,19 @@ def test_a_file_that_could_not_be_replaced_is_as_it_was(tmp_path):
     with full(), pytest.raises(DiskError):
         write_whole(file, "x" * 999)
     assert file.read_text() == "before" and [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_file_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    fsync, replace, done = os.fsync, Path.replace, []
+    monkeypatch.setattr(os, "fsync", lambda fd: (done.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    monkeypatch.setattr(Path, "replace", lambda path, target: (done.append("renamed"), replace(path, target)))
+    write_whole(tmp_path / "file", "content")
+    assert done == [str(tmp_path / "file.tmp"), "renamed", str(tmp_path)]
+
+
+def test_what_the_system_takes_in_parts_is_written_whole(tmp_path, monkeypatch):
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:3]))
+    write_whole(tmp_path / "file", b"0123456789")
+    monkeypatch.undo()
+    assert (tmp_path / "file").read_bytes() == b"0123456789"

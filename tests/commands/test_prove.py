@@ -11,9 +11,9 @@ import torch
 
 from moe_rl.commands import prove
 from moe_rl.commands.prove import BEGIN, END
-from moe_rl.errors import ConfigError
+from moe_rl.errors import ConfigError, ReplayError
 from moe_rl.proof.cases import LAYOUTS, RECORDED, Case, parse
-from moe_rl.proof.matrix import largest
+from moe_rl.proof.matrix import largest, merged
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,3 +79,11 @@ def test_a_tensor_that_is_not_a_number_proves_nothing(at):
     assert largest({"a": torch.ones(2), "b": torch.tensor([0.0, -3.0])}, expected) == 3
     got = {name: torch.full((2,), torch.nan if number == at else 0.0) for number, name in enumerate("ab")}
     assert math.isnan(largest(got, expected))
+
+
+def test_ranks_that_computed_different_numbers_for_one_thing_prove_nothing():
+    one, other = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0000002])
+    together = merged([{"grads": {"a": one}}, {"grads": {"a": one.clone(), "b": other}}], "grads")
+    assert together == {"a": one, "b": other}
+    with pytest.raises(ReplayError):
+        merged([{"grads": {"a": one}}, {"grads": {"a": other}}], "grads")

@@ -510,3 +510,18 @@ def test_the_demo_is_planned_and_checked_quickly_without_torch():
     assert "PROBLEMS []" in run.stdout and "HEAVY []" in run.stdout, run.stdout
     assert "optimizer updates" in run.stdout
     assert float(run.stdout.split("CPU_SECONDS")[1]) < 2.0
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "train.microbatch_tokens=16",
+        "train.optimizer.warmup_steps=12",
+        "rollout.prompts_per_step=8",
+        "eval.prompts=5",
+        "task.overlong.cache_tokens=5",
+        "rollout.top_k=0",
+    ],
+)
+def test_what_just_fits_is_no_problem(found, override):
+    assert found(override) == []

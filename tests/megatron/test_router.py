@@ -166,3 +166,26 @@ def test_the_load_leaves_padding_and_passes_without_gradient_out(router, style):
     with torch.no_grad():
         router(hidden)
     assert torch.equal(router.local_tokens_per_expert, counted.float())
+
+
+def test_a_router_asks_for_its_own_layer_and_chooses_for_rows_without_a_route(router, style):
+    hidden = torch.randn(T, 1, style.hidden_size)
+    routes, missing = unlikely(router, hidden), torch.arange(T) % 3 == 0
+    live, asked = route(router, hidden, None)[1], []
+    router.set_layer_number(4)
+    session = replaying(routes)
+    session.take = lambda *key: asked.append(key) or routes
+    session.native_rows = lambda microbatch: missing
+    session.observe_native = lambda microbatch, layer, native, scores: asked.append((microbatch, layer))
+    replayed = torch.zeros_like(live).scatter(1, routes, True)
+    assert torch.equal(route(router, hidden, session)[1], torch.where(missing[:, None], live, replayed))
+    assert asked == [(0, 3, T), (0, 3)]  # layers are counted from 0, Megatron's from 1
+
+
+def test_a_group_is_as_good_as_its_two_best_experts_together():
+    from moe_rl.megatron.router import _of_best_groups
+
+    scores = torch.tensor([[0.9, 0.0, 0.1, 0.6, 0.5, 0.0], [0.2, 0.2, 0.2, 0.1, 0.1, 0.9]])
+    allowed = _of_best_groups(scores, 2, 1)
+    assert torch.equal(allowed.isfinite(), torch.tensor([[False] * 3 + [True] * 3] * 2))
+    assert torch.equal(allowed[:, 3:], scores[:, 3:])

@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -191,3 +192,15 @@ def test_the_support_of_other_tokens_is_refused():
 def test_bad_input_is_refused(logits, targets, temperature, error, message):
     with pytest.raises(error, match=message):
         token_logprobs(logits, targets, temperature)
+
+
+def test_every_id_belongs_to_one_rank_of_those_that_share_the_vocabulary():
+    from moe_rl.objectives.logprobs import _own
+
+    targets = torch.arange(12)
+    owners = []
+    for rank in range(3):
+        own, local = _own(targets, 4, SimpleNamespace(rank=lambda rank=rank: rank))
+        assert local[own].tolist() == [0, 1, 2, 3] and ((local >= 0) & (local < 4)).all()
+        owners.append(own)
+    assert torch.stack(owners).sum(0).eq(1).all() and targets[owners[1]].tolist() == [4, 5, 6, 7]

@@ -88,3 +88,14 @@ def test_bad_input_is_refused():
         reference_kl(good[0].bfloat16(), *good[1:], 1, estimator="k3")
     with pytest.raises(TypeError, match="float64"):
         reference_kl(*good, 1, estimator="k3", old_logprobs=torch.zeros(2, dtype=F64))
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_no_gradient_flows_into_the_reference_or_the_old_policy(estimator, unbiased):
+    logprobs, ref, old = (torch.tensor([-1.0, -2.0, -0.5]) * scale for scale in (1.0, 1.1, 0.9))
+    for tensor in (logprobs, ref, old):
+        tensor.requires_grad_()
+    ids = torch.tensor([0, 0, 1])
+    reference_kl(logprobs, ref, ids, 2, estimator=estimator, old_logprobs=old if unbiased else None).backward()
+    assert ref.grad is None and old.grad is None and logprobs.grad.abs().sum() > 0

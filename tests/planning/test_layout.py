@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_this_cp_rank
 
-from moe_rl.planning.token_layout import PAD_MULTIPLE, padded_lengths, positions_of, rows_of
+from moe_rl.planning.token_layout import PAD_MULTIPLE, padded_lengths, padding_experts, positions_of, rows_of
 
 TOKENS = st.lists(st.integers(1, 70), max_size=8)
 
@@ -44,3 +44,10 @@ def test_the_chunks_are_those_that_megatron_rotates(chunk, context):
         local = torch.empty(length // context)
         expected = _get_thd_freqs_on_this_cp_rank(rank, context, local, torch.arange(length))
         assert positions_of(length, rank, context).tolist() == expected.tolist()
+
+
+def test_padding_goes_to_the_experts_of_all_ranks_alike():
+    experts = padding_experts(4, 8, 2, 4)
+    assert all(len(set(row)) == 2 for row in experts.tolist())
+    assert np.bincount(experts.ravel() // 2, minlength=4).tolist() == [2, 2, 2, 2]
+    assert np.bincount(padding_experts(1, 8, 2, 4).ravel() // 2, minlength=4).max() == 1

@@ -3,7 +3,7 @@ import os
 import pytest
 
 from moe_rl.errors import DataError, DiskError
-from moe_rl.tasks.prompt_ledger import PromptLedger
+from moe_rl.tasks.prompt_ledger import PromptLedger, StepPrompts
 from moe_rl.tasks.prompts import PromptSource
 from moe_rl.types import Prompt
 
@@ -231,3 +231,22 @@ def test_a_failed_rewind_leaves_the_old_ledger(ledger, source, monkeypatch):
     assert fired
     ledger.verify(source, steps=STEPS)
     assert ledger.rewind(2) == 4
+
+
+@pytest.mark.parametrize("cursor", [1, 3])
+def test_a_whole_line_of_other_prompts_than_the_next_is_named(tmp_path, cursor):
+    """A line that skips a prompt, or takes one again, has the checksum of its content all the same."""
+    ledger = PromptLedger(tmp_path / "ledger.jsonl")
+    ledger.record(0, 0, ["a", "b"], "d")
+    with open(ledger.path, "ab") as file:
+        file.write(StepPrompts(1, cursor, ["c", "d"], "d").line() + b"\n")
+    ledger.check(1)
+    with pytest.raises(DataError, match="jsonl:2"):
+        ledger.check(2)
+
+
+def test_the_digest_is_of_the_steps_before_the_checkpoint_alone(ledger, source):
+    before = ledger.digest(STEPS)
+    run(ledger, source, STEPS, STEPS + 1)
+    assert ledger.digest(STEPS) == before != ledger.digest(STEPS + 1)
+    assert ledger.digest(STEPS - 1) != before

@@ -7,7 +7,7 @@ import pytest
 
 from moe_rl.errors import TraceError
 from moe_rl.trace import ShardWriter, TraceStore, validate
-from moe_rl.trace.frame import MAX_DEPTH
+from moe_rl.trace.frame import MAX_DEPTH, count_experts
 from moe_rl.types import Provenance, RoutePart, RouteRef, Span
 
 
@@ -49,6 +49,8 @@ def test_every_prefix_of_turns_over_shards(tmp_path, spec, random_routes, decode
         assert versions == ([0] * 5 + [1] * 4 + [2] * 4)[:rows]
         part = store.read(ref, rows=(rows // 2, rows), layers=[0, 3])
         np.testing.assert_array_equal(part.routes, expected[rows // 2 : rows, [0, 2]])
+    for rows in range(14):
+        np.testing.assert_array_equal(store.expert_counts(replace(ref, rows=rows)), count_experts(expected[:rows], 32))
     info = store.info(ref)
     assert (info.rows, info.own_rows, info.parent.rows) == (13, 4, 9)
     assert info.parent.parts[0].shard == "turn1" and store.read(info.parent).token_ids.tolist() == tokens[:9]

@@ -479,3 +479,17 @@ def test_layers_of_a_spec():
     for bad in ((1, 5), (1, 1), (-1,), ()):
         with pytest.raises(TraceError, match="layer"):
             TraceSpec.from_layers("m", 8, 2, bad, 5)
+
+
+def test_a_shard_that_another_process_replaced_is_read_anew(tmp_path, spec, write_shard, assert_holds):
+    """A store keeps the index of a shard, and what the manifest says, only as long as the files are the same."""
+    store, before = TraceStore(tmp_path), write_shard(tmp_path, "s", spec)
+    assert_holds(store, before)
+    assert list(store.manifest().published) == ["s"] and store.unpublished() == []
+    TraceStore(tmp_path).remove("s")
+    after = write_shard(tmp_path, "s", spec, lengths=(5, 1, 2), seed=9)
+    write_shard(tmp_path, "t", spec)
+    assert_holds(store, after)
+    with pytest.raises(TraceError):
+        store.read(before.refs[1])
+    assert list(store.manifest().published) == ["s", "t"] and store.unpublished() == []

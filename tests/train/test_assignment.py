@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of the placement of experts."""
+"""What a placement of experts is planned from, and what a checkpoint keeps of it."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_rl.config.load import load_config
 from moe_rl.planning.expert_placement import natural_order
+from moe_rl.train import assignment
 from moe_rl.train.assignment import ExpertPlacement
 
 CONFIG = Path(__file__).parents[2] / "configs/tiny_moe_cpu.yaml"
@@ -23,8 +24,8 @@ class Placed:
         self.placement = placement
 
 
-def new():
-    config = load_config(CONFIG, ["placement.experts=traced"])
+def new(*overrides):
+    config = load_config(CONFIG, ["placement.experts=traced", *overrides])
     return ExpertPlacement(config, Placed(), store=None, spec=SimpleNamespace())
 
 
@@ -43,3 +44,13 @@ def test_before_the_first_plan_there_is_nothing_to_keep():
     assert before.tensors() == {}
     after.restore({})
     assert after.counts == [] and np.array_equal(after.policy.placement, natural_order(2, 4))
+
+
+def test_it_is_planned_from_the_routes_of_the_last_steps(monkeypatch):
+    monkeypatch.setattr(assignment, "agreed", lambda read: read())
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda counts: None)
+    placement = new("placement.window_steps=2", "placement.every_steps=9")
+    for step in (2, 3, 4):
+        monkeypatch.setattr(placement, "_count", lambda sequences, step=step: np.full((2, 4), step))
+        assert placement.start_step(step, []) == {}
+    assert [int(counts[0, 0]) for counts in placement.counts] == [3, 4]

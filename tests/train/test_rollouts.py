@@ -11,7 +11,7 @@ from moe_rl.config.load import load_config
 from moe_rl.errors import RewardError
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.train.kept import shard_name, shard_step
-from moe_rl.train.rollouts import Rollouts
+from moe_rl.train.rollouts import Rollouts, _digest, generate_request
 from moe_rl.train.step_metrics import Clock
 from moe_rl.types import Completion, Prompt, RoutePart, Verdict
 from moe_rl.vllm.sampling import Growing, VersionSpan
@@ -215,3 +215,37 @@ def test_a_reward_sees_the_text_without_the_stop_token_that_ended_it(tmp_path, t
     (item,) = scored
     assert (item.completion, item.finish_reason, item.stop_token_id) == (seen, finish, stop)
     assert (item.prompt, item.answer) == (prompt.text, prompt.answer)
+
+
+def test_every_request_has_a_randomness_of_its_own_and_a_resumed_run_the_same(tmp_path):
+    config = load_config(CONFIG)
+    keys = [f"s{step}/p{p}/c{c}" for step in (1, 2) for p in range(3) for c in range(4)]
+    seeds = [generate_request(config, key, (1,), (0,), 1.0).seed for key in keys]
+    assert len(set(seeds)) == len(keys)
+    assert seeds == [generate_request(config, key, (9, 9), (0,), 0.5).seed for key in keys]
+    other = config.model_copy(update={"run": config.run.model_copy(update={"seed": config.run.seed + 1})})
+    assert not set(seeds) & {generate_request(other, key, (1,), (0,), 1.0).seed for key in keys}
+
+
+def test_the_digest_is_of_the_tokens_and_of_the_logprobs_of_every_completion():
+    def digest(tokens, logprobs):
+        return _digest([Completion("k", (1,), tokens, np.array(logprobs, np.float32), "stop", 0, None)])
+
+    one = digest((2, 3), [-1.0, -2.0])
+    assert one == digest((2, 3), [-1.0, -2.0])
+    assert len({one, digest((2, 4), [-1.0, -2.0]), digest((2, 3), [-1.0, -2.0000002])}) == 3
+
+
+def test_an_evaluation_leaves_no_routes(tmp_path, monkeypatch):
+    rig, asked = Rig(tmp_path, 1), []
+    generate = rig.engine.generate
+    monkeypatch.setattr(rig.engine, "generate", lambda requests, *, shard: asked.extend(requests) or [])
+    rig.rollouts._judge = lambda prompts, completions: [Verdict("scored", 1.0, {"exact_match": 1.0}) for _ in prompts]
+    assert rig.rollouts.evaluate(1)["eval/pass_rate"] == 1.0
+    assert [request.record for request in asked] == [False, False]
+    monkeypatch.setattr(
+        rig.engine, "generate", lambda requests, *, shard: asked.extend(requests) or generate(requests, shard=shard)
+    )
+    rig.rollouts._judge = rig.judge
+    rig.collect()
+    assert all(request.record for request in asked[2:]) and len(asked) > 2

@@ -421,3 +421,27 @@ def test_nothing_is_sampled_from_weights_that_are_not_whole(server):
         answer = server.answers("POST", path, json.dumps(BODIES[path]).encode())
         assert answer.status_code == 409 and "not whole" in answer.text
     server.alive()
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["", "Bearer", "Bearer ", f"Bearer {TOKEN[:-1]}", f"Bearer {TOKEN[0]}", f"Bearer {TOKEN}x", f"Basic {TOKEN}"],
+)
+def test_only_the_whole_token_is_admitted(server, given):
+    assert server.ask("GET", "/moe_rl/stats").status_code == 200
+    assert server.ask("GET", "/moe_rl/stats", headers={"Authorization": given}).status_code == 401
+
+
+def test_nothing_is_sampled_after_an_update_that_broke_off(server, monkeypatch):
+    """What the workers hold then, nobody knows."""
+
+    def dies(update: bytes) -> dict:
+        raise RuntimeError("a worker died")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(server.engine, "moe_rl_update_weights", dies)
+        update = json.dumps(BODIES["/moe_rl/update"]).encode()
+        assert server.ask("POST", "/moe_rl/update", update).status_code == 500
+    for path in (gate.GENERATE, "/moe_rl/score"):
+        assert server.ask("POST", path, json.dumps(BODIES[path]).encode()).status_code == 409
+    server.alive()

@@ -103,3 +103,9 @@ def test_what_is_recorded_travels_with_the_request():
     asked = parameters(request(), RecordingRequest("a", "shard", start=2))
     assert asked["extra_args"] == {"moe_rl_key": "a", "moe_rl_sink": "shard", "moe_rl_start": 2}
     assert asked["ignore_eos"] and asked["stop_token_ids"] == [1]
+
+
+def test_vllm_is_asked_for_what_the_request_says():
+    asked = GenerateRequest("a", (5,), 77, 9, 0.7, (1, 2), top_k=4, top_p=0.9, min_p=0.1)
+    wanted = {"seed": 77, "max_tokens": 9, "temperature": 0.7, "top_k": 4, "top_p": 0.9, "min_p": 0.1}
+    assert parameters(asked, None).items() >= {**wanted, "logprobs": 0}.items()

@@ -21,7 +21,7 @@ from moe_rl.weights import stream
 from moe_rl.weights.conservation import Content
 from moe_rl.weights.intake import Intake
 from moe_rl.weights.reader import Reader
-from moe_rl.weights.update import Broadcast, WeightUpdate
+from moe_rl.weights.update import Broadcast, Received, WeightUpdate
 from tests.weights.sending import ALONE, broadcast
 from tests.weights.test_intake import BYTES, equal
 
@@ -164,6 +164,29 @@ def test_a_sampler_that_lost_workers_gets_a_way_of_its_own_and_the_old_one_is_cl
         sender.send(SimpleNamespace(workers=workers, address="127.0.0.1", wake=lambda part: None), len(used) + 1)
         monkeypatch.setattr(used[-1], "close", lambda way=used[-1]: closed.append(way))
     assert used[0] is used[1] and closed == used[:1] and [way.workers for way in used] == [2, 2, 1]
+
+
+def test_weights_are_announced_as_changed_after_an_update_alone(tmp_path, monkeypatch):
+    """The same bytes are refused as stale where they should have changed, and nowhere else."""
+    from tests.weights.taking import sender_of
+
+    told = []
+    nothing = Content({}, torch.zeros(2, 0))
+    policy = SimpleNamespace(moves=0, content=lambda dtype, updated: told.append(updated) or nothing)
+    sender = sender_of(policy, tmp_path, "broadcast", ALONE)
+    monkeypatch.setattr(sender, "_rounds", lambda *, host: [])
+    announced = []
+
+    def broadcast(stream, way, sampler, part, settle):
+        announced.append(part(number=0, final=True, tensors=[], source=Received()).changed)
+        return 0
+
+    monkeypatch.setattr("moe_rl.weights.sender.broadcast", broadcast)
+    sampler = SimpleNamespace(workers=1, address="127.0.0.1", wake=lambda part: None)
+    for version, moves in ((1, 0), (2, 1), (3, 1), (4, 3)):
+        policy.moves = moves
+        sender.send(sampler, version)
+    assert announced == told == [False, True, False, True]
 
 
 @pytest.mark.parametrize(
