@@ -15,6 +15,7 @@ VERBS = {
     "plan": "print every number that follows from a config, and every problem; start nothing",
     "serve": "serve a model with vLLM and record its routes",
     "trace": "look into a trace store, check it, move routes in and out",
+    "show": "print what the policy wrote, and where sampler and trainer differ",
     "compare": "compare sampler and trainer without and with replay",
     "prove": "prove on this machine that a layout replays exactly",
     "patch": "check, apply or take back the patches of an installed vLLM or a checkout",

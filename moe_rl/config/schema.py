@@ -184,6 +184,14 @@ class EvalConfig(Section):
     """Number of held-out prompts. Each evaluation uses the same ones."""
 
 
+class ReportConfig(Section):
+    """Says what a run keeps for its readers."""
+
+    samples_per_step: Annotated[int, Field(ge=0, le=1024)] = 8
+    """Number of trained sequences of each step that samples.jsonl keeps, drawn at random. `moe-rl show` prints them.
+    0: none."""
+
+
 class Config(Section):
     """Holds all sections of a config."""
 
@@ -200,3 +208,4 @@ class Config(Section):
     guards: GuardsConfig = GuardsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
+    report: ReportConfig = ReportConfig()

@@ -15,9 +15,12 @@ from moe_rl.report.lines import RunLines, read_run
 from moe_rl.report.page import Tile, render
 from moe_rl.report.registry import METRICS, find
 from moe_rl.report.run_plots import panels
+from moe_rl.report.sample_lines import SampleLine, read_samples
 
 FILE = "report.html"
 CONFIG_FILE = "config.yaml"
+_SAMPLES = 4  # of each kind on the page
+_FULL_COLOUR = 0.2  # nats of difference from which a token has the full colour
 
 
 def write_report(run_dir: Path) -> Path:
@@ -45,6 +48,7 @@ def write_report(run_dir: Path) -> Path:
         panels=panels(run),
         summary=summary,
         config=config and [(section, _flat(values)) for section, values in config.items()],
+        samples=_samples(read_samples(run_dir)),
         **_proof(run, summary),
         **_levels(run),
         **_metrics(run),
@@ -153,6 +157,31 @@ def _exact_percent(value: float | None) -> str:
     if value is None:
         return "not known"
     return "100%" if value == 1 else f"{100 * value:.6g}%"
+
+
+def _samples(samples: list[SampleLine]) -> list[tuple[str, list[tuple[SampleLine, list[dict[str, Any]]]]]]:
+    """Titles, and samples with their tokens: some of the first step, some of the last, and those that differ most."""
+    if not samples:
+        return []
+    first, last = min(one.step for one in samples), max(one.step for one in samples)
+    parts = [(f"Step {step}", [one for one in samples if one.step == step]) for step in sorted({first, last})]
+    compared = sorted((one for one in samples if one.mismatch >= 0), key=lambda one: -one.mismatch)
+    parts.append(("Largest difference of the engines", compared))
+    return [(title, [(one, _tokens(one)) for one in ones[:_SAMPLES]]) for title, ones in parts if ones]
+
+
+def _tokens(sample: SampleLine) -> list[dict[str, Any]]:
+    """The sampled tokens with their colours: how far the engines differ, and in how many layers the routers do."""
+    differences = sample.differences or [None] * len(sample.pieces)
+    tokens = []
+    for at, (piece, difference) in enumerate(zip(sample.pieces, differences, strict=True)):
+        layers = sample.layers_at(at)
+        size = 0.0 if difference is None else min(1.0, abs(difference) / _FULL_COLOUR)  # NaN gives 1
+        said = "not compared" if difference is None else f"trainer - sampler {difference:+.4f} nats"
+        if layers is not None:
+            said += f", {layers} layer{'' if layers == 1 else 's'} differ"
+        tokens.append({"text": piece, "colour": round(100 * size), "layers": layers or 0, "said": said})
+    return tokens
 
 
 def _levels(run: RunLines) -> dict[str, Any]:

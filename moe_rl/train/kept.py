@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -29,6 +29,18 @@ _HEAD = b"moe_rl rollout 1 "
 
 
 @dataclass(frozen=True, slots=True)
+class KeptSample:
+    """Holds what rank 0 knows of a sequence that samples.jsonl is to show: see `report.sample_lines.SampleLine`."""
+
+    key: str
+    prompt: str
+    completion: str
+    pieces: list[str]
+    parts: dict[str, float]
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutBatch:
     """What one step trains on. Sequences whose verification failed are left out.
 
@@ -36,12 +48,14 @@ class RolloutBatch:
         group_ids: For each sequence, the number of its prompt.
         metrics: Measured during sampling and verification.
         digest: Digest of all completions sampled for the step, also of those not trained on, as in the prompt ledger.
+        samples: Some of the sequences, for samples.jsonl.
     """
 
     sequences: list[Sequence]
     group_ids: list[int]
     metrics: dict[str, float]
     digest: str
+    samples: list[KeptSample] = field(default_factory=list)
 
 
 def shards_of(batch: RolloutBatch) -> list[str]:

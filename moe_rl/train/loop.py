@@ -95,6 +95,7 @@ def train(config: Config, folder: RunFolder | None, begin_after: int | None = No
                         weight_version=step - 1,
                         clock=clock,
                         measure_native=native_every > 0 and (step - 1) % native_every == 0,
+                        samples=[sample.key for sample in batch.samples],
                     )
                 with peers.phase("sync", step), clock("sync"):
                     metrics |= trainer.sync(version=step)

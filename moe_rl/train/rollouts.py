@@ -22,7 +22,7 @@ from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.tasks.prompts import PromptSource, TextCodec, load_prompts
 from moe_rl.tasks.verifiers import RewardItem, VerifierPool, check_failed_fraction
 from moe_rl.trace import TraceStore
-from moe_rl.train.kept import RolloutBatch, shard_name
+from moe_rl.train.kept import KeptSample, RolloutBatch, shard_name
 from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.step_metrics import Clock
 from moe_rl.types import Completion, GenerateRequest, Prompt, Sequence, Verdict
@@ -147,12 +147,9 @@ class Rollouts:
                 "group/lacking": max(0, lacking),
             }
         trained = [
-            (group.number, completion, reward)
-            for group in chosen
-            for completion, reward in zip(group.completions, group.rewards, strict=True)
-            if reward is not None
+            (group, index) for group in chosen for index, reward in enumerate(group.rewards) if reward is not None
         ]
-        sequences = [Sequence.of(completion, reward) for _, completion, reward in trained]
+        sequences = [Sequence.of(group.completions[at], group.rewards[at] or 0.0) for group, at in trained]
         if self.config.task.overlong is not None:
             metrics["reward/overlong_penalty"] = _mean([self._overlong(c) for c in completions])
         recorded = [completion.routes for completion in completions if completion.routes is not None]
@@ -166,7 +163,21 @@ class Rollouts:
             "group/zero_variance": same,
             "group/zero_variance_fraction": same / len(groups),
         }
-        return RolloutBatch(sequences, [number for number, *_ in trained], metrics, digest)
+        drawn = np.random.default_rng([self.config.run.seed, step]).permutation(len(trained))
+        samples = [self._sample_of(*trained[i]) for i in sorted(drawn[: self.config.report.samples_per_step])]
+        return RolloutBatch(sequences, [group.number for group, _ in trained], metrics, digest, samples)
+
+    def _sample_of(self, group: PromptGroup, index: int) -> KeptSample:
+        """What samples.jsonl shows of a completion."""
+        completion = group.completions[index]
+        return KeptSample(
+            key=completion.key,
+            prompt=group.prompt.text,
+            completion=self.codec.decode(completion.text_token_ids),
+            pieces=[self.codec.decode([token]) for token in completion.token_ids],
+            parts=group.verdicts[index].parts,
+            finish_reason=completion.finish_reason,
+        )
 
     def _witnessed(self) -> int:
         return self.engine.counts().get("witnessed", 0)

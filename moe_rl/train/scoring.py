@@ -13,6 +13,7 @@ from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy, ReferencePolicy
 from moe_rl.replay.plans import peak_rows
 from moe_rl.replay.session import Mode, ReplaySession
+from moe_rl.train.samples import PassSeen
 from moe_rl.train.shares import MicrobatchWork
 from moe_rl.train.step_metrics import Shown, mismatch_of
 
@@ -77,6 +78,7 @@ def score_old(policy: Policy, work: list[MicrobatchWork], replay: str, step: int
     shown.tallies.append(opened.tally)
     shown.alignment = opened.alignment
     shown.mismatch = mismatch_of(work, scored)
+    shown.seen = PassSeen(work, scored, opened.compared)
     for one, values in zip(work, scored, strict=True):
         one.old_logprobs = values
     if replay == "r2":

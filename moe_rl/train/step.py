@@ -5,6 +5,8 @@ Every rank holds the tokens of the whole batch, but reads the routes of its own 
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 from moe_rl.config.schema import Config
 from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy, ReferencePolicy
@@ -16,6 +18,7 @@ from moe_rl.train.assignment import ExpertPlacement
 from moe_rl.train.credit import give_credit
 from moe_rl.train.guards import Guards, computes_alike
 from moe_rl.train.loss import UpdateLoss
+from moe_rl.train.samples import PassSeen, View, gather_views
 from moe_rl.train.shares import Shares
 from moe_rl.train.step_metrics import Clock, Shown, mismatch_of, step_metrics
 from moe_rl.types import Sequence
@@ -31,6 +34,7 @@ class TrainStep:
         self.shares = Shares(config, policy.layers, store, spec, vocabulary=policy.facts.vocab)
         self.placement = ExpertPlacement(config, policy, store, spec)
         self.guards = Guards(config.guards, exact=computes_alike(config))
+        self.views: dict[str, list[View]] = {}  # what the ranks saw of the last step's samples
 
     def run(
         self,
@@ -41,6 +45,7 @@ class TrainStep:
         weight_version: int,
         measure_native: bool,
         clock: Clock,
+        samples: Seq[str] = (),
     ) -> dict[str, float]:
         """Train on one rollout batch.
 
@@ -51,6 +56,7 @@ class TrainStep:
             weight_version: Version of the trainer's weights at the start of the step.
             measure_native: Also score the batch with native routing.
             clock: Records how long each part takes.
+            samples: Keys of the sequences that `views` shows afterwards.
 
         Returns:
             The step's metrics, equal on every rank. `report/metrics.py` explains each key.
@@ -102,11 +108,13 @@ class TrainStep:
                 shown.results.append(result)
                 if observe_here:
                     shown.alignment = session.alignment
+                    seen = [loss.seen[i] for i in range(len(share.work))] if world.is_last_stage() else []
+                    shown.seen = PassSeen(share.work, [logprobs for logprobs, _ in seen], session.compared)
                 if observe_here and world.is_last_stage():
-                    seen = [loss.seen[i] for i in range(len(share.work))]
                     shown.mismatch = mismatch_of(share.work, [logprobs for logprobs, _ in seen])
                     shown.entropies = [entropies for _, entropies in seen]
                 self.guards.after_update(result, step=step, update=number)
+        self.views = gather_views(samples, shown.seen)
         metrics = step_metrics(self.config, self.spec, shown, by_layer=measure_native)
         if replay != "off":
             metrics |= fallback

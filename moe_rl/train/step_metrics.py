@@ -25,6 +25,7 @@ from moe_rl.replay.alignment import Alignment
 from moe_rl.replay.tables import Tally
 from moe_rl.trace import TraceSpec
 from moe_rl.train.loss import LossSums
+from moe_rl.train.samples import PassSeen
 from moe_rl.train.shares import MicrobatchWork
 
 # Maps the names of metrics in the log to the names that `MismatchSums.metrics` gives them.
@@ -80,6 +81,7 @@ class Shown:
         sums: Sums for the loss metrics.
         peak_rows: The largest result of `replay.plans.peak_rows` over all ranks; 0 without dispatch plans.
         alignment: Result of the alignment test, if it ran and this rank has MoE layers.
+        seen: What samples.jsonl shows of the pass that ran on the sampler's weights.
     """
 
     mismatch: MismatchSums
@@ -90,6 +92,7 @@ class Shown:
     sums: LossSums = field(default_factory=LossSums)
     peak_rows: float = 0.0
     alignment: Alignment | None = None
+    seen: PassSeen | None = None
 
 
 def mismatch_of(work: Seq[MicrobatchWork], logprobs: Seq[torch.Tensor]) -> MismatchSums:

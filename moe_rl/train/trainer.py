@@ -24,9 +24,11 @@ from moe_rl.megatron.saving import Checkpoints
 from moe_rl.models.hf import read_model
 from moe_rl.report.log import RunLog
 from moe_rl.report.run_page import write_report
+from moe_rl.report.sample_lines import SampleFile
 from moe_rl.report.summary import summarize
 from moe_rl.tasks.verifiers import VerifierPool
 from moe_rl.trace import TraceSpec, TraceStore
+from moe_rl.train import samples
 from moe_rl.train.canary import Canary
 from moe_rl.train.kept import KeptRollouts, RolloutBatch, kept_steps, shards_of
 from moe_rl.train.peers import Peers, StopRequested
@@ -50,6 +52,7 @@ class RankZero:
     """
 
     log: RunLog
+    samples: SampleFile
     rollouts: Rollouts
     left_behind: RolloutBatch | None = None
     kept_awake: bool = False
@@ -87,7 +90,9 @@ class Trainer:
                 )
             )
             engine = stack.enter_context(closing(start_sampler(config, self.facts, folder)))
-            self.main = RankZero(log, Rollouts(config, self.facts, engine, verifiers, folder.path, self.store))
+            self.main = RankZero(
+                log, SampleFile(folder.path), Rollouts(config, self.facts, engine, verifiers, folder.path, self.store)
+            )
         build = (self.facts, config.train, config.parallel, config.model.path)
         self.policy = Policy(*build, temperature=config.rollout.temperature)
         reference = None
@@ -164,6 +169,7 @@ class Trainer:
         self.saving = Clock()
         self.train_seconds = sum(clock.seconds[part] for part in _TRAINING)
         if self.main is not None:
+            self.main.samples.write(samples.lines(step, batch.samples, batch.sequences, self.train_step.views))
             self.main.log.step(step, metrics)
         return self.train_step.guards.after_step(step, metrics)
 

@@ -1,0 +1,121 @@
+"""`moe-rl show RUN`: print sequences of a run, and the tokens where sampler and trainer differ most.
+
+    moe-rl show RUN                     samples of the last step
+    moe-rl show RUN --step 3 --best     those of step 3, highest reward first
+    moe-rl show RUN --mismatch          those of all steps, largest difference of the engines first
+
+The run keeps report.samples_per_step sequences of each step in samples.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from moe_rl.errors import DataError, MoeRLError, describe
+from moe_rl.report.sample_lines import FILE, SampleLine, read_samples
+
+_TOKENS = 5  # tokens that are listed for each sample
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `moe-rl show`."""
+    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("--step", type=int, metavar="N", help="the step (default: the last one, or all with an order)")
+    order = parser.add_mutually_exclusive_group()
+    order.add_argument("--best", action="store_true", help="highest reward first")
+    order.add_argument("--worst", action="store_true", help="lowest reward first")
+    order.add_argument("--mismatch", action="store_true", help="largest difference of the engines first")
+    parser.add_argument("--count", type=int, default=4, metavar="N", help="samples to print (default: 4)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the printed samples there")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the samples. Returns the exit status: 2 where there are none."""
+    try:
+        chosen = choose(read_samples(options.run), options)
+    except MoeRLError as error:
+        print(f"moe-rl: {error}", file=sys.stderr)
+        return 2
+    print("\n\n".join(text(sample) for sample in chosen))
+    if options.json:
+        options.json.write_text(json.dumps({"samples": [asdict(sample) for sample in chosen]}, indent=2) + "\n")
+    return 0
+
+
+def choose(samples: list[SampleLine], options: argparse.Namespace) -> list[SampleLine]:
+    """Return the samples that the options ask for, in their order. Raises DataError when there are none."""
+    if not samples:
+        raise DataError(
+            describe(
+                "the run has no samples",
+                where=str(options.run / FILE),
+                expected="the folder of a run with report.samples_per_step above 0 that has ended a step",
+            )
+        )
+    steps = sorted({sample.step for sample in samples})
+    step = options.step
+    if step is None and not (options.best or options.worst or options.mismatch):
+        step = steps[-1]
+    if step is not None:
+        samples = [sample for sample in samples if sample.step == step]
+        if not samples:
+            raise DataError(
+                describe(
+                    "the run has no samples of this step",
+                    where=str(options.run / FILE),
+                    got=f"--step {step}",
+                    expected=f"{steps[0]} to {steps[-1]}",
+                )
+            )
+    if options.best or options.worst:
+        samples = sorted(samples, key=lambda one: one.reward, reverse=options.best)
+    elif options.mismatch:
+        samples = sorted(samples, key=lambda one: -math.inf if math.isnan(one.mismatch) else one.mismatch, reverse=True)
+    return samples[: max(1, options.count)]
+
+
+def text(sample: SampleLine) -> str:
+    """Lay out one sample: what was earned, the prompt, the completion, and the tokens that differ most."""
+    parts = ", ".join(f"{name} {value:g}" for name, value in sample.parts.items())
+    advantage = "not trained on" if sample.advantage is None else f"advantage {sample.advantage:+.3f}"
+    mismatch = "not compared" if math.isnan(sample.mismatch) else f"mismatch {sample.mismatch:.4f} nats/token"
+    lines = [
+        f"step {sample.step}, {sample.key}: reward {sample.reward:g} ({parts}), {advantage}, {mismatch}",
+        f"  {sample.prompt_tokens} + {len(sample.pieces)} tokens, ended by {sample.finish_reason}, weight version "
+        f"{sample.weight_version}",
+        _indented("prompt", sample.prompt),
+        _indented("completion", sample.completion),
+    ]
+    return "\n".join([*lines, *_largest(sample)])
+
+
+def _indented(name: str, value: str) -> str:
+    first, *rest = value.splitlines() or [""]
+    return "\n".join([f"  {name:<11}{first}", *(" " * 13 + line for line in rest)])
+
+
+def _largest(sample: SampleLine) -> Iterable[str]:
+    """The tokens whose log-probabilities differ most, or whose routers do, one line each."""
+    differences = sample.differences
+    if not differences:
+        return
+    yield "  token     text             sampler  trainer  difference layers that differ"
+    sizes = [math.inf if math.isnan(value) else abs(value) for value in differences]
+    for at in sorted(sorted(range(len(sizes)), key=lambda at: -sizes[at])[:_TOKENS]):
+        layers, trainer = sample.layers_at(at), sample.trainer_logprobs[at]
+        cells = [
+            f"{at:<9}",
+            f"{sample.pieces[at]!r:<15}",
+            f"{sample.sampler_logprobs[at]:>8.3f}",
+            f"{'-' if trainer is None else f'{trainer:.3f}':>8}",
+            f"{differences[at]:>+11.4f}",
+            "-" if layers is None else str(layers),
+        ]
+        yield "  " + " ".join(cells)

@@ -1,0 +1,118 @@
+"""Writes and reads `samples.jsonl`: a few sequences of every step, token by token, as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgspec
+
+from moe_rl.disk import write_all, write_whole, writing
+from moe_rl.errors import MoeRLError, describe
+
+FILE = "samples.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLine:
+    """Holds one sequence of a step, as the policy wrote it and as both engines saw it.
+
+    Attributes:
+        step: the training step that sampled the sequence and trained on it.
+        key: the request's name in messages and in the trace.
+        prompt, completion: texts. The completion leaves out the stop token.
+        reward: what the advantage was computed from, length terms included.
+        parts: value of each reward function.
+        advantage: advantage of the sequence. None if the sequence was not trained on.
+        finish_reason: "stop" or "length".
+        weight_version: version of the weights that sampled it.
+        prompt_tokens: number of tokens in the prompt.
+        pieces: text of each sampled token [T], the stop token included.
+        sampler_logprobs: log-probabilities [T] of the sampled tokens in the sampler, in nats.
+        trainer_logprobs: the same in the trainer, in the pass that runs on the sampler's weights. Empty if the sequence
+            was not in that pass.
+        differing_layers: for each forwarded token (prompt and completion without the last token), the number of MoE
+            layers whose router would choose other experts in the trainer. Empty as above.
+    """
+
+    step: int
+    key: str
+    prompt: str
+    completion: str
+    reward: float
+    parts: dict[str, float]
+    advantage: float | None
+    finish_reason: str
+    weight_version: int
+    prompt_tokens: int
+    pieces: list[str]
+    sampler_logprobs: list[float]
+    trainer_logprobs: list[float | None]
+    differing_layers: list[int]
+
+    @property
+    def differences(self) -> list[float]:
+        """Trainer minus sampler log-probability of each sampled token, in nats; NaN where a value is not finite."""
+        pairs = zip(self.trainer_logprobs, self.sampler_logprobs, strict=True) if self.trainer_logprobs else ()
+        return [math.nan if ours is None else ours - theirs for ours, theirs in pairs]
+
+    @property
+    def mismatch(self) -> float:
+        """Mean |trainer minus sampler log-probability| over the sampled tokens, in nats; NaN if it was not measured."""
+        sizes = [abs(one) for one in self.differences]
+        return sum(sizes) / len(sizes) if sizes else math.nan
+
+    def layers_at(self, token: int) -> int | None:
+        """Number of layers that differ at sampled token `token`. None for the last one, which is not forwarded, and
+        where nothing was measured."""
+        row = self.prompt_tokens + token
+        return self.differing_layers[row] if row < len(self.differing_layers) else None
+
+
+class SampleFile:
+    """Appends to samples.jsonl of a run. It lives on one rank."""
+
+    def __init__(self, run_dir: Path):
+        self._path = Path(run_dir) / FILE
+
+    def write(self, lines: list[SampleLine]) -> None:
+        """Append the samples of a step. Raises DiskError when they cannot be written."""
+        data = "".join(json.dumps(asdict(line), allow_nan=False) + "\n" for line in lines).encode()
+        what = "the samples of a step could not be written"
+        with writing(what, self._path, size=len(data)), self._path.open("ab", buffering=0) as file:
+            write_all(file.fileno(), data)
+
+    def rewind(self, step: int) -> None:
+        """Drop the samples of `step` and later steps, and a last line that was cut short."""
+        if self._path.exists():
+            kept = [line for line in read_samples(self._path.parent) if line.step < step]
+            text = "".join(json.dumps(asdict(line), allow_nan=False) + "\n" for line in kept)
+            write_whole(self._path, text, "the samples of the run")
+
+
+def read_samples(run_dir: Path) -> list[SampleLine]:
+    """Read samples.jsonl of a run folder, in the order written. A missing file has no samples.
+
+    A last line that was cut short is left out. Raises MoeRLError naming the line when any other cannot be read.
+    """
+    path = Path(run_dir) / FILE
+    if not path.exists():
+        return []
+    *lines, tail = path.read_bytes().split(b"\n")
+    found = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            found.append(msgspec.json.decode(line, type=SampleLine))
+        except msgspec.MsgspecError as error:
+            raise MoeRLError(
+                describe(
+                    "the file of samples is damaged",
+                    where=f"{path}:{number}",
+                    got=error,
+                    expected="one sample as a JSON object",
+                    do="delete that line",
+                )
+            ) from error
+    return found

@@ -1,0 +1,117 @@
+"""Gathers what the ranks saw of a few sequences of a step, so that users can read them in samples.jsonl.
+
+Rank 0 chooses the sequences when it samples. Every rank then adds the rows and layers that it holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from moe_rl.megatron import world
+from moe_rl.replay.tables import Compared
+from moe_rl.report.sample_lines import SampleLine
+from moe_rl.train.kept import KeptSample
+from moe_rl.train.shares import MicrobatchWork
+from moe_rl.types import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Holds what one rank saw of one sequence.
+
+    Attributes:
+        logprobs: the trainer's log-probabilities [T]; empty on ranks that do not speak for the sequence.
+        advantage: advantage of the sequence; None on these ranks.
+        positions: forwarded tokens that this rank's routers saw.
+        differing: for each of them, the number of this rank's layers whose router would choose other experts.
+    """
+
+    key: str
+    logprobs: list[float] = field(default_factory=list)
+    advantage: float | None = None
+    positions: list[int] = field(default_factory=list)
+    differing: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class PassSeen:
+    """Keeps what the pass on the sampler's weights gave on this rank, until the advantages are known.
+
+    Attributes:
+        logprobs: [N] for each microbatch; none on ranks without the last pipeline stage.
+        compared: the routers' own choice against the record, for each microbatch.
+    """
+
+    work: Seq[MicrobatchWork]
+    logprobs: Seq[torch.Tensor]
+    compared: Seq[Compared]
+
+
+def gather_views(keys: Seq[str], seen: PassSeen | None) -> dict[str, list[View]]:
+    """Return the views of all ranks of these sequences. All ranks call it together."""
+    if not keys:
+        return {}
+    mine = [] if seen is None else _views(frozenset(keys), seen)
+    found: dict[str, list[View]] = {key: [] for key in keys}
+    for views in world.gather(mine, list[View]):
+        for view in views:
+            found[view.key].append(view)
+    return found
+
+
+def _views(keys: frozenset[str], seen: PassSeen) -> list[View]:
+    speaks, found = world.speaks_for_its_sequences(), []
+    for number, work in enumerate(seen.work):
+        places, batch = work.table.places, work.microbatch
+        for at, name in enumerate(work.table.names):
+            if name not in keys:
+                continue
+            rows = np.flatnonzero(places.recorded & (places.sequence == at))
+            differing = np.zeros(len(rows), np.int64)
+            if seen.compared:
+                of_recorded = np.searchsorted(work.table.recorded.cpu().numpy(), rows)
+                differing = seen.compared[number].differs.sum(0).cpu().numpy()[of_recorded]
+            view = View(name, positions=places.position[rows].tolist(), differing=differing.tolist())
+            if speaks:
+                values = seen.logprobs[number][batch.sequence_ids == at].tolist()
+                view = View(name, values, float(batch.advantages[at]), view.positions, view.differing)
+            found.append(view)
+    return found
+
+
+def lines(
+    step: int, samples: Seq[KeptSample], sequences: Seq[Sequence], views: dict[str, list[View]]
+) -> list[SampleLine]:
+    """Put together what rank 0 knows of the samples and what the ranks saw of them."""
+    by_key = {sequence.key: sequence for sequence in sequences}
+    return [_line(step, sample, by_key[sample.key], views.get(sample.key, [])) for sample in samples]
+
+
+def _line(step: int, sample: KeptSample, sequence: Sequence, views: Seq[View]) -> SampleLine:
+    spoken = [view for view in views if view.advantage is not None]
+    differing = [0] * sequence.forwarded if any(view.positions for view in views) else []
+    for view in views:
+        for position, layers in zip(view.positions, view.differing, strict=True):
+            differing[position] += layers
+    advantage = spoken[0].advantage if spoken else None
+    return SampleLine(
+        step=step,
+        key=sample.key,
+        prompt=sample.prompt,
+        completion=sample.completion,
+        reward=sequence.reward,
+        parts=sample.parts,
+        advantage=advantage if advantage is None or math.isfinite(advantage) else None,
+        finish_reason=sample.finish_reason,
+        weight_version=sequence.weight_version,
+        prompt_tokens=len(sequence.prompt_token_ids),
+        pieces=sample.pieces,
+        sampler_logprobs=[round(float(value), 6) for value in sequence.rollout_logprobs],
+        trainer_logprobs=[round(v, 6) if math.isfinite(v) else None for v in (spoken[0].logprobs if spoken else ())],
+        differing_layers=differing,
+    )
