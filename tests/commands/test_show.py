@@ -46,8 +46,8 @@ def test_every_line_of_a_text_and_the_token_that_differs_are_there(folder, capsy
     assert main(["show", str(folder), "--mismatch", "--count", "1"]) == 0
     printed = capsys.readouterr().out
     assert "four\n" in printed and "             five" in printed
-    (row,) = [line for line in printed.splitlines() if "'ur'" in line]
-    assert row.split() == ["1", "'ur'", "-1.000", "-2.000", "-1.0000", "5"]
+    (row,) = [line for line in printed.splitlines() if "'plus'" in line]
+    assert row.split() == ["1", "'plus'", "-1.000", "-2.000", "-1.0000", "5"]
 
 
 @pytest.mark.parametrize("options", [["--step", "7"], []])

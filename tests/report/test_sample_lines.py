@@ -20,7 +20,7 @@ LINE = SampleLine(
     finish_reason="stop",
     weight_version=2,
     prompt_tokens=2,
-    pieces=["fo", "ur", "<end>"],
+    pieces=["two ", "plus", "<end>"],
     sampler_logprobs=[-0.5, -1.0, -0.25],
     trainer_logprobs=[-0.5, -1.5, None],
     differing_layers=[0, 0, 0, 5],
@@ -71,7 +71,9 @@ def test_the_page_colours_what_differs(synthetic_run):
     page = write_report(run_dir).read_text()
     assert "2+2=&lt;b&gt;" in page and "<b>2+2" not in page
     tokens = {text: tag for tag, _, text in (one.partition(">") for one in page.split("<span title=")[1:])}
-    first, second, last = (next(tokens[key] for key in tokens if key.startswith(p)) for p in ("fo<", "ur<", "&lt;end"))
+    first, second, last = (
+        next(tokens[key] for key in tokens if key.startswith(p)) for p in ("two <", "plus<", "&lt;end")
+    )
     assert "background" not in first and 'class="parts"' not in first
     assert "100%" in second and 'class="parts"' in second and "5 layers differ" in second
     assert "100%" in last and "nan" in last  # a value that is not finite is not hidden
