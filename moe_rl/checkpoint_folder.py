@@ -44,7 +44,7 @@ def find(folder: Path, step: int | None = None) -> Path:
         raise CheckpointError(
             describe(
                 "there is no such checkpoint" if found else "the run has no checkpoint",
-                where=str(folder),
+                where={"folder": folder},
                 got="none" if not found else f"after steps {', '.join(map(str, found))}",
                 expected=f"{name_of(step)}" if step else "step-<number>",
                 do="choose one of these with --step"

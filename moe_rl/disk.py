@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from moe_rl.errors import DiskError, describe
+from moe_rl.errors import About, DiskError, Problem, describe
 
 _FULL = {
     errno.ENOSPC: "the disk is full",
@@ -22,33 +22,39 @@ _FULL = {
 
 
 def refusal(
-    error: BaseException, what: str, path: Path | str, *, where: str = "", size: int | None = None, do: str = ""
-) -> str:
+    error: BaseException,
+    what: str,
+    path: Path | str,
+    *,
+    where: About | None = None,
+    size: int | None = None,
+    do: str = "",
+) -> Problem:
     """Describe why a file could not be written: a full disk first, then the file, its size and the free space.
 
     Args:
         error: the exception that the write raised.
         what: what could not be written, as a clause.
         path: the file.
-        where: text shown instead of the path.
+        where: facts shown instead of the path.
         size: bytes to be written.
         do: what the user can do besides freeing space.
     """
-    full, facts = _reason(error, Path(path), size)
+    full, facts, fault = _reason(error, Path(path), size)
     if full:
         what = f"{full}: {what}"
         do = f"free space there, or raise the limit{'; ' if do else ''}{do}"
-    return describe(what, where=where or str(path), got=facts, do=do)
+    return describe(what, where=where or {"file": path}, got=facts, do=do, fault=fault)
 
 
 def reason(error: BaseException, path: Path) -> str:
     """Describe in half a sentence why a write failed, for a message that lists several failures."""
-    full, facts = _reason(error, path, None)
+    full, facts, _ = _reason(error, path, None)
     return f"{full} ({facts})" if full else facts
 
 
-def _reason(error: BaseException, path: Path, size: int | None) -> tuple[str, str]:
-    """Return what is full ("" if nothing is) and the facts to report."""
+def _reason(error: BaseException, path: Path, size: int | None) -> tuple[str, str, str]:
+    """Return what is full, the facts to report, and the name of the error number if something is full, else ""."""
     cause: BaseException | None = error  # torch's serializer hides the OSError that broke its stream
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
@@ -61,7 +67,7 @@ def _reason(error: BaseException, path: Path, size: int | None) -> tuple[str, st
         facts.append(f"{size:,} bytes to write")
     if full:
         facts.append(_left(path))
-    return full, ", ".join(filter(None, facts))
+    return full, ", ".join(filter(None, facts)), errno.errorcode[number] if number and full else ""
 
 
 @contextmanager

@@ -1,19 +1,109 @@
-"""Defines the exception tree. It has one root, so that commands turn every expected failure into one clear message.
+"""Defines the exception tree and the form of its messages.
 
-A message says what is wrong, where, what was got, what was expected and what to do. `describe` lays that out; every
-raise site in moe_rl goes through it or writes a sentence with the same five parts.
+The tree has one root, so that commands turn every expected failure into one clear message. A message says what is
+wrong, where, what was got, what was expected and what to do. `describe` lays that out and keeps the parts as data:
+`error.about` names the config key, file, rank or layer. Tests and callers read these parts and never the wording.
+
+The parts survive pickling. Only the text crosses a process boundary by msgspec or by stderr.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 _SHOWN = 5
 
+Fact = Literal[
+    "key",  # dotted config key
+    "option",  # command-line option
+    "argument",  # argument of a function
+    "setting",  # of Megatron or vLLM
+    "part",  # of the installation
+    "given",  # the setting that makes another one wrong, as "key is value"
+    "override",  # a.b=c, as it was typed
+    "field",  # of a file or reply
+    "file",
+    "folder",
+    "other",  # folder that is compared
+    "line",  # in the file, from 1
+    "host",
+    "url",
+    "call",  # method and path of a request to a server
+    "server",  # its number
+    "pid",
+    "log",  # file
+    "run",  # what the replay session is for: "step 3 update 0"
+    "step",
+    "update",
+    "version",  # of the weights
+    "rank",
+    "stage",  # of the pipeline
+    "shard",
+    "record",  # key of a record
+    "request",  # key of a request or sequence
+    "parent",  # key of the request that it continues
+    "array",
+    "sequence",  # number in a list
+    "completion",  # number in a step
+    "group",  # number of its prompt
+    "set",  # of experts, number in a list
+    "token",  # position in the sequence, the step or the chunk
+    "tokens",  # range of positions
+    "position",
+    "slot",
+    "block",
+    "bytes",  # range in the file
+    "layer",  # global number
+    "layers",
+    "expert",
+    "microbatch",
+    "tensor",
+    "metric",
+    "case",  # name of a proof's case
+    "patch",
+]
+"""Names of the facts that a message can carry."""
 
-def describe(what: str, *, where: str = "", got: object = None, expected: object = None, do: str = "") -> str:
-    """Lay out one message: what (where): got X, expected Y. Do Z."""
-    text = what if not where else f"{what} ({where})"
+About = Mapping[Fact, object]
+
+_LEADING = ("key", "option", "argument", "setting", "part")
+_BARE = ("given", "field", "file", "folder", "host", "url", "run")
+_NOTHING: dict[Fact, int | str] = {}
+
+
+class Problem(str):
+    """Text of a message that keeps its parts as data.
+
+    about: named facts, integers as int and everything else as text. fault: constant name of the fault, "" where the
+    exception type and `about` tell it apart. got, expected: as text, "" where there is none.
+    """
+
+    about: Mapping[Fact, int | str] = _NOTHING
+    fault: str = ""
+    got: str = ""
+    expected: str = ""
+
+
+def describe(
+    what: str,
+    *,
+    where: About | str = "",
+    got: object = None,
+    expected: object = None,
+    do: str = "",
+    fault: str = "",
+) -> Problem:
+    """Lay out one message: key: what (where): got X, expected Y. Do Z.
+
+    where: named facts, or free text where there are none. fault: constant name, for faults that share the exception
+    type and `where`.
+    """
+    about = {} if isinstance(where, str) else {name: _plain(value) for name, value in where.items()}
+    lead = "".join(f"{value}: " for name, value in about.items() if name in _LEADING)
+    place = where if isinstance(where, str) else _place(about)
+    text = f"{lead}{what} ({place})" if place else f"{lead}{what}"
     facts = []
     if got is not None:
         facts.append(f"got {got}")
@@ -23,6 +113,29 @@ def describe(what: str, *, where: str = "", got: object = None, expected: object
         text += ": " + ", ".join(facts)
     if do:
         text += f". {do[0].upper()}{do[1:]}"
+    message = Problem(text)
+    message.about, message.fault = about, fault
+    message.got = "" if got is None else str(got)
+    message.expected = "" if expected is None else str(expected)
+    return message
+
+
+def _plain(value: object) -> int | str:
+    """Return an integer of any library as int, everything else as text."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return str(value)
+
+
+def _place(about: About) -> str:
+    """Return what stands in parentheses: file:line, shard s0, layer 3."""
+    text = ""
+    for name, value in about.items():
+        if name == "line":
+            text += f":{value}"
+        elif name not in _LEADING:
+            text += (", " if text else "") + (f"{value}" if name in _BARE else f"{name} {value}")
     return text
 
 
@@ -35,16 +148,40 @@ def first_of(texts: Sequence[str], *, separator: str = "; ") -> str:
 class MoeRLError(Exception):
     """Root of everything moe_rl raises on purpose. Tools print it as one message and exit 2."""
 
+    @property
+    def message(self) -> Problem:
+        """The message with its parts; without parts where it was raised with a plain text."""
+        text = self.args[0] if self.args else ""
+        return text if isinstance(text, Problem) else Problem(text)
 
-class ConfigError(MoeRLError, ValueError):
-    """The config, or the files it names, cannot be run. Carries every problem found, not only the first."""
+    @property
+    def about(self) -> Mapping[Fact, int | str]:
+        """Named facts of the message, such as {"shard": "s0", "record": "r1"}."""
+        return self.message.about
 
-    def __init__(self, problems: list[str] | str):
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
+
+class _Problems(MoeRLError):
+    """An error that carries every problem found, not only the first.
+
+    `message` and `about` are of the first problem. Each problem of `problems` has an `about` of its own.
+    """
+
+    def __init__(self, problems: Sequence[str] | str):
+        found = [problems] if isinstance(problems, str) else problems
+        self.problems = [problem if isinstance(problem, Problem) else Problem(problem) for problem in found]
         super().__init__("\n".join(self.problems))
 
+    @property
+    def message(self) -> Problem:
+        """The first problem."""
+        return self.problems[0] if self.problems else Problem()
 
-class DataError(MoeRLError, ValueError):
+
+class ConfigError(_Problems, ValueError):
+    """The config, or the files it names, cannot be run."""
+
+
+class DataError(_Problems, ValueError):
     """A prompt file or a kept rollout is damaged or lacks a part."""
 
 
@@ -72,7 +209,7 @@ class ReplayError(MoeRLError):
     """Replay was not exact: a route was missed, repeated, or another one was dispatched."""
 
 
-class EngineError(MoeRLError):
+class EngineError(_Problems):
     """The sampler refused a request, answered wrongly or died. The message names the process and its log."""
 
 
@@ -84,7 +221,7 @@ class WeightSyncError(EngineError):
     """The sampler does not hold what the trainer sent, or the trainer would send other weights than it trains."""
 
 
-class PatchError(MoeRLError):
+class PatchError(_Problems):
     """The installed vLLM is not the version, or not in the state, that a patch series needs."""
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from moe_rl.errors import describe
+from moe_rl.errors import Problem, describe
 
 # The parameters that a reward function may have: the fields of tasks.verifiers.RewardItem.
 REWARD_ARGUMENTS = ("prompt", "completion", "answer", "finish_reason", "stop_token_id")
@@ -122,6 +122,8 @@ class Channel[Incoming: Message]:
 def _to_plain(value: object) -> object:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    if isinstance(value, Problem):
+        return str(value)
     import numpy as np
 
     if isinstance(value, np.ndarray) and value.dtype == np.float32 and value.ndim == 1:

@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moe_rl.errors import describe
 from moe_rl.messages import Channel, Message, decode, decoder, encode
+from tests.support.refusals import refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +53,14 @@ def test_values_pass():
     assert back.values.dtype == np.float32
 
 
+def test_of_a_problem_only_the_text_is_sent():
+    problem = describe("it is wrong", where={"key": "a.b"}, got=1)
+    assert decode(encode([problem]), list[str]) == ["a.b: it is wrong: got 1"]
+
+
 @pytest.mark.parametrize("value", [object(), np.zeros(2), np.zeros((1, 1), np.float32)])
 def test_what_has_no_msgpack_is_named(value):
-    with pytest.raises(TypeError, match=f"{type(value).__name__} cannot be sent"):
+    with refused(TypeError, type(value).__name__):
         encode([value])
 
 

@@ -105,7 +105,8 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None]:
         if others:
             raise ConfigError(
                 describe(
-                    "--run compares a run as it was",
+                    "compares a run as it was",
+                    where={"option": "--run"},
                     got=" ".join(others),
                     expected=f"overrides of {', '.join(OVERRIDES)} at most",
                     do="give --config to compare another setting",
@@ -114,7 +115,12 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None]:
         run = RunFolder(options.run)
         if not run.config.is_file():
             raise ConfigError(
-                describe("--run: this is no run folder", got=options.run, expected="a folder with config.yaml in it")
+                describe(
+                    "this is no run folder",
+                    where={"option": "--run"},
+                    got=options.run,
+                    expected="a folder with config.yaml in it",
+                )
             )
         config = load_config(run.config, options.overrides)
     if "WORLD_SIZE" not in os.environ and not any(text.startswith("parallel.") for text in options.overrides):
@@ -123,9 +129,11 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None]:
         alone = {"parallel": ParallelConfig(), "train": one_rank(config.train), "replay": replay}
         config = config.model_copy(update=alone)
     if len(set(options.sampler_dtype)) != len(options.sampler_dtype):
-        raise ConfigError(describe("--sampler-dtype: named twice", got=" ".join(options.sampler_dtype)))
+        raise ConfigError(
+            describe("named twice", where={"option": "--sampler-dtype"}, got=" ".join(options.sampler_dtype))
+        )
     if options.out and not options.out.is_dir():
-        raise ConfigError(describe("--out: no such folder", got=options.out, do="make it first"))
+        raise ConfigError(describe("no such folder", where={"option": "--out"}, got=options.out, do="make it first"))
     return config, run
 
 

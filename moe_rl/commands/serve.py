@@ -69,7 +69,9 @@ def _settings(options: argparse.Namespace) -> ServerSettings:
     if options.config is None:
         if options.overrides or options.model is None or options.trace_root is None:
             got = " ".join(options.overrides) or "neither --config nor both --model and --trace-root"
-            raise EngineError(describe("It is not said what to serve", got=got, do="give --config FILE"))
+            raise EngineError(
+                describe("It is not said what to serve", where={"option": "--config"}, got=got, do="give --config FILE")
+            )
         return ServerSettings(
             model=options.model,
             trace_root=options.trace_root,
@@ -82,10 +84,14 @@ def _settings(options: argparse.Namespace) -> ServerSettings:
             **address,
         )
     if given := [f"--{name.replace('_', '-')}" for name in _OF_THE_RUN if getattr(options, name) is not None]:
-        raise EngineError(describe("--config says this already", got=", ".join(given), do="leave it out"))
+        raise EngineError(
+            describe("says this already", where={"option": "--config"}, got=", ".join(given), do="leave it out")
+        )
     config = load_config(options.config, options.overrides)
     if config.rollout.capture == "native":
-        raise EngineError(describe("A server cannot record by vLLM's own capture", got="rollout.capture native"))
+        raise EngineError(
+            describe("A server cannot record by vLLM's own capture", where={"key": "rollout.capture"}, got="native")
+        )
     return ServerSettings(
         model=config.model.path,
         trace_root=config.run.runs_dir,

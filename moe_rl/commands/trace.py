@@ -184,7 +184,11 @@ def _import(options: argparse.Namespace) -> tuple[int, object]:
         return int(bool(bad)), {"sequences": sequences, "faulty": bad, "findings": document}
     if form == "npy":
         if not (options.token_ids and options.key and options.weight_version is not None):
-            raise TraceError(describe("npy needs more", do="give --token-ids, --key and --weight-version"))
+            raise TraceError(
+                describe(
+                    "npy needs more", where={"option": "--form"}, do="give --token-ids, --key and --weight-version"
+                )
+            )
         known = {"key": options.key, "weight_version": options.weight_version}
         refs = import_npy(path, options.token_ids, options.store, options.shard, spec, **known)
     else:

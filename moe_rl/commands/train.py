@@ -27,6 +27,7 @@ from moe_rl.errors import (
     ConfigError,
     DataError,
     MoeRLError,
+    Problem,
     SamplerGone,
     Stopped,
     TraceError,
@@ -173,9 +174,17 @@ def _leave(status: int) -> NoReturn:
 
 def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, int]:
     if options.trace and not options.plan:
-        raise ConfigError(describe("--trace is of --plan alone", got=options.trace, do="leave it out, or add --plan"))
+        raise ConfigError(
+            describe(
+                "is of --plan alone", where={"option": "--trace"}, got=options.trace, do="leave it out, or add --plan"
+            )
+        )
     if options.step is not None and not options.resume:
-        raise ConfigError(describe("--step is of --resume alone", got=options.step, do="leave it out, or add --resume"))
+        raise ConfigError(
+            describe(
+                "is of --resume alone", where={"option": "--step"}, got=options.step, do="leave it out, or add --resume"
+            )
+        )
     folder = None
     if options.resume:
         folder, config = run_folder.reopen(options.resume, options.overrides)
@@ -185,7 +194,12 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, i
         world_size = int(os.environ["WORLD_SIZE"])
         if options.world_size not in (None, world_size):
             raise ConfigError(
-                describe("--world-size contradicts torchrun", got=options.world_size, expected=world_size)
+                describe(
+                    "contradicts torchrun",
+                    where={"option": "--world-size"},
+                    got=options.world_size,
+                    expected=world_size,
+                )
             )
         return config, folder, world_size
     if not options.plan:
@@ -221,7 +235,7 @@ def _plan(config: Config, world_size: int, trace: str | None, file: Path | None)
             print(render_peaks(asked, config, facts.num_experts))
             found += filter(None, [limit_problem(asked, config)])
         except (TraceError, ConfigError) as error:
-            found.append(str(error))
+            found.append(error.message)
     for message in absent:
         print(f"not on this machine: {message}")
     for problem in found:
@@ -234,13 +248,15 @@ def _plan(config: Config, world_size: int, trace: str | None, file: Path | None)
     return 2 if found else 0
 
 
-def _model_to_plan(config: Config, world_size: int) -> tuple[ModelFacts | None, list[str], list[str]]:
+def _model_to_plan(config: Config, world_size: int) -> tuple[ModelFacts | None, list[Problem], list[Problem]]:
     """The model, None when it cannot be read; what is wrong; and, where it is planned without its checkpoint, what else
     this machine lacks, which then is another matter."""
     installed = installation_problems(config)
     if config.model.published is not None and not config.model.path.is_dir():
         facts = read_published(find_file(config.model.published))
-        here = describe("model.path: the checkpoint, planned with model.published", got=f"no {config.model.path}")
+        here = describe(
+            "the checkpoint, planned with model.published", where={"key": "model.path"}, got=f"no {config.model.path}"
+        )
         found = [*config_problems(config, facts, world_size), *prompt_problems(config)]
         return facts, found, [here, *absent_problems(config), *installed]
     found = problems(config, world_size) + installed
@@ -250,7 +266,7 @@ def _model_to_plan(config: Config, world_size: int) -> tuple[ModelFacts | None, 
         return None, found, []  # said among the problems
 
 
-def _problems(config: Config, folder: RunFolder | None, world_size: int, *, first: bool) -> list[str]:
+def _problems(config: Config, folder: RunFolder | None, world_size: int, *, first: bool) -> list[Problem]:
     """Everything that speaks against starting here. first: this is rank 0, which reads what only it will use."""
     facts, found, absent = _model_to_plan(config, world_size)
     found += [*node_problems(os.environ), *start_problems(config)]
@@ -264,22 +280,22 @@ def _problems(config: Config, folder: RunFolder | None, world_size: int, *, firs
     return absent + found
 
 
-def _data_problems(config: Config, facts: ModelFacts) -> list[str]:
+def _data_problems(config: Config, facts: ModelFacts) -> list[Problem]:
     """What is wrong with the lines of the prompt files, and with the tokenizer."""
     tokenizer, limit, found = config.model.path / "tokenizer.json", config.rollout.max_prompt_tokens, []
     for key, path in (("train", config.task.train), ("heldout", config.task.heldout)):
         try:
             load_prompts(path, tokenizer, max_prompt_tokens=limit)
         except DataError as error:
-            found.append(f"task.{key}: {error}")
+            found.append(describe(str(error), where={"key": f"task.{key}"}))
     try:
         TextCodec(tokenizer, facts.eos_token_ids)
     except DataError as error:
-        found.append(f"model.path: {error}")
+        found.append(describe(str(error), where={"key": "model.path"}))
     return found
 
 
-def _checkpoint_problems(folder: RunFolder | None, step: int | None) -> list[str]:
+def _checkpoint_problems(folder: RunFolder | None, step: int | None) -> list[Problem]:
     """What --resume wants to go on from is not there, or the lines that it goes on with are damaged."""
     if folder is None:
         return []
@@ -292,10 +308,10 @@ def _checkpoint_problems(folder: RunFolder | None, step: int | None) -> list[str
         read_run(folder.path)
         PromptLedger(folder.path / prompt_ledger.FILE).check(step)
     except MoeRLError as error:
-        return [str(error)]
+        return [error.message]
     return []
 
 
-def _refuse(found: list[str]) -> None:
+def _refuse(found: list[Problem]) -> None:
     if found:
         raise ConfigError([*found, f"{len(found)} problem{'s' if len(found) > 1 else ''}; nothing was started"])

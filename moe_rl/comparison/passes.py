@@ -224,7 +224,7 @@ class Scorer:
             raise ReplayError(
                 describe(
                     "router logits are not finite, or give an expert probability 0",
-                    where=f"MoE layers {layers}",
+                    where={"layers": layers},
                     expected="finite logits in sampler and trainer",
                 )
             )

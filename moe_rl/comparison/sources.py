@@ -69,7 +69,7 @@ def of_run(folder: RunFolder) -> tuple[int, list[Weights]]:
         raise DataError(
             describe(
                 "the run kept no rollouts together with the weights that sampled them",
-                where=str(folder.path),
+                where={"folder": folder.path},
                 got=f"rollouts of steps {steps}, checkpoints after steps {sorted(saved)}",
                 expected="rollouts of step 1, or of the step after a checkpoint",
                 do="train the run for a step, or pass --config to sample now",
@@ -170,7 +170,7 @@ def _complete(name: str, sampler: str, sequences: list[Sequence], store: TraceSt
         raise DataError(
             describe(
                 "too few sequences have all their routes",
-                where=name,
+                where={"run": name},
                 got=f"{len(whole)} of {len(sequences)}",
                 expected="at least 2",
                 do="sample with recording on",

@@ -13,11 +13,11 @@ from moe_rl.config.check_cluster import engine_problems
 from moe_rl.config.check_files import file_problems
 from moe_rl.config.check_layout import layout_problems
 from moe_rl.config.schema import Config
-from moe_rl.errors import ConfigError, describe
+from moe_rl.errors import About, ConfigError, Problem, describe
 from moe_rl.models.hf import ModelFacts, read_model
 
 
-def problems(config: Config, world_size: int) -> list[str]:
+def problems(config: Config, world_size: int) -> list[Problem]:
     """Every reason why `config` cannot run here on `world_size` ranks, one message each; empty when it can.
 
     Not looked at here: the state of what is installed, and what needs the plan's arithmetic (`planning.fit`).
@@ -29,7 +29,7 @@ def problems(config: Config, world_size: int) -> list[str]:
     return found + config_problems(config, facts, world_size) + file_problems(config, facts)
 
 
-def config_problems(config: Config, facts: ModelFacts | None, world_size: int) -> list[str]:
+def config_problems(config: Config, facts: ModelFacts | None, world_size: int) -> list[Problem]:
     """Those that are the same on every machine. facts: of the model, None when they are not known."""
     return [
         *(_model_problems(config, facts) if facts is not None else ()),
@@ -45,116 +45,125 @@ def config_problems(config: Config, facts: ModelFacts | None, world_size: int) -
     ]
 
 
-def _model_problems(config: Config, facts: ModelFacts) -> Iterator[str]:
-    where = str(config.model.path)
+def _model_problems(config: Config, facts: ModelFacts) -> Iterator[Problem]:
+    where: About = {"folder": config.model.path}
     beyond = [token for token in facts.eos_token_ids if not 0 <= token < facts.vocab]
     if beyond or not facts.eos_token_ids:
         yield describe(
-            "model.path: eos_token_id must name the tokens that end a completion",
-            where=where,
+            "eos_token_id must name the tokens that end a completion",
+            where={"key": "model.path", **where},
             got=list(facts.eos_token_ids),
             expected=f"at least one id below vocab_size = {facts.vocab}",
         )
     if config.rollout.weights != "exact" and facts.linear_bias:
         yield describe(
-            "rollout.weights: this model's experts share tensors that are not matrices, which are not rounded",
-            where=where,
+            "this model's experts share tensors that are not matrices, which are not rounded",
+            where={"key": "rollout.weights", **where},
             got=config.rollout.weights,
             expected="exact",
         )
     if config.train.expert_bias_rate and not facts.expert_bias:
         yield describe(
-            "train.expert_bias_rate: the model's routers have no expert bias",
-            where=where,
+            "the model's routers have no expert bias",
+            where={"key": "train.expert_bias_rate", **where},
             got=config.train.expert_bias_rate,
             expected=0,
         )
     longest = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
     if longest > facts.max_position_embeddings:
         yield describe(
-            "rollout.max_prompt_tokens + rollout.max_completion_tokens: longer than the model's positions",
+            "longer than the model's positions",
+            where={"key": "rollout.max_prompt_tokens + rollout.max_completion_tokens"},
             got=longest,
             expected=f"at most max_position_embeddings = {facts.max_position_embeddings}",
             do="shorten one of them",
         )
     if config.rollout.top_k >= facts.vocab:
         yield describe(
-            "rollout.top_k: removes no token",
+            "removes no token",
+            where={"key": "rollout.top_k"},
             got=config.rollout.top_k,
             expected=f"below vocab_size = {facts.vocab}, or 0 for all",
         )
 
 
-def _batch_problems(config: Config) -> Iterator[str]:
+def _batch_problems(config: Config) -> Iterator[Problem]:
     rollout, train = config.rollout, config.train
     if rollout.prompts_per_step % train.updates_per_step:
         yield describe(
-            "train.updates_per_step: does not divide the groups of a step",
+            "does not divide the groups of a step",
+            where={"key": "train.updates_per_step"},
             got=train.updates_per_step,
             expected=f"a divisor of rollout.prompts_per_step = {rollout.prompts_per_step}",
         )
     overlong = config.task.overlong
     if overlong is not None and overlong.cache_tokens >= rollout.max_completion_tokens:
         yield describe(
-            "task.overlong.cache_tokens: even a completion without a token would be overlong",
+            "even a completion without a token would be overlong",
+            where={"key": "task.overlong.cache_tokens"},
             got=overlong.cache_tokens,
             expected=f"below rollout.max_completion_tokens = {rollout.max_completion_tokens}",
         )
     longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
     if train.microbatch_tokens < longest:
         yield describe(
-            "train.microbatch_tokens: the longest possible sequence does not fit",
+            "the longest possible sequence does not fit",
+            where={"key": "train.microbatch_tokens"},
             got=train.microbatch_tokens,
             expected=f"at least rollout.max_prompt_tokens + rollout.max_completion_tokens = {longest}",
         )
     if train.optimizer.warmup_steps > config.run.steps * train.updates_per_step:
         yield describe(
-            "train.optimizer.warmup_steps: the run ends before the warm-up does",
+            "the run ends before the warm-up does",
+            where={"key": "train.optimizer.warmup_steps"},
             got=train.optimizer.warmup_steps,
             expected=f"at most run.steps * train.updates_per_step = {config.run.steps * train.updates_per_step}",
         )
 
 
-def _replay_problems(config: Config) -> Iterator[str]:
-    replay, where = config.replay, f"replay.overlap_chunks is {config.replay.overlap_chunks}"
+def _replay_problems(config: Config) -> Iterator[Problem]:
+    replay = config.replay
+    given: About = {"given": f"replay.overlap_chunks is {config.replay.overlap_chunks}"}
     if replay.mode == "r2" and config.objective.old_logprobs != "trainer":
         yield describe(
-            "objective.old_logprobs: replay.mode r2 takes its routes from the trainer's old-logprob pass",
+            "replay.mode r2 takes its routes from the trainer's old-logprob pass",
+            where={"key": "objective.old_logprobs"},
             got=config.objective.old_logprobs,
             expected="trainer",
         )
     if replay.overlap_chunks and config.parallel.expert == 1:
         yield describe(
-            "parallel.expert: no rows travel that anything could be computed under",
-            where=where,
+            "no rows travel that anything could be computed under",
+            where={"key": "parallel.expert", **given},
             got=1,
             expected="at least 2",
             do="set replay.overlap_chunks to 0",
         )
     if replay.overlap_chunks and config.train.overlap_expert_parallel_comm:
         yield describe(
-            "train.overlap_expert_parallel_comm: combined 1F1B runs layers in parts of its own, while rows travel",
-            where=where,
+            "combined 1F1B runs layers in parts of its own, while rows travel",
+            where={"key": "train.overlap_expert_parallel_comm", **given},
             got=True,
             expected="false",
             do="turn one of the two off",
         )
 
 
-def _share_problems(config: Config, world_size: int) -> Iterator[str]:
+def _share_problems(config: Config, world_size: int) -> Iterator[Problem]:
     parallel = config.parallel
     per_update = config.rollout.prompts_per_step // config.train.updates_per_step * config.rollout.group_size
     shares = world_size // (parallel.tensor * parallel.context * parallel.pipeline)
     if 0 < per_update < shares:
         yield describe(
-            "rollout: fewer sequences in an update than data-parallel ranks to train on them",
+            "fewer sequences in an update than data-parallel ranks to train on them",
+            where={"key": "rollout"},
             got=f"{per_update} sequences and {shares} ranks",
             do="raise rollout.prompts_per_step or rollout.group_size, or lower train.updates_per_step",
         )
     if config.placement.experts == "traced" and config.parallel.expert == 1:
         yield describe(
-            "placement.experts: there are no other ranks to place experts on",
-            where="parallel.expert is 1",
+            "there are no other ranks to place experts on",
+            where={"key": "placement.experts", "given": "parallel.expert is 1"},
             got="traced",
             expected="natural",
         )

@@ -7,23 +7,24 @@ import socket
 from collections.abc import Iterator, Mapping
 
 from moe_rl.config.schema import Config
-from moe_rl.errors import describe
+from moe_rl.errors import About, Problem, describe
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-def server_problems(config: Config) -> Iterator[str]:
+def server_problems(config: Config) -> Iterator[Problem]:
     """Say what is wrong with `rollout.servers` as they are written, one message each."""
     yield from config.rollout.server_problems()
     yield from engine_problems(config)
 
 
-def engine_problems(config: Config) -> Iterator[str]:
+def engine_problems(config: Config) -> Iterator[Problem]:
     """Say where the servers of a run are not those of the cluster that it is planned for."""
     cluster, count = config.cluster, len(config.rollout.servers)
     if count and cluster is not None and cluster.engines != count:
         yield describe(
-            "cluster.engines: not the servers that there are",
+            "not the servers that there are",
+            where={"key": "cluster.engines"},
             got=cluster.engines,
             expected=f"{count}, as in rollout.servers",
         )
@@ -36,13 +37,16 @@ def has_servers(config: Config) -> bool:
     return planned or bool(config.rollout.servers)
 
 
-def start_problems(config: Config) -> Iterator[str]:
+def start_problems(config: Config) -> Iterator[Problem]:
     """What may be planned, but not started."""
     cluster = config.cluster
     if cluster is not None and has_servers(config) and not config.rollout.servers:
         yield describe(
-            "rollout.servers: the cluster's engines are servers, and none is named",
-            where=f"cluster.engines is {cluster.engines}, cluster.gpus_per_engine is {cluster.gpus_per_engine}",
+            "the cluster's engines are servers, and none is named",
+            where={
+                "key": "rollout.servers",
+                "given": f"cluster.engines is {cluster.engines}, cluster.gpus_per_engine is {cluster.gpus_per_engine}",
+            },
             got="no servers",
             expected=f"{cluster.engines}",
             do="start them with moe-rl serve --config and name them, see docs/howto/cluster.md",
@@ -55,7 +59,7 @@ def several_nodes(environment: Mapping[str, str]) -> bool:
     return int(ranks) > int(environment.get("LOCAL_WORLD_SIZE", ranks))
 
 
-def node_problems(environment: Mapping[str, str]) -> Iterator[str]:
+def node_problems(environment: Mapping[str, str]) -> Iterator[Problem]:
     """Why gloo, which connects the ranks on CPUs and writes checkpoints everywhere, would not find its way.
 
     Without an interface it takes the address that the host's name leads to, which on many systems is loopback: the
@@ -67,19 +71,21 @@ def node_problems(environment: Mapping[str, str]) -> Iterator[str]:
     if interface := environment.get(INTERFACE):
         known = [name for _, name in socket.if_nameindex()]
         if interface not in known:
-            where = socket.gethostname()
-            yield describe(f"{INTERFACE}: no such interface", where=where, got=interface, expected=known, do=do)
+            where: About = {"key": INTERFACE, "host": socket.gethostname()}
+            yield describe("no such interface", where=where, got=interface, expected=known, do=do)
         return
     host = socket.gethostname()
     try:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError as error:
-        yield describe(f"{INTERFACE} is not set and the host's name has no address", where=host, got=error, do=do)
+        yield describe(
+            "not set, and the host's name has no address", where={"key": INTERFACE, "host": host}, got=error, do=do
+        )
         return
     if all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found):
         yield describe(
-            f"{INTERFACE} is not set and the host's name leads to loopback, where no other node is",
-            where=host,
+            "not set, and the host's name leads to loopback, where no other node is",
+            where={"key": INTERFACE, "host": host},
             got=", ".join(sorted(found)),
             do=do,
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from moe_rl.config.load import find_file
 from moe_rl.config.schema import Config
-from moe_rl.errors import ConfigError, describe
+from moe_rl.errors import ConfigError, Problem, describe
 from moe_rl.messages import REWARD_ARGUMENTS, unknown_argument
 from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import (
@@ -28,7 +28,7 @@ from moe_rl.models.safetensors_header import unpacked
 NOT_COMPARED = ("fingerprint", "dtype", "eos_token_ids")
 
 
-def file_problems(config: Config, facts: ModelFacts | None) -> list[str]:
+def file_problems(config: Config, facts: ModelFacts | None) -> list[Problem]:
     """One message each. facts: of the checkpoint, None when they could not be read."""
     return [
         *(_checkpoint_problems(config, facts) if facts is not None else ()),
@@ -37,13 +37,17 @@ def file_problems(config: Config, facts: ModelFacts | None) -> list[str]:
     ]
 
 
-def absent_problems(config: Config) -> list[str]:
+def absent_problems(config: Config) -> list[Problem]:
     """What a config names and this machine lacks: prompt files, reward functions, a folder for runs. The machine that
     runs it may have them."""
     prompts = {"train": config.task.train, "heldout": config.task.heldout}
     return [
         *(
-            describe(f"task.{key}: cannot read the prompt file", got=path, do="give the path of a JSONL file")
+            describe(
+                "cannot read the prompt file",
+                where={"key": f"task.{key}", "file": path},
+                do="give the path of a JSONL file",
+            )
             for key, path in prompts.items()
             if count_prompts(path) is None
         ),
@@ -52,15 +56,15 @@ def absent_problems(config: Config) -> list[str]:
     ]
 
 
-def _checkpoint_problems(config: Config, facts: ModelFacts) -> Iterator[str]:
+def _checkpoint_problems(config: Config, facts: ModelFacts) -> Iterator[Problem]:
     path = config.model.path
     try:
         tensors, packing = unpacked(checkpoint_tensors(path))
-        yield from decoder_problems(tensors, facts, str(path))
+        yield from decoder_problems(tensors, facts, {"folder": path})
         if packing:
             yield describe(
-                "model.path: the checkpoint is packed, and the sampler would not get what the trainer sends",
-                where=str(path),
+                "the checkpoint is packed, and the sampler would not get what the trainer sends",
+                where={"key": "model.path", "folder": path},
                 got=f"{len(packing)} tensors in {' and '.join(sorted(set(packing.values())))}",
                 do=f"unpack it first: moe-rl export --model {path} --out FOLDER",
             )
@@ -70,8 +74,8 @@ def _checkpoint_problems(config: Config, facts: ModelFacts) -> Iterator[str]:
         vocabulary = tokenizer_vocabulary(path)
         if vocabulary > facts.vocab:
             yield describe(
-                "model.path: the tokenizer gives ids the model has no embedding for",
-                where=str(path),
+                "the tokenizer gives ids the model has no embedding for",
+                where={"key": "model.path", "folder": path},
                 got=f"{vocabulary} ids",
                 expected=f"at most vocab_size = {facts.vocab}",
                 do="take the tokenizer and the weights from the same checkpoint",
@@ -85,66 +89,68 @@ def _checkpoint_problems(config: Config, facts: ModelFacts) -> Iterator[str]:
             yield from error.problems
 
 
-def _other_model(config: Config, facts: ModelFacts, published: ModelFacts) -> Iterator[str]:
+def _other_model(config: Config, facts: ModelFacts, published: ModelFacts) -> Iterator[Problem]:
     for field in dataclasses.fields(ModelFacts):
         ours, theirs = getattr(facts, field.name), getattr(published, field.name)
         if field.name not in NOT_COMPARED and ours != theirs:
             yield describe(
-                f"model.path: not the model that model.published has the figures of: {field.name}",
-                where=str(config.model.path),
+                "not the model that model.published has the figures of",
+                where={"key": "model.path", "folder": config.model.path, "field": field.name},
                 got=ours,
                 expected=f"{theirs} as in {config.model.published}",
             )
 
 
-def prompt_problems(config: Config) -> Iterator[str]:
+def prompt_problems(config: Config) -> Iterator[Problem]:
     """What is wrong with the prompt files that can be read."""
     task = config.task
     counts = {}
     for key, path in (("train", task.train), ("heldout", task.heldout)):
         counts[key] = count_prompts(path)
         if counts[key] == 0:
-            yield describe(f"task.{key}: the prompt file is empty", where=str(path))
+            yield describe("the prompt file is empty", where={"key": f"task.{key}", "file": path})
     if counts["train"] is not None and counts["heldout"] is not None and os.path.samefile(task.train, task.heldout):
         yield describe(
-            "task.heldout: the same file as task.train",
+            "the same file as task.train",
+            where={"key": "task.heldout"},
             got=task.heldout,
             do="hold prompts out that are never trained on",
         )
     if counts["train"] and task.train_prompts not in (None, counts["train"]):
         yield describe(
-            "task.train_prompts: the file has another number",
-            where=str(task.train),
+            "the file has another number",
+            where={"key": "task.train_prompts", "file": task.train},
             got=f"{counts['train']} prompts",
             expected=task.train_prompts,
         )
     if counts["train"] and counts["train"] < config.rollout.prompts_per_step:
         yield describe(
-            "rollout.prompts_per_step: more prompts in one step than task.train has",
+            "more prompts in one step than task.train has",
+            where={"key": "rollout.prompts_per_step"},
             got=config.rollout.prompts_per_step,
             expected=f"at most {counts['train']}",
         )
     if counts["heldout"] and counts["heldout"] < config.eval.prompts:
         yield describe(
-            "eval.prompts: more than task.heldout has",
-            where=str(task.heldout),
+            "more than task.heldout has",
+            where={"key": "eval.prompts", "file": task.heldout},
             got=config.eval.prompts,
             expected=f"at most {counts['heldout']}",
         )
 
 
-def _reward_problems(config: Config) -> Iterator[str]:
+def _reward_problems(config: Config) -> Iterator[Problem]:
     for name, reward in config.task.rewards.items():
         if reason := dotted_path_problem(reward.function) or signature_problem(reward.function):
-            yield describe(f"task.rewards.{name}.function: {reason}", got=reward.function)
+            yield describe(reason, where={"key": f"task.rewards.{name}.function"}, got=reward.function)
 
 
-def _folder_problems(runs_dir: Path) -> Iterator[str]:
+def _folder_problems(runs_dir: Path) -> Iterator[Problem]:
     parent = existing_folder(runs_dir)
     if not parent.is_dir():
-        yield describe("run.runs_dir: not a folder", where=str(runs_dir), got=parent)
+        yield describe("not a folder", where={"key": "run.runs_dir", "folder": runs_dir}, got=parent)
     elif not os.access(parent, os.W_OK | os.X_OK):
-        yield describe("run.runs_dir: no permission to write there", where=str(runs_dir), got=parent)
+        yield describe("no permission to write there", where={"key": "run.runs_dir", "folder": runs_dir}, got=parent)
 
 
 def existing_folder(path: Path) -> Path:

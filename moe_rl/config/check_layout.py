@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 from moe_rl.config.layout import chunk_layers, least_ranks, stage_layers
 from moe_rl.config.training import ParallelConfig, TrainConfig
-from moe_rl.errors import describe
+from moe_rl.errors import About, Problem, describe
 from moe_rl.models.facts import ModelFacts
 
 
 def layout_problems(
     parallel: ParallelConfig, train: TrainConfig, facts: ModelFacts | None, world_size: int
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     """Every reason why the model cannot be laid out and scheduled so on `world_size` ranks. facts None: not known."""
     yield from parallel.problems()
     yield from train.problems()
@@ -21,12 +21,13 @@ def layout_problems(
     yield from _schedule_problems(parallel, train, facts)
 
 
-def _rank_problems(parallel: ParallelConfig, facts: ModelFacts | None, world_size: int) -> Iterator[str]:
+def _rank_problems(parallel: ParallelConfig, facts: ModelFacts | None, world_size: int) -> Iterator[Problem]:
     least = least_ranks(parallel)
     if world_size % least:
         sizes = ", ".join(f"parallel.{dimension} = {size}" for dimension, size in parallel if size not in (1, ()))
         yield describe(
-            "parallel: the number of ranks does not fit it",
+            "the number of ranks does not fit it",
+            where={"key": "parallel"},
             got=f"{world_size} ranks and {sizes}",
             expected=f"a multiple of {least} ranks",
             do=f"start as many with torchrun --nproc-per-node {least}, or change parallel",
@@ -35,7 +36,8 @@ def _rank_problems(parallel: ParallelConfig, facts: ModelFacts | None, world_siz
         ranks = getattr(parallel, dimension)
         if size % ranks:
             yield describe(
-                f"parallel.{dimension}: does not divide the model's {name}",
+                f"does not divide the model's {name}",
+                where={"key": f"parallel.{dimension}"},
                 got=ranks,
                 expected=f"a divisor of {size}",
             )
@@ -43,37 +45,42 @@ def _rank_problems(parallel: ParallelConfig, facts: ModelFacts | None, world_siz
         yield from _stage_problems(parallel, facts)
     if facts is not None and facts.linear_bias and parallel.expert_tensor > 1:
         yield describe(
-            "parallel.expert_tensor: megatron cannot share an expert that has biases",
+            "megatron cannot share an expert that has biases",
+            where={"key": "parallel.expert_tensor"},
             got=parallel.expert_tensor,
             expected=1,
             do="raise parallel.expert instead",
         )
     if facts is not None and facts.tie_word_embeddings and parallel.pipeline > 1:
         yield describe(
-            "parallel.pipeline: the first and the last stage would share the tied embedding, which is not supported",
+            "the first and the last stage would share the tied embedding, which is not supported",
+            where={"key": "parallel.pipeline"},
             got=parallel.pipeline,
             expected="1 for a model with tie_word_embeddings",
         )
 
 
-def _stage_problems(parallel: ParallelConfig, facts: ModelFacts) -> Iterator[str]:
+def _stage_problems(parallel: ParallelConfig, facts: ModelFacts) -> Iterator[Problem]:
     runs, lengths = parallel.pipeline * parallel.virtual_pipeline, parallel.layers_per_run
     if lengths and sum(lengths) != facts.layers:
         yield describe(
-            "parallel.layers_per_run: not the layers of the model",
+            "not the layers of the model",
+            where={"key": "parallel.layers_per_run"},
             got=f"{' + '.join(map(str, lengths))} = {sum(lengths)}",
             expected=f"{facts.layers} together",
         )
     elif not lengths and facts.layers % parallel.pipeline:
         yield describe(
-            "parallel.pipeline: does not divide the model's layers (num_hidden_layers)",
+            "does not divide the model's layers (num_hidden_layers)",
+            where={"key": "parallel.pipeline"},
             got=parallel.pipeline,
             expected=f"a divisor of {facts.layers}",
             do="or say how many layers each run has: parallel.layers_per_run",
         )
     elif not lengths and facts.layers % runs:
         yield describe(
-            "parallel.virtual_pipeline: does not divide the layers of a stage",
+            "does not divide the layers of a stage",
+            where={"key": "parallel.virtual_pipeline"},
             got=parallel.virtual_pipeline,
             expected=f"a divisor of {facts.layers // parallel.pipeline}",
             do="or say how many layers each run has: parallel.layers_per_run",
@@ -82,41 +89,48 @@ def _stage_problems(parallel: ParallelConfig, facts: ModelFacts) -> Iterator[str
         bare = [layers for layers in stage_layers(facts, parallel) if not set(layers) & set(facts.moe_layers)]
         if bare:
             yield describe(
-                "parallel.pipeline: a stage would hold dense layers only and have no routes to replay",
+                "a stage would hold dense layers only and have no routes to replay",
+                where={"key": "parallel.pipeline"},
                 got=f"{parallel.pipeline} stages, one of them with the layers {bare[0]}",
                 do="lower parallel.pipeline, or raise parallel.virtual_pipeline to mix the layers",
             )
 
 
-def _schedule_problems(parallel: ParallelConfig, train: TrainConfig, facts: ModelFacts | None) -> Iterator[str]:
+def _schedule_problems(parallel: ParallelConfig, train: TrainConfig, facts: ModelFacts | None) -> Iterator[Problem]:
     if train.recompute in ("uniform", "block"):
         held = min(map(len, itertools.chain(*chunk_layers(facts, parallel)))) if facts is not None else None
         if held and train.recompute_layers > held:
             yield describe(
-                "train.recompute_layers: more than the layers of the shortest run of adjacent ones",
+                "more than the layers of the shortest run of adjacent ones",
+                where={"key": "train.recompute_layers"},
                 got=train.recompute_layers,
                 expected=f"at most {held}",
             )
     if train.packing == "load" and parallel.expert == 1:
         yield describe(
-            "train.packing: there are no experts on other ranks to load evenly",
-            where="parallel.expert is 1",
+            "there are no experts on other ranks to load evenly",
+            where={"key": "train.packing", "given": "parallel.expert is 1"},
             got="load",
             expected="length",
         )
     if not train.overlap_expert_parallel_comm:
         return
-    where = "train.overlap_expert_parallel_comm is on"
+    where: About = {"given": "train.overlap_expert_parallel_comm is on"}
     if parallel.expert == 1:
-        yield describe("parallel.expert: there is nothing to overlap", where=where, got=1, expected="at least 2")
+        yield describe(
+            "there is nothing to overlap", where={"key": "parallel.expert", **where}, got=1, expected="at least 2"
+        )
     if train.dtype != "bfloat16":
         yield describe(
-            "train.dtype: megatron overlaps in bfloat16 only", where=where, got=train.dtype, expected="bfloat16"
+            "megatron overlaps in bfloat16 only",
+            where={"key": "train.dtype", **where},
+            got=train.dtype,
+            expected="bfloat16",
         )
     if parallel.pipeline > 1 and parallel.virtual_pipeline == 1:
         yield describe(
-            "parallel.virtual_pipeline: in a pipeline megatron overlaps interleaved stages only",
-            where=where,
+            "in a pipeline megatron overlaps interleaved stages only",
+            where={"key": "parallel.virtual_pipeline", **where},
             got=1,
             expected="at least 2",
             do="set it to 2, or turn one of parallel.pipeline and the overlap off",

@@ -12,7 +12,7 @@ import difflib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -21,13 +21,13 @@ from pydantic_core import ErrorDetails
 from moe_rl.config import strict_yaml
 from moe_rl.config.objective import LOSS_PARAMETERS, LOSSES, ObjectiveConfig, without_nulls
 from moe_rl.config.schema import Config
-from moe_rl.errors import ConfigError, describe
+from moe_rl.errors import About, ConfigError, Problem, describe
 from moe_rl.shipped import shipped
 
 SHIPPED = shipped("configs")
 
-Sources = dict[strict_yaml.Path, str]
-"""Who says it: for each key, `file:line` or the override."""
+Sources = dict[strict_yaml.Path, About]
+"""Who says it: for each key, the file and line or the override."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -43,7 +43,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     problems = [problem for text in overrides if (problem := _override(data, text, sources))]
     if "objective" in data:
         data["objective"] = without_nulls(data["objective"])
-    broken: list[str] = []
+    broken: list[Problem] = []
     try:
         config = Config.model_validate_json(json.dumps(data), strict=True, context=broken)
     except ValidationError as error:
@@ -54,7 +54,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
-def find_config(name: str | Path, beside: Path = Path(), where: str = "") -> Path:
+def find_config(name: str | Path, beside: Path = Path(), where: About = MappingProxyType({})) -> Path:
     """Find a config file by its path, taken from the folder `beside`, or by the name of a shipped one.
 
     A file at this path comes first. where: who asks, for the message. Raises ConfigError.
@@ -67,11 +67,15 @@ def find_config(name: str | Path, beside: Path = Path(), where: str = "") -> Pat
         if found := next((place for place in places if place.exists() and not place.is_dir()), None):
             return found
     except OSError as error:
-        raise ConfigError(describe("cannot read the config file", where=where, got=f"{path}: {error}")) from None
+        raise ConfigError(
+            describe("cannot read the config file", where={"file": path, **where}, got=error, fault="unreadable")
+        ) from None
     known = sorted(file.stem for file in SHIPPED.glob("*.yaml"))
     close = difflib.get_close_matches(name.stem, known, n=1)
     hint = f"did you mean {close[0]}?" if close else f"give the path of a YAML file, or one of {', '.join(known)}"
-    raise ConfigError(describe("there is no config file", where=where, got=path, do=hint))
+    raise ConfigError(
+        describe("there is no config file", where={"file": path, **where}, got=path, do=hint, fault="absent")
+    )
 
 
 def find_file(path: Path) -> Path:
@@ -87,21 +91,31 @@ def _read(file: Path, extending: tuple[Path, ...] = ()) -> tuple[dict[str, Any],
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(describe("cannot read the config file", got=f"{file}: {error}")) from None
-    data, lines = strict_yaml.parse(text, str(file))
+        raise ConfigError(
+            describe("cannot read the config file", where={"file": file}, got=error, fault="unreadable")
+        ) from None
+    data, lines = strict_yaml.parse(text, {"file": file})
     if not isinstance(data, dict):
         got = "an empty file" if data is None else _shown(data)
-        raise ConfigError(describe("a config is a mapping of sections", where=str(file), got=got))
-    sources = {key: f"{file}:{line}" for key, line in lines.items()}
+        raise ConfigError(
+            describe("a config is a mapping of sections", where={"file": file}, got=got, fault="no mapping")
+        )
+    sources: Sources = {key: {"file": file, "line": line} for key, line in lines.items()}
     if "extends" not in data:
         return data, sources
     name, where = data.pop("extends"), sources.pop(("extends",))
     if not isinstance(name, str):
-        raise ConfigError(describe("extends", where=where, got=_shown(name), expected="the path of a config file"))
+        raise ConfigError(
+            describe(
+                "wrong value", where={"key": "extends", **where}, got=_shown(name), expected="the path of a config file"
+            )
+        )
     base, chain = find_config(name, file.parent, where), (*extending, file)
     if base.resolve() in [one.resolve() for one in chain]:
         got = " -> ".join(map(str, (*chain, base)))
-        raise ConfigError(describe("extends: leads back to itself", where=where, got=got, do="take one of them out"))
+        raise ConfigError(
+            describe("leads back to itself", where={"key": "extends", **where}, got=got, do="take one of them out")
+        )
     theirs, their_sources = _read(base, chain)
     return _merged(theirs, data), their_sources | sources
 
@@ -120,17 +134,17 @@ def dump_config(config: Config) -> str:
     return strict_yaml.dump(config.model_dump(mode="json"))
 
 
-def _override(data: dict[str, Any], text: str, sources: Sources) -> str | None:
+def _override(data: dict[str, Any], text: str, sources: Sources) -> Problem | None:
     """Apply one override in place, note its keys in `sources`; the problem with it, or None."""
     key, equals, raw = text.partition("=")
     keys = tuple(key.split("."))
     if not equals or not all(part and part == part.strip() for part in keys):
-        return describe("an override is not of the form a.b=c", got=repr(text))
-    origin = f"override {text!r}"
+        return describe("an override is not of the form a.b=c", where={"override": repr(text)})
+    origin: About = {"override": repr(text)}
     try:
         value, _ = strict_yaml.parse(raw, origin)
     except ConfigError as error:
-        return str(error)
+        return error.message
     node = data
     for depth, part in enumerate(keys[:-1], start=1):
         if node.get(part) is None:
@@ -138,17 +152,19 @@ def _override(data: dict[str, Any], text: str, sources: Sources) -> str | None:
             sources[keys[:depth]] = origin
         if not isinstance(node[part], dict):
             return describe(
-                f"an override goes through {'.'.join(keys[:depth])}, which is no section", where=origin, got=node[part]
+                "an override goes through a key that is no section",
+                where={"key": ".".join(keys[:depth]), **origin},
+                got=node[part],
             )
         node = node[part]
-    for where in [where for where in sources if where[: len(keys)] == keys]:
-        del sources[where]
+    for known in [known for known in sources if known[: len(keys)] == keys]:
+        del sources[known]
     node[keys[-1]] = value
     sources[keys] = origin
     return None
 
 
-def _message(error: ErrorDetails, sources: Sources) -> str:
+def _message(error: ErrorDetails, sources: Sources) -> Problem:
     (loc, holder), given = _place(error["loc"]), error["input"]
     expected = error["msg"].removeprefix("Input should be ").replace("object", "mapping")
     if error["type"] == "union_tag_not_found":  # no loss has this name
@@ -158,28 +174,29 @@ def _message(error: ErrorDetails, sources: Sources) -> str:
     known = loc
     while known and known not in sources:
         known = known[:-1]
-    key, leaf, where = ".".join(str(part) for part in loc), str(loc[-1]), sources.get(known, "")
+    key, leaf = ".".join(str(part) for part in loc), str(loc[-1])
+    where: About = {"key": key, **sources.get(known, {})}
     loss = _loss_name(holder)
     if loss:
-        where = f"{where}, objective.name is {loss}" if where else f"objective.name is {loss}"
+        where = {**where, "given": f"objective.name is {loss}"}
     if error["type"] == "extra_forbidden":
         others = [name for name, keys in LOSS_PARAMETERS.items() if leaf in keys]
         if loss and others:
             return describe(
-                f"{key}: the loss does not take it",
+                "the loss does not take it",
                 where=where,
                 got=_shown(given),
                 expected=f"only {', '.join(f'objective.{name}' for name in LOSS_PARAMETERS[loss])}",
                 do=f"it is of {', '.join(others)}: remove it, or set it to null",
             )
-        return describe(f"{key}: unknown key", where=where, do=_suggestion(loc, holder))
+        return describe("unknown key", where=where, do=_suggestion(loc, holder))
     field = getattr(holder, "model_fields", {}).get(leaf)
     meaning = (field.description or "") if field is not None else ""
     if error["type"] == "missing":
         usual = f"Published or usual: {leaf} {field.examples[0]}." if field is not None and field.examples else ""
-        return describe(f"{key}: required, but missing", where=where, do=" ".join(["add it.", meaning, usual]).strip())
+        return describe("required, but missing", where=where, do=" ".join(["add it.", meaning, usual]).strip())
     why = meaning if loss and leaf in holder.__annotations__ and leaf in ObjectiveConfig.model_fields else ""
-    return describe(key, where=where, got=_shown(given), expected=expected, do=why)
+    return describe("wrong value", where=where, got=_shown(given), expected=expected, do=why)
 
 
 def _shown(value: Any, limit: int = 80) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import Discriminator, Field, Tag
 
 from moe_rl.config.section import NotNegative, Positive, Section
-from moe_rl.errors import describe
+from moe_rl.errors import About, Problem, describe
 
 ClipLow = Annotated[
     float, Field(gt=0.0, lt=1.0, description="The ratio is clipped to the range [1 - clip_low, 1 + clip_high].")
@@ -98,11 +98,11 @@ class ObjectiveConfig(Section):
         """Return the parameters of the loss by name."""
         return {key: getattr(self, key) for key in LOSS_PARAMETERS[self.name]}
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         yield from self._correction_problems()
         yield from self._kl_problems()
 
-    def _correction_problems(self) -> Iterator[str]:
+    def _correction_problems(self) -> Iterator[Problem]:
         for number, correction in enumerate(self.corrections):
             key = f"objective.corrections.{number}"
             yield from _bound_problems(key, correction)
@@ -110,8 +110,8 @@ class ObjectiveConfig(Section):
         weighing = [one for one in self.corrections if one.rule in _WEIGH]
         if len(weighing) > 1:
             yield describe(
-                "objective.corrections: more than one of them weighs by the ratio to the sampler, which would count "
-                "twice",
+                "more than one of them weighs by the ratio to the sampler, which would count twice",
+                where={"key": "objective.corrections"},
                 got=" and ".join(f"{one.level} {one.rule}" for one in weighing),
                 expected="one truncate or mask",
                 do="make the others reject, which is mask without the weight",
@@ -119,74 +119,76 @@ class ObjectiveConfig(Section):
         seen = [(one.level, one.rule) for one in self.corrections if one.rule not in _WEIGH]
         for level, rule in sorted({pair for pair in seen if seen.count(pair) > 1}):
             yield describe(
-                "objective.corrections: the same level and rule twice",
+                "the same level and rule twice",
+                where={"key": "objective.corrections"},
                 got=f"{level} {rule}",
                 do="keep the one with the narrower bounds",
             )
 
-    def _loss_problems(self, key: str, correction: CorrectionConfig) -> Iterator[str]:
-        rule, where = correction.rule, f"objective.name is {self.name}"
+    def _loss_problems(self, key: str, correction: CorrectionConfig) -> Iterator[Problem]:
+        rule = correction.rule
+        where: About = {"given": f"objective.name is {self.name}"}
         if self.old_logprobs == "sampler":
             yield describe(
-                f"{key}: the old policy is the sampler, so that every ratio it looks at is 1",
-                where="objective.old_logprobs is sampler",
+                "the old policy is the sampler, so that every ratio it looks at is 1",
+                where={"key": key, "given": "objective.old_logprobs is sampler"},
                 got=f"{correction.level} {rule}",
                 expected="objective.old_logprobs trainer, or no correction; objective.off_policy_delta works with both",
             )
             return
         if self.weighs_by_sampler and rule in _WEIGH:
             yield describe(
-                f"{key}.rule: the loss has the ratio to the sampler in it already, and it would count twice",
-                where=where,
+                "the loss has the ratio to the sampler in it already, and it would count twice",
+                where={"key": f"{key}.rule", **where},
                 got=rule,
                 expected="reject or veto",
                 do="take reject to drop what is out of bounds; objective.weight_cap truncates the loss's own weight",
             )
         if self.counted_by_token and correction.level == "token" and rule != "veto":
             yield describe(
-                f"{key}.level: the loss has one term per sequence, and this gives each token a weight of its own",
-                where=where,
+                "the loss has one term per sequence, and this gives each token a weight of its own",
+                where={"key": f"{key}.level", **where},
                 got=f"token {rule}",
                 expected="level sequence or geometric, or a veto",
                 do=f"use {self.counted_by_token}, or a sequence-level correction",
             )
 
-    def _kl_problems(self) -> Iterator[str]:
+    def _kl_problems(self) -> Iterator[Problem]:
         if self.kl_coef == 0:
             for key in ("kl_estimator", "kl_unbiased", "kl_in"):
                 if (value := getattr(self, key)) != ObjectiveConfig.model_fields[key].default:
                     yield describe(
-                        f"objective.{key}: without effect where objective.kl_coef is 0",
+                        "without effect where objective.kl_coef is 0",
+                        where={"key": f"objective.{key}"},
                         got=str(value).lower(),
                         do="remove it, or set objective.kl_coef",
                     )
         elif self.kl_in == "reward":
             if self.old_logprobs != "trainer":
                 yield describe(
-                    "objective.old_logprobs: a KL in the reward is of the trainer's policy before the step's first "
-                    "update",
-                    where="objective.kl_in is reward",
+                    "a KL in the reward is of the trainer's policy before the step's first update",
+                    where={"key": "objective.old_logprobs", "given": "objective.kl_in is reward"},
                     got=self.old_logprobs,
                     expected="trainer",
                 )
             if self.kl_unbiased:
                 yield describe(
-                    "objective.kl_unbiased: is about a gradient, and none flows through a reward",
-                    where="objective.kl_in is reward",
+                    "is about a gradient, and none flows through a reward",
+                    where={"key": "objective.kl_unbiased", "given": "objective.kl_in is reward"},
                     got="true",
                     expected="false",
                 )
         elif self.kl_estimator == "k1" and not self.kl_unbiased:
             yield describe(
-                "objective.kl_estimator: the gradient of k1 in a loss is 0 on average, so that nothing holds the "
-                "policy",
+                "the gradient of k1 in a loss is 0 on average, so that nothing holds the policy",
+                where={"key": "objective.kl_estimator"},
                 got="k1",
                 expected="k2 or k3, or objective.kl_unbiased, whose ratio gives k1 the gradient of the KL",
             )
         elif self.kl_estimator == "k2" and self.kl_unbiased:
             yield describe(
-                "objective.kl_unbiased: k2 times the ratio has neither the value nor the gradient of the KL",
-                where="objective.kl_estimator is k2",
+                "k2 times the ratio has neither the value nor the gradient of the KL",
+                where={"key": "objective.kl_unbiased", "given": "objective.kl_estimator is k2"},
                 got="true",
                 expected="false, or k1 or k3",
             )
@@ -342,25 +344,29 @@ def without_nulls(objective: Any) -> Any:
     return {key: value for key, value in objective.items() if value is not None or key not in parameters}
 
 
-def _bound_problems(key: str, correction: CorrectionConfig) -> Iterator[str]:
+def _bound_problems(key: str, correction: CorrectionConfig) -> Iterator[Problem]:
     rule = correction.rule
     needed, allowed = _BOUNDS[rule]
     given = {bound for bound in ("low", "high") if getattr(correction, bound) is not None}
     for bound in sorted(needed - given):
-        yield describe(f"{key}.{bound}: {rule} needs it", got="no value")
+        yield describe(f"{rule} needs it", where={"key": f"{key}.{bound}"}, got="no value")
     for bound in sorted(given - needed - allowed):
         yield describe(
-            f"{key}.{bound}: {rule} does not take it",
+            f"{rule} does not take it",
+            where={"key": f"{key}.{bound}"},
             got=getattr(correction, bound),
             expected=f"only {' and '.join(sorted(needed))}",
         )
     if not needed and not given:
-        yield describe(f"{key}: {rule} without a bound keeps everything", got="neither low nor high")
+        yield describe(f"{rule} without a bound keeps everything", where={"key": key}, got="neither low nor high")
     if correction.low == correction.high == 1:
-        yield describe(f"{key}: the bounds leave a single ratio", got="low 1 and high 1", expected="low < high")
+        yield describe(
+            "the bounds leave a single ratio", where={"key": key}, got="low 1 and high 1", expected="low < high"
+        )
     if rule == "veto" and correction.level != "token":
         yield describe(
-            f"{key}.level: a veto looks at single tokens",
+            "a veto looks at single tokens",
+            where={"key": f"{key}.level"},
             got=correction.level,
             expected="token",
             do=f"take level {correction.level} with rule reject to drop a sequence by its own ratio",

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from moe_rl.config.section import BelowOne, Count, Few, Fraction, Location, Number, Seconds, Section, Share, Whole
-from moe_rl.errors import describe
+from moe_rl.errors import Problem, describe
 
 
 class RolloutConfig(Section):
@@ -80,85 +80,98 @@ class RolloutConfig(Section):
     """Number of servers that may die, hang or lose their weights before the run ends. The other servers sample what the
     lost ones had not returned. A resumed run needs all servers again."""
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         yield from self._mask_problems()
         yield from self.server_problems()
 
-    def _mask_problems(self) -> Iterator[str]:
+    def _mask_problems(self) -> Iterator[Problem]:
         removing = {"top_k": self.top_k > 0, "top_p": self.top_p < 1, "min_p": self.min_p > 0}
         asked = ", ".join(f"rollout.{name} {getattr(self, name)}" for name, removes in removing.items() if removes)
         if asked and not self.keep_sampling_mask:
             yield describe(
-                "rollout.keep_sampling_mask: the sampler's log-probabilities would be of the tokens that were left to "
-                "draw from, the trainer's of all, and every ratio of the two wrong",
-                where=asked,
+                "the sampler's log-probabilities would be of the tokens that were left to draw from, the trainer's of "
+                "all, and every ratio of the two wrong",
+                where={"key": "rollout.keep_sampling_mask", "given": asked},
                 got="false",
                 expected="true",
                 do="set it, or draw from all tokens",
             )
         if self.keep_sampling_mask and not asked:
             yield describe(
-                "rollout.keep_sampling_mask: nothing is removed, so there is no mask to keep",
+                "nothing is removed, so there is no mask to keep",
+                where={"key": "rollout.keep_sampling_mask"},
                 got="true",
                 expected="rollout.top_k above 0, rollout.top_p below 1 or rollout.min_p above 0 with it",
                 do="set one of them, or turn it off",
             )
         if self.keep_sampling_mask and self.capture == "native":
             yield describe(
-                "rollout.keep_sampling_mask: vLLM's own capture records routes only",
-                where="rollout.capture is native",
+                "vLLM's own capture records routes only",
+                where={"key": "rollout.keep_sampling_mask", "given": "rollout.capture is native"},
                 got="true",
                 expected="rollout.capture patch or worker",
             )
         if self.top_k == 1:
             yield describe(
-                "rollout.top_k: leaves one token, whose log-probability is 0 whatever the policy: nothing can be "
-                "learned",
+                "leaves one token, whose log-probability is 0 whatever the policy: nothing can be learned",
+                where={"key": "rollout.top_k"},
                 got=1,
                 expected="at least 2, or 0 for all",
             )
 
-    def server_problems(self) -> Iterator[str]:
+    def server_problems(self) -> Iterator[Problem]:
         """Say what is wrong with `servers` as they are written; whether they answer is asked in rollout/attach.py."""
         count = len(self.servers)
         for key, value in (("token_file", self.token_file), ("max_lost_servers", self.max_lost_servers)):
             if value and not count:
                 yield describe(
-                    f"rollout.{key}: is of rollout.servers, and there are none", got=value, do="name them, or remove it"
+                    "is of rollout.servers, and there are none",
+                    where={"key": f"rollout.{key}"},
+                    got=value,
+                    do="name them, or remove it",
                 )
         if not count:
             return
         for url in self.servers:
             if reason := _no_address(url):
-                yield describe(f"rollout.servers: {reason}", got=repr(url), expected="http://host:port")
+                yield describe(reason, where={"key": "rollout.servers"}, got=repr(url), expected="http://host:port")
         for url, times in Counter(url.rstrip("/").lower() for url in self.servers).items():
             if times > 1:
-                yield describe("rollout.servers: named more than once", got=url, expected="every server once")
+                yield describe(
+                    "named more than once", where={"key": "rollout.servers"}, got=url, expected="every server once"
+                )
         if self.token_file is None:
             yield describe(
-                "rollout.token_file: the servers let nobody in without their token",
+                "the servers let nobody in without their token",
+                where={"key": "rollout.token_file"},
                 got="null",
                 expected="the file that serve_vllm.py --token-file made",
             )
         if self.max_lost_servers >= count:
             yield describe(
-                "rollout.max_lost_servers: none would be left",
+                "none would be left",
+                where={"key": "rollout.max_lost_servers"},
                 got=self.max_lost_servers,
                 expected=f"less than {count}, the servers there are",
             )
         if self.capture == "native":
             yield describe(
-                "rollout.capture: a server cannot record by vLLM's own capture",
+                "a server cannot record by vLLM's own capture",
+                where={"key": "rollout.capture"},
                 got="native",
                 expected="rollout.capture patch or worker",
             )
         if self.sleep_level:
             yield describe(
-                "rollout.sleep_level: servers have GPUs of their own and do not sleep", got=self.sleep_level, expected=0
+                "servers have GPUs of their own and do not sleep",
+                where={"key": "rollout.sleep_level"},
+                got=self.sleep_level,
+                expected=0,
             )
         if self.prompts_per_step < count:
             yield describe(
-                "rollout.servers: more than the prompts of a step, whose completions stay on one server",
+                "more than the prompts of a step, whose completions stay on one server",
+                where={"key": "rollout.servers"},
                 got=count,
                 expected=f"at most rollout.prompts_per_step = {self.prompts_per_step}",
             )
@@ -201,19 +214,19 @@ class ReplayConfig(Section):
     """Largest fraction of a step's (token, layer) positions that may be routed natively, and of its sequences that may
     be dropped. Above it the run ends."""
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         if self.mode == "off" and self.plan:
             yield describe(
-                "replay.plan: without replay no route is known before its layer runs",
-                where="replay.mode is off",
+                "without replay no route is known before its layer runs",
+                where={"key": "replay.plan", "given": "replay.mode is off"},
                 got=True,
                 expected="false or null",
             )
         if self.overlap_chunks and (self.mode == "off" or self.plan is False):
             key, value = ("replay.mode", "off") if self.mode == "off" else ("replay.plan", False)
             yield describe(
-                f"{key}: rows are sent before the router has run by dispatch plans only, which replayed routes have",
-                where=f"replay.overlap_chunks is {self.overlap_chunks}",
+                "rows are sent before the router has run by dispatch plans only, which replayed routes have",
+                where={"key": key, "given": f"replay.overlap_chunks is {self.overlap_chunks}"},
                 got=value,
                 expected="r3 or r2" if value == "off" else "true or null",
                 do="change it, or set replay.overlap_chunks to 0",
@@ -226,23 +239,26 @@ class ReplayConfig(Section):
         }
         if self.max_rows is not None and any(unknown.values()):
             yield describe(
-                "replay.max_rows: not all rows are counted before the step",
-                where=", ".join(why for why, holds in unknown.items() if holds),
+                "not all rows are counted before the step",
+                where={"key": "replay.max_rows", "given": ", ".join(why for why, holds in unknown.items() if holds)},
                 got=self.max_rows,
                 expected="null, or every row replayed by a plan",
             )
         falls_back = self.missing != "refuse" or self.stale == "native"
         if falls_back != (self.max_fallback_fraction > 0):
             yield describe(
-                "replay.max_fallback_fraction: bounds what replay.missing and replay.stale let pass, and only that",
-                where=f"replay.missing is {self.missing}, replay.stale is {self.stale}",
+                "bounds what replay.missing and replay.stale let pass, and only that",
+                where={
+                    "key": "replay.max_fallback_fraction",
+                    "given": f"replay.missing is {self.missing}, replay.stale is {self.stale}",
+                },
                 got=self.max_fallback_fraction,
                 expected="above 0" if falls_back else 0,
             )
         if (self.stale != "refuse") != (self.max_staleness > 0):
             yield describe(
-                "replay.max_staleness: says how old the routes may be that replay.stale lets pass",
-                where=f"replay.stale is {self.stale}",
+                "says how old the routes may be that replay.stale lets pass",
+                where={"key": "replay.max_staleness", "given": f"replay.stale is {self.stale}"},
                 got=self.max_staleness,
                 expected="at least 1" if self.stale != "refuse" else 0,
             )

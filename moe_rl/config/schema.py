@@ -28,7 +28,7 @@ from moe_rl.config.section import (
     Whole,
 )
 from moe_rl.config.training import ParallelConfig, PlacementConfig, TrainConfig
-from moe_rl.errors import describe
+from moe_rl.errors import Problem, describe
 from moe_rl.types import LARGEST_REWARD
 
 
@@ -102,17 +102,20 @@ class TaskConfig(Section):
     overlong: OverlongConfig | None = None
     """DAPO's soft penalty for completions near the length limit, added to the reward. null: no penalty."""
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         if self.pass_reward not in self.rewards:
             close = get_close_matches(self.pass_reward, self.rewards, n=1)
             yield describe(
-                "task.pass_reward: no such reward",
+                "no such reward",
+                where={"key": "task.pass_reward"},
                 got=self.pass_reward,
                 expected=f"one of {', '.join(self.rewards)}",
                 do=f"did you mean {close[0]}?" if close else "",
             )
         if all(reward.weight == 0 for reward in self.rewards.values()):
-            yield describe("task.rewards: every weight is 0, so there is nothing to learn", do="give one a weight")
+            yield describe(
+                "every weight is 0, so there is nothing to learn", where={"key": "task.rewards"}, do="give one a weight"
+            )
 
 
 class GuardsConfig(Section):

@@ -10,6 +10,7 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
+from moe_rl.errors import Problem
 from moe_rl.types import LARGEST_REWARD
 
 
@@ -51,7 +52,7 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         """Yield one message for each problem between the keys of this section."""
         return iter(())
 
@@ -66,5 +67,5 @@ class Section(BaseModel):
         if isinstance(info.context, list):
             info.context.extend(found)
         elif found:
-            raise PydanticCustomError("section", "{problems}", {"problems": "\n".join(found)})
+            raise PydanticCustomError("section", "{problems}", {"problems": "\n".join(found), "found": found})
         return self

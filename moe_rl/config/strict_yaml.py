@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from moe_rl.errors import ConfigError
+from moe_rl.errors import About, ConfigError, describe
 
 Path = tuple[str | int, ...]
 """Where a value stands: keys and list positions from the top of the document."""
@@ -39,7 +39,9 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):
-            raise _at(self.peek_event().start_mark, "an alias is not allowed in a config", "write the value out")
+            raise _Refused(
+                self.peek_event().start_mark, "an alias is not allowed in a config", do="write the value out"
+            )
         return super().compose_node(parent, index)
 
 
@@ -58,33 +60,40 @@ for _tag, (_pattern, _) in _SCALARS.items():
         _Dumper.add_implicit_resolver(_tag, _pattern, None)
 
 
-def _at(mark: yaml.Mark, what: str, do: str = "") -> ConfigError:
-    return ConfigError(f"{mark.name}:{mark.line + 1}: {what}" + (f"; {do}" if do else ""))
+class _Refused(Exception):
+    """What is wrong at a place of the document; `parse` adds the document's name."""
+
+    def __init__(self, mark: yaml.Mark, what: str, key: str = "", do: str = ""):
+        super().__init__(what)
+        self.line, self.key, self.do = mark.line + 1, key, do
 
 
-def parse(text: str, name: str) -> tuple[Any, dict[Path, int]]:
+def parse(text: str, where: About) -> tuple[Any, dict[Path, int]]:
     """Read one YAML document.
 
-    text: the document. name: what messages call it, a file name as a rule.
+    text: the document. where: its file, or what else messages call it.
     Returns its value and, for each key and list item, the 1-based line it stands on. Raises ConfigError.
     """
     if len(text) > MAX_BYTES:
-        raise ConfigError(f"{name}: got {len(text)} characters, expected at most {MAX_BYTES}: this is no config file")
+        got, expected = f"{len(text)} characters", f"at most {MAX_BYTES}"
+        raise ConfigError(describe("this is no config file", where=where, got=got, expected=expected))
     loader = None
     try:
         loader = _Loader(text)
-        loader.name = name
         node = loader.get_single_node()
         lines: dict[Path, int] = {}
         return (None if node is None else _value(node, (), lines)), lines
+    except _Refused as error:
+        key: About = {"key": error.key} if error.key else {}
+        raise ConfigError(describe(str(error), where={**key, **where, "line": error.line}, do=error.do)) from None
     except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        line: About = {"line": error.problem_mark.line + 1} if error.problem_mark else {}
         reason = ", ".join(part for part in (error.context, error.problem) if part)
-        raise ConfigError(f"{name}{line}: not valid YAML: {reason}") from None
+        raise ConfigError(describe("not valid YAML", where={**where, **line}, got=reason)) from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(describe("not valid YAML", where=where, got=" ".join(str(error).split()))) from None
     except RecursionError:
-        raise ConfigError(f"{name}: nested too deeply for a config") from None
+        raise ConfigError(describe("nested too deeply for a config", where=where)) from None
     finally:
         if loader is not None:
             loader.dispose()
@@ -104,7 +113,8 @@ def _value(node: yaml.Node, path: Path, lines: dict[Path, int]) -> Any:
             key = _key(key_node)
             here = (*path, key)
             if key in mapping:
-                raise _at(key_node.start_mark, f"duplicate key {_dotted(here)}, also on line {lines[here]}", "keep one")
+                what = f"given twice, also on line {lines[here]}"
+                raise _Refused(key_node.start_mark, what, _dotted(here), do="keep one")
             lines[here] = key_node.start_mark.line + 1
             mapping[key] = _value(value_node, here, lines)
         return mapping
@@ -113,25 +123,25 @@ def _value(node: yaml.Node, path: Path, lines: dict[Path, int]) -> Any:
     if isinstance(node, yaml.ScalarNode) and node.tag in _SCALARS:
         pattern, convert = _SCALARS[node.tag]
         if pattern is not None and not pattern.match(node.value):
-            raise _at(node.start_mark, f"{node.value!r} does not fit its tag {node.tag}", "leave the tag out")
+            raise _Refused(node.start_mark, f"{node.value!r} does not fit its tag {node.tag}", do="leave the tag out")
         try:
             return convert(node.value)
         except ValueError:  # an integer past the interpreter's digit limit
-            raise _at(node.start_mark, f"a number of {len(node.value)} digits") from None
-    raise _at(node.start_mark, f"the tag {node.tag!r} is not allowed in a config", "leave the tag out")
+            raise _Refused(node.start_mark, f"a number of {len(node.value)} digits") from None
+    raise _Refused(node.start_mark, f"the tag {node.tag!r} is not allowed in a config", do="leave the tag out")
 
 
 def _key(node: yaml.Node) -> str:
     _refuse_half_characters(node)
     if isinstance(node, yaml.ScalarNode):
         return node.value
-    raise _at(node.start_mark, "a key must be plain text")
+    raise _Refused(node.start_mark, "a key must be plain text")
 
 
 def _refuse_half_characters(node: yaml.Node) -> None:
     """YAML can escape a lone surrogate; no file name, and no JSON, can hold one."""
     if isinstance(node, yaml.ScalarNode) and any("\ud800" <= character <= "\udfff" for character in node.value):
-        raise _at(node.start_mark, f"{node.value[:40]!a} holds half a character", "write the whole character")
+        raise _Refused(node.start_mark, f"{node.value[:40]!a} holds half a character", do="write the whole character")
 
 
 def _dotted(path: Path) -> str:

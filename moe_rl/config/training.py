@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from moe_rl.config.section import BelowOne, Count, NotNegative, Number, Positive, Section, Share, Whole
-from moe_rl.errors import describe
+from moe_rl.errors import Problem, describe
 
 
 class ParallelConfig(Section):
@@ -37,23 +37,26 @@ class ParallelConfig(Section):
     """Number of layers in each run, in the model's order: `pipeline` x `virtual_pipeline` numbers. Stage s holds run s,
     run s + `pipeline`, and so on. Empty: all runs have the same length."""
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         runs, lengths = self.pipeline * self.virtual_pipeline, self.layers_per_run
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             yield describe(
-                "parallel.virtual_pipeline: there is no pipeline to interleave",
+                "there is no pipeline to interleave",
+                where={"key": "parallel.virtual_pipeline"},
                 got=self.virtual_pipeline,
                 expected="1 while parallel.pipeline is 1",
             )
         elif lengths and runs == 1:
             yield describe(
-                "parallel.layers_per_run: there is no pipeline that shares the layers",
+                "there is no pipeline that shares the layers",
+                where={"key": "parallel.layers_per_run"},
                 got=list(lengths),
                 expected="none while parallel.pipeline is 1",
             )
         elif lengths and len(lengths) != runs:
             yield describe(
-                "parallel.layers_per_run: not one number for each run of layers",
+                "not one number for each run of layers",
+                where={"key": "parallel.layers_per_run"},
                 got=f"{len(lengths)} numbers",
                 expected=f"{runs} (parallel.pipeline x parallel.virtual_pipeline)",
             )
@@ -134,26 +137,27 @@ class TrainConfig(Section):
     optimizer: OptimizerConfig
     """Settings of the optimizer."""
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         if self.recompute_layers > 1 and self.recompute not in ("uniform", "block"):
             yield describe(
-                f"train.recompute_layers: without effect where train.recompute is {self.recompute}",
+                f"without effect where train.recompute is {self.recompute}",
+                where={"key": "train.recompute_layers"},
                 got=self.recompute_layers,
                 expected="train.recompute uniform or block",
                 do="remove it, or set train.recompute",
             )
         if self.delay_wgrad_compute and not self.overlap_expert_parallel_comm:
             yield describe(
-                "train.delay_wgrad_compute: there is no communication that delayed work would go under",
-                where="train.overlap_expert_parallel_comm is off",
+                "there is no communication that delayed work would go under",
+                where={"key": "train.delay_wgrad_compute", "given": "train.overlap_expert_parallel_comm is off"},
                 got=True,
                 expected="false",
                 do="turn the overlap on, or this off",
             )
         if self.overlap_expert_parallel_comm and self.recompute != "none":
             yield describe(
-                "train.recompute: megatron cannot recompute layers that it runs in parts",
-                where="train.overlap_expert_parallel_comm is on",
+                "megatron cannot recompute layers that it runs in parts",
+                where={"key": "train.recompute", "given": "train.overlap_expert_parallel_comm is on"},
                 got=self.recompute,
                 expected="none",
             )

@@ -20,7 +20,7 @@ from moe_rl.doctor.machine import (
     Requirement,
     found_version,
 )
-from moe_rl.errors import ConfigError, describe
+from moe_rl.errors import ConfigError, Problem, describe
 from moe_rl.models.hf import read_model
 from moe_rl.rollout.attach import attach_problems
 from moe_rl.vllm import patches
@@ -35,11 +35,11 @@ class Diagnosis:
         notes: Optional parts that are missing, and what happens without them.
     """
 
-    missing: list[str]
+    missing: list[Problem]
     notes: list[str]
 
 
-def installation_problems(config: Config | None = None) -> list[str]:
+def installation_problems(config: Config | None = None) -> list[Problem]:
     """Return why the installed software cannot do what a run needs, one message each.
 
     Without a config, this checks what every run needs. If vLLM samples on this machine, its patches are checked too;
@@ -55,11 +55,12 @@ def installation_problems(config: Config | None = None) -> list[str]:
     return problems
 
 
-def _apart_gradients(engine: str) -> Iterator[str]:
+def _apart_gradients(engine: str) -> Iterator[Problem]:
     if not (engine and SpecifierSet(">=2.3").contains(engine, prereleases=True)):
         yield describe(
-            "train.delay_wgrad_compute: this needs TransformerEngine's linear layers, which can compute the gradients "
+            "this needs TransformerEngine's linear layers, which can compute the gradients "
             "of weights later than those of activations",
+            where={"key": "train.delay_wgrad_compute"},
             got=f"transformer-engine {engine}" if engine else "no transformer-engine",
             expected="transformer-engine 2.3 or later",
             do="install it (it needs a GPU), or set train.delay_wgrad_compute=false",
@@ -80,7 +81,7 @@ def diagnose(machine: Machine, config: Config | None = None) -> Diagnosis:
     return Diagnosis(missing, [*_apex(machine), *_without(machine)])
 
 
-def _server_problems(config: Config) -> list[str]:
+def _server_problems(config: Config) -> list[Problem]:
     try:
         written = list(server_problems(config))
         return written or attach_problems(config, read_model(config.model.path), config.run.runs_dir)
@@ -88,23 +89,25 @@ def _server_problems(config: Config) -> list[str]:
         return error.problems
 
 
-def _unfit(part: Requirement, found: str) -> str:
+def _unfit(part: Requirement, found: str) -> Problem:
     return describe(
-        f"{part.name}: {'this version was never tested' if found else 'not installed'}",
+        f"{'this version was never tested' if found else 'not installed'}",
+        where={"part": part.name},
         got=found or None,
         expected=part.required,
         do="run make venv" if part in ALWAYS and part is not PYTHON else "install it",
     )
 
 
-def _gpu_problems(machine: Machine, config: Config | None) -> Iterator[str]:
+def _gpu_problems(machine: Machine, config: Config | None) -> Iterator[Problem]:
     if machine.gpus:
         for part in (CUDA, NCCL):
             if not fits(part, machine.found[part.name]):
                 yield _unfit(part, machine.found[part.name])
     elif config is not None and config.rollout.capture == "native":
         yield describe(
-            "rollout.capture: vLLM's own capture of routes needs a GPU",
+            "vLLM's own capture of routes needs a GPU",
+            where={"key": "rollout.capture"},
             got="native, but no GPU",
             expected="patch or worker",
         )
@@ -112,16 +115,20 @@ def _gpu_problems(machine: Machine, config: Config | None) -> Iterator[str]:
         yield from _node_problems(machine, config.cluster)
 
 
-def _node_problems(machine: Machine, cluster: ClusterConfig) -> Iterator[str]:
+def _node_problems(machine: Machine, cluster: ClusterConfig) -> Iterator[Problem]:
     """Yield why this machine does not match the cluster that the run is planned for."""
     if len(machine.gpus) < cluster.gpus_per_node:
         yield describe(
-            "cluster.gpus_per_node: this machine has fewer GPUs", got=len(machine.gpus), expected=cluster.gpus_per_node
+            "this machine has fewer GPUs",
+            where={"key": "cluster.gpus_per_node"},
+            got=len(machine.gpus),
+            expected=cluster.gpus_per_node,
         )
     smallest = min((gpu.memory_bytes for gpu in machine.gpus), default=None)
     if smallest is not None and smallest < cluster.gpu_memory_gib * 2**30:
         yield describe(
-            "cluster.gpu_memory_gib: a GPU of this machine has less memory",
+            "a GPU of this machine has less memory",
+            where={"key": "cluster.gpu_memory_gib"},
             got=f"{smallest / 2**30:.1f} GiB",
             expected=f"{cluster.gpu_memory_gib:g} GiB",
             do="set cluster.gpu_memory_gib to the memory of this GPU, and check --plan again",
@@ -131,13 +138,14 @@ def _node_problems(machine: Machine, cluster: ClusterConfig) -> Iterator[str]:
 def _apex(machine: Machine) -> Iterator[str]:
     if machine.apex == "unrelated":
         yield describe(
-            "apex: the installed package of this name is not NVIDIA's; megatron would import it and fail",
+            "the installed package of this name is not NVIDIA's; megatron would import it and fail",
+            where={"part": "apex"},
             got="a toolkit for a web framework, which the package registry has under this name",
             expected="NVIDIA's apex, built from source, or none",
             do="uninstall it",
         )
     elif machine.apex == "NVIDIA's, without its CUDA extensions":
-        yield describe("apex: not used", got=machine.apex, do="build it with --cpp_ext --cuda_ext")
+        yield describe("not used", where={"part": "apex"}, got=machine.apex, do="build it with --cpp_ext --cuda_ext")
 
 
 def _without(machine: Machine) -> Iterator[str]:

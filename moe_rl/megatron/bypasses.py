@@ -88,7 +88,7 @@ def refuse_bypasses(config: TransformerConfig) -> None:
         ),
     ]
     found = [
-        describe(f"{name}: {reason}", where="megatron config", got=getattr(config, name), expected=instead)
+        describe(reason, where={"setting": name}, got=getattr(config, name), expected=instead)
         for name, refused, reason, instead in settings
         if refused
     ]

@@ -146,7 +146,7 @@ def _read_state(path: Path) -> dict:
         raise CheckpointError(
             describe(
                 "a checkpoint's state.json is missing or damaged",
-                where=str(path),
+                where={"file": path},
                 got=repr(error),
                 do=to_resume_instead(path),
             )
@@ -155,7 +155,7 @@ def _read_state(path: Path) -> dict:
         raise CheckpointError(
             describe(
                 "a checkpoint's folder is named after another step",
-                where=str(path),
+                where={"file": path},
                 got=f"step {state['step']}",
                 do=f"rename the folder to {name_of(state['step'])}, or {to_resume_instead(path)}",
             )
@@ -164,7 +164,7 @@ def _read_state(path: Path) -> dict:
         raise CheckpointError(
             describe(
                 "a checkpoint's folder has files that do not belong to it",
-                where=str(path),
+                where={"file": path},
                 got=", ".join(foreign),
                 expected="only the files that state.json names",
                 do="remove the other files",
@@ -182,7 +182,7 @@ def _damage(file: Path, expected: str) -> str:
     if got == expected:
         return ""
     do = to_resume_instead(file.parent)
-    return describe("a checkpoint file is damaged", where=str(file), got=got, expected=expected, do=do)
+    return describe("a checkpoint file is damaged", where={"file": file}, got=got, expected=expected, do=do)
 
 
 def _read_tensors(path: Path, wanted: dict, strict: StrictHandling) -> dict:
@@ -199,7 +199,7 @@ def _read_tensors(path: Path, wanted: dict, strict: StrictHandling) -> dict:
         raise CheckpointError(
             describe(
                 "a checkpoint belongs to another model",
-                where=str(path),
+                where={"file": path},
                 got=_shortened(str(reason)),
                 do="resume with the run's own model.path",
             )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from moe_rl.errors import ConfigError, describe
+from moe_rl.errors import ConfigError, Problem, describe
 from moe_rl.megatron import world
 from moe_rl.models.hf import ModelFacts, checkpoint_tensors, decoder_problems, is_mtp_tensor
 from moe_rl.models.safetensors_header import FP8_BLOCK, unpacked
@@ -39,7 +39,7 @@ class CheckpointReader:
         self.path = Path(path)
         self.stored = checkpoint_tensors(self.path)
         self.tensors, self.packing = unpacked(self.stored)
-        problems = decoder_problems(self.tensors, facts, str(path))
+        problems = decoder_problems(self.tensors, facts, {"folder": path})
         if problems:
             raise ConfigError(problems)
         self.bytes_read = 0
@@ -149,14 +149,14 @@ def write_checkpoint(
         kept = ((n, source.whole(n).to(dtype) if n in source.packing else source.whole(n)) for n in untrained)
         _write_shards(hidden, "untrained", kept, shard_bytes)
     dist.barrier()
-    problems = None
+    problems: list[str] | None = None
     if rank == 0:
-        problems = _index(hidden, facts)
+        problems = [*_index(hidden, facts)]
         if not problems:
             hidden.rename(folder)
-    problems = world.broadcast(problems, list[str])
-    if problems:
-        raise ConfigError(problems)
+    told: list[str] = world.broadcast(problems, list[str])
+    if told:
+        raise ConfigError(told)
 
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
@@ -183,7 +183,7 @@ def _shards(tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> It
         yield shard
 
 
-def _index(folder: Path, facts: ModelFacts) -> list[str]:
+def _index(folder: Path, facts: ModelFacts) -> list[Problem]:
     """Number the files that the ranks wrote, and write the index. Returns what is wrong with them, if anything."""
     files = sorted(folder.glob("*.safetensors"))
     weight_map: dict[str, str] = {}
@@ -194,14 +194,14 @@ def _index(folder: Path, facts: ModelFacts) -> list[str]:
             names = list(opened.keys())
             twice = sorted(set(names) & weight_map.keys())
             if twice:
-                return [describe(f"two ranks wrote the tensor {twice[0]}", where=str(folder))]
+                return [describe("two ranks wrote the same tensor", where={"tensor": twice[0], "folder": folder})]
             weight_map |= dict.fromkeys(names, name)
             size += sum(opened.get_tensor(one).nbytes for one in names)
         file.rename(folder / name)
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
     )
-    return decoder_problems(checkpoint_tensors(folder), facts, str(folder))
+    return decoder_problems(checkpoint_tensors(folder), facts, {"folder": folder})
 
 
 def _write_config(source: Path, folder: Path, dtype: torch.dtype) -> None:

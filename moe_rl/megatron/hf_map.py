@@ -164,7 +164,7 @@ def load(model: torch.nn.Module, facts: ModelFacts, reader: CheckpointReader) ->
                 raise ConfigError(
                     describe(
                         "a tensor has the wrong shape",
-                        where=f"{reader.path}: {', '.join(entry.names)}",
+                        where={"tensor": ", ".join(entry.names), "folder": reader.path},
                         got=tuple(tensor.shape),
                         expected=tuple(parameter.shape),
                     )

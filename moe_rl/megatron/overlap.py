@@ -79,7 +79,7 @@ def _refuse(moe: MoELayer) -> None:
         raise ConfigError(
             describe(
                 "an overlapped dispatch plan does not support this setting",
-                where=f"megatron config, layer {moe.layer_number - 1}",
+                where={"setting": found[0], "layer": moe.layer_number - 1},
                 got=", ".join(f"{name}={getattr(moe.config, name)}" for name in found),
                 expected="off",
                 do="set replay.overlap_chunks to 0, or turn the setting off",

@@ -213,7 +213,7 @@ class ReplayLayer(TransformerLayer):
                 raise ReplayError(
                     describe(
                         "a microbatch has no replay handle",
-                        where=f"layer {self.layer_number - 1}",
+                        where={"layer": self.layer_number - 1},
                         got=type(packed_seq_params).__name__,
                         expected="ReplaySeqParams",
                     )

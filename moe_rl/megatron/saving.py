@@ -195,7 +195,7 @@ class Checkpoints:
         return CheckpointError(
             describe(
                 "a checkpoint could not be written",
-                where=str(self.folder / checkpoints.name_of(step)),
+                where={"folder": self.folder / checkpoints.name_of(step)},
                 got="; ".join(f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure),
                 do=f"fix the cause, then {checkpoints.to_go_on(self.folder)}",
             )

@@ -103,7 +103,7 @@ def _arguments(chunks, microbatches, session, after_forward) -> dict[str, object
             raise ReplayError(
                 describe(
                     "a microbatch is not split over the context-parallel ranks",
-                    where=f"microbatch {number}",
+                    where={"microbatch": number},
                     got=f"{microbatch.tokens.shape[1]} of {sum(microbatch.lengths)} rows",
                     expected=f"1/{ranks} of its rows",
                     do="pass world.context_parallel() to pack",

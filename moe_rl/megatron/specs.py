@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from moe_rl.errors import ConfigError, describe
+from moe_rl.errors import About, ConfigError, describe
 from moe_rl.megatron.bypasses import refuse_bypasses
 from moe_rl.megatron.layers import ExpertOutput, LatentAttention, PackedAttention, RMSNorm, TorchLatentAttention
 from moe_rl.megatron.router import ReplayLayer, ReplayMoELayer, ReplayRouter
@@ -76,7 +76,7 @@ def _torch_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transf
             "Without TransformerEngine, RMSNorm is the only norm",
             "set normalization, or install TransformerEngine",
         )
-        where = "megatron config, normalization"
+        where: About = {"setting": "normalization"}
         raise ConfigError(describe(message, where=where, got=config.normalization, expected="RMSNorm", do=do))
     first, every = get_transformer_layer_offset(config, vp_stage=vp_stage), config.moe_layer_freq
     flags = every if isinstance(every, list) else [layer % every == 0 for layer in range(config.num_layers)]

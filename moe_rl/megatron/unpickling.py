@@ -52,7 +52,7 @@ class _Metadata(pickle.Unpickler):
         raise CheckpointError(
             describe(
                 "a checkpoint file names a class or function that no checkpoint contains, and is not read",
-                where=str(self._path),
+                where={"file": self._path},
                 got=f"{module}.{name}",
                 expected="classes of torch.distributed.checkpoint",
                 do=f"find out who wrote it; {to_resume_instead(self._path.parent)}",
@@ -104,7 +104,7 @@ def _refused(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
         describe(
             "a checkpoint file is damaged, or holds more than tensors and plain values, and is not read",
-            where=str(path),
+            where={"file": path},
             got=f"{type(error).__name__}: {told[:300]}",
             do=f"find out who wrote it; {to_resume_instead(path if path.is_dir() else path.parent)}",
         )

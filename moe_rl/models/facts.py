@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from moe_rl.errors import describe
+from moe_rl.errors import About, Problem, describe
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +112,16 @@ class ModelFacts:
 class Fields:
     """Typed look-ups in config.json that collect what is wrong instead of stopping at the first."""
 
-    def __init__(self, raw: dict[str, Any], where: str):
+    def __init__(self, raw: dict[str, Any], where: About):
         self.raw, self.where = raw, where
-        self.problems: list[str] = []
+        self.problems: list[Problem] = []
 
     def wrong(self, key: str, got: Any, expected: str) -> None:
-        self.problems.append(describe(f"model.path: {key}", where=self.where, got=repr(got), expected=expected))
+        self.problems.append(
+            describe(
+                "wrong value", where={"key": "model.path", "field": key, **self.where}, got=repr(got), expected=expected
+            )
+        )
 
     def count(self, *keys: str, default: int | None = None, least: int = 1, most: int = 2**31) -> int:
         key = next((key for key in keys if self.raw.get(key) is not None), keys[0])

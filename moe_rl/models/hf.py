@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_rl.errors import ConfigError, describe, first_of
+from moe_rl.errors import About, ConfigError, Problem, describe, first_of
 from moe_rl.models import deepseek_v3, glm4_moe, gpt_oss, qwen3_moe
 from moe_rl.models.facts import Fields, ModelFacts
 from moe_rl.models.safetensors_header import Tensor, read_header
@@ -45,14 +45,20 @@ def read_model(path: str | Path) -> ModelFacts:
     """Read `config.json` of the checkpoint folder `path`. Raises ConfigError with every problem of the folder."""
     folder = Path(path)
     if not folder.is_dir():
-        raise ConfigError(describe("model.path: there is no such folder", got=folder, do="give a checkpoint folder"))
+        raise ConfigError(
+            describe(
+                "there is no such folder", where={"key": "model.path", "folder": folder}, do="give a checkpoint folder"
+            )
+        )
     problems = []
     if not (folder / "tokenizer.json").is_file():
-        problems.append(describe("model.path: the checkpoint has no tokenizer.json", where=str(folder)))
+        problems.append(describe("the checkpoint has no tokenizer.json", where={"key": "model.path", "folder": folder}))
     if not any(folder.glob("*.safetensors")):
-        problems.append(describe("model.path: the checkpoint has no *.safetensors", where=str(folder)))
+        problems.append(describe("the checkpoint has no *.safetensors", where={"key": "model.path", "folder": folder}))
     if not (folder / "config.json").is_file():
-        raise ConfigError([describe("model.path: the checkpoint has no config.json", where=str(folder)), *problems])
+        raise ConfigError(
+            [describe("the checkpoint has no config.json", where={"key": "model.path", "folder": folder}), *problems]
+        )
     try:
         facts = _facts(folder / "config.json")
     except ConfigError as error:
@@ -68,7 +74,7 @@ def read_published(file: str | Path) -> ModelFacts:
 
 
 def _facts(file: Path) -> ModelFacts:
-    where = str(file)
+    where: About = {"file": file}
     raw = _read_json(file)
     architectures = raw.get("architectures") or []
     architecture = next((name for name in architectures if name in FAMILIES), None)
@@ -77,7 +83,7 @@ def _facts(file: Path) -> ModelFacts:
         sparse = any(key in raw for key in ("num_experts", "num_local_experts", "n_routed_experts"))
         what = "unsupported architecture" if sparse else "a dense model has no experts to route to"
         expected = " or ".join(FAMILIES)
-        raise ConfigError(describe(f"model.path: {what}", where=where, got=shown, expected=expected))
+        raise ConfigError(describe(what, where={"key": "model.path", **where}, got=shown, expected=expected))
 
     read = Fields(raw, where)
     layers = read.count("num_hidden_layers", most=512)
@@ -125,7 +131,14 @@ def _eos(raw: dict[str, Any], folder: Path) -> tuple[int, ...]:
     values = [raw.get("eos_token_id"), _read_json(generation).get("eos_token_id") if generation.is_file() else None]
     flat = [item for value in values for item in (value if isinstance(value, list) else [value]) if item is not None]
     if any(type(item) is not int for item in flat):
-        raise ConfigError(describe("model.path: eos_token_id", where=str(folder), got=flat, expected="token ids"))
+        raise ConfigError(
+            describe(
+                "wrong value",
+                where={"key": "model.path", "field": "eos_token_id", "folder": folder},
+                got=flat,
+                expected="token ids",
+            )
+        )
     return tuple(dict.fromkeys(flat))
 
 
@@ -207,19 +220,22 @@ def checkpoint_tensors(path: str | Path) -> dict[str, Tensor]:
     if not index.is_file():
         if not (folder / "model.safetensors").is_file():
             raise ConfigError(
-                describe("model.path: no model.safetensors and no model.safetensors.index.json", where=str(folder))
+                describe(
+                    "no model.safetensors and no model.safetensors.index.json",
+                    where={"key": "model.path", "folder": folder},
+                )
             )
         return read_header(folder / "model.safetensors")
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ConfigError(describe("model.path: the index has no weight_map", where=str(index)))
+        raise ConfigError(describe("the index has no weight_map", where={"key": "model.path", "file": index}))
     files = sorted({str(file) for file in weight_map.values()})
     outside = [file for file in files if os.path.basename(file) != file or not file.endswith(".safetensors")]
     if outside:
         raise ConfigError(
             describe(
-                "model.path: the index names a file that is no *.safetensors of this folder",
-                where=str(index),
+                "the index names a file that is no *.safetensors of this folder",
+                where={"key": "model.path", "file": index},
                 got=repr(outside[0]),
             )
         )
@@ -229,8 +245,8 @@ def checkpoint_tensors(path: str | Path) -> dict[str, Tensor]:
             if weight_map.get(name) != file:
                 raise ConfigError(
                     describe(
-                        f"model.path: tensor {name}",
-                        where=str(index),
+                        "a tensor lies in another file than the index says",
+                        where={"key": "model.path", "file": index, "tensor": name},
                         got=f"in {file}",
                         expected=f"in {weight_map.get(name, 'no file')} as the index says",
                     )
@@ -239,18 +255,24 @@ def checkpoint_tensors(path: str | Path) -> dict[str, Tensor]:
     absent = [name for name in weight_map if name not in tensors]
     if absent:
         raise ConfigError(
-            describe("model.path: the index names tensors that its files lack", where=str(index), got=_some(absent))
+            describe(
+                "the index names tensors that its files lack",
+                where={"key": "model.path", "file": index},
+                got=_some(absent),
+            )
         )
     return tensors
 
 
-def decoder_problems(tensors: Mapping[str, Tensor], facts: ModelFacts, where: str) -> list[str]:
+def decoder_problems(tensors: Mapping[str, Tensor], facts: ModelFacts, where: About) -> list[Problem]:
     """`tensor_problems` of all of a checkpoint's tensors but those of multi-token prediction."""
     found = {name: entry for name, entry in tensors.items() if not is_mtp_tensor(facts, name)}
     return tensor_problems(expected_tensors(facts), found, where)
 
 
-def tensor_problems(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Tensor], where: str) -> list[str]:
+def tensor_problems(
+    expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Tensor], where: About
+) -> list[Problem]:
     """Missing, extra and misshapen tensors and unsupported dtypes, one message for each kind. where: the folder."""
     kinds = {
         "lacks tensors that config.json asks for": [name for name in expected if name not in found],
@@ -265,7 +287,7 @@ def tensor_problems(expected: Mapping[str, tuple[int, ...]], found: Mapping[str,
         ],
     }
     return [
-        describe(f"model.path: the checkpoint {kind}", where=where, got=_some(names))
+        describe(f"the checkpoint {kind}", where={"key": "model.path", **where}, got=_some(names))
         for kind, names in kinds.items()
         if names
     ]
@@ -281,7 +303,7 @@ def tokenizer_vocabulary(path: str | Path) -> int:
         return 1 + max([largest, *(token["id"] for token in raw.get("added_tokens") or [])])
     except (KeyError, TypeError) as error:
         raise ConfigError(
-            describe("model.path: tokenizer.json holds no vocabulary", where=str(file), got=f"{error!r}")
+            describe("tokenizer.json holds no vocabulary", where={"key": "model.path", "file": file}, got=f"{error!r}")
         ) from None
 
 
@@ -289,17 +311,23 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > MAX_JSON_BYTES:
             raise ConfigError(
-                describe("model.path: file too large", where=str(file), expected=f"<= {MAX_JSON_BYTES} bytes")
+                describe(
+                    "file too large", where={"key": "model.path", "file": file}, expected=f"<= {MAX_JSON_BYTES} bytes"
+                )
             )
         value = json.loads(file.read_text(encoding="utf-8"))
     except ConfigError:
         raise
     except OSError as error:
-        raise ConfigError(describe("model.path: cannot read a file", got=f"{file}: {error.strerror}")) from None
+        raise ConfigError(
+            describe("cannot read a file", where={"key": "model.path", "file": file}, got=error.strerror)
+        ) from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(describe("model.path: not valid JSON", where=str(file), got=error)) from None
+        raise ConfigError(describe("not valid JSON", where={"key": "model.path", "file": file}, got=error)) from None
     if not isinstance(value, dict):
-        raise ConfigError(describe("model.path: not a mapping", where=str(file), got=type(value).__name__))
+        raise ConfigError(
+            describe("not a mapping", where={"key": "model.path", "file": file}, got=type(value).__name__)
+        )
     return value
 
 

@@ -46,7 +46,11 @@ def read_header(file: Path) -> dict[str, Tensor]:
     def damaged(reason: str) -> ConfigError:
         return ConfigError(
             describe(
-                "model.path: damaged safetensors file", where=str(file), got=reason, do="copy the checkpoint again"
+                "damaged safetensors file",
+                where={"key": "model.path", "file": file},
+                got=reason,
+                do="copy the checkpoint again",
+                fault="damaged",
             )
         )
 
@@ -62,7 +66,9 @@ def read_header(file: Path) -> dict[str, Tensor]:
     except ConfigError:
         raise
     except OSError as error:
-        raise ConfigError(describe("model.path: cannot read a file", got=f"{file}: {error.strerror}")) from None
+        raise ConfigError(
+            describe("cannot read a file", where={"key": "model.path", "file": file}, got=error.strerror)
+        ) from None
     except (ValueError, RecursionError) as error:
         raise damaged(f"a header that is no JSON: {error}") from None
     if not isinstance(header, dict):

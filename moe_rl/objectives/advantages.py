@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from moe_rl.errors import ConfigError, RewardError, describe
+from moe_rl.errors import About, ConfigError, RewardError, describe
 from moe_rl.types import LARGEST_REWARD
 
 # Rewards are weighted sums of parts, so equal outcomes may differ in the last bits. A spread below this (times the
@@ -43,7 +43,7 @@ def has_spread(rewards: Rewards) -> bool:
 
     Raises RewardError for a reward that is not finite, or too large.
     """
-    _refuse_wrong(rewards, [f"reward {index} of {len(rewards)}" for index in range(len(rewards))])
+    _refuse_wrong(rewards, [{"completion": index} for index in range(len(rewards))])
     return _differ(_scored(rewards))
 
 
@@ -113,7 +113,7 @@ def advantages(name: str, rewards: Rewards, group_ids: Sequence[int], lengths: S
         raise ConfigError(
             describe(
                 "unknown advantage estimator",
-                where="objective.advantage",
+                where={"key": "objective.advantage"},
                 got=repr(name),
                 expected=" or ".join(ADVANTAGES),
                 do="set objective.advantage to one of these",
@@ -128,7 +128,7 @@ def advantages(name: str, rewards: Rewards, group_ids: Sequence[int], lengths: S
                 do="pass one of each for every reward",
             )
         )
-    _refuse_wrong(rewards, [f"completion {index}, group {group}" for index, group in enumerate(group_ids)])
+    _refuse_wrong(rewards, [{"completion": index, "group": group} for index, group in enumerate(group_ids)])
     return ADVANTAGES[name](rewards, group_ids, lengths)
 
 
@@ -151,7 +151,7 @@ def _within_groups(
     return result
 
 
-def _refuse_wrong(rewards: Rewards, where: Sequence[str]) -> None:
+def _refuse_wrong(rewards: Rewards, where: Sequence[About]) -> None:
     for reward, place in zip(rewards, where, strict=True):
         if reward is not None and not abs(reward) <= LARGEST_REWARD:  # nor is a NaN
             raise RewardError(

@@ -176,6 +176,7 @@ def _check(logits: Tensor, targets: Tensor, temperature: float, support: Support
                 got=f"logits {logits.dtype}, targets {targets.dtype}",
                 expected="floating-point logits, int64 targets",
                 do="convert the targets",
+                fault="dtype",
             )
         )
     if logits.ndim != 2 or targets.shape != logits.shape[:1]:
@@ -185,12 +186,14 @@ def _check(logits: Tensor, targets: Tensor, temperature: float, support: Support
                 got=f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)}",
                 expected="[T, V] and [T]",
                 do="flatten batch and positions, then cut both alike",
+                fault="shape",
             )
         )
     if not 0 < temperature < float("inf"):
         raise ValueError(
             describe(
-                "the temperature must be positive and finite",
+                "must be positive and finite",
+                where={"argument": "temperature"},
                 got=temperature,
                 expected="> 0",
                 do="use the temperature that the tokens were sampled at",
@@ -199,7 +202,8 @@ def _check(logits: Tensor, targets: Tensor, temperature: float, support: Support
     if support is not None and len(support) != len(targets):
         raise ValueError(
             describe(
-                "the support is not of these tokens",
+                "not of these tokens",
+                where={"argument": "support"},
                 got=f"that of {len(support)} tokens",
                 expected=len(targets),
                 do="cut logits, targets and support alike",

@@ -111,7 +111,8 @@ def check_tokens(logprobs: Tensor, other: Tensor, sequence_ids: Tensor, denomina
     if logprobs.dtype not in (torch.float32, torch.float64):
         raise TypeError(
             describe(
-                "logprobs are too coarse for a policy ratio",
+                "too coarse for a policy ratio",
+                where={"argument": "logprobs"},
                 got=logprobs.dtype,
                 expected="torch.float32",
                 do="use token_logprobs, which computes them in float32",
@@ -129,7 +130,8 @@ def check_tokens(logprobs: Tensor, other: Tensor, sequence_ids: Tensor, denomina
     if sequence_ids.dtype != torch.int64:
         raise TypeError(
             describe(
-                "sequence_ids have the wrong dtype",
+                "wrong dtype",
+                where={"argument": "sequence_ids"},
                 got=sequence_ids.dtype,
                 expected=torch.int64,
                 do="build them as int64",
@@ -147,7 +149,8 @@ def check_tokens(logprobs: Tensor, other: Tensor, sequence_ids: Tensor, denomina
     if denominator < 1:
         raise ValueError(
             describe(
-                "the denominator must be at least 1",
+                "must be at least 1",
+                where={"argument": "denominator"},
                 got=denominator,
                 expected="global_denominator of the whole optimizer batch",
                 do="skip an update that has no completion token",
@@ -174,7 +177,8 @@ def check_loss(
     if advantages.dtype != logprobs.dtype:
         raise TypeError(
             describe(
-                "advantages have the wrong dtype",
+                "wrong dtype",
+                where={"argument": "advantages"},
                 got=advantages.dtype,
                 expected=logprobs.dtype,
                 do="build them in the logprobs' dtype",
@@ -183,7 +187,8 @@ def check_loss(
     if advantages.ndim != 1:
         raise ValueError(
             describe(
-                "advantages must be one per sequence",
+                "must be one per sequence",
+                where={"argument": "advantages"},
                 got=tuple(advantages.shape),
                 expected="[B]",
                 do="pass them per sequence, not per token",
@@ -192,7 +197,8 @@ def check_loss(
     if weights is not None and (weights.dtype != torch.float64 or weights.shape != logprobs.shape):
         raise ValueError(
             describe(
-                "the weights do not belong to these tokens",
+                "not of these tokens",
+                where={"argument": "weights"},
                 got=f"{tuple(weights.shape)} {weights.dtype}",
                 expected=f"{tuple(logprobs.shape)} torch.float64",
                 do="pass what corrections.token_weights returned for the same microbatch",
@@ -201,7 +207,13 @@ def check_loss(
     for name, value in parameters.items():
         if not value > 0:
             raise ValueError(
-                describe(f"{name} must be positive", got=value, expected="above 0", do=f"mend objective.{name}")
+                describe(
+                    "must be positive",
+                    where={"argument": name},
+                    got=value,
+                    expected="above 0",
+                    do=f"mend objective.{name}",
+                )
             )
     given = (logprobs, old_logprobs, advantages, weights, rollout_logprobs)
     return nan_unless_finite(*(tensor for tensor in given if tensor is not None))

@@ -143,7 +143,7 @@ def _check_name(name: str) -> None:
         raise ConfigError(
             describe(
                 "unknown policy loss",
-                where="objective.name",
+                where={"key": "objective.name"},
                 got=repr(name),
                 expected=" or ".join(POLICY_LOSSES),
                 do="set objective.name to one of these",

@@ -71,7 +71,8 @@ class MismatchSums:
             if tensor.dtype not in (torch.float32, torch.float64):
                 raise TypeError(
                     describe(
-                        f"{name} are too coarse to compare",
+                        "too coarse to compare",
+                        where={"argument": name},
                         got=tensor.dtype,
                         expected="torch.float32",
                         do="keep logprobs in float32 from where they arise",
@@ -85,6 +86,7 @@ class MismatchSums:
                     got=" and ".join(map(str, shapes)),
                     expected="[T] each",
                     do="cut all to the completion tokens",
+                    fault="tokens",
                 )
             )
         # x - (x - x): an infinity becomes NaN, which no exp turns into 0, and no bit of anything else changes.
@@ -142,6 +144,7 @@ class MismatchSums:
                     got=f"{tuple(rows.shape)} {rows.dtype}",
                     expected=f"[{_WIDTH}] or [N, {_WIDTH}] torch.float64",
                     do="pass what to_tensor returned, one row a rank",
+                    fault="sums",
                 )
             )
         rows = rows.reshape(-1, _WIDTH)

@@ -60,7 +60,8 @@ def entropy_bonus(entropies: Tensor, tokens: int) -> Tensor:
     if tokens < 1:
         raise ValueError(
             describe(
-                "the denominator must be at least 1",
+                "must be at least 1",
+                where={"argument": "denominator"},
                 got=tokens,
                 expected="the completion tokens of the whole optimizer update",
                 do="skip an update that has no completion token",

@@ -60,6 +60,7 @@ def load_of(counts_SLE: np.ndarray, expert_parallel: int) -> np.ndarray:
                 got=f"counts of shape {counts_SLE.shape} for {expert_parallel} ranks",
                 expected="[S, L, E], E a multiple of the ranks",
                 do="mend the caller",
+                fault="division",
             )
         )
     sequences, layers, experts = counts_SLE.shape
@@ -134,6 +135,7 @@ def pack_by_load(
                 got=problem,
                 expected="integers [S, L, R] of 0 or more; an exchange that divides ranks; slack 0 or more",
                 do="mend the caller",
+                fault="arguments",
             )
         )
     start = pack(lengths, ranks=ranks, microbatch_tokens=microbatch_tokens)

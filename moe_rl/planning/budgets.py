@@ -65,6 +65,7 @@ def budget(counts_SMLE: np.ndarray, *, expert_parallel: int, top_k: int) -> Budg
                 got=f"counts of shape {counts.shape} for {expert_parallel} ranks",
                 expected="[S, M, L, E], E a multiple of the ranks",
                 do="mend the caller",
+                fault="division",
             )
         )
     if not counts.size:

@@ -75,6 +75,7 @@ def check_order(order_LE: np.ndarray, layers: int, experts: int) -> None:
                 got=f"{order_LE.dtype} {order_LE.shape}",
                 expected=f"integers {(layers, experts)}",
                 do="mend the caller",
+                fault="placement",
             )
         )
     wrong = (np.sort(order_LE, axis=1) != np.arange(experts)).any(axis=1)
@@ -83,9 +84,10 @@ def check_order(order_LE: np.ndarray, layers: int, experts: int) -> None:
         raise ValueError(
             describe(
                 "a placement does not hold every expert once",
-                where=f"MoE layer {layer}",
+                where={"layer": layer},
                 got=order_LE[layer].tolist(),
                 expected=f"a permutation of 0 ... {experts - 1}",
+                fault="placement",
             )
         )
 
@@ -163,6 +165,7 @@ def replicated_excess(
                 got=f"spare {spare}, node {node}",
                 expected=f"spare >= 0 and a node that divides {expert_parallel} ranks",
                 do="mend the caller",
+                fault="arguments",
             )
         )
     loads = rank_loads(counts_NLE, order_LE, expert_parallel).astype(np.float64)
@@ -186,6 +189,7 @@ def _check(counts_NLE: np.ndarray, expert_parallel: int, max_moved: float, min_g
                 got=f"counts {counts_NLE.dtype} {counts_NLE.shape} for {expert_parallel} ranks",
                 expected="integers [N, L, E], none negative, at least one of each, E a multiple of the ranks",
                 do="mend the caller",
+                fault="arguments",
             )
         )
     if not (0 <= max_moved <= 1 and 0 <= min_gain < 1 and price >= 0):
@@ -195,6 +199,7 @@ def _check(counts_NLE: np.ndarray, expert_parallel: int, max_moved: float, min_g
                 got=f"max_moved {max_moved}, min_gain {min_gain}, price {price}",
                 expected="fractions, and a price >= 0",
                 do="mend the caller",
+                fault="arguments",
             )
         )
 

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 
 from moe_rl.config.check_files import existing_folder
 from moe_rl.config.schema import Config
-from moe_rl.errors import describe
+from moe_rl.errors import Problem, describe
 from moe_rl.planning.cluster_plan import Plan, Stage
 
 
-def transfer_problems(plan: Plan) -> list[str]:
+def transfer_problems(plan: Plan) -> list[Problem]:
     """Why weights cannot reach the samplers; empty when they can."""
     return [plan.transfer.problem] if plan.transfer.problem else []
 
 
-def memory_problems(plan: Plan) -> list[str]:
+def memory_problems(plan: Plan) -> list[Problem]:
     """What is larger than a GPU, one message each; empty when everything fits or no cluster is given."""
     limit = plan.limit_bytes
     if limit is None:
@@ -26,28 +26,32 @@ def memory_problems(plan: Plan) -> list[str]:
     if plan.stages[worst].total_bytes > limit:
         found.append(
             describe(
-                "cluster.gpu_memory_gib: the model and its activations do not fit on a rank",
-                where=f"pipeline stage {worst}",
+                "the model and its activations do not fit on a rank",
+                where={"key": "cluster.gpu_memory_gib", "stage": worst},
                 got=f"{plan.stages[worst].total_bytes / 2**30:.1f} GiB",
                 expected=f"at most {limit / 2**30:.1f} GiB without cluster.reserved_gib",
                 do=_remedy(plan, plan.stages[worst]),
+                fault="trainer",
             )
         )
     if plan.sampler.total_bytes > limit:
         found.append(
             describe(
-                "cluster.gpu_memory_gib: weights and KV cache do not fit on a GPU of a sampler",
+                "weights and KV cache do not fit on a GPU of a sampler",
+                where={"key": "cluster.gpu_memory_gib"},
                 got=f"{plan.sampler.weight_bytes / 2**30:.1f} + {plan.sampler.kv_cache_bytes / 2**30:.1f} GiB",
                 expected=f"at most {limit / 2**30:.1f} GiB without cluster.reserved_gib",
                 do="lower rollout.kv_cache_mib"
                 if plan.sampler.weight_bytes < limit
                 else "raise cluster.gpus_per_engine: the weights alone are too large",
+                fault="sampler",
             )
         )
     if plan.sampler.fitting == 0:
         found.append(
             describe(
-                "rollout.kv_cache_mib: not one sequence of full length fits",
+                "not one sequence of full length fits",
+                where={"key": "rollout.kv_cache_mib"},
                 got=f"{plan.sampler.kv_tokens:,} tokens",
                 expected=f"at least {plan.batch.max_sequence_tokens:,}",
                 do="raise it",
@@ -73,13 +77,13 @@ def _remedy(plan: Plan, stage: Stage) -> str:
     return max(parts, key=parts.__getitem__)
 
 
-def disk_problems(config: Config, plan: Plan) -> Iterator[str]:
+def disk_problems(config: Config, plan: Plan) -> Iterator[Problem]:
     """The disk that run.runs_dir will be on is too full for one checkpoint."""
     free = shutil.disk_usage(existing_folder(config.run.runs_dir)).free
     if free < plan.storage.checkpoint_bytes:
         yield describe(
-            "run.runs_dir: not enough free disk for one checkpoint",
-            where=str(config.run.runs_dir),
+            "not enough free disk for one checkpoint",
+            where={"key": "run.runs_dir", "folder": config.run.runs_dir},
             got=f"{free:,} bytes",
             expected=f"at least {plan.storage.checkpoint_bytes:,}",
             do="free some space or set run.runs_dir",

@@ -33,6 +33,7 @@ def pack(lengths: list[int], *, ranks: int, microbatch_tokens: int) -> list[list
                 got=f"ranks={ranks}, microbatch_tokens={microbatch_tokens}",
                 expected="both at least 1",
                 do="mend the caller",
+                fault="arguments",
             )
         )
     if not lengths:
@@ -41,7 +42,7 @@ def pack(lengths: list[int], *, ranks: int, microbatch_tokens: int) -> list[list
         raise ValueError(
             describe(
                 "a sequence has a negative length",
-                where=f"sequence {lengths.index(min(lengths))}",
+                where={"sequence": lengths.index(min(lengths))},
                 got=min(lengths),
                 expected="0 or more",
                 do="mend the caller",
@@ -53,8 +54,8 @@ def pack(lengths: list[int], *, ranks: int, microbatch_tokens: int) -> list[list
         raise ConfigError(
             describe(
                 "a sequence does not fit into a microbatch",
-                where=f"sequence {lengths.index(longest)}, {count} too long in all",
-                got=f"{longest} tokens",
+                where={"sequence": lengths.index(longest)},
+                got=f"{longest} tokens, {count} too long in all",
                 expected=f"at most train.microbatch_tokens = {microbatch_tokens}",
                 do=f"set train.microbatch_tokens to at least {longest}, or shorten prompts or completions",
             )
@@ -89,7 +90,11 @@ def split_groups(group_ids: Sequence[Hashable], updates: int) -> list[list[int]]
     if updates < 1:
         raise ValueError(
             describe(
-                "cannot split groups", got=f"updates={updates}", expected="at least 1", do="mend train.updates_per_step"
+                "cannot split groups",
+                got=f"updates={updates}",
+                expected="at least 1",
+                do="mend train.updates_per_step",
+                fault="arguments",
             )
         )
     rank_of = {group: position for position, group in enumerate(dict.fromkeys(group_ids))}

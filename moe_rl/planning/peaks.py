@@ -11,7 +11,7 @@ import numpy as np
 from moe_rl.config.layout import make_layout, stage_layers
 from moe_rl.config.schema import Config
 from moe_rl.config.training import ParallelConfig
-from moe_rl.errors import TraceError, describe
+from moe_rl.errors import Problem, TraceError, describe
 from moe_rl.models.facts import ModelFacts
 from moe_rl.planning.activations import expert_row_bytes
 from moe_rl.planning.balance import Plan, load_of, pack_by_load
@@ -71,7 +71,9 @@ def peaks(config: Config, facts: ModelFacts, world_size: int, trace: str) -> Pea
                     of_stage = rows[together][:, :, stage]
                     found.append(budget(of_stage, expert_parallel=parallel.expert, top_k=facts.top_k))
     if not sequences:
-        raise TraceError(describe("the trace has no records", where=trace, do="give the trace folder of a run"))
+        raise TraceError(
+            describe("the trace has no records", where={"folder": trace}, do="give the trace folder of a run")
+        )
     return Peaks(
         batches=batches,
         sequences=sequences,
@@ -95,7 +97,7 @@ def _batches(trace: str, facts: ModelFacts) -> Iterator[tuple[list[str], list[in
                 raise TraceError(
                     describe(
                         "a record is not of this model",
-                        where=ref.key,
+                        where={"record": ref.key},
                         got=f"{found.sum()} choices of {found.shape[1]} experts in {found.shape[0]} layers",
                         expected=f"{facts.top_k} of {shape[1]} experts in {shape[0]} layers for {ref.rows} tokens",
                         do="give the trace of a run of model.path",
@@ -115,13 +117,14 @@ def _packed(config: Config, lengths: list[int], counts: np.ndarray, ranks: int) 
     return pack_by_load(lengths, loads, ranks=ranks, microbatch_tokens=tokens, exchange=exchange)[0]
 
 
-def limit_problem(found: Peaks, config: Config) -> str | None:
+def limit_problem(found: Peaks, config: Config) -> Problem | None:
     """Why a run on such batches would be refused by `replay.max_rows`; None when it would not."""
     limit = config.replay.max_rows
     if limit is None or found.rows.rank <= limit:
         return None
     return describe(
-        "replay.max_rows: the trace's routes bring a rank more rows",
+        "the trace's routes bring a rank more rows",
+        where={"key": "replay.max_rows"},
         got=found.rows.rank,
         expected=f"at most {limit}",
         do="lower train.microbatch_tokens, try train.packing: load, or raise replay.max_rows",

@@ -7,7 +7,7 @@ from typing import Literal
 
 from moe_rl.config.check_cluster import has_servers
 from moe_rl.config.schema import Config
-from moe_rl.errors import describe
+from moe_rl.errors import Problem, describe
 
 Way = Literal["shared_memory", "cuda_ipc", "broadcast", "disk"]
 Place = Literal["child", "servers"]
@@ -21,7 +21,7 @@ class Transfer:
 
     way: Way | None
     why: str
-    problem: str = ""
+    problem: Problem | None = None
 
 
 def weight_transfer(wanted: Literal["auto"] | Way, *, gpu: bool, place: Place, one_host: bool) -> Transfer:
@@ -50,8 +50,8 @@ def weight_transfer(wanted: Literal["auto"] | Way, *, gpu: bool, place: Place, o
     if obstacles[wanted]:
         ranks = f"{'GPUs' if gpu else 'CPUs'} of {'one host' if one_host else 'several hosts'}"
         problem = describe(
-            "rollout.weight_transfer: no such way between this trainer and its samplers",
-            where=f"a trainer on {ranks}, samplers {_WHERE[place]}",
+            "no such way between this trainer and its samplers",
+            where={"key": "rollout.weight_transfer", "given": f"a trainer on {ranks}, samplers {_WHERE[place]}"},
             got=wanted,
             expected=obstacles[wanted],
             do=f"set it to auto, which is {auto} here",

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from moe_rl.config import strict_yaml
 from moe_rl.config.training import OptimizerConfig, ParallelConfig, TrainConfig
-from moe_rl.errors import ConfigError, describe
+from moe_rl.errors import About, ConfigError, Problem, describe
 
 Mode = Literal["r3", "r2", "native", "observe"]
 
@@ -101,24 +101,22 @@ def parse(overrides: Seq[str], ranks: int) -> Case:
             raise ConfigError(
                 describe(
                     "a proof does not accept this override",
+                    where={"override": repr(text)},
                     got=text,
                     expected="parallel.NAME=VALUE or train.NAME=VALUE",
                 )
             )
-        given[section][name], _ = strict_yaml.parse(value, text)
+        given[section][name], _ = strict_yaml.parse(value, {"override": repr(text)})
     made: list[ParallelConfig | TrainConfig] = []
-    problems: list[str] = []
+    problems: list[Problem] = []
     for make in (lambda: ParallelConfig(**given["parallel"]), lambda: Case(ranks, train=given["train"]).train_config):
         try:
             made.append(make())
         except ValidationError as error:
-            where = " ".join(overrides)
-            problems += [
-                one["msg"]  # a rule between several keys, whose message names them
-                if not one["loc"]
-                else describe(f"{'.'.join(map(str, one['loc']))}: {one['msg']}", where=where, got=one["input"])
-                for one in error.errors()
-            ]
+            for one in error.errors():
+                where: About = {"key": ".".join(map(str, one["loc"])), "override": " ".join(overrides)}
+                own = describe("wrong value", where=where, got=one["input"], expected=one["msg"])
+                problems += [own] if one["loc"] else one["ctx"]["found"]  # a rule between several keys
     if problems:
         raise ConfigError(problems)
     parallel, train = made

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from moe_rl.config.check_layout import layout_problems
-from moe_rl.errors import ConfigError, ReplayError, describe
+from moe_rl.errors import ConfigError, Problem, ReplayError, describe
 from moe_rl.models.hf import read_model
 from moe_rl.proof.batch import batch
 from moe_rl.proof.cases import Case
@@ -99,7 +99,7 @@ class Proof:
                 raise ReplayError(
                     describe(
                         "the ranks of a proof failed",
-                        where=", ".join(cases[n].name for n in numbers),
+                        where={"case": ", ".join(cases[n].name for n in numbers)},
                         got=f"status {process.returncode}: {process.stderr[-3000:]}",
                     )
                 )
@@ -160,7 +160,7 @@ def prove(proof: Proof, cases: list[Case]) -> list[Proved]:
         ConfigError: A case is not a valid layout of the proof's model.
     """
     facts = read_model(proof.checkpoint)
-    problems: list[str] = []
+    problems: list[Problem] = []
     for case in cases:
         # Check with the dtype that Megatron needs for the schedule; the proof always computes in float32.
         train = case.train_config.model_copy(update={"dtype": "bfloat16"})
@@ -180,7 +180,7 @@ def merged(ranks: list[dict], key: str) -> dict[Any, torch.Tensor]:
     for rank in ranks:
         for name, value in rank[key].items():
             if not torch.equal(value, out.setdefault(name, value)):
-                raise ReplayError(describe(f"two ranks have different values of {key}", where=str(name)))
+                raise ReplayError(describe(f"two ranks have different values of {key}", where={"case": name}))
     return out
 
 

@@ -16,7 +16,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from moe_rl.errors import ReplayError, describe, first_of
+from moe_rl.errors import About, ReplayError, describe, first_of
 from moe_rl.trace.source_sum import expert_salts
 
 
@@ -40,23 +40,25 @@ def expected(routes: torch.Tensor, salts: torch.Tensor, *, layers: Seq[int], exp
     return torch.stack(sums) if sums else salts.new_empty(0)
 
 
-def check_source(names: Seq[str], got: Seq[int], source: Seq[int], *, where: str, what: str, do: str) -> None:
+def check_source(names: Seq[str], got: Seq[int], source: Seq[int], *, where: About, what: str, do: str) -> None:
     """Raise ReplayError if the sums of some sequences differ from those that left the sampler's engine.
 
     Args:
         names: [S], the sequences.
         got, source: int64 [S], the sums here and in the route references.
-        what: State of the routes when they were summed, for the message.
+        what: State of the routes when they were summed, "read" or "dispatched".
     """
     wrong = [name for name, one, other in zip(names, got, source, strict=True) if one != other]
     if wrong:
+        routes = "as they were read" if what == "read" else what
         raise ReplayError(
             describe(
-                f"the routes {what} are not those that left the sampler's engine",
+                f"the routes {routes} are not those that left the sampler's engine",
                 where=where,
                 got=f"other sums for {len(wrong)} of {len(names)} sequences: {first_of(wrong)}",
                 expected="the source_sum of each reference",
                 do=do,
+                fault=what,
             )
         )
 

@@ -12,13 +12,13 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from moe_rl.errors import NonFiniteError, ReplayError, describe, first_of
+from moe_rl.errors import About, NonFiniteError, ReplayError, describe, first_of
 from moe_rl.replay.alignment import Alignment
 from moe_rl.replay.checksum import check_source
 from moe_rl.replay.tables import Compared, MicrobatchRoutes
 
 
-def refuse_strangers(flags: Seq[tuple[int, torch.Tensor]], where: str) -> None:
+def refuse_strangers(flags: Seq[tuple[int, torch.Tensor]], where: About) -> None:
     """Refuse microbatches whose tokens differ from those that the routes were read for.
 
     Args:
@@ -32,11 +32,12 @@ def refuse_strangers(flags: Seq[tuple[int, torch.Tensor]], where: str) -> None:
                 got=f"other tokens in microbatch {', '.join(wrong)}",
                 expected="the tokens that the routes were read for",
                 do="pass microbatches and routes in the same order",
+                fault="other tokens",
             )
         )
 
 
-def refuse_misplanned(flags: Seq[tuple[int, int, torch.Tensor]], where: str) -> None:
+def refuse_misplanned(flags: Seq[tuple[int, int, torch.Tensor]], where: About) -> None:
     """Refuse dispatch plans that sent rows to other experts than recorded.
 
     Args:
@@ -50,6 +51,7 @@ def refuse_misplanned(flags: Seq[tuple[int, int, torch.Tensor]], where: str) -> 
                 got=first_of(wrong),
                 expected="the plan that was made from these routes",
                 do="make plans from the tables that the session replays, in the same order",
+                fault="plan",
             )
         )
 
@@ -70,7 +72,7 @@ def misapplied(flags: Seq[tuple[int, int, torch.Tensor]], tables: Seq[Microbatch
     ]
 
 
-def refuse_misapplied(pairs: list[str], checked: int, where: str) -> None:
+def refuse_misapplied(pairs: list[str], checked: int, where: About) -> None:
     """Refuse the pairs that `misapplied` found, out of `checked` (sequence, layer) pairs."""
     if pairs:
         raise ReplayError(
@@ -80,11 +82,12 @@ def refuse_misapplied(pairs: list[str], checked: int, where: str) -> None:
                 got=f"{len(pairs)} of {checked} (sequence, layer) pairs: {first_of(pairs)}",
                 expected="the experts of the record for every token",
                 do="look for a router or dispatcher setting that changes the routing map, or for rows out of place",
+                fault="misapplied",
             )
         )
 
 
-def refuse_other_sums(tables: Seq[MicrobatchRoutes], dispatched: Seq[int], read: Seq[int], where: str) -> None:
+def refuse_other_sums(tables: Seq[MicrobatchRoutes], dispatched: Seq[int], read: Seq[int], where: About) -> None:
     """Refuse sequences whose routes differ from those that left the sampler's engine.
 
     Args:
@@ -94,7 +97,7 @@ def refuse_other_sums(tables: Seq[MicrobatchRoutes], dispatched: Seq[int], read:
     names = [name for table in known for name in table.names[: len(table.source or ())]]
     source = [one for table in known for one in table.source or ()]
     for sums, what, do in (
-        (read, "as they were read", "look for what changes the trace between the recorder and the trainer"),
+        (read, "read", "look for what changes the trace between the recorder and the trainer"),
         (
             dispatched,
             "dispatched",
@@ -105,7 +108,7 @@ def refuse_other_sums(tables: Seq[MicrobatchRoutes], dispatched: Seq[int], read:
 
 
 def refuse_uncompared(
-    compared: Mapping[tuple[int, int], Compared], microbatches: Seq[int], layers: Seq[int], where: str
+    compared: Mapping[tuple[int, int], Compared], microbatches: Seq[int], layers: Seq[int], where: About
 ) -> None:
     """Refuse a pass in which some router's own choice was not compared with the record."""
     missing = [(m, layer) for m in microbatches for layer in layers if (m, layer) not in compared]
@@ -114,14 +117,15 @@ def refuse_uncompared(
         raise ReplayError(
             describe(
                 "a router's own choice was not compared with the record",
-                where=f"{where}, microbatch {microbatch}, layer {layer}",
+                where={**where, "microbatch": microbatch, "layer": layer},
                 got=f"{len(missing)} layers without a comparison",
                 expected="every layer of every microbatch compared",
+                fault="uncompared",
             )
         )
 
 
-def refuse_blind_witness(compared: Seq[Compared], margin: float, layers: Seq[int], where: str) -> None:
+def refuse_blind_witness(compared: Seq[Compared], margin: float, layers: Seq[int], where: About) -> None:
     """Refuse router scores that are not finite: they say nothing about the routes.
 
     Args:
@@ -134,14 +138,13 @@ def refuse_blind_witness(compared: Seq[Compared], margin: float, layers: Seq[int
     raise NonFiniteError(
         describe(
             "scores of the trainer's routers are not finite, so the routes cannot be tested against them",
-            where=where,
-            got=f"MoE layers {wrong}",
+            where={**where, "layers": wrong},
             do="look for NaN in the trainer's weights, and start from an earlier checkpoint. No weights were updated",
         )
     )
 
 
-def refuse_misaligned(alignment: Alignment, where: str) -> None:
+def refuse_misaligned(alignment: Alignment, where: About) -> None:
     """Refuse routes that belong to other rows than those that they are replayed for."""
     if faults := alignment.faults:
         raise ReplayError(
@@ -152,6 +155,7 @@ def refuse_misaligned(alignment: Alignment, where: str) -> None:
                 expected="routes that the trainer's routers nearly agree with. No weights were updated",
                 do="check the recorder, and the weights that the sampler holds. If the routes come from other weights "
                 "or tokens on purpose, set guards.alignment=false",
+                fault="alignment",
             )
         )
 

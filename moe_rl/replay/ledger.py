@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from moe_rl.errors import ReplayError, describe, first_of
+from moe_rl.errors import About, ReplayError, describe, first_of
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class Ledger:
         self.counts[microbatch, layer, torch.is_grad_enabled()] += 1
 
     def check(
-        self, microbatches: Sequence[int], layers: Sequence[int], recomputed_layers: frozenset[int], where: str
+        self, microbatches: Sequence[int], layers: Sequence[int], recomputed_layers: frozenset[int], where: About
     ) -> tuple[int, int]:
         """Check that each (microbatch, layer) was used once in the forward, and once more if the layer is recomputed.
 
@@ -55,6 +55,7 @@ class Ledger:
                     where=where,
                     got=first_of(problems),
                     expected=f"each of {expected} once",
+                    fault=self.verb,
                 )
             )
         return sum(self.counts.values()), expected

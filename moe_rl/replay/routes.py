@@ -87,10 +87,11 @@ def source_sum(sequence: Sequence) -> int:
         raise RouteValidationError(
             describe(
                 "a sequence has the route reference of another sequence",
-                where=f"sequence {sequence.key}",
+                where={"request": sequence.key},
                 got=f"the routes of {ref.key}",
                 expected=f"the routes of {sequence.key}",
                 do="keep every sequence together with its own route reference",
+                fault="another reference",
             )
         )
     return sum_of(ref)
@@ -127,10 +128,11 @@ def read_routes(
         raise TraceError(
             describe(
                 "tokens of a sequence have no routes",
-                where=sequence.key,
+                where={"request": sequence.key},
                 got="no routes" if ref is None else f"routes of tokens {ref.start} to {ref.start + ref.rows - 1}",
                 expected=f"routes of all {sequence.forwarded} forwarded tokens",
                 do="turn recording on in the sampler, or set replay.missing to drop or native",
+                fault="no routes",
             )
         )
     source_sum(sequence)  # checks the reference before anything is read
@@ -211,9 +213,10 @@ def microbatch_routes(
         raise ReplayError(
             describe(
                 "routes and packed tokens differ in number",
-                where=f"microbatch of {', '.join(names)}",
+                where={"request": ", ".join(names)},
                 got=[len(part.routes) for part in parts],
                 expected=lengths,
+                fault="rows",
             )
         )
 
@@ -256,8 +259,8 @@ def microbatch_routes(
             names[: len(table.source)],
             table.read.tolist(),
             table.source,
-            where=f"reading a microbatch of {len(table.source)} sequences",
-            what="as they were read",
+            where={},
+            what="read",
             do="sample these sequences again, and look for what changes the trace between the recorder and the trainer",
         )
     return table

@@ -27,7 +27,7 @@ from typing import Literal
 
 import torch
 
-from moe_rl.errors import ReplayError, describe
+from moe_rl.errors import About, ReplayError, describe
 from moe_rl.replay.alignment import Alignment, AlignmentTest
 from moe_rl.replay.evidence import (
     misapplied,
@@ -117,10 +117,11 @@ class ReplaySession:
             raise ReplayError(
                 describe(
                     "a replay session is already open",
-                    where=self.name,
+                    where={"run": self.name},
                     got=_open_session.name,
                     expected="no open session",
                     do="close that session first: sessions cannot be nested",
+                    fault="nested",
                 )
             )
         _open_session = self
@@ -158,9 +159,10 @@ class ReplaySession:
             raise ReplayError(
                 describe(
                     "a pass has more microbatches than its session",
-                    where=f"{self.name}, rank {self.rank}",
+                    where={**self.place, "microbatch": microbatch},
                     got=f"microbatch {microbatch}",
                     expected=f"{len(self.microbatches)} microbatches",
+                    fault="too many",
                 )
             )
         expected = self.microbatches[microbatch].fed.tokens
@@ -168,9 +170,10 @@ class ReplaySession:
             raise ReplayError(
                 describe(
                     "routes and tokens differ in number",
-                    where=f"{self.name}, rank {self.rank}, microbatch {microbatch}",
+                    where={**self.place, "microbatch": microbatch},
                     got=f"{len(expected)} rows",
                     expected=f"{len(tokens)} tokens",
+                    fault="rows",
                 )
             )
         self._strangers.append((microbatch, (tokens != expected).any()))
@@ -185,6 +188,7 @@ class ReplaySession:
                     got="none open" if _open_session is None else _open_session.name,
                     expected=self.name,
                     do="look for a router that kept the key of an earlier pass",
+                    fault="not open",
                 )
             )
         try:
@@ -197,6 +201,7 @@ class ReplaySession:
                     got="none",
                     expected=f"layers {sorted(self.microbatches[0].routes) if self.microbatches else []}",
                     do="record routes with the same model that is trained",
+                    fault="no routes",
                 )
             ) from None
 
@@ -272,6 +277,7 @@ class ReplaySession:
                     got=f"{len(plan.entries)} sent rows",
                     expected=routes.numel(),
                     do="make plans from the tables that the session replays, in the same order",
+                    fault="plan",
                 )
             )
         return plan
@@ -307,6 +313,7 @@ class ReplaySession:
                     where=self._where(microbatch, layer),
                     got=f"{routes.shape[0]} rows",
                     expected=f"{tokens} tokens",
+                    fault="rows",
                 )
             )
         return routes
@@ -318,15 +325,16 @@ class ReplaySession:
             raise ReplayError(
                 describe(
                     "a layer asked for the routes of another microbatch than runs through it",
-                    where=f"{self.name}, rank {self.rank}, layer {layer}",
+                    where={**self.place, "layer": layer},
                     got=f"microbatch {microbatch}",
                     expected=f"microbatch {self._forwarding}",
                     do="look for a router that kept the key of another microbatch",
+                    fault="another microbatch",
                 )
             )
 
     def _close(self) -> None:
-        tables, where = self.microbatches, f"{self.name}, rank {self.rank}"
+        tables, where = self.microbatches, self.place
         dispatched, read = self._sums_of_share()
         refuse_strangers(self._strangers, where)
         if self.mode != "observe":
@@ -349,7 +357,7 @@ class ReplaySession:
                 self.alignment = self._aligned.verdict(shared, names, tables[0].fed.experts)
                 refuse_misaligned(self.alignment, where)
 
-    def _check_ledger(self, ledger: Ledger, where: str) -> tuple[int, int]:
+    def _check_ledger(self, ledger: Ledger, where: About) -> tuple[int, int]:
         return ledger.check(range(len(self.microbatches)), self.layers, self.recomputed_layers, where)
 
     def _sums_of_share(self) -> list[list[int]]:
@@ -366,8 +374,13 @@ class ReplaySession:
             dispatched.append(torch.stack([table.unreplayed, *arrived]).sum(0)[: len(table.source or ())])
         return self.sum_over_share(torch.stack([torch.cat(dispatched), torch.cat(read)])).tolist()
 
-    def _where(self, microbatch: int, layer: int) -> str:
-        return f"{self.name}, rank {self.rank}, microbatch {microbatch}, layer {layer}"
+    @property
+    def place(self) -> About:
+        """The pass and the rank, for messages."""
+        return {"run": self.name, "rank": self.rank}
+
+    def _where(self, microbatch: int, layer: int) -> About:
+        return {**self.place, "microbatch": microbatch, "layer": layer}
 
 
 def require_open(session: ReplaySession | None) -> None:
@@ -380,10 +393,11 @@ def require_open(session: ReplaySession | None) -> None:
         raise ReplayError(
             describe(
                 "the model was run outside its replay session",
-                where="natively routed" if session is None else f"{session.name}, rank {session.rank}",
+                where={"run": "natively routed"} if session is None else session.place,
                 got="none open" if _open_session is None else f"{_open_session.name} is open",
                 expected="none open" if session is None else "its session open",
                 do="run each pass inside its own `with session:` block, and no other pass inside that block",
+                fault="outside",
             )
         )
 
@@ -396,16 +410,17 @@ def refuse_lost_key(layer: int) -> None:
     """
     if _open_session is None:
         return
-    session, microbatch = _open_session, f"microbatch {_open_session._forwarding}"
-    if layer in session.recomputed_layers and torch.is_grad_enabled():
-        microbatch = "the recomputation of a microbatch"
+    session = _open_session
+    recomputes = layer in session.recomputed_layers and torch.is_grad_enabled()
+    microbatch: About = {} if recomputes else {"microbatch": session._forwarding}
     raise ReplayError(
         describe(
             "a layer lost the handle to its routes",
-            where=f"{session.name}, rank {session.rank}, {microbatch}, layer {layer}",
+            where={**session.place, **microbatch, "layer": layer},
             got="no handle",
             expected="the handle of the microbatch that the layer is running",
             do="look for code that runs the layer or its router without the packed sequence parameters",
+            fault="lost key",
         )
     )
 

@@ -60,7 +60,7 @@ def encode(step: int, kind: str, metrics: dict[str, float]) -> str:
             number = value if type(value) is int else float(value)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                describe("a metric is not a number", where=key, got=repr(value), do="log a float")
+                describe("a metric is not a number", where={"metric": key}, got=repr(value), do="log a float")
             ) from error
         if math.isfinite(number):
             row[key] = number
@@ -96,7 +96,7 @@ def read_rows(path: Path) -> tuple[list[Row], bool]:
             raise MoeRLError(
                 describe(
                     "the metrics log is damaged",
-                    where=f"{path}:{number}",
+                    where={"file": path, "line": number},
                     got=repr(line[:60]),
                     expected='an object with "step" and "kind"',
                     do="restore the file, or delete that line",

@@ -67,10 +67,11 @@ class RunLog:
             raise ValueError(
                 describe(
                     "a step is logged out of order",
-                    where=str(self._path),
+                    where={"file": self._path},
                     got=step,
                     expected=f"{self._last_step + 1} to {self._total}",
                     do="rewind the log before a resume",
+                    fault="order",
                 )
             )
         self._write(encode(step, "train", metrics))

@@ -72,12 +72,11 @@ def _unknown(keys: set[str]) -> list[str]:
     return problems
 
 
-def _refuse(problems: list[str], where: str) -> None:
+def _refuse(problems: list[str], kind: str) -> None:
     if problems:
         raise ValueError(
             describe(
-                "metrics do not match the registry",
-                where=where,
+                f"{kind} do not match the registry",
                 got="; ".join(problems),
                 do="mend the caller, or add the metric to moe_rl/report/metrics.py",
             )

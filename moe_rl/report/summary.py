@@ -27,7 +27,7 @@ def summarize(run_dir: Path, facts: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             describe(
                 "a fact would overwrite what was measured",
-                where=str(run_dir / FILE),
+                where={"folder": run_dir / FILE},
                 got=", ".join(clash),
                 do="leave these keys out of the facts",
             )
@@ -36,10 +36,11 @@ def summarize(run_dir: Path, facts: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             describe(
                 "replay_mode contradicts the metrics",
-                where=str(run_dir),
+                where={"folder": run_dir},
                 got=facts["replay_mode"],
                 expected=run.mode,
                 do="give the mode that the run really had",
+                fault="replay mode",
             )
         )
     summary = {**measured, **facts}

@@ -60,7 +60,7 @@ def write_plots(selection: Selection, folder: Path, other: Selection | None = No
         raise TraceError(
             describe(
                 "plots are of one model",
-                where=selection.root,
+                where={"folder": selection.root},
                 got=f"{len(facts['models'])} models in {facts['shards']} shards",
                 do="give one shard, or a store that is not empty",
             )

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import moe_rl
 from moe_rl.config.schema import Config
-from moe_rl.errors import EngineError, describe
+from moe_rl.errors import About, EngineError, Problem, describe
 from moe_rl.models.facts import ModelFacts
 from moe_rl.rollout.server import VllmServer
 from moe_rl.trace import TraceSpec
 from moe_rl.vllm.control import Served
 
 
-def attach_problems(config: Config, facts: ModelFacts, runs_dir: Path) -> list[str]:
+def attach_problems(config: Config, facts: ModelFacts, runs_dir: Path) -> list[Problem]:
     """Return why the config's servers cannot sample for a run below `runs_dir`, one message each.
 
     Writes and removes a small file there, to prove that both sides see the same folder.
@@ -25,7 +25,7 @@ def attach_problems(config: Config, facts: ModelFacts, runs_dir: Path) -> list[s
     try:
         servers = servers_of(config)
     except EngineError as error:
-        return [str(error)]
+        return error.problems
     return asyncio.run(_problems(config, facts, runs_dir, servers))
 
 
@@ -55,10 +55,14 @@ def servers_of(config: Config, folder: str = "") -> list[VllmServer]:
     ]
 
 
-async def _problems(config: Config, facts: ModelFacts, runs_dir: Path, servers: Sequence[VllmServer]) -> list[str]:
+async def _problems(config: Config, facts: ModelFacts, runs_dir: Path, servers: Sequence[VllmServer]) -> list[Problem]:
     answers = await asyncio.gather(*(server.served() for server in servers), return_exceptions=True)
-    found = [str(answer) for answer in answers if isinstance(answer, EngineError)]
-    found += [f"{server.url}: {answer!r}" for server, answer in zip(servers, answers, strict=True) if _unknown(answer)]
+    found = [answer.message for answer in answers if isinstance(answer, EngineError)]
+    found += [
+        describe("no answer", where={"url": server.url}, got=repr(answer))
+        for server, answer in zip(servers, answers, strict=True)
+        if _unknown(answer)
+    ]
     served = {server: answer for server, answer in zip(servers, answers, strict=True) if isinstance(answer, Served)}
     for server, answer in served.items():
         found += _differences(config, facts, server.url, answer)
@@ -72,7 +76,7 @@ def _unknown(answer: object) -> bool:
     return isinstance(answer, Exception) and not isinstance(answer, EngineError)
 
 
-def _differences(config: Config, facts: ModelFacts, url: str, served: Served) -> Iterator[str]:
+def _differences(config: Config, facts: ModelFacts, url: str, served: Served) -> Iterator[Problem]:
     """Yield what this server has that the run needs otherwise."""
     rollout = config.rollout
     spec = TraceSpec.of(facts)
@@ -93,8 +97,8 @@ def _differences(config: Config, facts: ModelFacts, url: str, served: Served) ->
     for what, (got, expected) in needed.items():
         if got != expected:
             yield describe(
-                f"rollout.servers: a server has another value of {what}",
-                where=url,
+                f"a server has another value of {what}",
+                where={"key": "rollout.servers", "url": url},
                 got=got,
                 expected=expected,
                 do="start it with moe-rl serve --config and this run's config",
@@ -102,26 +106,28 @@ def _differences(config: Config, facts: ModelFacts, url: str, served: Served) ->
     longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
     if served.max_model_len < longest:
         yield describe(
-            "rollout.servers: a server takes shorter sequences only",
-            where=url,
+            "a server takes shorter sequences only",
+            where={"key": "rollout.servers", "url": url},
             got=f"max_model_len {served.max_model_len}",
             expected=f"at least rollout.max_prompt_tokens + rollout.max_completion_tokens = {longest}",
         )
 
 
-def _among_each_other(served: dict[str, Served]) -> Iterator[str]:
+def _among_each_other(served: dict[str, Served]) -> Iterator[Problem]:
     starts: dict[str, str] = {}
     for url, answer in served.items():
         if (other := starts.setdefault(answer.start, url)) != url:
-            yield describe("rollout.servers: two addresses of one server", got=f"{other} and {url}")
+            yield describe("two addresses of one server", where={"key": "rollout.servers"}, got=f"{other} and {url}")
     versions = {answer.vllm for answer in served.values()}
     if len(versions) > 1:
         got = ", ".join(f"{url} {answer.vllm}" for url, answer in served.items())
-        yield describe("rollout.servers: they run different versions of vLLM", got=got, expected="the same on all")
+        yield describe(
+            "they run different versions of vLLM", where={"key": "rollout.servers"}, got=got, expected="the same on all"
+        )
 
 
-async def folder_problem(server: VllmServer, root: Path, folder: str) -> str:
-    """Return why the server does not see `folder` below its trace root as this process sees it below `root`; "" if it
+async def folder_problem(server: VllmServer, root: Path, folder: str) -> Problem | None:
+    """Return why the server does not see `folder` below its trace root as this process sees it below `root`; None if it
     does.
 
     Each side writes a file that the other must read.
@@ -129,9 +135,9 @@ async def folder_problem(server: VllmServer, root: Path, folder: str) -> str:
     ours = root / folder
     name, text = f".challenge-{secrets.token_hex(8)}", secrets.token_hex(16)
     challenge, reply = ours / name, ours / f"{name}.answer"
-    where = f"{server.url}, {ours.absolute()}"
+    where: About = {"key": "rollout.servers", "url": server.url, "folder": ours.absolute()}
     do = "start it with this run's run.runs_dir as its trace root, on a filesystem that both share"
-    what = "rollout.servers: a server does not see the folder of this run"
+    what = "a server does not see the folder of this run"
     try:
         ours.mkdir(parents=True, exist_ok=True)
         with open(challenge, "x", encoding="ascii") as file:
@@ -146,9 +152,9 @@ async def folder_problem(server: VllmServer, root: Path, folder: str) -> str:
             return describe(what, where=where, got="another file of that name", do=do)
         if not reply.is_file() or reply.read_text(encoding="ascii") != text:
             return describe(what, where=where, got="a file written there is not seen here", do=do)
-        return ""
+        return None
     except OSError as error:
-        return describe("run.runs_dir: cannot be written", where=str(ours), got=error.strerror)
+        return describe("cannot be written", where={"key": "run.runs_dir", "folder": ours}, got=error.strerror)
     finally:
         for path in (challenge, reply):
             path.unlink(missing_ok=True)

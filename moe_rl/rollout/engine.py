@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from moe_rl.errors import EngineError, SamplerGone, WeightSyncError, describe
+from moe_rl.errors import About, EngineError, SamplerGone, WeightSyncError, describe
 from moe_rl.messages import Channel, Message
 from moe_rl.types import Completion, GenerateRequest, ScoredTokens
 from moe_rl.vllm import wire
@@ -145,7 +145,7 @@ class VllmEngine:
                 # An engine in the middle of a call, or one that failed, does not answer; waiting is pointless.
                 self._process.wait(0 if self._failure else _CLOSE_SECONDS)
         self._kill()
-        self._failure = self._failure or describe("The vLLM engine was closed", where=f"pid {self.pid}")
+        self._failure = self._failure or describe("The vLLM engine was closed", where={"pid": self.pid})
 
     def __enter__(self) -> Self:
         return self
@@ -186,7 +186,7 @@ class VllmEngine:
             raise self._broken("sent what is no frame", str(error)) from error
         except BaseException:
             # After an interruption, the late reply to this call would be taken for the reply to the next one.
-            self._failure = describe("The vLLM engine was left in the middle of a call", where=f"pid {self.pid}")
+            self._failure = describe("The vLLM engine was left in the middle of a call", where={"pid": self.pid})
             raise
         if isinstance(reply, wire.Failed):
             if isinstance(message, wire.Start):
@@ -212,7 +212,7 @@ class VllmEngine:
         The error is SamplerGone only if the engine was once ready: an engine that cannot start would fail again.
         """
         self._kill()
-        where = f"pid {self.pid}, log {self._settings.log_path}"
+        where: About = {"pid": self.pid, "log": self._settings.log_path}
         self._failure = describe(f"The vLLM engine {what}", where=where, got=got, do="read its log and start again")
         kind = SamplerGone if self.vllm_version else EngineError
         return kind(f"{self._failure}\n{_tail(self._settings.log_path)}".rstrip())

@@ -241,7 +241,7 @@ class ServerFleet:
             raise WeightSyncError(
                 describe(
                     "A server does not hold the weights that it was sent",
-                    where=self._servers[number].url,
+                    where={"server": number, "url": self._servers[number].url},
                     got=f"{now}, {now.updates} updates{restarted}",
                     expected=f"{expected}, {expected.updates} updates",
                     do="see that no other run uses it",
@@ -317,7 +317,7 @@ class ServerFleet:
             raise SamplerGone(
                 describe(
                     f"A server failed and the run cannot do without it: {error}",
-                    where=f"server {number}, {server.url}",
+                    where={"server": number, "url": server.url},
                     got=f"{len(self.lost)} lost",
                     expected=f"at most rollout.max_lost_servers = {bound}"
                     if bound or not self._max_lost

@@ -170,7 +170,9 @@ class VllmServer:
             sampling.check(requests, max_model_len=served.max_model_len, vocabulary=served.vocab_size)
             if not served.weights_whole:
                 raise EngineError(
-                    describe("The vLLM server's weights are not whole", where=self.url, got="an update that failed")
+                    describe(
+                        "The vLLM server's weights are not whole", where={"url": self.url}, got="an update that failed"
+                    )
                 )
             records = any(request.record for request in requests)
             if records:
@@ -191,7 +193,9 @@ class VllmServer:
         return [sample.completion(request, version, refs) for request, sample in zip(requests, samples, strict=True)]
 
     def _shared(self, what: str, shard: str) -> EngineError:
-        return EngineError(describe(what, where=f"{self.url}, shard {shard}", do="give every run servers of its own"))
+        return EngineError(
+            describe(what, where={"url": self.url, "shard": shard}, do="give every run servers of its own")
+        )
 
     async def _sample(
         self, client: httpx.AsyncClient, requests: Sequence[GenerateRequest], shard: str, enough: int | None
@@ -227,7 +231,7 @@ class VllmServer:
             if enough is not None:
                 sample.finish_reason = sample.finish_reason or "abort"
             if not sample.finish_reason:
-                raise EngineError(describe("The vLLM server ended an answer early", where=f"request {request.key}"))
+                raise EngineError(describe("The vLLM server ended an answer early", where={"request": request.key}))
         return samples
 
     def _at_once(self, requests: Sequence[GenerateRequest]) -> int:
@@ -258,7 +262,9 @@ class VllmServer:
                 forwarded, since = now, time.monotonic()
             elif time.monotonic() - since > self._transport.timeout:
                 got = f"requests, and no token of them forwarded for {self._transport.timeout:g} s"
-                raise EngineError(describe("The vLLM server hangs", where=self.url, got=got, do="read its log"))
+                raise EngineError(
+                    describe("The vLLM server hangs", where={"url": self.url}, got=got, do="read its log")
+                )
 
     async def _publish(
         self, client: httpx.AsyncClient, requests: Sequence[GenerateRequest], samples: Sequence[Growing], shard: str
@@ -284,11 +290,11 @@ def _body(request: GenerateRequest, shard: str, *, stream: bool, priority: int) 
 def _add(sample: Growing, answer: _Answer, key: str) -> None:
     if answer.error is not None or len(answer.choices) != 1:
         got = bytes(answer.error)[:500].decode("utf-8", "replace") if answer.error else "no completion"
-        raise EngineError(describe("The vLLM server could not sample", where=f"request {key}", got=got))
+        raise EngineError(describe("The vLLM server could not sample", where={"request": key}, got=got))
     (choice,) = answer.choices
     logprobs = [at.logprob for at in choice.logprobs.content]
     if len(logprobs) != len(choice.token_ids):
-        raise EngineError(describe("The vLLM server left a logprob out", where=f"request {key}"))
+        raise EngineError(describe("The vLLM server left a logprob out", where={"request": key}))
     sample.add(choice.token_ids, logprobs, choice.finish_reason, choice.weight_versions)
 
 

@@ -99,7 +99,9 @@ class Transport:
             return answer.decode(text)
         except msgspec.DecodeError as error:
             got = f"{error}: {str(text)[:200]}"
-            raise EngineError(describe("The vLLM server gave the wrong answer", where=self.url, got=got)) from None
+            raise EngineError(
+                describe("The vLLM server gave the wrong answer", where={"url": self.url}, got=got)
+            ) from None
 
 
 def _allow_files(connections: int) -> None:

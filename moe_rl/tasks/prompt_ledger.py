@@ -16,7 +16,7 @@ from pathlib import Path
 import xxhash
 
 from moe_rl.disk import sync, write_all, write_whole, writing
-from moe_rl.errors import DataError, describe
+from moe_rl.errors import About, DataError, Problem, describe
 from moe_rl.tasks.prompts import PromptSource
 
 FILE = "prompts.jsonl"
@@ -60,10 +60,10 @@ class PromptLedger:
         self._expected: tuple[int, int] | None = None  # (step, cursor) that the next record must have; None: read it
 
     @property
-    def torn(self) -> str | None:
+    def torn(self) -> Problem | None:
         """Describes the torn last line that a crash left, if there is one; `rewind` drops it."""
         lines, tail = self._read()
-        return f"{self.path}:{len(lines) + 1}: torn line of {len(tail)} bytes, a crash while writing" if tail else None
+        return self._torn(len(lines) + 1, tail) if tail else None
 
     def record(self, step: int, cursor_before: int, prompt_ids: Iterable[str], completion_digest: str) -> None:
         """Append one step's prompts; durable on return. Raises DataError if it does not follow the last line."""
@@ -73,10 +73,11 @@ class PromptLedger:
             raise DataError(
                 describe(
                     "this step does not follow the prompt ledger's last one",
-                    where=str(self.path),
+                    where={"file": self.path},
                     got=f"step {entry.step} at cursor {entry.cursor}",
                     expected=f"step {expected[0]} at cursor {expected[1]}",
                     do="rewind the ledger and seek the prompt source to the checkpoint that the run resumes from",
+                    fault="order",
                 )
             )
         self._expected = None
@@ -111,9 +112,10 @@ class PromptLedger:
             raise DataError(
                 describe(
                     "the prompt ledger has lost lines",
-                    where=str(self.path),
+                    where={"file": self.path},
                     got=f"{len(lines)} whole lines" + (" and a torn one" if tail else ""),
                     expected=f"the {steps} steps before the checkpoint",
+                    fault="lost",
                 )
             )
         for _ in self._entries(lines[:steps]):
@@ -150,14 +152,22 @@ class PromptLedger:
             expected = [prompt.id for prompt in source.peek(entry.cursor, len(entry.prompts))]
             if entry.prompts != expected:
                 at = next(i for i, (got, want) in enumerate(zip(entry.prompts, expected, strict=True)) if got != want)
-                raise self._wrong(number, f"prompt at cursor {entry.cursor + at}", entry.prompts[at], expected[at])
+                raise self._wrong(number, "prompt", entry.prompts[at], f"{expected[at]}, at cursor {entry.cursor + at}")
         if tail:
-            raise DataError(f"{self.torn}. Rewind the ledger to the checkpoint that the run resumes from")
+            raise DataError(
+                self._torn(len(lines) + 1, tail, "rewind the ledger to the checkpoint that the run resumes from")
+            )
         if steps is not None and len(lines) != steps:
             raise self._wrong(min(len(lines), steps) + 1, "number of steps", len(lines), steps)
 
+    def _torn(self, number: int, tail: bytes, do: str = "") -> Problem:
+        where: About = {"file": self.path, "line": number}
+        return describe("torn line, a crash while writing", where=where, got=f"{len(tail)} bytes", do=do, fault="torn")
+
     def _wrong(self, number: int, what: str, got: object, expected: object) -> DataError:
-        return DataError(describe(f"wrong {what}", where=f"{self.path}:{number}", got=got, expected=expected))
+        return DataError(
+            describe(f"wrong {what}", where={"file": self.path, "line": number}, got=got, expected=expected, fault=what)
+        )
 
     def _read(self) -> tuple[list[bytes], bytes]:
         """Whole lines, and what follows the last newline."""
@@ -174,7 +184,9 @@ class PromptLedger:
             try:
                 entry = _parse(line)
             except ValueError as error:
-                raise DataError(f"{self.path}:{number}: {error}") from error
+                raise DataError(
+                    describe(str(error), where={"file": self.path, "line": number}, fault="damaged")
+                ) from error
             if entry.step != number - 1:
                 raise self._wrong(number, "step", entry.step, number - 1)
             if entry.cursor != cursor:
@@ -183,7 +195,8 @@ class PromptLedger:
             yield entry
 
     def _end(self) -> tuple[int, int]:
-        if torn := self.torn:
-            raise DataError(f"{torn}. Rewind the ledger before it is written again")
-        entries = list(self._entries(self._read()[0]))
+        lines, tail = self._read()
+        if tail:
+            raise DataError(self._torn(len(lines) + 1, tail, "rewind the ledger before it is written again"))
+        entries = list(self._entries(lines))
         return (entries[-1].step + 1, entries[-1].next_cursor) if entries else (0, 0)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from moe_rl.errors import DataError, describe
+from moe_rl.errors import DataError, Problem, describe
 from moe_rl.types import Prompt
 
 _FIELDS = ("id", "prompt", "answer", "level")
@@ -23,7 +23,9 @@ def _read_tokenizer(file: Path | str) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception for every fault
-        raise DataError(describe("not a readable tokenizer", where=str(file), got=error)) from error
+        raise DataError(
+            describe("not a readable tokenizer", where={"file": file}, got=error, fault="tokenizer")
+        ) from error
     # A tokenizer.json may carry either; both would change prompts without a word.
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -45,7 +47,7 @@ class TextCodec:
             raise DataError(
                 describe(
                     "a token that ends completions is not in the tokenizer",
-                    where=str(tokenizer_file),
+                    where={"file": tokenizer_file},
                     got=", ".join(map(str, unknown)),
                     do="use the tokenizer of the model, or mend eos_token_id in config.json and generation_config.json",
                 )
@@ -81,9 +83,11 @@ def load_prompts(path: Path | str, tokenizer_file: Path | str, *, max_prompt_tok
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise DataError(describe("cannot read the prompts", where=str(path), got=error.strerror)) from error
+        raise DataError(
+            describe("cannot read the prompts", where={"file": path}, got=error.strerror, fault="unreadable")
+        ) from error
     prompts: list[Prompt] = []
-    problems: list[str] = []
+    problems: list[Problem] = []
     line_of: dict[str, int] = {}
     # Not splitlines(): JSON strings may hold U+2028 and its like.
     lines = data.removesuffix(b"\n").split(b"\n") if data else []
@@ -99,14 +103,22 @@ def load_prompts(path: Path | str, tokenizer_file: Path | str, *, max_prompt_tok
                     f"prompt of {len(token_ids)} tokens, expected 1 to rollout.max_prompt_tokens = {max_prompt_tokens}"
                 )
         except ValueError as error:
-            problems.append(f"{path}:{number}: {error}")
+            problems.append(describe(str(error), where={"file": path, "line": number}))
         else:
             prompts.append(Prompt(record["id"], record["prompt"], record["answer"], record["level"], token_ids))
     if problems:
         rest = len(problems) - _MAX_PROBLEMS
-        raise DataError("\n".join(problems[:_MAX_PROBLEMS] + ([f"{path}: and {rest} more"] if rest > 0 else [])))
+        raise DataError(problems[:_MAX_PROBLEMS] + ([f"{path}: and {rest} more"] if rest > 0 else []))
     if not prompts:
-        raise DataError(describe("no prompts", where=str(path), got="an empty file", expected="one JSON object a line"))
+        raise DataError(
+            describe(
+                "no prompts",
+                where={"file": path},
+                got="an empty file",
+                expected="one JSON object a line",
+                fault="empty",
+            )
+        )
     return prompts
 
 
@@ -164,7 +176,9 @@ class PromptSource:
 
     def seek(self, cursor: int) -> None:
         if cursor < 0:
-            raise ValueError(describe("a prompt cursor counts prompts taken", got=cursor, expected="0 or more"))
+            raise ValueError(
+                describe("counts prompts taken", where={"argument": "cursor"}, got=cursor, expected="0 or more")
+            )
         self._cursor = cursor
 
     def take(self, count: int) -> list[Prompt]:

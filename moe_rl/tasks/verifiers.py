@@ -81,6 +81,7 @@ def check_failed_fraction(verdicts: SequenceOf[Verdict], limit: float) -> None:
             expected=f"at most {limit:.0%}",
             do="mend the reward function, or raise task.max_failed_fraction or task.verifier_timeout_seconds. Reasons: "
             + "; ".join(f"{count} x {reason}" for reason, count in reasons),
+            fault="too many",
         )
     )
 
@@ -147,7 +148,7 @@ class VerifierPool:
         Raises RewardError when no worker can be started any more; the pool is then closed.
         """
         if self._closed:
-            raise RewardError("the verifier pool is closed: it was closed, or an earlier score() raised")
+            raise RewardError(describe("the verifier pool is closed, or an earlier score() raised", fault="closed"))
         todo, verdicts = iter(list(enumerate(items))), {}  # the interpreter's lock makes its next() one step
 
         def serve(place: _Place) -> None:
@@ -220,6 +221,7 @@ class _Place:
             describe(
                 "no new verifier process comes up, though an earlier one did",
                 got="; ".join(f"{name}: {problem}" for name, problem in problems.items()),
+                fault="no worker",
             )
         )
 
@@ -393,4 +395,5 @@ def _environment() -> dict[str, str]:
 
 def _refuse(problems: Mapping[str, str]) -> None:
     if problems:
-        raise ConfigError([f"task.rewards.{name}.function: {problem}" for name, problem in problems.items()])
+        found = problems.items()
+        raise ConfigError([describe(text, where={"key": f"task.rewards.{name}.function"}) for name, text in found])

@@ -60,7 +60,7 @@ def compare(here: Selection, there: Selection) -> Disagreement:
         raise TraceError(
             describe(
                 "the stores have no sequence in common",
-                where=f"{here.root} and {there.root}",
+                where={"folder": here.root, "other": there.root},
                 got=f"{len(ours)} and {len(theirs)} keys",
                 do="compare recordings of the same requests",
             )
@@ -75,7 +75,7 @@ def compare(here: Selection, there: Selection) -> Disagreement:
         layers = shared if layers is None else layers
         if one.spec.num_experts != other.spec.num_experts or one.spec.top_k != other.spec.top_k or shared != layers:
             raise TraceError(
-                describe("records of one key are of different models or layers", where=f"record {key}", got=shared)
+                describe("records of one key are of different models or layers", where={"record": key}, got=shared)
             )
         length = _same_tokens(one, other)
         shorter += length < min(len(one.routes), len(other.routes))
@@ -89,7 +89,9 @@ def compare(here: Selection, there: Selection) -> Disagreement:
         bin_sets += np.bincount(at, minlength=_BINS) * len(shared)
         bin_differ += np.bincount(at, weights=differ_TL.sum(axis=1), minlength=_BINS).astype(np.int64)
     if not rows or not layers:
-        raise TraceError(describe("the stores have no token or no layer in common", where=f"{here.root}, {there.root}"))
+        raise TraceError(
+            describe("the stores have no token or no layer in common", where={"folder": here.root, "other": there.root})
+        )
     return Disagreement(
         layers=layers,
         top_k=one.spec.top_k,

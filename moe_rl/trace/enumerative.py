@@ -50,16 +50,21 @@ def decode(data: np.ndarray, sets: int, top_k: int, num_experts: int, dtype: np.
     assert width is not None, "sets without a rank are not coded by it"
     ranks, rest = _unpack(data, sets, width)
     if rest:
-        raise TraceError(describe("enumerative chunk has bits after its last rank", got=f"{rest:#x}", expected="zeros"))
+        raise TraceError(
+            describe(
+                "enumerative chunk has bits after its last rank", got=f"{rest:#x}", expected="zeros", fault="bits left"
+            )
+        )
     total = comb(num_experts, top_k)
     if sets and int(ranks.max()) >= total:
         at = int(np.flatnonzero(ranks >= np.uint64(total))[0])
         raise TraceError(
             describe(
                 "the rank is too large for a set of experts",
-                where=f"set {at}",
+                where={"set": at},
                 got=int(ranks[at]),
                 expected=f"below {total}",
+                fault="no set",
             )
         )
     ids_NK = np.empty((sets, top_k), dtype)

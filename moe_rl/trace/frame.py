@@ -160,7 +160,7 @@ def build_frame(
         raise TraceError(
             describe(
                 "record has too many chunks, spans or aux arrays",
-                where=f"shard {shard.name}, record {key}",
+                where={"shard": shard.name, "record": key},
                 got=f"a head of {len(head)} bytes, {len(spans)} spans, {len(aux)} arrays",
                 expected=f"a head of at most {MAX_HEAD} bytes, {MAX_AUX} arrays",
                 do="use a larger token_block or layer_group",
@@ -303,7 +303,7 @@ def _check_aux(name: str, array: np.ndarray, key: str) -> np.ndarray:
         raise TraceError(
             describe(
                 "aux array cannot be stored",
-                where=f"record {key}, array {name!r}",
+                where={"record": key, "array": name},
                 got=f"{array.dtype} of shape {array.shape}" if dtype else type(array).__name__,
                 expected=f"name of a-z and _; bool, integers, float16/32; 0 to 3 dimensions, {MAX_AUX_BYTES} bytes",
             )

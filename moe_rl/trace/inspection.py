@@ -57,11 +57,13 @@ def select(target: str) -> Selection:
         one = check_name(name.removesuffix(SUFFIX))
         root = root or "."
     if "://" not in root and not Path(root).is_dir():
-        raise TraceError(describe("there is no such store", where=root, do="give the folder that holds the shards"))
+        raise TraceError(
+            describe("there is no such store", where={"folder": root}, do="give the folder that holds the shards")
+        )
     store = TraceStore(root)
     shards = tuple(store.shards())
     if one is not None and one not in shards:
-        raise TraceError(describe("there is no such shard", where=root, got=one))
+        raise TraceError(describe("there is no such shard", where={"folder": root}, got=one))
     return Selection(root, store, shards if one is None else (one,), whole=one is None)
 
 
@@ -138,10 +140,12 @@ def expert_counts(selection: Selection) -> tuple[TraceSpec, np.ndarray]:
         header, spec = index.header, index.header.spec
         counts_LE = counted.setdefault(spec, np.zeros((len(spec.moe_layers), spec.num_experts), np.int64))
         if len(counted) > 1:
-            raise TraceError(describe("shards are of different models", where=f"{selection.root}, shard {shard}"))
+            raise TraceError(
+                describe("shards are of different models", where={"folder": selection.root, "shard": shard})
+            )
         counts_LE[[spec.moe_layers.index(layer) for layer in header.layers]] += _counts(selection.store, header, found)
     if not counted:
-        raise TraceError(describe("there is no shard", where=selection.root))
+        raise TraceError(describe("there is no shard", where={"folder": selection.root}))
     return spec, counts_LE
 
 
@@ -190,9 +194,9 @@ def _add(model: _Model, tip: Found) -> None:
 def _heads(library: Library, shard: str) -> tuple[ShardIndex, list[tuple[RoutePart, Found]]]:
     """Return a shard's index and all its records without reading any chunk."""
     with Reading(library) as reading:
-        index = reading.shard(shard, f"shard {shard}")
+        index = reading.shard(shard, {"shard": shard})
         parts = [RoutePart(shard, digest.hex()) for digest in index.entries]
-        reading.find((part, f"shard {shard}, record {part.digest}") for part in parts)
+        reading.find((part, {"shard": shard, "record": part.digest}) for part in parts)
         return index, [(part, reading.tip(part)) for part in parts]
 
 
@@ -298,7 +302,7 @@ def measure(selection: Selection, *, max_bytes: int = 64 << 20) -> dict[str, obj
             break
     first = time.perf_counter() - started
     if not size:
-        raise TraceError(describe("the store has no routes to measure", where=selection.root))
+        raise TraceError(describe("the store has no routes to measure", where={"folder": selection.root}))
 
     chunks = [
         (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from moe_rl.errors import TraceError, describe
+from moe_rl.errors import About, TraceError, describe
 from moe_rl.trace.files import File, LocalFolder, Range, RemoteFolder
 from moe_rl.trace.frame import Frame, Parent, parse_head
 from moe_rl.trace.manifest import MANIFEST, Manifest, parse_manifest
@@ -70,7 +70,9 @@ class Library:
         except FileNotFoundError:
             return Manifest({}, ())
         except OSError as error:
-            raise TraceError(describe("manifest cannot be read", where=str(self.folder), got=error.strerror)) from error
+            raise TraceError(
+                describe("manifest cannot be read", where={"folder": self.folder}, got=error.strerror)
+            ) from error
         try:
             with self._lock:
                 if self._manifest is not None and self._manifest[0] == file.identity:
@@ -99,9 +101,10 @@ class Library:
             raise TraceError(
                 describe(
                     "shard is refused",
-                    where=f"{shard}{SUFFIX} in {self.folder}",
+                    where={"shard": shard, "folder": self.folder},
                     got=str(error),
                     do="drop its sequences or sample them again, and check the disk",
+                    fault="damaged shard",
                 )
             ) from error
         with self._lock:
@@ -130,7 +133,7 @@ class Reading:
         for file, _ in self._open.values():
             file.close()
 
-    def shard(self, name: str, where: str) -> ShardIndex:
+    def shard(self, name: str, where: About) -> ShardIndex:
         """Open a shard; `where` says what needs it. Raises TraceError."""
         if name not in self._open:
             try:
@@ -139,9 +142,10 @@ class Reading:
                 raise TraceError(
                     describe(
                         "shard cannot be opened",
-                        where=f"{where} in {self._library.folder}",
+                        where={**where, "folder": self._library.folder},
                         got=error.strerror or type(error).__name__,
                         do="check that the store is the sampler's and that retention has not removed the shard",
+                        fault="absent shard",
                     )
                 ) from error
             try:
@@ -156,11 +160,13 @@ class Reading:
         try:
             yield from self._open[shard][0].fetch(ranges)
         except TraceError as error:
-            raise TraceError(f"shard {shard} in {self._library.folder}: {error}") from error
+            raise TraceError(
+                describe("shard cannot be read", where={"shard": shard, "folder": self._library.folder}, got=error)
+            ) from error
 
-    def find(self, parts: Iterable[tuple[RoutePart, str]]) -> None:
+    def find(self, parts: Iterable[tuple[RoutePart, About]]) -> None:
         """Read the heads of these records and of all records that they continue. Each part comes with what needs it."""
-        needed: list[tuple[RoutePart, str, Found | None]] = [(part, where, None) for part, where in parts]
+        needed: list[tuple[RoutePart, About, Found | None]] = [(part, where, None) for part, where in parts]
         while needed:
             wanted: dict[str, dict[RoutePart, IndexEntry]] = defaultdict(dict)
             for part, where, _ in needed:
@@ -173,12 +179,12 @@ class Reading:
                     _check_continues(child, self._found[part], where)
             new = [part for entries in wanted.values() for part in entries]
             needed = [
-                (parent_part(part, found.frame.parent), f"shard {part.shard}, record {found.frame.key}", found)
+                (parent_part(part, found.frame.parent), {"shard": part.shard, "record": found.frame.key}, found)
                 for part, found in ((part, self._found[part]) for part in new)
                 if found.frame.parent is not None
             ]
 
-    def chain(self, part: RoutePart, rows: int, where: str) -> list[RowSegment]:
+    def chain(self, part: RoutePart, rows: int, where: About) -> list[RowSegment]:
         """Return the records that together hold the first `rows` rows of a found record, oldest first."""
         segments = []
         while True:
@@ -192,6 +198,7 @@ class Reading:
                         got=f"{frame.rows} rows in shard {part.shard}",
                         expected=rows,
                         do="do not mix shards of different runs; sample the sequence again",
+                        fault="rows",
                     )
                 )
             before = frame.parent.rows if frame.parent else 0
@@ -224,9 +231,10 @@ class Reading:
                 raise TraceError(
                     describe(
                         "record is damaged",
-                        where=f"shard {shard}, record {part.digest}, bytes {at} to {at + entry.head_bytes}",
+                        where={"shard": shard, "record": part.digest, "bytes": f"{at} to {at + entry.head_bytes}"},
                         got=str(error),
                         do="drop the sequence or sample it again, and check the disk; other records stay readable",
+                        fault="damaged record",
                     )
                 ) from error
             # Copied: a view would keep the whole read buffer alive.
@@ -240,7 +248,7 @@ def read_index(file: File, shard: str) -> ShardIndex:
     if not header.sealed:
         raise TraceError("it was never sealed; recover() saves its complete records")
     if header.name != shard:
-        raise TraceError(f"it was published as {header.name!r}")
+        raise TraceError(describe("it was published under another name", got=header.name, fault="another name"))
     at, size = start + header.frame_bytes, header.index_bytes
     if at + size != file.size:
         raise TraceError(f"it has {file.size} bytes where its header says {at + size}")
@@ -255,7 +263,7 @@ def read_header(file: File) -> tuple[ShardHeader, str, int]:
     """Read the header, its digest and the offset of the first frame. Raises TraceError with what is wrong."""
     size = file.size
     if size < 0:
-        raise TraceError("it is not a regular file")
+        raise TraceError(describe("it is not a regular file", fault="no regular file"))
     length = size
     if size >= 8:
         (raw,) = file.fetch([(0, 8)])
@@ -266,7 +274,7 @@ def read_header(file: File) -> tuple[ShardHeader, str, int]:
     return *parse_header(bytes(raw)), 8 + length
 
 
-def _entry(index: ShardIndex, part: RoutePart, where: str) -> IndexEntry:
+def _entry(index: ShardIndex, part: RoutePart, where: About) -> IndexEntry:
     try:
         entry = index.entries.get(bytes.fromhex(part.digest))
     except (ValueError, TypeError):
@@ -278,6 +286,7 @@ def _entry(index: ShardIndex, part: RoutePart, where: str) -> IndexEntry:
                 where=where,
                 got=f"{len(index.entries)} records, none with digest {str(part.digest)[:40]}",
                 do="do not mix shards of different runs; sample the sequence again",
+                fault="absent record",
             )
         )
     return entry
@@ -288,7 +297,7 @@ def parent_part(part: RoutePart, parent: Parent) -> RoutePart:
     return RoutePart(parent.shard or part.shard, parent.digest.hex())
 
 
-def _check_continues(child: Found, parent: Found, where: str) -> None:
+def _check_continues(child: Found, parent: Found, where: About) -> None:
     ours, theirs, link = child.shard.header, parent.shard.header, child.frame.parent
     assert link is not None, "it was followed to the parent"
     if (ours.spec, ours.layers, ours.keep_order) != (theirs.spec, theirs.layers, theirs.keep_order):

@@ -56,7 +56,7 @@ def export_parquet(selection: Selection, path: Path, *, pattern: str = "*", per:
                 raise TraceError(
                     describe(
                         "records have other layers or another model than those before",
-                        where=f"record {record.key}",
+                        where={"record": record.key},
                         got=f"layers {record.layers[0]} to {record.layers[-1]}",
                         expected=f"layers {layout[1][0]} to {layout[1][-1]} of {layout[0].model_fingerprint[:16]}",
                         do="export one shard at a time, or a row per layer",
@@ -66,11 +66,15 @@ def export_parquet(selection: Selection, path: Path, *, pattern: str = "*", per:
             writer.write_table(table)
             rows += table.num_rows
         if writer is None:
-            raise TraceError(describe("nothing to export", where=selection.root, got=f"no record like {pattern!r}"))
+            raise TraceError(
+                describe("nothing to export", where={"folder": selection.root}, got=f"no record like {pattern!r}")
+            )
         writer.close()
         os.replace(unfinished, path)
     except OSError as error:
-        raise TraceError(describe("file cannot be written", where=str(path), got=error.strerror or error)) from error
+        raise TraceError(
+            describe("file cannot be written", where={"file": path}, got=error.strerror or error)
+        ) from error
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink()

@@ -134,9 +134,10 @@ def _bad_set(numbers_KN: np.ndarray, tokens: int, num_experts: int) -> TraceErro
     return TraceError(
         describe(
             "the numbers are not a set of experts",
-            where=f"token {at % tokens}, layer {at // tokens} of the chunk",
+            where={"token": at % tokens, "layer": at // tokens},
             got=" ".join(map(str, numbers_NK[at])),
             expected=f"different numbers below {num_experts}, ascending",
+            fault="no set",
         )
     )
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_rl.errors import TraceError, describe
+from moe_rl.errors import About, TraceError, describe
 from moe_rl.trace.codec import decode_chunk
 from moe_rl.trace.frame import FrameSection, checksum
 from moe_rl.trace.library import Found, Reading, RowSegment
@@ -75,7 +75,7 @@ def _parts_of(
         raise TraceError(
             describe(
                 "reference is impossible",
-                where=f"record {ref.key}",
+                where={"record": ref.key},
                 got=f"{ref.rows} rows in {len(ref.parts)} shards",
                 expected=f"0 to {MAX_ROWS} rows in at least one",
             )
@@ -88,8 +88,9 @@ def _parts_of(
             raise TraceError(
                 describe(
                     "parts of a record are of different models or orders",
-                    where=f"record {ref.key}",
+                    where={"record": ref.key},
                     got=f"shards {first.name} and {header.name}",
+                    fault="models",
                 )
             )
         for layer in header.layers:
@@ -97,9 +98,10 @@ def _parts_of(
                 raise TraceError(
                     describe(
                         "two parts of a record have the same layer",
-                        where=f"record {ref.key}, layer {layer}",
+                        where={"record": ref.key, "layer": layer},
                         got=f"shards {owner[layer].shard} and {part.shard}",
                         do="give every pipeline stage its own layers",
+                        fault="layer twice",
                     )
                 )
             owner[layer] = part
@@ -109,11 +111,16 @@ def _parts_of(
     if missing or list(layers) != sorted(set(layers)):
         raise TraceError(
             describe(
-                f"layer {missing[0]} is in no part of the record" if missing else "layers are not increasing",
-                where=f"shard {', '.join(part.shard for part in ref.parts)}, record {ref.key}",
+                "a layer is in no part of the record" if missing else "layers are not increasing",
+                where={
+                    "shard": ", ".join(part.shard for part in ref.parts),
+                    "record": ref.key,
+                    **({"layer": missing[0]} if missing else {}),
+                },
                 got=f"layers {str(list(layers))[:80]}",
                 expected=f"some of {str(sorted(owner))[:80]}",
                 do="join the parts of all pipeline stages, and ask for MoE layers by their global number",
+                fault="layer in no part" if missing else "layer order",
             )
         )
     wanted = {owner[layer] for layer in layers}
@@ -131,6 +138,7 @@ def _join(reading: Reading, ref: RouteRef, parts: list[RoutePart], layers: tuple
                     where=_where(ref, part),
                     got=f"record of {found.frame.key}",
                     do="sample the sequence again",
+                    fault="another request",
                 )
             )
         shares.append(JoinedPart(part, found.shard.header.layers, reading.chain(part, ref.rows, _where(ref, part))))
@@ -144,9 +152,10 @@ def _join(reading: Reading, ref: RouteRef, parts: list[RoutePart], layers: tuple
                 raise TraceError(
                     describe(
                         f"parts of a record have different {what}",
-                        where=f"record {ref.key}",
+                        where={"record": ref.key},
                         got=f"shards {one.part.shard} and {other.part.shard}",
                         do="join only what the stages of one engine recorded of one request",
+                        fault=what,
                     )
                 )
     return Joined(
@@ -188,8 +197,8 @@ def _tokens_of(reading: Reading, part: JoinedPart, rows: tuple[int, int]) -> np.
     return ids
 
 
-def _where(ref: RouteRef, part: RoutePart) -> str:
-    return f"shard {part.shard}, record {ref.key}"
+def _where(ref: RouteRef, part: RoutePart) -> About:
+    return {"shard": part.shard, "record": ref.key}
 
 
 @dataclass(slots=True)
@@ -309,9 +318,14 @@ def damaged(found: Found, section: FrameSection, fault: str) -> TraceError:
     return TraceError(
         describe(
             "record is damaged",
-            where=f"shard {found.shard.header.name}, record {found.frame.key}, bytes {at} to {at + section.size}",
+            where={
+                "shard": found.shard.header.name,
+                "record": found.frame.key,
+                "bytes": f"{at} to {at + section.size}",
+            },
             got=fault,
             do="drop the sequence or sample it again, and check the disk; other records stay readable",
+            fault="damaged record",
         )
     )
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from moe_rl.errors import RouteValidationError, TraceError, describe
+from moe_rl.errors import About, RouteValidationError, TraceError, describe
 from moe_rl.models.facts import ModelFacts
 from moe_rl.types import RouteRef, Span
 
@@ -54,16 +54,21 @@ class TraceSpec:
         ):
             raise TraceError(
                 describe(
-                    "model fingerprint cannot be stored",
+                    "cannot be stored",
+                    where={"field": "model_fingerprint"},
                     got=repr(self.model_fingerprint)[:80],
                     expected=f"1 to {MAX_FINGERPRINT} printable ASCII characters",
                     do="pass a digest of the model's config and weights",
                 )
             )
         if not (_is_int(self.num_experts) and 1 <= self.num_experts <= 65536):
-            raise TraceError(describe("num_experts is impossible", got=self.num_experts, expected="1 to 65536"))
+            raise TraceError(
+                describe("impossible", where={"field": "num_experts"}, got=self.num_experts, expected="1 to 65536")
+            )
         if not (_is_int(self.top_k) and 1 <= self.top_k <= self.num_experts):
-            raise TraceError(describe("top_k is impossible", got=self.top_k, expected=f"1 to {self.num_experts}"))
+            raise TraceError(
+                describe("impossible", where={"field": "top_k"}, got=self.top_k, expected=f"1 to {self.num_experts}")
+            )
         letters = self.layer_map
         if not (
             isinstance(letters, str)
@@ -73,7 +78,8 @@ class TraceSpec:
         ):
             raise TraceError(
                 describe(
-                    "layer_map is not a layer map",
+                    "not a layer map",
+                    where={"field": "layer_map"},
                     got=repr(letters)[:80],
                     expected=f"1 to {MAX_LAYERS} of the letters d, m, h, t and r, with at least one m or r",
                     do="pass one letter per decoder layer of the model",
@@ -93,7 +99,8 @@ class TraceSpec:
         if len(moe) != len(moe_layers) or not moe <= set(range(num_layers)):
             raise TraceError(
                 describe(
-                    "moe_layers are not layers of the model",
+                    "not layers of the model",
+                    where={"field": "moe_layers"},
                     got=str(list(moe_layers))[:80],
                     expected=f"different numbers from 0 to {num_layers - 1}",
                 )
@@ -181,7 +188,7 @@ class RecordInfo:
     spec: TraceSpec
 
 
-def as_token_ids(token_ids: Sequence[int] | np.ndarray, *, where: str) -> np.ndarray:
+def as_token_ids(token_ids: Sequence[int] | np.ndarray, *, where: About) -> np.ndarray:
     """Return token ids as int32 [T]. `where` names the sequence in messages.
 
     Raises:
@@ -205,10 +212,11 @@ def as_token_ids(token_ids: Sequence[int] | np.ndarray, *, where: str) -> np.nda
         raise RouteValidationError(
             describe(
                 "token id out of range",
-                where=f"{where}, token {at}",
+                where={**where, "token": at},
                 got=int(ids[at]),
                 expected="0 to 2147483647",
                 do="pass the forwarded tokens only, no padding",
+                fault="token id",
             )
         )
     return np.ascontiguousarray(ids, dtype="<i4")
@@ -233,7 +241,8 @@ def _check(text: str, what: str, allowed: re.Pattern, words: str, limit: int) ->
     if not isinstance(text, str) or len(text) > limit or not allowed.fullmatch(text):
         raise TraceError(
             describe(
-                f"{what} is not allowed",
+                "not allowed",
+                where={"field": what},
                 got=repr(text)[:80],
                 expected=f"1 to {limit} of {words}",
                 do="choose another one",

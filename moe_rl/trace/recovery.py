@@ -51,19 +51,28 @@ def recover(path: Path | str, name: str) -> Recovered:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
-        raise TraceError(describe("file to recover cannot be opened", where=str(path), got=error.strerror)) from error
+        raise TraceError(
+            describe("file to recover cannot be opened", where={"file": path}, got=error.strerror, fault="absent file")
+        ) from error
     file = LocalFile(fd)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise TraceError(
-                describe("file to recover is still being written", where=str(path), do="let its writer publish it")
+                describe(
+                    "file to recover is still being written",
+                    where={"file": path},
+                    do="let its writer publish it",
+                    fault="unfinished",
+                )
             ) from error
         try:
             header, _, at = read_header(file)
         except TraceError as error:
-            raise TraceError(describe("file cannot be recovered", where=str(path), got=str(error))) from error
+            raise TraceError(
+                describe("file cannot be recovered", where={"file": path}, got=str(error), fault="damaged file")
+            ) from error
         end = at + header.frame_bytes if header.sealed else file.size
         refs, fault = [], ""
         with ShardWriter(

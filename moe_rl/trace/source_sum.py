@@ -103,7 +103,7 @@ def sum_of(ref: RouteRef) -> int:
         raise TraceError(
             describe(
                 "a reference has no checksum from the sampler's engine",
-                where=f"record {ref.key}",
+                where={"record": ref.key},
                 got=repr(ref.source_sum)[:40],
                 expected="16 hex digits in source_sum",
                 do="sample with this version of moe_rl, or make the reference with moe_rl.trace.signed",

@@ -9,18 +9,24 @@ from typing import Any
 
 import numpy as np
 
-from moe_rl.errors import RouteValidationError, describe
+from moe_rl.errors import About, RouteValidationError, describe
 from moe_rl.types import Provenance, Span
 
 
-def check_spans(spans: Sequence[Span], *, rows: int, where: str) -> tuple[Span, ...]:
+def check_spans(spans: Sequence[Span], *, rows: int, where: About) -> tuple[Span, ...]:
     """Return canonical spans that cover exactly `rows` rows, or raise RouteValidationError. `where` names the
     sequence."""
     checked = []
     for span in spans:
         if not isinstance(span, Span) or _integer(span.rows) is None or span.rows < 1:
             raise RouteValidationError(
-                describe("a span of rows is impossible", where=where, got=repr(span)[:80], expected="at least 1 row")
+                describe(
+                    "a span of rows is impossible",
+                    where=where,
+                    got=repr(span)[:80],
+                    expected="at least 1 row",
+                    fault="span",
+                )
             )
         version = _integer(span.weight_version)
         if version is None or not 0 <= version < 2**63:
@@ -31,11 +37,18 @@ def check_spans(spans: Sequence[Span], *, rows: int, where: str) -> tuple[Span, 
                     got=repr(span.weight_version)[:40],
                     expected="an integer from 0",
                     do="record the version of the weights that sampled the rows",
+                    fault="weight version",
                 )
             )
         if span.provenance not in (0, 1, 2):
             raise RouteValidationError(
-                describe("provenance is unknown", where=where, got=repr(span.provenance)[:40], expected="a Provenance")
+                describe(
+                    "provenance is unknown",
+                    where=where,
+                    got=repr(span.provenance)[:40],
+                    expected="a Provenance",
+                    fault="provenance",
+                )
             )
         checked.append(Span(operator.index(span.rows), version, Provenance(span.provenance)))
     covered = sum(span.rows for span in checked)
@@ -47,6 +60,7 @@ def check_spans(spans: Sequence[Span], *, rows: int, where: str) -> tuple[Span, 
                 got=f"{covered} rows in {len(checked)} spans",
                 expected=rows,
                 do="give every forwarded token the weight version it was routed with",
+                fault="spans",
             )
         )
     return merge_spans(checked)

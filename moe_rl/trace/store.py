@@ -193,18 +193,19 @@ class TraceStore:
         raise TraceError(
             describe(
                 "record has no such array",
-                where=f"shard {ref.parts[0].shard}, record {ref.key}",
+                where={"shard": ref.parts[0].shard, "record": ref.key},
                 got=repr(name),
                 expected=f"one of {names}",
+                fault="no array",
             )
         )
 
     def records(self, shard: str) -> list[RouteRef]:
         """Return references to all records of a shard, in the order of writing. Raises TraceError."""
         with Reading(self._library) as reading:
-            index = reading.shard(shard, f"shard {shard}")
+            index = reading.shard(shard, {"shard": shard})
             parts = [RoutePart(shard, digest.hex()) for digest in index.entries]
-            reading.find((part, f"shard {shard}, record {part.digest}") for part in parts)
+            reading.find((part, {"shard": shard, "record": part.digest}) for part in parts)
             frames = [reading.tip(part).frame for part in parts]
         return [RouteRef(frame.key, frame.rows, (part,)) for frame, part in zip(frames, parts, strict=True)]
 
@@ -237,7 +238,7 @@ class TraceStore:
                 raise TraceError(
                     describe(
                         "the manifest of the trace has lost the line of a shard",
-                        where=f"shard {name}, {self._library.folder}/{MANIFEST}",
+                        where={"shard": name, "file": f"{self._library.folder}/{MANIFEST}"},
                         got=f"lines of {len(manifest.published)} other shards{damaged}",
                         do="sample its sequences again; a resumed run does",
                     )
@@ -257,7 +258,7 @@ class TraceStore:
                     manifest.append("removed", shard)
         except OSError as error:
             raise TraceError(
-                describe("shard could not be removed", where=f"shard {shard} in {root}", got=error.strerror)
+                describe("shard could not be removed", where={"shard": shard, "folder": root}, got=error.strerror)
             ) from error
         self._library.forget(shard)
 
@@ -312,14 +313,19 @@ class TraceStore:
         lineage = [shard]
         for name in lineage:
             with Reading(self._library) as reading, contextlib.suppress(TraceError):  # a damaged shard keeps no other
-                lineage += [parent for parent in reading.shard(name, "retention").parents if parent not in lineage]
+                lineage += [parent for parent in reading.shard(name, {"shard": name}).parents if parent not in lineage]
         return [name for name in lineage if (self._local() / (name + SUFFIX)).exists()]
 
     def _local(self) -> Path:
         if isinstance(self._library.folder, LocalFolder):
             return self._library.folder.path
         raise TraceError(
-            describe("store can only be read", where=str(self._library.folder), do="remove shards where they are local")
+            describe(
+                "store can only be read",
+                where={"folder": self._library.folder},
+                do="remove shards where they are local",
+                fault="read-only",
+            )
         )
 
 
@@ -354,7 +360,7 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype, key: str) -> np.ndarray:
         return np.empty(shape, dtype)
     except MemoryError as error:
         raise TraceError(
-            describe("record is too large for memory", where=f"record {key}", got=f"routes of shape {shape}")
+            describe("record is too large for memory", where={"record": key}, got=f"routes of shape {shape}")
         ) from error
 
 
@@ -364,9 +370,10 @@ def _check_rows(ref: RouteRef, rows: Rows | None) -> Rows:
         raise TraceError(
             describe(
                 "rows are not in the record",
-                where=f"record {ref.key}",
+                where={"record": ref.key},
                 got=f"rows {first} to {last}",
                 expected=f"0 to {ref.rows}",
+                fault="rows",
             )
         )
     return first, last
@@ -380,5 +387,6 @@ def _check_out(out: np.ndarray, total: int, one: Joined | RouteRecord | None = N
                 "array cannot take the routes",
                 got=f"{out.dtype} of shape {out.shape}",
                 expected=f"{one.spec.dtype if one else 'integers'} or wider of shape {shape}",
+                fault="array",
             )
         )

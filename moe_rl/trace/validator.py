@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moe_rl.errors import RouteValidationError, describe
+from moe_rl.errors import About, RouteValidationError, describe
 from moe_rl.trace.record import RouteRecord, TraceSpec, as_token_ids
 from moe_rl.trace.spans import check_spans
 from moe_rl.trace.variety import check_variety
@@ -45,7 +45,7 @@ def validate(
     Raises:
         RouteValidationError: with request, token and layer.
     """
-    where = f"request {record.key}"
+    where: About = {"request": record.key}
     _same_model(record, spec, where)
     wanted = spec.moe_layers if layers is None else tuple(layers)
     if tuple(record.layers) != wanted:
@@ -60,10 +60,11 @@ def validate(
             raise RouteValidationError(
                 describe(
                     "routes were sampled with weights that are too old or too new",
-                    where=f"{where}, tokens {row} to {row + span.rows - 1}",
+                    where={**where, "tokens": f"{row} to {row + span.rows - 1}"},
                     got=f"weight version {span.weight_version}",
                     expected=f"{oldest} to {weight_version} (max_staleness {max_staleness})",
                     do="sample the sequence again, or allow more staleness",
+                    fault="weight version",
                 )
             )
         row += span.rows
@@ -72,7 +73,7 @@ def validate(
 
 
 def check_routes(
-    routes: np.ndarray, spec: TraceSpec, *, rows: int, where: str, layers: Sequence[int] | None = None
+    routes: np.ndarray, spec: TraceSpec, *, rows: int, where: About, layers: Sequence[int] | None = None
 ) -> None:
     """Refuse anything but K distinct ids in [0, num_experts) for each of `rows` tokens and every layer.
 
@@ -93,6 +94,7 @@ def check_routes(
                 got=getattr(routes, "dtype", type(routes).__name__),
                 expected=f"a numpy array of {' or '.join(allowed)} ({spec.num_experts} experts)",
                 do="hand over the ids as they were recorded",
+                fault="type",
             )
         )
     if routes.ndim != 3:
@@ -102,46 +104,41 @@ def check_routes(
                 where=where,
                 got=routes.shape,
                 expected=f"[tokens, {len(layers)}, {spec.top_k}]",
+                fault="shape",
             )
         )
     if routes.shape[1] != len(layers):
         recorded = routes.shape[1]
-        at = (
-            f"layer {layers[recorded]} has no routes"
-            if recorded < len(layers)
-            else f"layers after {layers[-1]} are not in the model"
-        )
+        lacks = recorded < len(layers)
         raise RouteValidationError(
             describe(
-                "routes do not cover the model's MoE layers",
-                where=f"{where}, {at}",
+                "a MoE layer of the model has no routes" if lacks else "there are routes beyond the last MoE layer",
+                where={**where, "layer": layers[recorded] if lacks else layers[-1]},
                 got=f"{recorded} layers",
                 expected=len(layers),
                 do="record every MoE layer of the model",
+                fault="layer without routes" if lacks else "layers too many",
             )
         )
     if routes.shape[2] != spec.top_k:
         raise RouteValidationError(
             describe(
                 "wrong number of experts per token",
-                where=f"{where}, token 0, layer {layers[0]}",
+                where={**where, "token": 0, "layer": layers[0]},
                 got=routes.shape[2],
                 expected=spec.top_k,
+                fault="experts per token",
             )
         )
     if len(routes) != rows:
-        fault = (
-            f"token {len(routes)} has no routes"
-            if len(routes) < rows
-            else f"routes from token {rows} on belong to no token"
-        )
         raise RouteValidationError(
             describe(
-                "rows are not the forwarded tokens",
-                where=f"{where}, {fault}",
+                "a forwarded token has no routes" if len(routes) < rows else "a row of routes belongs to no token",
+                where={**where, "token": min(len(routes), rows)},
                 got=f"{len(routes)} rows",
                 expected=rows,
                 do="record one row per forwarded token: prompt + completion - 1",
+                fault="token without routes" if len(routes) < rows else "rows too many",
             )
         )
     bad = _first_bad_set(routes, spec.num_experts)
@@ -149,14 +146,16 @@ def check_routes(
         token, layer = divmod(bad, len(layers))
         ids = routes[token, layer].tolist()
         outside = [i for i in ids if i >= spec.num_experts]
-        what = f"expert id {outside[0]} does not exist" if outside else "an expert was chosen twice"
+        what = "an expert does not exist" if outside else "an expert was chosen twice"
+        expert: About = {"expert": outside[0]} if outside else {}
         raise RouteValidationError(
             describe(
                 what,
-                where=f"{where}, token {token}, layer {layers[layer]}",
+                where={**where, "token": token, "layer": layers[layer], **expert},
                 got=ids,
                 expected=f"{spec.top_k} distinct ids from 0 to {spec.num_experts - 1}",
                 do="drop the sequence and look at the recorder: ids must be logical, one row per token",
+                fault="no expert" if outside else "expert twice",
             )
         )
 
@@ -176,7 +175,7 @@ def _first_bad_set(routes: np.ndarray, num_experts: int) -> int | None:
     return None
 
 
-def _same_model(record: RouteRecord, spec: TraceSpec, where: str) -> None:
+def _same_model(record: RouteRecord, spec: TraceSpec, where: About) -> None:
     got = record.spec
     if got.model_fingerprint != spec.model_fingerprint:
         raise RouteValidationError(
@@ -186,6 +185,7 @@ def _same_model(record: RouteRecord, spec: TraceSpec, where: str) -> None:
                 got=f"fingerprint {got.model_fingerprint}",
                 expected=spec.model_fingerprint,
                 do="sample with the model that is trained",
+                fault="model",
             )
         )
     for field in ("num_experts", "top_k"):
@@ -197,6 +197,7 @@ def _same_model(record: RouteRecord, spec: TraceSpec, where: str) -> None:
                     got=getattr(got, field),
                     expected=getattr(spec, field),
                     do="sample with the model that is trained",
+                    fault=field,
                 )
             )
     if got.layer_map != spec.layer_map:
@@ -209,27 +210,31 @@ def _same_model(record: RouteRecord, spec: TraceSpec, where: str) -> None:
                 got=got.layer_map,
                 expected=spec.layer_map,
                 do="sample with the model that is trained",
+                fault="layer map",
             )
         )
 
 
-def _wrong_layers(got: Sequence[int], expected: Sequence[int], where: str) -> RouteValidationError:
+def _wrong_layers(got: Sequence[int], expected: Sequence[int], where: About) -> RouteValidationError:
     missing, extra = sorted(set(expected) - set(got)), sorted(set(got) - set(expected))
-    at = "their order differs"
+    what, fault = "the MoE layers of routes are out of order", "layer order"
     if missing or extra:
-        at = f"layer {missing[0]} has no routes" if missing else f"layer {extra[0]} was not asked for"
+        what = "a MoE layer of the model has no routes" if missing else "a layer has routes and was not asked for"
+        fault = "layer without routes" if missing else "layer not asked for"
+        where = {**where, "layer": (missing or extra)[0]}
     return RouteValidationError(
         describe(
-            "routes do not cover the model's MoE layers",
-            where=f"{where}, {at}",
+            what,
+            where=where,
             got=list(got),
             expected=list(expected),
             do="record every MoE layer of the model, by its global number",
+            fault=fault,
         )
     )
 
 
-def _same_tokens(record: RouteRecord, token_ids: np.ndarray, where: str) -> None:
+def _same_tokens(record: RouteRecord, token_ids: np.ndarray, where: About) -> None:
     recorded = record.token_ids
     if len(recorded) == len(token_ids) and np.array_equal(recorded, token_ids):
         return
@@ -241,15 +246,16 @@ def _same_tokens(record: RouteRecord, token_ids: np.ndarray, where: str) -> None
     raise RouteValidationError(
         describe(
             "routes were recorded from other tokens",
-            where=f"{where}, token {record.first_row + at}, all layers",
+            where={**where, "token": record.first_row + at},
             got=f"{got}, {max(1, len(different))} tokens differ",
             expected=expected,
             do="feed prompt + completion[:-1] exactly as the sampler forwarded it, or drop the sequence",
+            fault="tokens",
         )
     )
 
 
-def _same_request(record: RouteRecord, ref: RouteRef, where: str) -> None:
+def _same_request(record: RouteRecord, ref: RouteRef, where: About) -> None:
     if ref.key != record.key:
         raise RouteValidationError(
             describe(
@@ -257,6 +263,7 @@ def _same_request(record: RouteRecord, ref: RouteRef, where: str) -> None:
                 where=where,
                 got=f"reference to {ref.key} in shard {', '.join(part.shard for part in ref.parts)}",
                 expected=record.key,
+                fault="another request",
             )
         )
     if record.first_row + len(record.routes) > ref.rows:
@@ -266,5 +273,6 @@ def _same_request(record: RouteRecord, ref: RouteRef, where: str) -> None:
                 where=where,
                 got=f"rows to {record.first_row + len(record.routes)}",
                 expected=f"at most {ref.rows}",
+                fault="rows",
             )
         )

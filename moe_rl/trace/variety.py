@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moe_rl.errors import RouteValidationError, describe
+from moe_rl.errors import About, RouteValidationError, describe
 
 # Shorter records say too little about their routers.
 _ROWS = 8
@@ -31,7 +31,7 @@ _LOOK = "look at the recorder: a buffer was handed over that was not written, or
 
 
 def check_variety(
-    routes: np.ndarray, token_ids: np.ndarray, *, num_experts: int, layers: Sequence[int], where: str
+    routes: np.ndarray, token_ids: np.ndarray, *, num_experts: int, layers: Sequence[int], where: About
 ) -> None:
     """Refuse routes [T, L, K] that do not vary as a model's routers vary. token_ids [T] are their tokens.
 
@@ -64,16 +64,20 @@ def check_variety(
         return
     constant = (routes == routes[:1]).all((0, 2))
     if constant.all():
-        raise _refusal("routes are the same for every token, which no router does", where, routes[0, 0].tolist(), 0)
+        raise _refusal(
+            "routes are the same for every token, which no router does", where, routes[0, 0].tolist(), 0, "equal tokens"
+        )
     if columns > 1 and (routes == routes[:, :1]).all():
-        raise _refusal("routes are the same for every layer, which no router does", where, routes[0, 0].tolist(), 0)
+        raise _refusal(
+            "routes are the same for every layer, which no router does", where, routes[0, 0].tolist(), 0, "equal layers"
+        )
     _check_layers(routes, num_experts, layers, where)
     if constant.any():
         _check_unwritten(routes, token_ids, np.flatnonzero(constant), num_experts, layers, where)
     _check_stuck(routes, token_ids, columns - int(constant.sum()), where)
 
 
-def _check_layers(routes: np.ndarray, num_experts: int, layers: Sequence[int], where: str) -> None:
+def _check_layers(routes: np.ndarray, num_experts: int, layers: Sequence[int], where: About) -> None:
     rows, columns, top_k = routes.shape
     # Equal layers are equal in their first rows, so comparing a few bytes usually suffices.
     first: dict[bytes, list[int]] = {}
@@ -93,16 +97,22 @@ def _check_layers(routes: np.ndarray, num_experts: int, layers: Sequence[int], w
                     raise RouteValidationError(
                         describe(
                             "two layers have the same routes for every token, which no model does",
-                            where=f"{where}, layers {layers[one]} and {layers[other]}",
+                            where={**where, "layers": f"{layers[one]} and {layers[other]}"},
                             got=f"{rows} equal rows with {sets} different sets, {routes[0, one].tolist()} in token 0",
                             expected="each layer's own choice",
                             do="look at the recorder: the rows of one layer were written to both columns",
+                            fault="equal pair",
                         )
                     )
 
 
 def _check_unwritten(
-    routes: np.ndarray, token_ids: np.ndarray, constant: np.ndarray, num_experts: int, layers: Sequence[int], where: str
+    routes: np.ndarray,
+    token_ids: np.ndarray,
+    constant: np.ndarray,
+    num_experts: int,
+    layers: Sequence[int],
+    where: About,
 ) -> None:
     top_k = routes.shape[2]
     if math.comb(num_experts, top_k) < _SETS or len(np.unique(token_ids)) < _ROWS:
@@ -110,11 +120,11 @@ def _check_unwritten(
     for column in constant.tolist():
         chosen = np.sort(routes[0, column]).tolist()
         if chosen in (list(range(top_k)), list(range(num_experts - top_k, num_experts))):
-            what = f"layer {layers[column]} has the same routes for every token, those of equal scores"
-            raise _refusal(what, where, chosen, 0)
+            what = "a layer has the same routes for every token, those of equal scores"
+            raise _refusal(what, {**where, "layer": layers[column]}, chosen, 0, "equal scores")
 
 
-def _check_stuck(routes: np.ndarray, token_ids: np.ndarray, layers: int, where: str) -> None:
+def _check_stuck(routes: np.ndarray, token_ids: np.ndarray, layers: int, where: About) -> None:
     flat = routes.reshape(len(routes), -1)
     same = (flat[1:] == flat[:-1]).all(1)
     needed = max(4, 1 + math.ceil(_BITS / layers))
@@ -130,13 +140,13 @@ def _check_stuck(routes: np.ndarray, token_ids: np.ndarray, layers: int, where: 
             continue
         if (different := len(np.unique(token_ids[start:end]))) >= needed:
             raise _refusal(
-                f"rows do not change in any layer though the tokens do: tokens {start} to {end - 1}, "
-                f"{different} different ones",
-                where,
+                f"rows do not change in any layer though {different} different tokens do",
+                {**where, "tokens": f"{start} to {end - 1}"},
                 routes[start, 0].tolist(),
                 start,
+                "stuck rows",
             )
 
 
-def _refusal(what: str, where: str, ids: list[int], token: int) -> RouteValidationError:
-    return RouteValidationError(describe(what, where=where, got=f"{ids} in token {token}", do=_LOOK))
+def _refusal(what: str, where: About, ids: list[int], token: int, fault: str) -> RouteValidationError:
+    return RouteValidationError(describe(what, where=where, got=f"{ids} in token {token}", do=_LOOK, fault=fault))

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from moe_rl.disk import refusal
-from moe_rl.errors import TraceDiskError, TraceError, describe
+from moe_rl.errors import About, TraceDiskError, TraceError, describe
 from moe_rl.trace.files import create_locked, make_directory, sync_directory, write_all
 from moe_rl.trace.frame import MAX_DEPTH, Frame, Parent, build_frame, head_size, parse_head
 from moe_rl.trace.library import Library, Reading
@@ -136,7 +136,7 @@ class ShardWriter:
         header = self._header
         self._open_fd()
         self._check_new(check_key(key))
-        where = f"request {key}, shard {header.name}"
+        where: About = {"request": key, "shard": header.name}
         token_ids = as_token_ids(token_ids, where=where)
         check_routes(routes, header.spec, rows=len(token_ids), where=where, layers=header.layers)
         spans = check_spans(spans, rows=len(token_ids), where=where)
@@ -181,7 +181,7 @@ class ShardWriter:
         self._open_fd()
         if key not in self._keys:
             raise TraceError(
-                describe("record to mark as aborted was not added", where=f"shard {self._header.name}, record {key}")
+                describe("record to mark as aborted was not added", where={"shard": self._header.name, "record": key})
             )
         self._aborted.add(self._keys[key])
 
@@ -260,15 +260,19 @@ class ShardWriter:
             self.publish()
 
     def _check_new(self, key: str) -> None:
-        where = f"shard {self._header.name}, record {key}"
+        where: About = {"shard": self._header.name, "record": key}
         if key in self._keys:
-            raise TraceError(describe("record key is used twice", where=where, do="give every sequence its own key"))
+            raise TraceError(
+                describe(
+                    "record key is used twice", where=where, do="give every sequence its own key", fault="key twice"
+                )
+            )
         if len(self._frames) >= MAX_RECORDS:
             raise TraceError(
                 describe("shard is full", where=where, got=f"{MAX_RECORDS} records", do="publish it and begin another")
             )
 
-    def _link(self, ref: RouteRef, where: str) -> Parent:
+    def _link(self, ref: RouteRef, where: About) -> Parent:
         """Return the parent as a frame names it, after checking that a reader will find it."""
         found = None
         for part in ref.parts:
@@ -280,6 +284,7 @@ class ShardWriter:
                     where=where,
                     got=f"record {ref.key} in {', '.join(part.shard for part in ref.parts)}",
                     do="give the reference that a writer of the same layers returned",
+                    fault="parent",
                 )
             )
         parent, rows = found
@@ -292,6 +297,7 @@ class ShardWriter:
                     got=f"{ref.rows} of its {rows} rows, {parent.depth} records before this one, {len(shards)} shards",
                     expected=f"at most {rows} rows, {MAX_DEPTH} records and {MAX_PARENTS} shards",
                     do="store the whole sequence as a record without a parent",
+                    fault="parent",
                 )
             )
         return parent
@@ -304,7 +310,7 @@ class ShardWriter:
         return Parent("", digest, ref.rows, stored.depth + 1), stored.rows
 
     def _published(self, ref: RouteRef, part: RoutePart) -> tuple[Parent, int] | None:
-        where = f"shard {part.shard}, record {ref.key}"
+        where: About = {"shard": part.shard, "record": ref.key}
         ours = self._header
         with Reading(self._library) as reading:
             theirs = reading.shard(part.shard, where).header
@@ -319,9 +325,10 @@ class ShardWriter:
             raise TraceError(
                 describe(
                     "shard is closed",
-                    where=f"shard {self._header.name}",
+                    where={"shard": self._header.name},
                     got="published or abandoned",
                     do="open a writer with a new name",
+                    fault="closed",
                 )
             )
         return self._fd
@@ -339,7 +346,7 @@ class ShardWriter:
                 error,
                 "shard could not be written, nothing of it was published",
                 self._root,
-                where=f"shard {self._header.name} in {self._root}",
+                where={"shard": self._header.name, "folder": self._root},
                 size=size,
                 do="the file system needs hard links and flock",
             )
@@ -349,7 +356,8 @@ class ShardWriter:
         return TraceError(
             describe(
                 "shard exists already and shards are never overwritten",
-                where=f"shard {self._header.name} in {self._root}",
+                where={"shard": self._header.name, "folder": self._root},
                 do="choose a new name, or remove the old shard first",
+                fault="exists",
             )
         )

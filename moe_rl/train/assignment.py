@@ -126,7 +126,10 @@ def expert_counts(store: TraceStore, ref: RouteRef, spec: TraceSpec) -> np.ndarr
     if counts.shape != shape:
         raise TraceError(
             describe(
-                "the record belongs to another model", where=ref.key, got=f"counts {counts.shape}", expected=f"{shape}"
+                "the record belongs to another model",
+                where={"record": ref.key},
+                got=f"counts {counts.shape}",
+                expected=f"{shape}",
             )
         )
     return counts

@@ -94,7 +94,7 @@ def _sequence_kl(estimator: str, sequences: list[Sequence], shares: list[UpdateS
         raise MoeRLError(
             describe(
                 "a sequence is reported by more than one rank",
-                where=f"sequence {sequences[number].key}",
+                where={"request": sequences[number].key},
                 got=f"{spoke[number]:.0f} ranks",
                 expected=1,
             )

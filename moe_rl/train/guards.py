@@ -45,7 +45,7 @@ class Guards:
             raise CheckpointError(
                 describe(
                     "a checkpoint was written by another version of moe_rl",
-                    where="state of the guards",
+                    where={"field": "guards"},
                     got=", ".join(sorted(state)),
                     expected=", ".join(sorted(self.state())),
                     do="go on with the version that wrote it, or begin a new run",
@@ -64,7 +64,7 @@ class Guards:
             raise NonFiniteError(
                 describe(
                     f"{self.skipped} updates in a row were skipped",
-                    where=f"the last is update {update} of step {step}",
+                    where={"step": step, "update": update},
                     got=f"what is not finite: {result.nonfinite}",
                     expected=f"fewer than guards.max_skipped_updates = {self.settings.max_skipped_updates}",
                     do="lower train.optimizer.lr or set train.dtype=float32, and start from an earlier checkpoint. "
@@ -99,7 +99,7 @@ class Guards:
             raise WeightSyncError(
                 describe(
                     "sampler and trainer score the same tokens differently",
-                    where=f"after the sync of version {version}, {heard.by}",
+                    where={"version": version, "run": heard.by},
                     got=f"a canary of {difference:.3g} nats{f'; {heard.suspects}' if heard.suspects else ''}",
                     expected=expected,
                     do="every tensor arrived as it was sent, so look for one that is exported under another's name, "
@@ -120,8 +120,8 @@ class Guards:
         return CollapseError(
             describe(
                 "the run has collapsed",
-                where=f"since step {step - self.lost + 1}, now step {step}",
-                got="; ".join(reasons),
+                where={"step": step},
+                got=f"since step {step - self.lost + 1}: {'; '.join(reasons)}",
                 expected=f"fewer than guards.collapse_steps = {limit} such steps in a row",
                 do="go back to a checkpoint from before, and lower train.optimizer.lr or train.updates_per_step, or "
                 "raise objective.kl_coef; if sampler and trainer drift apart, look at replay.mode and the precisions. "

@@ -107,23 +107,26 @@ class KeptRollouts:
         try:
             head, newline, payload = path.read_bytes().partition(b"\n")
         except OSError as error:
-            raise DataError(describe("a step's rollouts were not kept", where=str(path), got=error.strerror)) from error
+            raise DataError(
+                describe("a step's rollouts were not kept", where={"file": path}, got=error.strerror, fault="absent")
+            ) from error
         digest = xxhash.xxh3_128_hexdigest(payload)
         if not newline or head != _HEAD + digest.encode():
             raise DataError(
                 describe(
                     "a step's rollouts are damaged",
-                    where=str(path),
+                    where={"file": path},
                     got=repr(head[:60]),
                     expected=repr(_HEAD + digest.encode()),
                     do="compare another step of the run",
+                    fault="damaged",
                 )
             )
         try:
             return messages.decode(payload, RolloutBatch)
         except (msgspec.MsgspecError, ValueError) as error:
             raise DataError(
-                describe("a step's rollouts were written by another version of moe_rl", where=str(path), got=error)
+                describe("a step's rollouts were written by another version of moe_rl", where={"file": path}, got=error)
             ) from error
 
     def steps(self) -> list[int]:

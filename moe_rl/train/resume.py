@@ -93,8 +93,13 @@ def _check_seen(folder: RunFolder) -> None:
     if blind:
         raise ConfigError(
             describe(
-                "run.runs_dir: some ranks do not see the folder that rank 0 created",
-                where=f"rank {dist.get_rank()} on {socket.gethostname()}: {folder.path.absolute()}",
+                "some ranks do not see the folder that rank 0 created",
+                where={
+                    "key": "run.runs_dir",
+                    "rank": dist.get_rank(),
+                    "host": socket.gethostname(),
+                    "folder": folder.path.absolute(),
+                },
                 got=f"{'missing on this rank; ' if not seen else ''}missing on {blind:.0f} ranks",
                 do="put run.runs_dir on a filesystem that all nodes mount at the same path",
             )
@@ -151,7 +156,7 @@ def check_of_this_run(path: Path, expected: str, got: str) -> None:
         raise CheckpointError(
             describe(
                 "a checkpoint does not belong to this prompt ledger, or the ledger was changed",
-                where=str(path),
+                where={"file": path},
                 got=f"{got} as the digest of the ledger up to the checkpoint's step",
                 expected=expected,
                 do=checkpoints.to_resume_instead(path),

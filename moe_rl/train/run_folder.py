@@ -84,7 +84,11 @@ def create(config: Config) -> RunFolder:
         folder = RunFolder(path)
         _write_config(folder, config)
         return folder
-    raise ConfigError(describe("run.runs_dir: no free name for a run folder", where=str(config.run.runs_dir), got=name))
+    raise ConfigError(
+        describe(
+            "no free name for a run folder", where={"key": "run.runs_dir", "folder": config.run.runs_dir}, got=name
+        )
+    )
 
 
 def reopen(path: Path, overrides: Sequence[str] = ()) -> tuple[RunFolder, Config]:
@@ -100,7 +104,8 @@ def reopen(path: Path, overrides: Sequence[str] = ()) -> tuple[RunFolder, Config
     if others:
         raise ConfigError(
             describe(
-                "--resume cannot change this part of the config",
+                "cannot change this part of the config",
+                where={"option": "--resume"},
                 got=" ".join(others),
                 expected="overrides of parallel.*, rollout.servers and rollout.token_file only",
                 do="start a new run to change the config",
@@ -110,7 +115,8 @@ def reopen(path: Path, overrides: Sequence[str] = ()) -> tuple[RunFolder, Config
     if not folder.config.is_file():
         raise ConfigError(
             describe(
-                "--resume, --run: not a run folder",
+                "not a run folder",
+                where={"option": "--resume, --run", "folder": path},
                 got=path,
                 expected="a folder with config.yaml in it",
                 do="give the run_dir that the run printed",
@@ -142,7 +148,7 @@ def held(folder: RunFolder, *, first: bool) -> Iterator[None]:
                     raise ConfigError(
                         describe(
                             "the run is still going",
-                            where=str(folder.path),
+                            where={"folder": folder.path},
                             got=f"a locked run.lock; {file.read() or 'rank 0 has not written to it yet'}",
                             do="wait until the run ends, or stop it",
                         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_rl.errors import SupportError, TraceError, describe
+from moe_rl.errors import About, SupportError, TraceError, describe
 from moe_rl.trace import TraceStore
 from moe_rl.types import SamplingSupport, Sequence
 
@@ -24,12 +24,12 @@ def read_support(store: TraceStore, sequence: Sequence, vocabulary: int) -> Samp
             lacks the sampled token. The message names request and token.
     """
     if sequence.routes is None:
-        raise _refused(sequence, "sampling support is missing", got="no record")
+        raise _refused(sequence, "sampling support is missing", fault="missing", got="no record")
     try:
         counts = store.aux(sequence.routes, "support_counts")
         ids = store.aux(sequence.routes, "support_ids")
     except TraceError as error:
-        raise _refused(sequence, "sampling support cannot be read", got=error) from error
+        raise _refused(sequence, "sampling support cannot be read", fault="unreadable", got=error) from error
     tokens = np.asarray(sequence.token_ids, np.int64)
     counts, ids = counts.astype(np.int64), ids.astype(np.int64)
     if len(counts) != len(tokens):
@@ -37,12 +37,14 @@ def read_support(store: TraceStore, sequence: Sequence, vocabulary: int) -> Samp
             sequence,
             "sampling support belongs to other tokens",
             got=f"supports for {len(counts)} tokens",
+            fault="tokens",
             expected=len(tokens),
         )
     if counts.sum() != len(ids):
         raise _refused(
             sequence,
             "sampling support has another number of ids than its counts say",
+            fault="counts",
             got=f"{len(ids)} ids",
             expected=int(counts.sum()),
         )
@@ -53,6 +55,7 @@ def read_support(store: TraceStore, sequence: Sequence, vocabulary: int) -> Samp
         raise _refused(
             sequence,
             "sampling support has an id that is not in the vocabulary",
+            fault="vocabulary",
             token=owner[at],
             got=ids[at],
             expected=f"0 to {vocabulary - 1}",
@@ -65,6 +68,7 @@ def read_support(store: TraceStore, sequence: Sequence, vocabulary: int) -> Samp
         raise _refused(
             sequence,
             "sampling support is not in ascending order",
+            fault="order",
             token=owner[at],
             got=f"id {ids[at]} after {ids[at - 1]}",
         )
@@ -75,6 +79,7 @@ def read_support(store: TraceStore, sequence: Sequence, vocabulary: int) -> Samp
         raise _refused(
             sequence,
             "the sampled token is not in its own sampling support",
+            fault="absent",
             token=at,
             got=f"token {tokens[at]} and {counts[at]} other ids",
         )
@@ -82,8 +87,10 @@ def read_support(store: TraceStore, sequence: Sequence, vocabulary: int) -> Samp
 
 
 def _refused(
-    sequence: Sequence, what: str, *, token: int | None = None, got: object = None, expected: object = None
+    sequence: Sequence, what: str, *, fault: str, token: int | None = None, got: object = None, expected: object = None
 ) -> SupportError:
-    where = f"request {sequence.key}" + ("" if token is None else f", completion token {token}")
+    where: About = {"request": sequence.key}
+    if token is not None:
+        where = {**where, "token": token}
     do = "keep the record and engine.log, and find out what wrote it"
-    return SupportError(describe(what, where=where, got=got, expected=expected, do=do))
+    return SupportError(describe(what, where=where, got=got, expected=expected, do=do, fault=fault))

@@ -54,7 +54,7 @@ def plan_dispatch(policy: Policy, work: list[MicrobatchWork], settings: ReplayCo
         raise ReplayError(
             describe(
                 "the routes would give a rank too many rows in a layer of a microbatch",
-                where=f"step {step}",
+                where={"step": step},
                 got=f"{peak:.0f} (token, expert) pairs",
                 expected=f"at most {limit} (replay.max_rows)",
                 do="lower train.microbatch_tokens, try train.packing: load, or raise replay.max_rows",

@@ -127,8 +127,8 @@ class Shares:
             raise ReplayError(
                 describe(
                     "too many sequences have tokens without a recorded route",
-                    where=f"the first is {first.key}, {missing_rows(first)} of its {first.forwarded} tokens",
-                    got=f"{dropped} of {len(sequences)} sequences",
+                    where={"request": first.key},
+                    got=f"{dropped} of {len(sequences)} sequences, {missing_rows(first)} tokens of this one",
                     expected=f"at most {limit:.2%} (replay.max_fallback_fraction)",
                     do="look in engine.log for why the sampler did not record; replay.missing can allow this",
                 )

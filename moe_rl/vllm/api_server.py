@@ -114,7 +114,7 @@ def _make_token(path: Path) -> None:
     except FileExistsError:
         return
     except OSError as error:
-        raise EngineError(describe("The token cannot be written", where=str(path), got=error.strerror)) from None
+        raise EngineError(describe("The token cannot be written", where={"file": path}, got=error.strerror)) from None
     with open(descriptor, "w", encoding="ascii") as file:
         file.write(secrets.token_urlsafe(32) + "\n")
 
@@ -127,7 +127,7 @@ def _listener(host: str | None, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except (OSError, OverflowError) as error:
-        raise EngineError(describe("The server cannot listen", where=f"host {host}, port {port}", got=error)) from None
+        raise EngineError(describe("The server cannot listen", where={"host": f"{host}:{port}"}, got=error)) from None
     reached = str(address[0])
     if not ipaddress.ip_address(reached.partition("%")[0]).is_loopback:
         print(
@@ -199,12 +199,12 @@ def _vllm_arguments(ours: Mapping[str, object], sizes: Mapping[str, object], fur
     for name in (*ours, "uds", "api_key", "ssl_keyfile", "ssl_certfile", "grpc", "grpc_port", "headless", "root_path"):
         if (value := getattr(given, name)) != parser.get_default(name):
             option = f"--{name.replace('_', '-')}"
-            raise EngineError(describe("An argument of vLLM is not free here", where=option, got=value))
+            raise EngineError(describe("An argument of vLLM is not free here", where={"option": option}, got=value))
     if given.data_parallel_size > 1:
         raise EngineError(
             describe(
                 "A server is one replica of the weights: data-parallel engines see each other's tokens",
-                where="--data-parallel-size",
+                where={"option": "--data-parallel-size"},
                 got=given.data_parallel_size,
                 expected=1,
                 do="start so many servers, and name each in rollout.servers",
@@ -214,7 +214,7 @@ def _vllm_arguments(ours: Mapping[str, object], sizes: Mapping[str, object], fur
         raise EngineError(
             describe(
                 "A server takes new weights, and vLLM loads them as if its load balancer had moved no expert",
-                where="--enable-eplb",
+                where={"option": "--enable-eplb"},
                 do="leave it out",
             )
         )

@@ -29,7 +29,7 @@ _CPU_KV_CACHE_BYTES = 1 << 30
 def refuse_wrong_vllm(capture: str) -> None:
     """Raise EngineError if the installed vLLM cannot record with `capture` (of the config's rollout)."""
     if faults := patches.problems(capture=capture):
-        raise EngineError("\n".join(faults))
+        raise EngineError(faults)
 
 
 def fixed(model: Path, *, capture: str, recording: Recording | None) -> dict[str, object]:

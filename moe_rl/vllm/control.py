@@ -167,14 +167,16 @@ def read_token(path: Path) -> str:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as file:
             status, text = os.fstat(file.fileno()), file.read(300).decode("ascii", "replace").strip()
     except OSError as error:
-        raise EngineError(describe("The run's token cannot be read", where=str(path), got=error.strerror)) from None
+        raise EngineError(
+            describe("The run's token cannot be read", where={"file": path}, got=error.strerror)
+        ) from None
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         mode = f"owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}"
         raise EngineError(
-            describe("The run's token is no secret", where=str(path), got=mode, expected="your own file, mode 600")
+            describe("The run's token is no secret", where={"file": path}, got=mode, expected="your own file, mode 600")
         )
     if not _TOKEN.fullmatch(text):
         raise EngineError(
-            describe("The file holds no token", where=str(path), expected="32 to 256 letters, digits, - and _")
+            describe("The file holds no token", where={"file": path}, expected="32 to 256 letters, digits, - and _")
         )
     return text

@@ -111,8 +111,8 @@ class Extras:
             raise EngineError(
                 describe(
                     "the recorder did not see what a token was drawn from",
-                    where=f"request {request.ask.key}",
-                    got=f"nothing for {len(unseen)} of {len(positions)} tokens, the first at position {unseen[0]}",
+                    where={"request": request.ask.key, "position": unseen[0]},
+                    got=f"nothing for {len(unseen)} of {len(positions)} tokens",
                 )
             )
         drawn = [sampled[p] for p in positions]
@@ -196,7 +196,7 @@ def _watch_routers(worker, moe_modules: Mapping[int, torch.nn.Module]) -> Tensor
         router: Any = getattr(module, "router", None)
         if not hasattr(router, "_compute_routing"):
             raise EngineError(
-                describe("Router logits cannot be recorded", where=f"layer {layer}", got=type(router).__name__)
+                describe("Router logits cannot be recorded", where={"layer": layer}, got=type(router).__name__)
             )
 
         def compute(hidden_states, router_logits, *args, _column=column, _compute=router._compute_routing, **kwargs):

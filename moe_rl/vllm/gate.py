@@ -418,7 +418,7 @@ async def _settle(engine, sink: str) -> None:
     while unfinished := [key for keys in await _call(engine, "moe_rl_unfinished", sink) for key in keys]:
         if time.monotonic() > deadline:
             got = f"{len(unfinished)} requests that are still sampled, as {unfinished[0]}"
-            raise RefusedCall(409, describe("A shard is not finished", where=f"shard {sink}", got=got, do="abort them"))
+            raise RefusedCall(409, describe("A shard is not finished", where={"shard": sink}, got=got, do="abort them"))
         await asyncio.sleep(_SETTLE_POLL_SECONDS)
 
 

@@ -21,7 +21,7 @@ def attach_recorder(worker) -> None:
         raise EngineError(
             describe(
                 "Routes would be recorded that nobody can ask for",
-                where='additional_config["moe_rl"]',
+                where={"argument": "additional_config"},
                 got="a worker without moe_rl's control methods",
                 expected='worker_extension_cls="moe_rl.vllm.worker.RecorderControl"',
                 do="start the LLM with moe_rl.record(model, ...), or a server with moe-rl serve",

@@ -144,9 +144,11 @@ def record(
     """
     if capture not in ("worker", "patch"):
         message = "An offline LLM cannot record so"
-        raise EngineError(describe(message, where="capture", got=capture, expected="worker or patch"))
+        raise EngineError(describe(message, where={"argument": "capture"}, got=capture, expected="worker or patch"))
     if taken := of_vllm.keys() & {"model", "worker_cls", "worker_extension_cls", "additional_config"}:
-        raise EngineError(describe("An argument of vLLM is not free here", where=min(taken), do="leave it out"))
+        raise EngineError(
+            describe("An argument of vLLM is not free here", where={"argument": min(taken)}, do="leave it out")
+        )
     arguments.refuse_wrong_vllm(capture)
     facts = read_model(model)
     # In this process: a script needs no guard, and a step more can be asked for.

@@ -76,7 +76,7 @@ def read_hunks(patch: Path, package: str) -> dict[str, PatchedFile]:
         return {file.path.removeprefix(f"{package}/"): file for file in PatchSet(unread)}
     except UnidiffParseError as error:
         at = len(lines) - operator.length_hint(unread)
-        raise PatchError(describe("A patch is damaged", where=f"{patch}, line {at}", got=error)) from error
+        raise PatchError(describe("A patch is damaged", where={"file": patch, "line": at}, got=error)) from error
 
 
 def read_all(folder: Path) -> list[Series]:
@@ -97,7 +97,7 @@ def _read(folder: Path) -> Series:
         raise PatchError(
             describe(
                 "A patch series is damaged",
-                where=str(folder / "SERIES"),
+                where={"file": folder / "SERIES"},
                 got=f"{', '.join(fields) or 'nothing'} and {len(names)} patches",
                 expected=f"version {folder.name}, what ran, and its patches",
                 do="restore that folder from version control",
@@ -139,7 +139,7 @@ def _lines(file: Path) -> list[str]:
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
-        raise PatchError(describe("A patch series is damaged", where=str(file), got=error.strerror)) from error
+        raise PatchError(describe("A patch series is damaged", where={"file": file}, got=error.strerror)) from error
     return [line for line in text.splitlines() if line and not line.startswith("#")]
 
 
@@ -147,7 +147,7 @@ def _damaged_base(folder: Path, got: str) -> PatchError:
     return PatchError(
         describe(
             "A patch series is damaged",
-            where=str(folder / "BASE"),
+            where={"file": folder / "BASE"},
             got=got,
             do="restore that folder from version control",
         )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_rl.errors import PatchError, describe
+from moe_rl.errors import About, PatchError, Problem, describe
 from moe_rl.vllm.patch_series import PATCHES, Patch, Series, read_all, read_hunks
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def check(path: Path | None = None) -> State:
     state = inspect(path)
     found = _problems(state)
     if found:
-        raise PatchError("\n".join(found))
+        raise PatchError(found)
     return state
 
 
@@ -93,7 +93,7 @@ def apply(path: Path | None = None) -> State:
     if state.summary == "patched":
         return state
     if state.summary != "pristine":
-        raise PatchError("\n".join(_problems(state)))
+        raise PatchError(_problems(state))
     _rewrite(state, reverse=False)
     return check(state.root)
 
@@ -102,12 +102,12 @@ def revert(path: Path | None = None) -> State:
     """Give the package back, byte for byte, as it was released; a half-patched one too. Returns its new state."""
     state = inspect(path)
     if state.summary in ("unsupported", "unknown"):
-        raise PatchError("\n".join(_problems(state)))
+        raise PatchError(_problems(state))
     _rewrite(state, reverse=True)
     return inspect(state.root)
 
 
-def problems(path: Path | None = None, *, capture: str = "patch") -> list[str]:
+def problems(path: Path | None = None, *, capture: str = "patch") -> list[Problem]:
     """Why sampling cannot start with the vLLM found: one message a fault, empty when it can.
 
     capture: as in `rollout.capture`; only "patch" needs a patched vLLM, the others take it as it was released too.
@@ -115,12 +115,12 @@ def problems(path: Path | None = None, *, capture: str = "patch") -> list[str]:
     try:
         state = inspect(path)
     except PatchError as error:
-        return [str(error)]
+        return error.problems
     if state.series is not None and state.series.ran is None:
         return [
             describe(
                 "The patches for this vLLM were never run",
-                where=str(state.root),
+                where={"folder": state.root},
                 got=state.version,
                 expected=f"one of {_versions(series for series in read_all(PATCHES) if series.ran is not None)}",
                 do="install the pinned requirements: make venv",
@@ -131,13 +131,13 @@ def problems(path: Path | None = None, *, capture: str = "patch") -> list[str]:
     return _problems(state)
 
 
-def _problems(state: State) -> list[str]:
+def _problems(state: State) -> list[Problem]:
     """What is wrong with the files: one message each, empty when the package is fully patched."""
     if state.series is None:
         return [
             describe(
                 "vLLM has a version without patches",
-                where=str(state.root),
+                where={"folder": state.root},
                 got=state.version,
                 expected=f"one of {_versions(read_all(PATCHES))}",
                 do="install the pinned requirements: make venv",
@@ -145,10 +145,10 @@ def _problems(state: State) -> list[str]:
         ]
     command = _command(state.root)
     if state.summary == "pristine":
-        return [describe("vLLM is not patched", where=str(state.root), do=f"run {command} --apply")]
+        return [describe("vLLM is not patched", where={"folder": state.root}, do=f"run {command} --apply")]
     messages = []
     for path, kind in state.files.items():
-        where = str(state.root / path)
+        where: About = {"file": state.root / path}
         if kind in ("unknown", "missing"):
             messages.append(
                 describe(
@@ -185,7 +185,7 @@ def _identify(root: Path) -> tuple[str, Series | None]:
             raise PatchError(
                 describe(
                     "vLLM's files are of another version than it says",
-                    where=str(root / "_version.py"),
+                    where={"file": root / "_version.py"},
                     got=said,
                     expected=" or ".join(fitting),
                     do="reinstall vLLM, or delete a _version.py that a build left in the checkout",
@@ -198,7 +198,7 @@ def _identify(root: Path) -> tuple[str, Series | None]:
         raise PatchError(
             describe(
                 "The version of this vLLM cannot be told",
-                where=str(root),
+                where={"folder": root},
                 got="files of " + (" and ".join(closest) if closest else "no release that has patches"),
                 expected=f"the files of {_versions(known.values())}",
                 do="name a git checkout of one of those tags, or the folder of an installed vllm package",
@@ -214,7 +214,7 @@ def _said_version(root: Path) -> str | None:
         return None
     found = re.search(r"^__version__ = (?:version = )?['\"]([^'\"+]+)", file.read_text(encoding="utf-8"), re.MULTILINE)
     if found is None:
-        raise PatchError(describe("vLLM does not say its version", where=str(file), do="reinstall vLLM"))
+        raise PatchError(describe("vLLM does not say its version", where={"file": file}, do="reinstall vLLM"))
     return found[1]
 
 
@@ -263,7 +263,7 @@ def _rewrite(state: State, *, reverse: bool) -> None:
             have, wanted = (change.after, change.before) if reverse else (change.before, change.after)
             if _sha256(texts[change.path]) != have:
                 continue  # half patched: this patch was not in it
-            texts[change.path] = patched(texts[change.path], hunks[change.path], change.path, reverse=reverse)
+            texts[change.path] = patched(texts[change.path], hunks[change.path], {"file": change.path}, reverse=reverse)
             if _sha256(texts[change.path]) != wanted:
                 raise _broken_promise(patch, f"another {change.path}")
     for path, text in texts.items():
@@ -271,7 +271,7 @@ def _rewrite(state: State, *, reverse: bool) -> None:
             _replace(state.root / path, text)
 
 
-def patched(text: bytes, hunks: PatchedFile, where: str, *, reverse: bool = False) -> bytes:
+def patched(text: bytes, hunks: PatchedFile, where: About, *, reverse: bool = False) -> bytes:
     """`text` with the hunks applied (or taken back) at exactly their lines; PatchError where it reads otherwise."""
     lines = text.splitlines(keepends=True)
     result: list[bytes] = []
@@ -281,7 +281,7 @@ def patched(text: bytes, hunks: PatchedFile, where: str, *, reverse: bool = Fals
         source, target = ([line.value.encode() for line in side] for side in (hunk.source_lines(), hunk.target_lines()))
         before, after = (target, source) if reverse else (source, target)
         if lines[start : start + len(before)] != before:
-            raise PatchError(describe("A patch does not fit", where=f"{where}, line {start + 1}"))
+            raise PatchError(describe("A patch does not fit", where={**where, "line": start + 1}))
         result += [*lines[done:start], *after]
         done = start + len(before)
     return b"".join([*result, *lines[done:]])
@@ -291,7 +291,7 @@ def _broken_promise(patch: Patch, got: str) -> PatchError:
     return PatchError(
         describe(
             "A patch does not give what its BASE promises",
-            where=str(patch.file),
+            where={"file": patch.file},
             got=got,
             do="restore that folder from version control",
         )
@@ -310,7 +310,7 @@ def _replace(path: Path, text: bytes) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise PatchError(
-            describe("vLLM cannot be patched", where=str(path), got=error, do="make the folder writable")
+            describe("vLLM cannot be patched", where={"file": path}, got=error, do="make the folder writable")
         ) from error
 
 

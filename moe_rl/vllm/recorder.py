@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 import torch
 
-from moe_rl.errors import EngineError, MoeRLError, describe
+from moe_rl.errors import About, EngineError, MoeRLError, describe
 from moe_rl.trace.source_sum import placed_rows
 from moe_rl.types import RouteRef
 from moe_rl.vllm.capture import NOT_REPORTED, Capture, RowSums, to_host
@@ -132,6 +132,7 @@ class Recorder:
                     "A step was not recorded",
                     got="a new step, with nothing heard of the routes of the one before",
                     do="check the patch series: moe-rl patch --check",
+                    fault="step lost",
                 )
             )
         self._step_is_open = scheduled.total_num_scheduled_tokens > 0
@@ -177,6 +178,7 @@ class Recorder:
                     "A step was recorded twice",
                     got=f"the routes of {count} tokens that were not announced",
                     do="check the patch series: moe-rl patch --check",
+                    fault="step twice",
                 )
             )
         self._step_is_open = False
@@ -324,10 +326,11 @@ class Recorder:
             raise EngineError(
                 describe(
                     "A router reported no expert" if got == NOT_REPORTED else "A router left its range",
-                    where=f"layer {self._capture.layers[layer]}, token {token} of the step",
+                    where={"layer": self._capture.layers[layer], "token": token},
                     got=got,
                     expected=f"0 to {self.spec.num_experts - 1}",
                     do="check that this vLLM routes through its router objects",
+                    fault="no expert" if got == NOT_REPORTED else "range",
                 )
             )
         placed = placed_rows(sums, positions, token_ids)
@@ -335,7 +338,8 @@ class Recorder:
 
     def _rows(self, request: Recorded, ask: RecordingRequest, table: BlockTable, forwarded: int) -> Rows:
         """All rows of a request up to `forwarded`: those that decided the sampling where it was preempted since."""
-        rows, who = request.kept, f"request {ask.key}"
+        rows = request.kept
+        who: About = {"request": ask.key}
         if rows is None:
             rows = self._slots.read(table, 0, forwarded, who)
         elif forwarded > len(rows):
@@ -347,10 +351,11 @@ class Recorder:
             raise EngineError(
                 describe(
                     "A row is of another token than the prompt's",
-                    where=f"{who}, position {at}",
+                    where={**who, "position": at},
                     got=int(rows.token_ids[at]),
                     expected=int(prompt[at]),
                     do="check that this vLLM has the version of its patch series",
+                    fault="another token",
                 )
             )
         return rows

@@ -99,7 +99,7 @@ def parse(extra_args: dict | None, request_id: str) -> RecordingRequest | None:
         raise TraceError(
             describe(
                 "a request cannot be recorded",
-                where=f"request {request_id}, extra_args",
+                where={"request": request_id, "field": "extra_args"},
                 got=sorted(given),
                 expected="moe_rl_key and moe_rl_sink, and optionally " + ", ".join(sorted(_NAMES))[:120],
             )
@@ -110,7 +110,7 @@ def parse(extra_args: dict | None, request_id: str) -> RecordingRequest | None:
         numbered = _SAMPLE.match(request_id)
         if numbered is None or int(numbered[1]) >= samples:
             raise TraceError(
-                describe("a request is no sample of several", where=f"request {request_id}", got=f"{samples} samples")
+                describe("a request is no sample of several", where={"request": request_id}, got=f"{samples} samples")
             )
         key = check_key(f"{key}/{numbered[1]}")
     parent = _parent(given.get("moe_rl_parent"), request_id)
@@ -119,7 +119,7 @@ def parse(extra_args: dict | None, request_id: str) -> RecordingRequest | None:
         raise TraceError(
             describe(
                 "a request begins both behind a parent and at a row of its own",
-                where=f"request {request_id}",
+                where={"request": request_id},
                 do="give moe_rl_parent or moe_rl_start, not both",
             )
         )
@@ -138,7 +138,7 @@ def _parent(value: object, request_id: str) -> RouteRef | None:
         raise TraceError(
             describe(
                 "the parent of a request is no reference to a record",
-                where=f"request {request_id}, moe_rl_parent",
+                where={"request": request_id, "field": "moe_rl_parent"},
                 got=str(value)[:80],
                 expected="[key, rows, source_sum, shard, digest, ...]",
             )
@@ -154,7 +154,7 @@ def _count(value: object, name: str, request_id: str) -> int:
         raise TraceError(
             describe(
                 "a request cannot be recorded",
-                where=f"request {request_id}, {name}",
+                where={"request": request_id, "field": name},
                 got=repr(value)[:40],
                 expected="an integer from 0",
             )

@@ -97,7 +97,7 @@ class NativeSource:
             raise EngineError(
                 describe(
                     "vLLM's capture did not return every forwarded token",
-                    where=f"request {ask.key}",
+                    where={"request": ask.key},
                     got="nothing" if routes is None else f"{len(routes)} rows",
                     expected=len(token_ids),
                 )
@@ -106,7 +106,7 @@ class NativeSource:
             raise EngineError(
                 describe(
                     "vLLM's capture returned ids of another type",
-                    where=f"request {ask.key}",
+                    where={"request": ask.key},
                     got=routes.dtype,
                     expected="uint8 or uint16, whose ids cannot be negative",
                 )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from moe_rl.errors import EngineError, describe
+from moe_rl.errors import About, EngineError, describe
 from moe_rl.types import Completion, GenerateRequest, RouteRef
 from moe_rl.vllm.recording import RecordingRequest
 
@@ -76,7 +76,7 @@ class Growing:
         found = [(span.version, span.start, span.end) for span in self.versions or ()]
         if len(found) != 1 or found[0][1:] != (0, len(self.token_ids)):
             message = "A completion was not sampled by one version"
-            raise EngineError(describe(message, where=f"request {key}", got=found or "no version"))
+            raise EngineError(describe(message, where={"request": key}, got=found or "no version", fault="versions"))
         return int(found[0][0])
 
 
@@ -89,7 +89,7 @@ def sampled_logprobs(values: Sequence[float], key: str) -> np.ndarray:
         raise EngineError(
             describe(
                 "vLLM gave no finite logprob of a token that it sampled",
-                where=f"request {key}, token {wrong[0]} of {len(logprobs)}",
+                where={"request": key, "token": wrong[0]},
                 got=f"{logprobs[wrong[0]]:g}",
                 expected="a finite number",
                 do="look for NaN in the sampler's weights, or set rollout.dtype=float32 if its numbers overflow",
@@ -111,7 +111,7 @@ def check(requests: Sequence[GenerateRequest], *, max_model_len: int, vocabulary
             fault = "a key used twice", "another one", ""
         if fault is not None:
             got, expected, do = fault
-            where = f"request {request.key}"
+            where: About = {"request": request.key}
             raise EngineError(describe("A request cannot be sampled", where=where, got=got, expected=expected, do=do))
         seen.add(request.key)
 

@@ -60,7 +60,7 @@ class Sinks:
             raise TraceError(
                 describe(
                     "too many shards are being filled",
-                    where=f"shard {name}",
+                    where={"shard": name},
                     got=f"{len(self._open)} unpublished ones: {', '.join(sorted(self._open))[:120]}",
                     do="publish or abandon them",
                 )
@@ -113,7 +113,10 @@ class Sinks:
             reasons = [reason for (sink, _), reason in self._refused.items() if sink == name]
             raise EngineError(
                 describe(
-                    "Routes were asked for but nothing was recorded", where=f"shard {name}", got=reasons[:1] or None
+                    "Routes were asked for but nothing was recorded",
+                    where={"shard": name},
+                    got=reasons[:1] or None,
+                    fault="nothing",
                 )
             )
         sink = self._open[name]
@@ -136,14 +139,19 @@ class Sinks:
         if key not in sink.records:
             reason = self._refused.get((name, key))
             raise EngineError(
-                describe("A sequence was not recorded", where=f"request {key}, shard {name}", got=reason or "no rows")
+                describe(
+                    "A sequence was not recorded",
+                    where={"request": key, "shard": name},
+                    got=reason or "no rows",
+                    fault="not recorded",
+                )
             )
         ref, token_ids, sums, start = sink.records[key]
         if len(token_ids) < len(wanted):
             raise EngineError(
                 describe(
                     "The engine did not record every forwarded token",
-                    where=f"request {key}",
+                    where={"request": key},
                     got=f"{len(token_ids)} rows",
                     expected=len(wanted),
                     do="check the patch series: moe-rl patch --check",
@@ -154,10 +162,11 @@ class Sinks:
             raise EngineError(
                 describe(
                     "The engine recorded another token than it returned",
-                    where=f"request {key}, position {wrong[0]}",
+                    where={"request": key, "position": wrong[0]},
                     got=int(token_ids[wrong[0]]),
                     expected=int(wanted[wrong[0]]),
                     do="check the patch series: moe-rl patch --check",
+                    fault="another token",
                 )
             )
         return RouteRef(key, len(wanted) - start, ref.parts, start, total(key, sums[start : len(wanted)]))
@@ -191,7 +200,7 @@ class Sinks:
             raise TraceError(
                 describe(
                     "the parent of a request was recorded by another layout of the engine",
-                    where=f"record {parent.key}",
+                    where={"record": parent.key},
                     got=", ".join(part.shard for part in parent.parts),
                     expected=f"one shard that ends in {self._suffix!r}",
                 )
@@ -218,7 +227,7 @@ def _check_parent(store: TraceStore, parent: RouteRef, rows: Rows, key: str) -> 
         raise TraceError(
             describe(
                 "a sequence does not continue its parent",
-                where=f"request {key}, parent {parent.key}, position {at}",
+                where={"request": key, "parent": parent.key, "position": at},
                 got=int(mine[at]) if at < len(mine) else "the end",
                 expected=int(theirs[at]),
                 do="give the whole dialogue so far as the prompt",

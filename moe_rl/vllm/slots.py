@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from moe_rl.errors import EngineError, describe
+from moe_rl.errors import About, EngineError, describe
 from moe_rl.vllm.recording import RecordingRequest
 
 _EMPTY = -1
@@ -132,10 +132,11 @@ class SlotTable:
             raise EngineError(
                 describe(
                     "vLLM's slots do not fit its positions",
-                    where=f"token {at} of the step, position {positions[at]}",
+                    where={"token": at, "position": positions[at]},
                     got=f"slot {slots[at]}",
                     expected=f"one that is {positions[at] % self.block_size} modulo {self.block_size}",
                     do="check that this vLLM has the version of its patch series",
+                    fault="slots",
                 )
             )
         if not may_repeat:
@@ -145,10 +146,11 @@ class SlotTable:
                 raise EngineError(
                     describe(
                         "A row was recorded twice",
-                        where=f"token {at} of the step, position {positions[at]}, slot {slots[at]}",
+                        where={"token": at, "position": positions[at], "slot": slots[at]},
                         got=f"a slot that holds position {self._positions[slots[at]]}",
                         expected="a slot that nothing was written to since its block got its owner",
                         do="look for a step that ran twice",
+                        fault="twice",
                     )
                 )
         self._routes[slots] = routes
@@ -157,7 +159,7 @@ class SlotTable:
         self._weight_versions[slots] = weight_version
         self._sums[slots] = sums
 
-    def read(self, table: BlockTable, start: int, stop: int, who: str) -> Rows:
+    def read(self, table: BlockTable, start: int, stop: int, who: About) -> Rows:
         """Rows of positions start to stop of the request that owns `table`. Raises EngineError naming `who` and the
         position when a block was given away, or a row was never written."""
         positions = np.arange(start, stop)
@@ -169,6 +171,7 @@ class SlotTable:
                     where=who,
                     got=f"{stop} tokens",
                     expected=f"at most {len(table.blocks) * self.block_size}",
+                    fault="blocks",
                 )
             )
         blocks = np.asarray(table.blocks, np.int64)[at]
@@ -180,12 +183,13 @@ class SlotTable:
             raise EngineError(
                 describe(
                     "A KV block was given away before its rows were taken" if taken.size else "A row was not recorded",
-                    where=f"{who}, position {positions[first]}, block {blocks[first]}",
+                    where={**who, "position": positions[first], "block": blocks[first]},
                     got=f"the row of position {self._positions[slots[first]]}"
                     if self._positions[slots[first]] != _EMPTY
                     else "no row",
                     expected=f"the row of position {positions[first]}",
                     do="drop the sequence; check that this vLLM has the version of its patch series",
+                    fault="given away" if taken.size else "absent",
                 )
             )
         return Rows(self._routes[slots], self._token_ids[slots], self._weight_versions[slots], self._sums[slots])

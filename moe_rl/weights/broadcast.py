@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_rl.errors import WeightSyncError, describe
+from moe_rl.errors import About, WeightSyncError, describe
 from moe_rl.weights.digest import as_announced
 from moe_rl.weights.update import Broadcast, TensorInfo
 
@@ -110,7 +110,7 @@ class Receiver:
             self._store = dist.TCPStore(source.address, source.port, timeout=_REACHED, wait_for_workers=False)
             self._store.set_timeout(_TIMEOUT)
         except RuntimeError as error:
-            where = f"{source.address}:{source.port}"
+            where: About = {"host": f"{source.address}:{source.port}"}
             raise WeightSyncError(describe("The trainer cannot be reached", where=where, got=error)) from error
         self._group: Communicator | None = None
         self._received = 0

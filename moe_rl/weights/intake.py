@@ -58,7 +58,7 @@ class Intake:
         if isinstance(update.source, Received):
             if sorted(names) != sorted(self._received):
                 raise WeightSyncError(
-                    describe("The digests are not for the tensors that were broadcast", got=len(names))
+                    describe("The digests are not for the tensors that were broadcast", got=len(names), fault="names")
                 )
         else:
             self._check_tensors(update)
@@ -74,14 +74,16 @@ class Intake:
         announced = {info.name for info in update.tensors}
         for name in sorted(announced ^ tensors.keys()):
             was = "was announced but is not there" if name in announced else "is there but was not announced"
-            raise WeightSyncError(describe(f"The tensor {name} {was}"))
+            raise WeightSyncError(describe(f"A tensor {was}", where={"tensor": name}, fault="names"))
         for info in update.tensors:
             tensor = tensors[info.name]
             if (dtype_name(tensor.dtype), tuple(tensor.shape)) != (info.dtype, info.shape):
                 got = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
                 expected = f"{info.dtype} {info.shape}"
-                message = f"The tensor {info.name} does not have the announced dtype and shape"
-                raise WeightSyncError(describe(message, got=got, expected=expected))
+                message = "A tensor does not have the announced dtype and shape"
+                raise WeightSyncError(
+                    describe(message, where={"tensor": info.name}, got=got, expected=expected, fault="kind")
+                )
             self._agree(info, tensor_digest(info.name, tensor))
             on_tensor()
         if update.final:
@@ -133,6 +135,7 @@ class Intake:
                     got=f"part {update.number} of version {update.version}",
                     expected=f"part {known[3]} of version {known[0]}" if known else "part 0 of an update",
                     do="send the whole update again, from one trainer",
+                    fault="order",
                 )
             )
         if update.replaces != self._version:
@@ -142,6 +145,7 @@ class Intake:
                     got=f"an update that replaces version {update.replaces}",
                     expected=f"version {self._version}, which the sampler holds",
                     do="check for a second trainer, or a sampler that was restarted",
+                    fault="version",
                 )
             )
         if update.version <= self._version and update.version + self._version > 0:
@@ -150,6 +154,7 @@ class Intake:
                     "The new weights are stale",
                     got=f"version {update.version}",
                     expected=f"a version above {self._version}, which the sampler holds",
+                    fault="stale",
                 )
             )
 
@@ -157,26 +162,31 @@ class Intake:
         names = [info.name for info in update.tensors]
         wrong = [info for info in update.tensors if info.shape != self._expected.get(info.name, info.shape)]
         repeated = self._digests.keys() & set(names) | {name for name, times in Counter(names).items() if times > 1}
-        self._name("hold tensors that the model does not have", set(names) - self._expected.keys())
+        self._name("unknown", "hold tensors that the model does not have", set(names) - self._expected.keys())
         self._name(
-            "hold tensors of the wrong shape", [f"{i.name} {i.shape} for {self._expected[i.name]}" for i in wrong]
+            "shape",
+            "hold tensors of the wrong shape",
+            [f"{i.name} {i.shape} for {self._expected[i.name]}" for i in wrong],
         )
-        self._name("hold tensors twice", repeated)
+        self._name("twice", "hold tensors twice", repeated)
         if rounded := [info for info in update.tensors if _FINER[info.dtype] < _FINER[self._dtype]]:
             raise WeightSyncError(
                 describe(
                     "The new weights have lower precision than the sampler computes in",
-                    where=rounded[0].name,
+                    where={"tensor": rounded[0].name},
                     got=f"{rounded[0].dtype} in {len(rounded)} of {len(names)} tensors",
                     expected=self._dtype,
                     do="start the sampler with the precision set by rollout.dtype",
+                    fault="precision",
                 )
             )
         if update.final or isinstance(update.source, Broadcast):
-            self._name("lack tensors of the model", self._expected.keys() - self._digests.keys() - set(names))
+            self._name(
+                "missing", "lack tensors of the model", self._expected.keys() - self._digests.keys() - set(names)
+            )
 
     @staticmethod
-    def _name(what: str, names: Iterable[str]) -> None:
+    def _name(fault: str, what: str, names: Iterable[str]) -> None:
         names = sorted(names)
         if names:
             raise WeightSyncError(
@@ -184,6 +194,7 @@ class Intake:
                     f"The new weights {what}",
                     got=first_of(names, separator=", "),
                     do="send every tensor of the engine's checkpoint exactly once per update",
+                    fault=fault,
                 )
             )
 
@@ -192,10 +203,11 @@ class Intake:
             raise WeightSyncError(
                 describe(
                     "The sampler got other weights than were sent",
-                    where=info.name,
+                    where={"tensor": info.name},
                     got=f"digest {digest}",
                     expected=info.digest,
                     do="check for damaged memory or a damaged disk, or for two trainers that write to the same place",
+                    fault="digest",
                 )
             )
         self._digests[info.name] = digest
@@ -208,5 +220,6 @@ class Intake:
                     got=f"the bytes of version {self._version} as version {update.version}",
                     expected="different bytes, because the trainer's weights have changed",
                     do="check whether weights are exported before the optimizer's step has reached them",
+                    fault="stale",
                 )
             )

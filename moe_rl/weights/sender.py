@@ -173,7 +173,7 @@ def _way(rollout: RolloutConfig, ranks: Ranks) -> Way:
     gpu = ranks.device().type == "cuda"
     transfer = weight_transfer(rollout.weight_transfer, gpu=gpu, place=place, one_host=one_host)
     if transfer.way is None:
-        raise ConfigError(transfer.problem)
+        raise ConfigError(transfer.problem or "")
     return transfer.way
 
 

@@ -85,8 +85,8 @@ def read_parts(parts: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
         with _Part(part) as opened:
             for name in opened.keys():  # noqa: SIM118
                 if name in seen:
-                    message = f"The tensor {name} lies in two parts"
-                    raise WeightSyncError(describe(message, where=f"the second is {part}"))
+                    message = "A tensor lies in two parts, the second is named here"
+                    raise WeightSyncError(describe(message, where={"tensor": name, "file": part}))
                 seen.add(name)
                 yield name, opened.get_tensor(name)
 
@@ -107,7 +107,9 @@ class _Part:
         try:
             self._opened = safe_open(path, framework="pt", device="cpu")
         except (OSError, SafetensorError) as error:
-            message = describe("A file of the weights is missing or damaged", where=str(path), got=error)
+            message = describe(
+                "A file of the weights is missing or damaged", where={"file": path}, got=error, fault="damaged"
+            )
             raise WeightSyncError(message) from error
 
     def __enter__(self):

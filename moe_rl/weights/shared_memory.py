@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from moe_rl.errors import WeightSyncError, describe
+from moe_rl.errors import About, WeightSyncError, describe
 from moe_rl.weights.digest import info_of
 from moe_rl.weights.update import ALIGNMENT, Bucket, MemorySegment, SharedMemory, TensorInfo
 
@@ -95,7 +95,7 @@ def read_segments(segments: Sequence[MemorySegment], tensors: Sequence[TensorInf
     held = sum(segment.tensors for segment in segments)
     if held != len(tensors):
         raise WeightSyncError(
-            describe("The segments hold too many or too few tensors", got=held, expected=len(tensors))
+            describe("The segments hold too many or too few tensors", got=held, expected=len(tensors), fault="count")
         )
     infos = iter(tensors)
     for segment in segments:
@@ -108,18 +108,20 @@ def read_segments(segments: Sequence[MemorySegment], tensors: Sequence[TensorInf
             start += -start % ALIGNMENT
             end = start + math.prod(info.shape) * dtype.itemsize
             if end > segment.size:
-                where = f"descriptor {segment.descriptor} of process {segment.pid}"
-                got = f"{segment.size} bytes, tensor {info.name} to byte {end}"
-                raise WeightSyncError(describe("A segment is shorter than its tensors", where=where, got=got))
+                where: About = {"tensor": info.name, "pid": segment.pid, "file": f"descriptor {segment.descriptor}"}
+                got = f"{segment.size} bytes, a tensor to byte {end}"
+                raise WeightSyncError(
+                    describe("A segment is shorter than its tensors", where=where, got=got, fault="short")
+                )
             yield info.name, memory[start:end].view(dtype).view(info.shape)
             start = end
 
 
 def _mapped(segment: MemorySegment) -> Tensor:
     """Map a segment as a tensor of bytes, uint8."""
-    where = f"/proc/{segment.pid}/fd/{segment.descriptor}"
+    file = f"/proc/{segment.pid}/fd/{segment.descriptor}"
     try:
-        descriptor = os.open(where, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         try:
             # A private mapping: torch may write to it, but writes do not reach the trainer.
             mapping = mmap.mmap(descriptor, segment.size, access=mmap.ACCESS_COPY)
@@ -129,10 +131,11 @@ def _mapped(segment: MemorySegment) -> Tensor:
         raise WeightSyncError(
             describe(
                 "Shared memory of the trainer cannot be mapped",
-                where=where,
+                where={"file": file},
                 got=error,
                 expected="a running trainer on this host, of the same user",
                 do="set rollout.weight_transfer to disk if trainer and sampler run on different hosts",
+                fault="unmapped",
             )
         ) from error
     return torch.frombuffer(mapping, dtype=torch.uint8)

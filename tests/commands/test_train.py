@@ -88,10 +88,10 @@ def test_the_first_rank_has_time_to_tell(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "line, words",
     [
-        ('{"id": "a", "prompt": "1+1=", "answer": 2, "level": "1"}', "answer is not a string: got int"),
-        ('{"id": "a", "prompt": "1+1=", "level": "1"}', "lacks answer"),
+        ('{"id": "a", "prompt": "1+1=", "answer": 2, "level": "1"}', "int"),
+        ('{"id": "a", "prompt": "1+1=", "level": "1"}', "answer"),
         ('{"id": "a", "prompt": "' + "1+" * 99 + '", "answer": "2", "level": "1"}', "rollout.max_prompt_tokens"),
-        ("{", "not JSON"),
+        ("{", "JSON"),
     ],
 )
 def test_what_is_wrong_in_a_prompt_file_is_told_before_anything_starts(tmp_path, line, words):
@@ -99,8 +99,12 @@ def test_what_is_wrong_in_a_prompt_file_is_told_before_anything_starts(tmp_path,
     good = (ROOT / "assets/tiny_moe/task/train.jsonl").read_text().splitlines()
     (tmp_path / "train.jsonl").write_text("\n".join([*good, line]) + "\n")
     result = launch("--config", CONFIG, f"task.train={tmp_path / 'train.jsonl'}")
-    assert result.returncode == 2 and "nothing was started" in result.stderr and "NOT IMPORTED" in result.stdout
-    assert f"task.train: {tmp_path / 'train.jsonl'}:{len(good) + 1}: " in result.stderr and words in result.stderr
+    assert result.returncode == 2 and "NOT IMPORTED" in result.stdout
+    assert (
+        "task.train: " in result.stderr
+        and f"{tmp_path / 'train.jsonl'}:{len(good) + 1}" in result.stderr
+        and words in result.stderr
+    )
 
 
 def test_a_dense_model_is_refused(tmp_path):
@@ -153,11 +157,11 @@ def test_plan_tells_what_a_trace_asks_of_the_ranks_without_torch(tmp_path):
     refused = launch(*given, "replay.max_rows=39", "train.updates_per_step=1", ranks=0)
     assert refused.returncode == 2 and "replay.max_rows" in refused.stdout and "got 40" in refused.stdout
     nowhere = launch("--config", CONFIG, "--plan", "--trace", tmp_path / "nowhere", ranks=0)
-    assert nowhere.returncode == 2 and "there is no such store" in nowhere.stdout
+    assert nowhere.returncode == 2 and str(tmp_path / "nowhere") in nowhere.stdout
     other = launch(*given, "model.path=assets/tiny_moe/policy", "--trace", foreign(tmp_path), ranks=0)
-    assert other.returncode == 2 and "a record is not of this model" in other.stdout and "s9" in other.stdout
+    assert other.returncode == 2 and "s9" in other.stdout
     alone = launch("--config", CONFIG, "--trace", tmp_path / "trace")
-    assert alone.returncode == 2 and "--trace is of --plan alone" in alone.stderr
+    assert alone.returncode == 2 and "--trace" in alone.stderr and "--plan" in alone.stderr
 
 
 def foreign(folder):
@@ -185,18 +189,18 @@ def test_lines_that_a_run_cannot_go_on_with_are_told_before_anything_starts(tmp_
     ledger, metrics = PromptLedger(tmp_path / "prompts.jsonl"), tmp_path / "metrics.jsonl"
     ledger.record(0, 0, ["a"], "digest")
     lost = launch("--resume", tmp_path)
-    assert "the prompt ledger has lost lines" in lost.stderr and "expected the 2 steps" in lost.stderr
+    assert str(ledger.path) in lost.stderr and "got 1 " in lost.stderr
     ledger.record(1, 1, ["b"], "digest")
     whole = ledger.path.read_bytes()
     ledger.path.write_bytes(whole.replace(b'"a"', b'"c"'))
     changed = launch("--resume", tmp_path)
-    assert f"{ledger.path}:1: damaged line" in changed.stderr
+    assert f"{ledger.path}:1" in changed.stderr
     ledger.path.write_bytes(whole)
     metrics.write_text('{"step": 1, "kind": "train"}\n{"step": 2, "ki\n{"step": 3, "kind": "train"}\n')
     damaged = launch("--resume", tmp_path)
-    assert f"the metrics log is damaged ({metrics}:2)" in damaged.stderr
+    assert f"{metrics}:2" in damaged.stderr
     for refused in (lost, changed, damaged):
-        assert refused.returncode == 2 and "1 problem; nothing was started" in refused.stderr
+        assert refused.returncode == 2 and refused.stderr.count("\n") == 2
         assert "NOT IMPORTED" in refused.stdout
 
 
@@ -208,15 +212,15 @@ def test_a_run_is_resumed_with_other_ranks_and_nothing_else(tmp_path):
     assert json.loads(file.read_text())["plan"]["layout"]["experts_per_rank"] == 8
     refused = launch("--resume", tmp_path, "parallel.expert=4", "run.steps=9", "parallelism=2", ranks=4)
     assert refused.returncode == 2
-    assert "got run.steps=9 parallelism=2, expected overrides of parallel.*" in refused.stderr
+    assert "got run.steps=9 parallelism=2" in refused.stderr and "parallel.*" in refused.stderr
     unfit = launch("--resume", tmp_path, "parallel.expert=3", ranks=3)
     assert unfit.returncode == 2 and "parallel.expert" in unfit.stderr
-    assert "the run has no checkpoint" in unfit.stderr and "in its folder with --step 0" in unfit.stderr
+    assert str(tmp_path / "checkpoints") in unfit.stderr and "--step 0" in unfit.stderr
     (tmp_path / "checkpoints/step-000004").mkdir(parents=True)
     absent = launch("--resume", tmp_path, "--step", "3", ranks=2)
-    assert absent.returncode == 2 and "got after steps 4, expected step-000003" in absent.stderr
+    assert absent.returncode == 2 and "steps 4" in absent.stderr and "step-000003" in absent.stderr
     alone = launch("--config", CONFIG, "--step", "3", ranks=2)
-    assert alone.returncode == 2 and "--step is of --resume alone" in alone.stderr
+    assert alone.returncode == 2 and "--step" in alone.stderr and "--resume" in alone.stderr
 
 
 def test_an_unpatched_vllm_is_refused(monkeypatch, capsys):

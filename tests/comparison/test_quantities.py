@@ -21,6 +21,7 @@ from moe_rl.comparison.quantities import (
     routing_sums,
     soft_kl,
 )
+from tests.support.refusals import refused
 
 OWNERS = np.array([0, 0, 0, 1, 2, 2, 2, 2])  # sequences of 3, 1 and 4 tokens
 
@@ -184,7 +185,7 @@ def test_completions_that_are_alike_say_no_more_than_one_of_them():
     assert (together.value, together.low, together.high) == pytest.approx((alone.value, alone.low, alone.high))
     naive = Bootstrap(200, seed=3).mean(np.repeat(sums, 10), np.ones(200))
     assert naive.high - naive.low < 0.5 * (together.high - together.low)
-    with pytest.raises(ValueError, match="too few"):
+    with refused(ValueError, expected=("2",)):
         Bootstrap(5, seed=0, clusters=np.zeros(5, int))
 
 
@@ -194,7 +195,7 @@ def test_below_is_of_whole_intervals():
 
 
 def test_one_sequence_has_no_interval_and_nothing_has_no_mean():
-    with pytest.raises(ValueError, match="too few sequences for an interval: got 1, expected at least 2"):
+    with refused(ValueError, got=1, expected=("2",)):
         Bootstrap(1, seed=0)
     assert math.isnan(Bootstrap(2, seed=0).mean(np.zeros(2), np.zeros(2)).value)
     # a part that only one sequence has: resamples without it are left out

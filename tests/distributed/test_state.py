@@ -277,7 +277,7 @@ def test_what_one_rank_finds_not_finite_changes_nothing_on_any(seen):
 def test_so_many_skipped_updates_in_a_row_end_the_run_on_all_ranks(seen):
     told = [rank["skips"]["told"] for rank in seen]
     assert told[0] == told[1] and len(told[0]) == 1
-    assert "2 updates in a row were skipped (the last is update 1 of step 7)" in told[0][0]
+    assert "(step 7, update 1)" in told[0][0]
     assert f"what is not finite: {seen[0]['skips']['results'][1]['nonfinite']}" in told[0][0]
 
 

@@ -283,7 +283,7 @@ def test_packing_by_load_knows_nothing_of_tokens_without_routes(steps):
 
 def test_missing_routes_are_refused_by_default(steps):
     for rank in steps["missing-refused"]:
-        assert "too many sequences have tokens without a recorded route (the first is s3, 9 of its 9 tokens)" in rank
+        assert "ReplayError" in rank and "request s3" in rank and "9 of 9 tokens" in rank
         assert "got 1 of 13 sequences, expected at most 0.00%" in rank
 
 
@@ -343,7 +343,7 @@ def test_above_the_bound_every_rank_refuses_before_any_pass(steps):
         assert rank.startswith("ReplayError: too much of a step would be routed natively")
         assert f"got {native} of {total} (token, layer) positions" in rank
     for rank in steps["missing-dropped-too-many"]:
-        assert "too many sequences have tokens without a recorded route (the first is s3, 9 of its 9 tokens)" in rank
+        assert "ReplayError" in rank and "request s3" in rank and "9 of 9 tokens" in rank
         assert "got 3 of 13 sequences, expected at most 20.00%" in rank
 
 
@@ -447,8 +447,8 @@ def test_without_the_mask_the_trainer_is_far_away(steps, by_transformers):
 
 def test_a_support_that_cannot_be_right_is_refused_before_any_pass(steps):
     for case, message in (
-        ("unsupported", "the sampled token is not in its own sampling support (request s3, completion token 5): got"),
-        ("uncounted", "sampling support belongs to other tokens (request s4): got supports for 2 tokens, expected 3"),
+        ("unsupported", "(request s3, token 5): got"),
+        ("uncounted", "(request s4): got supports for 2 tokens, expected 3"),
     ):
         mine = [rank.startswith(f"SupportError: {message}") for rank in steps[case]]
         assert sorted(mine) == [False, True], steps[case]

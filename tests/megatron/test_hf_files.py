@@ -130,7 +130,7 @@ def test_a_checkpoint_that_is_not_whole_is_not_there(one_rank, folder, tmp_path)
     with pytest.raises(ConfigError, match=f"lacks .*{EXPERT}"):
         write_checkpoint(tmp_path / "a", ours.items(), FACTS, source, torch.float32)
     twice = [*ours.items(), (EXPERT, torch.zeros(8, 16)), ("model.layers.2.eh_proj.weight", torch.zeros(3, 3))]
-    with pytest.raises(ConfigError, match=r"two ranks wrote the tensor model\.layers\.2\.eh_proj"):
+    with pytest.raises(ConfigError, match=r"tensor model\.layers\.2\.eh_proj"):
         write_checkpoint(tmp_path / "b", twice, FACTS, source, torch.float32)
     assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
     asked = []

@@ -15,6 +15,7 @@ from moe_rl.replay.routes import SequenceRoutes, microbatch_routes
 from moe_rl.replay.session import ReplaySession
 from moe_rl.trace import TraceSpec
 from moe_rl.types import Sequence
+from tests.support.refusals import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 POLICY = Path(__file__).parents[2] / "assets/tiny_moe/policy"
@@ -189,14 +190,12 @@ def test_a_pass_that_is_started_inside_an_update_is_refused(one_rank, start, mes
 
 def test_a_pass_whose_session_was_never_opened_is_refused(one_rank):
     run = Run()
-    with pytest.raises(ReplayError, match="outside its replay session .update, rank 0.: got none open"):
+    with refused(ReplayError, fault="outside", run="update", rank=0):
         run.policy.update(run.microbatches, run.training(), run.loss)
 
 
-@pytest.mark.parametrize(
-    ("recompute", "where"), [("none", "microbatch 1, layer 3"), ("moe", "the recomputation of a microbatch, layer 3")]
-)
-def test_a_layer_that_loses_its_key_is_refused_at_once(one_rank, recompute, where):
+@pytest.mark.parametrize(("recompute", "microbatch"), [("none", 1), ("moe", "no microbatch")])
+def test_a_layer_that_loses_its_key_is_refused_at_once(one_rank, recompute, microbatch):
     run = Run(recompute)
     moe = run.layers()[3].mlp
     route, runs = moe.route, []
@@ -208,7 +207,7 @@ def test_a_layer_that_loses_its_key_is_refused_at_once(one_rank, recompute, wher
         return route(*args, **kwargs)
 
     moe.route = forget
-    with pytest.raises(ReplayError, match=f"lost the handle to its routes .update, rank 0, {where}.: got no handle"):
+    with refused(ReplayError, fault="lost key", run="update", rank=0, microbatch=microbatch, layer=3):
         run.update()
     assert len(runs) == 2 and runs[1]
     moe.route = route

@@ -10,6 +10,7 @@ from moe_rl.config.training import OptimizerConfig, ParallelConfig, TrainConfig
 from moe_rl.errors import ConfigError
 from moe_rl.models.facts import LatentAttentionSizes, Yarn
 from moe_rl.models.hf import checkpoint_tensors, expected_tensors, parameter_count, read_model
+from tests.support.refusals import refused, tells
 
 MOONLIGHT = {"nulls": ("q_lora_rank", "rope_scaling")}
 
@@ -58,32 +59,32 @@ def test_expected_tensors_are_those_of_transformers(tmp_path, request, writer, n
 @pytest.mark.parametrize(
     ("writer", "changes", "parts"),
     [
-        ("write_deepseek", {"v_head_dim": 7}, ["v_head_dim", "at most qk_nope_head_dim + qk_rope_head_dim"]),
-        ("write_deepseek", {"q_lora_rank": None}, ["q_lora_rank", "a number or null"]),
-        ("write_deepseek", {"qk_rope_head_dim": 3}, ["qk_rope_head_dim", "even"]),
+        ("write_deepseek", {"v_head_dim": 7}, ["v_head_dim", "qk_nope_head_dim + qk_rope_head_dim"]),
+        ("write_deepseek", {"q_lora_rank": None}, ["q_lora_rank", "null"]),
+        ("write_deepseek", {"qk_rope_head_dim": 3}, ["qk_rope_head_dim", "got 3"]),
         ("write_deepseek", {"rope_interleave": False}, ["rope_interleave", "got False"]),
         ("write_deepseek", {"topk_method": "greedy"}, ["topk_method", "noaux_tc"]),
-        ("write_deepseek", {"scoring_func": None}, ["scoring_func", "vLLM asks for it"]),
+        ("write_deepseek", {"scoring_func": None}, ["scoring_func", "vLLM"]),
         ("write_deepseek", {"rope_scaling": {"type": "linear", "factor": 2}}, ["rope_parameters", "'yarn'"]),
         ("write_gpt_oss", {"layer_types": ["full_attention"]}, ["layer_types", "3 of sliding_attention"]),
         ("write_gpt_oss", {"attention_bias": False}, ["attention_bias", "got False"]),
         ("write_gpt_oss", {"swiglu_alpha": 1.0}, ["swiglu_alpha", "1.702"]),
-        ("write_gpt_oss", {"rope_scaling": None}, ["rope_scaling", "what is published"]),
+        ("write_gpt_oss", {"rope_scaling": None}, ["rope_scaling"]),
     ],
 )
 def test_what_is_not_built_is_refused(tmp_path, request, writer, changes, parts):
     model = request.getfixturevalue(writer)(tmp_path)
     raw = json.loads((model / "config.json").read_text()) | changes
     (model / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
-    with pytest.raises(ConfigError) as caught:
+    field, *pieces = parts
+    with refused(ConfigError, *pieces, key="model.path", field=field):
         read_model(model)
-    assert all(part in str(caught.value) for part in parts), caught.value
 
 
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"mscale_all_dim": 0}, "both or none"),
+        ({"mscale_all_dim": 0}, "mscale"),
         ({"attention_factor": 1.2}, "attention_factor"),
         ({"original_max_position_embeddings": None}, "original_max_position_embeddings"),
         ({"truncate": False}, "rope_parameters.truncate"),
@@ -94,7 +95,7 @@ def test_numbers_of_yarn_that_are_read_in_no_one_way_are_refused(tmp_path, write
     model = write_deepseek(tmp_path)
     raw = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(raw | {"rope_scaling": raw["rope_scaling"] | changes}))
-    with pytest.raises(ConfigError, match=part):
+    with refused(ConfigError, key="model.path", field=(part,)):
         read_model(model)
 
 
@@ -103,5 +104,5 @@ def test_experts_with_biases_are_not_cut(tmp_path, write_gpt_oss):
     train = TrainConfig(microbatch_tokens=40, optimizer=OptimizerConfig(lr=1e-3))
     cut = ParallelConfig(tensor=2, expert_tensor=2)
     (problem,) = layout_problems(cut, train, facts, 2)
-    assert "parallel.expert_tensor" in problem and "biases" in problem
+    tells(problem, key="parallel.expert_tensor", got=2)
     assert not list(layout_problems(ParallelConfig(tensor=2, expert=2, expert_tensor=1), train, facts, 2))

@@ -17,6 +17,7 @@ from moe_rl.objectives.mismatch import MismatchSums
 from moe_rl.objectives.penalties import KL_ESTIMATORS, entropy_bonus
 from tests.objectives.test_corrections import DELTA, corrections, noisy_batches, run
 from tests.objectives.test_policy import F64, weighted_batches
+from tests.support.refusals import refused
 
 BAD = st.sampled_from([math.nan, math.inf, -math.inf])
 DTYPES = st.sampled_from([torch.float32, F64])
@@ -155,9 +156,7 @@ def test_no_advantage_hides_it(name, rewards, data):
     failed = [reward is None for reward in rewards]
     assert [value is None for value in advantages(name, rewards, groups, lengths)] == failed
     _, at = plant(data, rewards=rewards)
-    with pytest.raises(
-        RewardError, match=rf"a reward is not finite, or too large .completion {at}, group {groups[at]}.*(nan|inf)"
-    ):
+    with refused(RewardError, completion=at, group=groups[at], got={"nan", "inf", "-inf"}):
         advantages(name, rewards, groups, lengths)
-    with pytest.raises(RewardError, match=r"a reward is not finite, or too large .reward .*(nan|inf)"):
+    with refused(RewardError, completion=at, got={"nan", "inf", "-inf"}):
         has_spread(rewards)

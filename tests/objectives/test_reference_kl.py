@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from moe_rl.objectives.losses import nonempty, reference_kl
 from moe_rl.objectives.penalties import KL_ESTIMATORS
 from tests.objectives.test_policy import F64, batches, close
+from tests.support.refusals import refused
 
 
 def scalar(estimator, d):
@@ -82,11 +83,11 @@ def test_directions_of_value_and_gradient(estimator, unbiased):
 def test_bad_input_is_refused():
     good = [torch.zeros(2), torch.zeros(2), torch.zeros(2, dtype=torch.int64)]
     reference_kl(*good, 1, estimator="k3")
-    with pytest.raises(ValueError, match="denominator"):
+    with refused(ValueError, argument="denominator"):
         reference_kl(*good, 0, estimator="k3")
-    with pytest.raises(TypeError, match="bfloat16"):
+    with refused(TypeError, argument="logprobs", got=("bfloat16",)):
         reference_kl(good[0].bfloat16(), *good[1:], 1, estimator="k3")
-    with pytest.raises(TypeError, match="float64"):
+    with refused(TypeError, got=("float64",)):
         reference_kl(*good, 1, estimator="k3", old_logprobs=torch.zeros(2, dtype=F64))
 
 

@@ -10,6 +10,7 @@ from moe_rl.errors import ConfigError
 from moe_rl.planning import balance
 from moe_rl.planning.balance import excess, load_of, pack_by_load, round_loads
 from moe_rl.planning.packing import pack
+from tests.support.refusals import refused
 
 
 def sums(plan, loads, exchange):
@@ -180,9 +181,9 @@ def test_loads_of_ranks_are_those_of_their_experts():
     loads = load_of(counts, 4)
     for s, layer, rank in np.ndindex(3, 2, 4):
         assert loads[s, layer, rank] == sum(counts[s, layer, e] for e in range(12) if e // 3 == rank)
-    with pytest.raises(ValueError, match=r"\(3, 2, 12\) for 5 ranks"):
+    with refused(ValueError, fault="division", got=("(3, 2, 12)", "5")):
         load_of(counts, 5)
-    with pytest.raises(ValueError, match=r"\(2, 12\)"):
+    with refused(ValueError, fault="division", got=("(2, 12)",)):
         load_of(counts[0], 4)
 
 
@@ -217,10 +218,10 @@ def test_rounds_are_of_one_group():
 def test_bad_input_is_refused(change):
     good = {"loads_SLR": np.ones((3, 1, 2), int), "ranks": 2, "microbatch_tokens": 10}
     pack_by_load([5, 5, 5], **good)
-    with pytest.raises(ValueError, match="cannot pack by load"):
+    with refused(ValueError, fault="arguments"):
         pack_by_load([5, 5, 5], **(good | change))
 
 
 def test_a_sequence_above_the_budget_is_a_config_error():
-    with pytest.raises(ConfigError, match=r"12 tokens.*= 10"):
+    with refused(ConfigError, sequence=1, got=("12",), expected=("= 10",)):
         pack_by_load([5, 12], np.ones((2, 1, 2), int), ranks=1, microbatch_tokens=10)

@@ -13,6 +13,7 @@ from moe_rl.planning.expert_placement import (
     replicated_excess,
     slots_of,
 )
+from tests.support.refusals import refused
 
 
 def cost(counts, order, ranks):
@@ -191,7 +192,7 @@ def test_copies_are_never_worse(problem, spare):
 def test_bad_input_is_refused(change):
     good = {"counts_NLE": np.ones((1, 2, 6), int), "expert_parallel": 3}
     place(**good)
-    with pytest.raises(ValueError, match=r"cannot be placed|no placement|every expert once"):
+    with refused(ValueError, fault={"arguments", "placement"}):
         place(**(good | change))
-    with pytest.raises(ValueError, match="cannot replicate"):
+    with refused(ValueError, fault="arguments"):
         replicated_excess(good["counts_NLE"], natural_order(2, 6), 3, spare=1, node=2)

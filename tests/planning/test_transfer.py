@@ -6,6 +6,7 @@ import pytest
 
 from moe_rl.planning.fit import transfer_problems
 from moe_rl.planning.transfer import weight_transfer
+from tests.support.refusals import tells
 
 WAYS = ("shared_memory", "cuda_ipc", "broadcast", "disk")
 AUTO = {
@@ -41,8 +42,8 @@ def test_what_cannot_work_is_refused_with_what_does():
     one_gpu = {("broadcast", *known) for known in AUTO if known[:2] == (True, "child")}
     assert refused == memory | ipc | one_gpu
     problem = weight_transfer("cuda_ipc", gpu=False, place="child", one_host=True)
-    assert problem.way is None and "got cuda_ipc, expected an engine that rank 0 starts, on its GPU" in problem.problem
-    assert problem.problem.endswith("Set it to auto, which is shared_memory here")
+    assert problem.way is None
+    tells(problem.problem, "auto", "shared_memory", key="rollout.weight_transfer", got="cuda_ipc", expected=("GPU",))
 
 
 def test_the_plan_says_the_way_and_what_a_rank_holds(plan_of):

@@ -37,6 +37,7 @@ from moe_rl.vllm import api_server
 from moe_rl.vllm.control import GENERATE
 from moe_rl.weights.update import Files
 from tests.rollout.serving import MAX_LEN, ROOT, START_SECONDS, Router, agree, alive, serving, whole_update
+from tests.support.refusals import refused, tells
 from tests.vllm.test_gate import CHANGES, DOCUMENTED, asked
 
 # The first test waits for the server, which on a busy machine takes long.
@@ -277,7 +278,7 @@ def test_a_second_run_takes_the_server_and_the_first_is_told(server, router, che
 def test_a_request_that_is_refused_leaves_nothing_waiting(server, requests_of):
     """Alone, requests wait for each other: one that never comes ends the call, not the server."""
     requests, odd = requests_of(2, 2), RouteRef("a", 3, (RoutePart("../x", "0" * 16),))
-    with pytest.raises(EngineError, match="HTTP 400.*shard name is not allowed"):
+    with refused(EngineError, url=server.url, got=("HTTP 400", "shard name")):
         server.client(alone=True).generate([*requests[:3], replace(requests[3], parent=odd)], shard="one-bad")
     assert "one-bad" not in server.store.shards()
     alive(server)
@@ -299,15 +300,15 @@ def test_a_store_below_the_trace_root(server, requests_of, tmp_path):
 
 def test_both_sides_prove_that_they_see_one_folder(server, tmp_path):
     root, client = Path(server.ready["trace_root"]), server.client()
-    assert asyncio.run(folder_problem(client, root, "run8/trace")) == ""
+    assert asyncio.run(folder_problem(client, root, "run8/trace")) is None
     assert list((root / "run8/trace").iterdir()) == []
     problem = asyncio.run(folder_problem(client, tmp_path, "run8"))
-    assert "does not see the folder of this run" in problem and server.url in problem and "No such file" in problem
+    tells(problem, key="rollout.servers", url=server.url, folder=tmp_path / "run8", got=("No such file",))
     # A folder of the same name with a file of the same name in it is not enough.
     with patch("secrets.token_hex", lambda size: "ab" * size):
         (root / "run9").mkdir()
         (root / "run9/.challenge-abababababababab").write_text("cd")
-        assert "another file of that name" in asyncio.run(folder_problem(client, tmp_path, "run9"))
+        tells(asyncio.run(folder_problem(client, tmp_path, "run9")), folder=tmp_path / "run9", got=("another file",))
 
 
 def test_what_a_run_needs_otherwise_is_told_for_each_server(server, checkpoint, tmp_path):

@@ -28,6 +28,7 @@ from moe_rl.trace.adapters.importing import import_lines, import_npy, lint_lines
 from moe_rl.trace.adapters.lint import lint
 from moe_rl.trace.adapters.replies import from_nemo, from_sglang, from_vllm
 from moe_rl.types import Provenance, Span
+from tests.support.refusals import refused
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FILES = {
@@ -81,7 +82,7 @@ def test_vllm_reply_of_an_aborted_request_is_marked_and_a_given_version_wins():
     choice = lines("vllm")[0]["response"]["choices"][0] | {"finish_reason": "abort", "weight_versions": None}
     prompt = lines("vllm")[0]["prompt_token_ids"]
     assert from_vllm(choice, SPEC, key="a", prompt_token_ids=prompt, weight_version=9).aborted
-    with pytest.raises(TraceError, match="weight versions of the reply cannot be used"):
+    with refused(TraceError, fault="weight version", request="a"):
         from_vllm(choice, SPEC, key="a", prompt_token_ids=prompt)
 
 
@@ -103,10 +104,10 @@ def test_nemo_message_leaves_out_the_filler_row_and_refuses_missing_routes():
     array = decode_nemo(message["routed_experts"]).copy()
     array[7] = -1
     message["routed_experts"] = f"nrlre1:int8:11x5x2:{b64(array)}"
-    with pytest.raises(RouteValidationError, match=r"a token has no route \(request a, token 7, layer 1\)"):
+    with refused(RouteValidationError, request="a", token=7, layer=1, expert=-1):
         from_nemo(message, SPEC, key="a", weight_version=4)
     message["generation_token_ids"].append(1)
-    with pytest.raises(RouteValidationError, match="a row for every token.*got 11 rows, expected 12"):
+    with refused(RouteValidationError, fault="rows", request="a", got=("11",), expected=("12",)):
         from_nemo(message, SPEC, key="a", weight_version=4)
 
 
@@ -131,22 +132,22 @@ def test_files_are_imported_and_read_back(tmp_path, form):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "facts"),
     [
-        (lambda one: one["prompt_token_ids"].__setitem__(8, 99), "line 2.*tokens of its parent.*token 8"),
-        (lambda one: one.pop("parent"), "line 2.*rows before 10 are in no record"),
-        (lambda one: one.__setitem__("key", "chat/turn1"), "line 2.*used twice"),
-        (lambda one: one["response"]["choices"][0].pop("token_ids"), "line 2.*no token_ids"),
-        (lambda one: one.__setitem__("start", 9), "line 2.*token 5 has no routes"),
-        (lambda one: one.__setitem__("prompt_token_ids", "x"), "not an import line.*line 2"),
+        (lambda one: one["prompt_token_ids"].__setitem__(8, 99), {"request": "chat/turn2", "token": 8}),
+        (lambda one: one.pop("parent"), {"pieces": ["10", "None"]}),
+        (lambda one: one.__setitem__("key", "chat/turn1"), {"record": "chat/turn1"}),
+        (lambda one: one["response"]["choices"][0].pop("token_ids"), {"pieces": ["token_ids"]}),
+        (lambda one: one.__setitem__("start", 9), {"token": 5}),
+        (lambda one: one.__setitem__("prompt_token_ids", "x"), {"fault": "no import line"}),
     ],
 )
-def test_one_bad_line_publishes_nothing(tmp_path, change, message):
+def test_one_bad_line_publishes_nothing(tmp_path, change, facts):
     first, second = lines("vllm")
     change(second)
     file = tmp_path / "replies.jsonl"
     file.write_text(f"{json.dumps(first)}\n{json.dumps(second)}\n")
-    with pytest.raises(TraceError, match=message):
+    with refused(TraceError, *facts.pop("pieces", ()), file=file, line=2, **facts):
         import_lines(file, tmp_path / "store", "shard", SPEC, "vllm")
     assert TraceStore(tmp_path / "store").shards() == []
 
@@ -218,29 +219,29 @@ def test_hostile_payloads_are_refused_in_little_memory(name):
 
 
 @pytest.mark.parametrize(
-    ("array", "spec", "message"),
+    ("array", "spec", "facts"),
     [
-        (all_layers(ROUTES)[:, :4], SPEC, "layer map.*got 4 layers, expected 3 MoE layers, or all 5"),
-        (all_layers(ROUTES)[:-1], SPEC, "token 14 has no routes"),
-        (np.where(all_layers(ROUTES) == 3, 70003, all_layers(ROUTES)), SPEC, "expert id 70003 does not exist"),
-        (np.where(all_layers(ROUTES) == 3, 16, all_layers(ROUTES)), SPEC, "expert id 16 does not exist"),
-        (np.where(all_layers(ROUTES) == 3, -7, all_layers(ROUTES)), SPEC, "expert id -7 does not exist"),
-        (np.zeros((15, 3, 2), np.int64), SPEC, "an expert was chosen twice"),
-        (ROUTES.astype(np.int8), TraceSpec("x", 200, 2, "mmm"), "may have wrapped.*int8"),
-        (ROUTES, TraceSpec("x", 512, 2, "mmm"), "uint8, expected a numpy array of uint16"),
-        (ROUTES[0], SPEC, "wrong shape"),
-        (ROUTES.astype(float), SPEC, "wrong shape.*got float64"),
+        (all_layers(ROUTES)[:, :4], SPEC, {"fault": "layers", "got": ("4",), "expected": ("3", "5")}),
+        (all_layers(ROUTES)[:-1], SPEC, {"fault": "token without routes", "token": 14}),
+        (np.where(all_layers(ROUTES) == 3, 70003, all_layers(ROUTES)), SPEC, {"expert": 70003}),
+        (np.where(all_layers(ROUTES) == 3, 16, all_layers(ROUTES)), SPEC, {"expert": 16}),
+        (np.where(all_layers(ROUTES) == 3, -7, all_layers(ROUTES)), SPEC, {"expert": -7}),
+        (np.zeros((15, 3, 2), np.int64), SPEC, {"fault": "expert twice"}),
+        (ROUTES.astype(np.int8), TraceSpec("x", 200, 2, "mmm"), {"fault": "wrapped ids", "got": ("int8",)}),
+        (ROUTES, TraceSpec("x", 512, 2, "mmm"), {"fault": "type", "got": "uint8", "expected": ("uint16",)}),
+        (ROUTES[0], SPEC, {"fault": "shape"}),
+        (ROUTES.astype(float), SPEC, {"fault": "shape", "got": ("float64",)}),
     ],
 )
-def test_arrays_that_do_not_fit_the_model_are_refused(array, spec, message):
-    with pytest.raises(RouteValidationError, match=message):
-        take_routes(array, spec, rows=15, where="request a")
+def test_arrays_that_do_not_fit_the_model_are_refused(array, spec, facts):
+    with refused(RouteValidationError, request="a", **facts):
+        take_routes(array, spec, rows=15, where={"request": "a"})
 
 
 @pytest.mark.parametrize("layers", ["dmmdm", "dmmdmt", "dmmdr"])
 def test_layers_without_routes_are_left_out(layers):
     spec = TraceSpec("x", 16, 2, layers)
-    routes = take_routes(all_layers(ROUTES), spec, rows=15, where="request a")
+    routes = take_routes(all_layers(ROUTES), spec, rows=15, where={"request": "a"})
     np.testing.assert_array_equal(routes, ROUTES)
     assert routes.dtype == np.uint8
 

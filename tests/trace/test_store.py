@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 from moe_rl.errors import RouteValidationError, TraceError
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, library
 from moe_rl.types import Provenance, RoutePart, RouteRef, Span
+from tests.support.refusals import refused
 
 
 @st.composite
@@ -105,7 +106,7 @@ def test_aux_arrays_come_back_as_they_were(random_routes, decoded, dtype, shape,
         np.testing.assert_array_equal(back, array)
         np.testing.assert_array_equal(store.aux(ref, "zeros"), zeros)
         assert store.info(ref).aux == ("some_name", "zeros") and store.info(ref).stored_bytes < 1200
-        with pytest.raises(TraceError, match=r"record k.*no such array|no such array.*record k"):
+        with refused(TraceError, fault="no array", record="k"):
             store.aux(ref, "other")
 
 
@@ -127,7 +128,7 @@ def test_aux_arrays_come_back_as_they_were(random_routes, decoded, dtype, shape,
 )
 def test_aux_arrays_refused(tmp_path, spec, random_routes, decoded, aux):
     with ShardWriter(tmp_path, "s", spec) as writer:
-        with pytest.raises(TraceError, match="record k"):
+        with refused(TraceError, record="k"):
             writer.add("k", random_routes(spec, 1), [1], decoded(1), aux=aux)
         good = writer.add("k", random_routes(spec, 1), [1], decoded(1))
     assert TraceStore(tmp_path).read(good).key == "k"
@@ -190,11 +191,11 @@ def test_a_short_record_costs_little_more_than_its_information(tmp_path, random_
     "name", ["", ".", "..", ".hidden", "a/b", "../a", "a\\b", "a b", "a\n", "a\0", "\u00e4", "a" * 201, None, "a:b"]
 )
 def test_shard_names_refused(tmp_path, spec, name):
-    with pytest.raises(TraceError, match="shard name"):
+    with refused(TraceError, field="shard name"):
         ShardWriter(tmp_path, name, spec)
-    with pytest.raises(TraceError, match="shard name"):
+    with refused(TraceError, field="shard name"):
         TraceStore(tmp_path).read(RouteRef("k", 1, (RoutePart(name, "0" * 16),)))
-    with pytest.raises(TraceError, match="shard name"):
+    with refused(TraceError, field="shard name"):
         TraceStore(tmp_path).remove(name)
     assert os.listdir(tmp_path) == []
 
@@ -202,11 +203,11 @@ def test_shard_names_refused(tmp_path, spec, name):
 @pytest.mark.parametrize("key", ["", "a b", "a\n", "\u00e4", "k" * 513, None, 7, "a\\b"])
 def test_record_keys_refused(tmp_path, spec, random_routes, decoded, key):
     with ShardWriter(tmp_path, "s", spec) as writer:
-        with pytest.raises(TraceError, match="record key"):
+        with refused(TraceError, field="record key"):
             writer.add(key, random_routes(spec, 1), [1], decoded(1))
         good = writer.add("k" * 512, random_routes(spec, 1), [1], decoded(1))
     assert TraceStore(tmp_path).read(good).key == "k" * 512
-    with pytest.raises(TraceError, match="record key"):
+    with refused(TraceError, field="record key"):
         TraceStore(tmp_path).read(replace(good, key=key))
 
 
@@ -225,7 +226,7 @@ def test_record_keys_refused(tmp_path, spec, random_routes, decoded, key):
     ],
 )
 def test_layouts_refused(tmp_path, spec, layout):
-    with pytest.raises(TraceError, match=next(iter(layout))):
+    with refused(TraceError, field=next(iter(layout))):
         ShardWriter(tmp_path, "s", spec, **layout)
     assert os.listdir(tmp_path) == []
 
@@ -237,20 +238,20 @@ def test_a_refused_record_leaves_the_shard_as_it_was(tmp_path, spec, random_rout
     two = {"key": "two", "routes": good, "token_ids": [1, 2], "spans": decoded(2)}
     with ShardWriter(tmp_path, "s", spec) as writer:
         first = writer.add("one", good, [1, 2], decoded(2))
-        for change, words in (
-            ({"routes": bad}, r"request two, shard s, token 1, layer 3"),
-            ({"spans": decoded(2, -1)}, r"weight version.*request two"),
-            ({"spans": decoded(1)}, r"spans do not cover.*request two.*got 1 rows.*expected 2"),
-            ({"spans": [Span(2, 0, 7)]}, r"provenance.*request two"),
-            ({"spans": [*decoded(2), Span(0, 0, Provenance.DECODE)]}, r"span.*request two"),
-            ({"token_ids": [1, 2, 3]}, "request two, shard s, token 2 has no routes"),
-            ({"token_ids": [1, -100]}, "request two, shard s, token 1"),
+        for change, facts in (
+            ({"routes": bad}, {"shard": "s", "token": 1, "layer": 3}),
+            ({"spans": decoded(2, -1)}, {"fault": "weight version"}),
+            ({"spans": decoded(1)}, {"fault": "spans", "got": ("1",), "expected": 2}),
+            ({"spans": [Span(2, 0, 7)]}, {"fault": "provenance"}),
+            ({"spans": [*decoded(2), Span(0, 0, Provenance.DECODE)]}, {"fault": "span"}),
+            ({"token_ids": [1, 2, 3]}, {"shard": "s", "token": 2, "fault": "token without routes"}),
+            ({"token_ids": [1, -100]}, {"shard": "s", "token": 1, "fault": "token id"}),
         ):
-            with pytest.raises(RouteValidationError, match=words):
+            with refused(RouteValidationError, request="two", **facts):
                 writer.add(**two | change)
-        with pytest.raises(TraceError, match="shard s, record one"):
+        with refused(TraceError, shard="s", record="one", fault="key twice"):
             writer.add("one", good, [1, 2], decoded(2))
-        with pytest.raises(TraceError, match="shard s, record two"):
+        with refused(TraceError, shard="s", record="two"):
             writer.mark_aborted("two")
         second = writer.add("two", good[:1], [1], decoded(1))
     store = TraceStore(tmp_path)
@@ -289,9 +290,9 @@ def test_publish_never_overwrites(tmp_path, spec, write_shard, assert_holds):
     early = ShardWriter(tmp_path, "s", spec)
     shard = write_shard(tmp_path, "s", spec)
     before = shard.path.read_bytes()
-    with pytest.raises(TraceError, match=r"shard s in .*exists already|exists already.*shard s in"):
+    with refused(TraceError, fault="exists", shard="s", folder=tmp_path):
         early.publish()
-    with pytest.raises(TraceError, match="exists already"):
+    with refused(TraceError, fault="exists", shard="s", folder=tmp_path):
         ShardWriter(tmp_path, "s", spec)
     assert shard.path.read_bytes() == before and sorted(os.listdir(tmp_path)) == ["manifest.jsonl", "s.safetensors"]
     assert_holds(TraceStore(tmp_path), shard)
@@ -301,7 +302,7 @@ def test_nothing_is_visible_before_publish_nor_left_by_abandon(tmp_path, spec, r
     with pytest.raises(KeyError, match="stop"), ShardWriter(tmp_path, "s", spec) as writer:
         ref = writer.add("k", random_routes(spec, 2), [1, 2], decoded(2))
         assert len(os.listdir(tmp_path)) == 1 and TraceStore(tmp_path).shards() == []
-        with pytest.raises(TraceError, match="shard s, record k"):
+        with refused(TraceError, shard="s", record="k", fault="absent shard"):
             TraceStore(tmp_path).read(ref)
         raise KeyError("stop")
     assert os.listdir(tmp_path) == []
@@ -310,7 +311,7 @@ def test_nothing_is_visible_before_publish_nor_left_by_abandon(tmp_path, spec, r
         lambda: writer.add("z", random_routes(spec, 1), [1], decoded(1)),
         lambda: writer.mark_aborted("k"),
     ):
-        with pytest.raises(TraceError, match="shard is closed"):
+        with refused(TraceError, fault="closed", shard="s"):
             use()
     writer.abandon()
 
@@ -362,17 +363,16 @@ def test_wrong_references_are_refused(tmp_path, spec, write_shard):
         "absent shard": replace(ref, parts=(replace(part, shard="nowhere"),)),
         "no parts": replace(ref, parts=()),
     }
-    for name, bad in wrong.items():
+    for bad in wrong.values():
         for use in (store.read, store.info, store.expert_counts, lambda r: store.aux(r, "logprobs")):
-            with pytest.raises(TraceError) as caught:
+            with refused(TraceError, record=bad.key):
                 use(bad)
-            assert f"record {bad.key}" in str(caught.value), name
     assert store.read(other.refs[0]).key == ref.key
     for rows in ((0, 4), (-1, 2), (2, 1)):
-        with pytest.raises(TraceError, match="rows are not in the record"):
+        with refused(TraceError, fault="rows", record="step1/prompt0:0"):
             store.read(ref, rows=rows)
     for layers in ([2], [1, 0], [0, 0], [17]):
-        with pytest.raises(TraceError, match=r"layer.*record step1/prompt0:0"):
+        with refused(TraceError, fault=("layer",), record="step1/prompt0:0"):
             store.read(ref, layers=layers)
 
 
@@ -382,14 +382,14 @@ def test_remove_and_a_new_shard_of_the_same_name(tmp_path, spec, write_shard, as
     assert_holds(store, old)
     store.remove("s")
     assert store.shards() == ["t"]
-    with pytest.raises(TraceError, match=r"shard s, record step1/prompt0:0.*retention"):
+    with refused(TraceError, fault="absent shard", shard="s", record="step1/prompt0:0"):
         store.read(old.refs[0])
-    with pytest.raises(TraceError, match="shard s in"):
+    with refused(TraceError, shard="s", folder=tmp_path):
         store.remove("s")
     new = write_shard(tmp_path, "s", spec, seed=9)
     assert_holds(store, new)
     assert_holds(store, kept)
-    with pytest.raises(TraceError, match="record is not in its shard"):
+    with refused(TraceError, fault="absent record", shard="s", record="step1/prompt0:0"):
         store.read(old.refs[0])
 
 
@@ -469,7 +469,7 @@ def test_order_is_kept_when_asked_for(tmp_path, spec, random_routes, decoded, ke
     ],
 )
 def test_impossible_specs_are_refused(spec, change):
-    with pytest.raises(TraceError, match=next(iter(change)).replace("model_fingerprint", "model fingerprint")):
+    with refused(TraceError, field=next(iter(change))):
         replace(spec, **change)
 
 
@@ -477,7 +477,7 @@ def test_layers_of_a_spec():
     assert TraceSpec("m", 8, 2, "dmhtrm").moe_layers == (1, 4, 5)
     assert TraceSpec.from_layers("m", 8, 2, (1, 3), 5) == TraceSpec("m", 8, 2, "dmdmd")
     for bad in ((1, 5), (1, 1), (-1,), ()):
-        with pytest.raises(TraceError, match="layer"):
+        with refused(TraceError, field=("layer",)):
             TraceSpec.from_layers("m", 8, 2, bad, 5)
 
 

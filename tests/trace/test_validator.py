@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from moe_rl.errors import RouteValidationError
 from moe_rl.trace import RouteRecord, ShardWriter, TraceSpec, TraceStore, check_routes, validate
 from moe_rl.types import Provenance, Span
+from tests.support.refusals import refused
 
 TOKENS = [5, 6, 7, 8, 9]
 
@@ -32,136 +33,170 @@ def _versions(*versions):
     return {"spans": tuple(Span(1, version, Provenance.DECODE) for version in versions)}
 
 
-# name: (change of the record, change of validate's arguments, parts of the message)
+# name: (change of the record, change of validate's arguments, what the refusal tells)
 FAULTS = {
     "missing last row": (
         lambda r: {"routes": r.routes[:-1]},
         {},
-        ["token 4 has no routes", "got 4 rows", "expected 5"],
+        {"fault": "token without routes", "token": 4, "got": ("4",), "expected": 5},
     ),
-    "missing first row": (lambda r: {"routes": r.routes[1:]}, {}, ["token 4 has no routes"]),
-    "no rows": (lambda r: {"routes": r.routes[:0]}, {}, ["token 0 has no routes"]),
+    "missing first row": (lambda r: {"routes": r.routes[1:]}, {}, {"fault": "token without routes", "token": 4}),
+    "no rows": (lambda r: {"routes": r.routes[:0]}, {}, {"fault": "token without routes", "token": 0}),
     "extra row": (
         lambda r: {"routes": np.concatenate([r.routes, r.routes[:1]])},
         {},
-        ["routes from token 5 on belong to no token", "got 6 rows"],
+        {"fault": "rows too many", "token": 5, "got": ("6",)},
     ),
     "duplicate expert": (
         lambda r: {"routes": _with(r.routes, 2, 1, [3, 9, 3, 1])},
         {},
-        ["chosen twice", "token 2, layer 1", "[3, 9, 3, 1]"],
+        {"fault": "expert twice", "token": 2, "layer": 1, "got": [3, 9, 3, 1]},
     ),
     "id == E": (
         lambda r: {"routes": _with(r.routes, 4, 2, [0, 1, 2, 32])},
         {},
-        ["expert id 32 does not exist", "token 4, layer 3"],
+        {"fault": "no expert", "token": 4, "layer": 3, "expert": 32},
     ),
     "-1 as uint8": (
         lambda r: {"routes": _with(r.routes, 0, 0, [255, 1, 2, 3])},
         {},
-        ["expert id 255", "token 0, layer 0"],
+        {"fault": "no expert", "token": 0, "layer": 0, "expert": 255},
     ),
-    "zero buffer": (lambda r: {"routes": np.zeros_like(r.routes)}, {}, ["chosen twice", "token 0, layer 0"]),
-    "layer missing": (lambda r: {"routes": r.routes[:, :2]}, {}, ["layer 3 has no routes", "got 2 layers"]),
-    "layer extra": (lambda r: {"routes": r.routes[:, [0, 1, 2, 2]]}, {}, ["layers after 3", "got 4 layers"]),
+    "zero buffer": (
+        lambda r: {"routes": np.zeros_like(r.routes)},
+        {},
+        {"fault": "expert twice", "token": 0, "layer": 0},
+    ),
+    "layer missing": (
+        lambda r: {"routes": r.routes[:, :2]},
+        {},
+        {"fault": "layer without routes", "layer": 3, "got": ("2",)},
+    ),
+    "layer extra": (
+        lambda r: {"routes": r.routes[:, [0, 1, 2, 2]]},
+        {},
+        {"fault": "layers too many", "layer": 3, "got": ("4",)},
+    ),
     "k wrong": (
         lambda r: {"routes": r.routes[..., :3]},
         {},
-        ["experts per token", "token 0, layer 0", "got 3", "expected 4"],
+        {"fault": "experts per token", "token": 0, "layer": 0, "got": 3, "expected": 4},
     ),
     "layers permuted": (
         lambda r: {"layers": (1, 0, 3)},
         {},
-        ["their order differs", "[1, 0, 3]", "[0, 1, 3]"],
+        {"fault": "layer order", "got": [1, 0, 3], "expected": [0, 1, 3]},
     ),
-    "a layer not asked for": (lambda r: {}, {"layers": [0, 1]}, ["layer 3 was not asked for"]),
+    "a layer not asked for": (lambda r: {}, {"layers": [0, 1]}, {"fault": "layer not asked for", "layer": 3}),
     "layers asked for not there": (
         lambda r: {"layers": (0, 1), "routes": r.routes[:, :2]},
         {},
-        ["layer 3 has no routes"],
+        {"fault": "layer without routes", "layer": 3},
     ),
-    "flat": (lambda r: {"routes": r.routes.reshape(5, -1)}, {}, ["wrong shape"]),
-    "int32": (lambda r: {"routes": r.routes.astype(np.int32)}, {}, ["wrong type", "got int32"]),
-    "a list": (lambda r: {"routes": r.routes.tolist()}, {}, ["wrong type", "got list"]),
+    "flat": (lambda r: {"routes": r.routes.reshape(5, -1)}, {}, {"fault": "shape"}),
+    "int32": (lambda r: {"routes": r.routes.astype(np.int32)}, {}, {"fault": "type", "got": "int32"}),
+    "a list": (lambda r: {"routes": r.routes.tolist()}, {}, {"fault": "type", "got": "list"}),
     "layer map of another model": (
         lambda r: {"spec": replace(r.spec, layer_map="mmmd")},
         {},
-        ["layer 3 has no routes", "[0, 1, 2]", "[0, 1, 3]"],
+        {"fault": "layer without routes", "layer": 3, "got": [0, 1, 2], "expected": [0, 1, 3]},
     ),
     "layer map too long": (
         lambda r: {"spec": replace(r.spec, layer_map="mmmm")},
         {},
-        ["layer 2 was not asked for"],
+        {"fault": "layer not asked for", "layer": 2},
     ),
     "layers counted, not numbered": (
         lambda r: {},
         {"spec": TraceSpec("tiny-0123456789abcdef", 32, 4, "dmmdm")},
-        ["layer 2 has no routes"],
+        {"fault": "layer without routes", "layer": 2},
     ),
     "another kind of layer": (
         lambda r: {"spec": replace(r.spec, layer_map="mmhm")},
         {},
-        ["model with other layers", "got mmhm", "expected mmdm"],
+        {"fault": "layer map", "got": "mmhm", "expected": "mmdm"},
     ),
-    "experts": (lambda r: {"spec": replace(r.spec, num_experts=64)}, {}, ["num_experts", "got 64", "expected 32"]),
-    "top_k": (lambda r: {"spec": replace(r.spec, top_k=8)}, {}, ["top_k", "got 8", "expected 4"]),
+    "experts": (
+        lambda r: {"spec": replace(r.spec, num_experts=64)},
+        {},
+        {"fault": "num_experts", "got": 64, "expected": 32},
+    ),
+    "top_k": (lambda r: {"spec": replace(r.spec, top_k=8)}, {}, {"fault": "top_k", "got": 8, "expected": 4}),
     "other model": (
         lambda r: {"spec": replace(r.spec, model_fingerprint="other")},
         {},
-        ["another model", "got fingerprint other"],
+        {"fault": "model", "got": ("other",)},
     ),
     "tokens shifted by one": (
         lambda r: {},
         {"token_ids": [4, 5, 6, 7, 8]},
-        ["other tokens", "token 0, all layers", "got token id 5, 5 tokens differ", "expected token id 4"],
+        {"fault": "tokens", "token": 0, "got": ("id 5", "5 tokens"), "expected": ("4",)},
     ),
     "tokens swapped": (
         lambda r: {},
         {"token_ids": [5, 6, 8, 7, 9]},
-        ["other tokens", "token 2, all layers", "got token id 7, 2 tokens differ", "expected token id 8"],
+        {"fault": "tokens", "token": 2, "got": ("7", "2"), "expected": ("8",)},
     ),
-    "other request's tokens": (lambda r: {}, {"token_ids": [1, 2, 3, 4, 5]}, ["other tokens"]),
+    "other request's tokens": (lambda r: {}, {"token_ids": [1, 2, 3, 4, 5]}, {"fault": "tokens"}),
     "tokens of the record cut": (
         lambda r: {"token_ids": r.token_ids[:4]},
         {},
-        ["other tokens", "token 4, all layers", "got an end after 4 tokens", "expected token id 9"],
+        {"fault": "tokens", "token": 4, "got": ("4",), "expected": ("9",)},
     ),
-    "last sampled token fed too": (lambda r: {}, {"token_ids": [5, 6, 7, 8, 9, 10]}, ["token 5 has no routes"]),
-    "padding": (lambda r: {}, {"token_ids": [5, 6, 7, 8, -100]}, ["token id out of range", "token 4", "no padding"]),
-    "stale version": (lambda r: {}, {"weight_version": 8}, ["tokens 0 to 4", "weight version 7", "expected 8 to 8"]),
+    "last sampled token fed too": (
+        lambda r: {},
+        {"token_ids": [5, 6, 7, 8, 9, 10]},
+        {"fault": "token without routes", "token": 5},
+    ),
+    "padding": (lambda r: {}, {"token_ids": [5, 6, 7, 8, -100]}, {"fault": "token id", "token": 4, "got": -100}),
+    "stale version": (
+        lambda r: {},
+        {"weight_version": 8},
+        {"fault": "weight version", "tokens": "0 to 4", "got": ("7",), "expected": ("8 to 8",)},
+    ),
     "too stale": (
         lambda r: {},
         {"weight_version": 10, "max_staleness": 2},
-        ["weight version 7", "8 to 10 (max_staleness 2)"],
+        {"fault": "weight version", "got": ("7",), "expected": ("8 to 10", "2")},
     ),
-    "version of the future": (lambda r: {}, {"weight_version": 6, "max_staleness": 5}, ["weight version 7", "1 to 6"]),
-    "one span too stale": (lambda r: _versions(7, 7, 6, 7, 7), {}, ["tokens 2 to 2", "weight version 6"]),
-    "one span of the future": (lambda r: _versions(7, 7, 7, 7, 8), {}, ["tokens 4 to 4", "weight version 8"]),
-    "version unknown": (lambda r: _versions(7, 7, -1, 7, 7), {}, ["weight version is unknown"]),
-    "version None": (lambda r: _versions(7, 7, 7, 7, None), {}, ["weight version is unknown"]),
-    "rows without a version": (lambda r: _versions(7, 7, 7, 7), {}, ["spans do not cover the rows", "got 4 rows"]),
-    "no versions": (lambda r: {"spans": ()}, {}, ["spans do not cover the rows", "got 0 rows"]),
-    "key rewritten": (lambda r: {"key": "step1/p1:0"}, {}, ["another request"]),
+    "version of the future": (
+        lambda r: {},
+        {"weight_version": 6, "max_staleness": 5},
+        {"fault": "weight version", "got": ("7",), "expected": ("1 to 6",)},
+    ),
+    "one span too stale": (
+        lambda r: _versions(7, 7, 6, 7, 7),
+        {},
+        {"fault": "weight version", "tokens": "2 to 2", "got": ("6",)},
+    ),
+    "one span of the future": (
+        lambda r: _versions(7, 7, 7, 7, 8),
+        {},
+        {"fault": "weight version", "tokens": "4 to 4", "got": ("8",)},
+    ),
+    "version unknown": (lambda r: _versions(7, 7, -1, 7, 7), {}, {"fault": "weight version"}),
+    "version None": (lambda r: _versions(7, 7, 7, 7, None), {}, {"fault": "weight version"}),
+    "rows without a version": (lambda r: _versions(7, 7, 7, 7), {}, {"fault": "spans", "got": ("4",)}),
+    "no versions": (lambda r: {"spans": ()}, {}, {"fault": "spans", "got": ("0",)}),
+    "key rewritten": (lambda r: {"key": "step1/p1:0"}, {}, {"fault": "another request"}),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_refused(stored, spec, name):
     record, ref = stored
-    change, arguments, parts = FAULTS[name]
+    change, arguments, facts = FAULTS[name]
     good = {"token_ids": TOKENS, "spec": spec, "weight_version": 7, "ref": ref}
     validate(record, **good)
     bad = replace(record, **change(record))
-    with pytest.raises(RouteValidationError) as caught:
+    with refused(RouteValidationError, request=bad.key, **facts):
         validate(bad, **{**good, **arguments})
-    for part in [f"request {bad.key}", *parts]:
-        assert part in str(caught.value)
 
 
 @pytest.mark.parametrize("change", [{"rows": 4}, {"key": "step1/p1:0"}])
 def test_reference_of_another_record_is_refused(stored, spec, change):
     record, ref = stored
-    with pytest.raises(RouteValidationError, match="step1/p0:0"):
+    with refused(RouteValidationError, request="step1/p0:0"):
         validate(record, token_ids=TOKENS, spec=spec, weight_version=7, ref=replace(ref, **change))
 
 
@@ -178,13 +213,13 @@ def test_a_slice_is_checked_against_its_own_tokens_and_layers(tmp_path, stored, 
     part = TraceStore(tmp_path).read(ref, layers=[1, 3], rows=(1, 4))
     good = {"spec": spec, "weight_version": 7, "ref": ref, "layers": [1, 3]}
     validate(part, token_ids=TOKENS[1:4], **good)
-    with pytest.raises(RouteValidationError, match="token 3, all layers.*got token id 8.*expected token id 9"):
+    with refused(RouteValidationError, fault="tokens", token=3, got=("8",), expected=("9",)):
         validate(part, token_ids=[6, 7, 9], **good)
-    with pytest.raises(RouteValidationError, match="token 1, all layers"):
+    with refused(RouteValidationError, fault="tokens", token=1):
         validate(part, token_ids=TOKENS[:3], **good)
-    with pytest.raises(RouteValidationError, match="layer 0 has no routes"):
+    with refused(RouteValidationError, fault="layer without routes", layer=0):
         validate(part, token_ids=TOKENS[1:4], **good | {"layers": None})
-    with pytest.raises(RouteValidationError, match="got rows to 4.*at most 3"):
+    with refused(RouteValidationError, fault="rows", got=("4",), expected=("3",)):
         validate(part, token_ids=TOKENS[1:4], **good | {"ref": replace(ref, rows=3)})
 
 
@@ -196,7 +231,7 @@ def _record(spec, routes, tokens):
 def test_uint8_cannot_hold_more_than_256_experts(random_routes):
     spec = TraceSpec("m", 300, 2, "m")
     record = _record(spec, random_routes(spec, 4).astype(np.uint8), [1, 2, 3, 4])
-    with pytest.raises(RouteValidationError, match="request r.*got uint8.*300 experts"):
+    with refused(RouteValidationError, fault="type", request="r", got="uint8", expected=("300",)):
         validate(record, token_ids=[1, 2, 3, 4], spec=spec, weight_version=0)
 
 
@@ -207,12 +242,12 @@ def test_constant_buffers_are_refused(spec, random_routes):
     def check(routes, tokens=tokens, spec=spec):
         validate(_record(spec, routes, tokens), token_ids=tokens, spec=spec, weight_version=0)
 
-    with pytest.raises(RouteValidationError, match=r"same for every token.*request r.*got .*in token 0"):
+    with refused(RouteValidationError, fault="equal tokens", request="r"):
         check(same_rows)
-    with pytest.raises(RouteValidationError, match=r"same for every layer.*request r"):
+    with refused(RouteValidationError, fault="equal layers", request="r"):
         check(same_layers)
     one_expert = TraceSpec("m", 32, 1, "mm")
-    with pytest.raises(RouteValidationError, match=r"same for every token.*got \[0\]"):
+    with refused(RouteValidationError, fault="equal tokens", got=("[0]",)):
         check(np.zeros((8, 2, 1), np.uint8), spec=one_expert)
     # What may well be: short or one-token runs, models whose router has no choice, and all that varies at all.
     check(same_rows[:7], tokens[:7])
@@ -246,16 +281,16 @@ def test_set_check_agrees_with_plain_python(experts, top_k, rows, layers, seed, 
         if len(set(routes[token, layer].tolist())) < top_k or max(routes[token, layer].tolist()) >= experts
     ]
     if not bad:
-        check_routes(routes, spec, rows=rows, where="r")
+        check_routes(routes, spec, rows=rows, where={"request": "r"})
         return
-    with pytest.raises(RouteValidationError, match=f"token {bad[0][0]}, layer {bad[0][1]}\\)"):
-        check_routes(routes, spec, rows=rows, where="r")
+    with refused(RouteValidationError, request="r", token=bad[0][0], layer=bad[0][1]):
+        check_routes(routes, spec, rows=rows, where={"request": "r"})
 
 
 def test_set_check_finds_a_fault_in_a_late_block(random_routes):
     spec = TraceSpec("m", 64, 8, "m" * 48)
     routes = np.tile(random_routes(spec, 32), (64, 1, 1))  # 98304 sets, several blocks
-    check_routes(routes, spec, rows=2048, where="r")
+    check_routes(routes, spec, rows=2048, where={"request": "r"})
     routes[2047, 47, 7] = routes[2047, 47, 0]
-    with pytest.raises(RouteValidationError, match="token 2047, layer 47"):
-        check_routes(routes, spec, rows=2048, where="r")
+    with refused(RouteValidationError, token=2047, layer=47):
+        check_routes(routes, spec, rows=2048, where={"request": "r"})

@@ -21,6 +21,7 @@ from moe_rl.types import Provenance, Sequence
 from moe_rl.vllm import recorder as module
 from moe_rl.vllm.hooks import attach_recorder, refuse_layout
 from moe_rl.vllm.recorder import Recorder
+from tests.support.refusals import refused
 
 LAYERS, EXPERTS, TOP_K, BLOCK = (1, 3), 8, 2, 4
 
@@ -294,21 +295,21 @@ def test_copies_under_way_are_bounded(fake, monkeypatch):
 
 def test_a_layer_that_reports_nothing_is_an_error_naming_it(fake):
     fake.step(new=[("a", "a", [1], 0, [8, 9])])
-    with pytest.raises(EngineError, match="reported no expert.*layer 3, token 0"):
+    with refused(EngineError, fault="no expert", layer=3, token=0):
         fake.step(cached=[("a", None, 2, [10], [1])], silent=3)
         fake.step()
 
 
 @pytest.mark.parametrize("wrong", [8, 255, 256, 1 << 20, -1])
 def test_an_expert_out_of_range_is_an_error_and_never_wraps(fake, wrong):
-    with pytest.raises(EngineError, match=rf"layer 1, token 1 of the step\): got {wrong}, expected 0 to 7"):
+    with refused(EngineError, layer=1, token=1, got=wrong, expected="0 to 7"):
         fake.step(new=[("a", "a", [1], 0, [8, 9])], spoil=wrong)
         fake.step()
 
 
 def test_a_dropped_step_is_an_error(fake):
     fake.step(new=[("a", "a", [1], 0, [8, 9])], hooks=("before",))
-    with pytest.raises(EngineError, match="A step was not recorded"):
+    with refused(EngineError, fault="step lost"):
         fake.step(cached=[("a", None, 2, [10], [1])])
 
 
@@ -318,21 +319,21 @@ def test_a_step_that_nobody_announced_is_missed(fake):
     fake.step(cached=[("a", None, 2, [10], [1])], hooks=())
     fake.step(cached=[("a", None, 3, [11], [1])])
     fake.step(finished=["a"])
-    with pytest.raises(EngineError, match="nothing was recorded.*A row was not recorded.*position 2"):
+    with refused(EngineError, fault="nothing", got=("position 2",)):
         fake.recorder.publish("shard", {"a": [8, 9, 10, 11]})
 
 
 def test_a_duplicated_step_is_an_error(fake):
     fake.step(new=[("a", "a", [1], 0, [8, 9])])
-    with pytest.raises(EngineError, match="A step was recorded twice"):
+    with refused(EngineError, fault="step twice"):
         fake.step(cached=[("a", None, 1, [9], [1])], hooks=("after",))
-    with pytest.raises(EngineError, match="A row was recorded twice"):
+    with refused(EngineError, fault="twice"):
         fake.step(cached=[("a", None, 1, [9], [1])])
         fake.step()
 
 
 def test_a_wrong_offset_is_an_error(fake):
-    with pytest.raises(EngineError, match="slots do not fit its positions"):
+    with refused(EngineError, fault="slots"):
         fake.step(new=[("a", "a", [1], 0, [8, 9])], shift=1)
         fake.step()
 
@@ -342,7 +343,7 @@ def test_a_reused_block_is_refused_for_its_request_alone(fake):
     fake.step(new=[("a", "a", [1], 0, [8, 9]), ("b", "b", [2], 0, [8, 9])])
     fake.step(new=[("c", None, [1], 0, [8, 9])])
     fake.step(finished=["a", "b"])
-    with pytest.raises(EngineError, match=r"request a, shard shard\).*given away.*position 0, block 1"):
+    with refused(EngineError, fault="not recorded", request="a", shard="shard", got=("position 0, block 1",)):
         fake.recorder.publish("shard", {"a": [8, 9], "b": [8, 9]})
 
 
@@ -359,10 +360,10 @@ def test_other_tokens_than_the_sampler_returned_are_an_error(fake):
         fake.recorder.sinks.abandon("shard")
     fake.step(new=[("a", "a", [1], 0, [8, 9, 10])])
     fake.step(finished=["a"])
-    with pytest.raises(EngineError, match="was not recorded .request b"):
+    with refused(EngineError, fault="not recorded", request="b"):
         fake.recorder.publish("shard", {"a": [8, 9, 10], "b": [1]})
     assert list(fake.recorder.publish("shard", {"a": [8, 9, 10]})) == ["a"], "a wrong claim costs the others nothing"
-    with pytest.raises(EngineError, match="nothing was recorded"):
+    with refused(EngineError, fault="nothing"):
         fake.recorder.publish("other", {"never-sampled": [1]})
 
 
@@ -371,8 +372,8 @@ def test_other_tokens_than_the_sampler_returned_are_an_error(fake):
     [
         ({"moe_rl_key": "a"}, "cannot be recorded.*moe_rl_key and moe_rl_sink"),
         ({"moe_rl_key": "a", "moe_rl_sink": "shard", "moe_rl_kye": 1}, "cannot be recorded.*moe_rl_kye"),
-        ({"moe_rl_key": "a b", "moe_rl_sink": "shard"}, "record key is not allowed"),
-        ({"moe_rl_key": "a", "moe_rl_sink": "../shard"}, "shard name is not allowed"),
+        ({"moe_rl_key": "a b", "moe_rl_sink": "shard"}, "record key"),
+        ({"moe_rl_key": "a", "moe_rl_sink": "../shard"}, "shard name"),
         ({"moe_rl_key": "a", "moe_rl_sink": "shard", "moe_rl_samples": 2}, "no sample of several"),
         ({"moe_rl_key": "a", "moe_rl_sink": "shard", "moe_rl_start": -1}, "moe_rl_start.*got -1"),
         ({"moe_rl_key": "a", "moe_rl_sink": "shard", "moe_rl_parent": "x"}, "no reference to a record"),
@@ -409,7 +410,7 @@ def test_a_request_that_asks_for_the_impossible_is_told_when_its_routes_are_want
 def test_a_shard_that_exists_is_refused(fake):
     fake.recorder.sinks.open("shard")
     fake.recorder.publish("shard", {})
-    with pytest.raises(TraceError, match="shard exists already"):
+    with refused(TraceError, fault="exists"):
         fake.recorder.sinks.open("shard")
 
 
@@ -448,7 +449,7 @@ def test_layouts_that_would_record_wrongly_are_refused(changes, message):
 def test_a_worker_that_nobody_could_ask_for_routes_is_refused():
     """An LLM(additional_config={"moe_rl": ...}) without our worker extension."""
     worker = SimpleNamespace(vllm_config=vllm_config(additional_config={"moe_rl": {"trace_root": "routes"}}))
-    with pytest.raises(EngineError, match=r"nobody can ask for.*moe_rl\.record"):
+    with refused(EngineError, "moe_rl.record", argument="additional_config"):
         attach_recorder(worker)
 
 
@@ -475,12 +476,10 @@ def test_a_shard_whose_disk_is_full_is_told_as_that_whatever_is_asked_for(fake, 
     fake.step(finished=["a", "b"])
     assert fired
     for _ in range(2):
-        with pytest.raises(
-            TraceDiskError, match="^the disk is full: shard could not be written.*shard shard in .*No space left"
-        ):
+        with refused(TraceDiskError, fault="ENOSPC", shard="shard", got=("No space left",)):
             fake.recorder.publish("shard", {"key/b": [3, 4]})
     fake.recorder.sinks.abandon("shard")
-    with pytest.raises(EngineError, match="nothing was recorded"):
+    with refused(EngineError, fault="nothing"):
         fake.recorder.publish("shard", {})
 
 
@@ -595,10 +594,10 @@ def in_the_sink(*columns):
     ids=["slots", "slots with sums", "sums", "shift", "layers", "sink", "sink with sums"],
 )
 def test_rows_that_are_exchanged_behind_the_buffer_are_refused(replayed, plant, names):
-    with pytest.raises(ReplayError, match=f"as they were read are not those that left the sampler.*{names}"):
+    with refused(ReplayError, fault="read", got=(names,)):
         replayed(plant)
 
 
 def test_whole_records_that_are_exchanged_in_the_sink_are_refused_by_their_tokens(replayed):
-    with pytest.raises(EngineError, match="another token than it returned .request a, position 0"):
+    with refused(EngineError, fault="another token", request="a", position=0):
         replayed(in_the_sink("routes", "sums", "token_ids"))

@@ -11,6 +11,7 @@ from moe_rl.errors import EngineError
 from moe_rl.types import GenerateRequest, RoutePart, RouteRef
 from moe_rl.vllm.recording import RecordingRequest
 from moe_rl.vllm.sampling import Growing, VersionSpan, check, forwarded, parameters
+from tests.support.refusals import refused
 
 LONGEST, VOCABULARY = 16, 100
 ONE = (VersionSpan("3", 0, 2),)
@@ -58,7 +59,7 @@ def test_a_completion_is_of_all_that_came():
     "versions", [None, (), [VersionSpan("3", 0, 1)], [VersionSpan("3", 0, 1), VersionSpan("4", 1, 2)]]
 )
 def test_tokens_of_no_or_several_versions_are_no_completion(versions):
-    with pytest.raises(EngineError, match="not sampled by one version .request a"):
+    with refused(EngineError, request="a", fault="versions"):
         grown(2, versions=versions).completion(request(), 9, {})
     # vLLM tells none for an aborted request: the engine's own holds, whose weights do not change meanwhile.
     assert grown(2, finish="abort", versions=versions).completion(request(), 9, {}).weight_version == 9
@@ -87,7 +88,7 @@ def test_a_logprob_that_no_sampled_token_has_is_refused(bad, finish):
     """-9999 stands for -inf in vLLM's JSON; 1e39 is none in float32."""
     sample = grown(2, finish=finish)
     sample.logprobs[1] = float(bad)
-    with pytest.raises(EngineError, match=f"no finite logprob .*request a, token 1 of 2.: got {np.float32(bad):g}"):
+    with refused(EngineError, request="a", token=1, got=f"{np.float32(bad):g}"):
         sample.completion(request(), 9, {})
 
 

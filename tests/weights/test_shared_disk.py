@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 import moe_rl.weights.shared_disk as module
 from moe_rl.errors import WeightSyncError
 from moe_rl.weights.shared_disk import checkpoint_shapes, read_parts, write_part
+from tests.support.refusals import refused
 from tests.weights.test_digest import some_tensors
 
 
@@ -38,7 +39,7 @@ def test_a_tensor_in_two_parts_is_refused(tmp_path):
     parts = [tmp_path / "0", tmp_path / "1"]
     write_part(parts[0], {"a": torch.zeros(1), "b": torch.zeros(1)})
     write_part(parts[1], {"c": torch.zeros(1), "b": torch.zeros(1)})
-    with pytest.raises(WeightSyncError, match=rf"tensor b lies in two parts .*{parts[1]}"):
+    with refused(WeightSyncError, tensor="b", file=parts[1]):
         list(read_parts(parts))
 
 
@@ -47,7 +48,7 @@ def test_damaged_parts_are_named(tmp_path):
     content = (tmp_path / "good").read_bytes()
     for length in (0, 7, 8, 100, len(content) - 1):
         (tmp_path / "cut").write_bytes(content[:length])
-        with pytest.raises(WeightSyncError, match=f"missing or damaged.*{tmp_path / 'cut'}"):
+        with refused(WeightSyncError, file=tmp_path / "cut"):
             list(read_parts([tmp_path / "good", tmp_path / "cut"]))
 
 

@@ -28,7 +28,7 @@ import re
 
 import numpy as np
 
-from moe_rl.errors import RouteValidationError, TraceError, describe
+from moe_rl.errors import About, RouteValidationError, TraceError, describe
 from moe_rl.trace.record import TraceSpec
 from moe_rl.trace.validator import check_routes
 
@@ -40,10 +40,13 @@ _NPY_HEADERS = {
     (2, 0): np.lib.format.read_array_header_2_0,
 }
 
+_NPY_FILE: About = {"field": ".npy file"}
+
 
 def decode_vllm(payload: object) -> np.ndarray:
     """Decode the `routed_experts` of a vLLM choice to [T, C, K]. Raises TraceError."""
-    return decode_npy(_base64(payload, "vLLM routed_experts"), where="vLLM routed_experts")
+    where: About = {"field": "vLLM routed_experts"}
+    return decode_npy(_base64(payload, where), where=where)
 
 
 def decode_sglang(payload: object, *, layers: int, top_k: int) -> np.ndarray:
@@ -51,13 +54,14 @@ def decode_sglang(payload: object, *, layers: int, top_k: int) -> np.ndarray:
 
     `layers` counts all decoder layers of the model, dense ones included, which the payload does not say.
     """
-    data = _base64(payload, "SGLang routed_experts")
+    where: About = {"field": "SGLang routed_experts"}
+    data = _base64(payload, where)
     row = 4 * layers * top_k
     if row <= 0 or len(data) % row:
         raise TraceError(
             describe(
                 "routed_experts end within a row",
-                where="SGLang routed_experts",
+                where=where,
                 got=f"{len(data)} bytes",
                 expected=f"a multiple of {row}: int32 x {layers} layers x {top_k} experts",
                 do="give the layer map and top_k of the model that was served",
@@ -68,7 +72,7 @@ def decode_sglang(payload: object, *, layers: int, top_k: int) -> np.ndarray:
 
 def decode_nemo(payload: object) -> np.ndarray:
     """Decode an `nrlre1` envelope to [S, C, K], including its last row and its -1 entries. Raises TraceError."""
-    where = "NeMo-RL routed_experts"
+    where: About = {"field": "NeMo-RL routed_experts"}
     match = _NEMO.match(payload) if isinstance(payload, str) else None
     if not isinstance(payload, str) or match is None:
         raise TraceError(
@@ -88,7 +92,7 @@ def decode_nemo(payload: object) -> np.ndarray:
     return np.frombuffer(data, dtype).reshape(shape)
 
 
-def decode_npy(data: bytes, *, where: str = ".npy file") -> np.ndarray:
+def decode_npy(data: bytes, *, where: About = _NPY_FILE) -> np.ndarray:
     """Read the integer array in a .npy file. `where` names it in the message. Raises TraceError."""
     file = io.BytesIO(data)
     try:
@@ -117,13 +121,18 @@ def decode_lists(nested: list) -> np.ndarray:
         array = np.asarray(nested)
     except (ValueError, OverflowError, TypeError) as error:
         raise TraceError(
-            describe("nested lists are ragged", where="routed_experts", got=str(error)[:120], expected="[T][layers][K]")
+            describe(
+                "nested lists are ragged",
+                where={"field": "routed_experts"},
+                got=str(error)[:120],
+                expected="[T][layers][K]",
+            )
         ) from error
     if array.dtype.kind not in "iu":
         raise TraceError(
             describe(
                 "expert ids are not integers",
-                where="routed_experts",
+                where={"field": "routed_experts"},
                 got=f"{array.dtype} of shape {array.shape}",
                 expected="nested lists [T][layers][K] of integers",
             )
@@ -131,7 +140,7 @@ def decode_lists(nested: list) -> np.ndarray:
     return array
 
 
-def take_routes(array: np.ndarray, spec: TraceSpec, *, rows: int, where: str) -> np.ndarray:
+def take_routes(array: np.ndarray, spec: TraceSpec, *, rows: int, where: About) -> np.ndarray:
     """Return the routes [T, L, K] of the spec's MoE layers, uint8 or uint16, keeping the order of ids within a set.
 
     Args:
@@ -151,6 +160,7 @@ def take_routes(array: np.ndarray, spec: TraceSpec, *, rows: int, where: str) ->
                 where=where,
                 got=f"{array.dtype} of shape {array.shape}",
                 expected=f"integers of shape [{rows}, {len(spec.moe_layers)} or {len(spec.layer_map)}, {spec.top_k}]",
+                fault="shape",
             )
         )
     columns = moe_columns(array.shape[1], spec)
@@ -162,6 +172,7 @@ def take_routes(array: np.ndarray, spec: TraceSpec, *, rows: int, where: str) ->
                 got=f"{array.shape[1]} layers",
                 expected=f"{len(spec.moe_layers)} MoE layers, or all {len(spec.layer_map)} of {spec.layer_map[:40]}",
                 do="give the layer map of the model that was served",
+                fault="layers",
             )
         )
     picked = array if len(columns) == array.shape[1] else array[:, columns]
@@ -193,7 +204,7 @@ def decoder_layers(spec: TraceSpec) -> int:
     return sum(letter != "t" for letter in spec.layer_map)
 
 
-def _check_ids(picked: np.ndarray, spec: TraceSpec, where: str) -> None:
+def _check_ids(picked: np.ndarray, spec: TraceSpec, where: About) -> None:
     """Refuse ids that would be lost in the conversion to the dtype of routes."""
     limits = np.iinfo(picked.dtype)
     if limits.max < min(spec.num_experts - 1, 255):
@@ -203,6 +214,7 @@ def _check_ids(picked: np.ndarray, spec: TraceSpec, where: str) -> None:
                 where=where,
                 got=f"{picked.dtype}, which holds ids to {limits.max}",
                 expected=f"a type for ids to {spec.num_experts - 1}",
+                fault="wrapped ids",
             )
         )
     for bad in (picked.min(), picked.max()):
@@ -210,8 +222,8 @@ def _check_ids(picked: np.ndarray, spec: TraceSpec, where: str) -> None:
             token, layer, _ = (int(i) for i in np.argwhere(picked == bad)[0])
             raise RouteValidationError(
                 describe(
-                    "a token has no route" if bad == -1 else f"expert id {bad} does not exist",
-                    where=f"{where}, token {token}, layer {spec.moe_layers[layer]}",
+                    "a token has no route" if bad == -1 else "an expert does not exist",
+                    where={**where, "token": token, "layer": spec.moe_layers[layer], "expert": bad},
                     got=picked[token, layer].tolist(),
                     expected=f"ids from 0 to {spec.num_experts - 1}",
                     do="drop the sequence: its sampler did not record the routes of every token",
@@ -219,7 +231,7 @@ def _check_ids(picked: np.ndarray, spec: TraceSpec, where: str) -> None:
             )
 
 
-def _base64(payload: object, where: str) -> bytes:
+def _base64(payload: object, where: About) -> bytes:
     if not isinstance(payload, str) or len(payload) > MAX_BYTES:
         got = f"{len(payload)} characters" if isinstance(payload, str) else type(payload).__name__
         raise TraceError(
@@ -231,7 +243,7 @@ def _base64(payload: object, where: str) -> bytes:
         raise TraceError(describe("payload is not base64", where=where, got=str(error))) from error
 
 
-def _check_size(said: int, got: int, shape: tuple[int, ...], where: str, *, slack: int = 0) -> None:
+def _check_size(said: int, got: int, shape: tuple[int, ...], where: About, *, slack: int = 0) -> None:
     if min(shape, default=0) < 0 or not got - slack <= said <= got:
         raise TraceError(
             describe(

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from moe_rl.errors import TraceError, describe
+from moe_rl.errors import About, TraceError, describe
 from moe_rl.trace.adapters.envelopes import (
     MAX_BYTES,
     decode_lists,
@@ -90,7 +90,9 @@ def import_lines(path: Path, root: Path, name: str, spec: TraceSpec, form: str) 
                     parent = RouteRef(earlier.key, record.first_row, earlier.parts)
                 ref = writer.add(record.key, record.routes, record.token_ids, record.spans, parent=parent)
             except TraceError as error:
-                raise TraceError(f"{where}: {error}") from error
+                raise TraceError(
+                    describe("line cannot be imported", where={**error.about, **where}, got=error)
+                ) from error
             own = rows_of(record.routes, record.layers, record.token_ids, record.first_row)
             tokens[ref.key] = record.token_ids if before is None else np.concatenate([before, record.token_ids])
             sums[ref.key] = own if parent is None else np.concatenate([sums[parent.key][: record.first_row], own])
@@ -106,10 +108,10 @@ def import_npy(
     """Publish a .npy file of routes [T, layers, K] as a shard. `tokens` is a .npy file of the T forwarded token ids."""
     with ShardWriter(root, name, spec) as writer:
         record = from_array(
-            decode_npy(_read(path), where=str(path)),
+            decode_npy(_read(path), where={"file": path}),
             spec,
             key=key,
-            token_ids=decode_npy(_read(tokens), where=str(tokens)),
+            token_ids=decode_npy(_read(tokens), where={"file": tokens}),
             weight_version=weight_version,
         )
         ref = writer.add(record.key, record.routes, record.token_ids, record.spans)
@@ -118,8 +120,8 @@ def import_npy(
 
 def lint_lines(path: Path, spec: TraceSpec, form: str) -> Iterator[tuple[str, list[Finding]]]:
     """Yield, for each sequence of a file, its place and everything wrong with it, including decoding errors."""
-    for where, item in _items(path, form):
-        where = f"{where}, {item.key}"
+    for place, item in _items(path, form):
+        where = f"{path}, line {place['line']}, {item.key}"
         try:
             yield where, _lint(item, spec, form)
         except TraceError as error:
@@ -129,19 +131,19 @@ def lint_lines(path: Path, spec: TraceSpec, form: str) -> Iterator[tuple[str, li
 def lint_npy(path: Path, spec: TraceSpec, tokens: Path | None) -> Iterator[tuple[str, list[Finding]]]:
     """Yield the place of a .npy file of routes and everything wrong with it."""
     try:
-        ids = None if tokens is None else decode_npy(_read(tokens), where=str(tokens))
-        yield str(path), lint(decode_npy(_read(path), where=str(path)), spec, ids)
+        ids = None if tokens is None else decode_npy(_read(tokens), where={"file": tokens})
+        yield str(path), lint(decode_npy(_read(path), where={"file": path}), spec, ids)
     except TraceError as error:
         yield str(path), [Finding("payload", "file", str(error))]
 
 
-def _items(path: Path, form: str) -> Iterator[tuple[str, _Item]]:
+def _items(path: Path, form: str) -> Iterator[tuple[About, _Item]]:
     """Yield every sequence of the file with its place. Raises TraceError for an invalid line."""
     limit = _MAX_LINE[form]
     try:
         with open(path, "rb") as file:
             for number, text in enumerate(iter(lambda: file.readline(limit + 1), b""), 1):
-                where = f"{path}, line {number}"
+                where: About = {"file": path, "line": number}
                 if len(text) > limit:
                     raise TraceError(describe("line is too long", where=where, expected=f"at most {limit} bytes"))
                 if not text.strip():
@@ -150,14 +152,20 @@ def _items(path: Path, form: str) -> Iterator[tuple[str, _Item]]:
                     line = _DECODER.decode(text)
                 except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                     raise TraceError(
-                        describe("line is not an import line", where=where, got=str(error)[:200], expected="see --help")
+                        describe(
+                            "line is not an import line",
+                            where=where,
+                            got=str(error)[:200],
+                            expected="see --help",
+                            fault="no import line",
+                        )
                     ) from error
                 yield from ((where, item) for item in _split(line, form, where))
     except OSError as error:
-        raise TraceError(describe("file cannot be read", where=str(path), got=error.strerror)) from error
+        raise TraceError(describe("file cannot be read", where={"file": path}, got=error.strerror)) from error
 
 
-def _split(line: _Line, form: str, where: str) -> list[_Item]:
+def _split(line: _Line, form: str, where: About) -> list[_Item]:
     if form == "lists":
         reply = {"token_ids": line.token_ids, "routed_experts": line.routed_experts}
         return [_Item(line.key, None, reply, line)]
@@ -188,7 +196,7 @@ def _record(item: _Item, spec: TraceSpec, form: str) -> RouteRecord:
         return from_nemo(item.reply, spec, key=item.key, start=line.start, weight_version=_given_version(item))
     if not isinstance(item.prompt, list):
         raise TraceError(
-            describe("the tokens of the prompt are missing", where=f"request {item.key}", do="add prompt_token_ids")
+            describe("the tokens of the prompt are missing", where={"request": item.key}, do="add prompt_token_ids")
         )
     read = from_vllm if form == "vllm" else from_sglang
     return read(
@@ -232,7 +240,7 @@ def _before(
     start, parent = record.first_row, item.line.parent
     if parent is None and not start:
         return None
-    where = f"request {record.key}"
+    where: About = {"request": record.key}
     if parent is None or parent not in refs:
         raise TraceError(
             describe(
@@ -252,7 +260,7 @@ def _before(
         raise TraceError(
             describe(
                 "request does not begin with the tokens of its parent",
-                where=f"{where}, token {int(different[0]) if len(different) else same}",
+                where={**where, "token": int(different[0]) if len(different) else same},
                 got=f"{len(known)} rows of {parent}",
                 expected=f"{start} rows of the same tokens",
             )
@@ -263,7 +271,7 @@ def _before(
 def _given_version(item: _Item) -> int:
     if item.line.weight_version is None:
         raise TraceError(
-            describe("the weight version is missing", where=f"request {item.key}", do="add weight_version to the line")
+            describe("the weight version is missing", where={"request": item.key}, do="add weight_version to the line")
         )
     return item.line.weight_version
 
@@ -271,7 +279,7 @@ def _given_version(item: _Item) -> int:
 def _need(item: _Item, *names: str) -> None:
     missing = [name for name in names if item.reply[name] is None]
     if missing:
-        raise TraceError(describe(f"line has no {missing[0]}", where=f"request {item.key}"))
+        raise TraceError(describe(f"line has no {missing[0]}", where={"request": item.key}))
 
 
 def _read(path: Path) -> bytes:
@@ -279,7 +287,7 @@ def _read(path: Path) -> bytes:
         with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise TraceError(describe("file cannot be read", where=str(path), got=error.strerror)) from error
+        raise TraceError(describe("file cannot be read", where={"file": path}, got=error.strerror)) from error
     if len(data) > MAX_BYTES:
-        raise TraceError(describe("file is too large", where=str(path), expected=f"at most {MAX_BYTES} bytes"))
+        raise TraceError(describe("file is too large", where={"file": path}, expected=f"at most {MAX_BYTES} bytes"))
     return data

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_rl.errors import RouteValidationError, TraceError, describe
+from moe_rl.errors import About, RouteValidationError, TraceError, describe
 from moe_rl.trace.adapters.envelopes import decode_nemo, decode_sglang, decode_vllm, decoder_layers, take_routes
 from moe_rl.trace.record import RouteRecord, TraceSpec, as_token_ids, check_key
 from moe_rl.trace.spans import check_spans, cut_spans, spans_of_rows
@@ -46,7 +46,7 @@ def from_vllm(
 
     The reply does not say which rows came from the prefix cache, so all prompt rows count as prefill.
     """
-    where = f"request {key}"
+    where: About = {"request": key}
     reply = _Reply(
         decode_vllm(_field(choice, "routed_experts", str, where)),
         _field(choice, "token_ids", list, where),
@@ -78,7 +78,7 @@ def from_sglang(
         start: the request's `routed_experts_start_len`.
         weight_version: version for all rows; None uses the reply's versions.
     """
-    where = f"request {key}"
+    where: About = {"request": key}
     meta = _field(answer, "meta_info", Mapping, where)
     sampled = _field(answer, "output_ids", list, where)
     spans = meta.get("weight_versions")
@@ -108,7 +108,7 @@ def from_nemo(message: Mapping, spec: TraceSpec, *, key: str, weight_version: in
         weight_version: version for all rows, which the message does not name.
         start: number of tokens of earlier turns whose rows the envelope omits.
     """
-    where = f"request {key}"
+    where: About = {"request": key}
     prompt = _field(message, "prompt_token_ids", list, where)
     sampled = _field(message, "generation_token_ids", list, where)
     array = decode_nemo(_field(message, "routed_experts", str, where))
@@ -120,6 +120,7 @@ def from_nemo(message: Mapping, spec: TraceSpec, *, key: str, weight_version: in
                 where=where,
                 got=f"{len(array)} rows",
                 expected=f"{expected}: {len(prompt)} prompt and {len(sampled)} sampled tokens from position {start}",
+                fault="rows",
             )
         )
     return _sampled(_Reply(array[:-1], sampled), spec, key, prompt, start, weight_version)
@@ -137,7 +138,7 @@ def from_array(
         token_ids: [T] the forwarded tokens.
         weight_version: version for all rows, which all count as prefill.
     """
-    where = f"request {check_key(key)}"
+    where: About = {"request": check_key(key)}
     ids = as_token_ids(token_ids, where=where)
     routes = take_routes(array, spec, rows=len(ids), where=where)
     spans = [Span(len(ids), weight_version, Provenance.PREFILL)] if len(ids) else []
@@ -159,7 +160,7 @@ def _sampled(
     reply: _Reply, spec: TraceSpec, key: str, prompt: Sequence[int], start: int, weight_version: int | None
 ) -> RouteRecord:
     """Make a record of a reply. `weight_version` is for all rows; None uses the reply's versions."""
-    where = f"request {check_key(key)}"
+    where: About = {"request": check_key(key)}
     versions = _versions(reply.versions, where) if weight_version is None else weight_version
     cached, rows = reply.cached, len(prompt) + len(reply.sampled) - 1
     if not (isinstance(start, int) and 0 <= start <= max(0, min(rows, len(prompt)))):
@@ -185,7 +186,7 @@ def _record(
     return RouteRecord(key, routes, ids, spans, aborted, spec, start, spec.moe_layers)
 
 
-def _versions(spans: object, where: str) -> list[tuple[int, int]]:
+def _versions(spans: object, where: About) -> list[tuple[int, int]]:
     """Return pairs (number of sampled tokens, version) in order, from the spans in a reply."""
     wrong = TraceError(
         describe(
@@ -194,6 +195,7 @@ def _versions(spans: object, where: str) -> list[tuple[int, int]]:
             got=repr(spans)[:120],
             expected="a list of {version, start, end} without gaps, each version a number",
             do="give the weight version of the request",
+            fault="weight version",
         )
     )
     if not isinstance(spans, list) or not spans:
@@ -210,7 +212,7 @@ def _versions(spans: object, where: str) -> list[tuple[int, int]]:
     return found
 
 
-def _version_of_rows(versions: int | list[tuple[int, int]], rows: int, prompt: int, where: str) -> int | np.ndarray:
+def _version_of_rows(versions: int | list[tuple[int, int]], rows: int, prompt: int, where: About) -> int | np.ndarray:
     if isinstance(versions, int):
         return versions
     sampled, covered = rows + 1 - prompt, sum(count for count, _ in versions)
@@ -228,7 +230,7 @@ def _version_of_rows(versions: int | list[tuple[int, int]], rows: int, prompt: i
     return of_sampled[np.maximum(0, np.arange(rows) - (prompt - 1))]
 
 
-def _field(source: object, name: str, kind: type, where: str) -> Any:
+def _field(source: object, name: str, kind: type, where: About) -> Any:
     value = source.get(name) if isinstance(source, Mapping) else None
     if not isinstance(value, kind):
         raise TraceError(
