@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,9 +75,9 @@ class Proved:
 class Proof:
     """Runs cases on one checkpoint and compares them with its reference."""
 
-    def __init__(self, checkpoint: Path, folder: Path, worker: Seq[str] = ("-m", "moe_rl.proof.rank")):
-        """Args: `folder` receives the ranks' files; `worker` is what torchrun starts on each rank, see `proof.rank`."""
-        self.checkpoint, self.folder, self.worker = checkpoint, folder, worker
+    def __init__(self, checkpoint: Path, folder: Path):
+        """Args: `folder` receives the ranks' files, see `proof.rank`."""
+        self.checkpoint, self.folder = checkpoint, folder
         self._references: dict[bool, Reference] = {}
 
     def run(self, cases: list[Case], *, timeout: float = 600) -> list[list[dict]]:
@@ -94,7 +93,7 @@ class Proof:
             out = self.folder / f"{len(list(self.folder.iterdir())):03d}-ranks{ranks}"
             out.mkdir()
             (out / "cases.json").write_text(json.dumps([dataclasses.asdict(cases[n]) for n in numbers]))
-            process = _torchrun(ranks, *self.worker, self.checkpoint, out, out / "cases.json", timeout=timeout)
+            process = _torchrun(ranks, self.checkpoint, out, out / "cases.json", timeout=timeout)
             if process.returncode:
                 raise ReplayError(
                     describe(
@@ -202,7 +201,7 @@ def largest(got: Tensors, expected: Tensors) -> float:
 def _torchrun(ranks: int, *arguments, timeout: float) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.run(
-        [*command, *map(str, arguments)],
+        [*command, "-m", "moe_rl.proof.rank", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=timeout,

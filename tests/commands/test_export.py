@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_rl.cli import main
 from tests.config.conftest import DEEPSEEK_CONFIG, _write_model
-from tests.distributed.conftest import torchrun
+from tests.distributed.ranks import torchrun
 
 PACKED = "model.layers.0.mlp.up_proj.weight"
 

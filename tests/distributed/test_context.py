@@ -1,23 +1,15 @@
 """Context parallelism on two ranks: steps on halves of every sequence are those on shares of the batch."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.conftest import torchrun
-
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
-SCRIPT = Path(__file__).with_name("context_worker.py")
+from tests.distributed.jobs import context
 
 
 @pytest.fixture(scope="module")
-def seen(checkpoint, tmp_path_factory):
-    out = tmp_path_factory.mktemp("context")
-    process = torchrun(2, SCRIPT, checkpoint, out)
-    assert process.returncode == 0, process.stderr[-3000:]
-    return [torch.load(out / f"rank{rank}.pt") for rank in range(2)]
+def seen(on_ranks, checkpoint, tmp_path_factory):
+    return on_ranks(2, context.run, checkpoint, tmp_path_factory.mktemp("context"))
 
 
 def test_a_step_on_halves_of_sequences_is_the_step_on_shares_of_the_batch(seen):

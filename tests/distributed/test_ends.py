@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from tests.distributed.conftest import ROOT, torchrun
+from tests.distributed.ranks import ROOT, torchrun
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -14,7 +14,7 @@ def test_a_stage_that_fails_is_heard_and_its_neighbour_does_not_wait(checkpoint,
     config = ROOT / "configs/tiny_moe_cpu.yaml"
     began = time.monotonic()
     done = torchrun(
-        *(2, ROOT / "tests/distributed/ends_worker.py", checkpoint, "--config", config),
+        *(2, ROOT / "tests/distributed/ends.py", checkpoint, "--config", config),
         *(f"run.runs_dir={tmp_path}", "parallel.pipeline=2", "parallel.expert=1"),
     )
     assert done.returncode and time.monotonic() - began < 240

@@ -1,11 +1,11 @@
 """Every model family against `transformers` with the same routes, in every kind of layout, many in a process group."""
 
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,15 +15,14 @@ from moe_rl.models.hf import read_model
 from moe_rl.proof.batch import LENGTHS, batch
 from moe_rl.proof.matrix import largest, merged
 from moe_rl.proof.reference import reference as transformers
-from tests.distributed.conftest import ROOT, torchrun
-from tests.distributed.families.data import MODELS, recorded_load, write_checkpoint
+from tests.distributed.jobs import family
+from tests.distributed.ranks import ROOT
+from tests.support.families import MODELS, recorded_load, write_checkpoint
 
-pytestmark = pytest.mark.long
-
-WORKER = Path(__file__).with_name("families") / "worker.py"
 RATE, AUX = 0.01, 0.5
 ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
 BFLOAT16 = ("glm-groups", "deepseek", "gpt-oss")
+USUAL = ["glm-groups TP2-EP2-uniform", "gpt-oss CP2-EP2-moe", "qwen-mixed TP2-EP2-uniform-aux"]
 WITH_BIAS = ("glm", "deepseek", "moonlight")
 LAYOUTS = {
     "EP2-overlapped": {"parallel": {"expert": 2}, "train": {"overlap_expert_parallel_comm": True}},
@@ -84,39 +83,32 @@ WRITTEN = [(ranks, case) for ranks, case in EXACT if "TP2" in case]
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
-    return {name: write_checkpoint(name, tmp_path_factory.mktemp(name)) for name in MODELS}
+    """checkpoints(name) -> the folder of a model of MODELS."""
+    return functools.cache(lambda name: write_checkpoint(name, tmp_path_factory.mktemp(name)))
 
 
 @pytest.fixture(scope="session")
-def seen(checkpoints, tmp_path_factory):
-    """seen(ranks, case) -> [what each rank saw], with `written` the checkpoint folder that they wrote; all cases of as
-    many ranks run in one process group."""
-    results = {}
+def seen(checkpoints, on_ranks, tmp_path_factory):
+    """seen(number of ranks, case) -> [what each rank saw], and with `written` the checkpoint folder that they wrote."""
+    out = tmp_path_factory.mktemp("families")
 
-    def case_of(ranks, name, settings, out):
-        model = name.split()[0]
+    @functools.cache
+    def run(number, name):
+        model, settings = name.split()[0], CASES[number][name]
         biased = model.startswith(WITH_BIAS) and settings.get("mode") != "native"
-        return settings | {
-            "checkpoint": str(checkpoints[model]),
+        case = settings | {
+            "checkpoint": str(checkpoints(model)),
             "train": settings.get("train", {}) | ({"expert_bias_rate": RATE} if biased else {}),
-            "resume": str(out / f"{name} saved") if (ranks, name) in RESUMED else "",
-            "write": str(out / f"{name} written") if (ranks, name) in WRITTEN else "",
+            "resume": str(out / f"{name} saved") if (number, name) in RESUMED else "",
+            "write": str(out / f"{name} written") if (number, name) in WRITTEN else "",
         }
+        return on_ranks(number, family.run, case)
 
-    def run(ranks, case, written=False):
-        if ranks not in results:
-            out = tmp_path_factory.mktemp("ranks")
-            cases = {name: case_of(ranks, name, settings, out) for name, settings in CASES[ranks].items()}
-            (out / "cases.json").write_text(json.dumps(cases))
-            process = torchrun(ranks, WORKER, out / "cases.json", out)
-            results[ranks] = out if process.returncode == 0 else None
-            assert results[ranks], process.stderr[-6000:]
-        assert results[ranks], "the ranks failed"  # once is enough
-        if written:
-            return results[ranks] / f"{case} written"
-        return [torch.load(results[ranks] / f"{case}-rank{rank}.pt") for rank in range(ranks)]
+    def result(number, name, written=False):
+        found = run(number, name)
+        return out / f"{name} written" if written else found
 
-    return run
+    return result
 
 
 @pytest.fixture(scope="session")
@@ -126,8 +118,8 @@ def reference(checkpoints):
     def compute(case, forced):
         key = case.split()[0], forced
         if key not in cache:
-            _, routes = batch(read_model(checkpoints[key[0]]))
-            cache[key] = transformers(checkpoints[key[0]], routes if forced else None)
+            _, routes = batch(read_model(checkpoints(key[0])))
+            cache[key] = transformers(checkpoints(key[0]), routes if forced else None)
         return cache[key]
 
     return compute
@@ -161,7 +153,7 @@ def test_the_auxiliary_loss_is_of_the_live_choice(seen, reference, checkpoints, 
     ours = seen(ranks, case)
     microbatches = {tuple(numbers) for rank in ours for numbers in rank["microbatches"] if numbers}
     assert sorted(number for numbers in microbatches for number in numbers) == list(range(len(LENGTHS)))
-    folder = checkpoints[case.split()[0]]
+    folder = checkpoints(case.split()[0])
     balanced = transformers(folder, batch(read_model(folder))[1], aux=AUX, microbatches=microbatches)
     gradients = balanced.gradients
     assert largest(merged(ours, "grads"), gradients) < 1e-6
@@ -186,7 +178,7 @@ def test_native_routing_equals_transformers(seen, reference, case):
 
 @pytest.mark.parametrize("ranks, case", REPLAYED)
 def test_a_checkpoint_goes_in_and_out_bit_for_bit(seen, checkpoints, ranks, case):
-    original = load_file(checkpoints[case.split()[0]] / "model.safetensors")
+    original = load_file(checkpoints(case.split()[0]) / "model.safetensors")
     loaded = merged(seen(ranks, case), "loaded")
     assert loaded.keys() == original.keys()
     for name, tensor in original.items():
@@ -200,7 +192,7 @@ def test_what_is_exported_is_held_against_the_ranks_own_parameters(seen, checkpo
     """At the start with the checkpoint, after an update with the parameters as they lie; experts that changed places in
     the export are refused on all ranks alike."""
     ours = [rank["conserved"] for rank in seen(ranks, case)]
-    names = sorted(load_file(checkpoints[case.split()[0]] / "model.safetensors"))
+    names = sorted(load_file(checkpoints(case.split()[0]) / "model.safetensors"))
     assert ours[0][1] == names and all(compared == len(names) for compared, *_ in ours)
     (told,) = {one[2] for one in ours}
     assert re.search(r"version 2, \d+ of .* expert \d+, gate_proj.weight: what layer \d+, expert \d+, gate_proj", told)
@@ -212,7 +204,7 @@ def test_a_rank_reads_its_own_bytes_of_a_checkpoint(seen, checkpoints, ranks, ca
     """Float32 files into float32 parameters: as many bytes as it holds, and not one more."""
     ours = seen(ranks, case)
     assert all(read == held > 0 for read, held in (rank["read"] for rank in ours))
-    whole = sum(tensor.nbytes for tensor in load_file(checkpoints[case.split()[0]] / "model.safetensors").values())
+    whole = sum(tensor.nbytes for tensor in load_file(checkpoints(case.split()[0]) / "model.safetensors").values())
     assert ranks == 1 or all(rank["read"][0] < whole for rank in ours)
 
 
@@ -221,7 +213,7 @@ def test_what_the_ranks_write_transformers_reads(seen, checkpoints, ranks, case)
     """Files of the ranks with one index: bit for bit the tensors of the checkpoint, none missing and none besides."""
     from transformers import AutoModelForCausalLM
 
-    folder, source = seen(ranks, case, written=True), checkpoints[case.split()[0]]
+    folder, source = seen(ranks, case, written=True), checkpoints(case.split()[0])
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     files = {file: load_file(folder / file) for file in sorted(set(index.values()))}
     assert len(files) > 4 and sorted(files) == sorted(file.name for file in folder.glob("*.safetensors"))
@@ -237,7 +229,7 @@ def test_what_the_ranks_write_transformers_reads(seen, checkpoints, ranks, case)
 
 @pytest.mark.parametrize("ranks, case", EXACT)
 def test_the_ledger_holds_layers_with_experts_only(seen, checkpoints, ranks, case):
-    facts = read_model(checkpoints[case.split()[0]])
+    facts = read_model(checkpoints(case.split()[0]))
     ours = seen(ranks, case)
     assert {layer for rank in ours for layer in rank["layers"]} == set(facts.moe_layers)
     forwarded = sum(prompt + completion - 1 for prompt, completion in LENGTHS)
@@ -254,7 +246,7 @@ def test_the_ledger_holds_layers_with_experts_only(seen, checkpoints, ranks, cas
 @pytest.mark.parametrize("ranks, case", BIASED)
 def test_the_expert_bias_follows_the_recorded_load(seen, checkpoints, ranks, case):
     """Each real token counts once: not again when recomputed or in the forward-only pass, padding never."""
-    facts, ours = read_model(checkpoints[case.split()[0]]), seen(ranks, case)
+    facts, ours = read_model(checkpoints(case.split()[0])), seen(ranks, case)
     loaded, updated = merged(ours, "loaded"), merged(ours, "updated")
     loads = recorded_load(facts)
     assert largest(merged(ours, "loads"), loads) == 0
@@ -271,10 +263,11 @@ def test_the_expert_bias_outlives_a_restart_and_a_skipped_step(seen, ranks, case
         assert not applied and all(torch.equal(after[name], tensor) for name, tensor in rank["updated"].items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", BFLOAT16)
 def test_bfloat16_is_close_and_keeps_the_expert_bias_in_float32(seen, reference, checkpoints, model):
     (ours,) = seen(1, f"{model} bfloat16")
-    original = load_file(checkpoints[model] / "model.safetensors")
+    original = load_file(checkpoints(model) / "model.safetensors")
     biases = {name: tensor for name, tensor in original.items() if name.endswith("e_score_correction_bias")}
     assert len(biases) == len(ours["layers"]) * model.startswith(WITH_BIAS)
     assert all(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in biases.values())
@@ -307,7 +300,7 @@ def test_one_process_exports_a_run_of_any_layout(seen, checkpoints, tmp_path, ca
     run.mkdir()
     (run / "checkpoints").symlink_to(saved)
     parallel = json.dumps(LAYOUTS[layout]["parallel"])
-    (run / "config.yaml").write_text(RUN.format(root=tmp_path, model=checkpoints[model], parallel=parallel))
+    (run / "config.yaml").write_text(RUN.format(root=tmp_path, model=checkpoints(model), parallel=parallel))
     command = [sys.executable, ROOT / "tools/export_hf.py", "--run", run, "--out", tmp_path / "out"]
     alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(

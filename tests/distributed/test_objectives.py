@@ -1,7 +1,6 @@
 """One denominator: the gradient of every objective is the same, however its batch was cut."""
 
-import json
-from pathlib import Path
+import functools
 
 import pytest
 
@@ -9,9 +8,8 @@ from moe_rl.config.objective import LOSS_PARAMETERS
 from moe_rl.objectives.losses import POLICY_LOSSES
 from moe_rl.proof.batch import make_checkpoint
 from moe_rl.report.registry import METRICS
-from tests.distributed.conftest import torchrun
+from tests.distributed.jobs import objective
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 FEW, MANY = "train.microbatch_tokens=4096", "train.microbatch_tokens=36"
 ALONE = {
     "few microbatches": {"overrides": [FEW, "parallel.expert=1"], "order": None},
@@ -56,22 +54,23 @@ CASES |= {case: overrides(*given) for case, given in CORRECTED.items()}
 CORRECTION_METRICS = {key for key in METRICS if key.startswith("correction/")}
 CONTROLS = ["grpo", "dapo", "minirl"]
 LAYOUTS = [*ALONE, *TOGETHER]
+USUAL = ["many microbatches", "DP2 EP2"]
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory):
-    """{layout: {case: [what each rank has]}}"""
-    out, together = tmp_path_factory.mktemp("objectives"), {}
+def seen(on_ranks, tmp_path_factory):
+    """seen(layout) -> {case: [what each rank has]}"""
+    out = tmp_path_factory.mktemp("objectives")
     checkpoint = make_checkpoint(tmp_path_factory.mktemp("two-layers"), layers=2)
-    for ranks, layouts in ((1, ALONE), (2, TOGETHER)):
-        plan = out / f"plan{ranks}.json"
-        plan.write_text(json.dumps({"layouts": layouts, "cases": CASES, "controls": CONTROLS}))
-        process = torchrun(ranks, Path(__file__).with_name("objective_worker.py"), checkpoint, out, plan)
-        assert process.returncode == 0, process.stderr[-3000:]
-        found = [json.loads((out / f"ranks{ranks}-rank{rank}.json").read_text()) for rank in range(ranks)]
-        for layout in layouts:
-            together[layout] = {case: [of[layout][case] for of in found] for case in found[0][layout]}
-    return together
+
+    @functools.cache
+    def run(layout):
+        number, shape = (1, ALONE[layout]) if layout in ALONE else (2, TOGETHER[layout])
+        found = on_ranks(number, objective.run, checkpoint, out, shape, CASES, CONTROLS)
+        return {case: [of[case] for of in found] for case in found[0]}
+
+    run(LAYOUTS[0])  # what the others are held against
+    return run
 
 
 def worst(ranks):
@@ -82,22 +81,23 @@ def worst(ranks):
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
 def test_the_gradient_does_not_depend_on_the_cut(seen, layout):
     for case in CASES:
-        everything = seen["few microbatches"][case][0]
+        everything = seen("few microbatches")[case][0]
         assert everything["largest"] > 1e-4, case
-        assert set().union(*(rank["names"] for rank in seen[layout][case])) == set(everything["names"])
-        assert worst(seen[layout][case]) < 1e-6, case
+        assert set().union(*(rank["names"] for rank in seen(layout)[case])) == set(everything["names"])
+        assert worst(seen(layout)[case]) < 1e-6, case
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
 def test_what_the_step_tells_does_not_depend_on_the_cut(seen, layout):
     for case in CASES:
-        expected = seen["few microbatches"][case][0]["metrics"]
-        for rank in seen[layout][case]:
+        expected = seen("few microbatches")[case][0]["metrics"]
+        for rank in seen(layout)[case]:
             assert rank["metrics"] == pytest.approx(expected, rel=1e-5, abs=1e-6), case
 
 
+@pytest.mark.long
 def test_the_layouts_do_cut_the_batch(seen):
-    count = {layout: [rank["microbatches"] for rank in of["grpo"]] for layout, of in seen.items()}
+    count = {layout: [rank["microbatches"] for rank in seen(layout)["grpo"]] for layout in LAYOUTS}
     assert count["few microbatches"] == [1] and count["another order"] == [3] and count["TP2"] == [1, 1]
     assert count["many microbatches"][0] >= 4 and count["CP2"] == count["many microbatches"] * 2
     assert count["DP2"][0] >= 2
@@ -107,14 +107,14 @@ def test_the_layouts_do_cut_the_batch(seen):
 def test_a_mean_of_each_microbatch_is_another_gradient(seen, layout):
     """The control: with what is usually wrong about denominators the same comparison fails, by far."""
     for case in CONTROLS:
-        assert worst(seen[layout][f"{case} by microbatch"]) > 0.05, case
+        assert worst(seen(layout)[f"{case} by microbatch"]) > 0.05, case
     # where there is one microbatch, it is right
-    assert worst(seen["few microbatches"]["dapo by microbatch"]) == 0
+    assert worst(seen("few microbatches")["dapo by microbatch"]) == 0
 
 
 def test_the_batch_has_what_the_objectives_tell_apart(seen):
     """Clipped and unclipped tokens, rejected and kept ones, truncated ones: none of the branches is idle."""
-    told = {case: ranks[0]["metrics"] for case, ranks in seen["few microbatches"].items()}
+    told = {case: ranks[0]["metrics"] for case, ranks in seen("few microbatches").items()}
     for case in CASES:
         if case not in ("cispo", "dppo_tv", "sapo"):  # their published bounds are far away
             assert 0 < told[case]["objective/clip_fraction"] < 1, case

@@ -48,6 +48,30 @@ OVERLAPPED = [
 IN_CHUNKS = [OVERLAPPED[0], OVERLAPPED[2], *OVERLAPPED[4:]]
 CHUNKS = [replace(case, overlap_chunks=2 + number % 2) for number, case in enumerate(IN_CHUNKS)]
 LAYERS = 4
+# One or two of each kind.
+USUAL = [
+    Case(2, EP2),
+    Case(2, TP2_EP2, {"recompute": "uniform"}),
+    Case(2, VPP2, {"recompute": "uniform"}),
+    Case(2, {"context": 2, "expert": 2}, OVERLAP),
+    Case(2, EP2, {"recompute": "block", "recompute_layers": 3}),
+    Case(2, EP2, {"dtype": "bfloat16"}),
+    Case(2, EP2, {"dtype": "bfloat16", "recompute": "moe"}),
+    Case(2, TP2_EP2, {"dtype": "bfloat16"}),
+    Case(2, EP2, mode="observe"),
+    Case(2, TP2_EP2, mode="native"),
+    Case(2, TP2_EP2, {"recompute": "uniform"}, mode="r2"),
+    Case(2, TP2_EP2, plan=False),
+    Case(2, TP2_EP2, {"recompute": "moe"}, overlap_chunks=1),
+    Case(2, TP2_EP2, {"recompute": "moe"}, overlap_chunks=3),
+    Case(2, CP2, after_failure=True),
+    Planted(2, EP2, fault="swapped"),
+    Planted(2, CP2, fault="swapped"),
+    Planted(2, TP2_EP2, plan=False, fault="other rows read"),
+    Planted(2, TP2_EP2, fault="repeated"),
+    Planted(2, TP2_EP2, fault="lost key"),
+    Planted(2, EP2, OVERLAP, fault="previous key"),
+]
 
 
 def name(case: Case) -> str:

@@ -1,7 +1,6 @@
 """A training step when routes are missing or of older weights: refused, dropped, or routed natively, and counted. And
 one on tokens that were drawn from a part of the vocabulary, which the trainer then renormalises over."""
 
-import json
 import math
 from pathlib import Path
 
@@ -18,8 +17,7 @@ from moe_rl.planning.packing import pack, split_groups
 from moe_rl.planning.peaks import limit_problem, peaks
 from moe_rl.proof.batch import LENGTHS, batch
 from moe_rl.report.registry import METRICS, find
-from tests.distributed.conftest import torchrun
-from tests.distributed.step_worker import scores_of, shared_logits, supports_of
+from tests.distributed.jobs.step import one, scores_of, shared_logits, shared_vocabulary, supports_of
 
 pytestmark = pytest.mark.timeout(900)
 CONFIG = Path(__file__).parents[2] / "configs/tiny_moe_cpu.yaml"
@@ -31,6 +29,7 @@ MASK = ["rollout.top_k=7", "rollout.keep_sampling_mask=true"]
 SMALL = ["train.microbatch_tokens=14", "train.updates_per_step=1"]
 INTERLEAVED = ["parallel.expert=1", "parallel.pipeline=2", "parallel.virtual_pipeline=2"]
 ENTROPY_COEF = 2.0
+USUAL = ["by-load", "masked-tensor"]
 # Natively routed, so that `transformers` computes the same, and the reference, of the same weights, too.
 MASKED = [*MASK, "replay.mode=off", "train.updates_per_step=1", "objective.kl_coef=0.1"]
 MASKED += [f"objective.entropy_coef={ENTROPY_COEF}"]
@@ -99,22 +98,30 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def out(checkpoint, tmp_path_factory):
-    """Folder with what both ranks wrote."""
-    out = tmp_path_factory.mktemp("steps")
-    (out / "cases.json").write_text(json.dumps(CASES))
-    process = torchrun(2, Path(__file__).with_name("step_worker.py"), checkpoint, out, out / "cases.json")
-    assert process.returncode == 0, process.stderr[-3000:]
-    return out
+class Steps:
+    """steps[case]: what both ranks have, after both were found to have the same. A case runs when it is asked for."""
+
+    def __init__(self, run, folder):
+        self.run, self.folder, self.seen = run, folder, {}
+
+    def both(self, name):
+        if name not in self.seen:
+            self.seen[name] = self.run(name)
+            first, second = self[name]
+            assert first == second or not isinstance(first, dict)
+        return self.seen[name]
+
+    def __getitem__(self, name):
+        return [metrics for metrics, _ in self.both(name)]
+
+    def chunks(self, name):
+        return [chunks for _, chunks in self.both(name)]
 
 
 @pytest.fixture(scope="module")
-def steps(out):
-    """{case: what both ranks have}, after both were found to have the same."""
-    seen = {name: [json.loads((out / f"{name}-rank{rank}.json").read_text()) for rank in range(2)] for name in CASES}
-    assert all(first == second for first, second in seen.values() if isinstance(first, dict))
-    return seen
+def steps(on_ranks, checkpoint, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("steps")
+    return Steps(lambda name: on_ranks(2, one, name, CASES[name], checkpoint, folder), folder)
 
 
 def test_whole_routes_leave_nothing_to_the_router(steps):
@@ -126,9 +133,10 @@ def test_whole_routes_leave_nothing_to_the_router(steps):
     assert sum(layers) / LAYERS == pytest.approx(metrics["routing/shadow_mismatch"]) and min(layers) > 0.9
 
 
+@pytest.mark.long
 def test_steps_emit_every_metric_of_the_registry_that_is_theirs(steps):
     """Over all cases, and nothing that is not in it."""
-    emitted = {find(key).key for first, _ in steps.values() if isinstance(first, dict) for key in first}
+    emitted = {find(key).key for first, _ in map(steps.__getitem__, CASES) if isinstance(first, dict) for key in first}
     rooms = ("policy_kl", "policy", "routing", "placement", "objective", "correction", "optim")
     assert emitted == {key for key in METRICS if key.split("/")[0] in rooms} | {"reward/kl_penalty"}
 
@@ -147,6 +155,7 @@ def test_r2_measures_natively_and_replays_its_own_routes(steps):
     assert r3["optim/grad_norm"] != pytest.approx(off["optim/grad_norm"], rel=1e-2)
 
 
+@pytest.mark.long
 def test_a_step_is_the_same_with_plans_and_without(steps):
     (whole, _), (unplanned, _) = steps["whole"], steps["unplanned"]
     assert unplanned["routing/planned_fraction"] == 0
@@ -159,17 +168,18 @@ def test_a_step_is_the_same_with_plans_and_without(steps):
         assert 0 < steps[name][0]["routing/planned_fraction"] < 1, name
 
 
-def test_a_step_overlaps_in_as_many_chunks_as_asked_for(steps, out):
+def test_a_step_overlaps_in_as_many_chunks_as_asked_for(steps):
     # old log-probabilities, which r2 records in, natively routed ones, and two updates
     wanted = {"whole": [[0], [], [0], [0]], "one-chunk": [[1], [], [1], [1]], "r2-two-chunks": [[], [2], [2]]}
     for case, passes in wanted.items():
-        assert all(json.loads((out / f"{case}-rank{rank}.chunks").read_text()) == passes for rank in range(2)), case
+        assert steps.chunks(case) == [passes] * 2, case
     assert steps["one-chunk"] == steps["whole"]
     (r2, _), (plain, _) = steps["r2-two-chunks"], steps["r2"]
     assert r2["routing/planned_fraction"] == 1 and r2["routing/consumed"] == 1.5 * plain["routing/consumed"]
     assert r2["optim/grad_norm"] == pytest.approx(plain["optim/grad_norm"], rel=1e-5)
 
 
+@pytest.mark.long
 def test_microbatches_of_padding_are_part_of_a_step_and_change_nothing_in_it(steps):
     (filled, _), (whole, _) = steps["interleaved-kl-loss"], steps["kl-loss"]
     tokens = [[TOKENS[i] for i in chosen] for chosen in split_groups([n // 2 for n in range(len(TOKENS))], 2)]
@@ -184,13 +194,14 @@ def test_microbatches_of_padding_are_part_of_a_step_and_change_nothing_in_it(ste
 
 
 @pytest.mark.parametrize("case", ["by-length", "by-load"])
-def test_the_peak_of_a_step_is_what_plan_says_of_its_trace(steps, out, checkpoint, case):
+def test_the_peak_of_a_step_is_what_plan_says_of_its_trace(steps, checkpoint, case):
     overrides = [f"model.path={checkpoint}", "train.microbatch_tokens=40", "train.dtype=float32"]
     overrides += CASES[case]["overrides"]
     config = load_config(CONFIG, overrides)
-    found = peaks(config, read_model(checkpoint), 2, str(out / case / "trace"))
+    metrics, _ = steps[case]
+    found = peaks(config, read_model(checkpoint), 2, str(steps.folder / case / "trace"))
     assert found.batches == 1 and found.sequences == len(LENGTHS) and found.exact
-    assert steps[case][0]["routing/peak_rows"] == found.rows.rank
+    assert metrics["routing/peak_rows"] == found.rows.rank
     assert found.rows.even < found.rows.rank < found.rows.worst
     limited = [load_config(CONFIG, [*overrides, f"replay.max_rows={found.rows.rank - less}"]) for less in (0, 1)]
     assert limit_problem(found, limited[0]) is None and f"got {found.rows.rank}" in limit_problem(found, limited[1])
@@ -238,6 +249,7 @@ def test_packing_by_load_does_what_it_plans_and_changes_no_gradient(steps, loads
         assert by_load[key] == pytest.approx(by_length[key], rel=1e-5, abs=1e-9)
 
 
+@pytest.mark.long
 def test_placed_experts_are_loaded_as_planned_and_change_no_gradient(steps, counts):
     order, report = place(counts.sum(0)[None], 2)
     loads = load_of(np.take_along_axis(counts, order[None], 2), 2)
@@ -264,7 +276,7 @@ def test_placed_experts_are_loaded_as_planned_and_change_no_gradient(steps, coun
     assert steps["placed-off"][0]["policy_kl/k3"] == pytest.approx(steps["off"][0]["policy_kl/k3"], rel=1e-5)
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("whole", 2), ("context", 1)])
+@pytest.mark.parametrize(("name", "ranks"), [("whole", 2), pytest.param("context", 1, marks=pytest.mark.long)])
 def test_the_load_is_counted_over_updates_and_over_parts_of_sequences(steps, loads, name, ranks):
     rounds = []
     for chosen in split_groups([number // 2 for number in range(len(TOKENS))], 2):
@@ -273,6 +285,7 @@ def test_the_load_is_counted_over_updates_and_over_parts_of_sequences(steps, loa
     assert steps[name][0]["routing/load_excess"] == pytest.approx(excess(np.concatenate(rounds))[0], rel=1e-9)
 
 
+@pytest.mark.long
 def test_packing_by_load_knows_nothing_of_tokens_without_routes(steps):
     native, _ = steps["by-load-missing-native"]
     assert native["routing/fallback_positions"] > 0 and native["routing/load_excess"] > 0
@@ -297,6 +310,7 @@ def test_missing_routes_are_left_to_the_router_within_the_bound(steps):
     assert metrics["routing/shadow_mismatch"] > 0.9
 
 
+@pytest.mark.long
 def test_ranks_that_share_every_sequence_count_each_token_once(steps):
     for name in ("context", "context-r2", "context-missing-native"):
         alike = {"context": "whole", "context-r2": "r2"}.get(name, "missing-native")
@@ -310,6 +324,7 @@ def test_ranks_that_share_every_sequence_count_each_token_once(steps):
         assert {key: shared[key] for key in rest} == pytest.approx(rest, rel=1e-5, abs=1e-7), name
 
 
+@pytest.mark.long
 def test_a_kl_in_the_reward_counts_every_sequence_once(steps):
     """However the sequences, or their tokens, are shared out. The estimates are of random routes against the model's
     own: far from 0."""
@@ -371,8 +386,8 @@ def test_routes_of_older_weights(steps):
     assert native["optim/grad_norm"] != whole["optim/grad_norm"]
 
 
-def test_two_halves_of_the_vocabulary_are_one(out):
-    ranks = [torch.load(out / f"vocabulary-rank{rank}.pt") for rank in range(2)]
+def test_two_halves_of_the_vocabulary_are_one(on_ranks):
+    ranks = on_ranks(2, shared_vocabulary)
     for name, dtype, tolerance in (("float32", torch.float32, 2e-6), ("float64", torch.float64, 1e-12)):
         whole = scores_of(*shared_logits(dtype))
         for n, alone in enumerate(whole):

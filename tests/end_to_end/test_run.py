@@ -1,4 +1,4 @@
-"""The main job, shortened: it runs, proves its routes, repeats itself, and resumes bit for bit."""
+"""The main job with other switches, and ended wherever it can be. The plain one: test_brief.py."""
 
 import json
 import os
@@ -7,46 +7,11 @@ from contextlib import suppress
 
 import pytest
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from moe_rl.report.registry import METRICS, find
-from moe_rl.tasks.prompt_ledger import PromptLedger
-from moe_rl.tasks.prompts import PromptSource, load_prompts
-from tests.end_to_end.conftest import ROOT, Launch, config, rows
+from tests.end_to_end.conftest import Launch, config, rows, tensors
 from tools.dev.runs import still_running
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
-
-
-def tensors(folder, tmp_path):
-    """Every tensor of a run's last checkpoint: weights, main weights, Adam's moments."""
-    last = sorted((folder / "checkpoints").glob("step-*"))[-1]
-    dcp_to_torch_save(str(last), str(tmp_path / "whole.pt"))
-    loaded = torch.load(tmp_path / "whole.pt", weights_only=False)
-    return {k: v for k, v in loaded.items() if torch.is_tensor(v)}
-
-
-def test_a_run_proves_its_routes_and_reports(short_run):
-    folder = short_run.folder
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary == json.loads((folder.parent / "result.json").read_text())
-    assert summary["steps"] == 4
-    assert summary["routes_applied_mismatch"] == 0
-    assert summary["routes_coverage"] == 1.0
-    assert summary["routes_exact_every_step"] is True
-    # 8 layers x microbatches, in the old-logprob pass and in the updates
-    assert summary["routes_consumed"] == summary["routes_expected"] > 0
-    # 32 ids a token, 8 layers x 4 of 32 experts: less than a byte each, all that the store adds included
-    assert 8 < summary["trace_bytes_per_token"] < 30
-    assert summary["policy_kl_k3_replay"] < summary["policy_kl_k3_native"]
-    assert summary["routing_shadow_mismatch"] < summary["routing_native_mismatch"]
-    assert 0 < summary["heldout_pass_rate_first"] < 1 and summary["heldout_pass_rate_last"] is not None
-    assert summary["vllm_version"].startswith("0.32") and summary["megatron_core_version"].startswith("0.19")
-    assert 0 < summary["weight_sync_seconds_median"] < summary["step_seconds_median"]
-    report = (folder / "report.html").read_text()
-    assert "http://" not in report.replace("http://www.w3.org", "") and "<svg" in report
-    assert f"report: {folder / 'report.html'}" in short_run.text()
-    assert not (folder / "sync").exists()  # weights went through shared memory
 
 
 def test_groups_without_a_difference_are_sampled_again_and_counted(short_run):
@@ -63,50 +28,9 @@ def test_groups_without_a_difference_are_sampled_again_and_counted(short_run):
     assert len(shards) == sum(row["group/sampled"] for row in steps) // 16
 
 
-def test_a_run_emits_every_metric_that_is_not_of_the_step_alone(short_run):
-    """The others: tests/distributed/test_step.py."""
-    logged = map(json.loads, (short_run.folder / "metrics.jsonl").read_text().splitlines())
-    emitted = {find(key).key for row in logged for key in row if "/" in key}
-    rooms = ("reward", "rollout", "group", "time", "throughput", "trace", "sync", "eval")
-    owed = {key for key in METRICS if key.split("/")[0] in rooms} - {"reward/kl_penalty", "rollout/lost_servers"}
-    assert owed - emitted == set()
-
-
-def test_every_step_logs_the_canary_and_its_own_weights(short_run):
-    steps = [row for row in rows(short_run.folder) if row["kind"] == "train"]
-    assert [row["rollout/weight_version"] for row in steps] == [0, 1, 2, 3]
-    # bf16 engines differ a little, never by nothing and never by much: the sampler holds these weights
-    assert all(1e-5 < row["sync/canary_abs_diff"] < 0.3 for row in steps)
-    assert len({row["sync/canary_abs_diff"] for row in steps}) == 4
-
-
-def test_a_sampler_that_cannot_sleep_is_said_to_be_awake_once(short_run):
-    """The calls are made all the same: after level 2 nothing could have been sampled without an update."""
-    assert short_run.text().count("vLLM cannot sleep on a CPU, so the sampler keeps its memory") == 1
-    logged = map(json.loads, (short_run.folder / "metrics.jsonl").read_text().splitlines())
-    steps = [row for row in logged if row["kind"] == "train"]
-    assert all(0 < row["time/sleep"] < row["time/step"] for row in steps)
-    log = (short_run.folder / "engine.log").read_text()
-    assert log.count("sleep mode is not supported on CPU") == 3 * len(steps)
-
-
-def test_the_ledger_holds_every_prompt_once(short_run):
-    tokenizer = ROOT / "assets/tiny_moe/policy/tokenizer.json"
-    prompts = load_prompts(ROOT / "assets/tiny_moe/task/train.jsonl", tokenizer, max_prompt_tokens=24)
-    PromptLedger(short_run.folder / "prompts.jsonl").verify(PromptSource(prompts, 1), steps=4)
-
-
-@pytest.fixture
-def launches(tmp_path):
-    """The launches of a run, of which a test that fails leaves none behind."""
-    started = [Launch(tmp_path, *config(f"run.runs_dir={tmp_path}"))]
-    yield started
-    for launch in started:
-        launch.kill()
-
-
 def test_kill_9_and_sigterm_change_nothing(short_run, tmp_path, launches):
     """One run that is ended three times, and in the end is the one that nobody touched."""
+    launches.append(Launch(tmp_path, *config(f"run.runs_dir={tmp_path}")))
 
     def until(phase, part, step):
         def there():

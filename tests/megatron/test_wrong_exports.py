@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from moe_rl.errors import WeightSyncError
 from moe_rl.trace import signed
 from moe_rl.weights.digest import tensor_digests
-from tests.distributed.families.data import MODELS, write_checkpoint
+from tests.support.families import MODELS, write_checkpoint
 from tests.support.wrong_exports import FAULTS, START, plant
 from tests.weights.taking import Taker, sender_of
 

@@ -1,6 +1,4 @@
-"""One rank of the proof that cases with planted faults run on too: each must be refused with an error that names it.
-
-    torchrun --nproc-per-node N planted.py CHECKPOINT OUT CASES
+"""A job for ranks: cases of the proof, also with planted faults, each of which must be refused by name.
 
 Arguments and output as of `moe_rl.proof.rank`. A case with a fault writes what `refused` returns.
 """
@@ -8,8 +6,6 @@ Arguments and output as of `moe_rl.proof.rank`. A case with a fault writes what 
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +20,7 @@ from moe_rl.megatron.model import unwrap
 from moe_rl.megatron.policy import Policy
 from moe_rl.proof import rank
 from moe_rl.proof.cases import Case
+from tests.distributed.ranks import Leave
 
 # Faults that end the processes of their ranks: one is refused in a layer while another waits for it, who is told so.
 ENDING = ("key lost on one rank", "key of another chunk")
@@ -53,9 +50,7 @@ class Fault:
     everywhere: bool = True
 
 
-def main() -> None:
-    checkpoint, out, cases = map(Path, sys.argv[1:])
-    world.join(timeout_seconds=120)
+def main(checkpoint: Path, out: Path, cases: Path) -> None:
     for number, fields in enumerate(json.loads(cases.read_text())):
         fault = fields.pop("fault", "")
         case = Case(**fields)
@@ -63,9 +58,7 @@ def main() -> None:
         seen = refused(fault, case, checkpoint) if fault else rank.run(case, checkpoint)
         torch.save(seen, out / f"{number}-rank{dist.get_rank()}.pt")
         if fault in ENDING:
-            os._exit(0)  # sockets and all, whatever still holds them: those who wait are told by that
-        dist.barrier()
-    world.stop()
+            raise Leave(None)  # sockets and all, whatever still holds them: those who wait are told by that
 
 
 def refused(name: str, case: Case, checkpoint: Path) -> dict[str, object]:
@@ -260,7 +253,3 @@ FAULTS = {
     "key bound in forward": Fault(_key_bound_in_forward),
     "other rows read": Fault(_other_rows_read, training=False, everywhere=False),
 }
-
-
-if __name__ == "__main__":
-    main()

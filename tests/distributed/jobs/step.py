@@ -1,18 +1,6 @@
-"""One rank of the tests of a training step on routes that are not all there, or not all of the present weights, and on
-tokens that were not drawn from the whole vocabulary.
+"""Jobs for ranks: a training step on routes that are not all there, or not all of the present weights, and on tokens
+that were not drawn from the whole vocabulary."""
 
-    torchrun --nproc-per-node N step_worker.py CHECKPOINT OUT CASES
-
-CASES: JSON, {name: {"overrides": [config overrides], "missing": [sequences without routes], "short": [sequences whose
-first two tokens have none], "lost": [sequences whose record is not in the store], "old": [sequences whose prompt older
-weights routed], "unsupported": [sequences whose last token is not in its own support], "uncounted": [sequences whose
-last token has no support], "first": only so many sequences, "reward": the same for all}}. Rank r writes
-OUT/<name>-rank<r>.json: metrics, or the error with the number of passes that had begun; to OUT/<name>-rank<r>.chunks in
-how many chunks planned layers overlapped in each pass; and what `shared_vocabulary` gives to OUT/vocabulary-rank<r>.pt.
-"""
-
-import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +21,7 @@ from moe_rl.train.step import TrainStep
 from moe_rl.train.step_metrics import Clock
 from moe_rl.types import Provenance, Span
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 VERSION = 5
 
 
@@ -83,8 +71,8 @@ def scores_of(logits, targets, support, group=None):
     return [*seen, (values.detach(), leaf.grad)]
 
 
-def shared_vocabulary(out):
-    """This rank has one half of the vocabulary."""
+def shared_vocabulary():
+    """What this rank makes of one half of the vocabulary."""
     rank, seen = dist.get_rank(), {}
     for name, dtype in (("float32", torch.float32), ("float64", torch.float64)):
         logits, targets, support = shared_logits(dtype)
@@ -92,7 +80,7 @@ def shared_vocabulary(out):
     logprobs_module._CHUNK_ELEMENTS, whole = 4 * 20, logprobs_module._CHUNK_ELEMENTS
     seen["chunks"] = scores_of(shared_logits()[0].chunk(2, 1)[rank], *shared_logits()[1:], dist.group.WORLD)
     logprobs_module._CHUNK_ELEMENTS = whole
-    torch.save(seen, out / f"vocabulary-rank{rank}.pt")
+    return seen
 
 
 def stored(sequences, routes, spec, folder, plan, vocabulary):
@@ -117,6 +105,14 @@ def stored(sequences, routes, spec, folder, plan, vocabulary):
 
 
 def one(name, plan, checkpoint, out):
+    """(metrics, or the error with the number of passes that had begun; in how many chunks planned layers overlapped in
+    each pass).
+
+    plan: {"overrides": [config overrides], "missing": [sequences without routes], "short": [sequences whose first two
+    tokens have none], "lost": [sequences whose record is not in the store], "old": [sequences whose prompt older
+    weights routed], "unsupported": [sequences whose last token is not in its own support], "uncounted": [sequences
+    whose last token has no support], "first": only so many sequences, "reward": the same for all}.
+    """
     facts = read_model(checkpoint)
     spec = TraceSpec.of(facts)
     overrides = [f"model.path={checkpoint}", "train.microbatch_tokens=40", "train.dtype=float32"]
@@ -141,21 +137,10 @@ def one(name, plan, checkpoint, out):
         seen = step.run(ready, groups, step=1, weight_version=VERSION, measure_native=True, clock=Clock())
     except MoeRLError as error:
         seen = f"{type(error).__name__}: {error} [{len(passes)} passes]"
-    (out / f"{name}-rank{rank}.json").write_text(json.dumps(seen))
-    (out / f"{name}-rank{rank}.chunks").write_text(json.dumps([chunks(options["plans"]) for options in passes]))
     policy.release()
-    dist.barrier()
+    return seen, [chunks(options["plans"]) for options in passes]
 
 
 def chunks(plans):
     layers = [layer for plan in plans if plan is not None for layer in plan.values()]
     return sorted({len(layer.chunks) * layer.overlapped for layer in layers})
-
-
-if __name__ == "__main__":
-    model, results, cases = map(Path, sys.argv[1:])
-    world.join(timeout_seconds=120)
-    shared_vocabulary(results)
-    for name, plan in json.loads(cases.read_text()).items():
-        one(name, plan, model, results)
-    world.stop()

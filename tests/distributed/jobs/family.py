@@ -1,13 +1,5 @@
-"""One rank of the tests of model families: many cases in one process group.
+"""A job for ranks: one case of the tests of model families."""
 
-    torchrun --nproc-per-node N worker.py CASES OUT
-
-CASES: JSON {name: {"checkpoint": path, "parallel", "train", "overlap_chunks": as of a proof's case, "mode": replay |
-native, "resume": a folder to save a checkpoint in and load it from, "write": one for a Hugging Face checkpoint of the
-loaded weights}}. Rank r writes OUT/<name>-rank<r>.pt: what it saw.
-"""
-
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -67,6 +59,10 @@ def conserved(policy, sender, taker):
 
 
 def run(case):
+    """What this rank saw. case: {"checkpoint": path, "parallel", "train", "overlap_chunks": as of a proof's case,
+    "mode": replay | native, "resume": a folder to save a checkpoint in and load it from, "write": one for a Hugging
+    Face checkpoint of the loaded weights}."""
+    world.lay_out(ParallelConfig.model_validate(case["parallel"]), seed=1)
     folder, mode = Path(case["checkpoint"]), case.get("mode", "replay")
     facts = read_model(folder)
     chunks = case.get("overlap_chunks", 0)
@@ -131,17 +127,3 @@ def run(case):
     seen["read"] = read_again(policy, facts, folder)
     policy.release()
     return seen
-
-
-def main():
-    asked, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    world.join(timeout_seconds=120)
-    for name, case in asked.items():
-        world.lay_out(ParallelConfig.model_validate(case["parallel"]), seed=1)
-        torch.save(run(case), out / f"{name}-rank{dist.get_rank()}.pt")
-        dist.barrier()
-    world.stop()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,28 +1,28 @@
-"""Two ranks of the context-parallelism tests: they take steps on halves of every sequence, then on shares of the batch.
-
-    torchrun --nproc-per-node 2 context_worker.py CHECKPOINT OUT
-
-Rank r writes OUT/rank<r>.pt; the parts of the weights lie in OUT/parts.
-"""
+"""A job for two ranks: take steps on halves of every sequence, then on shares of the batch."""
 
 import dataclasses
-import sys
 from pathlib import Path
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.load import load_config
 from moe_rl.errors import ReplayError, RouteValidationError
-from moe_rl.megatron import world
+from moe_rl.megatron import checkpoint, world
+from moe_rl.megatron.microbatch import pack
+from moe_rl.megatron.policy import Policy
+from moe_rl.megatron.saving import Checkpoints
 from moe_rl.models.hf import read_model
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
+from moe_rl.train import shares as shares_of
+from moe_rl.train.canary import Canary
+from moe_rl.train.step import TrainStep
+from moe_rl.train.step_metrics import Clock
 from moe_rl.types import Provenance, Sequence, Span
 from tests.weights.taking import taken
 
-CONFIG = Path(__file__).parents[2] / "configs/tiny_moe_cpu.yaml"
+CONFIG = Path(__file__).parents[3] / "configs/tiny_moe_cpu.yaml"
 # Lengths of prompt and completion. 1 and 2 tokens are fed of some, where there are 4 chunks; no length is as any other.
 LENGTHS = [(1, 1), (5, 4), (1, 2), (3, 9), (2, 2), (11, 13)]
 
@@ -45,8 +45,8 @@ def batch(facts, folder):
     return sequences, TraceStore(folder), spec
 
 
-def main():
-    path, out = map(Path, sys.argv[1:])
+def run(path, out):
+    """What this rank saw. The parts of the weights lie in OUT/parts."""
     facts, seen = read_model(path), {}
     # One sequence a group: compared are all of them, so that every one has an advantage.
     common = [
@@ -56,16 +56,7 @@ def main():
         "objective.advantage=reinforce_pp",
     ]
     halves, shares = (load_config(CONFIG, [*common, f"parallel.context={ranks}"]) for ranks in (2, 1))
-    world.start(halves.parallel, seed=1, timeout_seconds=120)
-    from moe_rl.megatron import checkpoint
-    from moe_rl.megatron.microbatch import pack
-    from moe_rl.megatron.policy import Policy
-    from moe_rl.megatron.saving import Checkpoints
-    from moe_rl.train import shares as shares_of
-    from moe_rl.train.canary import Canary
-    from moe_rl.train.step import TrainStep
-    from moe_rl.train.step_metrics import Clock
-
+    world.lay_out(halves.parallel, seed=1)
     rank = dist.get_rank()
     sequences, store, spec = batch(facts, out / f"trace{rank}")
 
@@ -104,9 +95,4 @@ def main():
 
     world.lay_out(shares.parallel, seed=1)
     seen["shares"] = take_step(shares, build(shares))
-    torch.save(seen, out / f"rank{rank}.pt")
-    world.stop()
-
-
-if __name__ == "__main__":
-    main()
+    return seen

@@ -1,7 +1,7 @@
 """A run whose steps are one update on the batch of the proof, with a key lost on the last rank: started as any run is,
 through the command line, so that what becomes of its ranks is what would become of a run's.
 
-    torchrun --nproc-per-node N ends_worker.py CHECKPOINT ARGUMENTS_OF_THE_COMMAND ...
+    torchrun --nproc-per-node N ends.py CHECKPOINT ARGUMENTS_OF_THE_COMMAND ...
 """
 
 import argparse

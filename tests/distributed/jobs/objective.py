@@ -1,21 +1,11 @@
-"""One rank of the proof that a gradient does not depend on how the batch was cut.
+"""A job for ranks of the proof that a gradient does not depend on how the batch was cut."""
 
-    torchrun --nproc-per-node N objective_worker.py CHECKPOINT OUT PLAN
-
-PLAN: JSON, {"layouts": {name: {"overrides": [config overrides], "order": seed or null}}, "cases": {name: [overrides of
-the objective]}, "controls": [cases to run also with a mean of each microbatch's own]}. The first layout of the first
-run in OUT, on one rank, is what all others are held against: it writes OUT/reference.pt. Rank r writes
-OUT/ranks<N>-rank<r>.json: {layout: {case: see `compared`}}.
-"""
-
-import json
-import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from moe_rl.config.load import load_config
 from moe_rl.megatron import world
@@ -30,7 +20,7 @@ from moe_rl.train.step import TrainStep
 from moe_rl.train.step_metrics import loss_metrics
 from moe_rl.types import Provenance, Sequence, Span
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 VERSION = 5
 # (prompt, completion) tokens: one completion of most of the tokens, some of a single one, and an empty one
 LENGTHS = [(5, 4), (3, 30), (7, 1), (4, 6), (6, 0), (2, 18), (5, 5), (9, 2), (3, 1), (4, 7), (1, 1), (1, 2), (2, 12)]
@@ -141,50 +131,44 @@ def base_logprobs(step, policy, ready):
     return [of[i] for i in range(len(ready))]
 
 
-def main(checkpoint, out, plan):
+def run(checkpoint, out, shape, cases, controls):
+    """{case: see `compared`} of this rank in one layout.
+
+    shape: {"overrides": [config overrides], "order": seed or None}. cases: {name: [overrides of the objective]}.
+    controls: cases to run also with a mean of each microbatch's own. The first run in OUT, on one rank, is what all
+    others are held against: it writes OUT/reference.pt.
+    """
     facts = read_model(checkpoint)
-    spec = TraceSpec.of(facts)
-    rank, file = dist.get_rank(), out / "reference.pt"
+    spec, file = TraceSpec.of(facts), out / "reference.pt"
+    overrides = [f"model.path={checkpoint}", *COMMON, *shape["overrides"]]
+    config = load_config(ROOT / "configs/tiny_moe_cpu.yaml", overrides)
+    world.lay_out(config.parallel, seed=1)
     sequences, routes = batch(facts)
-    folder = out / f"trace-ranks{dist.get_world_size()}-rank{rank}"
+    folder = Path(tempfile.mkdtemp(dir=out))
     ready, store = stored(sequences, routes, spec, folder), TraceStore(folder)
-    reference = torch.load(file, weights_only=True) if file.exists() else None
-    seen = {}
-    for layout, shape in plan["layouts"].items():
-        overrides = [f"model.path={checkpoint}", *COMMON, *shape["overrides"]]
-        config = load_config(ROOT / "configs/tiny_moe_cpu.yaml", overrides)
-        world.lay_out(config.parallel, seed=1)
-        policy = Policy(facts, config.train, config.parallel, checkpoint, temperature=1.0)
-        order = list(range(len(ready)))
-        if shape["order"] is not None:
-            order = np.random.default_rng(shape["order"]).permutation(len(ready)).tolist()
-        if reference is None:
-            base = base_logprobs(TrainStep(config, policy, None, store, spec), policy, ready)
-            reference = {"base": [torch.from_numpy(values) for values in base], "gradients": {}}
-        scores = Scores([values.numpy() for values in reference["base"]])
-        shuffled = [replace(ready[i], rollout_logprobs=scores.rollout[i]) for i in order]
-        seen[layout] = {}
-        cases = [(name, False) for name in plan["cases"]] + [(name, True) for name in plan["controls"]]
-        for name, wrong in cases:
-            objective = load_config(ROOT / "configs/tiny_moe_cpu.yaml", [*overrides, *plan["cases"][name]])
-            held = object() if objective.objective.kl_coef else None  # its logprobs are given
-            step = TrainStep(objective, policy, held, store, spec)
-            found, told, count = gradients(step, policy, shuffled, scores, order, wrong=wrong)
-            if not wrong:
-                reference["gradients"].setdefault(name, found)
-            seen[layout][f"{name} by microbatch" if wrong else name] = {
-                **compared(found, reference["gradients"][name]),
-                "names": sorted(found), "metrics": told, "microbatches": count,
-            }  # fmt: skip
-        policy.release()
-        dist.barrier()
+    policy = Policy(facts, config.train, config.parallel, checkpoint, temperature=1.0)
+    order = list(range(len(ready)))
+    if shape["order"] is not None:
+        order = np.random.default_rng(shape["order"]).permutation(len(ready)).tolist()
+    if file.exists():
+        reference = torch.load(file, weights_only=True)
+    else:
+        base = base_logprobs(TrainStep(config, policy, None, store, spec), policy, ready)
+        reference = {"base": [torch.from_numpy(values) for values in base], "gradients": {}}
+    scores = Scores([values.numpy() for values in reference["base"]])
+    shuffled, seen = [replace(ready[i], rollout_logprobs=scores.rollout[i]) for i in order], {}
+    for name, wrong in [(name, False) for name in cases] + [(name, True) for name in controls]:
+        objective = load_config(ROOT / "configs/tiny_moe_cpu.yaml", [*overrides, *cases[name]])
+        held = object() if objective.objective.kl_coef else None  # its logprobs are given
+        step = TrainStep(objective, policy, held, store, spec)
+        found, told, count = gradients(step, policy, shuffled, scores, order, wrong=wrong)
+        if not wrong:
+            reference["gradients"].setdefault(name, found)
+        seen[f"{name} by microbatch" if wrong else name] = {
+            **compared(found, reference["gradients"][name]),
+            "names": sorted(found), "metrics": told, "microbatches": count,
+        }  # fmt: skip
+    policy.release()
     if not file.exists():
         torch.save(reference, file)
-    (out / f"ranks{dist.get_world_size()}-rank{rank}.json").write_text(json.dumps(seen))
-
-
-if __name__ == "__main__":
-    paths = [Path(argument) for argument in sys.argv[1:]]
-    world.join(timeout_seconds=120)
-    main(paths[0], paths[1], json.loads(paths[2].read_text()))
-    world.stop()
+    return seen

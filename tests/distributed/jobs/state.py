@@ -1,16 +1,9 @@
-"""One of two ranks of the tests of what outlives a step: weights to the sampler, the reference, a checkpoint.
-
-    torchrun --nproc-per-node 2 state_worker.py CHECKPOINT OUT
-
-Both ranks go through the layouts of two, and rank 0 is a world of its own before and after. Checkpoints lie in folders
-of OUT named after their case; rank r writes what it saw to OUT/rank<r>.pt.
-"""
+"""Jobs for ranks: what outlives a step, which is weights to the sampler, the reference, a checkpoint."""
 
 import json
 import os
 import pickle
 import shutil
-import socket
 import sys
 import threading
 import time
@@ -95,7 +88,7 @@ class Case:
         return (taker.weights, taker.places) if taker else ({}, [])
 
     def streamed(self, way):
-        """The same in buckets, and the most bytes that a rank held of exported tensors, and of shared memory."""
+        """The same by a way, in buckets; and the most bytes that a rank held of tensors, and of shared memory."""
         held, most = [0, 0], [0, 0]
 
         def note(which, number):
@@ -129,7 +122,7 @@ class Case:
 
 
 # (module, name) of all that pickles named while checkpoints were loaded; sets that are being filled.
-UNPICKLED, FILLED = set(), []
+UNPICKLED, FILLED, LISTENING = set(), [], []
 
 
 def note(event, arguments):
@@ -167,22 +160,10 @@ def draw():
     return torch.stack(drawn)
 
 
-def seeded():
+def seeded(_):
     """The same, of streams that were begun anew after the checkpoint's step."""
     rng.seed(SEED, STEP)
     return draw()
-
-
-@contextmanager
-def alone():
-    """This process as the only rank of a world, beside the one that torchrun made."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    single = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    with patch.dict(os.environ, single):
-        world.start(ONE, seed=SEED, timeout_seconds=120)
-        yield
-        world.stop()
 
 
 def begin(new, name):
@@ -468,47 +449,19 @@ def refusals(new, saved):
     return {"told": told, "weights": (before, case.weights()), "canary": (case.out / "forged/canary").exists()}
 
 
-def main():
-    sys.addaudithook(note)
-    source, out = map(Path, sys.argv[1:])
-    seen, first = {}, os.environ["RANK"] == "0"
-    if first:
-        with alone():
-            seen["one begins"] = begin(lambda: Case(source, out, ONE), "one")
-    world.start(LAYOUTS[SAVER], seed=SEED, timeout_seconds=120)
-    seen["begins"] = begin(lambda: Case(source, out, LAYOUTS[SAVER]), "two")
-    seen["bfloat16 begins"] = begin(lambda: Case(source, out, LAYOUTS[SAVER], "bfloat16"), "two-bfloat16")
-    seen["broken"] = broken_writers(lambda: Case(source, out, LAYOUTS[SAVER]), "two")
-    seen["refusals"] = refusals(lambda: Case(source, out, LAYOUTS[SAVER]), "two")
-    for name, parallel in LAYOUTS.items():
-        world.lay_out(parallel, seed=SEED)
+def run(action, source, out, parallel, dtype, *arguments):
+    """(what this rank saw, what pickles named while checkpoints were loaded here so far).
 
-        def new(dtype="float32", parallel=parallel):
-            return Case(source, out, parallel, dtype)
+    action: a method of Case, or a function of this module that takes a function which makes one. The case is new in
+    this layout and precision. Checkpoints lie in folders of OUT.
+    """
+    if not LISTENING:
+        sys.addaudithook(note)  # for ever
+        LISTENING.append(True)
+    world.lay_out(parallel, seed=SEED)
 
-        seen[name, "sent"], seen[name, "reference"] = new().send(), new().reference()
-        seen[name, "streamed"] = {way: new().streamed(way) for way in ("disk", "shared_memory", "broadcast")}
-        seen[name] = resume(new, "two", f"{name} from two")
-        if name != SAVER:
-            copy(lambda: new("bfloat16"), "two-bfloat16", f"{name} from two-bfloat16")
-        if name in AGAIN:
-            seen[name, "scored"], seen[name, "scored bfloat16"] = scored(new, "two"), scored(new, "two-bfloat16")
-            seen[name, "again"] = resume(new, f"{name} from two")
-        if name == "EP2":
-            seen[name, "from one"] = resume(new, "one", "EP2 from one")
-            seen[name, "without moments"] = without_moments(new, "two")
-            seen["skips"] = skips(lambda: new("bfloat16"))
-        seen[name, "seeded"] = seeded()
-    world.stop()
-    if first:
-        with alone():
-            seen["one"] = resume(lambda: Case(source, out, ONE), "two")
-            seen["one", "seeded"] = seeded()
-            seen["stale"] = stale(lambda: Case(source, out, ONE))
-            seen["broken metadata"] = broken_metadata(lambda: Case(source, out, ONE))
-    seen["unpickled"] = sorted(UNPICKLED)
-    torch.save(seen, out / f"rank{int(not first)}.pt")
+    def new():
+        return Case(source, out, parallel, dtype)
 
-
-if __name__ == "__main__":
-    main()
+    found = getattr(new(), action)(*arguments) if hasattr(Case, action) else globals()[action](new, *arguments)
+    return found, sorted(UNPICKLED)

@@ -1,15 +1,6 @@
-"""One of four ranks of the tests of placed experts: layouts one after the other, the same data in each.
+"""Jobs for four ranks: a policy whose experts move after its first update goes on beside one whose experts never do."""
 
-    torchrun --nproc-per-node 4 placement_worker.py CHECKPOINT OUT
-
-In each, a policy whose experts move after its first update goes on beside one whose experts never do. Rank r writes
-what it saw to OUT/rank<r>.pt.
-"""
-
-import json
-import sys
 from functools import partial
-from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -28,7 +19,7 @@ from moe_rl.planning.expert_placement import natural_order
 from moe_rl.proof.cases import Case
 from moe_rl.proof.trial import Trial, whole_gradients
 from moe_rl.weights.digest import tensor_digests
-from tests.distributed.state_worker import held
+from tests.distributed.jobs.state import held
 from tests.weights.taking import taken
 
 SHARDED, TOP_4 = "EP2 DP2 bfloat16", "EP2 DP2 top-4"
@@ -101,9 +92,11 @@ class Run:
         checkpoint.load(checkpoints.find(folder), self.policy, parallel=self.case.parallel_config, seed=1)
 
 
-def compared(facts, case, source, out):
+def compared(case, source, out):
     """The same two updates with experts in their natural places, and with placements in between, and back. What may
     not differ at all is compared here."""
+    world.lay_out(case.parallel_config, seed=1)
+    facts = read_model(source)
     straight, placed = Run(facts, case, source), Run(facts, case, source)
     straight.passes()
     placed.passes()
@@ -135,8 +128,10 @@ def crossed(straight, placed, source, out):
     return wrong
 
 
-def faults(facts, case, source):
+def faults(case, source):
     """{what was planted: the error}, and the names of what a refused placement changed."""
+    world.lay_out(case.parallel_config, seed=1)
+    facts = read_model(source)
     told, (near, far) = {}, placements(facts)
 
     def attempt(name, action):
@@ -168,31 +163,3 @@ def faults(facts, case, source):
             attempt(name, partial(run.policy.place, near))
         run.policy.release()
     return told
-
-
-def main():
-    source, out = map(Path, sys.argv[1:])
-    world.join(timeout_seconds=120)
-    rank, seen = dist.get_rank(), {}
-    two = out / "top-2"
-    if rank == 0:
-        two.mkdir()
-        for file in source.iterdir():
-            (two / file.name).symlink_to(file)
-        (two / "config.json").unlink()
-        config = json.loads((source / "config.json").read_text())
-        (two / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 2}))
-    dist.barrier()
-    for name, case in CASES.items():
-        world.lay_out(case.parallel_config, seed=1)
-        folder = source if name == TOP_4 else two
-        seen[name] = compared(read_model(folder), case, folder, out / name)
-        dist.barrier()
-        if name == SHARDED:
-            seen["faults"] = faults(read_model(folder), case, folder)
-    world.stop()
-    torch.save(seen, out / f"rank{rank}.pt")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,104 @@
+"""Worlds of ranks for tests. A world is started once, and does one job after the other: see worker.py."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).with_name("worker.py")
+
+
+class Leave(Exception):
+    """A job raises this where the process of its rank is to end behind it, sockets and all. found: what it returns."""
+
+    def __init__(self, found: Any):
+        self.found = found
+
+
+def _torchrun(ranks: int, script, *arguments) -> dict[str, Any]:
+    """What `subprocess` needs to run a script under torchrun on a free port."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    # what follows two dashes is not torchrun's own, also where it looks like that
+    command += ["--", str(script), *map(str, arguments)]
+    return {"args": command, "cwd": ROOT, "env": os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}}
+
+
+def torchrun(ranks: int, script, *arguments, timeout: float = 600) -> subprocess.CompletedProcess:
+    """Run a script under torchrun to its end; its output is captured."""
+    return subprocess.run(**_torchrun(ranks, script, *arguments), capture_output=True, text=True, timeout=timeout)
+
+
+class World:
+    """As many ranks as asked for, which start with the first job."""
+
+    def __init__(self, ranks: int, folder: Path):
+        """folder: for jobs, and for what comes of them."""
+        self._ranks, self._folder = ranks, folder
+        self._process: subprocess.Popen | None = None
+        self._jobs = self._starts = 0
+
+    def run(self, job: Callable, *arguments, timeout: float = 600) -> list[Any]:
+        """Run job(*arguments) on every rank; what each of them returned.
+
+        job: a function at the top of a module. Raises AssertionError with the traceback of each rank that failed; the
+        next job then gets new ranks.
+        """
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        number, self._jobs = self._jobs, self._jobs + 1
+        _publish(self._place / f"{number}.job", pickle.dumps((job, arguments)))
+        files = [self._place / f"{number}-rank{rank}.pt" for rank in range(self._ranks)]
+        limit = time.monotonic() + timeout
+        try:
+            while not all(file.exists() for file in files):
+                ended = self._process.poll() is not None and not all(file.exists() for file in files)
+                if ended or time.monotonic() > limit:
+                    raise AssertionError(f"{job.__module__}.{job.__name__}{arguments}: {self._failure(number)}")
+                time.sleep(0.02)
+            found = [torch.load(file, weights_only=False) for file in files]
+        except BaseException:
+            self.close()
+            raise
+        for file in files:
+            file.unlink()
+        return found
+
+    def close(self) -> None:
+        """End all processes of the ranks."""
+        if self._process is not None:
+            if self._process.poll() is None:
+                for process in [*psutil.Process(self._process.pid).children(recursive=True), self._process]:
+                    process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _start(self) -> None:
+        self._place = self._folder / f"{self._ranks}-{self._starts}"
+        self._starts, self._jobs = self._starts + 1, 0
+        self._place.mkdir()
+        with (self._place / "log").open("w") as log:
+            command = _torchrun(self._ranks, WORKER, self._place, os.getpid())
+            self._process = subprocess.Popen(**command, stdout=log, stderr=subprocess.STDOUT)
+
+    def _failure(self, number: int) -> str:
+        said = [(path.stem, path.read_text()) for path in sorted(self._place.glob(f"{number}-rank*.error"))]
+        if not said:
+            return "no rank gave a reason: " + (self._place / "log").read_text()[-4000:]
+        return "\n".join(f"{rank}:\n{error[-4000:]}" for rank, error in said)
+
+
+def _publish(path: Path, content: bytes) -> None:
+    """Write a file that is whole as soon as it is there."""
+    part = path.with_suffix(".part")
+    part.write_bytes(content)
+    part.rename(path)

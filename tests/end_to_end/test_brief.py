@@ -1,0 +1,97 @@
+"""The main job, as brief as can be: it runs, proves its routes, and resumes bit for bit after kill -9."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+
+from moe_rl.report.registry import METRICS, find
+from moe_rl.tasks.prompt_ledger import PromptLedger
+from moe_rl.tasks.prompts import PromptSource, load_prompts
+from tests.end_to_end.conftest import BRIEF, ROOT, Launch, config, rows, tensors
+from tools.dev.runs import still_running
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def test_a_run_proves_its_routes_and_reports(brief_run):
+    folder = brief_run.folder
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary == json.loads((folder.parent / "result.json").read_text())
+    assert summary["steps"] == 2
+    assert summary["routes_applied_mismatch"] == 0
+    assert summary["routes_coverage"] == 1.0
+    assert summary["routes_exact_every_step"] is True
+    # 8 layers x microbatches, in the old-logprob pass and in the updates
+    assert summary["routes_consumed"] == summary["routes_expected"] > 0
+    # 32 ids a token, 8 layers x 4 of 32 experts: less than a byte each, all that the store adds included
+    assert 8 < summary["trace_bytes_per_token"] < 30
+    assert summary["policy_kl_k3_replay"] < summary["policy_kl_k3_native"]
+    assert summary["routing_shadow_mismatch"] < summary["routing_native_mismatch"]
+    assert 0 < summary["heldout_pass_rate_first"] < 1 and summary["heldout_pass_rate_last"] is not None
+    assert summary["vllm_version"].startswith("0.32") and summary["megatron_core_version"].startswith("0.19")
+    assert 0 < summary["weight_sync_seconds_median"] < summary["step_seconds_median"]
+    report = (folder / "report.html").read_text()
+    assert "http://" not in report.replace("http://www.w3.org", "") and "<svg" in report
+    assert f"report: {folder / 'report.html'}" in brief_run.text()
+    assert not (folder / "sync").exists()  # weights went through shared memory
+
+
+def test_a_run_emits_every_metric_that_is_not_of_the_step_alone(brief_run):
+    """The others: tests/distributed/test_step.py."""
+    logged = map(json.loads, (brief_run.folder / "metrics.jsonl").read_text().splitlines())
+    emitted = {find(key).key for row in logged for key in row if "/" in key}
+    rooms = ("reward", "rollout", "group", "time", "throughput", "trace", "sync", "eval")
+    owed = {key for key in METRICS if key.split("/")[0] in rooms} - {"reward/kl_penalty", "rollout/lost_servers"}
+    assert owed - emitted == set()
+
+
+def test_every_step_logs_the_canary_and_its_own_weights(brief_run):
+    steps = [row for row in rows(brief_run.folder) if row["kind"] == "train"]
+    assert [row["rollout/weight_version"] for row in steps] == [0, 1]
+    # bf16 engines differ a little, never by nothing and never by much: the sampler holds these weights
+    assert all(1e-5 < row["sync/canary_abs_diff"] < 0.3 for row in steps)
+    assert len({row["sync/canary_abs_diff"] for row in steps}) == 2
+
+
+def test_a_sampler_that_cannot_sleep_is_said_to_be_awake_once(brief_run):
+    """The calls are made all the same: after level 2 nothing could have been sampled without an update."""
+    assert brief_run.text().count("vLLM cannot sleep on a CPU, so the sampler keeps its memory") == 1
+    logged = map(json.loads, (brief_run.folder / "metrics.jsonl").read_text().splitlines())
+    steps = [row for row in logged if row["kind"] == "train"]
+    assert all(0 < row["time/sleep"] < row["time/step"] for row in steps)
+    log = (brief_run.folder / "engine.log").read_text()
+    assert log.count("sleep mode is not supported on CPU") == 3 * len(steps)
+
+
+def test_the_ledger_holds_every_prompt_once(brief_run):
+    tokenizer = ROOT / "assets/tiny_moe/policy/tokenizer.json"
+    prompts = load_prompts(ROOT / "assets/tiny_moe/task/train.jsonl", tokenizer, max_prompt_tokens=24)
+    PromptLedger(brief_run.folder / "prompts.jsonl").verify(PromptSource(prompts, 1), steps=2)
+
+
+def test_kill_9_and_resume_change_nothing(brief_run, tmp_path, launches):
+    """Rank 0 dies in the second of two steps. Ended in other phases and by SIGTERM: test_run.py."""
+    launches.append(Launch(tmp_path, *config(f"run.runs_dir={tmp_path}", *BRIEF)))
+    (killed,) = launches
+
+    def in_the_second_update():
+        sign = killed.sign()
+        return (sign.get("phase"), sign.get("part"), sign.get("step")) == ("train", "train", 2)
+
+    killed.until(in_the_second_update)
+    everyone, pid, folder = killed.processes(), killed.rank_pid(0), killed.folder
+    os.kill(pid, signal.SIGKILL)
+    assert killed.wait(60) != 0 and not still_running(everyone, 5)
+    assert f"rank 0 (pid {pid} on " in killed.text() and "in phase train of step 2, died" in killed.text()
+
+    launches.append(Launch(tmp_path, "--resume", folder))
+    assert launches[1].wait() == 0, launches[1].text()[-4000:]
+    assert "Step 2 is trained on the" in launches[1].text()
+    assert rows(folder) == rows(brief_run.folder)
+    ours, theirs = tensors(folder, tmp_path), tensors(brief_run.folder, tmp_path)
+    assert ours.keys() == theirs.keys() and len(ours) > 20
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert (folder / "prompts.jsonl").read_text() == (brief_run.folder / "prompts.jsonl").read_text()
