@@ -94,21 +94,26 @@ def unsafe_faults(text: str) -> list[str]:
     return faults
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_source_keeps_the_rules(path):
+def source_faults(path: Path) -> list[str]:
+    """What in a file breaks the rules of imports, or is unsafe."""
     text, room = path.read_text(encoding="utf-8"), room_of(path)
-    if path != ROOT / "moe_rl/__init__.py":
-        assert room in LEVEL, f"{room} has no place in the import order; give it one here and in the design"
-        assert import_faults(text, room, path.relative_to(ROOT).parent.parts) == []
-    else:
-        # Its names are looked up when they are asked for: every worker of vLLM imports it.
-        assert [name for _, name in imported(ast.parse(text), ())] == ["importlib.import_module"]
     faults = unsafe_faults(text)
     if path == RESTRICTS_PICKLE:
-        assert [fault.split(": ")[1] for fault in faults] == ["imports pickle"]
-        assert set(re.findall(r"pickle\.\w+", text)) <= {"pickle.Unpickler", "pickle.UnpicklingError", "pickle.load"}
-    else:
-        assert faults == []
+        used = set(re.findall(r"pickle\.\w+", text)) - {"pickle.Unpickler", "pickle.UnpicklingError", "pickle.load"}
+        faults = [fault for fault in faults if not fault.endswith(": imports pickle")] + sorted(used)
+    if path == ROOT / "moe_rl/__init__.py":
+        # Its names are looked up when they are asked for: every worker of vLLM imports it.
+        names = [name for _, name in imported(ast.parse(text), ())]
+        return faults + [f"imports {name}" for name in names if name != "importlib.import_module"]
+    if room not in LEVEL:
+        return [*faults, f"{room} has no place in the import order; give it one here and in the design"]
+    return faults + import_faults(text, room, path.relative_to(ROOT).parent.parts)
+
+
+def test_sources_keep_the_rules():
+    found = {str(path.relative_to(ROOT)): source_faults(path) for path in sources()}
+    assert len(found) > 200
+    assert {path: faults for path, faults in found.items() if faults} == {}
 
 
 def test_rooms_do_not_import_each_other_in_circles():

@@ -38,6 +38,7 @@ def scripts(tmp_path) -> list[Path]:
     return paths
 
 
+@pytest.mark.long
 def test_every_example_prints_what_the_page_shows(scripts):
     assert len(EXAMPLES) == PAGE.count("```python") == 4
     for path, (code, shown) in zip(scripts, EXAMPLES, strict=True):
@@ -46,6 +47,7 @@ def test_every_example_prints_what_the_page_shows(scripts):
         assert [line for line in printed if line in shown.splitlines()] == shown.splitlines()
 
 
+@pytest.mark.long
 def test_the_examples_pass_a_strict_type_check(scripts):
     folder = scripts[0].parent
     strict = ("-m", "mypy", "--strict", "--config-file", ROOT / "pyproject.toml", "--cache-dir", folder / "cache")

@@ -29,6 +29,7 @@ def test_a_mistake_is_said_before_torch_is_imported(monkeypatch, capsys, argumen
     assert part in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_packed_checkpoint_is_unpacked(tmp_path):
     model = _write_model(tmp_path / "packed", DEEPSEEK_CONFIG, quantization_config={"quant_method": "fp8"})
     file = model / "model.safetensors"

@@ -1,9 +1,8 @@
 """The command line of the proof: what cannot be proven is told before anything runs; the docs list what is proven."""
 
 import argparse
+import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments):
-    return subprocess.run(
-        [sys.executable, "tools/replay_matrix.py", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=100
-    )
+    """The status of the command."""
+    parser = argparse.ArgumentParser()
+    prove.add_arguments(parser)
+    return prove.run(parser.parse_args(arguments))
 
 
 def test_a_layout_of_ones_own():
@@ -45,10 +45,20 @@ def test_overrides_that_say_nothing_are_named(overrides, facts):
         parse(overrides, 2)
 
 
-def test_a_layout_that_cannot_be_is_refused_before_it_runs():
-    done = run("--ranks", "2", "parallel.tensor=4", "parallel.expert=2", "train.overlap_expert_parallel_comm=true")
-    assert done.returncode == 2 and done.stdout == ""
-    assert "a multiple of 4 ranks" in done.stderr and "key-value heads" in done.stderr
+def test_a_layout_that_cannot_be_is_refused_before_it_runs(capsys):
+    given = ("--ranks", "2", "parallel.tensor=4", "parallel.expert=2", "train.overlap_expert_parallel_comm=true")
+    assert run(*given) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and "a multiple of 4 ranks" in said.err and "key-value heads" in said.err
+
+
+@pytest.mark.long
+def test_a_layout_of_ones_own_is_proven(tmp_path, capsys):
+    """By ranks that the command starts. What a proof is worth: tests/distributed/test_proof.py."""
+    assert run("--ranks", "2", "parallel.expert=2", "--json", str(tmp_path / "proof.json")) == 0
+    assert "exact in 1 of 1 cases" in capsys.readouterr().out
+    (row,) = json.loads((tmp_path / "proof.json").read_text())
+    assert row["exact"] and row["gradients"] < 1e-6 < 1e-2 < row["control"]["gradients"]
 
 
 @pytest.mark.parametrize(
@@ -59,9 +69,7 @@ def test_a_layout_that_cannot_be_is_refused_before_it_runs():
     ],
 )
 def test_a_world_size_that_says_nothing_is_named(arguments, message, capsys):
-    parser = argparse.ArgumentParser()
-    prove.add_arguments(parser)
-    assert prove.run(parser.parse_args(arguments)) == 2
+    assert run(*arguments) == 2
     assert message in capsys.readouterr().err
 
 

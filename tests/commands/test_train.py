@@ -17,6 +17,7 @@ from moe_rl.types import Provenance, Span
 
 ROOT = Path(__file__).parents[2]
 CONFIG = "configs/tiny_moe_cpu.yaml"
+LONG = pytest.mark.long  # as quick as the others, and like them
 
 
 def launch(*arguments, ranks=2, rank=0, watch="torch"):
@@ -45,11 +46,19 @@ def launch(*arguments, ranks=2, rank=0, watch="torch"):
     [
         (["--config", "no/such.yaml"], ["no/such.yaml"]),
         (["--config", CONFIG, "rollout.temprature=1"], ["rollout.temprature", "temperature"]),
-        (["--config", CONFIG, "train.updates_per_step=5"], ["train.updates_per_step"]),
-        (["--config", CONFIG, "model.path=assets/nothing"], ["model.path", "assets/nothing"]),
-        (["--config", CONFIG, "task.train=missing.jsonl"], ["task.train", "missing.jsonl"]),
-        (["--config", CONFIG, "task.pass_reward=nonsense"], ["task.pass_reward", "nonsense"]),
-        (["--config", CONFIG, "parallel.expert=3"], ["parallel.expert"]),
+        pytest.param(
+            ["--config", CONFIG, "train.updates_per_step=5"], ["train.updates_per_step"], marks=pytest.mark.long
+        ),
+        pytest.param(
+            ["--config", CONFIG, "model.path=assets/nothing"], ["model.path", "assets/nothing"], marks=pytest.mark.long
+        ),
+        pytest.param(
+            ["--config", CONFIG, "task.train=missing.jsonl"], ["task.train", "missing.jsonl"], marks=pytest.mark.long
+        ),
+        pytest.param(
+            ["--config", CONFIG, "task.pass_reward=nonsense"], ["task.pass_reward", "nonsense"], marks=pytest.mark.long
+        ),
+        pytest.param(["--config", CONFIG, "parallel.expert=3"], ["parallel.expert"], marks=LONG),
         (
             ["--config", CONFIG, "train.overlap_expert_parallel_comm=true", "train.delay_wgrad_compute=true"],
             ["train.delay_wgrad_compute", "got no transformer-engine"],
@@ -89,9 +98,9 @@ def test_the_first_rank_has_time_to_tell(monkeypatch, capsys):
     "line, words",
     [
         ('{"id": "a", "prompt": "1+1=", "answer": 2, "level": "1"}', "int"),
-        ('{"id": "a", "prompt": "1+1=", "level": "1"}', "answer"),
+        pytest.param('{"id": "a", "prompt": "1+1=", "level": "1"}', "answer", marks=LONG),
         ('{"id": "a", "prompt": "' + "1+" * 99 + '", "answer": "2", "level": "1"}', "rollout.max_prompt_tokens"),
-        ("{", "JSON"),
+        pytest.param("{", "JSON", marks=LONG),
     ],
 )
 def test_what_is_wrong_in_a_prompt_file_is_told_before_anything_starts(tmp_path, line, words):

@@ -71,7 +71,10 @@ def test_half_of_its_gpus_are_not_enough_memory(name):
     assert any(problem.fault == "trainer" and problem.about["key"] == "cluster.gpu_memory_gib" for problem in problems)
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name == "qwen3_30b_a3b" else pytest.mark.long) for name in SHIPPED],
+)
 def test_it_is_planned_on_a_laptop_quickly_and_without_torch(name, tmp_path):
     """Imports included. Processor time, not wall time: this machine may be busy with other tests."""
     file, environment = tmp_path / "plan.json", {k: v for k, v in os.environ.items() if k != "WORLD_SIZE"}

@@ -116,7 +116,7 @@ def test_a_model_that_was_built_twice(one_rank):
     assert orphan.update() == (result, tally)
 
 
-@pytest.mark.parametrize("recompute", ["uniform", "moe"])
+@pytest.mark.parametrize("recompute", [pytest.param("uniform", marks=pytest.mark.long), "moe"])
 def test_a_loss_that_raises_once(one_rank, recompute):
     run = Run(recompute)
 
@@ -130,7 +130,7 @@ def test_a_loss_that_raises_once(one_rank, recompute):
     assert_the_next_step_is_exact(run, recompute)
 
 
-@pytest.mark.parametrize("recompute", ["uniform", "moe"])
+@pytest.mark.parametrize("recompute", [pytest.param("uniform", marks=pytest.mark.long), "moe"])
 def test_a_recomputation_that_raises_once(one_rank, recompute, monkeypatch):
     run, take = Run(recompute), ReplaySession.take
 
@@ -145,7 +145,7 @@ def test_a_recomputation_that_raises_once(one_rank, recompute, monkeypatch):
     assert_the_next_step_is_exact(run, recompute)
 
 
-@pytest.mark.parametrize("recompute", ["uniform", "moe"])
+@pytest.mark.parametrize("recompute", [pytest.param("uniform", marks=pytest.mark.long), "moe"])
 def test_a_forward_only_pass_that_raises(one_rank, recompute, monkeypatch):
     from moe_rl.megatron import schedule
 

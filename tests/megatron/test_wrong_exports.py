@@ -20,6 +20,7 @@ from tests.weights.taking import Taker, sender_of
 
 TIED = {"qwen-tied": ("Qwen3Moe", MODELS["qwen-mixed"][1] | {"tie_word_embeddings": True})}
 FAMILIES = ("qwen-mixed", "deepseek", "gpt-oss")
+QWEN_OR_LONG = [FAMILIES[0], *(pytest.param(name, marks=pytest.mark.long) for name in FAMILIES[1:])]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def trained(run, dtype=torch.bfloat16, folder=None):
     return Trained(folder or run.folder, run.facts, dtype)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *TIED])
+@pytest.mark.parametrize("name", [*QWEN_OR_LONG, *TIED])
 def test_the_right_export_passes_and_is_what_the_sampler_gets(begun, name):
     run = begun(name)
     assert run.sender.check_start(trained(run)) == len(load_file(run.folder / "model.safetensors"))
@@ -69,7 +70,7 @@ def test_the_right_export_passes_and_is_what_the_sampler_gets(begun, name):
     assert tensor_digests(exported.items()) == tensor_digests(run.taker.weights.items())
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", QWEN_OR_LONG)
 def test_every_wrong_export_is_named_before_the_update_is_final(begun, name, monkeypatch):
     run = begun(name)
     run.sender.check_start(trained(run))
@@ -97,7 +98,7 @@ def test_every_wrong_export_is_named_before_the_update_is_final(begun, name, mon
     assert fired and run.taker.intake.holding().version == version + 1
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", QWEN_OR_LONG)
 def test_what_is_no_longer_the_checkpoint_is_named_at_the_start(begun, name):
     run = begun(name)
     export_rounds = run.policy.export_rounds

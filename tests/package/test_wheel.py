@@ -79,6 +79,7 @@ def files_of(folder: str) -> list[Path]:
     return [path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
 
 
+@pytest.mark.long
 def test_every_verb_answers(installed, tmp_path):
     assert set(VERBS) == {"train", "plan", "serve", "trace", "compare", "prove", "patch", "export", "doctor"}
     overview = call(installed / "moe-rl", "--help", cwd=tmp_path)

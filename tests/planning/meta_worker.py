@@ -1,5 +1,5 @@
 """What megatron builds on ranks of groups that do not exist, on a device that holds nothing: sizes of buffers, and of
-what the optimizer keeps. Writes one JSON list to standard output.
+what the optimizer keeps. Writes one JSON list to standard output, of the cases whose names are its arguments.
 
 Stands in for torch.distributed (its own fake backend) and for the device (meta); megatron's code is all its own.
 """
@@ -72,8 +72,11 @@ def main() -> None:
     cpu.HOST = torch.device("meta")
     model.CheckpointReader = model.hf_map.load = lambda *args: None
     model.get_megatron_optimizer = functools.partial(model.get_megatron_optimizer, use_gloo_process_groups=False)
+    chosen = {case.name: case for case in cases()}
     found = [
-        built(case.facts, case.parallel, case.train, case.world_size, rank) for case in cases() for rank in case.ranks
+        built(case.facts, case.parallel, case.train, case.world_size, rank)
+        for case in map(chosen.__getitem__, sys.argv[1:])
+        for rank in case.ranks
     ]
     json.dump(found, sys.stdout)
 

@@ -13,21 +13,27 @@ from moe_rl.planning.parameters import chunk_buffers
 from tests.planning.meta_cases import ROOT, cases
 
 pytestmark = pytest.mark.timeout(300)
+USUAL = ("glm, stages in runs", "deepseek", "tied, float32")
 
 
 @pytest.fixture(scope="module")
-def built():
-    """(case, rank) -> what megatron built there, all of them in one process."""
+def built(request):
+    """(case, rank) -> what megatron built there, for all cases that are tested, in one process."""
+    tested = [item.callspec.params["case"] for item in request.session.items if item.path == request.path]
     run = subprocess.run(
-        [sys.executable, "-m", "tests.planning.meta_worker"], cwd=ROOT, text=True, timeout=280, check=False,
-        capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-m", "tests.planning.meta_worker", *(case.name for case in tested)],
+        cwd=ROOT, text=True, timeout=280, check=False, capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-4000:]
     found = iter(json.loads(run.stdout))
-    return {(case.name, rank): next(found) for case in cases() for rank in case.ranks}
+    return {(case.name, rank): next(found) for case in tested for rank in case.ranks}
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=() if case.name in USUAL else pytest.mark.long) for case in cases()],
+)
 def test_bytes_are_megatrons(built, case):
     layout = make_layout(case.parallel, case.facts, case.world_size)
     stage_ranks = case.world_size // layout.pipeline

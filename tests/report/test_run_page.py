@@ -64,7 +64,7 @@ def report(run_dir, facts, replay=True):
     return text, Page(text)
 
 
-@pytest.mark.parametrize("replay", [True, False])
+@pytest.mark.parametrize("replay", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_the_file_needs_nothing_else(synthetic_run, facts, replay):
     text, page = report(synthetic_run(replay=replay), facts, replay)
     assert "script" not in page.tags and "link" not in page.tags and "img" not in page.tags
@@ -100,20 +100,22 @@ def test_readings_quote_the_paired_numbers(synthetic_run, facts):
     )
 
 
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ({"routing/applied_mismatch": 2}, "applied mismatch 2"),
-        ({"routing/coverage": 0.999999}, "coverage 99.9999%"),
-        ({"routing/consumed": 1535}, "routes consumed exactly once: 61,439 of 61,440"),
-    ],
-)
-def test_a_broken_proof_is_loud(synthetic_run, facts, step_metrics, fault, said):
+BROKEN = {
+    "routing/applied_mismatch": (2, "applied mismatch 2"),
+    "routing/coverage": (0.999999, "coverage 99.9999%"),
+    "routing/consumed": (1535, "routes consumed exactly once: 61,439 of 61,440"),
+}
+
+
+@pytest.mark.parametrize("faults", [[*BROKEN], *(pytest.param([key], marks=pytest.mark.long) for key in BROKEN)])
+def test_a_broken_proof_is_loud(synthetic_run, facts, step_metrics, faults):
     run_dir = synthetic_run()
     with (run_dir / "metrics.jsonl").open("a") as file:
-        file.write(encode(40, "train", step_metrics(40) | fault))  # the later line of a step counts
+        file.write(
+            encode(40, "train", step_metrics(40) | {key: BROKEN[key][0] for key in faults})
+        )  # the later line of a step counts
     text, page = report(run_dir, facts)
-    assert f"\u2717 {said}" in page.words
+    assert all(f"\u2717 {BROKEN[key][1]}" in page.words for key in faults)
     assert "routes was NOT exact on every step" in page.words and "was exact on every step" not in page.words
     assert text.count('<tr class="broken">') == 1
 
@@ -125,7 +127,7 @@ def test_replay_off_says_so_and_claims_nothing(synthetic_run, facts):
     assert "replay is off, so nothing corrects it" in page.words
 
 
-@pytest.mark.parametrize("replay", [True, False])
+@pytest.mark.parametrize("replay", [pytest.param(True, marks=pytest.mark.long), False])
 def test_what_was_not_measured_is_said_in_words(synthetic_run, facts, replay):
     run_dir = synthetic_run(replay=replay, native_every=0)
     routing = next(panel for panel in panels(read_run(run_dir)) if panel.name == "routing")

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 DOOR = "tools/train_moe_rl.py"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_from_the_command_to_the_loss_there_are_at_most_seven_frames(tmp_path):
     overrides = [

@@ -57,6 +57,7 @@ def test_a_kv_cache_that_nobody_sizes_is_small_on_a_cpu(given):
     assert given.items() <= started.items()
 
 
+@pytest.mark.long
 def test_an_offline_llm_records_what_the_engine_of_a_run_does(tmp_path):
     script = tmp_path / "my_script.py"
     script.write_text(SCRIPT)

@@ -184,6 +184,7 @@ def test_looking_does_not_import_vllm():
     assert found.stdout.split() == ["0.32.0", "False"]
 
 
+@pytest.mark.long
 def test_the_patched_worker_does_not_need_moe_rl():
     """That the hook is found where moe_rl is installed is what every test with an engine shows."""
     patches.check()
