@@ -27,13 +27,13 @@ demo: $(READY) ## teach a small Qwen3-MoE arithmetic on this CPU, with routing r
 	@OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --nproc-per-node 2 tools/train_moe_rl.py --config configs/tiny_moe_cpu.yaml
 
 test: $(READY) ## run the tests that go before every commit
-	@$(VENV)/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+	@$(VENV)/bin/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder
 
 chaos: $(READY) ## plant faults into real runs and see that each is named: see docs/internals/chaos.md
 	@$(VENV)/bin/python -m pytest -q -m chaos tests/chaos
 
 test-all: $(READY) ## run every test, the long ones too; then chaos
-	@$(VENV)/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not gpu and not chaos"
+	@$(VENV)/bin/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder -m "not gpu and not chaos"
 	@$(MAKE) --no-print-directory chaos
 
 lint: $(READY) docs ## check style, layout, types, spelling and the links of the docs

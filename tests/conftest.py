@@ -1,4 +1,6 @@
-"""In which order files are tested, and no test by the clock."""
+"""In which order tests run, and which of them one worker runs; no test by the clock."""
+
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -7,11 +9,22 @@ import pytest
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 
-# Folders with whole runs, several ranks, real engines: minutes each, the longest first.
-_LONG = ("end_to_end", "distributed", "rollout")
+# Folders with whole runs, several ranks, real engines: the longest first.
+_FIRST = ("end_to_end", "distributed", "rollout")
+# Files whose tests share what is slow to start: a world of ranks, an engine.
+_SHARED = {"rollout/test_engine.py": "engine", "rollout/test_weight_update.py": "engine"}
+# Files whose tests take minutes each, and share nothing but a run on disk.
+_APART = ("test_run.py", "test_faults.py", "test_resume.py")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first: begun last, one of them would keep a single worker busy when the others are done."""
-    order = {name: at for at, name in enumerate(_LONG)}
+    """Long tests first: begun last, one would keep a single worker busy. A worker gets all tests of a group."""
+    order = {name: at for at, name in enumerate(_FIRST)}
     items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
+    for number, item in enumerate(items):
+        path = item.path.relative_to(Path(__file__).parent)
+        group = "ranks" if path.parts[0] == "distributed" else _SHARED.get(str(path), str(path))
+        if path.parts[0] == "end_to_end" and path.name in _APART:
+            group = f"{path} {number}"
+        item.add_marker(pytest.mark.xdist_group(group))

@@ -78,6 +78,7 @@ def test_what_cannot_be_trained_on_is_refused(source, change, error, message):
     assert source.stats() == {"requests": 1, "recorded": 0, "forwarded": 0, "refused": 1}
 
 
+@pytest.mark.long
 def test_native_capture_is_refused_where_it_cannot_run(settings, tmp_path):
     asked = replace(settings, capture="native", log_path=tmp_path / "log", trace_root=tmp_path / "trace")
     with pytest.raises(
