@@ -17,7 +17,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         usual = getattr(item.module, "USUAL", None)
         given = item.callspec.params if usual is not None and hasattr(item, "callspec") else {}
-        if any(given[name] not in usual for name in given.keys() & {"case", "plain", "layout"}):
+        if any(given[name] not in usual for name in given.keys() & {"case", "plain", "layout", "name"}):
             item.add_marker(pytest.mark.long)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.distributed.jobs.placement import CASES, SHARDED, TOP_4, compared, different, faults
 
-pytestmark = pytest.mark.long
+USUAL = ["EP2"]
 EXACT = [name for name in CASES if name != TOP_4]
 
 
@@ -34,7 +34,7 @@ def seen(on_ranks, checkpoint, top_2, tmp_path_factory):
     @functools.cache
     def run(name):
         source = checkpoint if name == TOP_4 else top_2
-        return on_ranks(4, compared, CASES[name], source, tmp_path_factory.mktemp("placement"))
+        return on_ranks(CASES[name].ranks, compared, CASES[name], source, tmp_path_factory.mktemp("placement"))
 
     return run
 
@@ -54,6 +54,7 @@ def test_placed_experts_compute_the_same_bits(seen, name):
     assert placed == pytest.approx(natural, rel=1e-6)  # a sum over all elements as they lie
 
 
+@pytest.mark.long
 def test_with_four_experts_a_token_the_order_of_its_sum_shows_and_nothing_else(seen):
     for what, bound in (("logprobs", 5e-6), ("grads", 1e-6)):
         natural, placed = (gathered(seen, TOP_4, kind, what) for kind in ("natural", "placed"))
@@ -81,6 +82,7 @@ def test_back_in_their_places_experts_and_moments_are_those_that_never_moved(see
         assert rank["back"] == set()
 
 
+@pytest.mark.long
 def test_checkpoints_and_the_sampler_know_nothing_of_placements(seen):
     """A checkpoint that was written with one and read with another gives the same weights, main weights and moments."""
     assert all(rank["loaded"] == set() for rank in seen(SHARDED))
@@ -88,6 +90,7 @@ def test_checkpoints_and_the_sampler_know_nothing_of_placements(seen):
     assert sent > 100 and differing == set()
 
 
+@pytest.mark.long
 def test_what_does_not_fit_together_is_refused(on_ranks, top_2):
     told = on_ranks(4, faults, CASES[SHARDED], top_2)
     assert all("different placements" in one["two placements"] and one["touched"] == set() for one in told)

@@ -29,7 +29,7 @@ MASK = ["rollout.top_k=7", "rollout.keep_sampling_mask=true"]
 SMALL = ["train.microbatch_tokens=14", "train.updates_per_step=1"]
 INTERLEAVED = ["parallel.expert=1", "parallel.pipeline=2", "parallel.virtual_pipeline=2"]
 ENTROPY_COEF = 2.0
-USUAL = ["by-load", "masked-tensor"]
+USUAL = ["whole", "by-load", "masked-tensor"]
 # Natively routed, so that `transformers` computes the same, and the reference, of the same weights, too.
 MASKED = [*MASK, "replay.mode=off", "train.updates_per_step=1", "objective.kl_coef=0.1"]
 MASKED += [f"objective.entropy_coef={ENTROPY_COEF}"]
@@ -276,7 +276,7 @@ def test_placed_experts_are_loaded_as_planned_and_change_no_gradient(steps, coun
     assert steps["placed-off"][0]["policy_kl/k3"] == pytest.approx(steps["off"][0]["policy_kl/k3"], rel=1e-5)
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("whole", 2), pytest.param("context", 1, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("name", "ranks"), [("whole", 2), ("context", 1)])
 def test_the_load_is_counted_over_updates_and_over_parts_of_sequences(steps, loads, name, ranks):
     rounds = []
     for chosen in split_groups([number // 2 for number in range(len(TOKENS))], 2):

@@ -4,16 +4,13 @@ update of every weight. Qwen3-MoE is in test_recording.py."""
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 
-from moe_rl.errors import EngineError
 from moe_rl.models.hf import is_mtp_tensor, read_model
-from moe_rl.vllm.worker import refuse_unpatched
 from tests.rollout.conftest import TOP_K, VOCAB
 from tests.rollout.test_recording import agree, play, requests, scenarios  # noqa: F401 - two are fixtures
 from tests.weights.sending import by_disk
@@ -171,47 +168,3 @@ def test_recorded_before_and_after_an_update(play, name, amx, tmp_path):  # noqa
     completion = outcome.completions(1)[0]
     sets, *_ = before([*completion["prompt"], *completion["token_ids"]])
     assert (np.sort(record.routes, -1) != sets[:-1]).any(-1).mean() > 0.5
-
-
-AMX = {"has": True, "granted": True}
-DENIED = {"has": True, "granted": False}
-FLOAT = {"use_mla": True, "rope": {"rope_type": "yarn"}}
-REPAIRS = {"0006", "0007", "0008", "0009"}
-
-
-@pytest.mark.parametrize(
-    "what, on_cpu, amx, patch",
-    [
-        ({"use_mla": True}, True, {}, "0006"),
-        ({"use_mla": True}, False, {}, None),
-        ({"use_mla": True, "rope": {"rope_type": "yarn"}}, True, {}, None),
-        ({"use_mla": False}, True, {}, None),
-        ({"architectures": ["GptOssForCausalLM"]}, True, {}, "0007"),
-        ({"architectures": ["GptOssForCausalLM"]}, False, {}, "0007"),
-        ({"architectures": ["GptOssForCausalLM"], "updates": None}, False, {}, None),
-        (FLOAT, True, AMX, "0008"),
-        (FLOAT, False, AMX, None),
-        (FLOAT | {"dtype": torch.bfloat16}, True, AMX, None),
-        ({"use_mla": False}, True, AMX, None),
-        ({"use_mla": False}, True, DENIED, None),
-        ({"use_mla": False, "dtype": torch.bfloat16}, True, DENIED, "0009"),
-        ({"use_mla": False, "dtype": torch.bfloat16}, False, DENIED, None),
-    ],
-)
-def test_without_its_patch_a_family_is_refused(what, on_cpu, amx, patch, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx.get("has", False))
-    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: amx.get("granted", False))
-    model = {"use_mla": False, "architectures": ["DeepseekV3ForCausalLM"], "dtype": torch.float32} | what
-    text = SimpleNamespace(rope_parameters=model.pop("rope", {"rope_type": "default"}))
-    config = SimpleNamespace(
-        weight_transfer_config=model.pop("updates", "files"),
-        model_config=SimpleNamespace(hf_text_config=text, **model),
-    )
-    refuse_unpatched(config, REPAIRS, on_cpu=on_cpu)
-    if patch is None:
-        refuse_unpatched(config, set(), on_cpu=on_cpu)
-        return
-    with pytest.raises(EngineError, match=f"wrong about .*patch {patch}"):
-        refuse_unpatched(config, set(), on_cpu=on_cpu)
-    with pytest.raises(EngineError, match=f"wrong about .*patch {patch}"):
-        refuse_unpatched(config, REPAIRS - {patch}, on_cpu=on_cpu)

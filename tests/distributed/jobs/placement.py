@@ -1,4 +1,4 @@
-"""Jobs for four ranks: a policy whose experts move after its first update goes on beside one whose experts never do."""
+"""Jobs for ranks: a policy whose experts move after its first update goes on beside one whose experts never do."""
 
 from functools import partial
 from unittest.mock import patch
@@ -33,6 +33,7 @@ CASES = {
         plan=False,
     ),
     "EP2 PP2": Case(4, {"expert": 2, "pipeline": 2}),
+    "EP2": Case(2, {"expert": 2}),
 }
 
 
