@@ -172,8 +172,9 @@ def misplaced_layers(
     Returns:
         The wrong layers, the share of layers that could be judged, and the margin (see `Alignment`).
     """
-    sums = _sum(samples, experts)
-    found, judged, margin = _judge(sums, layers, samples[0].record.shape[2])
+    with torch._C.DisableTorchFunction():  # see AlignmentTest.verdict
+        sums = _sum(samples, experts)
+        found, judged, margin = _judge(sums, layers, samples[0].record.shape[2])
     return found, sum(judged) / len(layers), margin
 
 
@@ -211,6 +212,11 @@ class AlignmentTest:
                 for its rows with a record.
             names: For each microbatch, the names of its sequences.
         """
+        # Hundreds of small calls follow, and none names a device. The CPU back end's mode would double their time.
+        with torch._C.DisableTorchFunction():
+            return self._verdict(shared, names, experts)
+
+    def _verdict(self, shared: Seq[Tensor], names: Seq[Seq[str]], experts: int) -> Alignment:
         seen = [
             tuple(torch.stack([self._seen[number, layer][side] for layer in self._layers]) for side in (0, 1))
             for number in range(len(self._places))
@@ -331,20 +337,25 @@ def _sums_of(sample: Sample, experts: int) -> _Sums:
 def _judge(sums: _Sums, layers: Seq[int], top_k: int) -> tuple[tuple[Misplaced, ...], list[bool], float]:
     """Return the wrong layers, whether each layer could be judged, and the least margin."""
     needed = math.log(len(layers) * (len(_SHIFTS) * len(layers) + 1) / FALSE_ALARM)
+    # Lists, since to read one element of a tensor takes as long as to read a thousand of a list.
+    won, could_win, shared, compared = (one.tolist() for one in (sums.score, sums.rows, sums.shared, sums.compared))
+    own_shared, unrelated_won, unrelated = (
+        one.tolist() for one in (sums.own, sums.unrelated_score, sums.unrelated_rows)
+    )
     found, judged, margin = [], [], math.inf
     for i, layer in enumerate(layers):
-        own = float(sums.own[i]) / sums.sampled / top_k
+        own = own_shared[i] / sums.sampled / top_k
         rivals = []
         for at, shift in enumerate(_SHIFTS):
             for j, other in enumerate(layers):
-                if (shift, j) == (0, i) or not sums.compared[at]:
+                if (shift, j) == (0, i) or not compared[at]:
                     continue
-                rows, score = float(sums.rows[at, i, j]), float(sums.score[at, i, j])
-                agree = float(sums.shared[at, i, j]) / float(sums.compared[at]) / top_k
+                rows, score = could_win[at][i][j], won[at][i][j]
+                agree = shared[at][i][j] / compared[at] / top_k
                 margin = min(margin, own - agree)
                 if score < rows / 2 and rows * divergence(score / rows, 0.5) >= needed:
                     rivals.append((agree, _whose(layer, other, shift)))
-        rows, score = float(sums.unrelated_rows[i]), float(sums.unrelated_score[i])
+        rows, score = unrelated[i], unrelated_won[i]
         judged.append(rows * _SEEN >= needed)
         if rivals:
             agree, match = max(rivals)
