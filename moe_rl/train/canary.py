@@ -23,6 +23,7 @@ from moe_rl.megatron.policy import Policy
 from moe_rl.planning.packing import fill_rounds
 from moe_rl.replay.alignment import FALSE_ALARM, Sample, divergence, misplaced_layers
 from moe_rl.replay.routes import RowPolicy
+from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.rollout.sampler import Sampler
 from moe_rl.trace import TraceSpec, TraceStore, validate
 from moe_rl.types import ScoredTokens, Sequence
@@ -72,6 +73,8 @@ class Canary:
         self.runs, self.store, self.spec = tuple(runs), store, spec
         self._sequences = [_sequence(f"canary/{at}", run) for at, run in enumerate(self.runs)]
         self._fed = [np.array(run[:-1], np.int64) for run in self.runs]
+        self._microbatches: list[Microbatch] = []
+        self._tables: list[MicrobatchRoutes] = []
 
     def compare(self, policy: Policy, sampler: Sampler | None, version: int, *, exact: float = 0.0) -> Heard:
         """What both make of them, the same on all ranks. sampler: on rank 0. version: of the weights that both hold.
@@ -107,21 +110,23 @@ class Canary:
 
     def _natively(self, policy: Policy, version: int) -> tuple[np.ndarray, np.ndarray]:
         """Log-probabilities [S] and the routers' own choice int64 [L, S, K], of all ranks."""
-        microbatches = _microbatches(self._sequences)
-        tables = [
-            microbatch.read_routes(
-                self.store,
-                [self._sequences[i] for i in microbatch.indices],
-                self.spec,
-                weight_version=version,
-                layers=policy.layers,
-                policy=_NATIVE,
-            )
-            for microbatch in microbatches
-        ]
-        with policy.session(tables, mode="record", name=f"canary of version {version}") as session:
-            logprobs, *_ = policy.logprobs(microbatches, session, temperature=1.0)
-        chosen, rows = session.recorded_routes()[0].routes, microbatches[0].routed_rows
+        if not self._microbatches:
+            self._microbatches = _microbatches(self._sequences)
+            # These tables serve every version, since the runs have no routes to read.
+            self._tables = [
+                microbatch.read_routes(
+                    self.store,
+                    [self._sequences[i] for i in microbatch.indices],
+                    self.spec,
+                    weight_version=version,
+                    layers=policy.layers,
+                    policy=_NATIVE,
+                )
+                for microbatch in self._microbatches
+            ]
+        with policy.session(self._tables, mode="record", name=f"canary of version {version}") as session:
+            logprobs, *_ = policy.logprobs(self._microbatches, session, temperature=1.0)
+        chosen, rows = session.recorded_routes()[0].routes, self._microbatches[0].routed_rows
         tokens = sum(map(len, self._fed))
         here = np.flatnonzero(rows < tokens)
         own = _Chosen([], [], b"")
