@@ -1,11 +1,12 @@
 """What replay and its proof cost a training step: `python benchmarks/replay.py [--rounds 7] [--json FILE]`.
 
-One rank, a random Qwen3-MoE, full sequences with recorded routes. Prints, of one run:
+It trains a random Qwen3-MoE on one rank, and replays the routes that its own routers chose. It prints
 
-- the share of an update's wall time that is spent in the replay session (looking routes up, counting, checksums, the
-  ledger at the end), measured inside the update itself, so that a noisy machine disturbs both alike;
-- the same share of the old-logprob pass, which also compares the router's own choice with the record;
-- the ratio of an update's time under replay to one that routes natively, in turns: median and quartiles over rounds.
+- the share of an update's wall time that the replay session takes: it looks routes up, counts, and makes all checks at
+  the end. The share is measured inside the update itself, so that a noisy machine disturbs both alike;
+- the same share of the old-logprob pass, which also compares the routers' own choice with the record and runs the
+  alignment test;
+- the ratio of the time of an update under replay to that of one that routes natively, in turns: median and quartiles.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +26,7 @@ from output import tell
 
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0"}
 
-TIMED = ("begin_forward", "routes", "native_rows", "take", "observe_native", "check_dispatch", "__exit__")
+TIMED = ("begin_forward", "routes", "native_rows", "take", "observe_native", "check_dispatch", "conclude", "__exit__")
 
 
 def main() -> int:
@@ -76,9 +78,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
     from moe_rl.megatron.microbatch import pack
     from moe_rl.megatron.policy import Policy
     from moe_rl.models.hf import read_model
-    from moe_rl.replay.routes import SequenceRoutes
-    from moe_rl.trace import TraceSpec
-    from moe_rl.types import Sequence
+    from moe_rl.replay.routes import RowPolicy
+    from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
+    from moe_rl.types import Provenance, Sequence, Span
 
     os.environ["MASTER_PORT"] = str(20_000 + os.getpid() % 20_000)
     world.start(ParallelConfig(), seed=1, timeout_seconds=60)
@@ -89,9 +91,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
     policy = Policy(facts, train, ParallelConfig(), path, temperature=1.0)
     spec = TraceSpec.from_layers("bench", facts.num_experts, facts.top_k, facts.moe_layers, facts.layers)
     rng = np.random.default_rng(0)
-    microbatches, tables = [], []
+    microbatches, pairs = [], []
     for number in range(0, options.sequences, 2):
-        pair, routes_of = [], {}
+        pair = []
         for key in (f"s{number}", f"s{number + 1}"):
             tokens = rng.integers(0, facts.vocab, options.tokens + 1).tolist()
             half = options.tokens // 2
@@ -99,15 +101,27 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
                 Sequence(key, tuple(tokens[:half]), tuple(tokens[half:]), np.zeros(len(tokens) - half, np.float32),
                          1.0, 0, None)
             )  # fmt: skip
-            scores = rng.random((options.tokens, len(facts.moe_layers), facts.num_experts))
-            routes_of[key] = np.argsort(scores, -1)[..., : facts.top_k].astype(np.uint8)
-        microbatch = pack(pair, [0, 1], world.device())
-        microbatches.append(microbatch)
+        microbatches.append(pack(pair, [0, 1], world.device()))
+        pairs.append(pair)
 
-        def read(sequence, fed, here, routes_of=routes_of):
-            return SequenceRoutes.complete(sequence.key, fed, routes_of[sequence.key])
-
-        tables.append(microbatch.routes(pair, read, spec, layers=policy.layers, expert_parallel=1))
+    # The alignment test refuses random routes. So the routers choose the routes that are then replayed.
+    store, native = TraceStore(folder), RowPolicy(missing="native")
+    given = {"weight_version": 0, "layers": policy.layers}
+    tables = [
+        m.read_routes(store, pair, spec, policy=native, **given) for m, pair in zip(microbatches, pairs, strict=True)
+    ]
+    with policy.session(tables, mode="record", name="bench") as session:
+        policy.logprobs(microbatches, session)
+    tables = []
+    with ShardWriter(folder, "bench", spec) as writer:
+        for pair, table in zip(pairs, session.recorded_routes(), strict=True):
+            rows = np.stack([table.routes[layer].numpy() for layer in policy.layers], 1).astype(np.uint8)
+            for at, sequence in enumerate(pair):
+                fed = np.array((sequence.prompt_token_ids + sequence.token_ids)[:-1], np.int32)
+                routes = rows[at * len(fed) : (at + 1) * len(fed)]
+                ref = writer.add(sequence.key, routes, fed, [Span(len(fed), 0, Provenance.PREFILL)])
+                pair[at] = replace(sequence, routes=signed(ref, routes, spec.moe_layers, fed))
+    tables = [m.read_routes(store, pair, spec, **given) for m, pair in zip(microbatches, pairs, strict=True)]
 
     def loss(number, logprobs):
         return -logprobs.sum() / 1e4
@@ -131,7 +145,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
     for number in range(options.rounds + 1):
         replayed = timed("replay", update)
         native = timed("observe", update)
-        forward = timed("replay", lambda s: policy.logprobs(microbatches, s), compare_native=True)
+        forward = timed("replay", lambda s: policy.logprobs(microbatches, s), compare_native=True, align=True)
         if number:  # the first warms up
             rows.append((replayed, native, forward))
     world.stop()
