@@ -1,8 +1,8 @@
-"""When to stop: updates that are not finite again and again, a sampler that holds other weights, a run that is lost.
+"""Stops a run: after many skipped updates, when a sampler holds other weights, and when the training is lost.
 
-Every rank counts the same numbers, so that all stop together. The counts are part of a checkpoint: a run that is
-resumed stops where it would have without the interruption. That the sampler holds the trainer's weights is told by the
-canary, which both score.
+Every rank counts the same numbers, so that all ranks stop together. The counts are part of a checkpoint: a resumed run
+stops where it would have stopped without the interruption. The canary shows whether the sampler holds the trainer's
+weights, since both score it.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from moe_rl.errors import CheckpointError, CollapseError, NonFiniteError, Weight
 from moe_rl.megatron.policy import UpdateResult
 from moe_rl.train.canary import Heard
 
-# What the canary may differ by, in nats a token: rounding in float32 is 1e-6 to 1e-5; in bfloat16 tiny models come to
-# 0.3, and layers or experts that changed places to 1 to 6.
+# The largest canary difference in nats a token, where both sides compute in float32 and elsewhere. Rounding alone gives
+# 1e-6 to 1e-5 in float32, and up to 0.3 for tiny models in bfloat16. Exchanged layers or experts give 1 to 6.
 _EXACT, _ROUNDED = 1e-4, 1.0
-# The run's own history: so many syncs are needed, so many are looked at; what is far above their median; and what
-# differences below which are all alike.
+# The test against the run's own history needs 5 syncs and looks at the last 32. A difference is too large when it is 8
+# times their median, or 5 standard deviations above it if that is more. Differences below 1e-6 count as 1e-6.
 _SYNCS, _KEPT, _FACTOR, _DEVIATIONS, _FLOOR = 5, 32, 8.0, 5.0, 1e-6
 
 
 class Guards:
-    """Counts in a row: skipped updates, and steps that say that the run is lost; and the last syncs' canaries."""
+    """Counts skipped updates and lost steps in a row, and keeps the canary differences of the last syncs."""
 
     def __init__(self, settings: GuardsConfig, *, exact: bool = False):
-        """exact: sampler and trainer both compute in float32, on the same weights."""
+        """exact: whether sampler and trainer both compute in float32, on the same weights."""
         self.settings, self.exact = settings, exact
         self.skipped = self.lost = 0
         self.canary: list[tuple[int, float]] = []
         self.canary_limit = settings.max_canary_difference or (_EXACT if exact else _ROUNDED)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON has it. canary: weight version and difference of the last syncs."""
+        """Return what a checkpoint keeps, as JSON values. canary: weight version and difference of the last syncs."""
         return {"skipped": self.skipped, "lost": self.lost, "canary": [list(one) for one in self.canary]}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -73,28 +73,21 @@ class Guards:
             )
 
     def after_sync(self, version: int, heard: Heard) -> None:
-        """Raises WeightSyncError when the canary says that the sampler holds other weights than the trainer: above the
-        limit for these precisions, or far above what this run has shown; where the config sets a limit, above that one.
-        heard: after the sync of `version`.
+        """Raise WeightSyncError when the canary says that the sampler holds other weights than the trainer.
 
-        Far is, after 5 syncs, 8 times the median of the last 32, and more where these scatter: 5 standard deviations
-        of their logarithm, as estimated by its median absolute deviation. If the logarithm is normal with a standard
-        deviation of at most 0.4, 8 times the median is 5.2 of them, once in ten million syncs. Above that 5 of them are
-        allowed, once in three million: a run whose syncs scatter by 0.5 gets 12 times its median.
+        heard: what the canary showed after the sync of `version`. A limit in the config is the only limit. Without one
+        the difference must keep two limits: the one for these precisions, and the one from the run's own history.
+
+        The history counts after 5 syncs. Its limit is 8 times the median of the last 32 differences. It is higher where
+        these scatter much: 5 standard deviations of their logarithm above the median, estimated by the median absolute
+        deviation. Suppose that the logarithm is normal. With a standard deviation of at most 0.4, 8 times the median is
+        at least 5.2 of them: a false alarm comes once in ten million syncs. With a larger one, 5 of them are allowed: a
+        false alarm comes once in three million syncs. A standard deviation of 0.5 allows 12 times the median.
         """
-        # A run that goes on scores the last version of the run before once more.
-        before = [value for known, value in self.canary if known != version]
-        difference, limit, expected = heard.settled, self.canary_limit, "guards.max_canary_difference"
-        if self.settings.max_canary_difference is None:
-            expected += f", by default {limit:g} for {'float32 on both sides' if self.exact else 'these precisions'}"
-        else:
-            expected += f" = {limit:g}"
-        expected = f"at most {expected}"
-        own = self.settings.max_canary_difference is None and len(before) >= _SYNCS
-        if own and (usual := _farthest(before)) < limit:
-            limit = usual
-            median = float(np.median(before))
-            expected = f"at most {limit:.3g}, the last {len(before)} syncs had {median:.3g}"
+        # A resumed run scores once more the last version of the run before it.
+        before = [(known, value) for known, value in self.canary if known != version]
+        difference = heard.settled
+        limit, expected = self._canary_limit([value for _, value in before])
         if not (math.isfinite(difference) and difference <= limit):
             raise WeightSyncError(
                 describe(
@@ -107,8 +100,17 @@ class Guards:
                     "guards.max_canary_difference",
                 )
             )
-        self.canary = [*((known, value) for known, value in self.canary if known != version), (version, difference)]
-        self.canary = self.canary[-_KEPT:]
+        self.canary = [*before, (version, difference)][-_KEPT:]
+
+    def _canary_limit(self, before: list[float]) -> tuple[float, str]:
+        """Return the largest difference that is allowed after these ones, and that limit in words."""
+        limit = self.canary_limit
+        if self.settings.max_canary_difference is not None:
+            return limit, f"at most guards.max_canary_difference = {limit:g}"
+        if len(before) >= _SYNCS and (usual := _farthest(before)) < limit:
+            return usual, f"at most {usual:.3g}, the last {len(before)} syncs had {float(np.median(before)):.3g}"
+        precisions = "float32 on both sides" if self.exact else "these precisions"
+        return limit, f"at most guards.max_canary_difference, by default {limit:g} for {precisions}"
 
     def after_step(self, step: int, metrics: dict[str, float]) -> CollapseError | None:
         """What to end the run with after this step, or None. metrics: of the step, see report/metrics.py."""
@@ -130,7 +132,7 @@ class Guards:
         )
 
     def _reasons(self, metrics: dict[str, float]) -> list[str]:
-        """Each condition that holds, with its values."""
+        """List each sign of a lost run that shows, with its values."""
         limits = {"policy_kl/k3": self.settings.max_policy_kl,
                   "policy/extreme_fraction": self.settings.max_extreme_fraction}  # fmt: skip
         # A value that is not finite is no value within the limit.
@@ -151,7 +153,7 @@ def computes_alike(config: Config) -> bool:
 
 
 def _farthest(before: list[float]) -> float:
-    """The largest difference that syncs with these before them may have."""
+    """Return the largest difference that the run's history allows. before: differences of the syncs so far."""
     logs = np.log(np.maximum(before, _FLOOR))
     median = float(np.median(logs))
     deviation = 1.4826 * float(np.median(np.abs(logs - median)))
