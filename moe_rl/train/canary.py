@@ -1,7 +1,7 @@
-"""A few fixed runs of tokens that trainer and samplers compute from the weights they hold, after every update.
+"""Lets trainer and samplers score the same fixed runs of tokens after every update, and compares what they did.
 
-Every sampler scores them and publishes the routes that it took, recorded as those of any request. The trainer scores
-them with routers that choose for themselves, and what these choose is the witness against the recorded routes.
+Every sampler scores the runs and publishes the routes that it took, recorded like those of any request. The trainer
+scores the runs with routers that choose for themselves. Their choice is the witness against the recorded routes.
 
 Legend for shapes: L MoE layers of the model, S rows (tokens that are fed, of all runs), K top-k experts per token,
 E experts.
@@ -30,21 +30,25 @@ from moe_rl.types import ScoredTokens, Sequence
 
 _SHARD = "canary"
 _NATIVE = RowPolicy(missing="native")
-# Of the rows in which one of two experts was chosen, the other one is in their place in fewer than so many.
+# Two experts count as exchanged when, in more than this share of the rows that chose one of them, the record has the
+# other one instead.
 _CONFUSED = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What a sync showed of the sampler whose log-probabilities are farthest from the trainer's.
+    """Holds what a sync showed of the sampler whose log-probabilities are farthest from the trainer's.
 
-    difference: mean |log-probability difference| in nats, both routing natively. settled: the same of the tokens before
-    the first of their run that the two routed differently, where that is most of them; else of all. In float32 two
-    experts that are nearly a tie fall otherwise once in a while, and all behind them in the run differs.
-    by: who. mismatch: share of (token, layer) positions where the two chose other experts; power: share of layers of
-    which routes of nothing that was tried would have been told; None where this sampler does not record.
-    suspects: what the tokens that differ have in common, for a message. recorded: share of the samplers that recorded
-    what they took.
+    difference: mean |log-probability difference| in nats, with both sides routing natively.
+    settled: the same mean over fewer tokens. In each run it leaves out the first token that the two sides routed
+    differently and all tokens behind it: in float32 a near tie of two experts falls otherwise now and then, and the
+    rest of the run then differs. If fewer than half of the tokens remain, it is the mean over all of them.
+    by: the sampler.
+    mismatch: share of (token, layer) positions where the two sides chose different experts.
+    power: share of the layers in which unrelated routes would have been noticed. Both are None where the sampler does
+    not record.
+    suspects: what the differing tokens have in common, in words for a message.
+    recorded: share of the samplers that recorded the routes they took.
     """
 
     difference: float
@@ -56,7 +60,7 @@ class Heard:
     recorded: float = 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Of the step, see report/metrics.py."""
+        """Return the metrics of the step, see report/metrics.py."""
         return {
             "sync/canary_abs_diff": self.difference,
             "sync/canary_recorded": self.recorded,
@@ -66,10 +70,10 @@ class Heard:
 
 
 class Canary:
-    """Lets trainer and samplers compute the same tokens, and compares what they did. All ranks call it together."""
+    """Lets trainer and samplers score the same tokens, and compares the results. All ranks call it together."""
 
     def __init__(self, runs: Seq[tuple[int, ...]], store: TraceStore, spec: TraceSpec):
-        """runs: of at least 2 tokens each, the same on all ranks."""
+        """runs: token ids, at least 2 in each run, the same on all ranks."""
         self.runs, self.store, self.spec = tuple(runs), store, spec
         self._sequences = [_sequence(f"canary/{at}", run) for at, run in enumerate(self.runs)]
         self._fed = [np.array(run[:-1], np.int64) for run in self.runs]
@@ -77,12 +81,12 @@ class Canary:
         self._tables: list[MicrobatchRoutes] = []
 
     def compare(self, policy: Policy, sampler: Sampler | None, version: int, *, exact: float = 0.0) -> Heard:
-        """What both make of them, the same on all ranks. sampler: on rank 0. version: of the weights that both hold.
+        """Score the runs on both sides and compare them. The result is the same on all ranks.
 
-        exact: difference in nats of a token from which on it is told which experts the tokens that differ have in
-        common, where both sides are that precise; 0: it is not told.
-        Raises WeightSyncError naming sampler and layer when a layer's routes are not those of the trainer's layer; the
-        trace then keeps them. TraceError and RouteValidationError for routes that are damaged or malformed.
+        sampler: given on rank 0 only. version: of the weights that both sides hold. exact: tokens that differ by more
+        than this many nats are compared, to name the experts that they have in common; 0 skips that.
+        Raises WeightSyncError naming sampler and layer when a layer's routes are not those of the trainer's layer. The
+        trace then keeps these routes. Raises TraceError or RouteValidationError for damaged or malformed routes.
         """
         ours, witness = self._natively(policy, version)
         return world.broadcast(
@@ -90,7 +94,7 @@ class Canary:
         )
 
     def _heard(self, ours: np.ndarray, witness: np.ndarray, sampler: Sampler, version: int, exact: float) -> Heard:
-        for name in self._shards():  # of a run that ended in here
+        for name in self._shards():  # left by a run that ended during a comparison
             self.store.remove(name)
         heard = []
         for one in sampler.score(self.runs, shard=f"{_SHARD}-version{version:06d}"):
@@ -109,7 +113,7 @@ class Canary:
         return [name for name in self.store.shards() if name.startswith(f"{_SHARD}-")]
 
     def _natively(self, policy: Policy, version: int) -> tuple[np.ndarray, np.ndarray]:
-        """Log-probabilities [S] and the routers' own choice int64 [L, S, K], of all ranks."""
+        """Return the trainer's log-probabilities [S] and its routers' own choice int64 [L, S, K], over all ranks."""
         if not self._microbatches:
             self._microbatches = _microbatches(self._sequences)
             # These tables serve every version, since the runs have no routes to read.
@@ -148,8 +152,10 @@ class Canary:
     def _align(
         self, scored: ScoredTokens, apart: np.ndarray, witness: np.ndarray, version: int, suspects: str
     ) -> Heard:
-        """What one sampler's scores, which differ by apart [S], and its routes show. Raises WeightSyncError for a wrong
-        layer."""
+        """Return what one sampler's scores and routes show. Raises WeightSyncError for a layer with wrong routes.
+
+        apart [S]: |log-probability difference| of each token.
+        """
         records = [self.store.read(ref) for ref in scored.routes]
         for record, fed, ref in zip(records, self._fed, scored.routes, strict=True):
             validate(record, token_ids=fed, spec=self.spec, weight_version=version, ref=ref)
@@ -184,8 +190,11 @@ class Canary:
         )
 
     def _suspects(self, apart: np.ndarray, witness: np.ndarray, limit: float) -> str:
-        """Which experts would explain the tokens that differ by more than `limit`: taken by the first of each run, and
-        by no token before it. A token whose own row is right may differ by what it attends to; one before may not."""
+        """Name the experts that would explain all tokens that differ by more than `limit`.
+
+        Such an expert is taken by the first differing token of each run, and by no token before it. Later tokens say
+        nothing: they may differ only because they attend to earlier ones.
+        """
         differs = ~(apart <= limit)
         if not differs.any():
             return ""
@@ -213,12 +222,13 @@ class Canary:
 
 
 def confused_experts(routes: np.ndarray, witness: np.ndarray, layers: Seq[int], experts: int) -> list[str]:
-    """Name pairs of experts that took each other's tokens. routes, witness: int64 [L, S, K]. layers [L]: their numbers.
+    """Name the pairs of experts that took each other's tokens.
 
-    Looked at are the rows where the witness chose exactly one of two experts. Where the two were exchanged the record
-    has the other one there, both ways. Sound routers do that in fewer than one row of ten: they differ where the last
-    choice is nearly a tie, and with many experts, not with one. By chance a pair of any layer is named with a
-    probability of at most FALSE_ALARM (Chernoff's bound).
+    routes, witness: int64 [L, S, K]. layers [L]: global numbers. experts: in each layer.
+    For each pair the test looks at the rows where the witness chose exactly one of the two. If the two were exchanged,
+    the record has the other one in these rows, in both directions. With sound routers that happens in fewer than one
+    row of ten: they differ only where the last choice is nearly a tie, and then with many experts, not always with the
+    same one. The probability that chance alone names any pair is at most FALSE_ALARM (Chernoff's bound).
     """
     needed = math.log(len(layers) * experts * (experts - 1) / 2 / FALSE_ALARM)
     found = []
@@ -227,7 +237,7 @@ def confused_experts(routes: np.ndarray, witness: np.ndarray, layers: Seq[int], 
         np.put_along_axis(theirs, routes[at], True, 1)
         np.put_along_axis(ours, witness[at], True, 1)
         only_ours, only_theirs = (ours & ~theirs).astype(np.int64), (theirs & ~ours).astype(np.int64)
-        moved = only_ours.T @ only_theirs  # [E, E]: rows where the trainer took one, and the sampler the other
+        moved = only_ours.T @ only_theirs  # [E, E]: rows where only the trainer took one, only the sampler the other
         one = ours.astype(np.int64)
         apart = one.T @ (1 - one)  # rows where the trainer took one and not the other
         for a, b in np.argwhere(np.triu((moved > 0) & (moved.T > 0), 1)).tolist():
@@ -240,7 +250,7 @@ def confused_experts(routes: np.ndarray, witness: np.ndarray, layers: Seq[int], 
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """What one rank's routers chose, in its layers [l] and rows [s]. chosen: int16 [l, s, K], its bytes."""
+    """Holds what one rank's routers chose in its layers [l] and rows [s]. chosen: the bytes of int16 [l, s, K]."""
 
     layers: list[int]
     rows: list[int]
@@ -260,6 +270,6 @@ def _sequence(key: str, run: tuple[int, ...]) -> Sequence:
 
 
 def _microbatches(sequences: list[Sequence]) -> list[Microbatch]:
-    """One with all of them, and empty ones behind it where stages are interleaved."""
+    """Pack all sequences into one microbatch. Interleaved stages get empty microbatches behind it."""
     (plan,) = fill_rounds([[list(range(len(sequences)))]], world.microbatches_in_a_round())
     return [pack(sequences, one, world.device(), world.context_parallel()) for one in plan]
