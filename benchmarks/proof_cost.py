@@ -29,13 +29,15 @@ ROOT = Path(__file__).parents[1]
 FOLDER = "MOE_RL_PROOF_COST"
 PROVES = {
     "moe_rl.replay.alignment": ["AlignmentTest.__init__", "AlignmentTest.observe", "AlignmentTest.verdict"],
-    "moe_rl.replay.session": ["ReplaySession._sums_of_share", "ReplaySession._check_source"],
+    "moe_rl.replay.session": ["ReplaySession._sums_of_share"],
+    "moe_rl.replay.evidence": ["refuse_other_sums"],
+    "moe_rl.replay.checksum": ["check_source"],
     "moe_rl.trace.variety": ["check_variety"],
     "moe_rl.trace.source_sum": ["placed_rows", "total"],
     "moe_rl.vllm.capture": ["RowSums.of"],
     "moe_rl.vllm.router_witness": [f"RouterWitness.{name}" for name in ("begin_step", "whose", "take", "check")],
     "moe_rl.weights.conservation": ["PartSums.add", "Conservation.settle"],
-    "moe_rl.megatron.live_weights": ["content"],
+    "moe_rl.megatron.live_weights": ["LiveWeights.content"],
     "moe_rl.train.canary": ["Canary.compare"],
 }
 CANARY = "Canary.compare"
