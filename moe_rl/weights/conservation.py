@@ -1,18 +1,18 @@
-"""What is exported must be what the trainer holds: sums over the elements of each part of the model, taken on both
-sides of the export and compared before an update is final.
+"""Checks that the trainer exports what it holds: sums of each part of the model, taken before and after the export.
 
     parameters as megatron has them --(`megatron/live_weights.py`)--> sums of each part --\\
                   |                                                                        equal? else refused, by part
                   `--(`megatron/hf_map.py`)--> Hugging Face tensors --> sums of each part --/
 
-A part is a Hugging Face tensor; of a tensor that all experts share, what each expert has of it. Its sum is
+A part is a Hugging Face tensor. Where one tensor holds all experts of a layer, each expert's share is a part. An update
+becomes final only after the two sums of every part were equal. The sum of a part is
 
-    sum over elements w of  w * (A w + B)  modulo 2**32, as signed numbers, w being the element's bits
+    sum over elements w of  w * (A w + B)  modulo 2**32, as signed numbers, where w is the element's bits
 
-and does not depend on the order of the elements, so that no layout has to be undone to take it. The function is a
+It does not depend on the order of the elements, so that no layout has to be undone to compute it. The function is a
 permutation of the 32-bit numbers (Rivest, Permutation polynomials modulo 2^w, 2001): every change of one element
-changes the sum, and so does, but for about one case in 2**40, what one part has of another's elements. What a sum
-cannot see is the order of the elements in a tensor: that is compared, bit for bit, when a run starts (`start.py`).
+changes the sum. When a part has elements of another part, the sum shows it except in about one case in 2**40. The sum
+cannot see the order of the elements within a tensor. `start.py` compares that, bit for bit, when a run starts.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from moe_rl.errors import WeightSyncError, describe, first_of
 from moe_rl.weights.stream import Round
 
 _CHUNK = 1 << 18
-"""Elements that are mixed at a time: what they take beside the tensor is at most 6 MiB."""
+"""Elements that are summed at a time. The buffers for them take at most 6 MiB."""
 _SMALL = 1 << 16
-"""Elements of a part that is put beside others."""
+"""Parts of at most so many elements are summed together with others."""
 _A, _B = 0x5BD1E994, 0x27D4EB2F
-"""Of the polynomial: an even and an odd number below 2**31, with no pattern in their bits."""
-_BITS = {2: torch.int16, 4: torch.int32}
+"""Coefficients of the polynomial: an even and an odd number below 2**31, with no pattern in their bits."""
+BITS = {2: torch.int16, 4: torch.int32}
+"""The integers that hold the bits of an element, by its size in bytes."""
 
 _STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias)?")
 _PLACE = re.compile(r"model\.layers\.(\d+)\.(?:mlp\.experts\.(\d+)\.)?(.+)")
@@ -42,16 +43,22 @@ _PLACE = re.compile(r"model\.layers\.(\d+)\.(?:mlp\.experts\.(\d+)\.)?(.+)")
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What weights hold. parts: number of each part of the model by its name. table: int64 [2, parts], the sums and how
-    many elements they are over."""
+    """Holds the sums of a model's weights.
+
+    parts: the number of each part of the model by its name. table: int64 [2, parts], the sums, and from how many
+    elements each was made.
+    """
 
     parts: Mapping[str, int]
     table: Tensor
 
 
 class PartSums:
-    """Adds up what is given to it, on the device where it lies. Small parts are put side by side and mixed together,
-    since each call of torch costs as much as thousands of elements."""
+    """Adds up elements by part, on the device where they lie.
+
+    Small parts are copied into one buffer and summed together, since each call of torch costs as much as thousands of
+    elements.
+    """
 
     def __init__(self, parts: Mapping[str, int], device: torch.device):
         self.parts = parts
@@ -65,7 +72,7 @@ class PartSums:
         self._waiting: list[tuple[int, int]] = []  # (part, where its elements end in the buffer)
 
     def add(self, part: str, values: Tensor, dtype: torch.dtype) -> None:
-        """Elements of a part, cast to `dtype`, bfloat16 or float32. None of `values` is kept."""
+        """Add elements of a part, cast to `dtype`: bfloat16 or float32. Nothing refers to `values` afterwards."""
         at, count = self.parts[part], values.numel()
         self._elements[at] += count
         if not count:
@@ -83,7 +90,7 @@ class PartSums:
             self._sums[at] += self._mixed(len(piece)).sum(dtype=torch.int64)
 
     def content(self) -> Content:
-        """What was added so far."""
+        """Return the sums of all elements so far."""
         self._mix()
         elements = torch.tensor(self._elements, dtype=torch.int64, device=self._sums.device)
         return Content(self.parts, torch.stack((self._sums, elements)))
@@ -100,7 +107,7 @@ class PartSums:
         self._given[self._dtype][start : start + values.numel()].view(values.shape).copy_(values)
 
     def _mix(self) -> None:
-        """Add up what waits."""
+        """Add the elements that wait to the sums of their parts."""
         if self._filled:
             parts, ends = torch.tensor(self._waiting, device=self._sums.device).T
             running = torch.cumsum(self._mixed(self._filled), 0, dtype=torch.int64, out=self._running[: self._filled])
@@ -109,12 +116,12 @@ class PartSums:
 
     def _mixed(self, count: int) -> Tensor:
         """Compute w (A w + B) of the first elements in the buffer, int32, w being an element's bits."""
-        words = self._words[:count].copy_(self._given[self._dtype][:count].view(_BITS[self._dtype.itemsize]))
+        words = self._words[:count].copy_(self._given[self._dtype][:count].view(BITS[self._dtype.itemsize]))
         return torch.mul(words, _A, out=self._terms[:count]).add_(_B).mul_(words)
 
 
 def parts_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """The number of each part of a model, from the shapes of its Hugging Face tensors by name."""
+    """Number the parts of a model. shapes: of its Hugging Face tensors by name."""
     names = (part for name, shape in shapes.items() for part in _names(name, shape[0]))
     return {part: number for number, part in enumerate(names)}
 
@@ -131,7 +138,7 @@ def _names(name: str, experts: int) -> Iterator[str]:
 
 
 def cut(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """(part, its elements) of a Hugging Face tensor. Of gate_up_proj, gate and up take turns in the last axis."""
+    """Cut a Hugging Face tensor into (part, its elements). In gate_up_proj, gate and up alternate in the last axis."""
     stacked = _STACKED.fullmatch(name)
     if stacked is None:
         yield name, tensor
@@ -142,7 +149,7 @@ def cut(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 class Conservation:
-    """Holds each export against what the trainer holds, and knows what it held before. All ranks have one."""
+    """Compares each export with what the trainer holds, and remembers what it held before. All ranks have one."""
 
     def __init__(self) -> None:
         self._before: tuple[int, Content] | None = None
@@ -150,11 +157,11 @@ class Conservation:
         self._counts: dict[torch.device, PartSums] = {}
 
     def begin(self, held: Content, version: int) -> None:
-        """An export of `version` begins. held: what all ranks hold together."""
+        """Begin an export of `version`. held: what all ranks hold together."""
         self._now, self._counts = (version, held), {}
 
     def watched(self, rounds: list[Round]) -> list[Round]:
-        """The same rounds, whose tensors are counted as they are given."""
+        """Return the same rounds. Their tensors are added to the sums when they are taken."""
         return [Round(run.whole, self._counted(run.tensors)) for run in rounds]
 
     def _counted(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -171,9 +178,10 @@ class Conservation:
             yield name, tensor
 
     def settle(self, device: torch.device) -> None:
-        """All rounds have been given, on all ranks, which call this together. device: of messages between them.
+        """Compare the sums, once all rounds have been taken. All ranks call this together.
 
-        Raises WeightSyncError on all of them for parts that were exported otherwise than they are held.
+        device: where tensors lie that the ranks exchange. Raises WeightSyncError on all ranks when a part was exported
+        otherwise than the trainer holds it.
         """
         assert self._now is not None
         version, held = self._now
@@ -187,13 +195,15 @@ class Conservation:
         self.settled(held, version)
 
     def settled(self, held: Content, version: int) -> None:
-        """What the trainer holds is with the sampler, as `version`."""
+        """Note that the sampler now has what the trainer holds, as `version`."""
         self._before, self._now, self._counts = (version, held), None, {}
 
 
 def difference(exported: Content, held: Content, before: tuple[int, Content] | None, version: int) -> str:
-    """Which parts were exported otherwise than they are held, and as what, in words; "" when none was. before: what
-    was held at an earlier version, and its number."""
+    """Say which parts were exported wrongly, and what was exported in their place. Return "" when all are right.
+
+    before: an earlier version, and what was held then.
+    """
     wrong = (exported.table != held.table).any(0).nonzero().flatten().tolist()
     if not wrong:
         return ""
@@ -227,7 +237,7 @@ def difference(exported: Content, held: Content, before: tuple[int, Content] | N
 
 
 def place(part: str) -> str:
-    """A part in words: layer 3, expert 5, up_proj.weight."""
+    """Name a part in words: layer 3, expert 5, up_proj.weight."""
     found = _PLACE.fullmatch(part)
     if found is None:
         return part

@@ -1,4 +1,4 @@
-"""Weights at version 0: what a trainer exports before its first update is the checkpoint that it was built from."""
+"""Checks that before its first update a trainer exports the checkpoint that it was built from."""
 
 from __future__ import annotations
 
@@ -11,35 +11,34 @@ import torch
 from torch import Tensor
 
 from moe_rl.errors import WeightSyncError, describe, first_of
+from moe_rl.weights.conservation import BITS
 from moe_rl.weights.stream import Ranks, Round
-
-_BITS = {2: torch.int16, 4: torch.int32}
 
 
 class Checkpoint(Protocol):
-    """What is asked of the checkpoint: `megatron.hf_files.Trained`."""
+    """Says what the check needs of the checkpoint. `megatron.hf_files.Trained` has it."""
 
     names: list[str]
-    """Those of its tensors that are trained, and so exported."""
+    """Its tensors that are trained and therefore exported."""
 
     def whole(self, name: str) -> Tensor:
-        """A tensor of it, rounded to the precision that is trained in."""
+        """Return one of its tensors, rounded to the precision of the training."""
         ...
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """What a rank exported, and what was wrong."""
+    """Tells the other ranks what one rank exported, and what was wrong with it."""
 
     names: list[str]
     problems: list[str]
 
 
 def check_start(rounds: Iterable[Round], checkpoint: Checkpoint, ranks: Ranks) -> int:
-    """Compare what all ranks export with the checkpoint, tensor by tensor and bit for bit. Returns how many there are.
+    """Compare what all ranks export with the checkpoint, bit for bit. Return the number of tensors.
 
-    rounds: what this rank exports, on the host. A tensor is read when it is exported, by the rank that exports it, and
-    nothing is held of one when the next one comes.
-    Raises WeightSyncError on all ranks, of a tensor that is another, that is missing, or that is one too many.
+    rounds: what this rank exports, on the host. Each rank reads from the checkpoint the tensors that it exports, one at
+    a time. It keeps none of them.
+    Raises WeightSyncError on all ranks for tensors that differ, that are missing, and that the checkpoint lacks.
     """
     names: list[str] = []
     problems: list[str] = []
@@ -47,7 +46,7 @@ def check_start(rounds: Iterable[Round], checkpoint: Checkpoint, ranks: Ranks) -
     for run in rounds:
         for name, tensor in run.tensors:
             names.append(name)
-            # What it looks like instead takes reading others, and is told of the first one.
+            # Only for the first wrong tensor, other tensors are read to say what it looks like.
             if name in known and (problem := _difference(name, tensor, checkpoint, search=not problems)):
                 problems.append(problem)
     everyone = ranks.gather(Seen(names, problems), Seen)
@@ -76,7 +75,7 @@ def _named(what: str, names: set[str]) -> list[str]:
 
 
 def _difference(name: str, tensor: Tensor, checkpoint: Checkpoint, *, search: bool) -> str:
-    """How a tensor differs from that of the checkpoint, in words; "" where it does not."""
+    """Say in words how a tensor differs from the checkpoint's. Return "" when it does not."""
     expected = checkpoint.whole(name).to(tensor.dtype)
     if _same(tensor, expected):
         return ""
@@ -98,7 +97,7 @@ def _looks_like(name: str, tensor: Tensor, expected: Tensor, checkpoint: Checkpo
     if not tensor.any():
         return "all zeros"
     parts = name.split(".")
-    for other in checkpoint.names:  # of another layer, another expert, or another one of the layer
+    for other in checkpoint.names:  # tensors whose names differ in one place: layer, expert or kind
         theirs = other.split(".")
         near = len(theirs) == len(parts) and sum(a != b for a, b in zip(parts, theirs, strict=True)) == 1
         if near and _same(tensor, checkpoint.whole(other).to(tensor.dtype)):
@@ -111,4 +110,4 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(_BITS[tensor.itemsize])
+    return tensor.contiguous().view(BITS[tensor.itemsize])
