@@ -192,3 +192,27 @@ def test_weights_that_the_optimizer_wrote_and_the_model_did_not_get_are_named(be
         run.sender.send(run.taker, 2)
     monkeypatch.setattr("moe_rl.megatron.live_weights._refuse", lambda *_, **__: None)
     run.sender.send(run.taker, 2)  # the witness: what the sampler got is what the trainer computes with
+
+
+def test_what_lies_where_is_looked_at_again_when_it_has_changed(begun):
+    """A router that is replaced by a new parameter, and two experts whose slots are exchanged, are both seen."""
+    run = begun("qwen-mixed", "float32")
+    names = list(run.policy.parts)
+
+    def changed(before):
+        table = run.policy.content(torch.float32, updated=False).table
+        return table, {names[at] for at in (table != before).any(0).nonzero().flatten().tolist()}
+
+    first = run.policy.content(torch.float32, updated=False).table
+    assert changed(first)[1] == set()
+    layer = next(layer for layer in run.policy.chunks[0].module.decoder.layers if layer.is_moe_layer)
+    front = f"model.layers.{layer.layer_number - 1}.mlp"
+    layer.mlp.router.weight = torch.nn.Parameter(layer.mlp.router.weight.detach() + 1)
+    second, found = changed(first)
+    assert found == {f"{front}.gate.weight"}
+    order = layer.mlp.token_dispatcher.order.copy()
+    order[[0, 1]] = order[[1, 0]]
+    layer.mlp.token_dispatcher.place(order)
+    assert changed(second)[1] == {
+        f"{front}.experts.{expert}.{one}_proj.weight" for expert in (0, 1) for one in ("gate", "up", "down")
+    }
