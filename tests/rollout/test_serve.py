@@ -95,23 +95,23 @@ def test_what_cannot_be_served_is_refused_at_once(refused, tmp_path):
     ],
 )
 def test_arguments_of_vllm_that_would_open_a_side_door_are_refused(refused, further, option):
-    assert f"not free here ({option})" in refused("--", *further)
+    assert f"{option}: " in refused("--", *further)
 
 
 def test_data_parallel_engines_are_refused_in_favour_of_more_servers(refused):
     said = refused("--", "--data-parallel-size", "2")
-    assert "one replica of the weights" in said and "Start so many servers, and name each in rollout.servers" in said
+    assert "--data-parallel-size: " in said and "rollout.servers" in said
 
 
 def test_experts_that_move_are_refused(refused):
     said = refused("--", "--tensor-parallel-size", "2", "--enable-expert-parallel", "--enable-eplb")
-    assert "as if its load balancer had moved no expert (--enable-eplb)" in said
+    assert "--enable-eplb: " in said
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--config", "CONFIG", "--model", "m"], "--config says this already: got --model"),
+        (["--config", "CONFIG", "--model", "m"], "got --model"),
         (["--config", "CONFIG", "rollout.capture=native"], "own capture"),
         (["--config", "CONFIG", "rollout.no_such=1"], "rollout.no_such"),
         (["--model", "m"], "not said what to serve"),
