@@ -137,7 +137,9 @@ class _Measured:
         if versions != {version}:
             raise DataError(
                 describe(
-                    "rollouts were sampled by other weights than those that score them", got=versions, expected=version
+                    "the weights that score the rollouts are not those that sampled them",
+                    got=versions,
+                    expected=version,
                 )
             )
         self.source, self.trainer_dtype = source, config.train.dtype

@@ -157,7 +157,10 @@ def sample(
 
 
 def weights_digest(policy: Policy, dtype: str) -> str:
-    """xxh3-128 of all weights under their Hugging Face names in this precision, in any layout. All ranks call it."""
+    """Return the xxh3-128 digest of all weights under their Hugging Face names in this precision.
+
+    It does not depend on the parallel layout. All ranks call this together.
+    """
     dense, experts = world.holds_first_replica()
     mine = tensor_digests(policy.export(DTYPES[dtype], dense=dense, experts=experts))
     everything = [world.broadcast(mine, dict[str, str], source=rank) for rank in range(dist.get_world_size())]

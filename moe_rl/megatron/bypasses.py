@@ -83,7 +83,7 @@ def refuse_bypasses(config: TransformerConfig) -> None:
             config.batch_p2p_comm
             and config.pipeline_model_parallel_size == 2
             and config.virtual_pipeline_model_parallel_size is not None,
-            "with two interleaved stages both neighbours are one rank, and batched messages to it are swapped",
+            "with two interleaved stages both neighbours are one rank, which confuses their batched messages",
             "off",
         ),
     ]

@@ -47,7 +47,7 @@ def move(moe: MoELayer, order: np.ndarray, optimizers: list[MegatronOptimizer]) 
     dispatcher, local, first = moe.token_dispatcher, moe.num_local_experts, moe.ep_group.rank() * moe.num_local_experts
     before, was, will = dispatcher.order, np.argsort(dispatcher.order), np.argsort(order)
     changed = [slot for slot in range(first, first + local) if before[slot] != order[slot]]
-    # Sort what is sent and received by the other rank, and for one rank by the new slot.
+    # Order the sent and the received experts by the other rank, then by the new slot.
     leaving = sorted((int(will[before[slot]]), slot) for slot in changed)
     arriving = sorted((int(was[order[slot]]) // local, slot) for slot in changed)
     sent = [sum(slot // local == rank for slot, _ in leaving) for rank in range(moe.ep_group.size())]

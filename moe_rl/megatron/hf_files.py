@@ -116,7 +116,7 @@ def write_checkpoint(
         tensors: The tensors that this rank gives, see `hf_map.export`. Exactly one rank gives each name.
         source: The checkpoint whose config, tokenizer and multi-token-prediction layers (which are not trained) are
             copied.
-        dtype: Of all trained tensors except expert biases, which are float32. Copied tensors keep their dtype.
+        dtype: The dtype of all trained tensors except expert biases, which are float32. Copied tensors keep theirs.
         shard_bytes: Largest size of a file, unless a single tensor is larger.
 
     Raises:

@@ -241,7 +241,7 @@ def export_rounds(
     Ranks that share tensors have the same number of rounds, so that all ranks may wait for each other between rounds.
 
     Args:
-        dtype, device: Of the exported tensors. Expert biases are always float32.
+        dtype, device: The dtype and device of the exported tensors. Expert biases are always float32.
         dense, experts: See `export`.
     """
 

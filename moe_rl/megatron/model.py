@@ -80,9 +80,9 @@ def transformer_config(facts: ModelFacts, train: TrainConfig, parallel: Parallel
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
         pipeline_model_parallel_layout=_runs(parallel.layers_per_run),
-        # With two stages, each stage is both before and after the other. Megatron's batched sends and receives then
-        # both go to one rank and are swapped, which stays unnoticed if lengths are equal. Single messages are not
-        # swapped.
+        # With two stages, each stage is both before and after the other, so all batched sends and receives go to one
+        # rank. Megatron then matches them in the wrong order, which stays unnoticed if lengths are equal. Single
+        # messages are matched correctly.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         expert_model_parallel_size=parallel.expert,

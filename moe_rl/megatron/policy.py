@@ -314,7 +314,7 @@ class Policy:
 
     @cached_property
     def parts(self) -> dict[str, int]:
-        """Numbers of the parts of the model by name, see `weights.conservation`."""
+        """{part of the model: its number}, see `weights.conservation`."""
         return parts_of(expected_tensors(self.facts))
 
     def content(self, dtype: torch.dtype, *, updated: bool) -> Content:

@@ -1,6 +1,6 @@
 """Runs microbatches through the model with the Megatron schedule that fits the layout: one after the other, 1F1B, or
-interleaved 1F1B. In training also combined 1F1B, which alternates the forward of one microbatch and the backward of
-another, layer by layer.
+interleaved 1F1B. A training pass can also use combined 1F1B, which alternates the forward of one microbatch and the
+backward of another, layer by layer.
 
 The handle to its routes travels with each microbatch, so no order of the schedule is assumed. Microbatches of padding
 alone, which fill up the rounds of an interleaved schedule, have a handle too.
@@ -91,7 +91,7 @@ def _arguments(chunks, microbatches, session, after_forward) -> dict[str, object
     if len(microbatches) % in_a_round:
         raise ReplayError(
             describe(
-                "interleaved stages need a multiple of the number of stages as microbatches",
+                "with interleaved stages, the number of microbatches must be a multiple of the number of stages",
                 got=f"{len(microbatches)} microbatches",
                 expected=f"a multiple of {in_a_round}",
                 do="add empty microbatches with planning.packing.fill_rounds",

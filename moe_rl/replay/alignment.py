@@ -170,7 +170,7 @@ def misplaced_layers(
         experts: Number of experts in each layer.
 
     Returns:
-        The wrong layers, the share of layers that could be judged, and the margin (see `Alignment`).
+        The layers with wrong records, the share of layers that could be judged, and the margin (see `Alignment`).
     """
     with torch._C.DisableTorchFunction():  # see AlignmentTest.verdict
         sums = _sum(samples, experts)
@@ -335,7 +335,7 @@ def _sums_of(sample: Sample, experts: int) -> _Sums:
 
 
 def _judge(sums: _Sums, layers: Seq[int], top_k: int) -> tuple[tuple[Misplaced, ...], list[bool], float]:
-    """Return the wrong layers, whether each layer could be judged, and the least margin."""
+    """Return the layers with wrong records, for each layer whether it could be judged, and the smallest margin."""
     needed = math.log(len(layers) * (len(_SHIFTS) * len(layers) + 1) / FALSE_ALARM)
     # Lists, since to read one element of a tensor takes as long as to read a thousand of a list.
     won, could_win, shared, compared = (one.tolist() for one in (sums.score, sums.rows, sums.shared, sums.compared))
@@ -407,7 +407,7 @@ def _pieces(
     if not present.any():
         return (), 0.0
     mean = np.divide(table[:, 1], rows, out=np.ones_like(rows), where=present)
-    # Estimate the batch's agreement without the suspicious pieces: they must not be part of their own yardstick.
+    # Estimate the batch's agreement without suspicious pieces, so that they do not influence their own threshold.
     level = float(np.median(np.repeat(mean[present], rows[present].astype(int))))
     sound = present & (mean >= (level + unrelated) / 2)
     count, total, by_token, by_position = table[sound].sum(0)

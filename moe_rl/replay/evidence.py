@@ -145,11 +145,11 @@ def refuse_blind_witness(compared: Seq[Compared], margin: float, layers: Seq[int
 
 
 def refuse_misaligned(alignment: Alignment, where: About) -> None:
-    """Refuse routes that belong to other rows than those that they are replayed for."""
+    """Refuse routes that do not belong to the rows that they are replayed on."""
     if faults := alignment.faults:
         raise ReplayError(
             describe(
-                "recorded routes belong to other rows than those they would be replayed for",
+                "recorded routes belong to other rows than they would be replayed on",
                 where=where,
                 got=first_of(faults),
                 expected="routes that the trainer's routers nearly agree with. No weights were updated",

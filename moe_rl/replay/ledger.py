@@ -54,7 +54,7 @@ class Ledger:
                     f"routes were not {self.verb} exactly once",
                     where=where,
                     got=first_of(problems),
-                    expected=f"each of {expected} once",
+                    expected=f"each of {expected} exactly once",
                     fault=self.verb,
                 )
             )

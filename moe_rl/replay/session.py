@@ -185,7 +185,7 @@ class ReplaySession:
                 describe(
                     "a router asked for routes of a session that is not open",
                     where=self._where(microbatch, layer),
-                    got="none open" if _open_session is None else _open_session.name,
+                    got="no open session" if _open_session is None else _open_session.name,
                     expected=self.name,
                     do="look for a router that kept the key of an earlier pass",
                     fault="not open",
@@ -324,7 +324,7 @@ class ReplaySession:
         if microbatch != self._forwarding and not recomputation:
             raise ReplayError(
                 describe(
-                    "a layer asked for the routes of another microbatch than runs through it",
+                    "a layer asked for routes of a microbatch that it is not running",
                     where={**self.place, "layer": layer},
                     got=f"microbatch {microbatch}",
                     expected=f"microbatch {self._forwarding}",
@@ -394,8 +394,8 @@ def require_open(session: ReplaySession | None) -> None:
             describe(
                 "the model was run outside its replay session",
                 where={"run": "natively routed"} if session is None else session.place,
-                got="none open" if _open_session is None else f"{_open_session.name} is open",
-                expected="none open" if session is None else "its session open",
+                got="no open session" if _open_session is None else f"{_open_session.name} is open",
+                expected="no open session" if session is None else "its session open",
                 do="run each pass inside its own `with session:` block, and no other pass inside that block",
                 fault="outside",
             )

@@ -103,7 +103,7 @@ def load_excess(tables: list[MicrobatchRoutes], order: np.ndarray, expert_parall
     ranks. Rows without a recorded route, such as padding, do not count. It is 0 if no row has a route.
 
     Args:
-        tables: Of this rank's microbatches; the same number on every rank.
+        tables: One per microbatch of this rank; the same number on every rank.
         order: int64 [L, E], the expert in each slot, of this rank's layers.
     """
     most = pairs = 0

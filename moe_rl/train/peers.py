@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 _INTERVAL = 0.5
-# Signals within so many seconds are one request: a scheduler signals torchrun and the ranks, and torchrun the ranks.
+# Signals less than this many seconds apart are one request: a scheduler signals torchrun and the ranks, and torchrun
+# signals the ranks again.
 _SAME_REQUEST = 3.0
 # A dying process closes its connections up to this long before the kernel has removed it.
 _DYING_SECONDS = 5.0
@@ -116,7 +117,7 @@ class _Wire(threading.Thread):
             if self.asked:
                 store.set("asked", "1")
             if self.why:
-                # the first reason in the store is the one for all
+                # keep the reason that was stored first, so that all ranks report the same one
                 self.why = store.compare_set("ended", "", self.why).decode()
             if self._hurry or time.monotonic() > listened + _INTERVAL:
                 self._hurry, listened = False, time.monotonic()
@@ -313,7 +314,7 @@ class Peers:
         if os.getppid() != self._parent:
             return f"torchrun (pid {self._parent}), which started rank {self.rank}, died"
         if self._wire.asked and not self.asked and self._phase != "start":
-            os.kill(os.getpid(), signal.SIGTERM)  # both threads handle it
+            os.kill(os.getpid(), signal.SIGTERM)  # the main thread and the watching thread both receive it
         answer, states = self._wire.heard
         dead = {rank for rank, state in states.items() if _died(state)}
         if dead:

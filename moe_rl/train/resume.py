@@ -100,7 +100,7 @@ def _check_seen(folder: RunFolder) -> None:
                     "host": socket.gethostname(),
                     "folder": folder.path.absolute(),
                 },
-                got=f"{'missing on this rank; ' if not seen else ''}missing on {blind:.0f} ranks",
+                got=f"missing on {blind:.0f} ranks{'' if seen else ', this rank included'}",
                 do="put run.runs_dir on a filesystem that all nodes mount at the same path",
             )
         )

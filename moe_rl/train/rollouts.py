@@ -274,7 +274,7 @@ class Rollouts:
         if not scored:
             raise RewardError(
                 describe(
-                    "no completion of a step could be verified", got=verdicts[0].detail, do="mend the reward functions"
+                    "no completion of a step could be verified", got=verdicts[0].detail, do="fix the reward functions"
                 )
             )
         tokens = sum(len(c.token_ids) for c in completions)

@@ -76,7 +76,7 @@ class Shown:
     Attributes:
         mismatch, entropies: Measured in the pass that ran on the sampler's weights.
         native: Measured in the pass with native routing, if there was one.
-        tallies: Of the passes in which the routers' own choice is compared with the record.
+        tallies: One for each pass in which the routers' own choice is compared with the record.
         results: One per optimizer update.
         sums: Sums for the loss metrics.
         peak_rows: The largest result of `replay.plans.peak_rows` over all ranks; 0 without dispatch plans.

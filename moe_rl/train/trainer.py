@@ -251,7 +251,7 @@ class Trainer:
                 facts = self._facts(rollouts.engine.vllm_version)
                 summarize(self.folder.path, facts | {"collapse": collapse and str(collapse)})
                 self.main.log.note(f"report: {write_report(self.folder.path)}")
-            dist.barrier()  # a rank that ended with an error now would take rank 0 with it while it writes
+            dist.barrier()  # if a rank ended with an error now, torchrun would kill rank 0 while it writes
 
     def _facts(self, vllm_version: str) -> dict[str, object]:
         """Return the entries of summary.json that are not measurements."""

@@ -355,7 +355,7 @@ def test_in_bfloat16_schedule_recomputation_and_optimizer_change_no_bit(proven, 
 
 
 OTHER_EXPERTS = "tokens were dispatched to other experts than recorded ({}, rank {}): got "
-OTHER_KEY = "a layer asked for the routes of another microbatch than runs through it (update, rank {}, layer {}): got "
+OTHER_KEY = "a layer asked for routes of a microbatch that it is not running (update, rank {}, layer {}): got "
 OTHER_SOURCE = "the routes {} are not those that left the sampler's engine (logprobs, rank {}): got other sums for "
 # found by the sum over the ranks that share the sequences, on each of them; what is wrong was planted on the last
 LOST_BY_ANOTHER = OTHER_SOURCE.format("dispatched", 0)

@@ -138,7 +138,7 @@ def test_a_key_that_is_not_its_own_is_refused_before_anything_is_sent(layer, mon
     begun.clear()
     session, hidden = layer.session(layer.plans(chunks), microbatches=2), layer.hidden
     what = {
-        "another microbatch": "another microbatch than runs through it",
+        "another microbatch": "a microbatch that it is not running",
         "fewer rows": "differ in number.*got 14 rows, expected 13 tokens",
         "closed": "a session that is not open",
     }[fault]

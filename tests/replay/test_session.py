@@ -223,7 +223,7 @@ def test_recomputation_comes_between_the_forwards_of_other_microbatches():
 def test_a_closed_session_gives_no_routes():
     with session([table(0)], name="step 6") as closed:
         run(closed)
-    for name, open_one in [("none open", None), ("step 7", session([table(0)]))]:
+    for name, open_one in [("no open session", None), ("step 7", session([table(0)]))]:
         with refused(ReplayError, fault="not open", run="step 6", got=name, expected="step 6"):
             if open_one is None:
                 closed.take(0, 0, TOKENS)
