@@ -1,4 +1,5 @@
-"""Planted faults move what they say they move, keep every set valid, and are refused where a check can see them."""
+"""Planted faults move what they claim to move, keep every expert set valid, and are refused where a check can see
+them."""
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ def table(parts):
 
 
 def rows_of(parts, take):
-    """What the rows of each sequence should hold, by `take(sequence number)` -> [T, L, K]."""
+    """Return the expected rows of each sequence; `take(sequence number)` returns [T, L, K]."""
     return np.concatenate([take(i) for i in range(len(parts))])
 
 
@@ -44,7 +45,7 @@ def test_shifted_rows_are_those_of_the_token_before(parts, table):
     want = rows_of(parts, lambda i: np.concatenate([parts[i].routes[-1:], parts[i].routes[:-1]]))
     for column, layer in enumerate(SPEC.moe_layers):
         assert np.array_equal(wrong.routes[layer][:12].numpy(), want[:, column])
-        assert torch.equal(wrong.routes[layer][12:], table.routes[layer][12:])  # padding is not part of it
+        assert torch.equal(wrong.routes[layer][12:], table.routes[layer][12:])  # padding is unchanged
 
 
 def test_permuted_layers_hold_another_layers_routes(table):
@@ -63,7 +64,7 @@ def test_swapped_sequences_hold_anothers_rows(parts, table):
 
 @pytest.mark.parametrize("fault", [SHIFTED, PERMUTED, SWAPPED])
 def test_the_checksums_are_of_the_wrong_routes(table, fault):
-    """So that nothing refuses them; the honest ones would."""
+    """So no check refuses them; with the honest checksums one would."""
     (wrong,) = wrong_tables(fault, [table])
     for layer in SPEC.moe_layers:
         dispatched = torch.zeros(16, 8, dtype=torch.bool).scatter_(1, wrong.routes[layer].long(), True)
@@ -85,12 +86,12 @@ def test_what_is_refused_of_the_trace(tmp_path):
     assert [refusal.fault for refusal in found] == [SHIFTED, SHIFTED, PERMUTED, SWAPPED]
     late, alone, permuted, swapped = (refusal.message for refusal in found)
     assert "routes were recorded from other tokens (request s0, token 0" in late
-    # the second sequence was fed the same tokens as the first, and has right routes for it: the third one is taken
+    # The second sequence was fed the same tokens as the first, so its routes would be right; the third is used instead.
     assert "routes were recorded from other tokens (request s0" in swapped
     for message in (alone, permuted):
         assert "the routes as they were read are not those that left the sampler's engine" in message
         assert "other sums for 1 of 1 sequences: s0" in message
-    # of sequences that were all fed the same tokens nothing can be swapped
+    # If all sequences were fed the same tokens, nothing can be swapped.
     assert [one.fault for one in in_the_trace(TraceStore(tmp_path), SPEC, sequences[:2], 7)] == [
         SHIFTED, SHIFTED, PERMUTED
     ]  # fmt: skip

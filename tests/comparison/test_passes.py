@@ -1,4 +1,4 @@
-"""What a pass gathers from the ranks, with one rank that has it all."""
+"""Tests how a pass gathers its results, with one rank that has everything."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ LAYERS, EXPERTS = (1, 3), 4
 
 
 def router_kl(monkeypatch, stored, ours):
-    """Of four rows, 1 and 2 of which the sampler stored. stored [2, L, E], ours [4, L, E]."""
+    """Return the router KL of four rows, of which the sampler stored rows 1 and 2. stored [2, L, E], ours [4, L, E]."""
     monkeypatch.setattr(passes.dist, "all_reduce", lambda tensor: None)
     monkeypatch.setattr(passes.world, "device", lambda: torch.device("cpu"))
     scorer = object.__new__(passes.Scorer)

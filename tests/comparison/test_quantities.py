@@ -1,4 +1,4 @@
-"""The numbers against loops in plain Python; the intervals against what they promise."""
+"""Compares the quantities with loops in plain Python, and checks the coverage of the intervals."""
 
 import math
 import random
@@ -152,7 +152,7 @@ def test_a_mean_and_its_interval_are_those_of_resampled_ratios():
 
 
 def test_a_difference_is_paired():
-    """Sequences differ a lot, and every one of them gets a little less: only the pairing can see that."""
+    """Sequences differ a lot, and each of them decreases a little: only a paired difference can detect that."""
     rng = np.random.default_rng(2)
     counts = np.full(50, 10.0)
     before = rng.exponential(1, 50) * counts
@@ -177,7 +177,8 @@ def test_an_interval_covers_the_mean_as_often_as_it_says():
 
 
 def test_completions_that_are_alike_say_no_more_than_one_of_them():
-    """Ten equal sequences of each of 20 prompts: drawn by prompt the interval is that of 20 sequences, not of 200."""
+    """Each of 20 prompts has ten equal sequences. Resampled by prompt, the interval is that of 20 sequences, not of
+    200."""
     sums = np.random.default_rng(6).exponential(1, 20)
     clusters = np.repeat(np.arange(20), 10)
     alone = Bootstrap(20, seed=3).mean(sums, np.ones(20))
@@ -198,7 +199,7 @@ def test_one_sequence_has_no_interval_and_nothing_has_no_mean():
     with refused(ValueError, got=1, expected=("2",)):
         Bootstrap(1, seed=0)
     assert math.isnan(Bootstrap(2, seed=0).mean(np.zeros(2), np.zeros(2)).value)
-    # a part that only one sequence has: resamples without it are left out
+    # Only one sequence has this part: resamples without this sequence are skipped.
     assert Bootstrap(2, seed=0).mean(np.array([3.0, 0]), np.array([2.0, 0])) == Estimate(1.5, 1.5, 1.5)
 
 

@@ -1,4 +1,4 @@
-"""Which rollouts can be compared on-policy, and which weights score them later."""
+"""Tests which rollouts can be compared on-policy, and which weights score them later."""
 
 import pytest
 
@@ -12,7 +12,7 @@ from tests.support.refusals import refused
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """make(rollouts of steps, checkpoints after steps): a run folder that holds these."""
+    """Return make(steps with rollouts, steps with checkpoints), which makes such a run folder."""
 
     def make(steps, checkpoints):
         for done in checkpoints:

@@ -1,4 +1,4 @@
-"""What passes and what does not, and the words for it."""
+"""Tests which results pass, and the reasons given for the others."""
 
 import copy
 

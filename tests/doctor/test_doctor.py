@@ -1,4 +1,4 @@
-"""What `moe-rl doctor` says of this machine, and of machines that are made up."""
+"""Tests what `moe-rl doctor` reports for this machine and for invented machines."""
 
 import ast
 import json
@@ -35,7 +35,7 @@ from tests.support.refusals import tells
 ROOT = Path(__file__).resolve().parents[2]
 SERIES = {path.name for path in (ROOT / "patches/vllm/0.32.0").glob("*.patch")}
 CONFIG = ROOT / "configs/tiny_moe_cpu.yaml"
-# Each version as the table has it, on a machine with a GPU where something was run there.
+# The versions in the table, for a machine with a GPU.
 WHOLE = {part.name: part.tested for part in PARTS} | {"Python": "3.12.1", "CUDA": "13.0", "NCCL": "2.29.7"}
 
 
@@ -45,13 +45,13 @@ def made_up(gpus=(), apex="absent", **found):
 
 @pytest.fixture
 def whole_installation(monkeypatch):
-    """What is installed has no part in the test."""
+    """Replace the installed software by a complete one."""
     monkeypatch.setattr(patches, "problems", lambda capture: [])
     monkeypatch.setattr("moe_rl.doctor.diagnosis.found_version", lambda part: WHOLE[part.name])
 
 
 def test_this_machine_runs_the_demo(capsys, tmp_path):
-    """The environment of the tests is the pinned one."""
+    """The environment of the tests has the pinned versions."""
     file = tmp_path / "doctor.json"
     assert cli.main(["doctor", "--config", str(CONFIG), "--json", str(file)]) == 0
     said, written = capsys.readouterr().out, json.loads(file.read_text())
@@ -128,7 +128,7 @@ def test_a_config_for_a_cluster_needs_its_nodes(whole_installation):
 
 
 def write(folder, *files):
-    """Packages that betray it when anybody imports them."""
+    """Write packages that fail the test if they are imported."""
     for file in files:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_text("raise SystemExit('imported')")
@@ -138,7 +138,7 @@ def write(folder, *files):
     ("files", "kind"),
     [
         ((), "absent"),
-        # what the package registry has: views and models for Pyramid
+        # The package that the registry has under this name: views and models for Pyramid.
         (("apex/__init__.py", "apex/models.py", "apex/views.py", "apex/lib/settings.py"), "unrelated"),
         (("apex/__init__.py", "apex/multi_tensor_apply/__init__.py"), "NVIDIA's, without its CUDA extensions"),
         (("apex/__init__.py", "apex/multi_tensor_apply/__init__.py", "amp_C.py"), "NVIDIA's"),

@@ -1,4 +1,4 @@
-"""A process group of one rank, for what needs megatron's groups and no second rank."""
+"""Provides a process group of one rank, for tests that need Megatron's groups but no second rank."""
 
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""Facts of models that no checkpoint folder holds, and routes for them."""
+"""Facts of models without a checkpoint folder, and routes for them."""
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ TRAIN = TrainConfig(dtype="float32", microbatch_tokens=40, optimizer=OptimizerCo
 
 
 def facts(**changes) -> ModelFacts:
-    """Two layers of 12 experts, 4 a token, in the style of Qwen3-MoE but for the changes."""
+    """Return facts of two layers with 12 experts, 4 per token, in the style of Qwen3-MoE with these changes."""
     plain = {
         "architecture": "Qwen3MoeForCausalLM",
         "vocab": 96,
@@ -50,7 +50,7 @@ def facts(**changes) -> ModelFacts:
 
 
 def table(routes: dict[int, torch.Tensor], experts: int) -> MicrobatchRoutes:
-    """A microbatch of one sequence with these routes, {layer: [T, K]}, and no padding."""
+    """Make a microbatch of one sequence with these routes, {layer: [T, K]}, without padding."""
     stacked = torch.stack(list(routes.values()), 1).numpy().astype(np.uint8)
     tokens = np.arange(len(stacked))
     spec = TraceSpec.from_layers("test", experts, stacked.shape[2], tuple(routes), max(routes) + 1)

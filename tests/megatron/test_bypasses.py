@@ -1,4 +1,4 @@
-"""Settings of megatron-core that replay does not survive: each is named before a model is built, and for a reason."""
+"""Settings of megatron-core that break replay: each is refused before a model is built, and for a reason."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ TRAIN = TrainConfig(microbatch_tokens=8, dtype="float32", optimizer=OptimizerCon
 
 
 def config_with(parallel, **settings):
-    """The config that the trainer makes, with settings that it never makes."""
+    """Return the trainer's config with settings that the trainer never uses."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from moe_rl.megatron import model
@@ -69,13 +69,13 @@ def test_a_setting_that_bypasses_replay_is_named_before_anything_is_built(settin
 
     with pytest.raises(ConfigError, match=f"^{named}: ") as refused:
         build_model(read_model(POLICY), config_with(parallel, **settings), POLICY)
-    both = settings.get("moe_token_dispatcher_type") == "flex"  # the dispatcher that alone has rank capacities
+    both = settings.get("moe_token_dispatcher_type") == "flex"  # only this dispatcher has rank capacities
     assert len(refused.value.problems) == 1 + both
 
 
 @pytest.mark.parametrize("named", ["moe_permute_fusion", "moe_router_padding_for_quantization"])
 def test_a_setting_that_only_gpus_have_is_named(named):
-    """Without TransformerEngine megatron makes no config that says so."""
+    """Without TransformerEngine, Megatron makes no config with this setting."""
     from moe_rl.megatron.bypasses import refuse_bypasses
 
     config = config_with({})
@@ -96,9 +96,9 @@ def test_several_are_told_at_once():
     ("parallel", "settings"),
     [
         ({}, {}),
-        # what older releases got wrong and 0.19.2 does right: experts that tensor-parallel ranks hold whole
+        # Older releases failed for experts that tensor-parallel ranks hold whole; 0.19.2 does not.
         ({"tensor": 2}, {}),
-        # and its multi-token-prediction layers, recomputed over packed sequences
+        # The same holds for multi-token-prediction layers that are recomputed over packed sequences.
         (
             {},
             {
@@ -108,9 +108,9 @@ def test_several_are_told_at_once():
                 "recompute_num_layers": 1,
             },
         ),
-        # more than two stages: the neighbours are two ranks
+        # With more than two stages, the neighbours are two ranks.
         ({"pipeline": 4, "virtual_pipeline": 2}, {"batch_p2p_comm": True, "overlap_p2p_comm": False}),
-        # computed beside the routed experts, behind the same hooks
+        # These are computed beside the routed experts, behind the same hooks.
         ({}, {"moe_shared_expert_intermediate_size": 48, "moe_shared_expert_overlap": True}),
         ({}, {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [0.1, 0.1]}),
     ],
@@ -129,7 +129,7 @@ def test_what_replays_exactly_is_not_refused(parallel, settings):
     ],
 )
 def test_megatron_itself_refuses_to_recompute_what_it_overlaps(recomputation):
-    """Where it stops doing so, `refuse_bypasses` has to."""
+    """If Megatron stops refusing this, `refuse_bypasses` must."""
     with pytest.raises(AssertionError, match="recompu"):
         config_with({"expert": 2}, bf16=True, overlap_moe_expert_parallel_comm=True, **recomputation)
 
@@ -146,7 +146,8 @@ def test_megatron_itself_refuses_to_recompute_what_it_overlaps(recomputation):
     ],
 )
 def test_the_reason_for_refusing_it(one_rank, settings, experts_kept, weights_kept):
-    """What the replaying router gives out under the setting: the recorded experts, with weights from its own logits?"""
+    """Does the replaying router, with this setting, still return the recorded experts with weights from its own
+    logits?"""
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
     from moe_rl.megatron.router import ReplayRouter

@@ -1,4 +1,5 @@
-"""A budget of known routes in Megatron's own mode of static shapes: nothing is dropped, and the layer is the same."""
+"""A capacity computed from known routes, in Megatron's static-shape mode: nothing is dropped, and results are the
+same."""
 
 import dataclasses
 
@@ -14,7 +15,7 @@ T, E, K, H = 40, 12, 4, 16
 
 
 def computed(config, hidden, seed=5):
-    """Output, rows for each expert as they arrive at the experts, routing map, and gradients of one MoE layer."""
+    """Return the output, the rows per expert as they arrive, the routing map, and the gradients of one MoE layer."""
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
     from megatron.core.transformer.moe.moe_layer import get_default_pg_collection
@@ -62,7 +63,7 @@ def test_the_peak_as_static_capacity_drops_nothing_and_changes_no_sum(dropless):
     again, same, shown = computed(static(config, peak.expert_capacity_factor(E)), hidden)
     assert shown["counts"] == [peak.sent] * E, "every expert has the same number of rows, whatever the routes"
     assert ((shown["probs"] > 0) == seen["map"]).all(), "dropped"
-    # rows of weight 0 fill up; matrices of another height may be summed in another order
+    # Rows of weight 0 fill up; matrices with another number of rows may be summed in another order.
     torch.testing.assert_close(again, output, rtol=1e-5, atol=1e-6)
     assert gradients.keys() == same.keys() and gradients["router.weight"].abs().max() > 0.1
     for name in gradients:

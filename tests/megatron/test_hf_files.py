@@ -1,4 +1,4 @@
-"""Checkpoint folders: what is wrong is named, packed tensors are unpacked, a written one is whole or not there."""
+"""Checkpoint folders: errors are named, packed tensors are unpacked, and a written folder is complete or absent."""
 
 import json
 
@@ -18,7 +18,7 @@ EXPERT = "model.layers.1.mlp.experts.7.up_proj.weight"
 
 @pytest.fixture
 def folder(tmp_path):
-    """A checkpoint of random numbers in the shape of FACTS, one tensor of a multi-token-prediction layer with it."""
+    """Write a checkpoint of random numbers in the shape of FACTS, with one tensor of a multi-token-prediction layer."""
     torch.manual_seed(0)
     path = tmp_path / "source"
     path.mkdir()
@@ -30,7 +30,7 @@ def folder(tmp_path):
 
 
 def change(path, **tensors):
-    """Replace tensors by these; None removes one."""
+    """Replace tensors; None removes one."""
     file = path / "model.safetensors"
     held = load_file(file) | {name: t for name, t in tensors.items() if t is not None}
     save_file({name: t for name, t in held.items() if tensors.get(name, 0) is not None}, file)
@@ -56,7 +56,7 @@ def test_what_is_wrong_with_a_checkpoint_is_named_before_it_is_read(folder, chan
 
 
 def test_any_part_of_a_tensor_in_float8_is_what_its_blocks_say(folder):
-    """Blocks of 128 x 128 cut across by the part that a rank reads."""
+    """The part that a rank reads cuts through blocks of 128 x 128."""
     from moe_rl.megatron.hf_files import CheckpointReader
 
     held = torch.randn(300, 200).to(torch.float8_e4m3fn)

@@ -1,4 +1,4 @@
-"""Hugging Face tensors and megatron's parameters: which rank holds what, under which name, and back."""
+"""Hugging Face tensors and Megatron's parameters: which rank holds what under which name, and the way back."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ from tests.megatron.models import facts
 
 
 def rows(start, count):
-    """A matrix [count, 5] in which each row says who it is."""
+    """Return a matrix [count, 5] in which each row identifies itself."""
     return torch.arange(start, start + count)[:, None].repeat(1, 5)
 
 
@@ -68,7 +68,7 @@ def test_what_the_ranks_hold_makes_the_whole_again(layout, axis, shapes, parts):
     assert len(again) == len(whole) and all(torch.equal(a, b) for a, b in zip(again, whole, strict=True))
 
 
-# What megatron's TransformerEngine layers call their parameters, written down from its module specs.
+# Names of the parameters of Megatron's TransformerEngine layers, copied from its module specs.
 ENDS = ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"]
 GROUPED = [
     "self_attention.linear_qkv.layer_norm_weight",
@@ -113,7 +113,7 @@ FUSED = {
 
 
 def model_with(first, second, buffers=()):
-    """What the map asks of a GPTModel of two layers with these parameters."""
+    """Return what the map needs of a GPTModel of two layers with these parameters."""
     names = [*ENDS, *(f"decoder.layers.{n}.{name}" for n, layer in enumerate((first, second)) for name in layer)]
     experts = SimpleNamespace(token_dispatcher=SimpleNamespace(order=np.arange(12)))
     return SimpleNamespace(
@@ -138,7 +138,7 @@ def test_transformer_engines_names_are_the_same_map(one_rank, architecture):
 
 
 def test_megatron_saves_a_norm_under_the_name_that_transformer_engine_has(one_rank):
-    """Its own table of the two names agrees with ours."""
+    """Compares Megatron's own table of the two names with ours."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
 
     from moe_rl.models.hf import layer_weights

@@ -1,4 +1,4 @@
-"""Packing: which row predicts which token, and what is fed."""
+"""Packing: which row predicts which token, and which tokens are fed."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ def test_rows_targets_and_padding():
         sequence("b", [6], [7, 8], -1),
     ]
     packed = pack(sequences, [2, 0], torch.device("cpu"))
-    # all but the last token of each, then padding that is a sequence of its own
+    # All but the last token of each sequence, then padding as one more sequence.
     assert packed.tokens.tolist() == [[6, 7, 1, 2, 3, 4, 0, 0]]
     assert packed.positions.tolist() == [[0, 1, 0, 1, 2, 3, 0, 1]]
     assert packed.lengths == (2, 4, 2) and sum(packed.lengths) == padded_length(6)
@@ -115,10 +115,10 @@ def test_what_is_fed_is_read_off_the_rows_of_this_rank():
     whole = [[1, 2, 3, 4, 5, 6]]
     first, second = (pack(sequences, [0], torch.device("cpu"), (rank, 2)) for rank in (0, 1))
     assert [part.tolist() for part in first.fed(sequences)] == whole
-    # a token that differs from the sequence's shows on the rank that feeds it
+    # A token that differs from the sequence is detected on the rank that feeds it.
     first.tokens[0, 1] = 99
     assert [part.tolist() for part in first.fed(sequences)] == [[1, 99, 3, 4, 5, 6]]
-    # and so does a rank that takes the rows of another
+    # A rank that has the rows of another rank is detected too.
     shifted = dataclasses.replace(second, rows=first.rows)
     assert [part.tolist() for part in shifted.fed(sequences)] == [[3, 4, 3, 4, 5, 6]]
 

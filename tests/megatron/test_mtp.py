@@ -1,4 +1,5 @@
-"""A multi-token-prediction layer beside the decoder: its router is numbered like the decoder's first, and is not it."""
+"""A multi-token-prediction layer beside the decoder: its router has the same number as the decoder's first layer, and
+must not be mistaken for it."""
 
 import dataclasses
 
@@ -42,7 +43,7 @@ def build(**recompute):
 
 
 def run(model, routes, *, again=False):
-    """A training pass on random tokens; the session that was open."""
+    """Run a training pass on random tokens; return the session that was open."""
     from moe_rl.megatron.router import ReplaySeqParams
 
     torch.manual_seed(1)
@@ -64,7 +65,7 @@ def run(model, routes, *, again=False):
 
 
 def test_recomputation_over_packed_sequences_changes_no_gradient(one_rank):
-    """Earlier megatrons died of it: it needs no refusal any more."""
+    """Earlier versions of Megatron crashed here; this setting no longer needs a refusal."""
     routes = {layer: torch.rand(T, 12).argsort(-1)[:, :4] for layer in (0, 1)}
     plain, recomputed = build(), build(**FULL)
     recomputed.load_state_dict(plain.state_dict())
@@ -82,7 +83,7 @@ def test_its_router_chooses_while_the_decoder_replays(one_rank):
     model = build()
     decoder = [layer.mlp.router for layer in model.decoder.layers]
     (behind,) = [m for m in model.modules() if isinstance(m, ReplayRouter) and m not in decoder]
-    # the trap: megatron gives the numbers of the decoder again
+    # Megatron numbers these layers like those of the decoder.
     assert behind.layer_number == decoder[0].layer_number == 1 and behind.is_mtp_layer
 
     maps, choices = {}, {}

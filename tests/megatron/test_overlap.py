@@ -1,7 +1,5 @@
-"""One MoE layer that computes while its rows travel, on one rank: what is under way when, and that nothing changes.
-
-The order of events does not depend on how fast anything is, so that no time is compared with another one's length.
-"""
+"""One MoE layer on one rank that computes while its rows are exchanged: which operations overlap, and that results do
+not change. Tests compare the order of events and no durations, so they do not depend on speed."""
 
 import numpy as np
 import pytest
@@ -19,7 +17,7 @@ ROWS, EXPERTS, TOP_K = 14, 12, 4
 
 
 class Layer:
-    """The first MoE layer of a random model with shared experts, or without, and random routes for it."""
+    """The first MoE layer of a random model, with or without shared experts, and random routes for it."""
 
     def __init__(self, shared, dtype=torch.float32):
         from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
@@ -53,7 +51,7 @@ class Layer:
         return ReplaySession(tables, (0,), mode="replay", name="test", rank=0, plans=plans)
 
     def run(self, plans, timeline=None):
-        """(output, gradients) of a pass by these plans."""
+        """Run a pass with these plans; return (output, gradients)."""
         hidden = self.hidden.clone().requires_grad_()
         self.moe.zero_grad()
         with self.session(plans) as session:
@@ -65,7 +63,7 @@ class Layer:
         return output.detach(), [hidden.grad, *(parameter.grad.clone() for parameter in self.moe.parameters())]
 
     def timeline(self, chunks):
-        """{(name, backward): span} of a pass."""
+        """Return {(name, backward): span} of a pass."""
         from benchmarks.timeline import Timeline
 
         plans = self.plans(chunks)
@@ -83,7 +81,7 @@ def layer(one_rank, request):
 
 
 def under(exchange, computation):
-    """The computation lies between the beginning of the exchange and the moment when the host waits for its rows."""
+    """Check that a computation runs after an exchange begins and before the host waits for its rows."""
     return exchange.begin < computation.begin and computation.end < exchange.waiting
 
 
@@ -97,7 +95,7 @@ def test_in_one_chunk_no_bit_changes(layer):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("chunks", [2, 3, 20])
 def test_in_chunks_only_the_rounding_of_sums_changes(one_rank, chunks, dtype):
-    """The difference shrinks with the unit of rounding, of which it is a few. 20 chunks are more than the rows."""
+    """The difference is a few units of rounding, and shrinks with them. 20 chunks are more than there are rows."""
     layer = Layer(shared=True, dtype=dtype)
     (plain, gradients), (output, overlapped) = layer.run(layer.plans(0)), layer.run(layer.plans(chunks))
     for one, other in zip([plain, *gradients], [output, *overlapped], strict=True):
@@ -111,7 +109,7 @@ def test_the_router_and_the_shared_experts_are_under_the_first_rows(layer, chunk
     computed = {"router", "shared experts"} if layer.moe.shared_experts is not None else {"router"}
     for backward in (False, True):
         assert all(under(spans["rows 0", backward], spans[name, backward]) for name in computed)
-    # the weights follow the router at once; backward their gradients go ahead of those of the rows, which it needs not
+    # The weights are sent right after the router. In the backward, their gradients are sent before those of the rows.
     assert spans["router", False].end < spans["weights 0", False].begin < spans["weights 0", False].waiting
     assert spans["weights 0", True].begin < spans["rows 0", True].begin
     assert spans["weights 0", True].end < spans["router", True].begin
@@ -120,10 +118,10 @@ def test_the_router_and_the_shared_experts_are_under_the_first_rows(layer, chunk
 def test_a_chunk_travels_while_another_is_computed(layer):
     spans = layer.timeline(3)
     for number in (0, 1):
-        # forward the next one comes while this one is computed, and this one goes back while the next one is computed
+        # In the forward, one chunk is computed while the next arrives and the previous one returns.
         assert under(spans[f"rows {number + 1}", False], spans[f"experts {number}", False])
         assert under(spans[f"back {number}", False], spans[f"experts {number + 1}", False])
-        # backward the same the other way round
+        # In the backward, the same in reverse order.
         assert under(spans[f"back {number}", True], spans[f"experts {number + 1}", True])
         assert under(spans[f"rows {number + 1}", True], spans[f"experts {number}", True])
 
@@ -171,7 +169,7 @@ def test_what_is_sent_is_held_against_the_record_all_the_same(layer, chunks):
     router.routing = routing
     (entries,) = (plan.entries for plan in plans[0].values())
     entries[:2] = entries[:2].flip(0)
-    layer.run(plans)  # in another order they are still those of the map
+    layer.run(plans)  # reordered entries are still those of the map
     row, expert = divmod(int(entries[0]), EXPERTS)
     recorded = layer.tables[0].routes[0][row].tolist()
     entries[0] += next(other for other in range(EXPERTS) if other not in recorded) - expert

@@ -1,18 +1,18 @@
-"""Random generators go on where they were: each stream by itself, whatever was drawn from the others meanwhile."""
+"""Random generators continue where they were: each stream by itself, whatever was drawn from the others meanwhile."""
 
 import importlib.util
 
 import pytest
 import torch
 
-from moe_rl.megatron import rng  # before megatron.core: it chooses the device backend
+from moe_rl.megatron import rng  # must come before megatron.core, because it chooses the device backend
 from moe_rl.megatron.rng import tensor_parallel
 
 STREAMS = ("model-parallel-rng", "expert-parallel-rng", "data-parallel-rng")
 
 
 def draw(streams=STREAMS):
-    """Four numbers of the device's own generator, then of each stream, in this order."""
+    """Draw four numbers from the device's own generator, then from each stream, in this order."""
     drawn = {"device": torch.rand(4, device="cuda")}
     for name in streams:
         with tensor_parallel.get_cuda_rng_tracker().fork(name):
@@ -21,9 +21,9 @@ def draw(streams=STREAMS):
 
 
 def interrupted():
-    """What is drawn without an interruption, and after one, the streams then in another order."""
+    """Draw without an interruption, and with one, after which the streams are used in another order."""
     tensor_parallel.model_parallel_cuda_manual_seed(7, tp_rank=1, ep_rank=2, etp_rank=0)
-    torch.rand(1, device="cuda")  # of one seed with the data-parallel stream, which is not drawn from here
+    torch.rand(1, device="cuda")  # has the same seed as the data-parallel stream, which this test does not draw from
     draw()
     saved = rng.state()
     straight = draw()
@@ -40,7 +40,7 @@ def test_every_stream_goes_on():
 
 
 def test_upstream_restores_no_stream_without_cuda(monkeypatch):
-    """The control: megatron-core as released puts a stream's state off until CUDA starts, which never happens."""
+    """The control: megatron-core as released delays restoring a stream until CUDA starts, which never happens."""
     if torch.cuda.is_available():
         pytest.skip("the machine has CUDA")
     name = f"{tensor_parallel.__name__}.released_random"

@@ -1,6 +1,7 @@
-"""What the router makes of recorded experts, in every style: weights and gradients against plain torch in float64.
+"""What the router computes from recorded experts, in every style: weights and gradients compared with plain torch in
+float64.
 
-Legend: T tokens, E experts, K experts a token.
+Legend: T tokens, E experts, K experts per token.
 """
 
 from types import SimpleNamespace
@@ -53,7 +54,7 @@ def router(one_rank, style):
 
 
 def weights(style, logits, routes):
-    """[T, E] float64: the model's definition, given which experts were chosen."""
+    """Return [T, E] float64 by the model's definition, given the chosen experts."""
     logits = logits.double()
     if style.score_function == "softmax":
         scores = logits.softmax(-1).gather(1, routes)
@@ -65,7 +66,8 @@ def weights(style, logits, routes):
 
 
 def route(router, hidden, session):
-    """(weights [T, E], map [T, E], gradient of a random function of the weights w.r.t. the router's weight)."""
+    """Return weights [T, E], map [T, E], and the gradient of a random function of the weights for the router's
+    weight."""
     router.handle = None if session is None else MicrobatchHandle(session, 0)
     router.weight.grad = None
     probs, routing_map = router(hidden)
@@ -78,7 +80,7 @@ def random_like(probs):
 
 
 def replaying(routes):
-    """What a router asks of a session that has these routes."""
+    """Stand in for a session with these routes, with the methods that a router calls."""
     return SimpleNamespace(
         mode="replay",
         compare_native=False,
@@ -89,7 +91,7 @@ def replaying(routes):
 
 
 def unlikely(router, hidden):
-    """[T, K]: the experts with the lowest logits, so that none is one that the router would choose."""
+    """Return [T, K], the experts with the lowest logits, which the router would never choose."""
     return router.gating(hidden)[:, 0].detach().topk(K, -1, largest=False)[1]
 
 
@@ -106,7 +108,7 @@ def test_weights_and_gradients_of_experts_far_from_the_live_ones(router, style):
     torch.testing.assert_close(probs.double(), expected.detach(), rtol=1e-5, atol=1e-7)
     (expected * random_like(probs)).sum().backward()
     torch.testing.assert_close(gradient.double(), weight.grad, rtol=1e-4, atol=1e-6)
-    # it reaches the rows of experts that the router would have left alone
+    # The gradient reaches the rows of experts that the router would not have chosen.
     chosen = routes.flatten().unique()
     assert (gradient[chosen].abs().amax(-1) > 1e-5).all()
 
@@ -115,7 +117,8 @@ def test_weights_and_gradients_of_experts_far_from_the_live_ones(router, style):
 def test_recorded_experts_may_come_from_any_groups(router, style):
     hidden = torch.randn(T, 1, style.hidden_size)
     size = E // style.groups
-    routes = torch.stack([torch.arange(style.groups) * size + token % size for token in range(T)])  # one of each group
+    # one expert of each group
+    routes = torch.stack([torch.arange(style.groups) * size + token % size for token in range(T)])
     live = route(router, hidden, None)[1].view(T, style.groups, size).any(-1).sum(-1)
     assert (live <= style.top_groups).all()
     probs, routing_map, _ = route(router, hidden, replaying(routes))

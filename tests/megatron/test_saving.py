@@ -1,4 +1,4 @@
-"""The writer of a checkpoint by itself; whole checkpoints: tests/distributed/test_state.py."""
+"""Tests the writer of a checkpoint by itself; tests/distributed/test_state.py tests whole checkpoints."""
 
 import resource
 import weakref
@@ -17,7 +17,7 @@ from moe_rl.megatron.saving import _HandedIn, _storages, _Writer
 
 
 def request_of(folder, tensor):
-    """What Megatron asks to be written of a rank that has one tensor."""
+    """Return Megatron's write request for a rank with one tensor."""
     size = tensor.shape
     data = TensorWriteData(ChunkStorageMetadata(torch.Size([0]), size), TensorProperties(tensor.dtype), size)
     item = WriteItem(MetadataIndex("weight"), WriteItemType.TENSOR, tensor_data=data)
@@ -30,7 +30,7 @@ def request_of(folder, tensor):
 
 @pytest.mark.parametrize("used, seen", [(True, 1.0), (False, 0.0)])
 def test_what_is_written_behind_the_run_is_what_was_there_when_the_save_began(tmp_path, used, seen):
-    """Without a copy the trainer's next step would be written: the witness that the tensor did change."""
+    """Without a copy, the trainer's next step would be written. The control checks that the tensor did change."""
     tensor = torch.ones(4)
     in_use = _storages({"model": [SimpleNamespace(data=tensor if used else b"")]})
     writer = _Writer(request_of(tmp_path, tensor), tmp_path, {}, in_use, rank=3)
@@ -44,7 +44,7 @@ def test_what_is_written_behind_the_run_is_what_was_there_when_the_save_began(tm
 
 
 def test_megatrons_own_tensors_do_not_stay_beside_the_copies(tmp_path):
-    """The request outlives the writing, and what it names was gathered from all ranks."""
+    """The request outlives the write, and its tensors were gathered from all ranks."""
     gathered = torch.ones(4)
     request, alive = request_of(tmp_path, gathered), weakref.ref(gathered)
     del gathered
@@ -56,7 +56,7 @@ def test_megatrons_own_tensors_do_not_stay_beside_the_copies(tmp_path):
 
 
 def test_a_write_that_the_system_refuses_is_told_in_its_words(tmp_path):
-    """A limit to the size of files stands for a full disk: the system's own refusal, in the middle of a tensor."""
+    """A file size limit acts as a full disk: the system refuses a write in the middle of a tensor."""
     writer = _Writer(request_of(tmp_path, torch.ones(1 << 20)), tmp_path, {}, set(), rank=0)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))

@@ -1,4 +1,4 @@
-"""What a pass that went wrong leaves behind, on one rank: nothing."""
+"""A pass that failed must leave nothing behind. Runs on one rank."""
 
 from dataclasses import asdict
 from functools import partial
@@ -19,7 +19,7 @@ from tests.support.refusals import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 POLICY = Path(__file__).parents[2] / "assets/tiny_moe/policy"
-LENGTHS = [(5, 4), (3, 6), (6, 3)]  # (prompt, completion): a microbatch each, all of 8 tokens
+LENGTHS = [(5, 4), (3, 6), (6, 3)]  # (prompt, completion): one microbatch each, all of 8 tokens
 
 
 class Run:
@@ -95,7 +95,7 @@ class Planted(Exception):
 
 
 def assert_the_next_step_is_exact(run, recompute):
-    """As the first update of a policy to which nothing happened, bit for bit."""
+    """Check that it equals the first update of an undisturbed policy, bit for bit."""
     clean = Run(recompute)
     before = clean.weights()
     assert run.update() == clean.update()
@@ -105,7 +105,7 @@ def assert_the_next_step_is_exact(run, recompute):
 
 
 def test_a_model_that_was_built_twice(one_rank):
-    """Routers of a model that nobody runs take nothing and hold nothing up: there is no list that they could be in."""
+    """Routers of a model that nobody runs take no routes and block nothing, because there is no global list."""
     orphan, run = Run(), Run()
     before = orphan.weights()
     result, tally = run.update()
@@ -202,7 +202,7 @@ def test_a_layer_that_loses_its_key_is_refused_at_once(one_rank, recompute, micr
 
     def forget(*args, **kwargs):
         runs.append(torch.is_grad_enabled())
-        if len(runs) == 2:  # of microbatch 1, or where it is recomputed at once, the second time of microbatch 0
+        if len(runs) == 2:  # the forward of microbatch 1, or the immediate recomputation of microbatch 0
             moe.router.handle = None
         return route(*args, **kwargs)
 
@@ -216,14 +216,14 @@ def test_a_layer_that_loses_its_key_is_refused_at_once(one_rank, recompute, micr
 
 @pytest.mark.parametrize("bound", ["by the microbatch", "by the last forward"])
 def test_recomputation_behind_later_forwards_keeps_its_own_routes(one_rank, bound):
-    """What 1F1B does on an early stage, by hand: two forwards, then both backwards, the experts alone recomputed."""
+    """Imitates 1F1B on an early stage: two forwards, then both backwards, with only the experts recomputed."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     from moe_rl.megatron.model import unwrap
 
     run = Run("moe")
     (chunk,) = run.policy.chunks
-    if bound == "by the last forward":  # megatron's own checkpoint asks the router again, whatever it is bound to
+    if bound == "by the last forward":  # Megatron's own checkpoint calls the router again, whatever it is bound to
         for layer in unwrap(chunk).decoder.layers:
             layer.mlp.moe_layer_recompute, layer.mlp.forward = True, partial(MoELayer.forward, layer.mlp)
 

@@ -1,6 +1,6 @@
-"""A checkpoint whose digests agree and whose files call something when they are read: nothing of it is called.
+"""A checkpoint with correct digests whose files call a function when they are read: nothing may be called.
 
-Whole checkpoints in every layout, and which classes these name: tests/distributed/test_state.py.
+tests/distributed/test_state.py tests whole checkpoints in every layout, and which classes they name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moe_rl.megatron import checkpoint
 
 
 class Hostile:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, canary: Path):
         self.canary = canary
@@ -39,7 +39,7 @@ def wanted() -> dict:
 
 @pytest.fixture
 def saved(one_rank, tmp_path):
-    """A checkpoint of one tensor, as Megatron writes it."""
+    """Write a checkpoint of one tensor with Megatron."""
     path = tmp_path / "step-000001"
     path.mkdir()
     full = {"weight": ShardedTensor.from_rank_offsets("weight", torch.ones(4)), "rate": 0.5}
@@ -56,14 +56,14 @@ def in_the_metadata(path: Path, canary: Path) -> None:
 
 
 def beside_the_metadata(path: Path, canary: Path) -> None:
-    """Metadata that is right in everything that is read of it."""
+    """Add a call to metadata that is otherwise correct."""
     metadata = pickle.loads((path / ".metadata").read_bytes())
     metadata.planner_data = Hostile(canary)
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def instead_of(name: str, path: Path, canary: Path, **how) -> None:
-    """Another pickle where the metadata says that the item `name` lies."""
+    """Put another pickle where the metadata says that the item `name` is."""
     metadata = pickle.loads((path / ".metadata").read_bytes())
     (index,) = (index for index in metadata.storage_data if index.fqn.startswith(name))
     place, held = metadata.storage_data[index], io.BytesIO()
@@ -108,10 +108,10 @@ def test_a_pickle_that_calls_something_is_refused_and_calls_nothing(saved, tmp_p
 
 @pytest.mark.parametrize("plant", PLACES[:4], ids=lambda plant: plant.__name__)
 def test_without_the_restriction_it_is_called(saved, tmp_path, plant):
-    """The witness: torch's own reader does what these pickles say."""
+    """The control: torch's own reader executes these pickles."""
     canary = tmp_path / "canary"
     plant(saved, canary)
-    with suppress(Exception, CheckpointException):  # of what came of the call
+    with suppress(Exception, CheckpointException):  # raised after the call
         dist_checkpointing.load(wanted(), str(saved))
     assert canary.is_dir()
 

@@ -1,4 +1,5 @@
-"""What is exported against what the trainer holds: every well-formed fault is named, and the right export passes."""
+"""Compares the exported weights with what the trainer holds: every well-formed fault is named, and a correct export
+passes."""
 
 import re
 import shutil
@@ -31,7 +32,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture
 def begun(one_rank, checkpoints, tmp_path):
-    """begun(model) -> a policy new from its checkpoint, what it trains on, and a sender and who takes what it sends."""
+    """Return begun(model), which gives a new policy from its checkpoint, its batch, a sender and a receiver."""
     from moe_rl.megatron.policy import Policy
     from moe_rl.models.hf import read_model
     from moe_rl.proof.cases import Case
@@ -77,9 +78,9 @@ def test_every_wrong_export_is_named_before_the_update_is_final(begun, name, mon
     export_rounds, version = run.policy.export_rounds, 0
     for fault in FAULTS.values():
         if name == "deepseek" and "k_proj" in fault.says[0]:
-            continue  # has one matrix for both
+            continue  # this model has one matrix for both
         fired = plant(run.policy, fault, at=0 if fault.start else 1)
-        if not fault.start:  # it needs an update before this one
+        if not fault.start:  # this fault needs an update before the current one
             run.trial.update(run.trial.tables)
             run.sender.send(run.taker, version := version + 1)
         run.trial.update(run.trial.tables)
@@ -88,10 +89,10 @@ def test_every_wrong_export_is_named_before_the_update_is_final(begun, name, mon
         assert fired and run.taker.intake.holding().version == version
         for said in (f"version {version + 1}, ", *fault.says):
             assert re.search(said, str(refused.value)), str(refused.value)
-        if name != "gpt-oss":  # whose tensors hold many parts
+        if name != "gpt-oss":  # a model whose tensors hold many parts
             assert f"{len(fired)} of {len(run.policy.parts)} parts" in str(refused.value)
         run.policy.export_rounds = export_rounds
-    # the witness: without the comparison the sampler takes it
+    # The control: without the comparison, the sampler accepts the fault.
     fired = plant(run.policy, FAULTS["two experts permuted"], at=0)
     monkeypatch.setattr("moe_rl.weights.conservation.difference", lambda *_: "")
     run.sender.send(run.taker, version + 1)
@@ -104,7 +105,7 @@ def test_what_is_no_longer_the_checkpoint_is_named_at_the_start(begun, name):
     export_rounds = run.policy.export_rounds
     for what, fault in (FAULTS | START).items():
         if not fault.start or (name == "deepseek" and ("keys" in what or what in START)):
-            continue  # has one matrix for both, and no square one
+            continue  # this model has one matrix for both, and no square one
         fired = plant(run.policy, fault, at=0)
         with pytest.raises(WeightSyncError, match="before its first update is not the checkpoint") as refused:
             run.sender.check_start(trained(run))
@@ -145,7 +146,7 @@ def test_a_float32_trainer_is_held_against_the_checkpoint_in_the_precision_that_
 
 
 def untouched(run, experts):
-    """Routes that never choose one of the last experts."""
+    """Make routes that never use one of the last experts."""
     rng = np.random.default_rng(3)
     for at, (sequence, routes) in enumerate(zip(run.trial.sequences, run.trial.routes, strict=True)):
         chosen = rng.random((*routes.shape[:2], experts)).argsort(-1)
@@ -157,7 +158,7 @@ def untouched(run, experts):
 
 
 def test_the_digests_that_changed_are_those_of_what_the_update_changed(begun):
-    """Experts without tokens have no gradient, and Adam, without moments and decay, leaves them as they are."""
+    """Experts without tokens have no gradient, and Adam without moments and decay does not change them."""
     run = begun("qwen-mixed", "float32")
     untouched(run, 12)
     seen = []

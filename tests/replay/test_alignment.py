@@ -1,4 +1,4 @@
-"""Well-formed routes of other rows: the test names what they are, and says how much it could see."""
+"""Well-formed routes of other rows: the alignment test names the fault, and says how much it could see."""
 
 import math
 
@@ -19,7 +19,8 @@ LAYERS, TOP_K, EXPERTS = (1, 2, 4, 5), 2, 16
 
 
 def witness_of(lengths, seed=0, *, layers=LAYERS, top_k=TOP_K, experts=EXPERTS, tokens=50):
-    """A router's choice [L, T, K] for sequences of random tokens: by token and layer, a little by the token before."""
+    """Return a router's choice [L, T, K] for sequences of random tokens. It depends on token and layer, and a little on
+    the previous token."""
     rng = np.random.default_rng(seed)
     taste = rng.normal(size=(len(layers), tokens, experts))
     chosen = []
@@ -32,7 +33,7 @@ def witness_of(lengths, seed=0, *, layers=LAYERS, top_k=TOP_K, experts=EXPERTS, 
 
 
 def disturbed(witness, share, seed=1, experts=EXPERTS):
-    """A record of the same rows by an engine that chooses another expert in a share of the places."""
+    """Return a record of the same rows by an engine that chooses another expert at a share of the places."""
     rng = np.random.default_rng(seed)
     record = witness.numpy().copy()
     for layer, row in zip(*np.nonzero(rng.random(record.shape[:2]) < share), strict=True):
@@ -41,8 +42,12 @@ def disturbed(witness, share, seed=1, experts=EXPERTS):
 
 
 def verdict_of(record, witness, lengths, prompts=None, microbatches=1, families=None):
-    """What a pass over these sequences finds. prompts: tokens of each prompt, by default 4. families: number of each
-    prompt; those of one family have the same tokens."""
+    """Test a pass over these sequences.
+
+    Args:
+        prompts: Number of tokens of each prompt; 4 by default.
+        families: Number of each prompt; prompts of one family have the same tokens.
+    """
     prompts = [4] * len(lengths) if prompts is None else prompts
     families = range(len(lengths)) if families is None else families
     tokens = [np.r_[[f] * p, range(n - p)] for n, p, f in zip(lengths, prompts, families, strict=True)]
@@ -70,7 +75,7 @@ WITNESS = witness_of(LENGTHS)
 def test_routes_of_their_own_rows_pass(share, microbatches):
     found = verdict_of(disturbed(WITNESS, share), WITNESS, LENGTHS, microbatches=microbatches)
     assert not found.faults
-    assert found.power > (0.89 if share < 0.1 else 0.5)  # prompts of 4 rows show too little
+    assert found.power > (0.89 if share < 0.1 else 0.5)  # prompts of 4 rows are too short to detect a fault
     assert 0 < found.margin < 1
 
 
@@ -132,11 +137,11 @@ def test_where_the_witness_is_weak_nothing_is_refused_and_the_power_says_so():
     witness = witness_of(short)
     assert verdict_of(witness, witness, short).power == 0
     assert not verdict_of(late(witness, 1), witness, short).faults
-    # Routers that send every token to the same experts: no shift can be seen.
+    # These routers send every token to the same experts, so no shift can be detected.
     flat = torch.arange(TOP_K).expand(len(LAYERS), sum(LENGTHS), TOP_K).clone()
     found = verdict_of(late(flat, 1), flat, LENGTHS)
     assert found.power == 0 and not found.faults
-    # One flat layer leaves the others their power.
+    # One constant layer does not reduce the power of the other layers.
     mixed = with_layer(WITNESS, 0, torch.arange(TOP_K))
     found = verdict_of(mixed, mixed, LENGTHS)
     assert found.power == pytest.approx(0.75, abs=0.01) and not found.faults
@@ -161,7 +166,7 @@ def test_a_rank_sees_some_rows_of_a_sequence():
 
 
 def siblings(groups, group_size, prompt, completion, seed=0):
-    """Groups of completions to the same prompt: the witness, and the lengths, prompts and families of the sequences."""
+    """Make groups of completions of the same prompt. Returns the witness, and the lengths, prompts and families."""
     rng = np.random.default_rng(seed)
     taste, tokens, families = rng.normal(size=(len(LAYERS), 30, EXPERTS)), [], []
     place = rng.normal(size=(len(LAYERS), prompt + completion, EXPERTS))
@@ -170,7 +175,7 @@ def siblings(groups, group_size, prompt, completion, seed=0):
         for _ in range(group_size):
             tokens.append(np.r_[asked, rng.integers(0, 30, completion)])
             families.append(family)
-    # What siblings have in common at one place: where they are, and every other token.
+    # Scores depend on the token and on its place, so rows at the same place are alike.
     scores = [taste[:, ids] + 0.7 * place for ids in tokens]
     witness = torch.from_numpy(np.argsort(-np.concatenate(scores, 1), -1)[..., :TOP_K].copy())
     return witness, [prompt + completion] * len(tokens), [prompt] * len(tokens), families
@@ -179,11 +184,12 @@ def siblings(groups, group_size, prompt, completion, seed=0):
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("side", ["completions", "prompts"])
 def test_every_short_completion_or_prompt_is_anothers(side, microbatches):
-    """No piece shows enough alone, and half of all rows are right. Siblings may lie in other microbatches."""
+    """No single piece is long enough for a verdict, and half of all rows are right. Siblings may be in other
+    microbatches."""
     witness, lengths, prompts, families = siblings(40, 4, prompt=5, completion=5)
     record = disturbed(witness, 0.02)
     assert not verdict_of(record, witness, lengths, prompts, microbatches, families).faults
-    rows = torch.arange(1600).view(40, 4, 2, 5)  # group, sibling, prompt or completion, token
+    rows = torch.arange(1600).view(40, 4, 2, 5)  # axes: group, sibling, prompt or completion, token
     if side == "completions":
         rows[:, :, 1] = rows[:, [1, 0, 3, 2], 1]
     else:
@@ -194,7 +200,7 @@ def test_every_short_completion_or_prompt_is_anothers(side, microbatches):
 
 
 def test_a_single_sequence_tells_a_swapped_layer():
-    """What the canary is compared by."""
+    """The canary compares single sequences like this."""
     witness = witness_of([200])
     record = disturbed(witness, 0.04)
     found, power, margin = misplaced_layers([Sample.of_sequence(record, witness)], LAYERS, EXPERTS)
@@ -204,7 +210,7 @@ def test_a_single_sequence_tells_a_swapped_layer():
 
 
 def test_the_bound_is_chernoffs():
-    """Against the exact tail of the binomial distribution: never below it, and near it."""
+    """Compares with the exact tail of the binomial distribution: the bound is never below it, and close to it."""
     for n, wins in ((20, 18), (100, 80), (40, 40)):
         exact = sum(math.comb(n, k) for k in range(wins, n + 1)) / 2**n
         bound = math.exp(-n * divergence(wins / n, 0.5))
@@ -213,7 +219,8 @@ def test_the_bound_is_chernoffs():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_false_alarm(seed):
-    """Healthy passes of many shapes, up to engines that agree on little. At FALSE_ALARM none of so few may fail."""
+    """Runs healthy passes of many shapes, with engines that agree up to little. At FALSE_ALARM, none of so few passes
+    may fail."""
     rng = np.random.default_rng(seed)
     assert FALSE_ALARM * 20 < 1e-3
     lengths = rng.integers(1, 60, rng.integers(1, 60)).tolist()

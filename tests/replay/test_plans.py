@@ -1,4 +1,4 @@
-"""Dispatch plans of a rank's microbatches, and the session that hands them out and holds them against the record."""
+"""Tests the dispatch plans of a rank's microbatches, and the session that hands them out and checks them."""
 
 from dataclasses import replace
 
@@ -57,7 +57,7 @@ def test_no_microbatches_ask_nobody():
 
 @pytest.mark.parametrize("here", [True, False])
 def test_a_microbatch_with_rows_without_a_route_on_any_rank_has_no_plan_on_all(here):
-    """Were it planned on one rank alone, that rank would skip an exchange that the others wait in."""
+    """With a plan on one rank only, that rank would skip an exchange that the others wait for."""
     tables = [native(table(0)) if here else table(0), table(1)]
 
     def exchange(counts):

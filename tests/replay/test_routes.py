@@ -1,4 +1,4 @@
-"""From the store to the routers: only the right rows, and padding that does no harm."""
+"""Tests the way from the store to the routers: only the right rows are read, and padding does no harm."""
 
 import dataclasses
 import sys
@@ -34,7 +34,7 @@ def routes_of(rng, tokens):
 
 @pytest.fixture
 def stored(tmp_path):
-    """Two sequences in a store, as the sampler would leave them, and their routes."""
+    """Write two sequences into a store, as the sampler would, and return them with their routes."""
     rng = np.random.default_rng(0)
     sequences, tables = [], []
     with ShardWriter(tmp_path, "step1", SPEC) as writer:
@@ -56,7 +56,7 @@ def fed(sequence):
 
 
 def whole(sequence):
-    """All rows are this rank's."""
+    """Return a mask that gives all rows to this rank."""
     return {"fed": fed(sequence), "here": np.ones(sequence.forwarded, bool)}
 
 
@@ -67,13 +67,13 @@ def test_the_right_routes_are_read(stored):
         there = read(layers=SPEC.moe_layers)
         assert np.array_equal(there.routes, table)
         assert there.recorded.all() and not there.native.any() and not there.stale.any()
-        # a pipeline stage gets its own layers and pays for no others
+        # A pipeline stage reads its own layers, and no bytes of others.
         assert np.array_equal(read(layers=(1,)).routes, table[:, 1:2])
         assert np.array_equal(read(layers=(0, 2)).routes, table[:, [0, 2]])
 
 
 def test_from_a_reference_to_its_decoding_are_few_frames(stored):
-    """At most 6 functions of ours lie on the stack anywhere in the decoding, from the one that is given the reference
+    """At most 6 of our functions are on the stack anywhere in the decoding, from the function that gets the reference
     to the innermost helper of the codec."""
     store, (sequence, _), _ = stored
     home, stacks = Path(moe_rl.__file__).parent, []
@@ -104,7 +104,7 @@ def test_from_a_reference_to_its_decoding_are_few_frames(stored):
         (lambda a, b: {"routes": b.routes}, RouteValidationError),  # another sequence's routes, equal shape
         (lambda a, b: {"prompt_token_ids": a.prompt_token_ids[1:] + (7,)}, RouteValidationError),  # tokens shifted
         (lambda a, b: {"token_ids": a.token_ids + (7,)}, TraceError),  # one token more than was forwarded
-        (lambda a, b: {"token_ids": a.token_ids[:-1]}, RouteValidationError),  # one less
+        (lambda a, b: {"token_ids": a.token_ids[:-1]}, RouteValidationError),  # one token less
         (lambda a, b: {"routes": None}, TraceError),
         (lambda a, b: {"routes": dataclasses.replace(a.routes, source_sum="")}, TraceError),
         (lambda a, b: {"routes": dataclasses.replace(a.routes, key="s1")}, TraceError),
@@ -137,7 +137,7 @@ def test_routes_of_other_weights_or_models_are_refused(stored):
 
 
 def test_only_the_rows_of_this_rank_are_read(tmp_path):
-    """A context-parallel rank reads the first and the last quarter, and of these no other rank's routes."""
+    """A context-parallel rank reads the first and the last quarter, and no routes of other ranks."""
     rng = np.random.default_rng(4)
     tokens = rng.integers(0, 99, 801).tolist()
     with ShardWriter(tmp_path, "step1", SPEC) as writer:
@@ -160,7 +160,7 @@ def test_only_the_rows_of_this_rank_are_read(tmp_path):
     assert asked == [(0, 200), (600, 800)]
     assert np.array_equal(there.routes[here], whole[here]) and np.array_equal(there.recorded, here)
     assert not there.native.any()
-    here[210:590] = True  # short gaps are read along
+    here[210:590] = True  # short gaps are read too
     assert read(here=here).recorded.all() and asked[2:] == [(0, 800)]
     assert read(here=np.zeros(800, bool)).recorded.sum() == 0 and len(asked) == 3
 
@@ -208,9 +208,9 @@ def test_the_ranks_of_a_sequence_parallel_group_cut_the_same_table(ranks):
     pieces = [lay(parts, padding=7, rows=slice(rank * share, (rank + 1) * share)) for rank in range(ranks)]
     for layer in SPEC.moe_layers:
         assert torch.equal(torch.cat([piece.routes[layer] for piece in pieces]), whole.routes[layer])
-        # the checksums of the pieces add up, each over the rows of its rank
+        # The checksums of the ranks' rows add up to the checksum of the sequence.
         assert torch.equal(sum(piece.checksums[layer] for piece in pieces), whole.checksums[layer])
-    # real rows come first: 9 of them, then padding, which may take whole ranks
+    # The 9 real rows come first, then padding, which may fill whole ranks.
     assert [piece.replayed_tokens for piece in pieces] == [
         max(0, min(share, 9 - rank * share)) for rank in range(ranks)
     ]
@@ -245,7 +245,7 @@ def test_a_checksum_is_that_of_the_map_and_of_no_other(data):
     owner = int(laid.fed.owner[row])
     different = laid.fed.applied(layer, wrong) != laid.checksums[layer]
     assert different.tolist() == [i == owner for i in range(len(laid.names))]
-    # of two rows that exchange their experts the sum notices both
+    # The sum of both rows changes when the rows exchange their experts.
     other = data.draw(st.integers(0, len(right) - 1))
     if not torch.equal(right[row], right[other]):
         swapped = right.clone()
@@ -265,7 +265,7 @@ def test_missing_rows_are_refused_or_left_to_the_router(stored, tmp_path):
     store, (first, _), tables = stored
     rng = np.random.default_rng(7)
     with ShardWriter(tmp_path / "later", "step2", SPEC) as writer:
-        # the routes of rows 2 to 6 of 8, as an engine gives them that was asked for no earlier ones and was cut off
+        # Routes of rows 2 to 6 of 8: the engine was asked for no earlier rows, and was cut off.
         tokens = fed(first)[2:7].astype(np.int32)
         table = routes_of(rng, 5)
         ref = dataclasses.replace(writer.add("s0", table, tokens, [Span(5, 3, Provenance.DECODE)]), start=2)
@@ -324,5 +324,5 @@ def test_padding_is_valid_and_spread(expert_parallel):
     assert all(len(set(row)) == 4 for token in rows for row in token)
     experts, counts = np.unique(rows[:, 0], return_counts=True)
     assert len(experts) == 16 and counts.max() - counts.min() <= 1
-    # the first row alone already reaches as many ranks as it can
+    # The first row alone already reaches as many ranks as possible.
     assert len({e // (16 // expert_parallel) for e in rows[0, 0]}) == min(4, expert_parallel)

@@ -1,4 +1,4 @@
-"""The ledger: each route once, the right one, or an error that names it."""
+"""The session takes each route exactly once and the right one, or raises an error that names it."""
 
 from dataclasses import replace
 from itertools import product
@@ -19,11 +19,11 @@ from tests.support.refusals import refused
 
 LAYERS, TOKENS, TOP_K, EXPERTS = (0, 1, 2), 6, 2, 8
 SPEC = TraceSpec("model", EXPERTS, TOP_K, "mmm")
-FLAT = torch.zeros(TOKENS, EXPERTS)  # scores, where they do not matter
+FLAT = torch.zeros(TOKENS, EXPERTS)  # scores, where their values do not matter
 
 
 def table(seed, tokens=TOKENS, real=None, **options):
-    """A microbatch of two sequences, and padding behind the first `real` rows."""
+    """Make a microbatch of two sequences, with padding after the first `real` rows."""
     parts = parts_of(seed, tokens if real is None else real)
     return laid(parts, tokens=tokens, **options)
 
@@ -41,7 +41,8 @@ def parts_of(seed, real=TOKENS):
 
 
 def laid(parts, *, tokens=TOKENS, rows=None, layers=LAYERS, source=None, order=(0, 1)):
-    """order: which of `parts` each sequence is given; source: sums that their references have."""
+    """Lay out a microbatch. `order` says which of `parts` each sequence gets; `source` has the checksums in their
+    references."""
     given = [replace(parts[i], key=own.key, token_ids=own.token_ids) for i, own in zip(order, parts, strict=True)]
     return microbatch_routes(
         [replace(one, routes=one.routes[:, list(layers)]) for one in given],
@@ -58,7 +59,7 @@ def laid(parts, *, tokens=TOKENS, rows=None, layers=LAYERS, source=None, order=(
 
 
 def sources(parts, covered=slice(None)):
-    """What a sampler's references say of these sequences, of whose rows it recorded those `covered`."""
+    """Return the checksums in the sampler's references of these sequences, which recorded the rows in `covered`."""
     refs = []
     for part in parts:
         start = covered.start or 0
@@ -80,7 +81,7 @@ def begin(open_session, microbatch):
 
 
 def run(open_session, *, skip=(), twice=(), order=None):
-    """What a schedule does: every layer of every microbatch, in any order."""
+    """Act as a schedule: run every layer of every microbatch, in any order."""
     keys = order or [(m, layer) for m in range(len(open_session.microbatches)) for layer in open_session.layers]
     for key in [k for k in keys if k not in skip] + list(twice):
         begin(open_session, key[0])
@@ -93,7 +94,7 @@ def test_each_route_once_in_any_order():
     with session(tables) as s:
         run(s, order=[(1, 2), (0, 1), (0, 0), (1, 0), (1, 1), (0, 2)])
     assert (s.tally.consumed, s.tally.expected, s.tally.applied_mismatch) == (6, 6, 0)
-    assert s.tally.applied_checked == 3 * (2 + 2)  # sequences in every layer
+    assert s.tally.applied_checked == 3 * (2 + 2)  # 2 sequences each, in every layer
 
 
 def test_the_routes_are_those_of_the_key():
@@ -151,7 +152,7 @@ def test_recomputed_layers_take_each_route_a_second_time():
 
 
 def test_microbatches_that_swap_their_routes_are_refused():
-    """Two of equal length, each taken and dispatched once: no count would tell."""
+    """Both have equal lengths, and each is taken and dispatched once: no count could detect the swap."""
     with (
         refused(ReplayError, fault="another microbatch", layer=0, got=("1",), expected=("0",)),
         session([table(0), table(1)]) as s,
@@ -169,7 +170,7 @@ def test_microbatches_that_swap_their_routes_are_refused():
 
 
 def test_microbatches_and_routes_in_another_order_are_refused():
-    """Each key is the microbatch's own, taken once and dispatched as recorded; the tokens tell."""
+    """Each key is the microbatch's own, taken once and dispatched as recorded; only the tokens differ."""
     right = [table(0), table(1)]
     with refused(ReplayError, fault="other tokens", rank=3, got=("0, 1",)), session([right[1], right[0]]) as s:
         for m in (0, 1):
@@ -193,7 +194,7 @@ def test_a_pass_of_more_microbatches_than_have_routes_is_refused():
 def test_a_layer_without_a_key_is_refused_while_a_session_is_open(mode):
     tables, again = [table(0), table(1)], frozenset({2})
     lost = {"fault": "lost key", "run": "step 7", "rank": 3}
-    refuse_lost_key(1)  # natively
+    refuse_lost_key(1)  # allowed: the pass routes natively
     with (
         refused(ReplayError, **lost, layer=2, microbatch="no microbatch"),
         session(tables, mode=mode, recomputed_layers=again) as s,
@@ -203,7 +204,7 @@ def test_a_layer_without_a_key_is_refused_while_a_session_is_open(mode):
             refuse_lost_key(1)
         with torch.no_grad(), refused(ReplayError, **lost, microbatch=1, layer=2):
             refuse_lost_key(2)
-        refuse_lost_key(2)  # whose, is not known: forwards of later ones may have begun
+        refuse_lost_key(2)  # the microbatch is unknown: forwards of later ones may have begun
     refuse_lost_key(1)
 
 
@@ -297,13 +298,13 @@ def test_sessions_do_not_nest_and_nothing_leaks():
     with pytest.raises(RuntimeError, match="mid-step"), session([table(0)]) as s:
         begin(s, 0)
         s.take(0, 0, TOKENS)
-        raise RuntimeError("mid-step")  # the real error is told, not an incomplete ledger
+        raise RuntimeError("mid-step")  # this error must be raised, not an incomplete ledger
     with session([table(0)]) as s:
         run(s)
 
 
 def test_a_token_counts_once_when_its_layers_lie_on_several_stages():
-    """Of 4 tokens this stage sees one routed otherwise, and another stage that one and a second."""
+    """Of 4 tokens, this stage sees one with another route; another stage sees the same one and a second."""
     recorded = [table(0, real=2), table(1, real=2)]
     elsewhere = torch.tensor([False, True, True, False])
     with session(recorded, compare_native=True, any_stage=lambda flags: flags | elsewhere) as s:
@@ -335,7 +336,7 @@ FAULTS = {
     "shifted by one token": lambda routes: {layer: rows.roll(1, 0) for layer, rows in routes.items()},
     "layers permuted": lambda routes: dict(zip(routes, [routes[1], routes[2], routes[0]], strict=True)),
     "sequences swapped": lambda routes: {layer: rows.roll(3, 0) for layer, rows in routes.items()},
-    # rows [batch, position] where the model wants [position, batch]
+    # Rows are in the order [batch, position], but the model wants [position, batch].
     "batch first": lambda routes: {
         layer: rows.view(2, 3, TOP_K).transpose(0, 1).reshape(TOKENS, TOP_K) for layer, rows in routes.items()
     },
@@ -347,7 +348,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_routes_that_lost_their_place_after_they_were_read_are_refused(fault):
-    """Shapes match and each row is a valid set: only the checksum taken from the record itself can tell."""
+    """Shapes match and each row is a valid set: only the checksum from the record itself can detect it."""
     right = table(0)
     wrong = replace(right, routes=FAULTS[fault](right.routes))
     assert any(not torch.equal(wrong.routes[layer], right.routes[layer]) for layer in LAYERS)
@@ -359,7 +360,7 @@ def test_routes_that_lost_their_place_after_they_were_read_are_refused(fault):
 
 
 def test_tokens_that_were_packed_in_another_order_than_their_routes_are_refused():
-    """The routes lie as packed, but the rows that are fed belong to the other sequence, of equal length."""
+    """The routes are in packing order, but the fed rows belong to the other sequence, which has the same length."""
     right = table(0)
     swapped = replace(right.fed, salts=right.fed.salts.roll(3), owner=right.fed.owner.roll(3))
     with (
@@ -415,7 +416,7 @@ def test_rows_without_a_route_are_left_to_the_router():
         begin(s, 0)
         for layer in LAYERS:
             routes = s.take(0, layer, TOKENS)
-            routes[2] = (routes[2] + 1) % EXPERTS  # a row that has a route
+            routes[2] = (routes[2] + 1) % EXPERTS  # changes a row that has a route
             s.check_dispatch(0, layer, chosen(routes))
 
 
@@ -427,7 +428,7 @@ def test_native_comparison_is_by_set_and_leaves_padding_out():
             native = recorded.routes[layer].long().flip(-1)  # another order, the same set
             if layer == 1:
                 native[1] = (native[1] + 1) % EXPERTS
-                native[5] = (native[5] + 1) % EXPERTS  # padding
+                native[5] = (native[5] + 1) % EXPERTS  # changes padding
             s.observe_native(0, layer, native, FLAT)
     tally = s.tally
     assert (tally.native_mismatch, tally.native_positions) == (1, 12)
@@ -437,7 +438,8 @@ def test_native_comparison_is_by_set_and_leaves_padding_out():
 def test_the_comparison_counts_shared_experts_and_how_far_the_record_is_from_the_choice():
     tables, generator = [table(0, real=4), table(1)], torch.Generator().manual_seed(0)
     scores = {key: torch.randn(TOKENS, EXPERTS, generator=generator) for key in product(range(2), LAYERS)}
-    scores[0, 1][2].scatter_(0, tables[0].routes[1][2].long(), torch.arange(9.0, 9.0 + TOP_K))  # one that agrees
+    # changes a row that agrees
+    scores[0, 1][2].scatter_(0, tables[0].routes[1][2].long(), torch.arange(9.0, 9.0 + TOP_K))
     with session(tables, mode="observe", compare_native=True) as s:
         for (microbatch, layer), of_rows in scores.items():
             begin(s, microbatch)
@@ -461,7 +463,7 @@ def test_the_comparison_counts_shared_experts_and_how_far_the_record_is_from_the
 
 
 def test_routes_can_be_replayed_and_the_choice_compared_with_others():
-    """As where planted or recorded routes are replayed: it is the honest record that the choice is held against."""
+    """As with planted or recorded routes: the choice is compared with the honest record."""
     honest, planted = [table(0)], [table(1)]
     planted = [replace(planted[0], fed=honest[0].fed, names=honest[0].names)]
     planted[0].checksums.update({layer: honest[0].fed.chosen(layer, planted[0].routes[layer]) for layer in LAYERS})
@@ -500,7 +502,7 @@ def test_logits_of_another_microbatch_are_refused():
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("align", [True, False])
 def test_routers_that_score_with_nan_are_named_and_not_the_routes(bad, align):
-    """Their choice agrees with no record, which must not be held against the record."""
+    """Their choice agrees with no record, but the record is not the reason."""
     tables = [table(0), table(1)]
 
     def observe():
@@ -518,7 +520,7 @@ def test_routers_that_score_with_nan_are_named_and_not_the_routes(bad, align):
     if align:
         with refused(NonFiniteError, run="step 7", rank=3, layers="2"):
             observe()
-    else:  # nothing rests on the witness, and the metric shows it
+    else:  # nothing depends on the witness, and the metric shows that
         assert not np.isfinite(observe().tally.native_margin)
 
 
@@ -532,7 +534,7 @@ def test_a_rank_that_reads_everything_refuses_other_routes_than_left_the_engine_
 
 
 class Share:
-    """Ranks that work on the same sequences, one after the other: each adds to what those before it summed up."""
+    """Ranks that work on the same sequences, run one after the other: each adds to the sums of those before it."""
 
     def __init__(self):
         self.sums = 0
@@ -542,7 +544,7 @@ class Share:
         return self.sums
 
 
-# which layers and rows of 6 each rank has
+# The layers and the rows (of 6) that each rank has.
 RANKS = {
     "stages": [((0, 1), slice(0, 6)), ((2,), slice(0, 6))],
     "rows": [(LAYERS, slice(0, 3)), (LAYERS, slice(3, 6))],
@@ -554,7 +556,7 @@ RANKS = {
 @pytest.mark.parametrize("ranks", RANKS.values(), ids=RANKS)
 @pytest.mark.parametrize("at", ["none", "first", "last"])
 def test_what_all_ranks_dispatched_is_what_left_the_engine(ranks, at):
-    """The last rank to add up sees the whole: on one of them two sequences of equal length had each other's routes."""
+    """The last rank sees the whole sum: on one of the ranks, two sequences of equal length had each other's routes."""
     parts, share = parts_of(0), Share()
     for number, (layers, rows) in enumerate(ranks):
         swapped = number == {"none": None, "first": 0, "last": len(ranks) - 1}[at]
@@ -568,7 +570,7 @@ def test_what_all_ranks_dispatched_is_what_left_the_engine(ranks, at):
                 run(s, order=[(0, layers[0])])
 
         if number < len(ranks) - 1:
-            with refused(ReplayError, fault="read"):  # alone it has a part of the sum
+            with refused(ReplayError, fault="read"):  # a single rank has only a part of the sum
                 passes()
         elif at == "none":
             passes()
@@ -590,7 +592,7 @@ def test_what_another_rank_dispatched_wrongly_is_told_apart_from_what_was_read_w
 
 
 def test_rows_without_a_record_or_without_a_replay_are_accounted_for():
-    """Of 3 rows each the first has no record, and of the recorded ones the second routes natively."""
+    """Of 3 rows each, the first has no record, and the second recorded row routes natively."""
     parts = [
         replace(part, native=np.array([True, True, False]), recorded=np.array([False, True, True]))
         for part in parts_of(0)
@@ -601,7 +603,7 @@ def test_rows_without_a_record_or_without_a_replay_are_accounted_for():
         begin(s, 0)
         for layer in LAYERS:
             sent = chosen(s.take(0, layer, TOKENS))
-            sent[one.native] = sent[one.native].roll(1, 1)  # the router's own
+            sent[one.native] = sent[one.native].roll(1, 1)  # the router's own choice
             s.check_dispatch(0, layer, sent)
     with refused(ReplayError, fault="read"):
         laid(parts, source=sources(parts))
@@ -622,7 +624,8 @@ def test_routes_of_the_trainers_own_are_no_samplers():
 @settings(deadline=None)
 @given(st.data())
 def test_any_change_between_reading_and_dispatch_is_seen(data):
-    """Planted before the checksums of the trainer are made, so that they hold. This rank has one of two stages."""
+    """The fault is planted before the trainer computes its checksums, so these agree. This rank has one of two
+    stages."""
     seed, layers = data.draw(st.integers(0, 2**32)), (0, 1)
     parts = parts_of(seed)
     source, wrong = sources(parts), [replace(part, routes=part.routes.copy()) for part in parts]

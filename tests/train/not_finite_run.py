@@ -1,9 +1,9 @@
-"""A whole run on one rank, through its door, with the stand-in sampler of `one_step`, and one number that is not
-finite in each step but the first: a log-probability of the sampler, a gradient, a weight.
+"""Runs training on one rank through its command, with the stand-in sampler of `one_step`. Every step but the first gets
+one number that is not finite: a sampler logprob, a gradient, a weight.
 
     python not_finite_run.py OUT ARGUMENT ...
 
-OUT/steps.json: for each step whether weights, optimizer and random generators were the same bits after it.
+OUT/steps.json says for each step whether weights, optimizer and random generators kept the same bits.
 """
 
 import json
@@ -37,7 +37,7 @@ class Sampler(RandomSampler):
 
 
 def held(policy):
-    """All that an update may change, in bytes."""
+    """Return everything that an update may change, as bytes."""
     (optimizer,) = policy.optimizers
     parameters = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
     moments = [optimizer.optimizer.state[p][name] for p in parameters for name in sorted(optimizer.optimizer.state[p])]

@@ -1,9 +1,10 @@
-"""A whole run of one step on one rank, started through its door, with a stand-in for the sampler: random completions
-with random routes. Before the step is over, the innermost loss writes down who called it.
+"""Runs one training step on one rank through its command, with random completions and routes instead of a sampler.
+During the step, the innermost loss function writes down the call stack.
 
     python one_step.py OUT DOOR ARGUMENT ...
 
-DOOR: file of the command, run as __main__. OUT/stack.json: [[file, function], ...] of every frame, outermost first.
+DOOR is the file of the command, run as __main__. OUT/stack.json is [[file, function], ...] of all frames, outermost
+first.
 """
 
 import json
@@ -20,7 +21,7 @@ from moe_rl.types import Completion, Provenance, ScoredTokens, Span
 
 
 class RandomSampler:
-    """Stands for an engine. It takes weights and does not look at them."""
+    """Stands in for an engine. It accepts weights and ignores them."""
 
     vllm_version, workers, address = "none", 1, "127.0.0.1"
 

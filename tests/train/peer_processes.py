@@ -1,4 +1,4 @@
-"""The processes of tests/train/test_peers.py: ranks of a run without a run, and what holds their store."""
+"""The processes of tests/train/test_peers.py: ranks without a training run, and the process that holds their store."""
 
 import ctypes
 import json
@@ -22,14 +22,14 @@ def hold_store(out, errors):
 
 
 def beside(out, errors, port, folder):
-    """Rank 0 of two, as a child of this process."""
+    """Start rank 0 of two as a child of this process."""
     if os.fork() == 0:
         run_rank(out, errors, port, folder, 0, "sleep", 2, False)
     os.wait()
 
 
 def run_rank(out, errors, port, folder, rank, how, count, apart):
-    """Be in a step and do what `how` says. apart: each rank is on a host of its own."""
+    """Act as a rank in a step, and do what `how` says. With `apart`, each rank is on its own host."""
     _print_into(out, errors)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     if apart:
@@ -82,12 +82,12 @@ def _do(how, peers, store):
         except StopRequested:
             print("left", flush=True)
     if how == "in a collective":
-        ctypes.CDLL(None).sleep(60)  # no handler runs before it returns
+        ctypes.CDLL(None).sleep(60)  # no signal handler runs before this returns
     time.sleep(1 if how == "finish" else 60)
 
 
 def _second(store):
-    """What rank 1 says of itself."""
+    """Return the state that rank 1 reports."""
     return json.loads(store.get("1") or "{}")
 
 

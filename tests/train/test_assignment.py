@@ -1,4 +1,4 @@
-"""What a placement of experts is planned from, and what a checkpoint keeps of it."""
+"""Tests what a placement of experts is planned from, and what a checkpoint keeps of it."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ CONFIG = Path(__file__).parents[2] / "configs/tiny_moe_cpu.yaml"
 
 
 class Placed:
-    """Stands for a policy: remembers where it was told to put experts."""
+    """Stands in for a policy: remembers the placement that it was given."""
 
     def __init__(self):
         self.placement = natural_order(2, 4)

@@ -1,4 +1,4 @@
-"""What the canary says of routes and log-probabilities that are wrong, and that it says nothing of sound ones."""
+"""The canary reports wrong routes and logprobs, and reports nothing for correct ones."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def witness(rng):
 
 @pytest.fixture
 def hear(tmp_path, witness, rng):
-    """What is heard when the trainer chose `witness`, and the sampler recorded these routes."""
+    """Compare the canary of a trainer that chose `witness` with a sampler that recorded these routes."""
     runs = [tuple(rng.integers(0, 500, length).tolist()) for length in LENGTHS]
     canary = Canary(runs, TraceStore(tmp_path), SPEC)
 
@@ -55,7 +55,7 @@ def hear(tmp_path, witness, rng):
 
 
 def near_ties(witness, rng, share):
-    """The last expert of so many (token, layer) positions is another one: what rounding does."""
+    """Replace the last expert at some (token, layer) positions, as rounding does."""
     routes = witness.copy()
     for layer, row in np.argwhere(rng.random(witness.shape[:2]) < share):
         routes[layer, row, 3] = rng.choice(np.setdiff1d(np.arange(32), routes[layer, row]))
@@ -71,7 +71,7 @@ def test_engines_that_differ_by_rounding_are_healthy(hear, witness, rng, share):
 
 
 def in_layer(layer, change):
-    """A change of one layer [S, K]."""
+    """Change the routes [S, K] of one layer."""
     return lambda w: np.concatenate([w[:layer], change(w[layer])[None], w[layer + 1 :]])
 
 
@@ -104,7 +104,7 @@ def test_a_wrong_layer_is_named_and_its_routes_are_kept(hear, witness, rng, name
         hear((near_ties(change(witness), rng, share), None))
     assert name == "one layer twice" or "after the sync of version 3, canary-version000003-server0" in str(raised.value)
     assert hear.store.shards() == ["canary-version000003-server0"]
-    assert hear((witness, None)).mismatch == 0  # what is left of it is removed first
+    assert hear((witness, None)).mismatch == 0  # the kept shard is removed first
 
 
 def test_rows_of_older_weights_are_refused(hear, witness):
@@ -127,12 +127,12 @@ def test_tokens_behind_a_tie_that_fell_otherwise_do_not_count(hear, witness):
     apart[40:70] = 0.5
     heard = hear((routes, apart))
     assert heard.settled == 0 and heard.difference == pytest.approx(0.5 * 30 / ROWS)
-    routes[3, ::35] = [0, 1, 2, 4]  # where it is in every run, all of them count
+    routes[3, ::35] = [0, 1, 2, 4]  # at the start of every run: now all tokens count
     assert hear((routes, apart)).settled == pytest.approx(0.5 * 30 / ROWS)
 
 
 def test_the_expert_that_the_tokens_that_differ_have_taken_is_named(hear, witness):
-    """What an expert of the sampler does wrong shows from the first of a run's tokens on that takes it."""
+    """A wrong expert of the sampler changes logprobs from the first token of a run that uses it."""
     takes = (witness[5] == 17).any(-1).reshape(7, 35)
     apart = np.where(np.cumsum(takes, 1) > 0, 1e-3, 1e-7).ravel()
     assert (
@@ -145,7 +145,7 @@ def test_the_expert_that_the_tokens_that_differ_have_taken_is_named(hear, witnes
 
 
 def test_pairs_of_experts_are_not_named_by_chance():
-    """A thousand canaries of engines that differ in one of five sets, some of them for the same pair of rivals."""
+    """A thousand canaries of engines that differ in one of five sets, some for the same pair of experts."""
     rng = np.random.default_rng(1)
     for _ in range(200):
         witness = np.argsort(rng.random((5, 100, 16)), -1)[..., :4]

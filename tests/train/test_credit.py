@@ -1,4 +1,4 @@
-"""From rewards, and what a KL takes off them, to the advantages of every microbatch."""
+"""Tests how rewards, less a KL penalty, become the advantages of every microbatch."""
 
 import math
 from types import SimpleNamespace
@@ -26,12 +26,12 @@ def sequences():
 
 
 class Rank:
-    """What one rank has of two updates: microbatches of these sequences, by their number in the batch."""
+    """One rank's part of two updates: microbatches of these sequences, by their number in the batch."""
 
     def __init__(self, whole, updates, planted=()):
         self.shares = []
         rng = np.random.default_rng(1)
-        # of every sequence the same numbers, wherever it lies
+        # A sequence gets the same numbers on any rank.
         old, ref = ([rng.normal(-2, 0.5, n) for n in LENGTHS] for _ in range(2))
         for number, value in enumerate(planted, start=1):
             ref[number][0] = value
@@ -55,7 +55,7 @@ class Rank:
         }
 
 
-# What the two ranks of a batch have: update 0 is of the first group, update 1 of the second.
+# The two ranks of a batch: update 0 has the first group, update 1 the second.
 TWO_RANKS = [
     [([0, 1], [[1]]), ([2, 3, 4], [[4, 2]])],
     [([0, 1], [[0], []]), ([2, 3, 4], [[3]])],
@@ -63,7 +63,7 @@ TWO_RANKS = [
 
 
 def both(monkeypatch, objective, layouts=TWO_RANKS, speaks=(True, True), **options):
-    """{key: advantage} over both ranks, and the metrics of each, which exchange their sums as `world` would."""
+    """Return {key: advantage} over both ranks, and each rank's metrics. The ranks exchange sums as `world` would."""
     whole, ranks, sent, metrics = sequences(), [], [], []
     monkeypatch.setattr(credit.world, "all_reduce", lambda values: sent.append(values) or values)
     for layout, speaking in zip(layouts, speaks, strict=True):
@@ -86,7 +86,7 @@ def test_every_microbatch_gets_its_own(monkeypatch):
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_the_kl_of_the_whole_completion_is_taken_off_first(monkeypatch, estimator):
-    """Against loops in plain Python, over sequences that lie on different ranks."""
+    """Compares with loops in plain Python, over sequences on different ranks."""
     objective = GspoConfig(advantage="leave_one_out", kl_in="reward", kl_coef=0.3, kl_estimator=estimator)
     got, metrics, rank = both(monkeypatch, objective)
     sums = []
@@ -119,8 +119,8 @@ def test_a_dropped_sequence_has_no_kl_and_is_in_no_statistic(monkeypatch):
     objective = GspoConfig(advantage="group_mean", kl_in="reward", kl_coef=1e-9)
     without = [TWO_RANKS[0][:1] + [([2, 3], [[2]])], TWO_RANKS[1][:1] + [([2, 3], [[3]])]]
     got, _, _ = both(monkeypatch, objective, without)
-    assert "s4" not in got and got["s2"] == pytest.approx(0, abs=1e-6)  # 0.5 and 0.5 are left
-    # its reward is known when no KL is needed: there it counts
+    assert "s4" not in got and got["s2"] == pytest.approx(0, abs=1e-6)  # the remaining rewards are 0.5 and 0.5
+    # Without a KL penalty its reward is known, so it counts.
     got, _, _ = both(monkeypatch, GspoConfig(advantage="group_mean"), without)
     assert got["s2"] == pytest.approx(-5 / 6)
 

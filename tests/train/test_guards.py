@@ -1,4 +1,4 @@
-"""What ends a run, what does not, and that an interruption changes nothing about it."""
+"""Tests what ends a run and what does not, and that an interruption does not change this."""
 
 import json
 import math
@@ -30,7 +30,7 @@ def guards(**settings):
 
 
 def told(guard, changes, first=1):
-    """The errors after steps with these changes to healthy metrics, None for a step without one."""
+    """Return the errors after steps with these changes to healthy metrics; None for a step without an error."""
     errors = [guard.after_step(step, HEALTHY | change) for step, change in enumerate(changes, start=first)]
     return [error and error.message for error in errors]
 
@@ -114,7 +114,7 @@ def test_a_sampler_with_other_weights_ends_the_run_before_it_samples(difference)
 def test_the_limit_is_that_of_the_precisions():
     exact = Guards(GuardsConfig(), exact=True)
     exact.after_sync(1, heard(9.9e-5))
-    exact.after_sync(1, heard(0.5, settled=1e-6))  # a tie that fell otherwise in one run of the canary
+    exact.after_sync(1, heard(0.5, settled=1e-6))  # a tie was decided differently in one run of the canary
     with refused(WeightSyncError, got=("expert 3",), expected=("0.0001", "float32")):
         exact.after_sync(2, heard(1.1e-4))
     guards().after_sync(2, heard(1.1e-4))
@@ -126,7 +126,7 @@ def test_the_limit_is_that_of_the_precisions():
     assert not computes_alike(load_config("configs/tiny_moe_cpu.yaml", [*both, "rollout.weights=fp8_e4m3"]))
 
 
-# sync/canary_abs_diff of the demo, seed 1, when the canary was one run of 35 tokens.
+# Values of sync/canary_abs_diff in the demo, seed 1, when the canary was one run of 35 tokens.
 HEALTHY_SYNCS = [
     0.143, 0.0419, 0.0969, 0.0759, 0.0638, 0.0581, 0.0963, 0.0724, 0.0959, 0.0489, 0.0565, 0.123, 0.07, 0.0667, 0.0903,
     0.26, 0.0919, 0.0628, 0.114, 0.0646, 0.0617, 0.083, 0.129, 0.128, 0.117, 0.123, 0.126, 0.0614, 0.109, 0.0645, 0.237,
@@ -140,16 +140,16 @@ def test_a_difference_far_above_the_runs_own_ends_the_run():
         scattered.after_sync(version, heard(value))
     for version in range(4):
         quiet.after_sync(version, heard(0.01))
-    quiet.after_sync(4, heard(0.09))  # four are no history
+    quiet.after_sync(4, heard(0.09))  # four values are too few for a history
     with refused(WeightSyncError, expected=("0.08", " 5 ", "0.01")):
         quiet.after_sync(5, heard(0.09))
     told = guards(max_canary_difference=0.5)
     for version in range(6):
         told.after_sync(version, heard(0.01))
-    told.after_sync(6, heard(0.4))  # a limit of one's own is the only one
+    told.after_sync(6, heard(0.4))  # a configured limit replaces the automatic one
     exact = Guards(GuardsConfig(), exact=True)
     for version, value in enumerate([1e-9, 0.0, 1e-8, 1e-7, 3e-7, 7.9e-6]):
-        exact.after_sync(version, heard(value))  # all of them are rounding
+        exact.after_sync(version, heard(value))  # all these values are rounding
 
 
 def test_scattered_differences_are_not_refused_in_ten_thousand_syncs():

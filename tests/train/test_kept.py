@@ -1,4 +1,4 @@
-"""Rollouts that a run keeps: read back as they were written or refused, kept as long as their routes."""
+"""Kept rollouts are read back as written or refused, and kept as long as their routes."""
 
 import dataclasses
 
@@ -76,7 +76,7 @@ def test_files_and_shards_go_together(kept):
         kept.save(step, batch(step))
         shard(kept, step)
     kept.store.remove(shard_name(3))
-    assert kept.steps() == [1, 2, 4]  # what lacks its routes cannot be scored
+    assert kept.steps() == [1, 2, 4]  # rollouts without their routes cannot be scored
     (kept.folder / "step000005.tmp").write_bytes(b"cut")
     with ShardWriter(kept.store._local(), "step000004-round2", SPEC):
         pass

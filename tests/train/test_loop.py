@@ -1,4 +1,4 @@
-"""A step of the loop by itself; whole runs: tests/end_to_end."""
+"""Tests a step of the loop by itself; tests/end_to_end runs whole trainings."""
 
 import traceback
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -21,7 +21,8 @@ from moe_rl.train.step_metrics import Clock
         (EngineError("planted"), [], "planted; no checkpoint is complete: begin the run again in its folder with "
                                      "--resume {run} --step 0"),
         (EngineError("planted\n  | a log"), [2], "planted\n  | a log\ngo on after step 2 with --resume {run}"),
-        # The newest checkpoint holds the collapsed model, or cannot be read: the message names the other ones.
+        # The newest checkpoint holds the collapsed model, or cannot be read, so the message names the other
+        # checkpoints.
         (CollapseError("planted"), [2, 4], "planted; go on from another checkpoint with --resume {run} --step N; "
                                            "N may be 2"),
         (CheckpointError("planted"), [2], "planted"),
@@ -47,7 +48,7 @@ def test_an_error_that_nobody_expected_says_it_too(tmp_path):
 
 @pytest.mark.parametrize("where", ["nowhere", "collect", "save"])
 def test_rollouts_are_trained_on_when_all_of_them_are_kept(monkeypatch, where):
-    """The request to stop may come while they are written, before the thread that listens has noted it."""
+    """The request to stop may arrive while rollouts are written, before the watching thread notices it."""
 
     def left(at):
         if where == at:

@@ -1,4 +1,4 @@
-"""The loss of an update, whatever it is put together from, hides nothing that is not finite."""
+"""The loss of an update hides nothing that is not finite, whichever parts it consists of."""
 
 import math
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ GIVEN = ("logprobs", "old", "rollout", "ref", "entropies", "advantages")
 
 @st.composite
 def objectives(draw, name):
-    """A section as a config may have it."""
+    """Return an objective section as a config may have it."""
     rules = [
         {"rule": "veto", "level": "token", "low": 0.3},
         {"rule": "reject", "level": "geometric", "low": 0.5},
@@ -42,12 +42,12 @@ def objectives(draw, name):
         section["kl_unbiased"] = section["kl_estimator"] == "k1"
     try:
         return TypeAdapter(AnyObjective).validate_python(section)
-    except ValidationError:  # not every loss takes every correction
+    except ValidationError:  # not every loss supports every correction
         return TypeAdapter(AnyObjective).validate_python(section | {"corrections": ()})
 
 
 def evaluated(objective, tensors):
-    """The loss, and its sums."""
+    """Return the loss and its sums."""
     microbatch = SimpleNamespace(
         rollout_logprobs=tensors["rollout"], advantages=tensors["advantages"], sequence_ids=torch.tensor(IDS)
     )

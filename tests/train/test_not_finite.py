@@ -1,4 +1,4 @@
-"""What a whole run says of one number that is not finite: a log-probability, a gradient, a weight."""
+"""Tests what a whole run reports about one number that is not finite: a logprob, a gradient, a weight."""
 
 import json
 from pathlib import Path
@@ -18,18 +18,18 @@ def test_each_is_shown_where_it_is_nothing_moves_and_the_run_ends(tmp_path):
         "rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.dynamic_sampling_rounds=1", "eval.prompts=2",
         "eval.every_steps=100", "checkpoint.every_steps=100", "train.updates_per_step=1",
         "train.optimizer.warmup_steps=1", "guards.max_skipped_updates=2", "guards.collapse_steps=0",
-        "guards.alignment=false", "guards.max_canary_difference=1e9",  # the stand-in makes random routes
+        "guards.alignment=false", "guards.max_canary_difference=1e9",  # the stand-in sampler makes random routes
     ]  # fmt: skip
     run = alone("tests/train/not_finite_run.py", tmp_path, "--config", "configs/tiny_moe_cpu.yaml", *overrides)
     assert run.returncode == 2, run.stderr[-4000:]
-    # Updates of the gradient and of the weight were skipped, and changed no bit; the others are the witness.
+    # The updates with a bad gradient or weight were skipped and changed no bit; other updates did change bits.
     steps = json.loads((tmp_path / "steps.json").read_text())
     assert [(one["step"], one["same"]) for one in steps] == [(1, False), (2, False), (3, True), (4, True)]
     (folder,) = tmp_path.glob("tiny-moe-*")
-    sound, logprob, gradient = read_run(folder).train  # a step that ends the run has no line
+    sound, logprob, gradient = read_run(folder).train  # a step that ends the run has no line in the log
     assert "nonfinite" not in sound and sound["optim/skipped"] == logprob["optim/skipped"] == 0
     of_sampler = [key for key in logprob if key.startswith(("policy_kl/", "policy/")) and not key.endswith("_native")]
-    apart = {"policy/entropy", "policy/perplexity_train"}  # of the trainer alone
+    apart = {"policy/entropy", "policy/perplexity_train"}  # these metrics come from the trainer alone
     assert len(of_sampler) > 12 and {key for key in of_sampler if logprob[key] is not None} == apart
     assert gradient["optim/skipped"] == 1 and gradient["nonfinite"] == ["optim/grad_norm"]
     (told,) = [line for line in run.stderr.splitlines() if "NonFiniteError" in line]

@@ -1,4 +1,4 @@
-"""Ranks watch each other: who is lost is named, and nobody waits for the dead."""
+"""Ranks watch each other: the error names the lost rank, and no rank waits for a dead one."""
 
 import multiprocessing
 import os
@@ -10,13 +10,13 @@ import pytest
 from moe_rl.train.peers import EXIT_CODE, STOPPED
 from tests.train.peer_processes import beside, hold_store, run_rank
 
-# Its processes are forks of one that has imported torch.
+# The tests' processes are forked from a process that has imported torch.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.train.peer_processes"])
 
 
 class Process:
-    """A process of the tests: as a Popen, but for what it prints, which goes into files."""
+    """A process of the tests, like a Popen, except that its output goes into files."""
 
     def __init__(self, function, *arguments, folder):
         self._out, self._errors = folder / f"{time.monotonic_ns()}.out", folder / f"{time.monotonic_ns()}.err"
@@ -38,7 +38,7 @@ class Process:
         return self.poll()
 
     def line(self, number, timeout=30):
-        """A line of what it printed, as soon as it is there."""
+        """Return a line of its output as soon as it appears."""
         limit = time.monotonic() + timeout
         while not self._out.exists() or self._out.read_text().count("\n") <= number:
             assert time.monotonic() < limit and self.poll() is None, self.errors()
@@ -65,7 +65,7 @@ def start(tmp_path):
 
 @pytest.fixture
 def torchrun(start):
-    """Stands for the process of torchrun that holds the store."""
+    """Stands in for the torchrun process that holds the store."""
     return start(hold_store)
 
 
@@ -83,7 +83,7 @@ def ranks(start, torchrun, tmp_path):
 
 @pytest.fixture
 def saved(tmp_path):
-    """The run has a checkpoint."""
+    """Give the run a checkpoint."""
     (tmp_path / "checkpoints/step-000005").mkdir(parents=True)
 
 
@@ -107,7 +107,7 @@ def test_a_killed_rank_is_named_with_its_phase(ranks, tmp_path):
 
 @pytest.mark.parametrize("published", [True, False])
 def test_a_checkpoint_that_is_about_to_appear_is_waited_for(ranks, tmp_path, published):
-    """Every rank has handed in its part of it: it would be wrong to say that nothing stands."""
+    """Every rank has handed in its part, so it would be wrong to report that there is no checkpoint."""
     hidden = tmp_path / "checkpoints/.step-000005.tmp"
     hidden.mkdir(parents=True)
     for rank in range(2 if published else 1):
@@ -151,7 +151,7 @@ def test_a_lost_store_does_not_take_the_place_of_what_a_rank_has_to_say(ranks, t
 )
 def test_a_store_that_is_gone_or_stopped_ends_all_ranks(ranks, torchrun, blow, said):
     first, other = ranks("sleep", "in a collective", apart=True)
-    time.sleep(1)  # they have heard each other
+    time.sleep(1)  # time for the ranks to hear each other
     torchrun.send_signal(blow)
     code, errors = end(first, 10)
     store = f"torchrun's store at 127.0.0.1:{torchrun.line(0)}" if blow == signal.SIGSTOP else "torchrun's store at"
@@ -172,8 +172,8 @@ def test_ranks_that_were_all_stopped_for_a_while_go_on(ranks, torchrun):
 
 @pytest.mark.parametrize("other", ["sleep", "broken by a failure"])
 def test_a_rank_that_fails_is_heard_before_the_others_end(ranks, other):
-    """torchrun ends all ranks when the first has ended: that one must be the one with something to say, also where its
-    connections end before it does and a collective of another rank breaks off."""
+    """torchrun ends all ranks when the first one ends. So the first one must be the rank with the error, also if its
+    connections close before it ends and a collective on another rank fails."""
     survivor, failed = ranks(other, "fail slowly")
     while failed.poll() is None:
         assert survivor.poll() is None
@@ -194,14 +194,14 @@ def test_a_collective_that_breaks_off_is_laid_to_the_dead_peer(ranks):
 def test_a_peer_that_is_still_dying_when_the_collective_breaks_off_is_named(ranks):
     survivor, dying = ranks("broken off", "sleep")
     time.sleep(2)
-    assert survivor.poll() is None  # it has had its error for a second
+    assert survivor.poll() is None  # it got its error a second ago
     dying.kill()
     code, errors = end(survivor, 10)
     assert code == EXIT_CODE and f"rank 1 (pid {dying.pid} on " in errors and "died" in errors
 
 
 def test_ranks_on_other_nodes_give_the_same_reason(ranks, torchrun):
-    """Rank 1 hears rank 0 only; its collective broke off, and it waits to be told why. torchrun ends with rank 0."""
+    """Rank 1 hears from rank 0 only. Its collective failed, and it waits for the reason. torchrun ends with rank 0."""
     first, told, victim, other = ranks("sleep", "broken off", "sleep", "sleep", apart=True)
     for process in (victim, other):
         process.kill()
@@ -234,7 +234,7 @@ def test_sigterm_makes_a_rank_leave_its_sampling_and_is_told_to_the_others(ranks
     other, sampler = ranks("in a collective", "sampling")
     other.send_signal(signal.SIGTERM)
     assert sampler.line(1) == "left"
-    # nobody saves here: both have ended when the time is up, and say what stands
+    # Nothing saves here: both ranks end when the time is up, and name the last checkpoint.
     for process, who in ((sampler, 1), (other, 0)):
         code, errors = end(process, 15)
         assert code == STOPPED and f"rank {who}, in phase train of step 7, was asked to stop and did not" in errors
@@ -247,7 +247,7 @@ def test_what_does_not_fit_into_the_grace_is_not_begun(ranks, saved):
     code, errors = end(asked, 10)
     assert code == STOPPED
     assert "finishing the step and saving would take" in errors and "steps 6 to 7 will be repeated" in errors
-    # it is not taken for dead: the other hears that they were asked, and ends in its own time
+    # The ended rank does not count as dead: the other rank learns of the request, and ends in its own time.
     code, errors = end(other, 15)
     assert code == STOPPED and "did not end within checkpoint.grace_seconds" in errors
 
@@ -256,7 +256,7 @@ def test_one_request_may_come_twice(ranks):
     asked, other = ranks("sleep", "sleep")
     asked.send_signal(signal.SIGTERM)
     time.sleep(0.5)
-    asked.send_signal(signal.SIGTERM)  # as torchrun does, after a scheduler that signalled both
+    asked.send_signal(signal.SIGTERM)  # torchrun sends this after a scheduler signalled both
     time.sleep(0.5)
     assert asked.poll() is None
     assert "was asked to stop and did not" in end(asked, 15)[1]
@@ -273,7 +273,7 @@ def test_a_second_request_ends_it(ranks):
 
 
 def test_a_rank_whose_torchrun_died_ends(start, torchrun, tmp_path):
-    """It would go on alone, beside the run that takes its folder over."""
+    """Otherwise it would go on beside the run that takes over its folder."""
     agent = start(beside, torchrun.line(0), tmp_path)
     assert agent.line(0) == "ready"
     agent.kill()

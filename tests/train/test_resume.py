@@ -1,4 +1,5 @@
-"""Rollouts that an ended process left: trained on when everything agrees, sampled again when anything does not."""
+"""Rollouts left by an ended process: the step trains on them if everything agrees, and samples again if anything does
+not."""
 
 import dataclasses
 
@@ -18,7 +19,7 @@ DONE, STEP = 1, 2
 
 
 class Left:
-    """What a process left that was killed after it had sampled step 2; the checkpoint is of step 1."""
+    """The files of a process that was killed after it had sampled step 2; its checkpoint is of step 1."""
 
     def __init__(self, folder, *, version=DONE):
         (folder / "trace").mkdir()
@@ -109,7 +110,7 @@ def test_routes_that_are_damaged_gone_or_of_other_tokens_are_not_taken(left, tmp
 
 @pytest.mark.parametrize("what", ["lost", "damaged"])
 def test_a_shard_whose_line_the_manifest_lost_is_not_taken(left, tmp_path, what):
-    """Its own digests agree: nothing but the manifest says that this run published it."""
+    """The shard's own digests agree; only the manifest says that this run published it."""
     manifest = tmp_path / "trace/manifest.jsonl"
     line = manifest.read_bytes()
     manifest.write_bytes(b"" if what == "lost" else line[:40] + line[41:])
@@ -123,7 +124,7 @@ def test_a_shard_whose_line_the_manifest_lost_is_not_taken(left, tmp_path, what)
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
-    """A checkpoint of the same config, so that nothing else is wrong: steps, prompts and shapes are the same."""
+    """The checkpoint has the same config, so nothing else is wrong: steps, prompts and shapes are the same."""
     (tmp_path / "other").mkdir()
     ledgers = [PromptLedger(tmp_path / name / "prompts.jsonl") for name in (".", "other")]
     for ledger, completions in zip(ledgers, ("first", "sampled otherwise"), strict=True):

@@ -1,4 +1,4 @@
-"""What a request to sample asks for. Dynamic sampling: which groups are sampled, trained on and discarded, and that
+"""Tests the requests to the sampler, and dynamic sampling: which groups are sampled, trained on and discarded, and that
 every prompt is accounted for."""
 
 import json
@@ -21,7 +21,7 @@ PROMPTS, SIZE = 2, 3
 
 
 class Engine:
-    """Samples completions of as many tokens as their number in the group, and notes what it was asked."""
+    """Gives the completion with number n in its group n tokens, and remembers the requests."""
 
     def __init__(self, root):
         self.root, self.asked = root, {}
@@ -42,8 +42,12 @@ class Engine:
 
 
 class Rig:
-    """Rank 0's half of a step without a model. informative, failed: numbers of groups in their step; in the former a
-    completion's reward is its number in the group, in others all have 0.5."""
+    """Rank 0's half of a step without a model.
+
+    Args:
+        informative, failed: Numbers of groups in their step. In informative groups the reward of a completion is its
+            number in the group; in other groups all rewards are 0.5.
+    """
 
     def __init__(self, folder, rounds, *overrides, informative=(), failed=()):
         (folder / "trace").mkdir(parents=True)
@@ -94,12 +98,12 @@ def test_without_it_every_group_is_trained_on(tmp_path):
 @pytest.mark.parametrize(
     ("informative", "failed", "rounds", "trained", "lacking"),
     [
-        ([0, 1], [], 1, [0, 1], 0),  # enough at once
-        ([1, 2, 3], [], 2, [1, 2], 0),  # one more than needed
-        ([5], [], 3, [5], 1),  # the rounds ran out
-        ([], [], 3, [0, 1], 2),  # nothing to be learnt
-        ([], [0, 2], 3, [1, 3], 2),  # nor from what could not be verified
-        ([0, 3], [0], 3, [3], 1),  # a group that failed has no difference
+        ([0, 1], [], 1, [0, 1], 0),  # the first round suffices
+        ([1, 2, 3], [], 2, [1, 2], 0),  # one group more than needed
+        ([5], [], 3, [5], 1),  # there are no more rounds
+        ([], [], 3, [0, 1], 2),  # no group has differing rewards
+        ([], [0, 2], 3, [1, 3], 2),  # verification failed for some groups
+        ([0, 3], [0], 3, [3], 1),  # a group whose verification failed has no differing rewards
     ],
 )
 def test_it_samples_on_until_enough_groups_differ(tmp_path, informative, failed, rounds, trained, lacking):
@@ -112,7 +116,7 @@ def test_it_samples_on_until_enough_groups_differ(tmp_path, informative, failed,
     assert batch.metrics["group/discarded"] == sampled - len(trained)
     assert batch.metrics["rollout/sequences"] == SIZE * sampled
     assert batch.metrics["trace/bytes"] == 10 * rounds
-    # a shard a round, of which no two requests have the same key
+    # One shard per round; no two requests in a shard have the same key.
     assert list(rig.engine.asked) == ["step000001", "step000001-round2", "step000001-round3"][:rounds]
     keys = [key for asked in rig.engine.asked.values() for key in asked]
     assert len(set(keys)) == len(keys) == SIZE * sampled
@@ -130,7 +134,7 @@ def test_the_ledger_holds_what_was_discarded_too_and_a_resumed_run_goes_on_from_
     broken = Rig(tmp_path / "broken", 3, informative=[1, 3])
     broken.collect(1)
     cursor = broken.rollouts.source.cursor
-    broken.collect(2)  # lost: the checkpoint is of step 1
+    broken.collect(2)  # lost, because the checkpoint is of step 1
     resumed = broken.rollouts
     resumed.ledger = PromptLedger(resumed.ledger.path)
     assert resumed.ledger.rewind(1) == 1
@@ -152,7 +156,7 @@ def test_nothing_verified_ends_the_run_after_the_last_round(tmp_path):
 
 
 def test_the_overlong_penalty_is_in_the_reward_and_makes_a_difference(tmp_path):
-    """Completions of 1, 2 and 3 tokens where 3 is the limit, and the last 2 count."""
+    """Completions have 1, 2 and 3 tokens; the limit is 3, and the last 2 tokens are penalised."""
     overrides = ["rollout.max_completion_tokens=3", "task.overlong={cache_tokens: 2, penalty: 0.4}"]
     batch = Rig(tmp_path, 2, *overrides).collect()
     assert [s.reward for s in batch.sequences] == pytest.approx([0.5, 0.3, 0.1] * PROMPTS)
@@ -186,18 +190,18 @@ def test_tokens_are_removed_where_the_policy_is_sampled_and_not_where_it_is_gree
     assert (greedy.top_k, greedy.top_p, greedy.min_p) == (0, 1.0, 0.0)
 
 
-END, USER = 1, 0  # of the shipped tokenizer: <|end|>, and a token that stands for a second stop token
+END, USER = 1, 0  # <|end|> of the shipped tokenizer, and a token that plays a second stop token
 
 
 @pytest.mark.parametrize(
     ("tokens", "finish", "seen", "stop"),
     [
         ((20, 23, 19, END), "stop", "140", END),
-        ((20, 23, 19, USER), "stop", "140", USER),  # a chat's turn ends in another one than the first
+        ((20, 23, 19, USER), "stop", "140", USER),  # a chat turn ends with the second stop token
         ((USER, 20, END, 23, 19, USER), "stop", "<|pad|>1<|end|>40", USER),
         ((20, 23, 19, END, USER), "stop", "140<|end|>", USER),
         ((20, 23, 19), "length", "140", None),
-        ((20, 23, 19, USER), "length", "140<|pad|>", None),  # cut short, and nothing of it is taken away
+        ((20, 23, 19, USER), "length", "140<|pad|>", None),  # cut off at the limit; no token is removed
         ((USER,), "stop", "", USER),
     ],
 )

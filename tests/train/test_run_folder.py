@@ -1,4 +1,4 @@
-"""Who may write into a run's folder."""
+"""Tests who may write into a run folder."""
 
 import os
 import socket
@@ -38,14 +38,14 @@ def test_a_run_that_is_still_going_is_not_taken_over(tmp_path, rank, monkeypatch
     monkeypatch.setattr(run_folder, "_STILL_ENDING", 0.3)
     with refused(ConfigError, folder=tmp_path), held(RunFolder(tmp_path), first=True):
         pass
-    with held(RunFolder(tmp_path), first=False):  # its other ranks
+    with held(RunFolder(tmp_path), first=False):  # other ranks of the same run
         pass
 
 
 def test_who_is_refused_is_told_where_the_run_is(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "_STILL_ENDING", 0.3)
     said = f"rank 0 is or was pid {os.getpid()} on {socket.gethostname()}"
-    for _ in range(2):  # a later run is not told of an earlier one
+    for _ in range(2):  # a later run does not hear of an earlier one
         with held(RunFolder(tmp_path), first=True):
             refused = pytest.raises(ConfigError, match=f"run.lock; {said}. Wait")
             with refused, held(RunFolder(tmp_path), first=True):
@@ -57,6 +57,6 @@ def test_what_is_left_of_a_run_that_was_killed_is_waited_for(tmp_path, rank):
     subprocess.Popen([sys.executable, "-c", f"import os, time; time.sleep(0.5); os.kill({rank.pid}, 9)"])
     with held(RunFolder(tmp_path), first=True):
         assert rank.wait(1) == -9
-        # no later one before this ends, but its own ranks
+        # No later run may lock the folder before this one ends, but its own ranks may.
         with held(RunFolder(tmp_path), first=False):
             assert os.path.exists(tmp_path / "run.lock")

@@ -1,4 +1,4 @@
-"""How deep the loss lies below the command: through so many functions a reader goes."""
+"""Tests how many functions a reader passes from the command to the loss."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def test_from_the_command_to_the_loss_there_are_at_most_seven_frames(tmp_path):
         DOOR,
         "--config",
         "configs/tiny_moe_cpu.yaml",
-        "guards.alignment=false",  # the stand-in makes random routes
+        "guards.alignment=false",  # the stand-in sampler makes random routes
         *overrides,
     )
     assert run.returncode == 0, run.stderr[-4000:]
@@ -35,7 +35,7 @@ def test_from_the_command_to_the_loss_there_are_at_most_seven_frames(tmp_path):
         parts = (ROOT / file).relative_to(ROOT).parts if (ROOT / file).is_relative_to(ROOT) else ("",)
         if parts[0] in ("moe_rl", "tools", "tests"):
             below.append(f"{'/'.join(parts)}:{name}")
-    # the last stands for the policy loss itself, `objectives.sequence_ratio.gspo`
+    # The last frame stands for the policy loss itself, `objectives.sequence_ratio.gspo`.
     assert below[0] == "moe_rl/commands/train.py:run" and below[-1] == "tests/train/one_step.py:gspo"
     assert len(below) <= 7, below
     assert "moe_rl/train/loop.py:train" in below and "moe_rl/megatron/policy.py:update" in below

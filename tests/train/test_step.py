@@ -1,4 +1,4 @@
-"""What the loss of a microbatch adds to a step's sums."""
+"""Tests what the loss of a microbatch adds to a step's sums."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from moe_rl.train.shares import MicrobatchWork, UpdateShare
 
 
 def test_sums_wait_for_the_end_of_the_update(monkeypatch):
-    """No microbatch makes the host wait for the device: nothing is read until all of them are through."""
+    """No microbatch may make the host wait for the device: sums are read after all microbatches have run."""
     corrections = (
         CorrectionConfig(level="token", rule="veto", low=0.5),
         CorrectionConfig(level="sequence", rule="truncate", high=2.0),
@@ -37,18 +37,18 @@ def test_sums_wait_for_the_end_of_the_update(monkeypatch):
             float(logprobs[0])
         one = loss(0, logprobs)
         loss(1, logprobs)
-    # sequence 0 went up by exp(0.25) and is clipped; sequence 1 went down by exp(-0.1), within the range
+    # Sequence 0 went up by exp(0.25) and is clipped; sequence 1 went down by exp(-0.1), within the range.
     assert float(sums.clip_units) == 4 and float(sums.clip_events) == 2
     assert float(sums.ratio) == pytest.approx(2 * (torch.tensor([0.25, -0.1]).exp().sum().item()))
     assert float(sums.loss) == pytest.approx(2 * one.item()) and float(sums.kl) > 0
-    assert sums.corrections.tolist() == [6, 6, 6, 0, 0, 4, 0]  # trainer and sampler agree: every weight is 1
+    assert sums.corrections.tolist() == [6, 6, 6, 0, 0, 4, 0]  # trainer and sampler agree, so every weight is 1
 
 
 @pytest.mark.parametrize("name", LOSS_PARAMETERS)
 def test_every_loss_is_given_its_parameters_its_denominator_and_its_weights(name):
-    """The KL penalty has a denominator of its own: its value does not depend on the loss beside it."""
+    """The KL penalty has its own denominator: its value does not depend on the policy loss."""
     corrections = (CorrectionConfig(level="geometric", rule="reject", low=0.5),)
-    objective = LOSSES[name].model_construct(  # unchecked: not every loss may be given these corrections
+    objective = LOSSES[name].model_construct(  # skips validation, because not every loss accepts these corrections
         name=name,
         kl_coef=0.5,
         kl_estimator="k1",
@@ -58,7 +58,7 @@ def test_every_loss_is_given_its_parameters_its_denominator_and_its_weights(name
         **LOSS_PARAMETERS[name],
     )
     logprobs, old = torch.tensor([-1.0, -2.0, -0.5, -1.0]), torch.tensor([-1.0, -2.1, -0.4, -1.1])
-    # to the sampler: one more likely than half as much, one less, and one that has gone down since
+    # Ratios to the sampler: one above one half, one below, and one that has decreased since.
     rollout = old + torch.tensor([0.3, 0.5, 0.9, 0.2])
     microbatch = SimpleNamespace(
         advantages=torch.tensor([1.0, -1.0, -1.0]),
@@ -84,6 +84,6 @@ def test_every_loss_is_given_its_parameters_its_denominator_and_its_weights(name
     assert float(sums.kl) == pytest.approx(float(kl), rel=1e-6) and float(kl) != 0
     assert float(total) == pytest.approx(float(alone.loss + 0.5 * kl), rel=1e-6)
     assert sums.corrections.tolist() == [4, 3, 3, 1, 0, 3, 1]
-    # the mask looks at the policy as it is now
+    # The mask uses the current policy.
     UpdateLoss(objective, share, sums)(0, logprobs - torch.tensor([0.0, 0.0, 0.0, 1.0]))
     assert sums.corrections.tolist() == [8, 5, 5, 3, 0, 6, 3]

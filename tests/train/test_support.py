@@ -1,4 +1,4 @@
-"""Recorded sampling supports: read back as written, and refused by request and token where they cannot be right."""
+"""Recorded sampling supports are read back as written; impossible supports are refused, naming request and token."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ COUNTS, IDS = [3, 0, 2], [2, 7, 30, 9, 49]
 
 @pytest.fixture
 def read(tmp_path):
-    """What is read back of a completion of TOKENS with these arrays."""
+    """Read the support of a completion of TOKENS with these arrays."""
 
     def run(**aux):
         store = TraceStore(tmp_path / "trace")
