@@ -1,9 +1,9 @@
-"""Sums up what the trainer holds of each part of the model, from megatron's parameters themselves.
+"""Sums up what the trainer holds of each part of the model, directly from Megatron's parameters.
 
-`moe_rl/weights/conservation.py` compares these sums with those of the exported tensors. This module shares nothing with
-`hf_map.py`, so that a mistake in one of the two shows. It has its own table of parameter names, and cuts only pieces
-that lie in one parameter. The ranks exchange nothing but sums. Megatron marks the parameters that are cut among ranks:
-these marks say which rank's elements count. The dispatcher says which expert each slot holds.
+`moe_rl/weights/conservation.py` compares these sums with those of the exported tensors. This module shares no code with
+`hf_map.py`, so that a mistake in one of them is detected. It has its own table of parameter names, and only cuts pieces
+out of single parameters. The ranks exchange nothing but sums. Megatron marks the parameters that ranks split: the marks
+tell which rank's elements count. The dispatcher tells which expert each slot holds.
 
 Two more comparisons are made on the way. Data-parallel and tensor-parallel ranks must hold the same copies. And the
 parameters that the model computes with must be the float32 values that the optimizer wrote, rounded.
@@ -34,8 +34,8 @@ type Cut = Callable[[Tensor], Sequence[Tensor]]
 _CHUNK = 1 << 18
 """Elements that are compared at a time."""
 
-# Parameters of torch layers and of TransformerEngine's, and the tensors in them: rows of gate above those of up; for
-# each key-value group its queries, its key, its value. "|": of these the one that the model has.
+# Maps parameters of torch's and TransformerEngine's layers to the tensors in them. Gate rows are above up rows; each
+# key-value group has its queries, its key and its value. Between names separated by "|", the model has one.
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _ENDS = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
@@ -76,9 +76,11 @@ _OF_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Owned:
-    """A parameter or an expert bias of this rank, and the parts of the model in it.
+    """A parameter or an expert bias of this rank, with the parts of the model in it.
 
-    parts: their names. cut: gives the elements of each part, in that order.
+    Attributes:
+        parts: Names of the parts.
+        cut: Returns the elements of each part, in the order of `parts`.
     """
 
     tensor: Tensor
@@ -90,7 +92,12 @@ class LiveWeights:
     """Sums up the parameters of this rank's share of a model, and remembers which parts lie in which parameter."""
 
     def __init__(self, chunks: Iterable[torch.nn.Module], facts: ModelFacts, parts: Mapping[str, int]):
-        """chunks: the (unwrapped) GPTModels of this rank. parts: the number of each part of the model by its name."""
+        """Remember the model; nothing is summed yet.
+
+        Args:
+            chunks: The (unwrapped) GPTModels of this rank.
+            parts: {part of the model: its number}.
+        """
         self._chunks, self._facts, self._parts = list(chunks), facts, parts
         self._layout: tuple[list[object], list[object]] = ([], [])
         self._held: list[_Owned] = []
@@ -100,9 +107,13 @@ class LiveWeights:
     def content(self, dtype: torch.dtype, optimizers: list[MegatronOptimizer], *, updated: bool) -> Content:
         """Sum up what all ranks hold of each part, cast to `dtype`. All ranks call this together.
 
-        updated: whether the optimizers have written since the last call. The parameters must then be what they wrote.
-        Raises WeightSyncError on all ranks when ranks hold different copies of a part, and when a parameter is not what
-        its optimizer wrote.
+        Args:
+            updated: Whether the optimizers have written since the last call. The parameters must then be what they
+                wrote.
+
+        Raises:
+            WeightSyncError: Ranks hold different copies of a part, or a parameter is not what its optimizer wrote.
+                Raised on all ranks.
         """
         device = world.device()
         # Thousands of small calls follow, and none names a device. The CPU back end's mode would double their time.
@@ -166,7 +177,7 @@ def _layout(chunks: Iterable[torch.nn.Module]) -> tuple[list[object], list[objec
 
 
 def _held(model: torch.nn.Module, facts: ModelFacts, parts: Mapping[str, int]) -> Iterator[_Owned]:
-    """Give every parameter and expert bias of a model, with the parts in it."""
+    """Yield every parameter and expert bias of a model, with the parts in it."""
     tensors = dict(model.named_parameters())
     tensors |= {name: t for name, t in model.named_buffers() if name.endswith(".router.expert_bias")}
     for name, tensor in tensors.items():
@@ -181,8 +192,11 @@ def _held(model: torch.nn.Module, facts: ModelFacts, parts: Mapping[str, int]) -
 
 
 def _kinds(held: Iterable[_Owned], parts: Mapping[str, int]) -> Tensor:
-    """Mark the parts that this rank holds, bool [4, parts]: those outside of experts, those of experts, those of which
-    tensor-parallel ranks hold copies, and those whose elements count on this rank."""
+    """Return marks of the parts that this rank holds, bool [4, parts].
+
+    The rows mark parts outside experts, parts of experts, parts of which tensor-parallel ranks hold copies, and parts
+    whose elements count on this rank.
+    """
     dense, expert, copied, counted = ([False] * len(parts) for _ in range(4))
     first_dense, first_experts = world.holds_first_replica()
     for one in held:
@@ -234,12 +248,12 @@ def _existing(front: str, names: str, parts: Mapping[str, int]) -> str:
 
 
 def _is_cut(parameter: Tensor) -> bool:
-    """Whether the ranks that compute with a layer together have different elements of it."""
+    """Return whether the ranks that compute a layer together hold different elements of the parameter."""
     return getattr(parameter, "tensor_model_parallel", False)
 
 
 def _first_of_copies(of_expert: bool) -> bool:
-    """Whether this rank is the first of those that compute with a layer together, or with its experts."""
+    """Return whether this rank is the first of those that compute a layer, or its experts, together."""
     group = (
         parallel_state.get_expert_tensor_parallel_group()
         if of_expert
@@ -296,10 +310,10 @@ def _equal(has: Tensor, wrote: Tensor) -> bool:
 
 
 def _differs(table: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """bool [parts], where the ranks of a group have other sums; the same on all of them."""
+    """Return bool [parts], true where the ranks of a group have different sums; the same on all of them."""
     if group.size() == 1:
         return torch.zeros(table.shape[1], dtype=torch.bool, device=table.device)
-    most = torch.stack((table, ~table))  # of ~table the largest is that of the smallest
+    most = torch.stack((table, ~table))  # the largest ~value belongs to the smallest value
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
     return (most[0] != ~most[1]).any(0)
 
@@ -311,13 +325,13 @@ def _refuse(parts: Mapping[str, int], *, late: Tensor, unlike: Tensor) -> None:
             late,
             "the trainer computes with other weights than its optimizer wrote",
             "every parameter as the optimizer's float32 values, rounded",
-            "look for parameters that an update has not refreshed; the run cannot go on with them",
+            "look for parameters that an update has not refreshed; the run cannot continue with them",
         ),
         (
             unlike,
             "ranks hold different copies of the same weights",
             "the same bits on all ranks that hold a part",
-            "look for a rank that missed an update, or for damaged memory; go on with --resume, which loads all ranks",
+            "look for a rank that missed an update, or for damaged memory; then resume, which loads all ranks again",
         ),
     ):
         wrong = [place(names[at]) for at in found.nonzero().flatten().tolist()]

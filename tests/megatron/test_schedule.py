@@ -165,7 +165,7 @@ def test_a_forward_only_pass_that_raises(one_rank, recompute, monkeypatch):
 @pytest.mark.parametrize(
     ("start", "message"),
     [
-        ("its own session", "already open .eval.: got update, expected none"),
+        ("its own session", "already open .eval.: got update, expected no open session"),
         ("no session", "outside its replay session .natively routed.: got update is open"),
         ("a session that is not open", "outside its replay session .eval, rank 0.: got update is open"),
         ("the update's session", "not taken exactly once .update.* microbatch 0 layer 0 forward 2 times"),
