@@ -159,7 +159,8 @@ class PackedAttention(torch.nn.Module):
 def _slots(
     lengths: tuple[int, ...], rank: int, ranks: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return where rows go in rectangles of B sequences, padded to the longest, and what a query may see there.
+    """Return the places of rows in rectangles of B sequences, each padded to the longest, and the position of each
+    query.
 
     Returns:
         The places of this context-parallel rank's T queries, [T], in a rectangle 1/ranks as wide.

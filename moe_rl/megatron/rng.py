@@ -11,8 +11,8 @@ _STRIDE = 1_000_003
 
 
 def seed(run_seed: int, step: int) -> None:
-    """Seed every stream again from the run's seed and the number of finished steps, different on ranks where Megatron
-    needs it.
+    """Seed every stream again, from the run's seed and the number of finished steps. Ranks get different seeds where
+    Megatron needs them.
 
     Used when a run continues with another layout, for which no saved streams exist.
     """

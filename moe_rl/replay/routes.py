@@ -224,7 +224,7 @@ def microbatch_routes(
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
     ids = np.concatenate([part.routes for part in parts])
-    ids = ids if ids.dtype == np.uint8 else ids.astype(np.int16)  # torch indexes with few unsigned types
+    ids = ids if ids.dtype == np.uint8 else ids.astype(np.int16)  # torch cannot index with uint16
     salts = np.concatenate([row_salts(name, tokens).view(np.int64) for name, tokens in zip(names, fed, strict=True)])
     native = np.concatenate([part.native for part in parts])[rows]
     recorded = np.concatenate([part.recorded for part in parts])

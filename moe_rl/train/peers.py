@@ -207,7 +207,7 @@ class Peers:
         """Announce what this rank is doing. If the rank is lost meanwhile, the error message names the phase.
 
         Args:
-            seconds: Expected duration, for a phase that a run which is asked to stop finishes first.
+            seconds: Expected duration, if the phase must finish before a requested stop.
         """
         self._phase, self._part, self._step, self._due = name, "", step, time.monotonic() + seconds
         self._wire.beat()

@@ -161,7 +161,7 @@ def loss_metrics(objective: ObjectiveConfig, sums: LossSums, updates: int) -> di
 
 
 def _replay(shown: Shown) -> dict[str, float]:
-    """Return the metrics that prove that the routes were taken, and those on how they were dispatched."""
+    """Return the metrics that prove that routes were taken, and that show how they were dispatched."""
     tallies = shown.tallies
     consumed, expected, applied, planned, dispatched = world.all_reduce(
         [
