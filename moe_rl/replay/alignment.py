@@ -138,8 +138,8 @@ class _Sums:
         shared: [shifts, L, L], experts in both the record and the compared row.
         compared: [shifts], rows that have a neighbour at this shift.
         own: [L], experts shared with the own row.
-        unrelated_rows, unrelated_score, unrelated_shared: [L], as rows, score, shared, against a row of an unrelated
-            token.
+        unrelated_rows, unrelated_score, unrelated_shared: [L], the same as rows, score and shared, for comparisons
+            with the row of an unrelated token.
         varies: [L], above 0 if the record is not the same in all rows.
         sampled: Number of sampled rows.
     """

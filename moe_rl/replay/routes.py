@@ -110,7 +110,7 @@ def read_routes(
 ) -> SequenceRoutes:
     """Read the routes of one sequence in `layers`, and prove that they belong to the tokens that will be fed.
 
-    Nothing is read from other layers, and from other rows only to bridge short gaps.
+    Other layers are not read; rows of other ranks are read only to bridge short gaps.
 
     Args:
         layers: [L], global layer numbers, increasing.

@@ -327,8 +327,8 @@ class Peers:
                 self._seen.pop(rank, None)
                 continue
             if state["phase"] == "failed":
-                # That rank is about to report its error. If this rank ended first, torchrun would kill that one before
-                # it can.
+                # The failed rank is about to report its error. If this rank ended first, torchrun would kill the other
+                # before it reports.
                 since = self._failed_since.setdefault(rank, time.monotonic())
                 if rank in dead or time.monotonic() - since > self.timeout:
                     return ""
