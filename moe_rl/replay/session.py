@@ -78,8 +78,8 @@ class ReplaySession:
         alignment: Result of the alignment test.
 
     Raises:
-        ReplayError: The session is nested, is asked while it is not open, or is asked for an unknown key or for the key
-            of other tokens; at exit, a check failed.
+        ReplayError: Sessions are nested, or this one is used while it is not open. A router asks for an unknown key,
+            or for the key of other tokens. A check at exit fails.
     """
 
     microbatches: list[MicrobatchRoutes]
@@ -289,7 +289,8 @@ class ReplaySession:
             return
         plan = self.plan(microbatch, layer, len(routing_map))
         if plan is not None:
-            # A plan sends R x K distinct entries. If all are in the map, and the map is the record, they are the map.
+            # A plan sends R x K distinct entries. If all of them are in the map, and the map equals the record, the
+            # plan sends exactly the map.
             sent = routing_map.reshape(-1).index_select(0, plan.entries)
             self._misplanned.append((microbatch, layer, ~sent.all()))
         self.tally.dispatched += 1
