@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv lock demo test chaos test-all lint docs clean
+.PHONY: help venv lock demo test chaos mutants test-all lint docs clean
 
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
@@ -32,9 +32,12 @@ test: $(READY) ## run the tests that go before every commit
 chaos: $(READY) ## plant faults into real runs and see that each is named: see docs/internals/chaos.md
 	@$(VENV)/bin/python -m pytest -q -m chaos tests/chaos
 
-test-all: $(READY) ## run every test, the long ones too; then chaos
+mutants: $(READY) ## plant faults into a copy of the code, see that make test notices: docs/internals/mutants.md
+	@$(VENV)/bin/python -m tests.mutants
+
+test-all: $(READY) ## run every test, the long ones too; then chaos and mutants
 	@$(VENV)/bin/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder -m "not gpu and not chaos"
-	@$(MAKE) --no-print-directory chaos
+	@$(MAKE) --no-print-directory chaos mutants
 
 lint: $(READY) docs ## check style, layout, types, spelling and the links of the docs
 	@$(VENV)/bin/ruff check --quiet .

@@ -141,3 +141,16 @@ def test_the_trainers_own_routes_are_planned_as_they_were_recorded():
     with session(recorded, plans=[got]) as s:
         run(s)
     assert s.tally.planned == len(LAYERS)
+
+
+def test_rows_go_to_the_slots_where_their_experts_lie():
+    one, order = table(0), np.roll(NATURAL, 3, axis=1)
+    (plan,) = plan_dispatch([one], LAYERS, ALONE, lambda counts: counts[None], order)
+    for at, layer in enumerate(LAYERS):
+        slot_of = {int(expert): slot for slot, expert in enumerate(order[at])}
+        ids = one.routes[layer].tolist()
+        sent = sorted((slot_of[expert], row, expert) for row, experts in enumerate(ids) for expert in experts)
+        entries = [divmod(entry, EXPERTS) for entry in plan[layer].entries.tolist()]
+        assert entries == [(row, expert) for _, row, expert in sent]
+        per_slot = [sum(expert in experts for experts in ids) for expert in order[at].tolist()]
+        assert plan[layer].chunks[0].per_expert.tolist() == per_slot

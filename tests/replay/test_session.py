@@ -657,3 +657,13 @@ def test_any_change_between_reading_and_dispatch_is_seen(data):
     else:
         with refused(ReplayError, got=(f"{len(changed)} of 2", "; ".join(changed))), s:
             run(s)
+
+
+def test_the_same_tokens_in_another_order_are_refused():
+    one = table(0)
+    moved = one.fed.tokens.flip(0)
+    assert not torch.equal(moved, one.fed.tokens)
+    with pytest.raises(ReplayError), session([one]) as s:
+        s.begin_forward(0, moved)
+        for layer in LAYERS:
+            s.check_dispatch(0, layer, chosen(s.take(0, layer, TOKENS)))

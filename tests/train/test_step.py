@@ -87,3 +87,15 @@ def test_every_loss_is_given_its_parameters_its_denominator_and_its_weights(name
     # The mask uses the current policy.
     UpdateLoss(objective, share, sums)(0, logprobs - torch.tensor([0.0, 0.0, 0.0, 1.0]))
     assert sums.corrections.tolist() == [8, 5, 5, 3, 0, 6, 3]
+
+
+def test_the_entropy_bonus_lowers_the_loss_by_the_mean_over_all_tokens():
+    logprobs, old = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -2.0, -0.4])
+    microbatch = SimpleNamespace(
+        advantages=torch.tensor([1.0, -1.0]), sequence_ids=torch.tensor([0, 0, 1]), rollout_logprobs=old
+    )
+    share = UpdateShare([MicrobatchWork(microbatch, None, old)], 4, 4, 6)
+    without = UpdateLoss(GspoConfig(), share, LossSums())(0, logprobs)
+    entropies = torch.tensor([1.0, 2.0, 0.5])
+    bonus = UpdateLoss(GspoConfig(entropy_coef=0.5), share, LossSums())(0, logprobs, entropies)
+    assert float(bonus - without) == pytest.approx(-0.5 * 3.5 / 6)
