@@ -66,6 +66,8 @@ class World:
                     raise AssertionError(f"{job.__module__}.{job.__name__}{arguments}: {self._failure(number)}")
                 time.sleep(0.02)
             found = [torch.load(file, weights_only=False) for file in files]
+            if any(file.with_suffix(".left").exists() for file in files):
+                self.close()  # the next job needs new ranks, and these may take a while to end
         except BaseException:
             self.close()
             raise

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node N worker.py FOLDER PID
 
 Job n is the file FOLDER/<n>.job: a pickled function and its arguments. Rank r writes what the function returns to
-FOLDER/<n>-rank<r>.pt, or its traceback to FOLDER/<n>-rank<r>.error, and then ends. A job lays out its own parallel
+FOLDER/<n>-rank<r>.pt, or its traceback to FOLDER/<n>-rank<r>.error, and then ends. A rank that ends behind its result
+makes FOLDER/<n>-rank<r>.left. A job lays out its own parallel
 groups. PID: of the process that gives the jobs; without it the rank ends.
 """
 
@@ -42,6 +43,8 @@ def main():
             out.with_suffix(".error").write_text(traceback.format_exc())
             os._exit(1)
         torch.save(found, out.with_suffix(".part"))
+        if leaves:
+            out.with_suffix(".left").touch()
         out.with_suffix(".part").rename(out)
         if leaves:
             os._exit(0)
