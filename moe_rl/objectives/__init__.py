@@ -1,1 +1,1 @@
-"""What is optimised and measured: advantages, policy losses, KL, sampler-vs-trainer mismatch. Pure functions."""
+"""Holds the pure functions of training: advantages, policy losses, KL, and sampler-trainer mismatch."""

@@ -1,4 +1,4 @@
-"""Advantages: what a completion is worth beside others, by one of five estimators. Constant over its tokens.
+"""Computes advantages from rewards with one of five estimators. All tokens of a completion get the same advantage.
 
     name            A_i                                 compared with            source
     group_std       (R_i - mean_g) / std_g              its group                GRPO, arXiv 2402.03300, section 4.1.2
@@ -7,20 +7,22 @@
     batch_std       (R_i - mean_g) / std_B              its group, scaled alike  Lite PPO, arXiv 2508.08221
     reinforce_pp    (R_i - mean_T) / std_T              every token of the batch REINFORCE++, arXiv 2501.03262
 
-R rewards, g the group (prompt) of i, B all scored completions of the batch, T all their tokens. Every std is the
-unbiased one (n - 1). Plain Python floats (float64) and exactly rounded sums: the order of the batch does not matter.
+R are the rewards, g is the group (prompt) of completion i, B are all scored completions of the batch, T all their
+tokens. Every std is unbiased (n - 1). The code uses Python floats (float64) and exactly rounded sums, so the order of
+the batch does not matter.
 
-Nothing to compare with. A failed verification has reward None: it enters no statistic and its advantage is None. No
-denominator has an epsilon. Where there is no spread the advantage is exactly 0.0: for the four that compare within
-groups, in a group with fewer than two scored members or whose rewards are all equal; for reinforce_pp, in a batch whose
-tokens all have the same reward. A group in which everything failed has no advantages at all, and moves none elsewhere.
+A failed verification has reward None. It enters no statistic, and its advantage is None. No denominator has an
+epsilon. Where rewards have no spread, the advantage is exactly 0.0. For reinforce_pp this means a batch whose tokens
+all have the same reward. For the other four it means a group with fewer than two scored members or with equal rewards.
+A group in which every verification failed has no advantages and does not change those of other groups.
 
-Where peers differ. Most add 1e-6 (verl, slime, NeMo-RL) or 1e-4 (TRL, Megatron-LM) to the std, which turns rounding in
-a group of equal rewards into advantages; Megatron-LM's std is biased: advantages larger by sqrt(n / (n - 1)). In a
-group of one member verl and SkyRL give the raw reward, NeMo-RL and slime 0. verl counts a failed verification as reward
-0, TRL leaves it out. NeMo-RL's default divides the leave-one-out difference by the others' std, which is none of these.
-REINFORCE++ adds a KL for each token and sums what follows it; here the whole sequence carries one number
-(`objective.kl_in: reward` takes the KL of all its tokens off it), as with discount 1 and a KL that comes at the end.
+Other frameworks differ in these points. Most add 1e-6 (verl, slime, NeMo-RL) or 1e-4 (TRL, Megatron-LM) to the std,
+which turns rounding errors in a group of equal rewards into advantages. Megatron-LM's std is biased, so its advantages
+are larger by sqrt(n / (n - 1)). In a group of one member verl and SkyRL return the raw reward; NeMo-RL and slime
+return 0. verl counts a failed verification as reward 0, and TRL leaves it out. NeMo-RL divides the leave-one-out
+difference by the std of the other members by default, which no estimator here does. REINFORCE++ adds a KL at each token
+and sums over the following tokens. Here the whole sequence has one number (`objective.kl_in: reward` subtracts the KL
+of all its tokens), which equals REINFORCE++ with discount 1 and the KL at the last token.
 """
 
 from __future__ import annotations
@@ -32,16 +34,17 @@ from moe_rl.errors import About, ConfigError, RewardError, describe
 from moe_rl.types import LARGEST_REWARD
 
 # Rewards are weighted sums of parts, so equal outcomes may differ in the last bits. A spread below this (times the
-# largest |reward|, at least 1) is rounding; dividing by it would turn rounding into advantages of size 1.
+# largest |reward|, at least 1) is a rounding error. Dividing by it would give advantages of size 1.
 ROUNDING = 1e-12
 
 Rewards = Sequence[float | None]
 
 
 def has_spread(rewards: Rewards) -> bool:
-    """Whether two of the scored rewards differ by more than rounding: only then do they teach which was better.
+    """Tell whether two scored rewards differ by more than rounding. A group without such a difference teaches nothing.
 
-    Raises RewardError for a reward that is not finite, or too large.
+    Raises:
+        RewardError: a reward is not finite or is too large.
     """
     _refuse_wrong(rewards, [{"completion": index} for index in range(len(rewards))])
     return _differ(_scored(rewards))
@@ -55,32 +58,40 @@ def _differ(scored: list[float]) -> bool:
 
 
 def group_std(rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[int]) -> list[float | None]:
-    """(R - mean) / std of the group, unbiased. What GRPO's authors wrote, as verl, TRL and slime compute it."""
+    """Return (R - mean) / std of the group, with the unbiased std: GRPO's definition, as in verl, TRL and slime."""
     return _within_groups(rewards, group_ids, scale=_unbiased_std)
 
 
 def group_mean(rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[int]) -> list[float | None]:
-    """R - mean of the group, in units of the reward: a group of hard or easy prompts weighs no more than others."""
+    """Return R - mean of the group. The missing std keeps very hard or very easy prompts from weighing more than
+    others.
+    """
     return _within_groups(rewards, group_ids, scale=lambda scored: 1.0)
 
 
 def leave_one_out(rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[int]) -> list[float | None]:
-    """R - mean of the other members, which is n / (n - 1) (R - mean): no reward is in its own baseline."""
+    """Return R - mean of the other members, which equals n / (n - 1) (R - mean). No reward is part of its own
+    baseline.
+    """
     return _within_groups(rewards, group_ids, scale=lambda scored: (len(scored) - 1) / len(scored))
 
 
 def batch_std(rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[int]) -> list[float | None]:
-    """(R - mean of the group) / std of the rewards of the whole batch, unbiased, not centred by group: as TRL's
-    scale_rewards="batch". One scale for all groups, so that nearly equal rewards are not blown up."""
+    """Return (R - mean of the group) / std of all rewards of the batch (unbiased, not centred by group).
+
+    TRL calls it scale_rewards="batch". All groups share one scale, so nearly equal rewards in a group are not
+    magnified.
+    """
     scored = _scored(rewards)
-    std = _unbiased_std(scored) if _differ(scored) else 1.0  # then no group has a spread either
+    std = _unbiased_std(scored) if _differ(scored) else 1.0  # a batch without a spread has no group with one
     return _within_groups(rewards, group_ids, scale=lambda scored: std)
 
 
 def reinforce_pp(rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[int]) -> list[float | None]:
-    """(R - mean) / std over all completion tokens of the batch, unbiased: a completion of n tokens counts n times.
+    """Return (R - mean) / std over all completion tokens of the batch (unbiased). A completion of n tokens counts n
+    times.
 
-    group_ids are not looked at. A completion without a token counts nothing. verl raises for a batch of one token.
+    group_ids is not used. A completion without tokens does not count. verl raises an error for a batch of one token.
     """
     weighed = [(r, n) for r, n in zip(rewards, lengths, strict=True) if r is not None and n > 0]
     if not has_spread([r for r, _ in weighed]):
@@ -101,13 +112,23 @@ ADVANTAGES: dict[str, Callable[[Rewards, Sequence[int], Sequence[int]], list[flo
 
 
 def advantages(name: str, rewards: Rewards, group_ids: Sequence[int], lengths: Sequence[int]) -> list[float | None]:
-    """The advantages of one batch by the estimator `name` of ADVANTAGES, in the order given.
+    """Compute the advantages of one batch.
 
-    rewards: None is a verification that failed; its advantage is None, and only its. Such a completion must not be
-    trained on: an advantage of 0 would still put it into the loss's denominator. group_ids: the prompt of each reward,
-    any integers in any order. lengths: completion tokens.
-    Raises ConfigError for an unknown name, RewardError for a reward that is not finite or larger than LARGEST_REWARD,
-    ValueError for lists of different length.
+    Args:
+        name: an estimator, a key of ADVANTAGES.
+        rewards: one reward per completion. None marks a failed verification: its advantage is None, and no other
+            advantage changes. The caller must leave such a completion out of training, because an advantage of 0 would
+            still count in the denominator of the loss.
+        group_ids: the prompt of each reward, as any integers in any order.
+        lengths: the number of completion tokens of each completion.
+
+    Returns:
+        One advantage per reward, in the same order.
+
+    Raises:
+        ConfigError: the name is unknown.
+        RewardError: a reward is not finite, or is larger than LARGEST_REWARD.
+        ValueError: the lists differ in length.
     """
     if name not in ADVANTAGES:
         raise ConfigError(
@@ -135,7 +156,7 @@ def advantages(name: str, rewards: Rewards, group_ids: Sequence[int], lengths: S
 def _within_groups(
     rewards: Rewards, group_ids: Sequence[int], *, scale: Callable[[list[float]], float]
 ) -> list[float | None]:
-    """(R - mean of its group) / scale(the group's scored rewards); 0.0 in a group without a spread."""
+    """Return (R - mean of its group) / scale(scored rewards of the group), and 0.0 in a group without a spread."""
     members: dict[int, list[int]] = {}
     for index, group in enumerate(group_ids):
         members.setdefault(group, []).append(index)
@@ -153,14 +174,14 @@ def _within_groups(
 
 def _refuse_wrong(rewards: Rewards, where: Sequence[About]) -> None:
     for reward, place in zip(rewards, where, strict=True):
-        if reward is not None and not abs(reward) <= LARGEST_REWARD:  # nor is a NaN
+        if reward is not None and not abs(reward) <= LARGEST_REWARD:  # `not <=` also catches NaN
             raise RewardError(
                 describe(
                     "a reward is not finite, or too large",
                     where=place,
                     got=reward,
                     expected=f"at most {LARGEST_REWARD:g} in size, or None for a failed verification",
-                    do="mend the reward function",
+                    do="correct the reward function",
                 )
             )
 
@@ -175,15 +196,21 @@ def _unbiased_std(scored: list[float]) -> float:
 
 
 def overlong_penalty(tokens: int, *, limit: int, cache: int, penalty: float) -> float:
-    """DAPO's soft punishment of overlong answers (arXiv 2503.14476, equation 13), to be added to the reward; <= 0.
+    """Return DAPO's soft penalty for a long completion (arXiv 2503.14476, equation 13): a number <= 0 to add to the
+    reward.
 
-        0                                            where tokens <= limit - cache
-        (limit - cache - tokens) / cache * penalty   up to limit, where it is -penalty
-        -penalty                                     beyond
+            0                                            where tokens <= limit - cache
+            (limit - cache - tokens) / cache * penalty   up to limit, where it is -penalty
+            -penalty                                     beyond
 
-    tokens: of the completion, its stop token included. limit: longest completion allowed, at which one is truncated;
-    0 < cache < limit: tokens before it over which the punishment grows. The paper has penalty 1, limit 20480 and cache
-    4096. verl and AReaL let it grow on beyond -penalty; TRL does not.
+    The paper uses penalty 1, limit 20480 and cache 4096. In verl and AReaL the penalty keeps growing beyond -penalty;
+    in TRL it does not.
+
+    Args:
+        tokens: the length of the completion, including its stop token.
+        limit: the length at which completions are truncated.
+        cache: the number of tokens before `limit` over which the penalty grows, with 0 < cache < limit.
+        penalty: the penalty at `limit`, in units of the reward.
     """
     over = min(max(tokens - (limit - cache), 0), cache)
     return -over / cache * penalty if over else 0.0

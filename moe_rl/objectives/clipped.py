@@ -1,8 +1,9 @@
-"""Losses that clip each token's ratio, as PPO does, or fade its gradient out. They differ in what a token weighs.
+"""Implements the losses that clip each token's ratio, as PPO does, or fade its gradient out.
 
-Shapes, dtypes, errors and what `denominator` is: see `losses.py`. In all of them
+`losses.py` describes shapes, dtypes, errors and the denominator. All losses here use
 r_t = exp(l_t - l_old_t) and c_t = min(r_t A_i, clip(r_t, 1 - clip_low, 1 + clip_high) A_i).
-A token is a clip event where the clipped branch is strictly the smaller one, so that it gives no gradient.
+They differ in the weight of a token. A clip event is a token whose clipped branch is strictly smaller, so that it has
+no gradient.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ def grpo(
     denominator: int,
     weights: Tensor | None = None,
 ) -> PolicyLoss:
-    """Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300, equation 3, without its KL term).
+    """Compute the loss of Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300, equation 3, without KL).
 
     loss = -(1 / denominator) sum_i (1 / n_i) sum_t c_t
 
-    denominator: non-empty sequences: a mean over sequences of means over tokens.
+    The denominator is the number of non-empty sequences. The loss is the mean over sequences of means over tokens.
     """
     broken = check_loss(
         logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, clip_low=clip_low, clip_high=clip_high
@@ -56,12 +57,13 @@ def dr_grpo(
     denominator: int,
     weights: Tensor | None = None,
 ) -> PolicyLoss:
-    """Dr. GRPO (arXiv 2503.20783): GRPO without the division by a sequence's own length.
+    """Compute the loss of Dr. GRPO (arXiv 2503.20783): GRPO without the division by the sequence length.
 
     loss = -(1 / denominator) sum_i sum_t c_t
 
-    denominator: sequences, empty ones too, x the longest completion allowed: a constant of the run's shape, so that
-    no token's weight depends on how long its sequence became. The method's advantages are R - mean, without std.
+    The denominator is the number of sequences, empty ones included, times the longest completion allowed. This constant
+    keeps the weight of a token independent of the length of its sequence. The method uses the advantages R - mean,
+    without the std.
     """
     broken = check_loss(
         logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, clip_low=clip_low, clip_high=clip_high
@@ -83,11 +85,12 @@ def dapo(
     denominator: int,
     weights: Tensor | None = None,
 ) -> PolicyLoss:
-    """The loss of DAPO (arXiv 2503.14476): clip-higher and token-level. Its other parts are no part of a loss.
+    """Compute the loss of DAPO (arXiv 2503.14476), with clip-higher and a mean over tokens.
 
     loss = -(1 / denominator) sum_i sum_t c_t
 
-    denominator: tokens: every token of the batch weighs the same. Published: clip_low 0.2, clip_high 0.28.
+    The denominator is the number of tokens, so every token of the batch weighs the same. The paper uses clip_low 0.2
+    and clip_high 0.28. DAPO's dynamic sampling and its penalty for long completions are not part of the loss.
     """
     broken = check_loss(
         logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, clip_low=clip_low, clip_high=clip_high
@@ -111,12 +114,13 @@ def decoupled(
     denominator: int,
     weights: Tensor | None = None,
 ) -> PolicyLoss:
-    """Decoupled PPO (AReaL, arXiv 2505.24298): clipped around a proximal policy, weighted for the one that sampled.
+    """Compute the decoupled PPO loss (AReaL, arXiv 2505.24298): clip around a proximal policy, weight by the sampler.
 
     loss = -(1 / denominator) sum_i sum_t w_t c_t,   w_t = sg[min(exp(l_old_t - l_rollout_t), weight_cap)]
 
-    old_logprobs are the proximal policy's: the trainer's before the step. rollout_logprobs are the sampler's.
-    denominator: tokens, those with a truncated weight among them. The ratio counted and clipped is r_t, without w_t.
+    old_logprobs are those of the proximal policy: the trainer before the step. rollout_logprobs are those of the
+    sampler. The denominator is the number of tokens, including those with a truncated weight. Clip events and ratio
+    statistics use r_t, without w_t.
     """
     broken = check_loss(
         logprobs,
@@ -145,8 +149,13 @@ def _clipped(
     denominator: int,
     broken: Tensor,
 ) -> PolicyLoss:
-    """of_token [T]: see `token_advantages`. scale [T] float64: of each token's c_t, before the denominator. broken: see
-    `check_loss`."""
+    """Return the loss -sum(scale * c) / denominator with its counts.
+
+    Args:
+        of_token: [T], advantages from `token_advantages`.
+        scale: [T] float64, factor of each token's c_t before the division by the denominator.
+        broken: the result of `check_loss`.
+    """
     log_ratio = logprobs.double() - old_logprobs.detach().double()
     surrogate, ratio, clipped = clipped_surrogate(log_ratio, of_token, clip_low, clip_high)
     loss = -(surrogate * scale).sum() / denominator
@@ -164,14 +173,15 @@ def sapo(
     denominator: int,
     weights: Tensor | None = None,
 ) -> PolicyLoss:
-    """Soft Adaptive Policy Optimization (arXiv 2511.20347).
+    """Compute the loss of Soft Adaptive Policy Optimization (arXiv 2511.20347).
 
     loss = -(1 / denominator) sum_i (1 / n_i) sum_t (4 / tau) sigmoid(tau (r_t - 1)) A_i,   r_t = exp(l_t - l_old_t)
     tau  = tau_positive where A_i > 0, tau_negative where A_i < 0
 
-    Its gradient at token t is that of r_t A_i times a gate 4 sigmoid (1 - sigmoid), which is 1 at r_t = 1.
-    denominator: non-empty sequences: a mean over sequences of means over tokens. A token is a clip event where its
-    gate is below 1/2 and A_i is not 0. Shapes, dtypes and errors: see `losses.py`. Published: 1.0 and 1.05.
+    The gradient at token t is the gradient of r_t A_i times the gate 4 sigmoid (1 - sigmoid), which is 1 at r_t = 1.
+    The denominator is the number of non-empty sequences: the loss is the mean over sequences of means over tokens. A
+    clip event is a token whose gate is below 1/2 and whose A_i is not 0. `losses.py` describes shapes, dtypes and
+    errors. The paper uses tau 1.0 and 1.05.
     """
     broken = check_loss(
         logprobs,
@@ -187,7 +197,7 @@ def sapo(
     log_ratio = logprobs.double() - old_logprobs.detach().double()
     tau = torch.where(of_token > 0, torch.full_like(of_token, tau_positive), tau_negative)
     level = torch.sigmoid(tau * torch.expm1(log_ratio.detach()))
-    # As in the clipped losses: where nothing is left of the slope, autograd must not see an exp that overflowed.
+    # Where the gate has closed, autograd must not see an exp that overflowed, as in the clipped losses.
     flat = (level == 1) | (of_token == 0)
     live = torch.sigmoid(tau * torch.expm1(torch.where(flat, 0.0, log_ratio)))
     surrogate = 4 / tau * torch.where(flat, level, live) * of_token

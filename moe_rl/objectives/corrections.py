@@ -1,30 +1,30 @@
-"""Weights against what separates the sampler from the trainer: they make up for it, or keep tokens away from the loss.
+"""Computes token weights that correct the mismatch of sampler and trainer, or keep tokens out of the loss.
 
-d_t = l_old_t - l_rollout_t in nats: the trainer's old policy against the policy that sampled, for the very tokens that
-were sampled. A correction looks at a ratio of one of three levels; those of a sequence are the same for all its tokens:
+d_t = l_old_t - l_rollout_t, in nats, compares the trainer's old policy with the sampler at each sampled token. A
+correction uses a ratio of one of three levels. All tokens of a sequence share a ratio of the last two levels:
 
     token       rho_t = exp(d_t)
-    sequence    exp(sum_t d_t): the product of the ratios, hence the true ratio of the whole sequence, and the noisier
-                the longer it is
-    geometric   exp((1 / n_i) sum_t d_t): their geometric mean, comparable between lengths
+    sequence    exp(sum_t d_t): the product of the token ratios, which is the true ratio of the sequence. Its variance
+                grows with the length.
+    geometric   exp((1 / n_i) sum_t d_t): the geometric mean of the token ratios, comparable between lengths
 
-and gives each token a weight, a constant to the gradient:
+The rule gives each token a weight, through which no gradient flows:
 
     truncate    min(ratio, high)                                        (TIS)
     mask        ratio where low <= ratio <= high, else 0; low may be left out    (at token level IcePop; MIS)
     reject      1 where low <= ratio <= high, else 0; one of them may be left out
     veto        0 for the whole sequence when the ratio of any of its tokens is below low, else 1
 
-The off-policy sequence mask of DeepSeek-V3.2 (arXiv 2512.02556) compares the sampler with the policy as it is NOW, so
-that it sees mismatch and staleness together: 0 for a sequence with A_i < 0 and (1 / n_i) sum_t (l_rollout_t - l_t) >
-delta, else 1.
+The off-policy sequence mask of DeepSeek-V3.2 (arXiv 2512.02556) compares the sampler with the CURRENT policy. It
+therefore sees mismatch and staleness together. Its weight is 0 for a sequence with A_i < 0 and
+(1 / n_i) sum_t (l_rollout_t - l_t) > delta, and 1 for all others.
 
-Several multiply. They are sums of logarithms until the end: no ratio of a long sequence overflows, and no 0 meets an
-inf. A token of which a logprob, or the advantage, is not finite has weight NaN, whatever rejects it: the step refuses
-the loss.
+Several corrections are multiplied, as sums of logarithms: the ratio of a long sequence cannot overflow, and no 0 is
+multiplied by inf. A token with a logprob or an advantage that is not finite gets the weight NaN, even if a rule rejects
+the token, and the step then refuses the loss.
 
-Every sequence lies whole in one microbatch (see `losses.py`), so no weight depends on how the batch was cut. Rejected
-tokens stay in the denominator of the loss: rejection makes a step smaller, not the tokens that are left louder.
+Every sequence lies whole in one microbatch (see `losses.py`), so no weight depends on how the batch was divided.
+Rejected tokens stay in the denominator of the loss: the step becomes smaller, and the weight of the other tokens stays.
 
 Legend: B sequences, T completion tokens, n_i tokens of sequence i.
 """
@@ -43,7 +43,7 @@ from moe_rl.objectives.loss_parts import mean_by_sequence, sum_by_sequence
 
 
 class Correction(Protocol):
-    """A section of objective.corrections, which says what its keys mean (moe_rl/config/objective.py)."""
+    """Holds one section of objective.corrections. moe_rl/config/objective.py explains its keys."""
 
     @property
     def level(self) -> str: ...
@@ -57,11 +57,13 @@ class Correction(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenWeights:
-    """values [T] float64: each token's weight, without gradient.
+    """Holds the token weights of one microbatch, with sums for the metrics.
 
-    sums [7] float64, of one microbatch; over microbatches and ranks they add up, see `metrics`: tokens, their weights,
-    the squares of these, tokens of weight 0, tokens whose ratio was truncated, sequences with a token, and of these
-    such whose tokens all have weight 0.
+    Attributes:
+        values: [T] float64, the weight of each token, without gradient.
+        sums: [7] float64, to be added over microbatches and ranks and passed to `metrics`: the number of tokens; the
+            sum of weights; the sum of squared weights; tokens of weight 0; tokens with a truncated ratio; sequences
+            with at least one token; sequences among those with weight 0 at every token.
     """
 
     values: Tensor
@@ -81,11 +83,15 @@ def token_weights(
     advantages: Tensor,
     sequence_ids: Tensor,
 ) -> TokenWeights:
-    """The product of what each correction, and the off-policy sequence mask, gives the tokens of one microbatch.
+    """Multiply the weights of all corrections and of the off-policy sequence mask, for the tokens of one microbatch.
 
-    off_policy_delta: in nats per token; None: no such mask. logprobs (of the policy now), old_logprobs,
-    rollout_logprobs [T] float32 or float64; advantages [B]; sequence_ids [T] int64 in 0..B-1: as in `policy_loss`,
-    which checks them. The host does not wait for the device.
+    The host does not wait for the device. `policy_loss` checks the tensors.
+
+    Args:
+        off_policy_delta: the limit of the off-policy mask in nats per token. None: no mask.
+        logprobs: [T] float32 or float64, of the current policy. old_logprobs and rollout_logprobs have the same shape.
+        advantages: [B].
+        sequence_ids: [T] int64 in 0..B-1.
     """
     now, old, rollout = (one.detach().double() for one in (logprobs, old_logprobs, rollout_logprobs))
     of_token = old - rollout
@@ -112,18 +118,23 @@ def token_weights(
         log_weights = log_weights.masked_fill(masked[sequence_ids], -torch.inf)
     weights = log_weights.exp()
     for given in (now, old, rollout, advantages.detach()[sequence_ids]):
-        weights = weights - (given - given)  # 0, or NaN where it is not finite: comparisons pass over it
+        weights = weights - (given - given)  # 0 or NaN; added because comparisons pass over NaN
     return TokenWeights(weights, _sums(weights, truncated, advantages, sequence_ids))
 
 
 def metrics(sums: Seq[float]) -> dict[str, float]:
-    """From the sums of all microbatches and ranks: see `TokenWeights`. Numbers of no token at all are nan.
+    """Compute the correction metrics from the sums of all microbatches and ranks (see `TokenWeights`).
 
-    weight_mean: mean weight of a token, zeros among them. zero_token_fraction: tokens of weight 0.
-    truncated_token_fraction: tokens whose ratio a truncate rule lowered, rejected by another one or not.
-    zero_sequence_fraction: of the sequences with a token, those without any of weight above 0. ess_token_fraction:
-    effective sample size (sum w)^2 / sum w^2 of the final weights, zeros among them, as a fraction of the tokens; 1
-    when all weights are equal, 0 when all are 0.
+    A metric is nan when there is no token to average over.
+
+    Returns:
+        weight_mean: mean weight of a token, zeros included.
+        zero_token_fraction: fraction of tokens with weight 0.
+        truncated_token_fraction: fraction of tokens whose ratio a truncate rule lowered, even if another rule rejected
+        them.
+        zero_sequence_fraction: fraction of the non-empty sequences in which all weights are 0.
+        ess_token_fraction: effective sample size (sum w)^2 / sum w^2 of the final weights, zeros included, as a
+        fraction of the tokens. 1 when all weights are equal, 0 when all are 0.
     """
     tokens, total, squares, zero, truncated, sequences, zero_sequences = sums
 
@@ -140,7 +151,7 @@ def metrics(sums: Seq[float]) -> dict[str, float]:
 
 
 def _at(level: str, of_token: Tensor, advantages: Tensor, sequence_ids: Tensor) -> Tensor:
-    """[T] float64: logarithm of the ratio that this level gives each token."""
+    """Return [T] float64: the logarithm of each token's ratio at this level."""
     if level == "token":
         return of_token
     of_sequence = sum_by_sequence if level == "sequence" else mean_by_sequence

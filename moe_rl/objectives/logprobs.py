@@ -1,6 +1,8 @@
-"""Logprobs of given tokens, and entropies, from logits or a rank's part of them, never with a float32 copy of all.
+"""Computes logprobs of given tokens, and entropies, from full logits or one rank's part of the vocabulary.
 
-Legend: T tokens, V vocabulary of this rank: the whole one, or a part under tensor parallelism.
+No float32 copy of all logits is made.
+
+Legend: T tokens, V vocabulary of this rank: all of it, or a part under tensor parallelism.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from moe_rl.errors import describe
 
-# Elements of logits worked on at a time: 64 MiB in float32. Rows are independent, so it changes no result.
+# Number of logits processed at a time: 64 MiB in float32. Rows are independent, so this changes no result.
 _CHUNK_ELEMENTS = 1 << 24
 
 
@@ -29,16 +31,26 @@ def token_logprobs(
     support: Support | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """log softmax(logits / temperature)[t, targets[t]] -> [T] float32 (float64 for float64 logits), natural log.
+    """Compute log softmax(logits / temperature)[t, targets[t]] (natural logarithm).
 
-    logits [T, V]: any floating dtype. targets [T]: int64, ids of the whole vocabulary. support: of each token; the
-    softmax is over these ids alone, and the logits of the others get no gradient. None: over the whole vocabulary.
-    group: ranks that share the vocabulary, rank r of them the ids r V .. r V + V - 1, all with the same targets and
-    support; all get the same result, and each the gradient of its part, from a loss that all compute alike. None: no
-    other rank.
-    The softmax is computed in float32 chunk by chunk over T, and again in the backward pass, which yields gradients in
-    the logits' dtype: beyond the logits and their gradient, memory is a few chunks. Differentiable once, in logits.
-    Raises TypeError or ValueError for wrong dtypes, shapes or temperature.
+    The softmax is computed in float32, chunk by chunk over T, and again in the backward pass. Beyond the logits and
+    their gradient it needs memory for a few chunks. Differentiable once, with respect to the logits.
+
+    Args:
+        logits: [T, V], any floating dtype. Gradients have the same dtype.
+        targets: [T] int64, ids of the whole vocabulary.
+        support: the ids over which each token's softmax is taken; other logits get no gradient. None: the whole
+            vocabulary.
+        group: the ranks that share the vocabulary. Rank r holds the ids r V .. r V + V - 1, and all ranks pass the same
+            targets and support. All get the same result. Each gets the gradient of its part, provided that all compute
+            the same loss. None: this rank holds the whole vocabulary.
+
+    Returns:
+        [T] float32, or float64 for float64 logits.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: a shape or the temperature is wrong.
     """
     _check(logits, targets, temperature, support)
     return _TokenLogprobs.apply(logits, targets, temperature, support, _several(group), False)[0]
@@ -52,7 +64,7 @@ def token_logprobs_and_entropies(
     support: Support | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`token_logprobs`, and the entropy of each token's distribution, H_t = -sum_v p_v log p_v: [T], nats.
+    """Compute `token_logprobs` and the entropy of each token's distribution: H_t = -sum_v p_v log p_v, [T], in nats.
 
     p = softmax(logits / temperature) over the token's support. Gradient of H_t: -p_v (log p_v + H_t) / temperature.
     """
@@ -61,7 +73,7 @@ def token_logprobs_and_entropies(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Saves the logits themselves (which autograd holds anyway) instead of the float32 softmax of every chunk."""
+    """Saves the logits, which autograd keeps anyway, instead of the float32 softmax of every chunk."""
 
     @staticmethod
     def forward(
@@ -74,7 +86,8 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
         own, local = _own(targets, logits.shape[1], group)
-        # of each token: logprob and entropy, summed over the ranks; largest logit, log of the sum of exp(logit - it)
+        # Per token: logprob and entropy, summed over the ranks; the largest logit; the log of the sum of exp(logit -
+        # largest).
         result = logits.new_zeros((2 if entropy else 1, len(targets)), dtype=_working_dtype(logits))
         shift: Any = result.new_empty((2, len(targets))) if group is not None else None
         for rows in _chunks(logits):
@@ -110,7 +123,8 @@ class _TokenLogprobs(torch.autograd.Function):
             of_all = of_token + of_entropy * entropies
         grad_logits = torch.empty_like(logits)
         for rows in _chunks(logits):
-            # d logp_t / d logit_v = (1[v = target] - p_v) / temperature;  d H_t / d logit_v: see above
+            # d logp_t / d logit_v = (1[v = target] - p_v) / temperature. `token_logprobs_and_entropies` gives the
+            # gradient of H_t.
             scaled = _scaled(logits, rows, of_all.dtype, ctx.temperature, ctx.support, ctx.group)
             p = scaled.softmax(-1) if shift is None else _shifted(scaled, shift[:, rows]).exp_()
             chunk = p * -of_all[rows, None]
@@ -129,7 +143,7 @@ def _scaled(
     support: Support | None,
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """A chunk's logits in the working dtype, over the temperature, -inf where the support has none."""
+    """Return a chunk of logits in the working dtype, divided by the temperature, with -inf outside the support."""
     scaled = logits[rows].to(dtype) / temperature
     if support is not None:
         size = logits.shape[1]
@@ -138,7 +152,9 @@ def _scaled(
 
 
 def _shift(scaled: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Over all parts of the vocabulary: the largest logit, and the log of the sum of exp(logit - it), each [T]."""
+    """Return, over all parts of the vocabulary, the largest logit and the log of the sum of exp(logit - largest), each
+    [T].
+    """
     top = scaled.amax(-1)
     dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
     total = (scaled - top[:, None]).exp_().sum(-1)
@@ -147,12 +163,14 @@ def _shift(scaled: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
 
 
 def _shifted(scaled: Tensor, shift: Tensor) -> Tensor:
-    # In this order: where logits are large, the sum of the two would lose what tells tokens apart.
+    # The order matters: with large logits, adding the two first would lose the differences between tokens.
     return (scaled - shift[0, :, None]).sub_(shift[1, :, None])
 
 
 def _own(targets: Tensor, size: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Which targets lie in this rank's part of the vocabulary, and where in it; anywhere for the others."""
+    """Return which targets lie in this rank's part of the vocabulary, and their index in it (arbitrary for the
+    others).
+    """
     if group is None:
         return torch.ones_like(targets, dtype=torch.bool), targets
     local = targets - size * _rank(group)
@@ -160,7 +178,7 @@ def _own(targets: Tensor, size: int, group: dist.ProcessGroup | None) -> tuple[T
 
 
 def _several(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """None for a group of one: no collective then, and log_softmax does it all."""
+    """Return None for a group of one rank, which needs no collective."""
     return group if group is not None and group.size() > 1 else None
 
 
@@ -196,7 +214,7 @@ def _check(logits: Tensor, targets: Tensor, temperature: float, support: Support
                 where={"argument": "temperature"},
                 got=temperature,
                 expected="> 0",
-                do="use the temperature that the tokens were sampled at",
+                do="use the temperature of the sampler",
             )
         )
     if support is not None and len(support) != len(targets):
@@ -206,7 +224,7 @@ def _check(logits: Tensor, targets: Tensor, temperature: float, support: Support
                 where={"argument": "support"},
                 got=f"that of {len(support)} tokens",
                 expected=len(targets),
-                do="cut logits, targets and support alike",
+                do="cut logits, targets and support to the same tokens",
             )
         )
 
@@ -223,10 +241,12 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Support:
-    """What each of T tokens was drawn from, in a flat form.
+    """Holds the ids from which each of T tokens was sampled, in a flat layout.
 
-    counts [T] int64 and ids [sum of counts] int32 on the device: the ids of each token one after the other. A count of
-    0: the whole vocabulary. starts [T + 1] int64 on the host: where the ids of each token begin, and the last ones end.
+    Attributes:
+        counts: [T] int64 on the device, the number of ids of each token. 0 means the whole vocabulary.
+        ids: [sum of counts] int32 on the device, the ids of each token, one token after the other.
+        starts: [T + 1] int64 on the host. The ids of token t are ids[starts[t]:starts[t + 1]].
     """
 
     counts: Tensor
@@ -235,7 +255,7 @@ class Support:
 
     @classmethod
     def of(cls, counts: np.ndarray, ids: np.ndarray, device: torch.device) -> Self:
-        """counts [T], ids [sum of counts]: any integers."""
+        """Build a Support from counts [T] and ids [sum of counts], of any integer dtype."""
         counts = np.asarray(counts, np.int64)
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
         return cls(
@@ -246,11 +266,13 @@ class Support:
         return len(self.counts)
 
     def removed(self, rows: slice, first: int, size: int) -> Tensor:
-        """bool [rows, size]: which of the ids first .. first + size - 1 those tokens could not be. No host sync."""
+        """Return bool [rows, size]: True where the id first + column is outside the token's support. Makes no host
+        sync.
+        """
         counts, begin = self.counts[rows], self.starts[rows.start]
         ids = self.ids[begin : self.starts[min(rows.stop, len(self))]].long() - first
         row = torch.repeat_interleave(counts, output_size=len(ids))
-        # One more column takes the ids of other parts of the vocabulary: to sort them out would be a host sync.
+        # An extra column collects the ids of other parts of the vocabulary. Filtering them out would need a host sync.
         column = torch.where((ids >= 0) & (ids < size), ids, size)
         removed = (counts > 0)[:, None].repeat(1, size + 1)
         removed.view(-1).index_fill_(0, row * (size + 1) + column, False)

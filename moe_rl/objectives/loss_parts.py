@@ -1,4 +1,4 @@
-"""What the policy losses have in common: what they return, and what they ask of what they are given.
+"""Holds the parts that all policy losses share: their result type and the checks of their inputs.
 
 Legend: B sequences, T completion tokens, n_i tokens of sequence i.
 """
@@ -15,14 +15,20 @@ from moe_rl.errors import describe
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """A microbatch's share of the loss, with sums for the metrics. All are scalar tensors; none was read by the host.
+    """Holds one microbatch's share of the loss, and sums for the metrics, as scalar tensors that the host has not read.
 
-    loss: sum over this microbatch / denominator; dtype of the logprobs; carries the gradient, also when T is 0.
-    clip_events: units whose gradient the loss took away, or made smaller; each loss says which. A ratio outside the
-        range on the side that the advantage's sign leaves alone, or with advantage or weight 0, is no event.
-    clip_units: what clip_events is counted out of: non-empty sequences (gspo), tokens (every other loss).
-    ratio_sum, ratio_min, ratio_max: of the same units' ratios, float64; 0, inf, -inf when there is none.
-    Merge microbatches and ranks by sum, except ratio_min and ratio_max.
+    Add the sums over microbatches and ranks; take the minimum and maximum of ratio_min and ratio_max.
+
+    Attributes:
+        loss: sum over this microbatch / denominator, in the dtype of the logprobs. It carries the gradient, also when T
+            is 0.
+        clip_events: number of units whose gradient the loss removed or reduced. Each loss defines its event. A ratio
+            outside the range is no event where the sign of the advantage keeps the gradient, or where advantage or
+            weight is 0.
+        clip_units: number of units that clip_events is a part of: non-empty sequences (gspo) or tokens (all other
+            losses).
+        ratio_sum, ratio_min, ratio_max: statistics of the ratios of these units, float64. Without units they are 0, inf
+            and -inf.
     """
 
     loss: Tensor
@@ -34,35 +40,40 @@ class PolicyLoss:
 
 
 def own_length(sequence_ids: Tensor) -> Tensor:
-    """[T] float64: n_i of each token's own sequence. Needs neither B nor a host sync, and is deterministic."""
+    """Return [T] float64: the length n_i of each token's sequence. Needs no host sync and is deterministic."""
     ordered = sequence_ids.sort().values
     first = torch.searchsorted(ordered, sequence_ids)
     return (torch.searchsorted(ordered, sequence_ids, right=True) - first).double()
 
 
 def sum_by_sequence(values: Tensor, advantages: Tensor, sequence_ids: Tensor) -> Tensor:
-    """[B] float64: sum of each sequence's values [T]; 0 for an empty one. advantages: [B], for its length."""
+    """Return [B] float64: the sum of the values [T] of each sequence, 0 for an empty one. advantages [B] only gives
+    B.
+    """
     nothing = torch.zeros(advantages.shape, dtype=torch.float64, device=values.device)
     return nothing.index_add(0, sequence_ids, values)
 
 
 def mean_by_sequence(values: Tensor, advantages: Tensor, sequence_ids: Tensor) -> Tensor:
-    """[B] float64: the same for the mean."""
+    """Return [B] float64: the mean of the values [T] of each sequence, 0 for an empty one."""
     return sum_by_sequence(values / own_length(sequence_ids), advantages, sequence_ids)
 
 
 def token_advantages(advantages: Tensor, sequence_ids: Tensor, weights: Tensor | None) -> Tensor:
-    """[T] float64, without gradient: of each token's sequence, times the token's weight.
+    """Return [T] float64 without gradient: the advantage of each token's sequence times the token's weight.
 
-    A loss may take a weight in the advantage's place because each of its terms is proportional to |A| and looks beside
-    that at A's sign alone. A token of weight 0 is then one of advantage 0: no overflow of its ratio can reach the loss.
+    The weight may be folded into the advantage because every term of a loss is proportional to |A| and otherwise
+    depends on the sign of A alone. A token of weight 0 then has advantage 0, so an overflow of its ratio cannot reach
+    the loss.
     """
     of_token = advantages.detach().double()[sequence_ids]
     return of_token if weights is None else of_token * weights
 
 
 def sequence_advantages(advantages: Tensor, sequence_ids: Tensor, weights: Tensor | None) -> Tensor:
-    """[B] float64: the same for losses with one term per sequence. weights: constant in a sequence."""
+    """Return [B] float64: advantage times weight, for losses with one term per sequence. Weights are constant in a
+    sequence.
+    """
     advantages = advantages.detach().double()
     return advantages if weights is None else advantages * torch.ones_like(advantages).scatter(0, sequence_ids, weights)
 
@@ -70,32 +81,34 @@ def sequence_advantages(advantages: Tensor, sequence_ids: Tensor, weights: Tenso
 def clipped_surrogate(
     log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """min(r A, clip(r) A), with r (detached) and where the clipped branch was chosen; elementwise, float64.
+    """Return min(r A, clip(r) A), r (detached), and a mask of the elements that used the clipped branch; all float64.
 
-    advantages: float64, without gradient. Ties between the two branches count as not clipped and keep their gradient.
+    advantages: float64, without gradient. Elements with equal branches count as not clipped and keep their gradient.
     """
     ratio = log_ratio.detach().exp()
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     clipped = bounded * advantages < ratio * advantages
-    # Where the surrogate is flat the differentiable exp must not see the log-ratio: if it overflowed, autograd would
-    # multiply a zero by inf. A NaN still shows: bounded is NaN then.
+    # Where the surrogate is flat, the differentiable exp must not see the log-ratio: after an overflow autograd would
+    # multiply a zero by inf. A NaN still shows, because it makes `bounded` NaN.
     flat = clipped | (advantages == 0)
     live = torch.where(flat, 0.0, log_ratio).exp()
     return torch.where(flat, bounded, live) * advantages, ratio, clipped
 
 
 def nan_unless_finite(*values: Tensor) -> Tensor:
-    """Scalar float64 without a gradient: 0 where every number of all values is finite, else NaN.
+    """Return a scalar float64 without gradient: 0 if all numbers are finite, else NaN.
 
-    To be taken off a result whose clamps, masks and comparisons may pass over such a number; 0 then changes no bit of
-    it. The host does not wait for the device.
+    The caller subtracts it from a result whose clamps, masks and comparisons may pass over a NaN. Subtracting 0 changes
+    no bit. The host does not wait for the device.
     """
     return torch.stack([(one - one).detach().double().sum() for one in values]).sum()
 
 
 def with_counts(loss: Tensor, ratio: Tensor, clipped: Tensor, counted: Tensor) -> PolicyLoss:
-    """loss: in the dtype it is returned in. ratio float64, clipped bool, counted bool: one of each for every unit."""
-    end = ratio.new_full((1,), torch.inf)  # lets min and max of nothing be their neutral elements
+    """Build a PolicyLoss. `loss` has its final dtype; ratio (float64), clipped and counted (bool) have one element per
+    unit.
+    """
+    end = ratio.new_full((1,), torch.inf)  # min and max of an empty set are then inf and -inf
     return PolicyLoss(
         loss=loss,
         clip_events=clipped.sum(),  # an empty sequence has ratio 1, which is never clipped
@@ -107,7 +120,12 @@ def with_counts(loss: Tensor, ratio: Tensor, clipped: Tensor, counted: Tensor) -
 
 
 def check_tokens(logprobs: Tensor, other: Tensor, sequence_ids: Tensor, denominator: int) -> None:
-    """Raises TypeError or ValueError unless these are logprobs of the same tokens, in float32 or both in float64."""
+    """Check that both logprobs belong to the same tokens and are both float32 or both float64.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: a shape is wrong.
+    """
     if logprobs.dtype not in (torch.float32, torch.float64):
         raise TypeError(
             describe(
@@ -115,7 +133,7 @@ def check_tokens(logprobs: Tensor, other: Tensor, sequence_ids: Tensor, denomina
                 where={"argument": "logprobs"},
                 got=logprobs.dtype,
                 expected="torch.float32",
-                do="use token_logprobs, which computes them in float32",
+                do="compute them with token_logprobs, which returns float32",
             )
         )
     if other.dtype != logprobs.dtype:
@@ -143,7 +161,7 @@ def check_tokens(logprobs: Tensor, other: Tensor, sequence_ids: Tensor, denomina
                 "per-token tensors must share one flat shape [T]",
                 got=[tuple(t.shape) for t in (logprobs, other, sequence_ids)],
                 expected="[T] for logprobs, the other logprobs and sequence_ids",
-                do="drop prompt and padding tokens from all of them alike",
+                do="drop prompt and padding tokens from all of these tensors",
             )
         )
     if denominator < 1:
@@ -169,8 +187,7 @@ def check_loss(
     rollout_logprobs: Tensor | None = None,
     **parameters: float,
 ) -> Tensor:
-    """`check_tokens`, and the same for the other tensors that the loss takes. parameters: the loss's own, by name; all
-    must be positive. Returns `nan_unless_finite` of all these tensors, to be taken off the loss."""
+    """Check all tensors and parameters of a loss, which must be positive. Return `nan_unless_finite` of the tensors."""
     check_tokens(logprobs, old_logprobs, sequence_ids, denominator)
     if rollout_logprobs is not None:
         check_tokens(logprobs, rollout_logprobs, sequence_ids, denominator)
@@ -191,7 +208,7 @@ def check_loss(
                 where={"argument": "advantages"},
                 got=tuple(advantages.shape),
                 expected="[B]",
-                do="pass them per sequence, not per token",
+                do="pass one advantage per sequence, not per token",
             )
         )
     if weights is not None and (weights.dtype != torch.float64 or weights.shape != logprobs.shape):

@@ -1,20 +1,20 @@
-"""The policy losses by name, and the KL penalty to a frozen reference.
+"""Provides the policy losses by name, and the KL penalty to a frozen reference model.
 
-Layout of one microbatch, a packed run of B sequences. Per-token tensors are flat [T] over the COMPLETION tokens of
-all of its sequences; `sequence_ids` [T] int64 in 0..B-1 says whose token each is. A sequence may have no token. Every
-sequence lies whole in one microbatch: under context parallelism gather its logprobs (differentiably) first.
+Layout: a microbatch is a packed run of B sequences. Per-token tensors are flat [T], over the COMPLETION tokens of all
+its sequences. `sequence_ids` [T] int64 in 0..B-1 gives the sequence of each token. A sequence may have no token. Every
+sequence lies whole in one microbatch, so under context parallelism gather its logprobs (differentiably) first.
 
-Denominator. Every function returns the microbatch's SUM divided by `denominator`, a number of the whole optimizer
-batch over all ranks. Gradients must therefore be summed, not averaged, over microbatches and data-parallel ranks; then
-they do not depend on how the batch was cut. Tokens that a loss masks or clips, or that a
-correction rejects, stay in it.
+Denominator: every function returns the microbatch's SUM divided by `denominator`, a number of the whole optimizer
+batch over all ranks. Sum the gradients over microbatches and data-parallel ranks; do not average them. They then do not
+depend on how the batch was divided. The denominator includes tokens that a loss masks or clips and tokens that a
+correction rejects.
 
-Precision. A GSPO ratio differs from 1 by about 1e-4, far below what bfloat16 can hold, so logprobs must be float32 (or
-float64); everything between them and the returned loss is computed in float64.
+Precision: a GSPO ratio differs from 1 by about 1e-4, far below the resolution of bfloat16. Logprobs must therefore be
+float32 (or float64). Everything between the logprobs and the returned loss is computed in float64.
 
-No log-ratio is clamped: a clamp would zero gradients silently. A ratio that overflows where it matters gives a
-non-finite loss, which the step refuses; where it does not matter (clipped, truncated, or advantage 0) it gives no NaN
-either. A NaN or an infinity in what a loss is given makes it NaN, wherever it stands.
+No log-ratio is clamped, because a clamp would zero gradients silently. A ratio that overflows gives a non-finite loss,
+which the step refuses, unless the ratio has no effect (clipped, truncated, or advantage 0). A NaN or an infinity in any
+input makes the loss NaN.
 
 Legend: B sequences, T completion tokens; l = logprobs, l_old = old_logprobs, A = advantages, n_i tokens of sequence i.
 """
@@ -51,13 +51,21 @@ USE_ROLLOUT_LOGPROBS = ("minirl", "decoupled")
 
 
 def global_denominator(name: str, lengths: Iterable[int], max_tokens: int) -> int:
-    """What the loss called `name` is divided by. lengths: completion tokens of every sequence of the GLOBAL batch.
+    """Return the denominator of the loss called `name`. Compute it once per optimizer step, before any masking.
 
-    Compute it once per optimizer step, over all ranks, before anything is masked or rejected.
-    gspo, gspo_token, grpo, sapo, gmpo: sequences with at least one token; an empty one has no mean over its tokens.
-    dapo, cispo, dppo_tv, decoupled: tokens. minirl: sequences, empty ones too: a sum over no token is 0.
-    dr_grpo: sequences, empty ones too, x max_tokens, the longest completion allowed; no other loss looks at it.
-    0 means that there is nothing to learn from: skip the update. Raises ConfigError for an unknown name.
+        gspo, gspo_token, grpo, sapo, gmpo: number of sequences with at least one token
+        dapo, cispo, dppo_tv, decoupled: number of tokens
+        minirl: number of sequences, empty ones included
+        dr_grpo: number of sequences, empty ones included, times max_tokens
+
+    A denominator of 0 means that the batch has nothing to learn from: skip the update.
+
+    Args:
+        lengths: the number of completion tokens of every sequence of the GLOBAL batch, over all ranks.
+        max_tokens: the longest completion allowed. Only dr_grpo uses it.
+
+    Raises:
+        ConfigError: the name is unknown.
     """
     _check_name(name)
     lengths = list(lengths)
@@ -71,7 +79,9 @@ def global_denominator(name: str, lengths: Iterable[int], max_tokens: int) -> in
 
 
 def nonempty(lengths: Iterable[int]) -> int:
-    """Sequences that have at least one completion token: what `reference_kl` is divided by under every loss."""
+    """Return the number of sequences with at least one completion token: the denominator of `reference_kl` with every
+    loss.
+    """
     return sum(length > 0 for length in lengths)
 
 
@@ -87,16 +97,26 @@ def policy_loss(
     weights: Tensor | None = None,
     **parameters: float,
 ) -> PolicyLoss:
-    """The loss called `name` in POLICY_LOSSES, on one microbatch; minimise it.
+    """Compute the loss called `name` (a key of POLICY_LOSSES) on one microbatch, to be minimised.
 
-    logprobs, old_logprobs, rollout_logprobs [T]: float32 (or all float64), natural log, of the trainer now, of the
-    policy the ratio is taken to, and of the sampler; no gradient flows into the latter two. advantages [B]: the same
-    dtype, constant in a sequence. sequence_ids [T]: int64. denominator: `global_denominator`, at least 1.
-    weights [T]: float64, of `corrections.token_weights`: each token's term is multiplied by its own, gspo's and gmpo's
-    term of a sequence by that of its tokens, which must be the same. None: 1.
-    parameters: exactly the loss's own keyword arguments. Range of the clipping ones: [1 - clip_low, 1 + clip_high].
-    Raises ConfigError for an unknown name, TypeError for a wrong dtype or parameter, ValueError for a wrong shape or
-    number. Values of sequence_ids are not checked here, since that would make the host wait for the device.
+    The values of sequence_ids are not checked, because that would make the host wait for the device.
+
+    Args:
+        logprobs: [T] float32 or float64, natural logarithm, of the current policy.
+        old_logprobs: [T], same dtype, of the policy in the denominator of the ratio. Gets no gradient.
+        rollout_logprobs: [T], same dtype, of the sampler. Gets no gradient.
+        advantages: [B], same dtype.
+        sequence_ids: [T] int64 in 0..B-1.
+        denominator: the result of `global_denominator`, at least 1.
+        weights: [T] float64 from `corrections.token_weights`, a factor of each token's term. For gspo and gmpo it is a
+            factor of each sequence's term and must be constant in a sequence. None: 1.
+        parameters: the keyword arguments of the loss, all of them and no others. The clip range is [1 - clip_low, 1 +
+            clip_high].
+
+    Raises:
+        ConfigError: the name is unknown.
+        TypeError: a dtype or a parameter is wrong.
+        ValueError: a shape or a number is wrong.
     """
     _check_name(name)
     if name in USE_ROLLOUT_LOGPROBS:
@@ -115,25 +135,26 @@ def reference_kl(
     estimator: str,
     old_logprobs: Tensor | None = None,
 ) -> Tensor:
-    """KL(policy || reference) in nats per token; a scalar in the logprobs' dtype, with gradient.
+    """Compute KL(policy || reference) in nats per token: a scalar with gradient, in the dtype of the logprobs.
 
     (1 / denominator) sum_i (1 / n_i) sum_t k(d_t),   d_t = l_ref_t - l_t   (DeepSeekMath, arXiv 2402.03300, equation 4)
 
-    estimator: k1, k2 or k3; `penalties.py` says what value and gradient of each estimate. old_logprobs: each k(d_t) is
-    multiplied by r_t = exp(l_t - l_old_t), and the gradient flows through r_t too (DeepSeek-V3.2, arXiv 2512.02556):
+    `policy_loss` describes shapes, dtypes and errors. The weights of corrections do not apply to the KL.
 
-        r_t k1(d_t) and r_t k3(d_t): unbiased for KL(policy || reference) in value and in gradient, for tokens drawn
-        from the old policy. The ratio of the tokens before t is left out, as it is in the policy losses.
-        r_t k2(d_t): neither; its gradient is that of the mean of d^2 / 2.
-
-    denominator: `nonempty` sequences of the global optimizer batch, whatever the policy loss is divided by, so that it
-    means the same beside each of them. No correction's weight touches it. Shapes, dtypes, errors: see `policy_loss`.
+    Args:
+        estimator: k1, k2 or k3. `penalties.py` gives the value and gradient of each.
+        old_logprobs: if given, each k(d_t) is multiplied by r_t = exp(l_t - l_old_t), and the gradient flows through
+            r_t too (DeepSeek-V3.2, arXiv 2512.02556). For tokens drawn from the old policy, r_t k1(d_t) and r_t k3(d_t)
+            are then unbiased for KL(policy || reference) in value and gradient. r_t k2(d_t) is not: its gradient is
+            that of the mean of d^2 / 2. As in the policy losses, r_t leaves out the ratios of earlier tokens.
+        denominator: the number of `nonempty` sequences of the global optimizer batch. It does not depend on the policy
+            loss, so the KL has the same meaning with every loss.
     """
     check_tokens(logprobs, ref_logprobs, sequence_ids, denominator)
     tokens = KL_ESTIMATORS[estimator](ref_logprobs.detach().double() - logprobs.double())
     if old_logprobs is not None:
         check_tokens(logprobs, old_logprobs, sequence_ids, denominator)
-        # A ratio of 0, to an old logprob that is infinite, is finite.
+        # The ratio to an infinite old logprob is 0, which is finite, so the check looks at the logprob itself.
         tokens = (logprobs.double() - old_logprobs.detach().double()).exp() * tokens - nan_unless_finite(old_logprobs)
     return ((tokens / own_length(sequence_ids)).sum() / denominator).to(logprobs.dtype)
 

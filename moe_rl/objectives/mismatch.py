@@ -1,8 +1,8 @@
-"""How far apart sampler and trainer are on the very tokens that were sampled, from their logprobs alone.
+"""Measures the difference of sampler and trainer from their logprobs of the sampled tokens.
 
-d_t = l_train_t - l_rollout_t in nats, over completion tokens; tokens are drawn from the rollout policy. Means are over
-tokens, so long sequences weigh more, but for the quantities that are said to be of sequences. Sums are float64 and
-merge exactly across microbatches and ranks; means of ranks' means would be biased by unequal token counts.
+d_t = l_train_t - l_rollout_t, in nats, over completion tokens, which are drawn from the rollout policy. Means are over
+tokens, so long sequences weigh more; metrics over sequences say so. Sums are float64 and are added exactly across
+microbatches and ranks. A mean of the ranks' means would be biased, because ranks have unequal token counts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moe_rl.errors import describe
 from moe_rl.objectives.penalties import k3
 
 EXTREME_RATIOS = (2.0, 5.0)
-"""Each tau of F(tau): a token is extreme when its probability differs by more than this factor, either way."""
+"""Thresholds tau of F(tau). A token is extreme when its two probabilities differ by more than this factor."""
 
 _SUMS = (
     "tokens",
@@ -37,7 +37,7 @@ _SUMS = (
     "square_of_product",
     "square_of_geometric",
 )
-# |d| is counted in bins whose bounds grow by 10^(1/100) from 1e-7 to 100 nats, one bin below and one above.
+# |d| is counted in bins whose bounds grow by 10^(1/100) from 1e-7 to 100 nats, with one bin below and one above.
 _PER_DECADE, _LEAST, _DECADES = 100, 1e-7, 9
 _BINS = _PER_DECADE * _DECADES + 2
 _WIDTH = len(_SUMS) + _BINS + 1
@@ -45,11 +45,12 @@ _WIDTH = len(_SUMS) + _BINS + 1
 
 @dataclass(frozen=True, slots=True)
 class MismatchSums:
-    """Mergeable sums over one set of sequences. The empty set is `MismatchSums.empty()`.
+    """Holds sums over a set of sequences, which can be merged with those of another set.
 
-    values float64: sums in the order of _SUMS, how many tokens have |d| in each bin, max |d|. All but the last add up;
-    the last takes the maximum (0 when there is no token). A logprob that is not finite makes every sum that it enters
-    NaN.
+    Attributes:
+        values: float64: the sums in the order of _SUMS, the number of tokens in each bin of |d|, and the largest |d|.
+            Merging adds all but the last, of which it takes the maximum (0 without tokens). A logprob that is not
+            finite makes every sum that it enters NaN.
     """
 
     values: Tensor
@@ -60,12 +61,18 @@ class MismatchSums:
 
     @classmethod
     def of(cls, logprobs: Tensor, rollout_logprobs: Tensor, sequence_ids: Tensor, sequences: int) -> MismatchSums:
-        """Sums over one microbatch, on its device, without a host sync.
+        """Compute the sums of one microbatch, on its device, without a host sync.
 
-        logprobs [T] (trainer), rollout_logprobs [T] (sampler): float32 or float64, natural log, completion tokens only,
-        both at the sampling temperature. sequence_ids [T] int64 in 0..sequences-1: whose token each is; a sequence lies
-        whole in one microbatch, and one without a token counts nowhere.
-        Raises TypeError for another dtype, ValueError for another shape.
+        Args:
+            logprobs: [T] float32 or float64, natural logarithm, the trainer's, of completion tokens at the sampling
+                temperature.
+            rollout_logprobs: [T], likewise, the sampler's.
+            sequence_ids: [T] int64 in 0..sequences-1, the sequence of each token. A sequence lies whole in one
+                microbatch. A sequence without a token is not counted.
+
+        Raises:
+            TypeError: a dtype is wrong.
+            ValueError: a shape is wrong.
         """
         for name, tensor in (("logprobs", logprobs), ("rollout_logprobs", rollout_logprobs)):
             if tensor.dtype not in (torch.float32, torch.float64):
@@ -75,7 +82,7 @@ class MismatchSums:
                         where={"argument": name},
                         got=tensor.dtype,
                         expected="torch.float32",
-                        do="keep logprobs in float32 from where they arise",
+                        do="keep logprobs in float32 from the softmax on",
                     )
                 )
         if logprobs.ndim != 1 or not logprobs.shape == rollout_logprobs.shape == sequence_ids.shape:
@@ -89,7 +96,7 @@ class MismatchSums:
                     fault="tokens",
                 )
             )
-        # x - (x - x): an infinity becomes NaN, which no exp turns into 0, and no bit of anything else changes.
+        # x - (x - x) turns an infinity into NaN, which no exp turns into 0. It leaves all other values unchanged.
         train, rollout = (x - (x - x) for x in (logprobs.detach().double(), rollout_logprobs.detach().double()))
         d = train - rollout
         size = d.abs()
@@ -127,20 +134,20 @@ class MismatchSums:
         return cls(torch.cat((torch.stack([sums[name] for name in _SUMS]), counts, peak[None])))
 
     def merge(self, other: MismatchSums) -> MismatchSums:
-        """Sums over both sets of sequences."""
+        """Merge the sums of two sets of sequences."""
         return MismatchSums.from_tensor(torch.stack((self.values, other.values)))
 
     def to_tensor(self) -> Tensor:
-        """[W] float64, to send to other ranks. All-gather it and give the stacked rows to `from_tensor`."""
+        """Return [W] float64 to send to other ranks. Stack the gathered rows and pass them to `from_tensor`."""
         return self.values
 
     @classmethod
     def from_tensor(cls, rows: Tensor) -> MismatchSums:
-        """From one `to_tensor` [W], or merged from several, [N, W] with N >= 1 (one row a rank, in rank order)."""
+        """Build the sums from one `to_tensor` result [W], or merge several, [N, W] with N >= 1, in rank order."""
         if rows.dtype != torch.float64 or rows.ndim not in (1, 2) or rows.shape[-1] != _WIDTH or not rows.numel():
             raise ValueError(
                 describe(
-                    "this is no tensor of mismatch sums",
+                    "the tensor does not hold mismatch sums",
                     got=f"{tuple(rows.shape)} {rows.dtype}",
                     expected=f"[{_WIDTH}] or [N, {_WIDTH}] torch.float64",
                     do="pass what to_tensor returned, one row a rank",
@@ -151,20 +158,28 @@ class MismatchSums:
         return cls(torch.cat((rows[:, :-1].sum(0), rows[:, -1:].amax(0))))
 
     def metrics(self) -> dict[str, float]:
-        """The numbers to log; reads the device once. All but the two counts are nan when there is no token.
+        """Compute the metrics to log. Reads the device once. All but the two counts are nan when there is no token.
 
-        k1: mean(-d), nats per token. Unbiased for KL(rollout || trainer), may be negative on few tokens.
-        k3: mean(exp(d) - 1 - d), nats per token. The same KL, never negative, 0 only if every d is 0.
-        extreme_fraction_2, _5: F(tau), share of tokens with max(p_train / p_rollout, p_rollout / p_train) > tau.
-        abs_mean, abs_max: of |d|, nats. abs_p50, abs_p99: quantiles of |d|, too high by at most 2.4%; at most 1e-7
-        counts as 0.
-        perplexity_train, perplexity_rollout: mean over sequences of exp(-mean_t l_t). log_perplexity_diff: mean over
-        sequences of mean_t(l_rollout) - mean_t(l_train); log_perplexity_abs_diff: of its absolute value.
-        chi2_token: mean(exp(2 d)) - 1. chi2_sequence_product: mean over sequences of exp(2 sum_t d) - 1;
-        chi2_sequence_geometric: of exp(2 mean_t d) - 1. They estimate chi^2(trainer || rollout), the first and second
-        of tokens and of whole sequences; the third is of no distribution, but bounded where the second explodes.
-        effective_sample_fraction: (sum w)^2 / (tokens sum w^2), w = exp(d) untruncated: 1 when all are equal.
-        tokens, sequences: how many; sequences without a token are not counted.
+        Returns:
+            k1: mean(-d), nats per token. Unbiased for KL(rollout || trainer); it may be negative when there are few
+            tokens.
+            k3: mean(exp(d) - 1 - d), nats per token. Estimates the same KL, is never negative, and is 0 only if every d
+            is 0.
+            extreme_fraction_2, extreme_fraction_5: F(tau), the fraction of tokens with max(p_train / p_rollout,
+            p_rollout / p_train) > tau.
+            abs_mean, abs_max: mean and maximum of |d|, nats.
+            abs_p50, abs_p99: quantiles of |d|, too high by at most 2.4%. Values up to 1e-7 count as 0.
+            perplexity_train, perplexity_rollout: mean over sequences of exp(-mean_t l_t).
+            log_perplexity_diff: mean over sequences of mean_t(l_rollout) - mean_t(l_train).
+            log_perplexity_abs_diff: mean over sequences of the absolute value of the same difference.
+            chi2_token: mean(exp(2 d)) - 1. Estimates chi^2(trainer || rollout) of single tokens.
+            chi2_sequence_product: mean over sequences of exp(2 sum_t d) - 1. Estimates chi^2(trainer || rollout) of
+            whole sequences.
+            chi2_sequence_geometric: mean over sequences of exp(2 mean_t d) - 1. It belongs to no distribution, but
+            stays bounded where chi2_sequence_product explodes.
+            effective_sample_fraction: (sum w)^2 / (tokens sum w^2) with w = exp(d), not truncated. 1 when all w are
+            equal.
+            tokens, sequences: how many were counted. Sequences without a token are not counted.
         """
         values = self.values.tolist()
         sums, counts, peak = dict(zip(_SUMS, values, strict=False)), values[len(_SUMS) : -1], values[-1]
@@ -198,7 +213,9 @@ class MismatchSums:
 
     @staticmethod
     def _quantile(q: float, tokens: float, counts: list[float], peak: float) -> float:
-        """The upper bound of the first bin with which at least a fraction q of the tokens is counted."""
+        """Return the upper bound of the first bin at which the cumulative count reaches the fraction q of the
+        tokens.
+        """
         if not tokens or not math.isfinite(peak):
             return math.nan
         number = int(np.searchsorted(np.cumsum(counts), q * tokens))

@@ -1,8 +1,8 @@
-"""Losses with one ratio per sequence, the geometric mean of its tokens' ratios.
+"""Implements the losses with one ratio per sequence, the geometric mean of its token ratios.
 
-Shapes, dtypes, errors and what `denominator` is: see `losses.py`. The mean over sequences is part of these methods, so
-there is no choice of aggregation: in all of them `denominator` is the number of non-empty sequences. gspo and gmpo have
-one term per sequence, so that their `weights` must be constant in a sequence; gspo_token takes any.
+`losses.py` describes shapes, dtypes, errors and the denominator. The mean over sequences is part of these methods, so
+there is no choice of aggregation: `denominator` is always the number of non-empty sequences. gspo and gmpo have one
+term per sequence, so their `weights` must be constant in a sequence. gspo_token takes any weights.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ def gspo(
     denominator: int,
     weights: Tensor | None = None,
 ) -> PolicyLoss:
-    """Group Sequence Policy Optimization (arXiv 2507.18071, equations 5 and 7).
+    """Compute the loss of Group Sequence Policy Optimization (arXiv 2507.18071, equations 5 and 7).
 
     loss = -(1 / denominator) sum_i min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i)
     s_i  = exp((1 / n_i) sum_t (l_t - l_old_t)), the length-normalised likelihood ratio of sequence i
 
-    A sequence is a clip event where the clipped branch is strictly the smaller one. Published: 3e-4 and 4e-4.
+    A clip event is a sequence whose clipped branch is strictly smaller. The paper uses clip_low 3e-4 and clip_high
+    4e-4.
     """
     broken = check_loss(
         logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, clip_low=clip_low, clip_high=clip_high
@@ -64,13 +65,14 @@ def gspo_token(
     denominator: int,
     weights: Tensor | None = None,
 ) -> PolicyLoss:
-    """GSPO-token (arXiv 2507.18071, section 4.3), the form that verl calls gspo.
+    """Compute the loss of GSPO-token (arXiv 2507.18071, section 4.3), which verl calls gspo.
 
     loss    = -(1 / denominator) sum_i (1 / n_i) sum_t min(s_{i,t} A_i, clip(s_{i,t}, 1 - clip_low, 1 + clip_high) A_i)
     s_{i,t} = sg[s_i] exp(l_t - sg[l_t]), with the s_i of GSPO
 
-    With one advantage per sequence, all there is here, value and gradient are GSPO's. Counted are tokens, each with the
-    ratio of its sequence: long sequences weigh more in the clip fraction than under gspo.
+    All tokens of a sequence have the same advantage here, so value and gradient equal those of GSPO. Clip events and
+    ratio statistics count tokens, each with the ratio of its sequence. Long sequences therefore weigh more in the clip
+    fraction than under gspo.
     """
     broken = check_loss(
         logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, clip_low=clip_low, clip_high=clip_high
@@ -95,14 +97,15 @@ def gmpo(
     denominator: int,
     weights: Tensor | None = None,
 ) -> PolicyLoss:
-    """Geometric-Mean Policy Optimization (arXiv 2507.20673): tokens are clipped before the mean, not the mean after.
+    """Compute the loss of Geometric-Mean Policy Optimization (arXiv 2507.20673), which clips tokens before taking the
+    mean.
 
     loss = -(1 / denominator) sum_i A_i exp((1 / n_i) sum_t b_t),   d_t = l_t - l_old_t
     b_t  = min(d_t, log(1 + clip_high)) where A_i > 0, max(d_t, log(1 - clip_low)) where A_i < 0
 
-    The published range is [e^-0.4, e^0.4] for the ratio: clip_low 0.33, clip_high 0.49. A clip_low of 1 or more bounds
-    nothing. A token is a clip event where its b_t is not its d_t: the sequence still counts, this token has no
-    gradient. The ratio counted is exp(d_t) of each token.
+    The paper's range of the ratio is [e^-0.4, e^0.4]: clip_low 0.33, clip_high 0.49. A clip_low of 1 or more sets no
+    lower bound. A clip event is a token whose b_t differs from its d_t: its sequence still counts, but the token has no
+    gradient. The ratio statistics use exp(d_t) of each token.
     """
     broken = check_loss(
         logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, clip_low=clip_low, clip_high=clip_high
@@ -112,7 +115,8 @@ def gmpo(
     of_token = advantages[sequence_ids]
     log_ratio = logprobs.double() - old_logprobs.detach().double()
     clipped = ((of_token > 0) & (log_ratio > high)) | ((of_token < 0) & (log_ratio < low))
-    # Advantage 0: bounded above, so that an overflow that does not count leaves no NaN, and without a gradient.
+    # With advantage 0 the ratio is bounded above and gets no gradient, so that an overflow without effect leaves no
+    # NaN.
     bounded = torch.where(
         of_token > 0,
         log_ratio.clamp(max=high),

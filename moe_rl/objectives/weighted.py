@@ -1,7 +1,7 @@
-"""Log-likelihoods weighted by A and by a ratio through which no gradient flows.
+"""Implements the losses that weight the log-likelihood by A and by a ratio through which no gradient flows.
 
-Shapes, dtypes, errors and what `denominator` is: see `losses.py`. The gradient of such a loss is -w_t A_i at token t;
-its value, which contains l_t itself, says nothing. sg[...] is a constant to the gradient.
+`losses.py` describes shapes, dtypes, errors and the denominator. The gradient of such a loss is -w_t A_i at token t.
+Its value contains l_t itself and has no meaning. sg[...] is a constant for the gradient.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def cispo(
     denominator: int,
     weights: Tensor | None = None,
 ) -> PolicyLoss:
-    """Clipped IS-weight Policy Optimization (MiniMax-M1, arXiv 2506.13585, equations 4 and 5), bounded above only.
+    """Compute the loss of Clipped IS-weight Policy Optimization (MiniMax-M1, arXiv 2506.13585, equations 4 and 5).
 
     loss = -(1 / denominator) sum_i sum_t sg[min(r_t, weight_cap)] A_i l_t,   r_t = exp(l_t - l_old_t)
 
-    weight_cap is the cap itself, the paper's 1 + epsilon_high, not its distance from 1. The paper's lower bound is left
-    off, as the paper does in its runs. denominator: tokens. A token is a clip event where its weight is the cap and
-    A_i is not 0: its gradient is smaller, not gone.
+    weight_cap is the cap itself, the paper's 1 + epsilon_high, not the distance from 1. There is no lower bound, as in
+    the paper's own runs. The denominator is the number of tokens. A clip event is a token whose weight is the cap and
+    whose A_i is not 0. Its gradient is reduced, not removed.
     """
     broken = check_loss(logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, weight_cap=weight_cap)
     of_token = token_advantages(advantages, sequence_ids, weights)
@@ -49,14 +49,14 @@ def dppo_tv(
     denominator: int,
     weights: Tensor | None = None,
 ) -> PolicyLoss:
-    """Divergence Proximal Policy Optimization, binary total variation (arXiv 2602.04879).
+    """Compute the loss of Divergence Proximal Policy Optimization with binary total variation (arXiv 2602.04879).
 
     loss = -(1 / denominator) sum_i sum_t M_t sg[min(r_t, weight_cap)] A_i l_t,   r_t = exp(l_t - l_old_t)
     M_t  = 0 where A_i > 0 and p_t - p_old_t > delta_high, or A_i < 0 and p_t - p_old_t < -delta_low; else 1
 
-    p = exp(l): the probabilities, not their ratio, may not move far, so that rare tokens can. The method's old policy
-    is the one that sampled: pass the sampler's logprobs as old_logprobs. denominator: tokens, masked ones among them,
-    as in TRL. A token is a clip event where M_t is 0. Published weight_cap: 20.
+    p = exp(l). The loss limits the change of the probability, not of the ratio, so rare tokens can move far. The
+    method's old policy is the sampler: pass the sampler's logprobs as old_logprobs. The denominator is the number of
+    tokens, masked ones included, as in TRL. A clip event is a token with M_t = 0. The paper uses weight_cap 20.
     """
     broken = check_loss(
         logprobs,
@@ -90,15 +90,15 @@ def minirl(
     denominator: int,
     weights: Tensor | None = None,
 ) -> PolicyLoss:
-    """MiniRL (arXiv 2512.01374, equation 7): masked by staleness, weighted by staleness and sampler mismatch together.
+    """Compute the loss of MiniRL (arXiv 2512.01374, equation 7): mask by staleness, weight by staleness and mismatch.
 
     loss = -(1 / denominator) sum_i sum_t M_t sg[min(exp(l_t - l_rollout_t), weight_cap)] A_i l_t
     M_t  = 0 where A_i > 0 and r_t > 1 + clip_high, or A_i < 0 and r_t < 1 - clip_low; else 1;  r_t = exp(l_t - l_old_t)
 
-    old_logprobs are the trainer's before the step, rollout_logprobs the sampler's. What is truncated is the whole
-    weight. denominator: sequences, empty ones too: a mean over sequences of sums over tokens, without any division by
-    length. A token is a clip event where M_t is 0; the ratio counted is r_t. The method's advantages are R - mean.
-    Published: clip_low 0.2, clip_high 0.27, weight_cap 5.
+    old_logprobs are the trainer's before the step, rollout_logprobs the sampler's. The cap applies to the whole weight.
+    The denominator is the number of sequences, empty ones included: the loss is the mean over sequences of sums over
+    tokens, without a division by length. A clip event is a token with M_t = 0. The ratio statistics use r_t. The method
+    uses the advantages R - mean. The paper uses clip_low 0.2, clip_high 0.27 and weight_cap 5.
     """
     broken = check_loss(
         logprobs,
@@ -123,7 +123,12 @@ def minirl(
 def _weighted(
     logprobs: Tensor, of_token: Tensor, scale: Tensor, ratio: Tensor, clipped: Tensor, denominator: int, broken: Tensor
 ) -> PolicyLoss:
-    """of_token [T]: see `token_advantages`. scale [T] float64: of each token's A l, before the denominator. broken: see
-    `check_loss`."""
+    """Return the loss -sum(scale * A * l) / denominator with its counts.
+
+    Args:
+        of_token: [T], advantages from `token_advantages`.
+        scale: [T] float64, factor of each token's A l before the division by the denominator.
+        broken: the result of `check_loss`.
+    """
     loss = -(scale * of_token * logprobs.double()).sum() / denominator
     return with_counts((loss - broken).to(logprobs.dtype), ratio, clipped, torch.ones_like(clipped))
