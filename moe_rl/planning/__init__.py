@@ -1,1 +1,3 @@
-"""What is decided before the step runs: which sequence goes to which update, rank and microbatch. Imports no torch."""
+"""Decides before a step which sequence goes to which update, rank and microbatch, and predicts memory. Imports no
+torch.
+"""

@@ -1,12 +1,12 @@
-"""What a training pass holds beside the model: an estimate of its peak on a rank, in bytes.
+"""Estimates the peak memory of a training pass on a rank, in bytes, without the model itself.
 
-Counted are the tensors that the passes make, as moe_rl's layers of torch operations make them: what autograd keeps of
-each operation, and what is alive for a moment on top. On a CPU, on one rank, that peak was measured and lies within 10%
-(tests/planning/test_activations.py). Not counted: workspaces inside kernels, the allocator's fragments, buffers of
-collectives. TransformerEngine's layers keep less; how much was never measured.
+The estimate counts the tensors of moe_rl's layers of torch operations: what autograd keeps of each operation, and what
+exists for a moment on top. The measured peak on a CPU with one rank lies within 10% of it
+(tests/planning/test_activations.py). The estimate leaves out workspaces inside kernels, fragmentation of the allocator,
+and buffers of collectives. TransformerEngine's layers keep less; the difference was never measured.
 
-Legend: T rows of a microbatch on a rank (its tokens / context), S of them between the matrices (T / tensor, sequence
-parallelism), b bytes of a number in train.dtype.
+Legend: T rows of a microbatch on a rank (its tokens / context), S rows of them between the matrices (T / tensor,
+sequence parallelism), b bytes of a number in train.dtype.
 """
 
 from __future__ import annotations
@@ -24,9 +24,16 @@ INT64 = 8
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A microbatch on a rank. rows: T. padded_rows: of the rectangles that attention is computed in, the sequences as
-    long as the longest, which has `longest` rows on all ranks together. predicted: rows whose logits are used. dtype:
-    as train.dtype."""
+    """Describes a microbatch on a rank.
+
+    Attributes:
+        rows: T.
+        padded_rows: rows of the padded rectangles that attention computes on, where every sequence is as long as the
+            longest.
+        longest: rows of the longest sequence, on all its ranks together.
+        predicted: rows whose logits are used.
+        dtype: the value of train.dtype.
+    """
 
     rows: int
     padded_rows: int
@@ -41,10 +48,15 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """kept_bytes: by one microbatch between its forward and its backward pass. in_flight: microbatches that have such
-    at the same time. head_bytes: on top on the last stage, behind the forward pass: the last norm, logits and what
-    becomes of them. backward_bytes: of a microbatch inside the fullest layer's backward pass. dispatched_rows: (token,
-    expert) pairs that a rank's experts get in a layer, when these are loaded evenly."""
+    """Holds the bytes that training passes need on a rank.
+
+    Attributes:
+        kept_bytes: kept by one microbatch between its forward and its backward pass.
+        in_flight: microbatches that are in this state at the same time.
+        head_bytes: added on the last stage after the forward pass: last norm, logits, and what is computed from them.
+        backward_bytes: added by a microbatch inside the backward pass of the largest layer.
+        dispatched_rows: (token, expert) pairs that the experts of a rank get in a layer, if the load is even.
+    """
 
     kept_bytes: int
     in_flight: float
@@ -54,19 +66,26 @@ class Activations:
 
     @property
     def peak_bytes(self) -> int:
-        """The other microbatches in flight, and one behind its forward pass or inside its backward pass."""
+        """The peak: all other microbatches in flight, plus one at the end of its forward pass or inside its backward
+        pass.
+        """
         others = round(self.kept_bytes * (self.in_flight - 1))
         return others + max(self.kept_bytes + self.head_bytes, self.backward_bytes)
 
 
 def norm_bytes(width: int, rows: int, shape: Shape) -> int:
-    """rows x width x (8 + b) + 4 rows. In bfloat16: input and normalised in float32, and the output; in float32: the
-    input and two products."""
+    """Bytes of a norm: rows x width x (8 + b) + 4 rows.
+
+    bfloat16 keeps the input and the normalised input in float32, and the output. float32 keeps the input and two
+    products.
+    """
     return rows * (width * (2 * FLOAT32 + shape.bytes_each) + FLOAT32)
 
 
 def head_norm_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
-    """Norms of queries and keys: T x 8 of each number, and a factor of each head; 0 without them."""
+    """Bytes of the norms of queries and keys: T x 8 for each number, plus a factor for each head; 0 without these
+    norms.
+    """
     if not facts.qk_norm:
         return 0
     heads = (facts.heads + facts.kv_heads) // layout.tensor
@@ -74,9 +93,13 @@ def head_norm_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
 
 
 def attention_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
-    """T x b x (the projections' output q + k + v, rotated q and k, the output, rotary angles of 4 head dimensions), and
-    in rectangles b x (q, its output, context x (k + v)), wider by one a head for sinks, a float32 of each head, and the
-    mask, `longest` bytes where context ranks share a sequence, `longest` x b for windows and sinks."""
+    """Bytes of attention.
+
+    T x b x (output of the projections q + k + v, rotated q and k, the attention output, rotary angles of 4 head
+    dimensions). For the padded rectangles add b x (q, its output, context x (k + v)), one number wider per head for
+    sinks; a float32 for each head; and the mask: `longest` bytes where context ranks share a sequence, `longest` x b
+    for windows and sinks.
+    """
     query = facts.heads * facts.head_dim // layout.tensor
     key = facts.kv_heads * facts.head_dim // layout.tensor
     value, output = key, query
@@ -99,53 +122,60 @@ def attention_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
 
 
 def mlp_bytes(width: int, rows: int, shape: Shape) -> int:
-    """rows x width x b x 5: gate and up, silu of the gate, the shifted up, their product."""
+    """Bytes of an MLP: rows x width x b x 5, for gate, up, silu of the gate, the shifted up, and their product."""
     return 5 * rows * width * shape.bytes_each
 
 
 def dispatched_rows(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
-    """S x top_k x expert_tensor: what is sent when experts are loaded evenly; the ranks that share an expert's matrices
-    see each other's rows."""
+    """Rows dispatched to a rank's experts if the load is even: S x top_k x expert_tensor.
+
+    Ranks that share an expert's matrices receive each other's rows.
+    """
     return -(-shape.rows // layout.tensor) * facts.top_k * layout.expert_tensor
 
 
 def expert_row_bytes(facts: ModelFacts, expert_tensor: int, bytes_each: int) -> int:
-    """Bytes of one dispatched row, b x (hidden + 6 x the expert's width): input, what an MLP keeps, the product with
-    the router's weight. 8 x where the SwiGLU is clamped."""
+    """Bytes of one dispatched row: b x (hidden + 6 x the expert's width).
+
+    These are its input, what the MLP keeps, and the product with the router's weight. A clamped SwiGLU has 8 instead of
+    6.
+    """
     times = 6 if facts.glu_clamp is None else 8
     return bytes_each * (facts.hidden_size + times * (facts.moe_intermediate_size // expert_tensor))
 
 
 def experts_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
-    """What the experts keep of all rows that are dispatched to a rank."""
+    """Bytes that the experts keep of all rows dispatched to a rank."""
     return dispatched_rows(facts, layout, shape) * expert_row_bytes(facts, layout.expert_tensor, shape.bytes_each)
 
 
 def router_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
-    """S x experts x (weights 4, order 8, map 1, sigmoid's scores 4) + S x top_k x (ids 8, positions 8)."""
+    """Bytes of the router: S x experts x (weights 4, order 8, map 1, sigmoid scores 4) + S x top_k x (ids 8, positions
+    8).
+    """
     scores = FLOAT32 * (facts.score_function == "sigmoid")
     per_row = facts.num_experts * (FLOAT32 + INT64 + 1 + scores) + 2 * INT64 * facts.top_k
     return -(-shape.rows // layout.tensor) * per_row
 
 
 def held_by_router_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
-    """Bytes of the router that stay also where the layer is recomputed: S x (5 experts + 8 top_k)."""
+    """Bytes of the router that remain when the layer is recomputed: S x (5 experts + 8 top_k)."""
     return -(-shape.rows // layout.tensor) * (facts.num_experts * (FLOAT32 + 1) + INT64 * facts.top_k)
 
 
 def hidden_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
-    """S x hidden x b: what goes from layer to layer."""
+    """Bytes passed from layer to layer: S x hidden x b."""
     return -(-shape.rows // layout.tensor) * facts.hidden_size * shape.bytes_each
 
 
 def moe_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
-    """What stands behind the norm of a layer with experts."""
+    """Bytes behind the second norm of a layer with experts."""
     shared = mlp_bytes(facts.shared_intermediate_size // layout.tensor, shape.rows, shape)
     return router_bytes(facts, layout, shape) + experts_bytes(facts, layout, shape) + shared
 
 
 def layer_bytes(facts: ModelFacts, layout: Layout, shape: Shape, *, has_experts: bool) -> int:
-    """What a layer keeps when nothing of it is recomputed."""
+    """Bytes that a layer keeps when nothing in it is recomputed."""
     norms = 2 * norm_bytes(facts.hidden_size, -(-shape.rows // layout.tensor), shape)
     attention = head_norm_bytes(facts, layout, shape) + attention_bytes(facts, layout, shape)
     if has_experts:
@@ -154,9 +184,11 @@ def layer_bytes(facts: ModelFacts, layout: Layout, shape: Shape, *, has_experts:
 
 
 def head_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
-    """The last norm, and vocabulary / tensor x the larger of 20 x predicted rows, five float32 of each logit between
-    softmax and its gradient, and 8 T + 4 x predicted rows, the gradient where it is spread over all rows. Entropies
-    (objective.entropy_coef) are not counted."""
+    """Bytes of the head: the last norm, plus vocabulary / tensor x max(20 predicted rows, 8 T + 4 predicted rows).
+
+    20 per predicted row are five float32 of each logit between the softmax and its gradient. 8 T + 4 per predicted row
+    is the gradient when it is spread over all rows. Entropies (objective.entropy_coef) are not counted.
+    """
     norm = norm_bytes(facts.hidden_size, -(-shape.rows // layout.tensor), shape)
     softmax = 5 * FLOAT32 * shape.predicted
     spread = 2 * FLOAT32 * shape.rows + FLOAT32 * shape.predicted
@@ -164,16 +196,19 @@ def head_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
 
 
 def passing_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
-    """b x hidden x (3 x dispatched rows, in front of the experts, behind them and sorted back, + 4 S)."""
+    """Bytes in flight inside a layer with experts: b x hidden x (3 x dispatched rows + 4 S).
+
+    The three copies of dispatched rows are those before the experts, after them, and sorted back.
+    """
     rows = 3 * dispatched_rows(facts, layout, shape) + 4 * -(-shape.rows // layout.tensor)
     return rows * facts.hidden_size * shape.bytes_each
 
 
 def in_flight(layout: Layout, stage: int, microbatches: int) -> float:
-    """Microbatches of which a stage has forward passes without their backward, in parts of its layers.
+    """Number of microbatches of a stage whose backward pass is still to come, as fractions of the stage's layers.
 
-    1F1B: pipeline - stage, at most all. Interleaved, in runs of layers: 2 (pipeline - stage - 1) + (runs - 1) x
-    pipeline + 1 passes of one run each; runs of different lengths are taken as equally long.
+    1F1B: pipeline - stage, at most all microbatches. Interleaved schedule, in runs of layers: 2 (pipeline - stage - 1)
+    + (runs - 1) x pipeline + 1 passes of one run each. Runs of different lengths are treated as equally long.
     """
     runs = layout.virtual_pipeline
     if runs == 1:
@@ -192,16 +227,21 @@ def stage_activations(
     runs: list[range],
     microbatches: int,
 ) -> Activations:
-    """Estimate a rank of a pipeline stage. runs: its layers, in runs of adjacent ones. microbatches: of an update."""
+    """Estimate the activations of a rank of a pipeline stage.
+
+    Args:
+        runs: the layers of the stage, as runs of adjacent layers.
+        microbatches: the number of microbatches in an update.
+    """
     kept = again = behind = 0
     hidden, held = hidden_bytes(facts, layout, shape), held_by_router_bytes(facts, layout, shape)
     for run in runs:
-        plain = 0  # what the layers of the run keep that stand behind its recomputed ones
+        plain = 0  # kept by the layers of the run behind the recomputed ones
         for number, layer in enumerate(run):
             has_experts = layer in facts.moe_layers
             whole = layer_bytes(facts, layout, shape, has_experts=has_experts)
             if train.recompute == "uniform":
-                # The input of each group of layers is kept; the group is run again as a whole.
+                # Only the input of each group of layers is kept. The backward pass runs the whole group again.
                 kept += (hidden if number % train.recompute_layers == 0 else 0) + held * has_experts
                 again = max(again, whole * train.recompute_layers)
             elif train.recompute == "block" and number < train.recompute_layers:
@@ -212,7 +252,7 @@ def stage_activations(
             else:
                 kept, plain = kept + whole, plain + whole
         behind = max(behind, plain)
-    # The backward pass has freed the layers behind when it comes to those that are recomputed.
+    # When the backward pass reaches the recomputed layers, it has freed the layers behind them.
     freed = behind if train.recompute == "block" else 0
     passing = passing_bytes(facts, layout, shape)
     return Activations(

@@ -1,9 +1,9 @@
-"""Packing by known load: sequences that together send every expert-parallel rank the same work, in every layer.
+"""Packs sequences so that all expert-parallel ranks get the same number of (token, expert) pairs in every layer.
 
 The routes of a batch are known before its forward pass. All expert-parallel ranks of a group run their m-th microbatch
-at once and wait in each layer for the rank whose experts got the most (token, expert) pairs. That load is the sum over
-all sequences in the group's m-th microbatches, here called a round; on which rank of the group a sequence lies does not
-change it. Numpy alone, no clock, no chance.
+at the same time. In each layer they wait for the rank whose experts got the most pairs. The load of a rank is the sum
+over all sequences in the group's m-th microbatches, called a round here. It does not depend on which rank of the group
+holds a sequence. The module uses only NumPy, no clock and no random numbers.
 
 Legend for shapes: S sequences, L MoE layers, E experts per layer, R expert-parallel ranks, N rounds.
 """
@@ -19,24 +19,30 @@ from moe_rl.planning.packing import pack
 
 Plan = list[list[list[int]]]
 
-# Numbers that an attempt looks at, about: enough to cover all pairs of sequences of a small problem, few enough to stay
-# in the cache.
+# Approximate number of elements that one attempt reads: enough to cover all pairs of sequences of a small problem, few
+# enough to stay in the cache.
 _AT_ONCE = 1 << 16
-# What an attempt costs beside the numbers it looks at, in the time of so many.
+# Fixed cost of an attempt, in units of the time to read one element.
 _ATTEMPT = 20_000
-# Exchanges between two rounds before it is another pair's turn.
+# Number of exchanges between two rounds before the next pair of rounds is tried.
 _IN_A_ROW = 8
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What packing by load came to. Excess: sum of the maxima over the expert-parallel ranks, over rounds and layers,
-    divided by the sum of the means, minus 1; 0 is even.
+    """Reports the result of packing by load.
 
-    by_length, planned: of packing by length, and of the returned plan. floor: no packing comes below it, since the sum
-    of maxima is at least the maximum of sums: experts that are popular in the whole batch cannot be packed away.
-    packing: "length" when nothing better was found, and the plan is that of packing by length. why: the reason then,
-    else how the search ended. swaps: pairs of sequences that changed places.
+    The excess is the sum over rounds and layers of the maximum over the expert-parallel ranks, divided by the sum of
+    the means, minus 1. 0 means even load.
+
+    Attributes:
+        by_length: the excess of packing by length.
+        planned: the excess of the returned plan.
+        floor: a lower bound of the excess of any packing: the sum of maxima is at least the maximum of sums, so no
+            packing evens out experts that are popular in the whole batch.
+        packing: "length" if the search found nothing better than packing by length.
+        why: the reason if packing is "length", else how the search ended.
+        swaps: the number of pairs of sequences that were exchanged.
     """
 
     by_length: float
@@ -48,15 +54,18 @@ class LoadReport:
 
 
 def load_of(counts_SLE: np.ndarray, expert_parallel: int) -> np.ndarray:
-    """Pairs for each expert-parallel rank, int32 [S, L, R], of pairs for each expert [S, L, E].
+    """Sum pairs over the experts of each expert-parallel rank: [S, L, E] -> int32 [S, L, R].
 
-    Experts lie on the ranks in order, the same number on each. Raises ValueError when that number is not whole.
+    The ranks hold consecutive experts, the same number each.
+
+    Raises:
+        ValueError: the experts do not divide among the ranks.
     """
     counts_SLE = np.asarray(counts_SLE)
     if counts_SLE.ndim != 3 or expert_parallel < 1 or counts_SLE.shape[2] % expert_parallel:
         raise ValueError(
             describe(
-                "experts do not divide among ranks",
+                "the number of experts is no multiple of the number of ranks",
                 got=f"counts of shape {counts_SLE.shape} for {expert_parallel} ranks",
                 expected="[S, L, E], E a multiple of the ranks",
                 do="mend the caller",
@@ -69,8 +78,10 @@ def load_of(counts_SLE: np.ndarray, expert_parallel: int) -> np.ndarray:
 
 
 def round_loads(plan: Plan, loads_SLR: np.ndarray, *, exchange: int) -> np.ndarray:
-    """int64 [N, L, R]: pairs that arrive at each expert-parallel rank in each round. Rounds are numbered group by
-    group. exchange: as in `pack_by_load`."""
+    """Return int64 [N, L, R]: the pairs that arrive at each expert-parallel rank in each round.
+
+    Rounds are numbered group by group. `pack_by_load` explains `exchange`.
+    """
     rounds = [
         [index for rank in plan[first : first + exchange] for index in rank[number]]
         for first in range(0, len(plan), exchange)
@@ -83,10 +94,10 @@ def round_loads(plan: Plan, loads_SLR: np.ndarray, *, exchange: int) -> np.ndarr
 
 
 def excess(loads_NLR: np.ndarray) -> tuple[float, np.ndarray]:
-    """How far the fullest expert-parallel ranks lie above the mean: of all layers, and float64 [L] of each.
+    """Return the excess over all layers, and float64 [L] the excess of each layer.
 
-    Sum over rounds of the maximum / sum over rounds of the mean, minus 1: rounds and layers weigh as their pairs. 0
-    where there are none.
+    The excess is the sum over rounds of the maximum, divided by the sum over rounds of the mean, minus 1. Rounds and
+    layers weigh by their number of pairs. It is 0 where there are no pairs.
     """
     most = loads_NLR.max(axis=2).sum(axis=0).astype(np.float64)
     mean = loads_NLR.sum(axis=(0, 2)) / loads_NLR.shape[2]
@@ -104,20 +115,29 @@ def pack_by_load(
     slack: float = 0.05,
     work: int = 6_000_000_000,
 ) -> tuple[Plan, LoadReport]:
-    """Share sequences out as `packing.pack` does, with even expert load: result[rank][microbatch] lists indices.
+    """Divide sequences among ranks and microbatches with even expert load.
 
-    loads_SLR: non-negative integers, the (token, expert) pairs of each sequence for each expert-parallel rank; see
-    `load_of`. exchange: so many neighbouring data-parallel ranks send their tokens to the same experts; None: all.
-    slack: what may be given for even experts, see below. work: bound of the search, in numbers that it touches;
-    1e9 take less than a second. It is no time, so that a call repeated finds the same.
+    Minimises the sum over rounds and layers of the maximum over expert-parallel ranks. It starts from packing by length
+    and exchanges sequences between rounds as long as this sum falls. The result is never worse than packing by length,
+    has as many microbatches, and empties none.
 
-    Minimises the sum over rounds and layers of the maximum over expert-parallel ranks. Starts from packing by length
-    and exchanges sequences between rounds as long as that sum falls: so it is never worse, there are as many
-    microbatches, and none is emptied. In no microbatch has any rank more than 1 + slack times the tokens, or the sum of
-    squared lengths (what attention costs), of the fullest rank in the same microbatch of packing by length; none
-    exceeds `microbatch_tokens`.
-    Raises what `pack` raises, and ValueError for loads of the wrong shape or below 0, an `exchange` that does not
-    divide the ranks, a negative slack.
+    Args:
+        lengths: the number of tokens of each sequence, as in `packing.pack`.
+        loads_SLR: non-negative integers, the pairs of each sequence for each expert-parallel rank (see `load_of`).
+        exchange: number of neighbouring data-parallel ranks that send their tokens to the same experts. None: all.
+        slack: how much tokens may become uneven for even expert load. No rank of a microbatch gets more than 1 + slack
+            times the tokens, or the sum of squared lengths (the cost of attention), of the fullest rank in the same
+            microbatch of packing by length. None exceeds `microbatch_tokens`.
+        work: bound of the search, in elements read. 1e9 take less than a second. The bound is no time, so that a
+            repeated call returns the same plan.
+
+    Returns:
+        result[rank][microbatch], a list of indices of sequences, and a report.
+
+    Raises:
+        ConfigError: as `pack`.
+        ValueError: as `pack`; or loads have a wrong shape or are negative, `exchange` does not divide the ranks, or
+            slack is negative.
     """
     loads_SLR = np.asarray(loads_SLR)
     exchange = ranks if exchange is None else exchange
@@ -147,21 +167,30 @@ def pack_by_load(
 
     rounds = (ranks // exchange) * len(start[0])
     if rounds < 2:
-        return keep("one round holds everything: there is nothing to exchange" if rounds else "there are no sequences")
+        return keep(
+            "one round holds everything, so there is nothing to exchange" if rounds else "there are no sequences"
+        )
     search = _Search(lengths, loads_SLR, start, exchange, microbatch_tokens, slack)
     ended = search.run(work)
     plan = search.plan()
     after, _ = excess(round_loads(plan, loads_SLR, exchange=exchange))
     if after >= before:
-        return keep("no exchange that keeps the tokens even made the experts evener")
+        return keep("no exchange that keeps the tokens even made the expert load more even")
     return plan, LoadReport(before, after, floor, "load", ended, search.swaps)
 
 
 class _Search:
-    """Exchanges pairs of sequences between rounds. Loads are float32: they guide, the result is judged in integers.
+    """Exchanges pairs of sequences between rounds. Loads are float32 here; the result is judged in integers.
 
-    A bin is what one rank has in one round. sizes [S, 2]: length and its square. bins: of each sequence; filled [bins,
-    2]: sums of sizes; limits [N, 2]: of every bin in a round. load [N, R, L], cost [N]: its sum of maxima.
+    A bin is what one rank runs in one round.
+
+    Attributes:
+        sizes: [S, 2], the length of each sequence and its square.
+        bins: the bin of each sequence.
+        filled: [bins, 2], the sum of sizes in each bin.
+        limits: [N, 2], the limit of every bin in a round.
+        load: [N, R, L].
+        cost: [N], the sum over layers of the maximum of `load` over ranks.
     """
 
     def __init__(self, lengths: list[int], loads_SLR: np.ndarray, plan: Plan, exchange: int, budget: int, slack: float):
@@ -174,7 +203,7 @@ class _Search:
                 self.bins[members] = rank * self.microbatches + number
         self.filled = np.zeros((self.ranks * self.microbatches, 2))
         np.add.at(self.filled, self.bins, self.sizes)
-        # The same microbatch of all groups has the same limits.
+        # Microbatch m has the same limits in all groups.
         fullest = self.filled.reshape(self.ranks, self.microbatches, 2).max(axis=0)
         limits = np.floor((1 + slack) * fullest + 1e-9)
         limits[:, 0] = np.minimum(limits[:, 0], budget)
@@ -186,12 +215,14 @@ class _Search:
         self.swaps = 0
         numbers = self.load[0].size
         self.window, self.tried = max(32, 2 * _AT_ONCE // numbers), max(16, _AT_ONCE // numbers)
-        # Loads nearer to the maximum than a sequence's own share of a rank may become the maximum by one exchange.
+        # A rank whose load is nearer to the maximum than one sequence's share may become the maximum by one exchange.
         self.scale = max(float(self.loads.mean()), 1e-6)
 
     def run(self, work: int) -> str:
-        """Let all rounds meet in pairs until no pair improves or the work is done; says which."""
-        teams = list(range(len(self.members) + len(self.members) % 2))  # one of an odd number sits out
+        """Try all pairs of rounds until no pair improves or the work is used up. Return which of the two happened."""
+        teams = list(
+            range(len(self.members) + len(self.members) % 2)
+        )  # with an odd number of rounds one has no partner
         turns = (len(teams) - 1) * -(-max(map(len, self.members)) // self.window)
         quiet = attempts = 0
         while quiet < turns:
@@ -202,14 +233,14 @@ class _Search:
                 for _ in range(_IN_A_ROW):
                     work -= self._work(one, two)
                     if work < 0:
-                        return "the search came to the bound of its work"
+                        return "the search reached its work limit"
                     attempts += 1
                     if not self._improve(one, two, attempts * self.window):
                         break
                     improved = True
             quiet = 0 if improved else quiet + 1
             teams[1:] = [teams[-1], *teams[1:-1]]  # every pair meets once in len(teams) - 1 turns
-        return "no exchange improves any more"
+        return "no exchange improves the plan any more"
 
     def plan(self) -> Plan:
         flat: list[list[int]] = [[] for _ in self.filled]
@@ -218,15 +249,15 @@ class _Search:
         return [flat[first : first + self.microbatches] for first in range(0, len(flat), self.microbatches)]
 
     def _work(self, one: int, two: int) -> int:
-        """Numbers that an attempt touches, about, and what it costs beside them."""
+        """Return the approximate number of elements that an attempt reads, plus its fixed cost."""
         ours, theirs = (min(len(self.members[number]), self.window) for number in (one, two))
         return _ATTEMPT + self.load[0].size * (ours + theirs + 6 * min(ours * theirs, self.tried))
 
     def _improve(self, one: int, two: int, start: int) -> bool:
         """Make the best exchange between two rounds, if one improves them.
 
-        In large rounds it looks at a window of sequences from number `start` on. Candidates are those that the slope
-        of the maxima promises the most; each is then tried exactly.
+        In large rounds only a window of sequences, beginning at number `start`, is searched. The candidates with the
+        largest predicted gain (from the slope of the maxima) are evaluated exactly.
         """
         places, ours = self._some(one, start)
         others, theirs = self._some(two, start)
@@ -258,7 +289,7 @@ class _Search:
         return True
 
     def _some(self, number: int, start: int) -> tuple[np.ndarray, np.ndarray]:
-        """Places in members[number], and the sequences there."""
+        """Return positions in members[number], and the sequences at these positions."""
         count = len(self.members[number])
         places = np.arange(start, start + min(count, self.window)) % max(1, count)
         return places, self.members[number][places]
@@ -267,17 +298,21 @@ class _Search:
         return self.loads[sequences].reshape(-1, self.load[0].size)
 
     def _cost(self, load: np.ndarray) -> np.ndarray:
-        """float64 [...]: sum over layers of the maximum over ranks of loads [..., R, L]."""
+        """Return float64 [...]: the sum over layers of the maximum over ranks of loads [..., R, L]."""
         return load.max(axis=-2).sum(axis=-1, dtype=np.float64)
 
     def _weights(self, number: int) -> np.ndarray:
-        """[R, L]: how much each rank's load counts as its layer's maximum, 1 in all: a smooth slope of the maximum."""
+        """Return [R, L]: a smooth gradient of each layer's maximum with respect to each rank's load. Each layer sums to
+        1.
+        """
         load = self.load[number]
         weights = np.exp((load - load.max(axis=0)) / self.scale)
         return weights / weights.sum(axis=0)
 
     def _fits(self, ours: np.ndarray, theirs: np.ndarray, one: int, two: int) -> np.ndarray:
-        """bool [ours, theirs]: whether exchanging these two leaves both of their bins within the limits."""
+        """Return bool [ours, theirs]: whether both bins stay within their limits after an exchange of the two
+        sequences.
+        """
         more = self.sizes[theirs][None] - self.sizes[ours][:, None]
         room = (self.limits[one] - self.filled[self.bins[ours]])[:, None]
         other = (self.limits[two] - self.filled[self.bins[theirs]])[None]

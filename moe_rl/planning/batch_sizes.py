@@ -1,4 +1,4 @@
-"""The arithmetic of a run's batches. Upper bounds assume that every sequence is as long as the config allows."""
+"""Computes the batch sizes of a run. Upper bounds assume that every sequence is as long as the config allows."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ from moe_rl.config.training import TrainConfig
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """max_sequence_tokens: longest prompt and longest completion together. max_microbatches: of a rank, per update.
+    """Holds the batch sizes of a run.
 
-    microbatch_rows: of a microbatch on all its context-parallel ranks, when it is full. prompts_per_epoch: those of
-    task.train, None where nothing tells; so are the others that follow from it. epochs: at one sampling round a step.
+    Attributes:
+        max_sequence_tokens: longest prompt plus longest completion.
+        max_microbatches: of a rank, per update.
+        microbatch_rows: rows of a full microbatch, on all its context-parallel ranks together.
+        prompts_per_epoch: number of prompts in task.train. None if unknown; the values that depend on it are then None
+            too.
+        epochs: with one sampling round per step.
     """
 
     sequences_per_step: int
@@ -34,7 +39,10 @@ class Batch:
 
 
 def make_batch(config: Config, layout: Layout, prompts: int | None) -> Batch:
-    """prompts: those of task.train. What does not divide is rounded up here and refused by `check.problems`."""
+    """Compute the sizes. prompts is the number of prompts in task.train.
+
+    Numbers that do not divide evenly are rounded up here; `check.problems` refuses them.
+    """
     run, rollout, train = config.run, config.rollout, config.train
     sequences = rollout.prompts_per_step * rollout.group_size
     groups_per_update = -(-rollout.prompts_per_step // train.updates_per_step)
@@ -60,6 +68,8 @@ def make_batch(config: Config, layout: Layout, prompts: int | None) -> Batch:
 
 
 def _microbatch_rows(train: TrainConfig, layout: Layout) -> int:
-    """train.microbatch_tokens, up to 5% more where sequences are packed by load, in multiples of 8 for each rank."""
+    """Return train.microbatch_tokens, up to 5% more where sequences are packed by load, in multiples of 8 for each
+    rank.
+    """
     tokens = train.microbatch_tokens * (105 if train.packing == "load" else 100) // 100
     return -(-tokens // (8 * layout.context)) * 8 * layout.context

@@ -1,11 +1,11 @@
-"""How many rows each rank's experts get, exactly, before the step: static capacities and memory without a guess.
+"""Computes from known routes how many rows each rank's experts get, so that buffers can have a fixed, exact size.
 
-Without known routes a buffer for dispatched rows is as large as the worst case, every token to the experts of one rank,
-or it is smaller and rows that do not fit are dropped, or the step is run again. Known routes give the size that every
-row fits into, and no more. A row is a (token, expert) pair; padding has rows too.
+Without known routes there are three choices: a buffer of dispatched rows for the worst case (every token goes to the
+experts of one rank), a smaller buffer that drops rows, or a step that is run again. Known routes give the smallest size
+that holds every row. A row is a (token, expert) pair. Padding has rows too.
 
-Legend: S sources, ranks or data-parallel shares that dispatch to the same experts, M microbatches, L layers, E experts,
-P expert-parallel ranks, n = E/P experts on each, K top-k. Numpy alone.
+Legend: S sources (ranks or data-parallel shares that dispatch to the same experts), M microbatches, L layers, E
+experts, P expert-parallel ranks, n = E/P experts on each, K top-k. The module uses only NumPy.
 """
 
 from __future__ import annotations
@@ -22,12 +22,16 @@ from moe_rl.planning.token_layout import padded_lengths, padding_experts
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Numbers of rows, each the most over microbatches, layers and ranks.
+    """Holds row counts, each the maximum over microbatches, layers and ranks.
 
-    rank: that the experts of a rank get in a layer of a microbatch. expert: that one expert gets there. sent: that one
-    expert gets there from one source. microbatch: that the experts of a rank get in a microbatch, over all layers.
-    even: what `rank` would be if every layer's rows were spread evenly. worst: what it would be if every token chose as
-    many experts of one rank as it can. source: what a source sends in a layer of a microbatch, K rows a token.
+    Attributes:
+        rank: rows that the experts of a rank get in a layer of a microbatch.
+        expert: rows that one expert gets in a layer of a microbatch.
+        sent: rows that one expert gets from one source.
+        microbatch: rows that the experts of a rank get in a microbatch, summed over layers.
+        even: the value of `rank` if the rows of every layer were spread evenly.
+        worst: the value of `rank` if every token chose as many experts of one rank as it can.
+        source: rows that a source sends in a layer of a microbatch, K for each token.
     """
 
     rank: int = 0
@@ -39,29 +43,38 @@ class Budget:
     source: int = 0
 
     def expert_capacity_factor(self, experts: int) -> float:
-        """The least for which Megatron's `moe_expert_capacity_factor` drops nothing of microbatches of `source` rows.
+        """Return the smallest `moe_expert_capacity_factor` for which Megatron drops no row of microbatches of `source`
+        rows.
 
-        It keeps ceil(source / E * factor) rows from each source to each expert, and with
-        `moe_pad_expert_input_to_capacity` sends so many. Half a row less: the rounding up comes to `sent` exactly.
+        Megatron keeps ceil(source / E * factor) rows from each source to each expert, and sends this number with
+        `moe_pad_expert_input_to_capacity`. The factor is computed for half a row less, so that rounding up gives
+        `sent`.
         """
         return (self.sent - 0.5) * experts / self.source if self.source else 0.0
 
     def rank_capacity_factor(self) -> float:
-        """The least for which Megatron's `moe_expert_rank_capacity_factor` drops nothing of microbatches of `source`
-        rows: it holds int(source * factor) rows on each rank. Half a row more: the rounding down comes to `rank`."""
+        """Return the smallest `moe_expert_rank_capacity_factor` for which Megatron drops no row of microbatches of
+        `source` rows.
+
+        Megatron holds int(source * factor) rows on each rank. The factor is computed for half a row more, so that
+        rounding down gives `rank`.
+        """
         return (self.rank + 0.5) / self.source if self.source else 0.0
 
 
 def budget(counts_SMLE: np.ndarray, *, expert_parallel: int, top_k: int) -> Budget:
-    """The budget of ranks that dispatch to each other's experts, from rows for each expert, integers of 0 or more.
+    """Compute the budget of ranks that dispatch to each other's experts from non-negative rows per expert [S, M, L, E].
 
-    Experts lie on the ranks in order, the same number on each. Raises ValueError when that number is not whole.
+    The ranks hold consecutive experts, the same number each.
+
+    Raises:
+        ValueError: the experts do not divide among the ranks.
     """
     counts = np.asarray(counts_SMLE)
     if counts.ndim != 4 or expert_parallel < 1 or counts.shape[3] % expert_parallel:
         raise ValueError(
             describe(
-                "experts do not divide among ranks",
+                "the number of experts is no multiple of the number of ranks",
                 got=f"counts of shape {counts.shape} for {expert_parallel} ranks",
                 expected="[S, M, L, E], E a multiple of the ranks",
                 do="mend the caller",
@@ -86,7 +99,7 @@ def budget(counts_SMLE: np.ndarray, *, expert_parallel: int, top_k: int) -> Budg
 
 
 def most(budgets: Iterable[Budget]) -> Budget:
-    """Take the largest of each number: what holds all of them."""
+    """Return the element-wise maximum of several budgets."""
     budgets = list(budgets) or [Budget()]
     return Budget(*(max(getattr(one, field.name) for one in budgets) for field in fields(Budget)))
 
@@ -94,10 +107,15 @@ def most(budgets: Iterable[Budget]) -> Budget:
 def microbatch_counts(
     plan: Plan, lengths: list[int], counts_SLE: np.ndarray, *, top_k: int, context: int, expert_parallel: int
 ) -> np.ndarray:
-    """int64 [D, M, L, E]: rows for each expert from each of the D data-parallel shares, in each of its microbatches.
+    """Return int64 [D, M, L, E]: rows for each expert from each of D data-parallel shares in each microbatch.
 
-    plan: of `packing.pack` or `balance.pack_by_load`. lengths, counts_SLE: tokens of each sequence, and how often they
-    chose each expert. context: context-parallel ranks. The padding that a microbatch gets is counted with it.
+    Padding of microbatches is included.
+
+    Args:
+        plan: the result of `packing.pack` or `balance.pack_by_load`.
+        lengths: the number of tokens of each sequence.
+        counts_SLE: how often the tokens of each sequence chose each expert.
+        context: the number of context-parallel ranks.
     """
     _, layers, experts = counts_SLE.shape
     result = np.zeros((len(plan), len(plan[0]), layers, experts), np.int64)

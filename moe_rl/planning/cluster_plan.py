@@ -1,7 +1,7 @@
-"""Every number that follows from a config, the model it names and the number of ranks; `--plan` prints it.
+"""Computes all numbers that follow from a config, its model and the number of ranks. `--plan` prints them.
 
-Sizes are bytes, lengths are tokens. Each part has a file of its own here, in which one function gives one quantity and
-says its formula; `plan_table` prints them.
+Sizes are in bytes, lengths in tokens. Each part has its own file in this folder, with one function per quantity that
+states its formula. `plan_table` prints the parts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moe_rl.planning.transfer import Transfer, planned_transfer
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The whole model. parameters: dense ones and those of the experts."""
+    """Describes the whole model. parameters is the sum of dense and expert parameters."""
 
     layers: int
     moe_layers: int
@@ -36,8 +36,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Memory of the fullest rank of a pipeline stage, as long as its microbatches are full and its experts loaded
-    evenly."""
+    """Holds the memory of the fullest rank of a pipeline stage, with full microbatches and even expert load."""
 
     memory: StageMemory
     activations: Activations
@@ -49,8 +48,13 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Numbers derived from a config. stages: pipeline stages from first to last. limit_bytes: what a GPU has for them,
-    None without a cluster. dispatch_bytes: that a rank sends to experts in a layer of a microbatch, and gets back."""
+    """Holds the numbers derived from a config.
+
+    Attributes:
+        stages: the pipeline stages from first to last.
+        limit_bytes: GPU memory available to a stage. None without a cluster.
+        dispatch_bytes: bytes that a rank sends to experts in a layer of a microbatch. The same number comes back.
+    """
 
     layout: Layout
     batch: Batch
@@ -66,12 +70,14 @@ class Plan:
 
     @property
     def fullest(self) -> Stage:
-        """The stage whose ranks need the most."""
+        """Return the stage whose ranks need the most memory."""
         return max(self.stages, key=lambda stage: stage.total_bytes)
 
 
 def make_plan(config: Config, facts: ModelFacts, world_size: int) -> Plan:
-    """Derive the numbers. Never fails: what does not divide is rounded up here and refused by `check.problems`."""
+    """Derive the numbers. Never fails: numbers that do not divide are rounded up here, and `check.problems` refuses
+    them.
+    """
     layout = make_layout(config.parallel, facts, world_size)
     batch = make_batch(config, layout, count_prompts(config.task.train) or config.task.train_prompts)
     count = parameter_count(facts)
@@ -102,7 +108,7 @@ def make_plan(config: Config, facts: ModelFacts, world_size: int) -> Plan:
 
 def _stages(config: Config, facts: ModelFacts, layout: Layout, batch: Batch) -> tuple[Stage, ...]:
     rows = batch.microbatch_rows // layout.context
-    # As if every token were of a completion, and every sequence as long as it may be.
+    # Every token counts as a completion token, and every sequence as one of full length.
     longest = batch.max_sequence_tokens
     shape = Shape(rows=rows, padded_rows=rows, longest=longest, predicted=rows, dtype=config.train.dtype)
     runs, memory = chunk_layers(facts, config.parallel), stage_memory(config, facts, layout)
@@ -118,5 +124,5 @@ def _stages(config: Config, facts: ModelFacts, layout: Layout, batch: Batch) -> 
 
 
 def gpu_bytes(cluster: ClusterConfig) -> int:
-    """What a plan may use of a GPU: its memory without what is reserved."""
+    """Return the GPU memory that a plan may use: all but the reserved part."""
     return int((cluster.gpu_memory_gib - cluster.reserved_gib) * 2**30)

@@ -1,13 +1,13 @@
-"""What a token dispatcher needs to know of a microbatch before it sends a row, from the routes alone.
+"""Computes from routes how many rows a token dispatcher sends and receives in a microbatch.
 
-A dispatcher that is told the routes by its router learns in every layer, forward and again when it is recomputed, how
-many rows it will get: an exchange of counts between the ranks, and a wait of the host for the result. Known routes give
-all of it at once, for every layer.
+A dispatcher that gets its routes from the router must learn in every layer how many rows it will receive, in the
+forward pass and again in recomputation. For this the ranks exchange counts, and the host waits for the result. Known
+routes give the counts of all layers at once.
 
-Legend: R rows of a rank in a microbatch, padding among them, K top-k, E experts of a layer, G ranks that send rows to
-each other's experts. They are laid out as P expert-parallel ranks x T ranks that share an expert's matrices, these
-first: rank g of G is expert-parallel rank g // T. Each of the P holds E/P experts, n of them. `...` are axes of layers
-and of microbatches, in any number.
+Legend: R rows of a rank in a microbatch, padding included, K top-k, E experts of a layer, G ranks that send rows to
+each other's experts. The G ranks form a grid of P expert-parallel ranks x T ranks that share an expert's matrices: rank
+g has expert-parallel rank g // T. Each expert-parallel rank holds n = E/P experts. `...` are any axes of layers and
+microbatches.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class DispatchGroup:
-    """experts: E. expert_parallel: P. expert_tensor: T. rank: of this one among the G = P x T."""
+    """Describes the grid of ranks. experts: E. expert_parallel: P. expert_tensor: T. rank: this rank among the G = P x
+    T.
+    """
 
     experts: int
     expert_parallel: int
@@ -30,18 +32,22 @@ class DispatchGroup:
 
     @property
     def ranks(self) -> int:
-        """G."""
+        """Return G, the number of ranks in the grid."""
         return self.expert_parallel * self.expert_tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Splits:
-    """Numbers of rows, int64, that this rank sends and gets.
+    """Holds the row counts (int64) that this rank sends and receives.
 
-    sent [..., P]: to each expert-parallel rank. got [..., P]: from each, by the all-to-all among those with this rank's
-    place among the T. gathered [..., T]: rows that each of the T ranks with the same experts got so; they gather them.
-    received [..., G, n]: rows for each local expert, in the order in which they then lie: rank t of the T first, of
-    these expert-parallel rank p. per_expert [..., n]: the sum over G.
+    Attributes:
+        sent: [..., P], rows sent to each expert-parallel rank.
+        got: [..., P], rows received from each expert-parallel rank by the all-to-all among ranks with the same place in
+            T.
+        gathered: [..., T], rows that each of the T ranks with the same experts received in this way, and then shares.
+        received: [..., G, n], rows for each local expert in the order in which they lie: by place in T, then by
+            expert-parallel rank.
+        per_expert: [..., n], the sum of `received` over G.
     """
 
     sent: np.ndarray
@@ -52,22 +58,27 @@ class Splits:
 
 
 def count(routes: np.ndarray, experts: int) -> np.ndarray:
-    """int64 [..., E]: rows of routes, integers [..., R, K], that go to each expert."""
+    """Count rows per expert: routes, integers [..., R, K] -> int64 [..., E]."""
     outer = routes.shape[:-2]
     layers = math.prod(outer)
-    # One histogram for all layers: each counts in a range of its own.
+    # One histogram counts all layers: each layer has its own range of ids.
     keys = routes.reshape(layers, math.prod(routes.shape[-2:])) + experts * np.arange(layers)[:, None]
     return np.bincount(keys.ravel(), minlength=experts * layers).reshape(*outer, experts)
 
 
 def chunk_rows(rows: int, chunks: int) -> list[int]:
-    """Numbers of rows of so many runs of neighbouring ones, as even as they go; 0 where there are fewer rows."""
+    """Divide rows into runs of neighbours, as evenly as possible, and return their lengths; some are 0 if rows are
+    few.
+    """
     ends = [rows * number // chunks for number in range(chunks + 1)]
     return [end - start for start, end in pairwise(ends)]
 
 
 def splits(counts: np.ndarray, group: DispatchGroup) -> Splits:
-    """counts: integers [G, ..., E], what `count` gave on each rank of the group, in their order; of the E slots."""
+    """Derive the exchange of rows from counts.
+
+    counts: integers [G, ..., E] over expert slots, the result of `count` on each rank of the grid, in rank order.
+    """
     local = group.experts // group.expert_parallel
     inner = counts.shape[1:-1]
     by_rank = counts.reshape(group.expert_parallel, group.expert_tensor, *inner, group.expert_parallel, local)
@@ -85,13 +96,19 @@ def splits(counts: np.ndarray, group: DispatchGroup) -> Splits:
 
 
 def send_order(routes: np.ndarray, slots: np.ndarray) -> np.ndarray:
-    """int32 [..., R * K]: the entries of a [R, E] table of (row, expert), counted row by row, in the order in which
-    they are sent: by the expert's slot, and to one expert by row. routes: integers [..., R, K], distinct in a row.
-    slots: integers [..., E], where each expert lies. An entry has the row entry // E and the expert entry % E."""
+    """Return int32 [..., R * K]: for each row to send, its index in the flattened [R, E] table of (row, expert).
+
+    Rows are sorted by the slot of their expert, and those of one expert by row. Index i stands for row i // E and
+    expert i % E.
+
+    Args:
+        routes: integers [..., R, K], distinct in a row.
+        slots: integers [..., E], the slot of each expert.
+    """
     top_k, experts = routes.shape[-1], slots.shape[-1]
     flat = routes.reshape(*routes.shape[:-2], math.prod(routes.shape[-2:]))
     slots = np.broadcast_to(slots, (*routes.shape[:-2], experts)).astype(routes.dtype)
     of_slots = np.take_along_axis(slots, flat.astype(np.intp), -1)
-    order = np.argsort(of_slots, -1, kind="stable")  # of integers of 16 bits or less: a radix sort
+    order = np.argsort(of_slots, -1, kind="stable")  # NumPy sorts integers of up to 16 bits by radix sort
     chosen = np.take_along_axis(flat, order, -1).astype(np.int32)
     return (order // top_k).astype(np.int32) * np.int32(experts) + chosen

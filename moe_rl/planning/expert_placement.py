@@ -1,12 +1,12 @@
-"""Placement of experts: which expert-parallel rank holds which, so that known popularity loads all ranks alike.
+"""Assigns experts to expert-parallel ranks so that their known popularity loads all ranks evenly.
 
-Every expert-parallel rank waits, in each MoE layer, for the rank whose experts got the most (token, expert) pairs. An
-expert that is popular in one batch is, under RL, mostly popular in the next: from the counts of the last batches comes
-an order of each layer's experts for the next ones. A rank holds as many experts as before, others. Numpy alone, no
-clock, no chance.
+In each MoE layer every expert-parallel rank waits for the rank whose experts got the most (token, expert) pairs. Under
+RL an expert that is popular in one batch is mostly popular in the next. The counts of the last batches therefore give a
+good placement for the next ones. Each rank keeps its number of experts. The module uses only NumPy, no clock and no
+random numbers.
 
 Legend for shapes: N batches (or steps), L MoE layers, E experts per layer, R expert-parallel ranks, n = E / R experts
-of a rank. An order [L, E] says which expert lies in each slot; rank r has the slots n * r to n * (r + 1). The natural
+of a rank. An order [L, E] gives the expert in each slot. Rank r has the slots n * r to n * (r + 1) - 1. The natural
 order is 0 ... E - 1.
 """
 
@@ -19,25 +19,27 @@ import numpy as np
 from moe_rl.errors import describe
 from moe_rl.planning.balance import excess
 
-# A fraction of a mean rank's load in a layer: what moving one expert must bring in each batch. An expert moves once
-# and its load comes with every batch, so this is little; but gains below the noise of the counts are none.
+# Smallest gain per batch that justifies moving one expert, as a fraction of a mean rank's load in a layer. It is small,
+# because an expert moves once and its load comes with every batch. It excludes gains below the noise of the counts.
 PRICE = 2e-4
-# Pairs of experts that a search looks at in a layer before it stops, where looking at a rank costs as much as so many.
+# Work limit of a search in one layer, in pairs of experts; the second number is the cost of looking at a rank.
 _WORK, _PASS = 3_000_000, 4_000
-# How many of these pairs are tried exactly.
+# Number of these pairs that are evaluated exactly.
 _TRIED = 256
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementReport:
-    """What a placement came to. Excess as in `balance.excess`: sum of the maxima over the expert-parallel ranks, over
-    batches and layers, divided by the sum of the means, minus 1.
+    """Reports the result of placing experts. `balance.excess` defines the excess.
 
-    natural, before, after: of the natural order, of the order that was, and of the returned one, on the counts given.
-    floor: no order comes below it: some rank has the mean at least, and one the most popular expert and its n - 1
-    companions, which have at least what the n - 1 least popular ones have.
-    moved: experts that change their rank, of all layers. placement: "kept" when the order that was is returned. why:
-    the reason then, else how it came about.
+    Attributes:
+        natural, before, after: the excess of the natural order, of the previous order and of the returned order, on the
+            given counts.
+        floor: a lower bound of the excess of any order. Some rank has at least the mean load. Some rank has the most
+            popular expert and n - 1 others, which have at least the load of the n - 1 least popular experts.
+        moved: the number of experts that change their rank, over all layers.
+        placement: "kept" if the previous order is returned.
+        why: the reason if the previous order is kept, else how the new one was found.
     """
 
     natural: float
@@ -50,28 +52,32 @@ class PlacementReport:
 
 
 def natural_order(layers: int, experts: int) -> np.ndarray:
-    """int64 [L, E]: every expert in the slot of its own number."""
+    """Return int64 [L, E]: every expert in the slot of its own number."""
     return np.tile(np.arange(experts), (layers, 1))
 
 
 def slots_of(order_LE: np.ndarray) -> np.ndarray:
-    """int64 [L, E]: the slot of each expert, the inverse of an order."""
+    """Return int64 [L, E]: the slot of each expert, the inverse of an order."""
     return np.argsort(order_LE, axis=-1)
 
 
 def rank_loads(counts_NLE: np.ndarray, order_LE: np.ndarray, expert_parallel: int) -> np.ndarray:
-    """int64 [N, L, R]: pairs that arrive at each rank, from pairs for each expert."""
+    """Sum pairs per expert to pairs per rank: int64 [N, L, R]."""
     placed = np.take_along_axis(counts_NLE, order_LE[None], axis=2)
     return placed.reshape(*placed.shape[:2], expert_parallel, -1).sum(axis=3, dtype=np.int64)
 
 
 def check_order(order_LE: np.ndarray, layers: int, experts: int) -> None:
-    """Raises ValueError unless it is one: in each of so many layers every one of so many experts once."""
+    """Check an order: each layer must hold every expert exactly once.
+
+    Raises:
+        ValueError: the shape is wrong, or an expert is missing.
+    """
     order_LE = np.asarray(order_LE)
     if order_LE.shape != (layers, experts) or order_LE.dtype.kind not in "iu":
         raise ValueError(
             describe(
-                "this is no placement of the model's experts",
+                "the placement has the wrong shape for the model",
                 got=f"{order_LE.dtype} {order_LE.shape}",
                 expected=f"integers {(layers, experts)}",
                 do="mend the caller",
@@ -101,19 +107,25 @@ def place(
     min_gain: float = 0.0,
     price: float = PRICE,
 ) -> tuple[np.ndarray, PlacementReport]:
-    """An order int64 [L, E] of the experts that evens the ranks' loads over the batches, and what it is expected to do.
+    """Find an order int64 [L, E] of the experts that evens out the loads of the ranks, with a report.
 
-    Minimised is the sum over batches and layers of the maximum over ranks, plus `price` times a mean rank's load for
-    each expert that leaves its rank. Layer by layer two ways are gone, and the better one is taken: from `current`, and
-    from a new greedy placement whose ranks are named so that the fewest experts move; from either, pairs of experts on
-    two ranks are exchanged as long as that helps. What stays on its rank stays in its slot.
+    Minimises the sum over batches and layers of the maximum over ranks, plus `price` times a mean rank's load for each
+    expert that leaves its rank. Each layer takes the better of two searches. One starts from `current`. The other
+    starts from a new greedy placement, whose ranks are named so that the fewest experts move. Both exchange pairs of
+    experts between two ranks as long as that helps. Experts that stay on their rank keep their slot.
 
-    counts_NLE: integers, (token, expert) pairs of each batch. current: the order that is; None: the natural one.
-    max_moved: the share of a layer's experts that may change their rank, at most. min_gain: when the sum of the maxima
-    would fall by less than this fraction, `current` is kept. The sum is never above that of `current`. Layers that
-    would load ranks less evenly than the natural order does take the natural order, beyond max_moved if need be: where
-    anything moves, the result is never worse than natural.
-    Raises ValueError when the counts are no such counts, or the experts do not divide among the ranks.
+    The sum of the maxima is never above that of `current`. A layer whose loads would be less even than in the natural
+    order gets the natural order, even if that exceeds max_moved. If anything moves, the result is never worse than the
+    natural order.
+
+    Args:
+        counts_NLE: non-negative integers, the (token, expert) pairs of each batch.
+        current: the current order. None: the natural order.
+        max_moved: the largest fraction of a layer's experts that may change their rank.
+        min_gain: `current` is kept if the sum of the maxima would fall by less than this fraction.
+
+    Raises:
+        ValueError: the counts have a wrong shape or type, or the experts do not divide among the ranks.
     """
     counts_NLE = np.asarray(counts_NLE)
     _check(counts_NLE, expert_parallel, max_moved, min_gain, price)
@@ -135,11 +147,11 @@ def place(
     moved = int((_ranks(result, share) != _ranks(current, share)).sum())
     of_natural, before, after = (excess(load)[0] for load in loads)
     total, was = int(loads[2].max(axis=2).sum()), int(sums[1].sum())
-    why, placement = "experts moved to even the load", "moved"
+    why, placement = "experts moved to even out the load", "moved"
     if not moved:
-        placement, why = "kept", "no exchange of experts is worth its price"
+        placement, why = "kept", "no exchange of experts gains more than its price"
     elif total > (1 - min_gain) * was:
-        placement, why = "kept", f"{moved} moves would take {1 - total / was:.2%} off the maxima, less than asked for"
+        placement, why = "kept", f"{moved} moves would lower the maxima by {1 - total / was:.2%}, less than min_gain"
         result, moved, after = current.copy(), 0, before
     floor = _floor(counts_NLE, expert_parallel)
     return result, PlacementReport(of_natural, before, after, floor, moved, placement, why)
@@ -148,13 +160,17 @@ def place(
 def replicated_excess(
     counts_NLE: np.ndarray, order_LE: np.ndarray, expert_parallel: int, *, spare: int, node: int
 ) -> float:
-    """The excess that would be left if every rank had `spare` slots more, for second copies of experts. On paper only.
+    """Compute the excess that would be left if every rank had `spare` more slots for copies of experts. Nothing is
+    copied.
 
-    Copies stay among the `node` neighbouring ranks that hold an expert already, and share its pairs equally. In each
-    node and layer the expert with the most pairs a copy gets the next one, until the slots are full; then all copies
-    are laid on the node's ranks greedily, largest first, no two of one expert on a rank, as EPLB (DeepSeek-V3,
-    arXiv 2412.19437, section 3.4) does. A layer's node for which that is no better keeps its order.
-    order_LE: where the experts lie. node: ranks of a node, a divisor of all of them.
+    Copies stay on the `node` neighbouring ranks of the expert's node and share its pairs equally. In each node and
+    layer the expert with the most pairs per copy gets the next copy, until the slots are full. All copies are then
+    assigned to the ranks of the node greedily, largest first, with no two copies of an expert on one rank, as EPLB does
+    (DeepSeek-V3, arXiv 2412.19437, section 3.4). Where this gives no gain, the node keeps the order of that layer.
+
+    Args:
+        order_LE: the expert in each slot.
+        node: the number of ranks of a node, a divisor of all ranks.
     """
     counts_NLE = np.asarray(counts_NLE)
     _check(counts_NLE, expert_parallel, 1.0, 0.0, 0.0)
@@ -205,7 +221,7 @@ def _check(counts_NLE: np.ndarray, expert_parallel: int, max_moved: float, min_g
 
 
 def _ranks(order_LE: np.ndarray, share: int) -> np.ndarray:
-    """The rank of each expert, by its number: [..., E]."""
+    """Return [..., E]: the rank of each expert, by the number of the expert."""
     return np.argsort(order_LE, axis=-1) // share
 
 
@@ -217,7 +233,7 @@ def _floor(counts_NLE: np.ndarray, expert_parallel: int) -> float:
 
 
 def _place_layer(counts_NE: np.ndarray, current_E: np.ndarray, ranks: int, most_moved: int, price: float) -> np.ndarray:
-    """An order [E] of one layer, the better of the two ways."""
+    """Return an order [E] of one layer, the better of the two searches."""
     was = _ranks(current_E, len(current_E) // ranks)
     move = price * counts_NE.sum() / ranks
     near, least = _Exchange(counts_NE, was, ranks).run(was, most_moved, move)
@@ -230,7 +246,10 @@ def _place_layer(counts_NE: np.ndarray, current_E: np.ndarray, ranks: int, most_
 
 
 def _greedy(counts_NE: np.ndarray, ranks: int) -> np.ndarray:
-    """The rank of each expert [E]: the most popular first, each where the maxima, and then the load, stay least."""
+    """Return the rank of each expert [E] by greedy assignment.
+
+    The most popular expert comes first. Each goes to the rank that keeps the maxima lowest, then the load.
+    """
     share = counts_NE.shape[1] // ranks
     rank_of = np.empty(counts_NE.shape[1], np.int64)
     loads, room = np.zeros((len(counts_NE), ranks)), np.full(ranks, share)
@@ -243,7 +262,7 @@ def _greedy(counts_NE: np.ndarray, ranks: int) -> np.ndarray:
 
 
 def _renamed(rank_of: np.ndarray, was: np.ndarray, ranks: int) -> np.ndarray:
-    """The same groups of experts, with the ranks' names chosen greedily so that the most experts stay."""
+    """Rename the ranks of a placement greedily so that as many experts as possible stay on their rank."""
     common = np.zeros((ranks, ranks), np.int64)
     np.add.at(common, (rank_of, was), 1)
     name, taken = np.full(ranks, -1), np.zeros(ranks, bool)
@@ -255,7 +274,9 @@ def _renamed(rank_of: np.ndarray, was: np.ndarray, ranks: int) -> np.ndarray:
 
 
 def _in_slots(rank_of: np.ndarray, current_E: np.ndarray, ranks: int) -> np.ndarray:
-    """The order [E] in which experts that stay on their rank stay in their slot, and the others fill the free ones."""
+    """Return the order [E] in which experts that stay on their rank keep their slot, and the others fill the free
+    slots.
+    """
     share = len(current_E) // ranks
     order = np.where(rank_of[current_E] == np.arange(len(current_E)) // share, current_E, -1)
     for rank in range(ranks):
@@ -268,8 +289,11 @@ def _in_slots(rank_of: np.ndarray, current_E: np.ndarray, ranks: int) -> np.ndar
 class _Exchange:
     """Exchanges pairs of experts of one layer between its fullest ranks and others, the best pair each time.
 
-    counts float64 [N, E], of integers. rank_of, was [E]: the rank of each expert, and the one before any exchange.
-    loads [N, R]. cost: sum of the maxima.
+    Attributes:
+        counts: float64 [N, E], whole numbers.
+        rank_of, was: [E], the rank of each expert now and before any exchange.
+        loads: [N, R].
+        cost: the sum of the maxima.
     """
 
     def __init__(self, counts_NE: np.ndarray, rank_of: np.ndarray, ranks: int):
@@ -278,11 +302,11 @@ class _Exchange:
         self.cost = float(self.loads.max(axis=1).sum())
 
     def run(self, was: np.ndarray, most_moved: int, move: float) -> tuple[np.ndarray, float]:
-        """Go on until nothing improves. Returns the rank of each expert [E] where cost + move * moved was the least,
-        of what was seen with at most so many moved from `was`, and that value; infinite when there is none.
+        """Exchange until nothing improves. Return the best placement seen and its value.
 
-        The maximum falls by hardly anything while several ranks are near it, and then by all of it: so the price of
-        moves cannot be asked for in each exchange.
+        The value is cost + move * moved, over placements with at most the allowed number of moved experts, and infinite
+        if there is none. The price of moves is not part of each exchange: while several ranks are near the maximum, an
+        exchange lowers it by almost nothing, and only the last one gains.
         """
         best, least, work = self.rank_of, np.inf, _WORK
         while True:
@@ -296,17 +320,19 @@ class _Exchange:
             self._swap(*found)
 
     def _best(self) -> tuple[tuple[int, int] | None, int]:
-        """The best pair to exchange, of an expert of a fullest rank and one of another, and how many were looked at.
+        """Return the best exchange of an expert of a fullest rank with one of another rank, and how many pairs were
+        examined.
 
-        None where no pair lowers the cost, or the sum of squares at equal cost: two ranks with the same maximum need
-        two exchanges.
+        Returns None as the exchange if no pair lowers the cost, or the sum of squares at equal cost. (Two ranks that
+        share the maximum need two exchanges.)
         """
         best, least, looked = None, (0.0, 0.0), 0
         for rank in np.unique(self.loads.argmax(axis=1)).tolist():
             ours, theirs = np.flatnonzero(self.rank_of == rank), np.flatnonzero(self.rank_of != rank)
             squares = self._squares(rank, ours, theirs).ravel()
             looked += _PASS + squares.size
-            # What evens the two ranks the most; how far the maximum falls is then tried exactly.
+            # Candidates are the pairs that make the two ranks most even. The fall of the maximum is then computed
+            # exactly.
             chosen = np.arange(squares.size)
             if squares.size > _TRIED:
                 chosen = np.sort(np.argpartition(squares, _TRIED - 1)[:_TRIED])
@@ -320,20 +346,20 @@ class _Exchange:
         return best, looked
 
     def _squares(self, rank: int, ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-        """[ours, theirs]: half of what the exchange adds to the sum of the squares of all ranks' loads."""
+        """Return [ours, theirs]: half of the change of the sum of squared rank loads by each exchange."""
         a, b = self.counts[:, ours], self.counts[:, theirs]
         higher = self.loads[:, rank, None] - self.loads[:, self.rank_of[theirs]]
         cross = a.T @ (2 * b + higher)
         return (a * a).sum(axis=0)[:, None] + (b * (b + higher)).sum(axis=0)[None] - cross
 
     def _cost_after(self, rank: int, ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-        """The cost after each of so many exchanges of an expert of `rank` and one of another."""
+        """Return the cost after each of several exchanges of an expert of `rank` with one of another rank."""
         change, partner = self.counts[:, theirs] - self.counts[:, ours], self.rank_of[theirs]
         mine, other = self.loads[:, rank, None] + change, self.loads[:, partner] - change
         return np.maximum(np.maximum(mine, other), self._rest(rank)[:, partner]).sum(axis=0)
 
     def _rest(self, rank: int) -> np.ndarray:
-        """[N, R]: the maximum over all ranks but `rank` and the one of the column."""
+        """Return [N, R]: the maximum over all ranks except `rank` and the rank of the column."""
         others = self.loads.copy()
         others[:, rank] = -1
         first, rows = others.argmax(axis=1), np.arange(len(others))
@@ -352,11 +378,11 @@ class _Exchange:
 
 
 def _replicated(counts_NE: np.ndarray, ranks: int, spare: int) -> np.ndarray:
-    """[N, R] loads of a node's ranks, each with `spare` slots more for copies of its experts."""
+    """Return loads [N, R] of a node's ranks when each has `spare` more slots for copies of its experts."""
     experts = counts_NE.shape[1]
     slots, copies, total = experts // ranks + spare, np.ones(experts), counts_NE.sum(axis=0)
     for _ in range(ranks * spare):
-        # A copy more on a rank that has one would share nothing.
+        # A second copy on the same rank would share no load.
         copies[np.where(copies < ranks, total / copies, -1.0).argmax()] += 1
     copies = np.minimum(copies, ranks)
     loads, room = np.zeros((len(counts_NE), ranks)), np.full(ranks, slots)

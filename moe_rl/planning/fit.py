@@ -1,4 +1,4 @@
-"""What does not fit: every reason why the planned bytes have no room, and what to change."""
+"""Finds what does not fit into memory or on disk, and says what to change."""
 
 from __future__ import annotations
 
@@ -61,19 +61,19 @@ def memory_problems(plan: Plan) -> list[Problem]:
 
 
 def _remedy(plan: Plan, stage: Stage) -> str:
-    """What lowers the largest part of a rank's memory."""
+    """Say what would lower the largest part of a rank's memory."""
     memory, activations = stage.memory, stage.activations
     parts = {
-        "more ranks, which share the optimizer state": memory.optimizer_bytes,
+        "use more ranks, which divide the optimizer state": memory.optimizer_bytes,
         "raise parallel.expert, or parallel.pipeline": memory.parameter_bytes + memory.main_grad_bytes,
         "set objective.kl_coef to 0": memory.reference_bytes,
-        "raise parallel.tensor, which shares the vocabulary, or lower train.microbatch_tokens": activations.head_bytes,
+        "raise parallel.tensor, which divides the vocabulary, or lower train.microbatch_tokens": activations.head_bytes,
         "lower train.microbatch_tokens or raise parallel.context"
         if plan.recompute == "uniform"
         else "set train.recompute to uniform": activations.peak_bytes - activations.head_bytes,
     }
     if not plan.distributed_optimizer:
-        parts["set train.distributed_optimizer"] = parts.pop("more ranks, which share the optimizer state")
+        parts["set train.distributed_optimizer"] = parts.pop("use more ranks, which divide the optimizer state")
     return max(parts, key=parts.__getitem__)
 
 

@@ -1,4 +1,6 @@
-"""What a rank of each pipeline stage keeps of the model from step to step, in bytes: what megatron builds, exactly."""
+"""Computes what a rank of each pipeline stage keeps of the model between steps, in bytes, exactly as megatron builds
+it.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,13 @@ ADAM_MOMENTS_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """What the fullest rank of a stage holds. layers: 0-based. parameters: how many, without padding. reference_bytes:
-    the frozen initial policy's, 0 without one."""
+    """Holds the memory of the fullest rank of a stage.
+
+    Attributes:
+        layers: 0-based.
+        parameters: their number, without padding.
+        reference_bytes: the frozen initial policy; 0 if there is none.
+    """
 
     layers: tuple[int, ...]
     moe_layers: int
@@ -30,33 +37,36 @@ class StageMemory:
 
     @property
     def model_bytes(self) -> int:
-        """All of these; activations come on top."""
+        """The sum of all parts. Activations are not included."""
         return self.parameter_bytes + self.main_grad_bytes + self.optimizer_bytes + self.reference_bytes
 
 
 def state_bytes(dtype: str) -> int:
-    """Optimizer state of one parameter: Adam's two moments, and a float32 copy unless it is float32 itself."""
+    """Bytes of optimizer state per parameter: Adam's two moments, and a float32 copy of parameters in another dtype."""
     return ADAM_MOMENTS_BYTES + (4 if DTYPE_BYTES[dtype] < 4 else 0)
 
 
 def buffer_elements(buffer: Buffer, train: TrainConfig) -> int:
-    """Elements of a flat buffer: padded where its pieces are shared among ranks."""
+    """Elements of a flat buffer, with padding where ranks share its pieces."""
     return buffer.padded_elements if train.distributed_optimizer else buffer.elements
 
 
 def parameter_bytes(buffers: list[Buffer], train: TrainConfig) -> int:
-    """Bytes of a number x elements of the buffers."""
+    """Bytes of parameters: bytes of a number x elements of the buffers."""
     return DTYPE_BYTES[train.dtype] * sum(buffer_elements(buffer, train) for buffer in buffers)
 
 
 def main_grad_bytes(buffers: list[Buffer], train: TrainConfig) -> int:
-    """4, as gradients are summed in float32, x elements of the buffers."""
+    """Bytes of gradients: 4 x elements of the buffers, because gradients are summed in float32."""
     return MAIN_GRAD_BYTES * sum(buffer_elements(buffer, train) for buffer in buffers)
 
 
 def optimizer_bytes(buffers: list[Buffer], train: TrainConfig, ranks: int) -> list[int]:
-    """For each of the `ranks` of a stage `state_bytes` x parameters in its piece of each buffer, and in all of them
-    without the distributed optimizer."""
+    """Bytes of optimizer state on each of the `ranks` of a stage.
+
+    `state_bytes` x the parameters in the rank's piece of each buffer, or in all buffers without the distributed
+    optimizer.
+    """
     each = state_bytes(train.dtype)
     if not train.distributed_optimizer:
         return [each * sum(buffer.elements for buffer in buffers)] * ranks
@@ -65,7 +75,7 @@ def optimizer_bytes(buffers: list[Buffer], train: TrainConfig, ranks: int) -> li
 
 
 def stage_memory(config: Config, facts: ModelFacts, layout: Layout) -> tuple[StageMemory, ...]:
-    """One for each pipeline stage, first to last."""
+    """Return the memory of each pipeline stage, first to last."""
     train, found, moe_layers = config.train, [], set(facts.moe_layers)
     for runs in chunk_layers(facts, config.parallel):
         buffers = [buffer for run in runs for buffer in chunk_buffers(facts, layout, run)]
@@ -79,7 +89,7 @@ def stage_memory(config: Config, facts: ModelFacts, layout: Layout) -> tuple[Sta
                 parameter_bytes=parameter_bytes(buffers, train),
                 main_grad_bytes=main_grad_bytes(buffers, train),
                 optimizer_bytes=max(optimizer_bytes(buffers, train, max(1, layout.world_size // layout.pipeline))),
-                # Not wrapped for training, so not padded.
+                # The reference model is not wrapped for training, so its buffers have no padding.
                 reference_bytes=parameters * DTYPE_BYTES[train.dtype] if config.objective.kl_coef > 0 else 0,
             )
         )

@@ -1,7 +1,7 @@
-"""Sequences to optimizer updates, ranks and microbatches. Plain Python, deterministic.
+"""Assigns sequences to optimizer updates, ranks and microbatches. Plain Python, deterministic.
 
-Under expert parallelism every microbatch is collective: all ranks exchange tokens in every layer. So every rank runs
-the same number of microbatches, and a microbatch takes as long as its fullest rank.
+Under expert parallelism all ranks exchange tokens in every layer of every microbatch. All ranks therefore run the same
+number of microbatches, and a microbatch takes as long as its fullest rank.
 """
 
 from __future__ import annotations
@@ -14,17 +14,25 @@ from moe_rl.errors import ConfigError, describe
 
 
 def pack(lengths: list[int], *, ranks: int, microbatch_tokens: int) -> list[list[list[int]]]:
-    """Share sequences out: result[rank][microbatch] is an ascending list of indices into `lengths`.
+    """Divide sequences among ranks and microbatches, balanced by tokens.
 
-    lengths: tokens that each sequence takes in a microbatch (prompt, completion, whatever padding the caller adds).
-    Guarantees: every sequence exactly once; no microbatch above `microbatch_tokens`; the same number of microbatches on
-    every rank. That number is the least that a balanced packing (longest processing time first) reaches, or
-    best-fit decreasing if that needs fewer. Tokens are balanced, first between the ranks of a microbatch, then between
-    the ranks' totals. The fullest microbatches come first, so that a lack of memory shows at once.
+    Every sequence is placed exactly once, and no microbatch exceeds `microbatch_tokens`. All ranks have the same number
+    of microbatches: the number that longest-processing-time-first packing reaches, or that of best-fit decreasing if it
+    is smaller. Tokens are balanced first between the ranks of a microbatch, then between the totals of the ranks. The
+    fullest microbatches come first, so that a lack of memory shows at once.
 
-    A microbatch is an empty list only when there are fewer sequences than ranks times microbatches; the rank must still
-    run it, on padding, to take part in the exchange. No sequences at all: no microbatches on any rank.
-    Raises ConfigError when a sequence alone exceeds the budget, ValueError for a negative length or a count below 1.
+    A microbatch is empty only when there are fewer sequences than ranks times microbatches. The rank must still run it,
+    on padding, to take part in the exchange. Without sequences there are no microbatches.
+
+    Args:
+        lengths: the tokens that each sequence takes in a microbatch: prompt, completion, and any padding of the caller.
+
+    Returns:
+        result[rank][microbatch], an ascending list of indices into `lengths`.
+
+    Raises:
+        ConfigError: one sequence alone exceeds microbatch_tokens.
+        ValueError: a length is negative or a count is below 1.
     """
     if ranks < 1 or microbatch_tokens < 1:
         raise ValueError(
@@ -45,7 +53,7 @@ def pack(lengths: list[int], *, ranks: int, microbatch_tokens: int) -> list[list
                 where={"sequence": lengths.index(min(lengths))},
                 got=min(lengths),
                 expected="0 or more",
-                do="mend the caller",
+                do="correct the caller",
             )
         )
     longest = max(lengths)
@@ -75,17 +83,24 @@ def pack(lengths: list[int], *, ranks: int, microbatch_tokens: int) -> list[list
 
 
 def fill_rounds(plan: list[list[list[int]]], rounds: int) -> list[list[list[int]]]:
-    """The plan with empty microbatches behind the others of every rank, up to a multiple of `rounds`: an interleaved
-    pipeline takes microbatches in rounds of as many as it has stages."""
+    """Append empty microbatches to every rank up to a multiple of `rounds`.
+
+    An interleaved pipeline takes microbatches in rounds of as many as it has stages.
+    """
     return [[*microbatches, *([] for _ in range(-len(microbatches) % rounds))] for microbatches in plan]
 
 
 def split_groups(group_ids: Sequence[Hashable], updates: int) -> list[list[int]]:
-    """Share the sequences of a step out to its optimizer updates, whole groups only: result[update] lists indices.
+    """Divide the sequences of a step among its optimizer updates, in whole groups.
 
-    Groups keep the order of their first members, the shares are runs of that order and differ by at most one group, and
-    indices ascend within a share. With fewer groups than updates the last shares are empty: skip those updates.
-    Raises ValueError when updates is below 1.
+    Groups keep the order of their first members. The shares are runs of that order and differ by at most one group.
+    With fewer groups than updates the last shares are empty; skip those updates.
+
+    Returns:
+        result[update], an ascending list of indices.
+
+    Raises:
+        ValueError: updates is below 1.
     """
     if updates < 1:
         raise ValueError(
@@ -111,7 +126,7 @@ def _tokens(lengths: list[int], indices: list[int]) -> int:
 
 
 def _best_fit(lengths: list[int], order: list[int], budget: int) -> list[list[int]]:
-    """Best-fit decreasing: few bins, none above the budget, but not balanced."""
+    """Pack with best-fit decreasing: few bins, none above the budget, but not balanced."""
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # ascending (tokens still free, bin)
     for index in order:
@@ -127,7 +142,11 @@ def _best_fit(lengths: list[int], order: list[int], budget: int) -> list[list[in
 
 
 def _spread(lengths: list[int], order: list[int], count: int) -> list[list[int]]:
-    """Longest processing time first: into the bin with the fewest tokens, then sequences. Blind to the budget."""
+    """Pack with longest processing time first: each sequence goes to the bin with the fewest tokens, then the fewest
+    sequences.
+
+    The budget is not enforced.
+    """
     bins: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, 0, number) for number in range(count)]
     for index in order:
@@ -138,7 +157,7 @@ def _spread(lengths: list[int], order: list[int], count: int) -> list[list[int]]
 
 
 def _fill_up(lengths: list[int], bins: list[list[int]], count: int) -> list[list[int]]:
-    """Split the fullest bins that can be split until there are `count`; pad with empty ones when none can."""
+    """Split the fullest bins until there are `count`. Add empty bins when none can be split."""
     bins = list(bins)
     while len(bins) < count:
         fullest = max(range(len(bins)), key=lambda number: (len(bins[number]) > 1, _tokens(lengths, bins[number])))
@@ -149,7 +168,9 @@ def _fill_up(lengths: list[int], bins: list[list[int]], count: int) -> list[list
 
 
 def _deal(lengths: list[int], bins: list[list[int]], ranks: int) -> list[list[list[int]]]:
-    """Neighbours in size run at the same time; the fuller of them goes to the rank with fewer tokens so far."""
+    """Assign bins to ranks: bins of similar size run at the same time, and the fuller goes to the rank with fewer
+    tokens.
+    """
     ordered = sorted(bins, key=lambda bin_: (-_tokens(lengths, bin_), -len(bin_), bin_))
     totals = [0] * ranks
     result: list[list[list[int]]] = [[] for _ in range(ranks)]

@@ -1,8 +1,9 @@
-"""The parameters of a rank, as megatron builds them, and the flat buffers it lays them out in.
+"""Lists the parameters of a rank as megatron builds them, and the flat buffers that hold them.
 
-megatron-core 0.19: DistributedDataParallel gives each run of adjacent layers one buffer for the dense parameters and
-one for those of experts that are shared among ranks; with the distributed optimizer parameters start at multiples of 64
-elements, and a buffer ends at one of 128 and of the ranks that share its optimizer state, which own equal pieces of it.
+In megatron-core 0.19, DistributedDataParallel gives each run of adjacent layers one buffer for the dense parameters and
+one for the experts that several ranks share. With the distributed optimizer, parameters start at multiples of 64
+elements. A buffer ends at a multiple of 128 and of the number of ranks that share its optimizer state; each of these
+ranks owns an equal piece.
 """
 
 from __future__ import annotations
@@ -29,8 +30,13 @@ START, END = 64, 128
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """sizes: elements of each parameter, in the buffer's order. copies: ranks with the same ones, which share their
-    optimizer state. ranks_between: how far these ranks are apart."""
+    """Describes a flat buffer.
+
+    Attributes:
+        sizes: the elements of each parameter, in the order of the buffer.
+        copies: the number of ranks with the same parameters, which share their optimizer state.
+        ranks_between: the distance of these ranks in rank numbers.
+    """
 
     sizes: tuple[int, ...]
     copies: int
@@ -38,11 +44,11 @@ class Buffer:
 
     @property
     def elements(self) -> int:
-        """How many there are, without padding."""
+        """Number of elements without padding."""
         return sum(self.sizes)
 
     def gaps(self) -> Iterator[tuple[int, int]]:
-        """(start, end) of each piece of padding under the distributed optimizer, the last one up to the end."""
+        """Return (start, end) of each piece of padding under the distributed optimizer, including that at the end."""
         at = 0
         for size in self.sizes:
             start = _up(at, START)
@@ -53,11 +59,11 @@ class Buffer:
 
     @property
     def padded_elements(self) -> int:
-        """With the padding."""
+        """Number of elements with padding."""
         return self.elements + sum(end - start for start, end in self.gaps())
 
     def owned(self) -> list[int]:
-        """Elements of parameters in the piece of each of the `copies`."""
+        """Return the number of parameter elements in the piece of each of the `copies`."""
         piece = self.padded_elements // self.copies
         if not piece:
             return [0] * self.copies
@@ -69,12 +75,14 @@ class Buffer:
 
 
 def chunk_buffers(facts: ModelFacts, layout: Layout, layers: range) -> list[Buffer]:
-    """The buffers of a rank for a run of adjacent layers, with the model's ends where they belong to it."""
+    """Return the buffers of a rank for a run of adjacent layers, with the model's first or last modules if they belong
+    to it.
+    """
     dense: list[int] = []
     expert: list[int] = []
     for size, shared_expert in _parameters(facts, layout, layers):
         (expert if shared_expert else dense).append(size)
-    # Megatron fills them in the order of the backward pass.
+    # Megatron fills the buffers in the order of the backward pass.
     found = (
         Buffer(tuple(reversed(dense)), layout.dense_copies, layout.tensor),
         Buffer(tuple(reversed(expert)), layout.expert_data, layout.expert * layout.expert_tensor),
@@ -83,7 +91,9 @@ def chunk_buffers(facts: ModelFacts, layout: Layout, layers: range) -> list[Buff
 
 
 def _parameters(facts: ModelFacts, layout: Layout, layers: range) -> Iterator[tuple[int, bool]]:
-    """(elements on a rank, whether among the experts' buffer) of each parameter, in the order of megatron's modules."""
+    """Yield (elements on a rank, whether it lies in the experts' buffer) for each parameter, in megatron's module
+    order.
+    """
     front, back = ends(facts)
     if 0 in layers:
         yield from ((_elements(weight, layout), False) for weight in front)
@@ -104,7 +114,7 @@ def _layer_parameters(facts: ModelFacts, layout: Layout, layer: int) -> Iterator
         if not weight.experts:
             yield _elements(weight, layout), False
         elif not done:
-            # Expert by expert. Where no rank shares them, megatron keeps them with the dense parameters.
+            # Experts follow one by one. Where no rank shares them, megatron keeps them with the dense parameters.
             sizes = [_expert_elements(facts, one, layout) for one in experts]
             yield from ((size, layout.expert > 1) for _ in range(layout.experts_per_rank) for size in sizes)
             done = True
@@ -115,13 +125,13 @@ def _module(weight: Weight) -> str:
 
 
 def _elements(weight: Weight, layout: Layout) -> int:
-    """Count a dense parameter: all of it, or a tensor-parallel rank's part."""
+    """Return the elements of a dense parameter on a rank: all, or the part of a tensor-parallel rank."""
     total = sum(map(math.prod, weight.tensors.values()))
     return total if weight.axis is None else -(-total // layout.tensor)
 
 
 def _expert_elements(facts: ModelFacts, weight: Weight, layout: Layout) -> int:
-    """Count a parameter of one expert, on a rank that holds it in whole or in part."""
+    """Return the elements of a parameter of one expert on a rank, which holds all or a part of it."""
     total = sum(map(math.prod, weight.tensors.values())) // (facts.num_experts if weight.experts == "stacked" else 1)
     return total if weight.axis is None else -(-total // layout.expert_tensor)
 

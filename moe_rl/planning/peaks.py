@@ -1,4 +1,7 @@
-"""`--plan --trace`: what recorded batches ask of the ranks, packed as the run would pack them. Imports no torch."""
+"""Implements `--plan --trace`: finds the row counts that recorded batches would need. Imports no torch.
+
+Batches are packed as the run would pack them.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,16 @@ from moe_rl.trace.inspection import references, select
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """What a trace's batches ask of the fullest rank. rows: see `planning.budgets.Budget`; `sent` and `source` are of a
-    data-parallel share, whose rows `parallel.tensor` x `parallel.context` ranks send in parts.
+    """Holds the peak row counts of the fullest rank over the batches of a trace.
 
-    batches: shards of the trace, each taken for one step. layers: MoE layers of the fullest stage. row_bytes: what the
-    experts keep of a row for the backward pass, where it is not recomputed. exact: False where the ranks of a share
-    dispatch to different copies of the experts; each copy is then taken to get all of its rows: no rank gets more.
+    Attributes:
+        rows: see `planning.budgets.Budget`. Its `sent` and `source` count a data-parallel share, whose rows are sent by
+            `parallel.tensor` x `parallel.context` ranks in parts.
+        batches: shards of the trace; each counts as one step.
+        layers: MoE layers of the fullest stage.
+        row_bytes: bytes that the experts keep of a row for the backward pass, without recomputation.
+        exact: False where the ranks of a share dispatch to different copies of the experts. Each copy is then assumed
+            to get all rows of the share, which is an upper bound.
     """
 
     batches: int
@@ -41,17 +48,18 @@ class Peaks:
 
 
 def dispatching_groups(parallel: ParallelConfig, shares: int) -> list[slice]:
-    """Which data-parallel shares dispatch to each copy of the experts, wholly or in part."""
+    """Return, for each copy of the experts, the data-parallel shares that send rows to it."""
     ranks, of_one_share = parallel.expert * parallel.expert_tensor, parallel.tensor * parallel.context
     ends = range(ranks, shares * of_one_share + 1, ranks)
     return [slice((end - ranks) // of_one_share, -(-end // of_one_share)) for end in ends]
 
 
 def peaks(config: Config, facts: ModelFacts, world_size: int, trace: str) -> Peaks:
-    """Find the peaks of all shards at `trace`, a store or one shard. Records count as trained on, in the order of keys.
+    """Find the peaks over all shards at `trace`, a store or one shard. All records count as trained on, in key order.
 
-    Raises TraceError when there is no such store, a record is damaged or of another model, or it holds none, and
-    ConfigError when a sequence does not fit into a microbatch.
+    Raises:
+        TraceError: the store does not exist or is empty, or a record is damaged or belongs to another model.
+        ConfigError: a sequence does not fit into a microbatch.
     """
     parallel, stages = config.parallel, stage_layers(facts, config.parallel)
     columns = [[facts.moe_layers.index(layer) for layer in stage if layer in facts.moe_layers] for stage in stages]
@@ -85,7 +93,7 @@ def peaks(config: Config, facts: ModelFacts, world_size: int, trace: str) -> Pea
 
 
 def _batches(trace: str, facts: ModelFacts) -> Iterator[tuple[list[str], list[int], np.ndarray]]:
-    """Yield for each shard the groups of its sequences, their lengths, and counts [S, L, E], in the order of keys."""
+    """Yield for each shard the groups of its sequences, their lengths, and counts [S, L, E], in key order."""
     selection, shape = select(trace), (len(facts.moe_layers), facts.num_experts)
     for shard in selection.shards:
         refs = [ref for ref in references(selection) if ref.parts[0].shard == shard]
@@ -113,7 +121,9 @@ def _packed(config: Config, lengths: list[int], counts: np.ndarray, ranks: int) 
         return pack(lengths, ranks=ranks, microbatch_tokens=tokens)
     parallel, loads = config.parallel, load_of(counts, config.parallel.expert)
     dispatching, of_one_share = parallel.expert * parallel.expert_tensor, parallel.tensor * parallel.context
-    exchange = dispatching // of_one_share if dispatching % of_one_share == 0 else 1  # as world.dispatching_shares
+    exchange = (
+        dispatching // of_one_share if dispatching % of_one_share == 0 else 1
+    )  # the same as world.dispatching_shares
     return pack_by_load(lengths, loads, ranks=ranks, microbatch_tokens=tokens, exchange=exchange)[0]
 
 
@@ -132,7 +142,7 @@ def limit_problem(found: Peaks, config: Config) -> Problem | None:
 
 
 def render(found: Peaks, config: Config, experts: int) -> str:
-    """The peaks as lines for people."""
+    """Format the peaks as a table."""
     rows, cut = found.rows, config.parallel.tensor * config.parallel.context
     holds = f"moe_expert_rank_capacity_factor {cut * rows.rank_capacity_factor():.4f} holds them"
     pads = f"; moe_expert_capacity_factor {rows.expert_capacity_factor(experts):.4f} pads to them" if cut == 1 else ""
@@ -140,18 +150,22 @@ def render(found: Peaks, config: Config, experts: int) -> str:
     kept, even, worst = (count * found.row_bytes for count in in_layers)
     table = [
         ("rows of a rank", rows.rank, f"in a layer of a microbatch{'' if found.exact else ', or fewer'}; {holds}"),
-        ("  were they even", rows.even, ""),
+        ("  if they were even", rows.even, ""),
         ("  worst case", rows.worst, "every token to the experts of one rank"),
         ("rows of an expert", rows.expert, "in a layer of a microbatch"),
         ("rows sent to an expert", rows.sent, f"by one data-parallel share{pads}"),
-        ("rows of a microbatch", rows.microbatch, f"of a rank, in its {found.layers} MoE layers"),
-        ("activations of them", bytes_text(kept), "kept by the experts for the backward pass, without recomputation"),
-        ("  were they even", bytes_text(even), ""),
+        ("rows of a microbatch", rows.microbatch, f"of a rank, over its {found.layers} MoE layers"),
+        (
+            "activations of these rows",
+            bytes_text(kept),
+            "kept by the experts for the backward pass, without recomputation",
+        ),
+        ("  if they were even", bytes_text(even), ""),
         ("  worst case", bytes_text(worst), ""),
     ]
     shown = [(label, value if isinstance(value, str) else f"{value:,}", note) for label, value, note in table]
     widths = [max(len(row[column]) for row in shown) for column in (0, 1)]
     lines = [f"the trace: {found.sequences:,} sequences in {found.batches:,} batches, packed by {config.train.packing}"]
     if config.placement.experts != "natural":
-        lines[0] += ", experts in the order of their numbers"  # where they will lie, the run decides
+        lines[0] += ", experts in the order of their numbers"  # the run decides the placement
     return "\n".join(lines + [f"  {a:<{widths[0]}}  {b:>{widths[1]}}  {c}".rstrip() for a, b, c in shown])

@@ -1,15 +1,15 @@
-"""The plan as an aligned table for people."""
+"""Formats the plan as an aligned table."""
 
 from __future__ import annotations
 
 from moe_rl.planning.cluster_plan import Plan, Stage
 
 Row = tuple[str, str, str]
-"""Label, value, note."""
+"""A row: label, value, note."""
 
 
 def render(plan: Plan) -> str:
-    """Sections of rows, their values aligned to the right."""
+    """Format sections of rows, with values aligned to the right."""
     sections: dict[str, list[Row]] = {
         "ranks": _ranks(plan),
         "a step": _step(plan),
@@ -33,8 +33,8 @@ def _ranks(plan: Plan) -> list[Row]:
     return [
         ("world size", f"{layout.world_size:,}", ""),
         ("pipeline stages", f"{layout.pipeline:,}", f"{layout.virtual_pipeline:,} runs of layers each"),
-        ("tensor parallel", f"{layout.tensor:,}", "ranks that share dense matrices and a sequence's tokens"),
-        ("context parallel", f"{layout.context:,}", "ranks that share a sequence's tokens alone"),
+        ("tensor parallel", f"{layout.tensor:,}", "ranks that share dense matrices and the tokens of a sequence"),
+        ("context parallel", f"{layout.context:,}", "ranks that share only the tokens of a sequence"),
         ("data parallel", f"{layout.data:,}", "each with sequences of its own"),
         ("expert parallel", f"{layout.expert:,}", "ranks that share the experts"),
         ("expert tensor parallel", f"{layout.expert_tensor:,}", "ranks that share each expert's matrices"),
@@ -51,7 +51,11 @@ def _step(plan: Plan) -> list[Row]:
         ("longest sequence", f"{batch.max_sequence_tokens:,}", "tokens, prompt and completion"),
         ("groups per update", f"{batch.groups_per_update:,}", f"{batch.sequences_per_update:,} sequences"),
         ("microbatches", f"{batch.max_microbatches:,}", "per rank and update, if all are full length"),
-        ("rows of one", f"{batch.microbatch_rows:,}", f"{batch.microbatch_rows // plan.layout.context:,} on a rank"),
+        (
+            "rows per microbatch",
+            f"{batch.microbatch_rows:,}",
+            f"{batch.microbatch_rows // plan.layout.context:,} on a rank",
+        ),
         (
             "dispatched rows",
             f"{plan.fullest.activations.dispatched_rows:,}",
@@ -70,7 +74,7 @@ def _run(plan: Plan) -> list[Row]:
         ("prompts per epoch", "unknown" if batch.prompts_per_epoch is None else f"{batch.prompts_per_epoch:,}", ""),
         ("steps per epoch", "unknown" if steps is None else f"{steps:,.1f}", ""),
         ("tokens per epoch", "unknown" if tokens is None else f"{tokens:,}", "at most"),
-        ("epochs", epochs, f"to {rounds} times that" if rounds > 1 else ""),
+        ("epochs", epochs, f"up to {rounds} times that" if rounds > 1 else ""),
     ]
 
 
@@ -93,8 +97,12 @@ def _memory(plan: Plan) -> list[Row]:
         ("main gradients", bytes_text(memory.main_grad_bytes), "float32"),
         ("optimizer state", bytes_text(memory.optimizer_bytes), f"float32, {sharing}"),
         ("reference model", bytes_text(memory.reference_bytes), "frozen" if memory.reference_bytes else "none"),
-        ("activations", bytes_text(activations.peak_bytes), f"recompute {plan.recompute}: {kept}, largest moment"),
-        ("logits of them", bytes_text(activations.head_bytes), "with the last norm"),
+        (
+            "activations",
+            bytes_text(activations.peak_bytes),
+            f"recompute {plan.recompute}: {kept}, then the largest peak on top",
+        ),
+        ("logits of these rows", bytes_text(activations.head_bytes), "with the last norm"),
         ("together", bytes_text(stage.total_bytes), _verdict(plan, stage.total_bytes)),
     ]
     if len(plan.stages) > 1:
@@ -117,23 +125,23 @@ def _verdict(plan: Plan, total: int) -> str:
     if plan.limit_bytes is None:
         return "no cluster to compare with"
     comparison = "fits" if total <= plan.limit_bytes else "DOES NOT FIT"
-    return f"{comparison}: a GPU has {bytes_text(plan.limit_bytes)} for it"
+    return f"{comparison}: a GPU has {bytes_text(plan.limit_bytes)} available"
 
 
 def _sampler(plan: Plan) -> list[Row]:
     sampler = plan.sampler
-    fits = "fit" if sampler.fits_max_concurrent else "do not all fit at full length: the sampler will preempt"
+    fits = "fit" if sampler.fits_max_concurrent else "not all fit at full length: the sampler will preempt some"
     return [
         ("engines", f"{sampler.engines:,}", f"of {sampler.gpus_per_engine:,} GPUs" if plan.limit_bytes else ""),
         ("weights", bytes_text(sampler.weight_bytes), "on each GPU" if plan.limit_bytes else ""),
-        ("KV cache", f"{sampler.kv_tokens:,}", f"tokens of {sampler.kv_bytes_per_token:,} B, of an engine"),
-        ("sequences at once", f"{sampler.max_concurrent:,}", f"{fits}; {sampler.fitting:,} do, in an engine"),
+        ("KV cache", f"{sampler.kv_tokens:,}", f"tokens of {sampler.kv_bytes_per_token:,} B, per engine"),
+        ("sequences at once", f"{sampler.max_concurrent:,}", f"{fits}; {sampler.fitting:,} fit, per engine"),
         ("per GPU", bytes_text(sampler.total_bytes), _verdict(plan, sampler.total_bytes)),
-        ("weight sync", bytes_text(plan.storage.weight_sync_bytes), "to each engine, each time"),
-        ("weights go by", plan.transfer.way or "no way", plan.transfer.why),
-        ("weight bucket", bytes_text(plan.storage.weight_bucket_bytes), "of them that a rank holds, at most"),
+        ("weight sync", bytes_text(plan.storage.weight_sync_bytes), "to each engine, at each transfer"),
+        ("weights travel by", plan.transfer.way or "no way", plan.transfer.why),
+        ("weight bucket", bytes_text(plan.storage.weight_bucket_bytes), "largest amount that a rank holds on the way"),
         *(
-            (f"over {name}", f"{seconds:,.2f} s", "if only the link counts")
+            (f"over {name}", f"{seconds:,.2f} s", "lower bound from the link alone")
             for name, seconds in plan.storage.sync_seconds.items()
         ),
     ]
@@ -144,13 +152,13 @@ def _storage(plan: Plan) -> list[Row]:
     return [
         ("routes per token", f"{storage.routes_bytes_per_token:,} B", "raw"),
         ("routes per step", bytes_text(storage.max_routes_bytes_per_step), "raw, at most"),
-        ("routes per node", bytes_text(storage.max_routes_bytes_per_node), "of a step, that its ranks read"),
+        ("routes per node", bytes_text(storage.max_routes_bytes_per_node), "of a step, read by its ranks"),
         ("one checkpoint", bytes_text(storage.checkpoint_bytes), ""),
     ]
 
 
 def bytes_text(count: int) -> str:
-    """Bytes in the binary unit that keeps at least one digit before the point."""
+    """Format bytes in the binary unit that keeps at least one digit before the point."""
     value, unit = float(count), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":

@@ -1,4 +1,4 @@
-"""What the samplers hold: their weights, KV cache, and the sequences that fit into it."""
+"""Computes the memory of the samplers: their weights, their KV cache, and the number of sequences that fit."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ from moe_rl.planning.memory import DTYPE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class SamplerMemory:
-    """Bytes are of one GPU, or of the host where there is none. kv_tokens: that an engine's KV cache holds.
-    max_concurrent: sequences that an engine decodes at once, whether they fit or not; fitting: those that do at full
-    length."""
+    """Holds the memory of a sampler's GPU, or of the host where there is no GPU, in bytes.
+
+    Attributes:
+        kv_tokens: tokens that the KV cache of an engine holds.
+        max_concurrent: sequences that an engine may decode at once, whether they fit or not.
+        fitting: sequences of full length that fit.
+    """
 
     engines: int
     gpus_per_engine: int
@@ -36,14 +40,17 @@ class SamplerMemory:
 
 
 def weight_bytes(facts: ModelFacts, dtype: str, gpus: int) -> int:
-    """Bytes of a number x (what every GPU holds, norms and routers; and of matrices and experts its part)."""
+    """Bytes of weights on a GPU: norms and routers in full, and the GPU's part of all matrices and experts."""
     count = parameter_count(facts)
     return DTYPE_BYTES[dtype] * (count.dense - count.cut + -(-(count.cut + count.expert) // gpus))
 
 
 def kv_bytes_per_token(facts: ModelFacts, dtype: str, gpus: int) -> int:
-    """layers x numbers of a token and layer x bytes of a number. Key-value heads are shared among an engine's GPUs, at
-    least one on each; the latents of MLA are whole on each. Windowed layers are counted as if they kept everything."""
+    """Bytes of the KV cache per token: layers x numbers per token and layer x bytes of a number.
+
+    Key-value heads are divided among the GPUs of an engine, at least one on each. The latents of MLA lie whole on each.
+    Layers with a sliding window are counted as if they kept all tokens.
+    """
     numbers = facts.cache_width
     if facts.latent is None:
         numbers = numbers // facts.kv_heads * -(-facts.kv_heads // gpus)

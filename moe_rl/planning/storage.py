@@ -1,4 +1,4 @@
-"""Bytes that leave a rank's memory: routes, checkpoints, weights on their way to the samplers, tokens to experts."""
+"""Computes the bytes that leave a rank's memory: routes, checkpoints, weight transfers, and tokens sent to experts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,15 @@ from moe_rl.planning.memory import DTYPE_BYTES, state_bytes
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """routes_*: raw ids, one row a forwarded token; of a node those that its ranks read. checkpoint_bytes: parameters
-    and optimizer state of the whole model. weight_sync_bytes: the whole model in the sampler's precision.
-    sync_seconds: for it over each link of the cluster, if nothing but the link counts. weight_bucket_bytes: that a rank
-    holds of the weights at a time on their way."""
+    """Holds the bytes that leave a rank's memory.
+
+    Attributes:
+        routes_*: raw ids, one row per forwarded token. Those of a node are the ones that its ranks read.
+        checkpoint_bytes: parameters and optimizer state of the whole model.
+        weight_sync_bytes: the whole model in the sampler's precision.
+        sync_seconds: time to send weight_sync_bytes over each link of the cluster, from the link's bandwidth alone.
+        weight_bucket_bytes: the largest amount of weights that a rank holds at a time during a transfer.
+    """
 
     routes_bytes_per_token: int
     max_routes_bytes_per_step: int
@@ -30,13 +35,16 @@ class Storage:
 
 
 def routes_bytes_per_token(facts: ModelFacts) -> int:
-    """MoE layers x top_k ids, of one byte each up to 256 experts and of two above."""
+    """Bytes of routes per token: MoE layers x top_k ids, one byte each up to 256 experts and two above."""
     return len(facts.moe_layers) * facts.top_k * (1 if facts.num_experts <= 256 else 2)
 
 
 def node_share(layout: Layout, gpus_per_node: int) -> float:
-    """Part of a step's routes that the ranks of one node read: of the sequences the shares it works on, of the layers
-    the stages it holds. Megatron numbers ranks by tensor, context, data and then pipeline."""
+    """Fraction of a step's routes that the ranks of one node read.
+
+    A node reads the sequences of its data-parallel shares and the layers of its stages. Megatron numbers ranks by
+    tensor, context, data and then pipeline.
+    """
     per_share = layout.tensor * layout.context
     stage = per_share * layout.data
     stages = max(1.0, gpus_per_node / stage)
@@ -45,17 +53,17 @@ def node_share(layout: Layout, gpus_per_node: int) -> float:
 
 
 def checkpoint_bytes(facts: ModelFacts, dtype: str) -> int:
-    """Every parameter and its optimizer state, once."""
+    """Bytes of a checkpoint: every parameter and its optimizer state, once."""
     return parameter_count(facts).total * (DTYPE_BYTES[dtype] + state_bytes(dtype))
 
 
 def weight_sync_bytes(facts: ModelFacts, dtype: str) -> int:
-    """Every parameter once, in the sampler's precision; each engine gets as many."""
+    """Bytes of a weight transfer to one engine: every parameter once, in the sampler's precision."""
     return parameter_count(facts).total * DTYPE_BYTES[dtype]
 
 
 def weight_bucket_bytes(facts: ModelFacts, dtype: str, bucket_mib: float) -> int:
-    """The bucket, or the largest weight, which is not cut; of a small model all weights."""
+    """Bytes of the bucket, or of the largest weight, which is not divided; at most all weights of the model."""
     largest = max(math.prod(shape) for shape in expected_tensors(facts).values())
     return min(max(int(bucket_mib * 2**20), largest * DTYPE_BYTES[dtype]), weight_sync_bytes(facts, dtype))
 
@@ -64,7 +72,7 @@ def make_storage(config: Config, facts: ModelFacts, layout: Layout, batch: Batch
     routes, weights = routes_bytes_per_token(facts), weight_sync_bytes(facts, config.rollout.dtype)
     of_step = batch.sampling_rounds * batch.sequences_per_step * (batch.max_sequence_tokens - 1) * routes
     cluster = config.cluster
-    # Those of further sampling rounds are not trained on, so not read.
+    # Sequences of further sampling rounds are not trained on, so their routes are not read.
     read = of_step // batch.sampling_rounds
     share = node_share(layout, layout.world_size if cluster is None else cluster.gpus_per_node)
     return Storage(

@@ -1,4 +1,4 @@
-"""By which way new weights reach the samplers, from what is known before anything starts."""
+"""Decides how new weights reach the samplers, from what is known before anything starts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from moe_rl.errors import Problem, describe
 
 Way = Literal["shared_memory", "cuda_ipc", "broadcast", "disk"]
 Place = Literal["child", "servers"]
-"""Where samplers run: a child of rank 0, on its GPU where there is one; or they are vLLM servers, on whichever host."""
+"""Says where samplers run: in a child process of rank 0, on its GPU if it has one, or in vLLM servers on any host."""
 _WHERE = {"child": "beside rank 0", "servers": "in servers"}
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """way: None where `problem` says why it cannot work. why: in words, for --plan."""
+    """Holds the decision.
+
+    Attributes:
+        way: None if no way works; `problem` then says why.
+        why: the reason in words, for --plan.
+    """
 
     way: Way | None
     why: str
@@ -25,26 +30,29 @@ class Transfer:
 
 
 def weight_transfer(wanted: Literal["auto"] | Way, *, gpu: bool, place: Place, one_host: bool) -> Transfer:
-    """The way that `rollout.weight_transfer` stands for. gpu: whether trainer and samplers compute on GPUs. one_host:
-    whether all trainer ranks run on one host.
+    """Resolve `rollout.weight_transfer`, including "auto".
 
-    A GPU that trainer and sampler share hands weights over where they are; GPUs that they do not share, over NCCL,
-    which takes no two processes on one. On CPUs one host has memory, several have a folder.
+    A GPU shared by trainer and sampler hands weights over in place. Separate GPUs use NCCL, which allows one process
+    per GPU. On CPUs, one host uses shared memory, and several hosts use a folder.
+
+    Args:
+        gpu: whether trainer and samplers compute on GPUs.
+        one_host: whether all trainer ranks run on one host.
     """
     child = place == "child"
     near = child and one_host
     if gpu:
         auto: Way = "cuda_ipc" if child else "broadcast"
-        why = {"cuda_ipc": "one GPU holds both", "broadcast": "from GPU to GPU"}[auto]
+        why = {"cuda_ipc": "one GPU holds trainer and sampler", "broadcast": "from GPU to GPU"}[auto]
     else:
         auto = "shared_memory" if near else "disk"
-        why = {"shared_memory": "one host holds both", "disk": "they share a folder, not a host"}[auto]
+        why = {"shared_memory": "one host holds trainer and sampler", "disk": "they share a folder, not a host"}[auto]
     if wanted == "auto":
         return Transfer(auto, f"{why}; chosen by rollout.weight_transfer auto")
     obstacles = {
         "shared_memory": "" if near else "an engine that rank 0 starts, on the host of all trainer ranks",
         "cuda_ipc": "" if gpu and child else "an engine that rank 0 starts, on its GPU",
-        "broadcast": "servers, on GPUs of their own: NCCL takes no two processes on one" if gpu and child else "",
+        "broadcast": "servers, on GPUs of their own: NCCL allows one process per GPU" if gpu and child else "",
         "disk": "",
     }
     if obstacles[wanted]:
@@ -57,11 +65,13 @@ def weight_transfer(wanted: Literal["auto"] | Way, *, gpu: bool, place: Place, o
             do=f"set it to auto, which is {auto} here",
         )
         return Transfer(None, "", problem)
-    return Transfer(wanted, "as rollout.weight_transfer says")
+    return Transfer(wanted, "set by rollout.weight_transfer")
 
 
 def planned_transfer(config: Config, world_size: int) -> Transfer:
-    """Choose for a run on the GPUs of the config's cluster, or without one on the CPUs of one host."""
+    """Choose the way for a run on the GPUs of the config's cluster, or on the CPUs of one host if there is no
+    cluster.
+    """
     cluster = config.cluster
     one_host = cluster is None or world_size <= cluster.gpus_per_node
     place: Place = "servers" if has_servers(config) else "child"

@@ -119,7 +119,7 @@ def test_two_kinds_of_sequences_are_mixed():
     assert pack([10] * 4, ranks=1, microbatch_tokens=20) == [[[0, 2], [1, 3]]]
     assert sorted(i % 2 for i in plan[0][0]) == sorted(i % 2 for i in plan[0][1]) == [0, 1]
     assert (report.by_length, report.planned, report.floor, report.packing) == (1.0, 0.0, 0.0, "load")
-    assert report.why == "no exchange improves any more" and report.swaps == 1
+    assert report.why == "no exchange improves the plan any more" and report.swaps == 1
 
 
 def test_which_rank_of_a_group_holds_a_sequence_changes_nothing():
@@ -163,7 +163,7 @@ def test_more_work_is_never_worse_and_close_most_of_the_gap():
         for work in (0, 2_000_000, 1_000_000_000)
     ]
     assert [report.packing for report in seen] == ["length", "load", "load"]
-    assert seen[1].why == "the search came to the bound of its work"
+    assert seen[1].why == "the search reached its work limit"
     assert seen[0].planned > seen[1].planned > seen[2].planned > seen[2].floor
     assert seen[2].planned - seen[2].floor < 0.5 * (seen[2].by_length - seen[2].floor)
 
