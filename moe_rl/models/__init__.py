@@ -1,1 +1,1 @@
-"""Model families: what config.json says, and how weights are named. One file a family, free of torch."""
+"""Describes model families: how config.json is read and how weights are named. One file per family, without torch."""

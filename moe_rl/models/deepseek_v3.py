@@ -1,5 +1,8 @@
-"""DeepSeek-V3 and Moonlight: multi-head latent attention, leading dense layers, shared experts, sigmoid routing with an
-expert bias among groups."""
+"""Describes DeepSeek-V3 and Moonlight.
+
+They have multi-head latent attention, leading dense layers, shared experts, and sigmoid routing with an expert bias and
+expert groups.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,17 @@ ARCHITECTURE = "DeepseekV3ForCausalLM"
 
 
 def facts(read: Fields, *, layers: int, top_k: int, rope: dict[str, Any]) -> dict[str, Any]:
-    """The fields of ModelFacts that this family reads in its own way; problems are left in `read`."""
+    """Read the fields of ModelFacts that are special to this family. Problems are collected in `read`."""
     read.only("attention_bias", False)
-    # Pairs of neighbouring dimensions are rotated, which is how megatron reads these weights.
+    # These models rotate pairs of neighbouring dimensions, and megatron reads the weights in the same way.
     read.only("rope_interleave", True)
     read.only("moe_layer_freq", 1)
-    # transformers leaves these out when it saves, having no other routing; vLLM would then route otherwise, or fail.
+    # transformers omits these keys when it saves, because it has only this routing. vLLM would then route differently
+    # or fail.
     for key, value in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
         if read.raw.get(key) != value:
-            read.wrong(key, read.raw.get(key), f"{value!r}, said in so many words: vLLM asks for it")
-    if "q_lora_rank" not in read.raw:  # transformers then has a default, which is no null
+            read.wrong(key, read.raw.get(key), f"{value!r}, written out: vLLM needs the key")
+    if "q_lora_rank" not in read.raw:  # without the key transformers uses a default that is not null
         read.wrong("q_lora_rank", "nothing", "a number or null")
     latent = LatentAttentionSizes(
         q_rank=read.count("q_lora_rank", default=0, least=0),
@@ -36,7 +40,7 @@ def facts(read: Fields, *, layers: int, top_k: int, rope: dict[str, Any]) -> dic
         read.wrong("qk_rope_head_dim", latent.rope_dim, "an even number")
     stretched = yarn(read, rope)
     if stretched is not None and not stretched.truncate:
-        read.wrong("rope_parameters.truncate", False, "true: megatron's latent attention rounds")
+        read.wrong("rope_parameters.truncate", False, "true: megatron's latent attention computes in train.dtype")
     heads = read.count("num_attention_heads")
     return sigmoid_routing(read, layers=layers, top_k=top_k, dense_default=3) | {
         "kv_heads": heads,
@@ -51,7 +55,7 @@ def facts(read: Fields, *, layers: int, top_k: int, rope: dict[str, Any]) -> dic
 
 
 def layer_weights(facts: ModelFacts, *, has_experts: bool) -> tuple[Weight, ...]:
-    """The weights of a layer."""
+    """Return the weights of a layer."""
     attention = latent_attention(facts)
     if not has_experts:
         return *attention, *dense_mlp(facts)

@@ -1,4 +1,4 @@
-"""The numbers of a model, and how config.json is searched for them: what every model family shares."""
+"""Holds the numbers that describe a model, and the look-ups in config.json that all model families share."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ from moe_rl.errors import About, Problem, describe
 
 @dataclass(frozen=True, slots=True)
 class LatentAttentionSizes:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values of all heads come from
-    kv_rank numbers a token, queries from q_rank (0: from the hidden state). A head's queries and keys are nope_dim
-    dimensions without position and rope_dim with; the latter of keys are one for all heads. Values have value_dim.
+    """Describes multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    Attributes:
+        kv_rank: numbers per token from which the keys and values of all heads are computed.
+        q_rank: numbers per token from which queries are computed. 0: from the hidden state.
+        nope_dim: dimensions of a head's queries and keys without position.
+        rope_dim: their dimensions with rotary position. All heads share those of the keys.
+        value_dim: dimensions of a head's values.
     """
 
     q_rank: int
@@ -25,12 +30,16 @@ class LatentAttentionSizes:
 
 @dataclass(frozen=True, slots=True)
 class Yarn:
-    """YaRN (arXiv 2309.00071): angles of slow dimensions are divided by `factor`, those of fast ones are not.
+    """Describes YaRN (arXiv 2309.00071), which divides the angles of slow dimensions by `factor` and keeps those of
+    fast ones.
 
-    positions: the model's before it was stretched. fast, slow: turns over these between which the two are mixed.
-    truncate: whether the bounds of this mixture are whole dimensions. mscale, mscale_all_dim: with m(s) = 0.1 s
-    ln(factor) + 1, rotated vectors are m(mscale) / m(mscale_all_dim) as large, and latent attention's logits the square
-    of m(mscale_all_dim); None, both: the vectors are m(1) as large, as in the paper, and the logits as they were.
+    Attributes:
+        positions: the number of positions of the model before YaRN.
+        fast, slow: turns over these positions. Dimensions between the two limits mix both kinds of angles.
+        truncate: whether the bounds of this mixture are whole dimensions.
+        mscale, mscale_all_dim: with m(s) = 0.1 s ln(factor) + 1, rotated vectors are scaled by m(mscale) /
+            m(mscale_all_dim), and the logits of latent attention by the square of m(mscale_all_dim). If both are None,
+            vectors are scaled by m(1), as in the paper, and the logits are not scaled.
     """
 
     factor: float
@@ -44,23 +53,30 @@ class Yarn:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """The numbers of a model. architecture: as config.json names it. moe_layers: 0-based numbers of the layers with
-    experts.
+    """Holds the numbers that describe a model.
 
-    score_function: what makes the router's logits into scores, over all experts. norm_topk_prob: the weights of the
-    chosen experts are their scores divided by the sum of these. routed_scaling: factor on the weights, last of all.
-    expert_bias: a number per expert, kept in float32, is added to the scores where experts are chosen and nowhere else.
-    groups, top_groups: the experts are in so many groups of equal size; a token chooses from its best top_groups. 1, 1:
-    from all. shared_intermediate_size: width of the expert that every token passes besides; 0: none.
-    rotary_fraction: share of a head's dimensions that are rotated. mtp_layers: multi-token-prediction layers behind the
-    decoder, which are not trained.
-    latent: multi-head latent attention; kv_heads is then heads, head_dim that of queries and keys. yarn: None where
-    angles are plain. window, windowed_layers: a token of these layers sees so many, itself included. sinks: each head
-    has a logit more, learned, that takes part in the softmax and of no token. linear_bias: attention's output, routers
-    and experts have biases. glu_clamp: a SwiGLU whose gate g is at most this and sigmoid(1.702 g) g, and whose linear
-    part is within plus and minus this and then 1 larger; None: the plain one.
-    eos_token_ids: of config.json, then those only generation_config.json adds. fingerprint: hex sha256 of config.json
-    with sorted keys and without the keys that say who wrote it.
+    Attributes:
+        architecture: the name in config.json.
+        moe_layers: 0-based numbers of the layers with experts.
+        score_function: turns the router's logits into scores, over all experts.
+        norm_topk_prob: whether the scores of the chosen experts are divided by their sum.
+        routed_scaling: a factor on the weights, applied last.
+        expert_bias: whether a float32 number per expert is added to the scores for the choice of experts, and only
+            there.
+        groups, top_groups: the number of expert groups of equal size, and how many of the best a token chooses from. 1,
+            1: tokens choose from all experts.
+        shared_intermediate_size: width of the shared expert that processes every token; 0 if there is none.
+        rotary_fraction: fraction of a head's dimensions that are rotated.
+        mtp_layers: number of multi-token-prediction layers behind the decoder. They are not trained.
+        latent: multi-head latent attention. kv_heads then equals heads, and head_dim is that of queries and keys.
+        yarn: None if rotary angles are not scaled.
+        window, windowed_layers: in these layers a token attends to the last `window` tokens, itself included.
+        sinks: whether each head has a learned extra logit in the softmax that belongs to no token.
+        linear_bias: whether attention's output, routers and experts have biases.
+        glu_clamp: limit of a clamped SwiGLU. It computes g sigmoid(1.702 g), with g limited from above, times the
+            linear part plus 1, with the linear part limited on both sides. None: a plain SwiGLU.
+        eos_token_ids: ids of config.json, followed by those that only generation_config.json has.
+        fingerprint: hex sha256 of config.json with sorted keys, without the keys that name the software that wrote it.
     """
 
     architecture: str
@@ -103,14 +119,14 @@ class ModelFacts:
 
     @property
     def cache_width(self) -> int:
-        """Numbers that a sampler's KV cache holds of a token and layer."""
+        """Numbers per token and layer in a sampler's KV cache."""
         if self.latent is not None:
             return self.latent.kv_rank + self.latent.rope_dim
         return 2 * self.kv_heads * self.head_dim
 
 
 class Fields:
-    """Typed look-ups in config.json that collect what is wrong instead of stopping at the first."""
+    """Looks up typed values in config.json, and collects all problems instead of stopping at the first."""
 
     def __init__(self, raw: dict[str, Any], where: About):
         self.raw, self.where = raw, where
@@ -147,24 +163,24 @@ class Fields:
 
     def plain_rope(self, rope: dict[str, Any]) -> None:
         if rope.get("rope_type", rope.get("type", "default")) != "default":
-            self.wrong("rope_parameters", rope, "rope_type 'default', nothing else is built")
+            self.wrong("rope_parameters", rope, "rope_type 'default', the only supported one")
 
     def only(self, key: str, supported: Any) -> None:
         value = self.raw.get(key, supported)
         if value != supported:
-            self.wrong(key, value, f"{supported!r}, nothing else is built")
+            self.wrong(key, value, f"{supported!r}, the only supported value")
 
 
 def yarn(read: Fields, rope: dict[str, Any]) -> Yarn | None:
-    """Read the numbers of YaRN; None where angles are plain. Problems are left in `read`."""
+    """Read the numbers of YaRN; None if rotary angles are not scaled. Problems are collected in `read`."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
     if kind != "yarn":
-        read.wrong("rope_parameters", rope, "rope_type 'default' or 'yarn', nothing else is built")
+        read.wrong("rope_parameters", rope, "rope_type 'default' or 'yarn', the supported ones")
         return None
     if rope.get("attention_factor") is not None:
-        read.wrong("rope_parameters.attention_factor", rope["attention_factor"], "none: it follows from the others")
+        read.wrong("rope_parameters.attention_factor", rope["attention_factor"], "no value: it follows from the others")
 
     def number(key: str, default: float | None = None) -> float:
         return read.number(f"rope_parameters.{key}", rope.get(key, default))
@@ -175,7 +191,11 @@ def yarn(read: Fields, rope: dict[str, Any]) -> Yarn | None:
         positions = 1
     scales = [rope.get(key) or None for key in ("mscale", "mscale_all_dim")]
     if scales.count(None) == 1:
-        read.wrong("rope_parameters.mscale and .mscale_all_dim", scales, "both or none: one is read in different ways")
+        read.wrong(
+            "rope_parameters.mscale and .mscale_all_dim",
+            scales,
+            "both or none: software disagrees on what one alone means",
+        )
     return Yarn(
         factor=number("factor"),
         positions=positions,
@@ -188,20 +208,28 @@ def yarn(read: Fields, rope: dict[str, Any]) -> Yarn | None:
 
 
 def sigmoid_routing(read: Fields, *, layers: int, top_k: int, dense_default: int) -> dict[str, Any]:
-    """Read the routing that DeepSeek-V3 brought: the fields of ModelFacts about layers with experts.
+    """Read the routing that DeepSeek-V3 introduced: the fields of ModelFacts about layers with experts.
 
-    Scores are sigmoids, a bias acts where experts are chosen, experts lie in groups, shared experts and leading dense
-    layers stand beside them (arXiv 2412.19437, section 2.1.2). dense_default: leading dense layers where config.json
-    names no number.
+    Scores are sigmoids, a bias affects only the choice of experts, and experts form groups. The model also has shared
+    experts and leading dense layers (arXiv 2412.19437, section 2.1.2).
+
+    Args:
+        dense_default: the number of leading dense layers if config.json does not name it.
     """
     dense = read.count("first_k_dense_replace", default=dense_default, least=0)
     if dense >= layers:
-        read.wrong("first_k_dense_replace", dense, f"below num_hidden_layers = {layers}: no layer has routes to replay")
+        read.wrong(
+            "first_k_dense_replace",
+            dense,
+            f"below num_hidden_layers = {layers}: without layers with experts there are no routes to replay",
+        )
     experts = read.count("n_routed_experts", "num_local_experts", least=2, most=2048)
-    # Megatron always divides a token's sigmoid scores by their sum, but does not for one expert a token.
+    # Megatron always divides a token's sigmoid scores by their sum, except with one expert per token.
     read.only("norm_topk_prob", True)
     if top_k == 1:
-        read.wrong("num_experts_per_tok", 1, "at least 2: the one expert's weight is always the same, no router learns")
+        read.wrong(
+            "num_experts_per_tok", 1, "at least 2: with one expert its weight is constant and the router cannot learn"
+        )
     groups, top_groups = _groups(read, experts, top_k)
     width = read.count("moe_intermediate_size")
     return {
@@ -219,17 +247,17 @@ def sigmoid_routing(read: Fields, *, layers: int, top_k: int, dense_default: int
 
 
 def _groups(read: Fields, experts: int, top_k: int) -> tuple[int, int]:
-    """Return (n_group, topk_group); (1, 1) where tokens choose from all groups."""
+    """Return (n_group, topk_group), or (1, 1) if tokens choose from all groups."""
     groups, top_groups = read.count("n_group", default=1), read.count("topk_group", default=1)
     if experts % groups:
         read.wrong("n_group", groups, f"a divisor of n_routed_experts = {experts}")
     elif top_groups > groups:
         read.wrong("topk_group", top_groups, f"at most n_group = {groups}")
     elif top_groups * (experts // groups) < top_k:
-        read.wrong("topk_group", top_groups, f"groups with num_experts_per_tok = {top_k} experts together")
+        read.wrong("topk_group", top_groups, f"groups that hold num_experts_per_tok = {top_k} experts together")
     elif top_groups == groups:
         return 1, 1
-    # A group's score is the sum of its two best experts'.
+    # The score of a group is the sum of its two best experts.
     elif experts // groups < 2:
         read.wrong("n_group", groups, f"groups of at least 2 of the n_routed_experts = {experts}")
     return groups, top_groups

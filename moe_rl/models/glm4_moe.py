@@ -1,5 +1,8 @@
-"""GLM-4.5 and GLM-4.5-Air: leading dense layers, shared experts, sigmoid routing with an expert bias, heads rotated in
-part."""
+"""Describes GLM-4.5 and GLM-4.5-Air.
+
+They have leading dense layers, shared experts, sigmoid routing with an expert bias, and rotary position on a part of
+each head.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ ARCHITECTURE = "Glm4MoeForCausalLM"
 
 
 def facts(read: Fields, *, layers: int, top_k: int, rope: dict[str, Any]) -> dict[str, Any]:
-    """The fields of ModelFacts that this family reads in its own way; problems are left in `read`."""
+    """Read the fields of ModelFacts that are special to this family. Problems are collected in `read`."""
     read.plain_rope(rope)
     fraction = rope.get("partial_rotary_factor", read.raw.get("partial_rotary_factor", 0.5))
     return sigmoid_routing(read, layers=layers, top_k=top_k, dense_default=1) | {
@@ -24,7 +27,7 @@ def facts(read: Fields, *, layers: int, top_k: int, rope: dict[str, Any]) -> dic
 
 
 def layer_weights(facts: ModelFacts, *, has_experts: bool) -> tuple[Weight, ...]:
-    """The weights of a layer."""
+    """Return the weights of a layer."""
     attention = grouped_query_attention(facts)
     if not has_experts:
         return *attention, *dense_mlp(facts)

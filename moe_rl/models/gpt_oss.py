@@ -1,5 +1,8 @@
-"""gpt-oss (20b, 120b): attention sinks, a sliding window in every second layer, biases, a clamped SwiGLU, experts in
-stacked tensors."""
+"""Describes gpt-oss (20b, 120b).
+
+It has attention sinks, a sliding window in every second layer, biases, a clamped SwiGLU, and experts in stacked
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,15 @@ ARCHITECTURE = "GptOssForCausalLM"
 
 
 def facts(read: Fields, *, layers: int, top_k: int, rope: dict[str, Any]) -> dict[str, Any]:
-    """The fields of ModelFacts that this family reads in its own way; problems are left in `read`."""
+    """Read the fields of ModelFacts that are special to this family. Problems are collected in `read`."""
     read.only("attention_bias", True)
     read.only("swiglu_alpha", 1.702)
     if not rope:
-        read.wrong("rope_scaling", None, "what is published: without it transformers takes numbers of its own")
+        read.wrong("rope_scaling", None, "the published values: without the key transformers uses defaults of its own")
     if top_k == 1:
-        read.wrong("num_experts_per_tok", 1, "at least 2: the one expert's weight is always 1, no router learns")
+        read.wrong(
+            "num_experts_per_tok", 1, "at least 2: with one expert its weight is always 1 and the router cannot learn"
+        )
     kinds = read.raw.get("layer_types")
     if kinds is None:
         kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
@@ -52,5 +57,5 @@ def facts(read: Fields, *, layers: int, top_k: int, rope: dict[str, Any]) -> dic
 
 
 def layer_weights(facts: ModelFacts, *, has_experts: bool) -> tuple[Weight, ...]:
-    """The weights of a layer; every one has experts."""
+    """Return the weights of a layer. All layers have experts."""
     return *grouped_query_attention(facts), *routed_mlp(facts, "router"), *stacked_experts(facts)

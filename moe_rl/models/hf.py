@@ -1,7 +1,7 @@
-"""What a Hugging Face checkpoint folder says about its model, read without torch or transformers.
+"""Reads the model description in a Hugging Face checkpoint folder, without torch or transformers.
 
-FAMILIES lists the families that can be read; each has a file beside this one.
-Checkpoint files are input, not trusted: header sizes are bounded and file names may not leave the folder.
+FAMILIES lists the supported families; each has a file in this folder. Checkpoint files are untrusted input: header
+sizes are bounded, and file names may not leave the folder.
 """
 
 from __future__ import annotations
@@ -29,8 +29,13 @@ MAX_JSON_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class ParameterCount:
-    """dense: every parameter outside the experts. cut: those of them that tensor-parallel ranks share; norms and
-    routers are whole on every rank. expert: those of the experts, all of them."""
+    """Holds parameter counts.
+
+    Attributes:
+        dense: all parameters outside the experts.
+        cut: the part of `dense` that is divided among tensor-parallel ranks. Norms and routers are whole on every rank.
+        expert: the parameters of all experts.
+    """
 
     dense: int
     cut: int
@@ -42,7 +47,11 @@ class ParameterCount:
 
 
 def read_model(path: str | Path) -> ModelFacts:
-    """Read `config.json` of the checkpoint folder `path`. Raises ConfigError with every problem of the folder."""
+    """Read `config.json` of the checkpoint folder `path`.
+
+    Raises:
+        ConfigError: with every problem of the folder.
+    """
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(
@@ -69,7 +78,11 @@ def read_model(path: str | Path) -> ModelFacts:
 
 
 def read_published(file: str | Path) -> ModelFacts:
-    """Read the figures of a published config.json. Raises ConfigError."""
+    """Read the figures of a published config.json.
+
+    Raises:
+        ConfigError: with every problem of the file.
+    """
     return _facts(Path(file))
 
 
@@ -120,7 +133,11 @@ def _facts(file: Path) -> ModelFacts:
     if top_k > facts.num_experts:
         read.wrong("num_experts_per_tok", top_k, f"at most num_experts = {facts.num_experts}")
     if facts.rotary_fraction > 1 or int(facts.head_dim * facts.rotary_fraction) % 2:
-        read.wrong("partial_rotary_factor", facts.rotary_fraction, f"an even share of head_dim = {facts.head_dim}")
+        read.wrong(
+            "partial_rotary_factor",
+            facts.rotary_fraction,
+            f"a value that rotates an even number of the head_dim = {facts.head_dim} dimensions",
+        )
     if read.problems:
         raise ConfigError(read.problems)
     return facts
@@ -148,14 +165,14 @@ def _fingerprint(raw: dict[str, Any]) -> str:
 
 
 def layer_weights(facts: ModelFacts, layer: int) -> tuple[Weight, ...]:
-    """The weights of the layer with this 0-based number, as its family's file lists them."""
+    """Return the weights of the layer with this 0-based number, from the tables of its family."""
     return FAMILIES[facts.architecture].layer_weights(facts, has_experts=layer in facts.moe_layers)
 
 
 def _stage_weights(
     facts: ModelFacts, layers: Iterable[int], *, first: bool, last: bool
 ) -> Iterator[tuple[str, Weight]]:
-    """(what stands before the names of its tensors, weight) of some layers, and of the model's ends."""
+    """Yield (prefix of the tensor names, weight) for some layers, and for the ends of the model."""
     front, back = ends(facts)
     yield from (("", weight) for weight in front if first)
     for layer in layers:
@@ -172,24 +189,29 @@ def _tensors(facts: ModelFacts, prefix: str, weight: Weight) -> Iterator[tuple[s
 
 
 def expected_tensors(facts: ModelFacts) -> dict[str, Shape]:
-    """Names, as the family's published checkpoints have them, and shapes of every tensor of the decoder."""
+    """Return the shapes of all tensors of the decoder, by their names in the published checkpoints."""
     weights = _stage_weights(facts, range(facts.layers), first=True, last=True)
     return dict(tensor for prefix, weight in weights for tensor in _tensors(facts, prefix, weight))
 
 
 def is_mtp_tensor(facts: ModelFacts, name: str) -> bool:
-    """Whether `name` is of a multi-token-prediction layer: published checkpoints number them on behind the decoder."""
+    """Tell whether `name` belongs to a multi-token-prediction layer. Checkpoints number these layers after the
+    decoder's.
+    """
     match = re.match(r"model\.layers\.(\d+)\.", name)
     return match is not None and facts.layers <= int(match[1]) < facts.layers + facts.mtp_layers
 
 
 def parameter_count(facts: ModelFacts) -> ParameterCount:
-    """Number of parameters in the tensors of `expected_tensors`."""
+    """Return the number of parameters in the tensors of `expected_tensors`."""
     return stage_parameter_counts(facts, [range(facts.layers)])[0]
 
 
 def stage_parameter_counts(facts: ModelFacts, stages: Sequence[Sequence[int]]) -> list[ParameterCount]:
-    """Those of each pipeline stage, given its layers; the first has the embedding too, the last the output matrix."""
+    """Count the parameters of each pipeline stage, given its layers.
+
+    The first stage also has the embedding, the last one the output matrix.
+    """
     last = len(stages) - 1
     return [
         _count(facts, _stage_weights(facts, layers, first=stage == 0, last=stage == last))
@@ -210,10 +232,12 @@ def _count(facts: ModelFacts, weights: Iterable[tuple[str, Weight]]) -> Paramete
 
 
 def checkpoint_tensors(path: str | Path) -> dict[str, Tensor]:
-    """Tensors of a checkpoint folder: name -> (safetensors dtype such as "BF16", shape, file name).
+    """Read the tensors of a checkpoint folder: name -> (safetensors dtype such as "BF16", shape, file name).
 
-    Reads the headers only, of the files that model.safetensors.index.json names, else of model.safetensors. Raises
-    ConfigError on a damaged or incomplete file.
+    Reads only headers, of the files that model.safetensors.index.json names, or else of model.safetensors.
+
+    Raises:
+        ConfigError: a file is damaged or incomplete.
     """
     folder = Path(path)
     index = folder / "model.safetensors.index.json"
@@ -294,7 +318,11 @@ def tensor_problems(
 
 
 def tokenizer_vocabulary(path: str | Path) -> int:
-    """One more than the largest token id that tokenizer.json of the folder `path` can give. Raises ConfigError."""
+    """Return the largest token id that tokenizer.json of the folder `path` can give, plus 1.
+
+    Raises:
+        ConfigError: the file cannot be read or has no vocabulary.
+    """
     file = Path(path) / "tokenizer.json"
     raw = _read_json(file)
     try:

@@ -1,4 +1,4 @@
-"""Qwen3-MoE (30B-A3B, 235B-A22B): query and key norms, softmax routing, some layers dense."""
+"""Describes Qwen3-MoE (30B-A3B, 235B-A22B): norms of queries and keys, softmax routing, and some dense layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ARCHITECTURE = "Qwen3MoeForCausalLM"
 
 
 def facts(read: Fields, *, layers: int, top_k: int, rope: dict[str, Any]) -> dict[str, Any]:
-    """The fields of ModelFacts that this family reads in its own way; problems are left in `read`."""
+    """Read the fields of ModelFacts that are special to this family. Problems are collected in `read`."""
     step, mlp_only = read.count("decoder_sparse_step", default=1), read.raw.get("mlp_only_layers") or []
     if not (isinstance(mlp_only, list) and all(type(n) is int and 0 <= n < layers for n in mlp_only)):
         read.wrong("mlp_only_layers", mlp_only, f"layer numbers from 0 to {layers - 1}")
@@ -21,7 +21,11 @@ def facts(read: Fields, *, layers: int, top_k: int, rope: dict[str, Any]) -> dic
         read.wrong("mlp_only_layers", mlp_only, "a layer with experts: a dense model has no routes to replay")
     norm_topk_prob = read.flag("norm_topk_prob", False)
     if top_k == 1 and norm_topk_prob:
-        read.wrong("norm_topk_prob", True, "false with one expert a token: its weight is always 1, no router learns")
+        read.wrong(
+            "norm_topk_prob",
+            True,
+            "false with one expert per token: its weight would always be 1, and the router could not learn",
+        )
     read.only("attention_bias", False)
     read.only("use_sliding_window", False)
     read.plain_rope(rope)
@@ -44,7 +48,7 @@ def facts(read: Fields, *, layers: int, top_k: int, rope: dict[str, Any]) -> dic
 
 
 def layer_weights(facts: ModelFacts, *, has_experts: bool) -> tuple[Weight, ...]:
-    """The weights of a layer."""
+    """Return the weights of a layer."""
     attention = grouped_query_attention(facts)
     if not has_experts:
         return *attention, *dense_mlp(facts)

@@ -1,6 +1,6 @@
-"""What a safetensors file holds, by its header: names, dtypes and shapes. The file is input and not trusted.
+"""Reads names, dtypes and shapes from the header of a safetensors file. The file is untrusted input.
 
-Some published checkpoints store tensors in fewer bits, with scales beside them:
+Some published checkpoints store tensors with fewer bits and separate scales:
 fp8    X in float8 e4m3, X_scale_inv one float32 for each 128 x 128 block (DeepSeek-V3)
 mxfp4  X_blocks [..., rows, groups, 16] two 4-bit floats a byte, X_scales [..., rows, groups] one 8-bit exponent for
        each 32 of them (gpt-oss); X itself is [..., columns, rows]
@@ -19,7 +19,7 @@ from typing import Any
 from moe_rl.errors import ConfigError, describe
 
 Tensor = tuple[str, tuple[int, ...], str]
-"""safetensors dtype such as "BF16", shape, file name."""
+"""Describes a tensor: safetensors dtype such as "BF16", shape, file name."""
 
 ITEM_BYTES = {
     "F64": 8,
@@ -37,11 +37,11 @@ ITEM_BYTES = {
 }
 FP8_BLOCK = 128
 FP4_GROUP = 32
-MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
 
 
 def read_header(file: Path) -> dict[str, Tensor]:
-    """Names, dtypes and shapes in one safetensors file. A header that does not account for every byte is damaged."""
+    """Read names, dtypes and shapes of a safetensors file. The header must account for every byte of the file."""
 
     def damaged(reason: str) -> ConfigError:
         return ConfigError(
@@ -70,9 +70,9 @@ def read_header(file: Path) -> dict[str, Tensor]:
             describe("cannot read a file", where={"key": "model.path", "file": file}, got=error.strerror)
         ) from None
     except (ValueError, RecursionError) as error:
-        raise damaged(f"a header that is no JSON: {error}") from None
+        raise damaged(f"a header that is not JSON: {error}") from None
     if not isinstance(header, dict):
-        raise damaged("a header that is no mapping")
+        raise damaged("a header that is not an object")
     header.pop("__metadata__", None)
     tensors, spans = {}, []
     for name, entry in header.items():
@@ -83,7 +83,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
         except (KeyError, TypeError, ValueError):
             right = False
         if not right:
-            raise damaged(f"an entry of {name!r} that does not add up")
+            raise damaged(f"an inconsistent entry for {name!r}")
         tensors[name] = (dtype, shape, file.name)
         spans.append((begin, end))
     expected = 0
@@ -92,14 +92,14 @@ def read_header(file: Path) -> dict[str, Tensor]:
             raise damaged(f"a gap or an overlap at byte {expected} of the data")
         expected = end
     if 8 + length + expected != size:
-        raise damaged(f"{size} bytes, {8 + length + expected} by its header")
+        raise damaged(f"{size} bytes, while the header needs {8 + length + expected}")
     return tensors
 
 
 def unpacked(found: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors as if none were packed, those that are as "BF16"; and {name of a packed one: fp8 or mxfp4}.
+    """Return the tensors as they are after unpacking, and {name of a packed tensor: "fp8" or "mxfp4"}.
 
-    What lacks its other half, or does not fit it, is left as it was found.
+    Unpacked tensors have the dtype "BF16". A packed tensor without fitting scales is returned unchanged.
     """
     tensors, packing = dict(found), {}
     for name, (dtype, shape, file) in found.items():

@@ -1,7 +1,7 @@
-"""How a model's weights are named and laid out in a Hugging Face checkpoint and in megatron, as tables.
+"""Builds the tables of a model's weights: their names and layouts in a Hugging Face checkpoint and in megatron.
 
-A family's file lists the weights of its layers out of the parts below. From these tables come the tensors that a
-checkpoint must have, the numbers of parameters, and what each rank reads and writes (`moe_rl/megatron/hf_map.py`).
+A family's file composes the weights of its layers from the functions below. The tables give the tensors that a
+checkpoint must have, the number of parameters, and what each rank reads and writes (`moe_rl/megatron/hf_map.py`).
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ Experts = Literal["", "each", "stacked"]
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One megatron parameter, or expert bias, and the whole Hugging Face tensors that it is made of.
+    """Describes one megatron parameter (or expert bias) and the Hugging Face tensors that form it.
 
-    parameter: its name within a layer, or the model, where layers are of torch ops. fused: the name where they are
-    TransformerEngine's, which keeps some norms with the projection behind them and experts in one module; "": the same.
-    tensors: {name within the layer, or the checkpoint: shape}.
-    layout: how the parameter is made of them.
-        copy            the tensor as it is
+    parameter: the name within a layer, or within the model, for layers of torch operations.
+    fused: the name for TransformerEngine layers, which merge some norms with the following projection, and all experts
+        into one module. "": the same name.
+    tensors: {name within the layer, or within the checkpoint: shape}.
+    layout: how the tensors form the parameter:
+        copy            the tensor unchanged
         qkv             for each key-value group its query heads, then its k, then its v
         gate_up         gate above up
-        transposed      columns are rows
-        gate_up_columns gate and up take turns as columns; as rows, gate above up
-    axis: of the tensors, along which tensor-parallel ranks share them in equal parts; None: whole on each.
-    experts: "each": {expert} in the names stands for an expert's number, in the parameter's among those of its rank, in
-    the tensors' among all. "stacked": in the parameter's only; the tensors have one more axis in front, of experts.
+        transposed      columns become rows
+        gate_up_columns gate and up alternate as columns; they become rows, gate above up
+    axis: the axis of the tensors along which tensor-parallel ranks hold equal parts. None: every rank holds all.
+    experts: "each": {expert} in the names stands for the number of an expert. The parameter's name counts the experts of
+        the rank, the tensors' names count all experts. "stacked": only the parameter's name has {expert}; the tensors
+        have a leading axis of experts.
     """
 
     parameter: str
@@ -44,7 +46,7 @@ class Weight:
 
 
 def ends(facts: ModelFacts) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
-    """Those in front of the layers, and behind them. Tied embeddings have no output matrix."""
+    """Return the weights in front of and behind the layers. With tied embeddings there is no output matrix."""
     matrix = (facts.vocab, facts.hidden_size)
     embedding = Weight("embedding.word_embeddings.weight", {"model.embed_tokens.weight": matrix}, axis=0)
     norm = Weight("decoder.final_layernorm.weight", {"model.norm.weight": (facts.hidden_size,)})
@@ -53,7 +55,7 @@ def ends(facts: ModelFacts) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
 
 
 def grouped_query_attention(facts: ModelFacts) -> tuple[Weight, ...]:
-    """Attention and the norm before it; biases, norms of queries and keys, and sinks where the model has them."""
+    """Return attention and its norm, with biases, norms of queries and keys, and sinks where the model has them."""
     hidden, head_dim, width = facts.hidden_size, facts.head_dim, facts.heads * facts.head_dim
     rows = {"q": width, "k": facts.kv_heads * head_dim, "v": facts.kv_heads * head_dim}
     fused_norm = "self_attention.linear_qkv.layer_norm_weight"
@@ -82,9 +84,9 @@ def grouped_query_attention(facts: ModelFacts) -> tuple[Weight, ...]:
 
 
 def latent_attention(facts: ModelFacts) -> tuple[Weight, ...]:
-    """Multi-head latent attention and the norm before it. The down-projections are whole on every rank."""
+    """Return multi-head latent attention and its norm. The down-projections are whole on every rank."""
     latent, hidden = facts.latent, facts.hidden_size
-    assert latent is not None  # a family that lists this attention reads its sizes
+    assert latent is not None  # set by every family with this attention
     queries = facts.heads * (latent.nope_dim + latent.rope_dim)
     kv_up = (facts.heads * (latent.nope_dim + latent.value_dim), latent.kv_rank)
     at, theirs = "self_attention.", "self_attn."
@@ -120,7 +122,7 @@ def latent_attention(facts: ModelFacts) -> tuple[Weight, ...]:
 
 
 def dense_mlp(facts: ModelFacts) -> tuple[Weight, ...]:
-    """The MLP of a layer without experts, and the norm before it."""
+    """Return the MLP of a layer without experts, and its norm."""
     norm = _norm(
         "pre_mlp_layernorm.weight",
         "post_attention_layernorm.weight",
@@ -131,7 +133,9 @@ def dense_mlp(facts: ModelFacts) -> tuple[Weight, ...]:
 
 
 def routed_mlp(facts: ModelFacts, router: str) -> tuple[Weight, ...]:
-    """Router and norm of a layer with experts, and its shared experts. router: its name in the checkpoint."""
+    """Return the norm, the router and the shared experts of a layer with experts. router: its name in the
+    checkpoint.
+    """
     hidden, experts = facts.hidden_size, facts.num_experts
     out = [
         _norm("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", hidden),
@@ -147,7 +151,7 @@ def routed_mlp(facts: ModelFacts, router: str) -> tuple[Weight, ...]:
 
 
 def separate_experts(facts: ModelFacts) -> tuple[Weight, ...]:
-    """Experts with tensors of their own."""
+    """Return the weights of experts that have tensors of their own."""
     hidden, width = facts.hidden_size, facts.moe_intermediate_size
     ours, theirs = "mlp.experts.local_experts.{expert}", "mlp.experts.{expert}"
     fused = ("mlp.experts.linear_fc1.weight{expert}", "mlp.experts.linear_fc2.weight{expert}")
@@ -155,7 +159,9 @@ def separate_experts(facts: ModelFacts) -> tuple[Weight, ...]:
 
 
 def stacked_experts(facts: ModelFacts) -> tuple[Weight, ...]:
-    """Experts that share tensors [experts, ...], matrices with inputs as rows; each has biases."""
+    """Return the weights of experts in stacked tensors [experts, ...], whose matrices have inputs as rows, with
+    biases.
+    """
     experts, hidden, width = facts.num_experts, facts.hidden_size, facts.moe_intermediate_size
     rows: tuple[tuple[str, str, Shape, Arrangement], ...] = (
         ("linear_fc1.weight", "gate_up_proj", (experts, hidden, 2 * width), "gate_up_columns"),

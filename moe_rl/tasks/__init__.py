@@ -1,1 +1,3 @@
-"""What is trained on: prompts, their order and ledger, reward functions and the processes that they run in."""
+"""Provides the task: prompts with their order and ledger, reward functions, and the processes that run these
+functions.
+"""

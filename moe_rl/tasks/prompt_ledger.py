@@ -1,7 +1,8 @@
-"""Keeps which prompts every step consumed, durable and checkable: a resumed run can prove that each was used once.
+"""Records which prompts each step consumed, so that a resumed run can prove that each prompt was used once.
 
-One JSON line a step. A line carries an xxh3-64 checksum of the rest of it and is accepted only if it is, byte for byte,
-what `record` would have written; what lies after the last newline is the torn end of a crash and counts as unwritten.
+The file has one JSON line per step. Each line carries an xxh3-64 checksum of its other content. A line is accepted only
+if it equals, byte for byte, what `record` would write. Text after the last newline is the torn end of a crash and
+counts as unwritten.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ FILE = "prompts.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class StepPrompts:
-    """One step, counted from 0: the cursor before it, the ids of its prompts, the digest of what was sampled."""
+    """Describes one step, counted from 0: the cursor before it, the ids of its prompts, and a digest of its samples."""
 
     step: int
     cursor: int
@@ -42,22 +43,22 @@ class StepPrompts:
 
 
 def _parse(line: bytes) -> StepPrompts:
-    """ValueError if this is not exactly a line of ours."""
+    """Parse a line. Raises ValueError if `record` would not have written it exactly so."""
     with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
         record = json.loads(line)
         record.pop("checksum")
         entry = StepPrompts(**record)
         if entry.line() == line:
             return entry
-    raise ValueError("damaged line: it does not carry the checksum of its content")
+    raise ValueError("damaged line: the checksum does not match the content")
 
 
 class PromptLedger:
-    """Append-only JSONL at `path`, written by one process. A missing file is an empty ledger."""
+    """Appends JSON lines to the file at `path`. One process writes it. A missing file is an empty ledger."""
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
-        self._expected: tuple[int, int] | None = None  # (step, cursor) that the next record must have; None: read it
+        self._expected: tuple[int, int] | None = None  # (step, cursor) required of the next record; None: not read yet
 
     @property
     def torn(self) -> Problem | None:
@@ -66,7 +67,11 @@ class PromptLedger:
         return self._torn(len(lines) + 1, tail) if tail else None
 
     def record(self, step: int, cursor_before: int, prompt_ids: Iterable[str], completion_digest: str) -> None:
-        """Append one step's prompts; durable on return. Raises DataError if it does not follow the last line."""
+        """Append one step's prompts. The line is durable on return.
+
+        Raises:
+            DataError: the step does not follow the last line.
+        """
         entry = StepPrompts(int(step), int(cursor_before), list(prompt_ids), completion_digest)
         expected = self._expected or self._end()
         if (entry.step, entry.cursor) != expected:
@@ -94,7 +99,7 @@ class PromptLedger:
         self._expected = (entry.step + 1, entry.next_cursor)
 
     def find(self, step: int) -> StepPrompts | None:
-        """The line of a step; None when it has none, or a damaged one."""
+        """Return the line of a step; None if it is missing or damaged."""
         lines, _ = self._read()
         with contextlib.suppress(IndexError, ValueError):
             entry = _parse(lines[step])
@@ -102,11 +107,15 @@ class PromptLedger:
         return None
 
     def check(self, steps: int) -> None:
-        """Raises DataError, naming the line, unless the lines of the first so many steps are there and whole."""
+        """Check that the lines of the first `steps` steps are present and whole.
+
+        Raises:
+            DataError: naming the line.
+        """
         self._checked(steps)
 
     def _checked(self, steps: int) -> tuple[list[bytes], bytes]:
-        """What `_read` gives, once `check` finds nothing."""
+        """Return what `_read` gives, after `check` has found nothing."""
         lines, tail = self._read()
         if len(lines) < steps:
             raise DataError(
@@ -123,16 +132,17 @@ class PromptLedger:
         return lines, tail
 
     def digest(self, steps: int) -> str:
-        """xxh3-128, hex, of the lines of the first so many steps: what a checkpoint after them was preceded by."""
+        """Return the xxh3-128 (hex) of the lines of the first `steps` steps, for a checkpoint taken after them."""
         return xxhash.xxh3_128_hexdigest(b"\n".join(self._read()[0][:steps]))
 
     def rewind(self, step: int) -> int:
-        """Keep the steps before `step`, drop the rest, a torn line included; return the number of lines dropped.
+        """Keep the steps before `step`, drop the rest including a torn line, and return the number of dropped lines.
 
-        Raises DataError if the steps to keep are not all there and whole.
+        Raises:
+            DataError: the steps to keep are not all present and whole.
         """
         if step < 0:
-            raise ValueError(describe("a ledger is rewound to a step", got=step, expected="0 or more"))
+            raise ValueError(describe("a ledger can only be rewound to a step", got=step, expected="0 or more"))
         lines, tail = self._checked(step)
         kept = lines[:step]
         dropped = len(lines) - step + bool(tail)

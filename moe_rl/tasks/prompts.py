@@ -15,7 +15,7 @@ from moe_rl.types import Prompt
 
 _FIELDS = ("id", "prompt", "answer", "level")
 _MAX_PROBLEMS = 20
-# Shown for a sampled id that the tokenizer does not know: models pad their vocabulary, so one can be sampled.
+# Shown for a sampled id that the tokenizer does not know. Such ids exist because models pad their vocabulary.
 _UNKNOWN = "\ufffd"
 
 
@@ -37,10 +37,14 @@ def _encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
 
 
 class TextCodec:
-    """Text to token ids and back, by a Hugging Face tokenizer.json, with nothing added and nothing hidden."""
+    """Converts text to token ids and back with a Hugging Face tokenizer.json. Adds no tokens and hides none."""
 
     def __init__(self, tokenizer_file: Path | str, stop_token_ids: Iterable[int]):
-        """Raises DataError if the file is no tokenizer or does not know one of `stop_token_ids`, the model's own."""
+        """Load the tokenizer.
+
+        Raises:
+            DataError: the file is no tokenizer, or does not know one of the model's `stop_token_ids`.
+        """
         self._tokenizer = _read_tokenizer(tokenizer_file)
         self._known = frozenset(self._tokenizer.get_vocab(with_added_tokens=True).values())
         if unknown := [token for token in stop_token_ids if token not in self._known]:
@@ -49,20 +53,21 @@ class TextCodec:
                     "a token that ends completions is not in the tokenizer",
                     where={"file": tokenizer_file},
                     got=", ".join(map(str, unknown)),
-                    do="use the tokenizer of the model, or mend eos_token_id in config.json and generation_config.json",
+                    do="use the model's tokenizer, or correct eos_token_id in config.json and generation_config.json",
                 )
             )
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of exactly this text: no template, no begin-of-sequence. Special tokens spelt out in it count."""
+        """Return the token ids of the text, without a template or begin-of-sequence. Special tokens in the text are
+        recognised.
+        """
         return _encode(self._tokenizer, text)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of all the ids; special tokens are spelt out, unknown ids show as U+FFFD.
+        """Return the text of all ids. Special tokens are spelt out, and unknown ids become U+FFFD.
 
-        A verifier must see what the policy really wrote: a completion with a special token in the middle of its answer
-        would look well-formed if special tokens were dropped. Leave out the one that ended it: see
-        `Completion.text_token_ids`.
+        A verifier must see exactly what the policy wrote. If special tokens were dropped, a completion with one inside
+        its answer would look well-formed. The caller leaves out the stop token (see `Completion.text_token_ids`).
         """
         spans: list[list[int]] = [[]]
         for token in ids:
@@ -74,9 +79,12 @@ class TextCodec:
 
 
 def load_prompts(path: Path | str, tokenizer_file: Path | str, *, max_prompt_tokens: int) -> list[Prompt]:
-    """Read a JSONL file of prompts: each line an object of the strings id, prompt, answer and level, and nothing else.
+    """Read a JSONL file of prompts. Each line is an object with exactly the strings id, prompt, answer and level.
 
-    Prompts are tokenised as `TextCodec.encode` does. Raises DataError naming file and line of every problem, up to 20.
+    Prompts are tokenised with `TextCodec.encode`.
+
+    Raises:
+        DataError: naming file and line of every problem, up to 20.
     """
     path = Path(path)
     tokenizer = _read_tokenizer(tokenizer_file)
@@ -89,7 +97,7 @@ def load_prompts(path: Path | str, tokenizer_file: Path | str, *, max_prompt_tok
     prompts: list[Prompt] = []
     problems: list[Problem] = []
     line_of: dict[str, int] = {}
-    # Not splitlines(): JSON strings may hold U+2028 and its like.
+    # splitlines() would also split at U+2028 and similar characters, which JSON strings may contain.
     lines = data.removesuffix(b"\n").split(b"\n") if data else []
     for number, line in enumerate(lines, start=1):
         try:
@@ -123,7 +131,7 @@ def load_prompts(path: Path | str, tokenizer_file: Path | str, *, max_prompt_tok
 
 
 def _parse(line: bytes) -> dict[str, str]:
-    """One line's record; ValueError with a sentence for the user."""
+    """Parse one line. Raises ValueError with a message for the user."""
     try:
         record = json.loads(line.decode("utf-8"), object_pairs_hook=_unique)
     except UnicodeDecodeError as error:
@@ -141,7 +149,7 @@ def _parse(line: bytes) -> dict[str, str]:
         if not isinstance(value, str):
             raise ValueError(f"{name} is not a string: got {type(value).__name__}")
         if any("\ud800" <= character <= "\udfff" for character in value):
-            raise ValueError(f"{name} holds half a surrogate pair, which is no text")
+            raise ValueError(f"{name} contains half of a surrogate pair, which is not valid text")
     if not record["id"]:
         raise ValueError("id is empty")
     return record
@@ -155,10 +163,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class PromptSource:
-    """Prompts in an endless order: every epoch a fresh permutation, so no prompt comes twice within one.
+    """Yields prompts in an endless order. Every epoch is a new permutation, so no prompt repeats within an epoch.
 
-    The order is a pure function of (prompts, seed, position): `cursor`, the number of prompts ever taken, is the whole
-    state, and a run that seeks to a stored cursor goes on exactly where it was.
+    The order is a pure function of (prompts, seed, position). `cursor`, the number of prompts taken, is the whole
+    state. A run that seeks to a stored cursor continues exactly where it was.
     """
 
     def __init__(self, prompts: list[Prompt], seed: int):
@@ -182,13 +190,13 @@ class PromptSource:
         self._cursor = cursor
 
     def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts; may span the end of an epoch."""
+        """Take the next `count` prompts, possibly from two epochs."""
         prompts = self.peek(self._cursor, count)
         self._cursor += count
         return prompts
 
     def peek(self, cursor: int, count: int) -> list[Prompt]:
-        """The `count` prompts at `cursor`, without taking them."""
+        """Return the `count` prompts at `cursor` without taking them."""
         if cursor < 0 or count < 0:
             raise ValueError(describe("no such prompts", got=f"cursor {cursor}, count {count}", expected="0 or more"))
         return [self._at(position) for position in range(cursor, cursor + count)]
@@ -196,8 +204,9 @@ class PromptSource:
     def _at(self, position: int) -> Prompt:
         epoch, place = divmod(position, len(self._prompts))
         if epoch != self._epoch:
-            # Sorting raw words of the bit generator instead of Generator.permutation: numpy promises the stream of
-            # Philox and SeedSequence for good, but not what a Generator makes of it, and a resumed run depends on it.
+            # This sorts raw words of the bit generator instead of calling Generator.permutation. A resumed run needs
+            # the same order, and numpy guarantees the streams of Philox and SeedSequence, but not the methods of
+            # Generator.
             seed = np.random.SeedSequence(self._seed, spawn_key=(epoch,))
             words = np.random.Philox(seed).random_raw(len(self._prompts))
             self._order, self._epoch = np.argsort(words, kind="stable"), epoch

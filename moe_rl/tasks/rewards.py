@@ -1,6 +1,6 @@
-"""Reward functions that a config may name: `task.rewards.NAME.function: moe_rl.tasks.rewards.exact_match`.
+"""Provides reward functions that a config may name: `task.rewards.NAME.function: moe_rl.tasks.rewards.exact_match`.
 
-One of your own is a plain function of any of these, which it is given by name (see `verifier_worker`):
+Your own reward function is a plain function with any of these parameters, passed by name (see `verifier_worker`):
 
     prompt, answer      texts of the task's row
     completion          what the policy wrote, without the stop token that ended it
@@ -12,19 +12,21 @@ from __future__ import annotations
 
 import re
 
-# ASCII digits only, no plus sign, no leading zero, no "-0": one spelling per integer, so that the policy cannot be paid
-# for an answer that a plain string comparison with the hidden one would refuse.
+# Only ASCII digits, without plus sign, leading zero or "-0". Each integer then has one spelling, so the policy earns
+# no reward for an answer that a plain string comparison would refuse.
 _ANSWER = re.compile(r"<answer>(0|-?[1-9][0-9]*)</answer>")
 _BOX = re.compile(r"\\boxed\{\s*(-?[0-9][0-9,]*)\s*\}")
 
 
 def exact_match(completion: str, answer: str) -> float:
-    """1.0 iff the completion, stripped of whitespace, is `<answer>INT</answer>` with the hidden answer; else 0.0."""
+    """Return 1.0 if the completion, without outer whitespace, is `<answer>INT</answer>` with the hidden answer; else
+    0.0.
+    """
     return float(_answer_in(completion) == answer.strip())
 
 
 def answer_format(completion: str) -> float:
-    """1.0 iff the completion, stripped of whitespace, is `<answer>INT</answer>`, whatever the integer; else 0.0."""
+    """Return 1.0 if the completion, without outer whitespace, is `<answer>INT</answer>` with any integer; else 0.0."""
     return float(_answer_in(completion) is not None)
 
 
@@ -34,10 +36,13 @@ def _answer_in(completion: str) -> str | None:
 
 
 def boxed_integer(completion: str, answer: str) -> float:
-    """1.0 iff the last \\boxed{...} with an integer, as in contests, holds the hidden one; else 0.0.
+    """Return 1.0 if the last \\boxed{...} holds the hidden integer, as in contests; else 0.0.
 
-    Thousands' commas and leading zeros do not count. A later box with anything else in it is an answer too, and a wrong
-    one. Raises ValueError when `answer` is no integer.
+    Commas between thousands and leading zeros are ignored. If the last box holds anything but an integer, the answer is
+    wrong, even if an earlier box was right.
+
+    Raises:
+        ValueError: `answer` is not an integer.
     """
     wanted = int(answer.replace(",", ""))
     start = completion.rfind("\\boxed")

@@ -1,11 +1,10 @@
-"""The verifier process: imports the reward functions and calls them, one at a time, for a `VerifierPool`.
+"""Runs as the verifier process: imports the reward functions and calls them, one at a time, for a `VerifierPool`.
 
-Started as `python -m moe_rl.tasks.verifier_worker SOCKET_FD PARENT_PID`, in a session of its own. It reads one call at
-a time and never ahead, so that while a function runs, this process holds no more of the task than the function was
-given.
+It is started as `python -m moe_rl.tasks.verifier_worker SOCKET_FD PARENT_PID`, in a session of its own. It reads one
+call at a time and never ahead, so while a function runs, the process holds only the data of that call.
 
-A reward function is a plain callable. It names any of `REWARD_ARGUMENTS` as parameters and is given those and nothing
-else; a parameter of another name must have a default.
+A reward function is a plain callable. It gets those of `REWARD_ARGUMENTS` that it names as parameters, and nothing
+else. A parameter with another name must have a default.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _MAX_DETAIL = 500
 
 
 class Load(Message, frozen=True):
-    """Pool, first: what to import, and how much address space the worker may map."""
+    """Sent by the pool first: what to import, and how much address space the worker may map."""
 
     sys_path: list[str]
     functions: dict[str, str]
@@ -39,26 +38,26 @@ class Load(Message, frozen=True):
 
 
 class Call(Message, frozen=True):
-    """Pool: call one reward function, with the arguments that it names and no others."""
+    """Sent by the pool: call one reward function, with only the arguments that it names."""
 
     reward: str
     arguments: dict[str, str | int | None]
 
 
 class Begun(Message, frozen=True):
-    """Worker: this call, or before the first one the import of this function, begins now."""
+    """Sent by the worker: this call begins now. Before the first call: the import of this function begins now."""
 
     reward: str
 
 
 class Loaded(Message, frozen=True):
-    """Worker: every function is there; these are the arguments each one names."""
+    """Sent by the worker: all functions are imported. Carries the arguments that each names."""
 
     arguments: dict[str, list[str]]
 
 
 class Unusable(Message, frozen=True):
-    """Worker: reward name -> why its function cannot be used."""
+    """Sent by the worker: {reward name: why its function cannot be used}."""
 
     problems: dict[str, str]
 
@@ -68,7 +67,7 @@ class Returned(Message, frozen=True):
 
 
 class Raised(Message, frozen=True):
-    """Worker: the function raised, or returned what is no number."""
+    """Sent by the worker: the function raised an exception, or did not return a number."""
 
     detail: str
 
@@ -80,14 +79,14 @@ ANSWERS: Decoder[Answer] = decoder(Answer)
 
 def main(socket_fd: int, parent_pid: int) -> None:
     _die_with(parent_pid)
-    # Schedulers send it to every process of a job: the trainer says when this one ends.
+    # Schedulers send SIGTERM to every process of a job. The trainer decides when this one ends.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.set_inheritable(socket_fd, False)
     channel = Channel(socket.socket(fileno=socket_fd), QUESTIONS)
     pid = os.getpid()
     try:
         load = channel.receive()
-        assert isinstance(load, Load)  # the pool says it first, and then nothing but calls
+        assert isinstance(load, Load)  # the pool sends Setup first, and only calls after it
         _limit(load.memory_limit_bytes)
         sys.path[:] = load.sys_path
         answer: Answer
@@ -99,9 +98,9 @@ def main(socket_fd: int, parent_pid: int) -> None:
             assert isinstance(call, Call)
             channel.send(Begun(call.reward))
             answer = _answer(functions[call.reward], call)
-            if os.getpid() != pid:  # a child that the function forked and let run on into this loop
+            if os.getpid() != pid:  # a child that the function forked has returned into this loop
                 os._exit(1)
-    except EOFError:  # the pool has closed its end
+    except EOFError:  # the pool has closed the socket
         return
 
 
@@ -109,7 +108,7 @@ def _die_with(parent_pid: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent_pid:  # it was gone before the signal was asked for
+    if os.getppid() != parent_pid:  # the parent ended before the signal was requested
         os._exit(1)
 
 
@@ -133,15 +132,16 @@ def _load(channel: Channel, functions: dict[str, str]) -> tuple[dict[str, Callab
             loaded[reward], arguments[reward] = _resolve(path)
         except ValueError as error:
             problems[reward] = str(error)
-        except BaseException as error:  # importing runs user code, which may raise anything, SystemExit included
+        except BaseException as error:  # importing runs user code, which may raise anything, even SystemExit
             problems[reward] = f"importing {path} raised {_sentence(error)}"
     return loaded, Unusable(problems) if problems else Loaded(arguments)
 
 
 def _resolve(path: str) -> tuple[Callable[..., object], list[str]]:
-    """Import a reward function; return it with the subset of `REWARD_ARGUMENTS` that it names.
+    """Import a reward function; return it with the `REWARD_ARGUMENTS` that it names.
 
-    Raises ValueError with a sentence for the user, or whatever importing the module raises.
+    Raises:
+        ValueError: with a message for the user. Exceptions of the imported module pass through.
     """
     module_name, _, name = path.rpartition(".")
     function = getattr(importlib.import_module(module_name), name, None)
@@ -168,14 +168,14 @@ def _answer(function: Callable[..., object], call: Call) -> Returned | Raised:
         if isinstance(value, numbers.Real) and not isinstance(value, bool):
             return Returned(float(value))
         return Raised(f"returned {type(value).__name__}, expected a finite number")
-    except BaseException as error:  # whatever it raises, SystemExit included, is this call's failure and no one else's
+    except BaseException as error:  # any exception, even SystemExit, is a failure of this call alone
         return Raised(f"raised {_sentence(error)}")
 
 
 def _sentence(error: BaseException) -> str:
     try:
         text = f"{type(error).__name__}: {error}"
-    except Exception:  # an exception whose own str() raises
+    except Exception:  # str(exception) itself may raise
         text = type(error).__name__
     return text.encode("ascii", "backslashreplace").decode("ascii")[:_MAX_DETAIL]
 

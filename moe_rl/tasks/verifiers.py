@@ -1,10 +1,10 @@
-"""Verifiers behind a process boundary: whatever a reward function does, the run goes on and gets no wrong reward.
+"""Runs reward functions in separate processes, so that no fault of a function stops the run or changes another reward.
 
-A verifier that raises, hangs, dies or returns no finite number yields a failed `Verdict` for its item and for that item
-alone. A failed verdict has no reward; it is not a wrong answer, and counting it as one would teach the policy noise.
+If a function raises, hangs, dies or returns no finite number, its item gets a failed `Verdict`; other items are not
+affected. A failed verdict has no reward. Counting it as a wrong answer would add noise to training.
 
-The boundary contains accidents, not attacks: reward functions are the user's own code. A verifier that moves a
-grandchild into another session puts it out of the pool's reach.
+The process boundary contains accidents, not attacks: reward functions are the user's own code. The pool cannot reach a
+grandchild that a function moves into another session.
 """
 
 from __future__ import annotations
@@ -43,23 +43,25 @@ from moe_rl.tasks.verifier_worker import (
 )
 from moe_rl.types import LARGEST_REWARD, Verdict
 
-# Importing a verifier may pull in a large library; more than this is a hang.
+# Importing a verifier may load a large library. A longer import counts as a hang.
 _START_SECONDS = 60.0
 _START_ATTEMPTS = 3
 _KILL_SECONDS = 10.0
-# A worker answers with a float or a short sentence. A longer frame means that it is out of its mind.
+# A worker answers with a float or a short sentence. A longer frame is a fault.
 _MAX_ANSWER_BYTES = 1 << 20
 _READ_BYTES = 1 << 16
 _TAIL_BYTES = 2048
 _SIZE = f"a finite number, at most {LARGEST_REWARD:g} in size"
-# What a verifier may know of this process's environment. An allow-list: torchrun's variables would make a verifier join
-# the run, and tokens and keys are none of its business.
+# Environment variables that a verifier may see. This is an allow-list: with torchrun's variables a verifier would join
+# the run, and it must not see tokens and keys.
 _ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
 
 
 @dataclass(frozen=True, slots=True)
 class RewardItem:
-    """One completion to verify. completion: its text, without the stop token; the rest as in `Completion`."""
+    """Holds one completion to verify. `completion` is its text without the stop token; other fields are as in
+    `Completion`.
+    """
 
     prompt: str
     completion: str
@@ -69,7 +71,9 @@ class RewardItem:
 
 
 def check_failed_fraction(verdicts: SequenceOf[Verdict], limit: float) -> None:
-    """Raise RewardError if more than the fraction `limit` of the verdicts are failed; name the commonest reasons."""
+    """Raise RewardError if more than the fraction `limit` of the verdicts failed. The message names the commonest
+    reasons.
+    """
     failed = [verdict for verdict in verdicts if not verdict.scored]
     if len(failed) <= limit * len(verdicts):
         return
@@ -87,12 +91,15 @@ def check_failed_fraction(verdicts: SequenceOf[Verdict], limit: float) -> None:
 
 
 class VerifierPool:
-    """Worker processes that score completions with the configured reward functions.
+    """Scores completions with the configured reward functions in worker processes. Use as a context manager.
 
-    A context manager. Construction starts the workers and raises ConfigError, naming the config key, for a function
-    that is not there or asks for what it cannot have. Workers die with the pool, and with this process.
-    `timeout_seconds` is for all reward functions of one item together, by this process's monotonic clock.
-    Not for use by several threads at once.
+    Construction starts the workers. Workers end with the pool and with this process. The pool is not thread-safe.
+
+    Args:
+        timeout_seconds: the time limit for all reward functions of one item together, by the monotonic clock.
+
+    Raises:
+        ConfigError: naming the config key, for a function that does not exist or has unknown parameters.
     """
 
     def __init__(
@@ -113,7 +120,7 @@ class VerifierPool:
         weights = {name: reward.weight for name, reward in rewards.items()}
         arguments: dict[str, list[str]] = {}
         self._places = [_Place(load, weights, arguments, timeout_seconds) for _ in range(workers)]
-        # They live as long as the pool: the kernel kills a worker when the thread that started it ends.
+        # The threads live as long as the pool, because the kernel kills a worker when the thread that started it ends.
         self._threads = ThreadPoolExecutor(workers)
         self._closed = False
         try:
@@ -130,11 +137,11 @@ class VerifierPool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers; each leads its own session and process group."""
+        """Return the process ids of the workers. Each leads its own session and process group."""
         return [process.pid for place in self._places if (process := place.process) is not None]
 
     def close(self) -> None:
-        """Kill every worker and whatever it forked. Safe to call twice."""
+        """Kill every worker and all processes that it forked. Safe to call twice."""
         self._closed = True
         for place in self._places:
             place.end()
@@ -143,9 +150,10 @@ class VerifierPool:
             place.bury()
 
     def score(self, items: SequenceOf[RewardItem]) -> list[Verdict]:
-        """One verdict per item, in order. Takes at most about the time limit per item, whatever the verifiers do.
+        """Return one verdict per item, in order. Takes at most about the time limit per item, even if verifiers hang.
 
-        Raises RewardError when no worker can be started any more; the pool is then closed.
+        Raises:
+            RewardError: no worker can be started any more. The pool is then closed.
         """
         if self._closed:
             raise RewardError(describe("the verifier pool is closed, or an earlier score() raised", fault="closed"))
@@ -156,7 +164,7 @@ class VerifierPool:
                 for index, item in todo:
                     verdicts[index] = place.score(item)
             except BaseException:
-                list(todo)  # the others end too
+                list(todo)  # ends the other threads too
                 raise
 
         try:
@@ -168,7 +176,9 @@ class VerifierPool:
 
 
 class _Lost(Exception):
-    """A worker died, hung or sent nonsense, and is buried. begun: whether it said that it was at the item."""
+    """Signals that a worker died, hung or sent an invalid answer, and was removed. begun: whether it had started the
+    item.
+    """
 
     def __init__(self, reason: str, begun: bool):
         super().__init__(reason)
@@ -176,26 +186,26 @@ class _Lost(Exception):
 
 
 class _Place:
-    """A place for one worker, which is replaced when it is lost. Used by one thread at a time, but for `end`.
+    """Runs one worker and replaces it when it is lost. One thread uses it at a time; only `end` may come from another.
 
-    arguments: what each function asks for, as the workers said; shared by all places, empty until one was ready.
+    arguments: the argument names of each function, as reported by a worker. All places share them; empty until then.
     """
 
     def __init__(self, load: Load, weights: dict[str, float], arguments: dict[str, list[str]], timeout: float):
         self._load, self._weights, self._arguments, self._timeout = load, weights, arguments, timeout
-        self._lock = threading.Lock()  # while `process` comes or goes
+        self._lock = threading.Lock()  # held while `process` changes
         self._ended = False
         self.process: _WorkerProcess | None = None
 
     def end(self) -> None:
-        """Kill the worker for good. The thread that waits for it buries it and gets RewardError."""
+        """Kill the worker for good. The thread that waits for its answer gets RewardError."""
         with self._lock:
             self._ended = True
             if self.process is not None:
                 self.process.end()
 
     def bury(self, error: Exception | None = None, limit: float = 0.0) -> str:
-        """Kill and forget the worker, if there is one; what to say of it, given what its channel raised."""
+        """Kill and remove the worker, if there is one. Return the reason, from the exception of its channel."""
         with self._lock:
             if self.process is None:
                 return ""
@@ -204,13 +214,18 @@ class _Place:
         if isinstance(error, TimeoutError):
             reason = f"no answer within {limit:g} s; killed"
         elif isinstance(error, ValueError):
-            reason = f"the worker sent what is no answer: {error}"
+            reason = f"the worker sent an invalid answer: {error}"
         else:
             reason = f"the verifier died ({ending})"
         return f"{reason}; its output ended: {tail}" if tail else reason
 
     def start(self) -> None:
-        """Bring a worker up. Raises ConfigError for a bad function; RewardError if workers came up, but do no more."""
+        """Start a worker.
+
+        Raises:
+            ConfigError: a function cannot be used.
+            RewardError: workers started earlier, but none starts any more.
+        """
         for _ in range(_START_ATTEMPTS):
             problems = self._start()
             if self.process is not None:
@@ -219,14 +234,14 @@ class _Place:
                 _refuse(problems)
         raise RewardError(
             describe(
-                "no new verifier process comes up, though an earlier one did",
+                "no new verifier process starts, although an earlier one did",
                 got="; ".join(f"{name}: {problem}" for name, problem in problems.items()),
                 fault="no worker",
             )
         )
 
     def _start(self) -> dict[str, str]:
-        """Start a worker; reward name -> problem if none is there after that."""
+        """Start a worker; return {reward name: problem} if that fails."""
         with self._lock:
             if self._ended:
                 raise RewardError("the verifier pool was closed")
@@ -243,20 +258,22 @@ class _Place:
                 self.bury()
                 return answer.problems
             if not isinstance(answer, Loaded) or list(answer.arguments) != list(self._weights):
-                raise ValueError(f"{type(answer).__name__}, out of turn")
+                raise ValueError(f"an unexpected {type(answer).__name__}")
             if not all(set(names) <= set(REWARD_ARGUMENTS) for names in answer.arguments.values()):
-                raise ValueError(f"arguments that there are not: {answer.arguments}")
+                raise ValueError(f"unknown arguments: {answer.arguments}")
             self._arguments.update(answer.arguments)
             return {}
         except (OSError, EOFError, ValueError) as error:
             return dict.fromkeys([loading] if loading else self._weights, self.bury(error, _START_SECONDS))
 
     def score(self, item: RewardItem, *, again: bool = True) -> Verdict:
-        """Have the worker score an item. again: give it to the next worker if this one is lost before it begins it."""
+        """Let the worker score an item. again: retry once with a new worker if this one is lost before it starts the
+        item.
+        """
         try:
             parts = self._ask(item)
             reward = sum(weight * parts[name] for name, weight in self._weights.items())
-            if not abs(reward) <= LARGEST_REWARD:  # nor is a NaN
+            if not abs(reward) <= LARGEST_REWARD:  # `not <=` also catches NaN
                 raise ValueError(f"the weighted sum of the rewards is {reward}, expected {_SIZE}: {parts}")
             return Verdict("scored", reward, parts)
         except ValueError as error:
@@ -268,22 +285,22 @@ class _Place:
             return Verdict("failed", None, detail=str(lost))
 
     def _ask(self, item: RewardItem) -> dict[str, float]:
-        """Each function's value. Raises ValueError saying why there is none, or _Lost."""
+        """Return the value of each function. Raises ValueError with the reason if there is none, or _Lost."""
         deadline = time.monotonic() + self._timeout
         begun, parts, failure = "", {}, ""
         process = self.process
-        assert process is not None  # `start` came before, and whoever buries a worker starts another or ends the pool
+        assert process is not None  # `start` ran before, and whoever removes a worker starts another or ends the pool
         for reward, names in self._arguments.items():
             try:
                 process.send(Call(reward, {name: getattr(item, name) for name in names}), deadline)
                 if (answer := process.receive(deadline)) != Begun(reward):
-                    raise ValueError(f"{type(answer).__name__}, out of turn")
+                    raise ValueError(f"an unexpected {type(answer).__name__}")
                 if not begun:
                     deadline = time.monotonic() + self._timeout
                 begun = reward
                 answer = process.receive(deadline)
                 if not isinstance(answer, Returned | Raised):
-                    raise ValueError(f"{type(answer).__name__}, out of turn")
+                    raise ValueError(f"an unexpected {type(answer).__name__}")
             except UnicodeEncodeError as error:
                 raise ValueError(f"cannot be sent to a verifier: {error}") from error
             except (OSError, EOFError, ValueError) as error:
@@ -301,7 +318,7 @@ class _Place:
 
 
 class _WorkerProcess:
-    """A child running `moe_rl.tasks.verifier_worker`, the channel to it and the last of what it printed."""
+    """Holds a child process that runs `moe_rl.tasks.verifier_worker`, its channel, and the end of its output."""
 
     def __init__(self):
         self._tail = b""
@@ -326,7 +343,7 @@ class _WorkerProcess:
             theirs.close()
             os.close(their_output)
         self.pid = self._process.pid
-        # The socket's end is not enough to know that the process died: a child that it forked may hold a copy.
+        # A closed socket is not enough to detect the end of the process, because its forked children may keep it open.
         self._pidfd = os.pidfd_open(self.pid)
         self._channel = Channel(ours, ANSWERS, _MAX_ANSWER_BYTES)
         os.set_blocking(self._output, False)
@@ -335,18 +352,22 @@ class _WorkerProcess:
             self._poll.register(file, select.POLLIN)
 
     def send(self, message: Message, deadline: float) -> None:
-        """Raises as `Channel.send`; TimeoutError at the deadline, by the monotonic clock."""
+        """Send a message. Raises as `Channel.send`, and TimeoutError at the deadline (monotonic clock)."""
         self._channel.socket.settimeout(max(0.001, deadline - time.monotonic()))
         self._channel.send(message)
 
     def receive(self, deadline: float) -> Answer:
-        """The next answer. Raises as `Channel.receive`; TimeoutError at the deadline, EOFError if the process ended."""
+        """Receive the next answer. Raises as `Channel.receive`, TimeoutError at the deadline, EOFError if the process
+        ended.
+        """
         self._channel.socket.setblocking(False)
         events: dict[int, int] = {}
         while True:
             late = time.monotonic() >= deadline
             with contextlib.suppress(BlockingIOError):
-                return self._channel.receive()  # what lies there was in time, however late this process looks
+                return (
+                    self._channel.receive()
+                )  # an answer that is already here was in time, even if this process looks late
             if self._pidfd in events:
                 raise EOFError("the process ended")
             if late:
@@ -356,7 +377,7 @@ class _WorkerProcess:
                 self._poll.unregister(self._output)
 
     def _drain(self) -> bool:
-        """Take some of what the verifiers printed and keep the end of it; False when there will be no more."""
+        """Read some of the verifiers' output and keep its end. Return False when no more will come."""
         try:
             data = os.read(self._output, _READ_BYTES)
         except BlockingIOError:
@@ -366,13 +387,15 @@ class _WorkerProcess:
 
     def end(self) -> None:
         """Kill the process group."""
-        # Its pid names the group until it is reaped, also when the worker is already dead: what it forked is in the
-        # group too.
+        # The pid names the group until it is reaped, even if the worker is already dead: processes that it forked are
+        # in the group too.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def bury(self) -> tuple[str, str]:
-        """Kill the process group, reap the worker, close this side; how it ended, and its last words. Once."""
+        """Kill the process group, reap the worker and close this side. Return how it ended, and the end of its
+        output.
+        """
         self.end()
         code = self._process.wait(_KILL_SECONDS)
         self._drain()
@@ -388,7 +411,7 @@ def _environment() -> dict[str, str]:
     kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     return kept | {
         "PYTHONPATH": str(Path(moe_rl.__file__).parents[1]),
-        "PYTHONHASHSEED": "0",  # a verifier that walks a set must give the same verdict in every run
+        "PYTHONHASHSEED": "0",  # a verifier that iterates over a set must give the same verdict in every run
         "OMP_NUM_THREADS": "1",
     }
 
