@@ -1,1 +1,1 @@
-"""The verbs of the command line, one file each: `add_arguments(parser)`, and `run(options)` -> exit status."""
+"""Implements the commands of `moe-rl`, one file each: `add_arguments(parser)`, and `run(options)` -> exit status."""

@@ -1,4 +1,4 @@
-"""`moe-rl compare`: check what was asked before any process starts, then compare sampler and trainer."""
+"""Implements `moe-rl compare`: checks the request before any process starts, then compares sampler and trainer."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ PRECISIONS = ("bfloat16", "float32", "fp8")
 OVERRIDES = ("train.dtype", "train.microbatch_tokens", "parallel.", "rollout.kv_cache_mib", "rollout.max_concurrent")
 
 _EPILOG = """
-Same weights, same tokens, same packing: one native and one replayed forward pass of the trainer, both against the
-same stored logprobs of the sampler; a second native pass and one packed otherwise for the noise floor; R2; planted
-faults. --run takes the newest step whose rollouts are kept together with the weights that sampled them, and scores
-them with every later checkpoint as well. Works with plain python (one rank) and under torchrun, which would take
---run for its own without two dashes: torchrun --nproc-per-node N -m -- moe_rl compare --run RUN
+Makes one native and one replayed forward pass of the trainer, with the same weights, tokens and packing, and compares
+both with the same stored logprobs of the sampler. A second native pass and one with another packing measure the noise
+floor. R2 and planted faults follow. --run takes the newest step whose rollouts are kept together with the weights that
+sampled them, and also scores them with every later checkpoint. Works with plain python (one rank) and under torchrun.
+torchrun takes --run as an option of its own unless two dashes come first:
+torchrun --nproc-per-node N -m -- moe_rl compare --run RUN
 
-Exit status: 0 when every replayed route was applied (mismatch 0), the 95% interval of the policy KL k3 under replay
-lies below the one of native routing, and the self-test passes: every planted fault is refused where it must be, and
-makes the numbers worse where it is forced past the checks. 3 when not. 2 for bad input.
+Exit status: 0 if every replayed route was applied (mismatch 0), the 95% interval of the policy KL k3 under replay
+lies below that of native routing, and the self-test passes: every planted fault is refused where it must be, and
+worsens the numbers where it is forced past the checks. 3 if not. 2 for bad input.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the comparison, its description and what its exit status means."""
+    """Add the options, the description and the exit status of the comparison."""
     parser.description = "Compare sampler and trainer before and after routing replay."
     parser.epilog, parser.formatter_class, parser.allow_abbrev = _EPILOG, argparse.RawDescriptionHelpFormatter, False
     source = parser.add_mutually_exclusive_group(required=True)
@@ -49,13 +50,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_precision_or_override,
         default=[],
         metavar="DTYPE",
-        help=f"sample the same prompts now in each of these precisions ({', '.join(PRECISIONS)}), one engine after the "
-        "other, fp8: float8 weights; each adds lines to the table (--config: default the config's, the first leads)",
+        help=f"sample the same prompts now in each of these precisions ({', '.join(PRECISIONS)}), one "
+        "engine after the other; fp8 means float8 weights; each adds lines to the table (default "
+        "with --config: the precision of the config, which comes first)",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder of routing_kl.json and .html (default: the run's; a new one)"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder for routing_kl.json and .html (default: the run's folder, or a new one)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to this file")
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -65,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check the options, compare, write the result. Returns the exit status."""
+    """Check the options, compare, and write the result. Return the exit status."""
     rank = int(os.environ.get("RANK", "0"))
     try:
         config, folder = _configure(options)
@@ -89,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _precision_or_override(value: str) -> str:
-    """Let an option of several values take the overrides behind it too; `_configure` sorts them out."""
+    """Let an option with several values also take the overrides behind it; `_configure` separates them."""
     if value not in PRECISIONS and "=" not in value:
         raise argparse.ArgumentTypeError(f"got {value}, expected one of {', '.join(PRECISIONS)}")
     return value
@@ -108,7 +113,7 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None]:
                     "compares a run as it was",
                     where={"option": "--run"},
                     got=" ".join(others),
-                    expected=f"overrides of {', '.join(OVERRIDES)} at most",
+                    expected=f"only overrides of {', '.join(OVERRIDES)}",
                     do="give --config to compare another setting",
                 )
             )
@@ -124,7 +129,7 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None]:
             )
         config = load_config(run.config, options.overrides)
     if "WORLD_SIZE" not in os.environ and not any(text.startswith("parallel.") for text in options.overrides):
-        # A layout is for many ranks; without torchrun there is one.
+        # The layout of the run may need many ranks; without torchrun there is one.
         replay = config.replay.model_copy(update={"overlap_chunks": 0})
         alone = {"parallel": ParallelConfig(), "train": one_rank(config.train), "replay": replay}
         config = config.model_copy(update=alone)
@@ -138,7 +143,7 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None]:
 
 
 def _compare(config: Config, run: RunFolder | None, options: argparse.Namespace) -> int:
-    # Only now torch and megatron are imported: a mistake does not wait for them.
+    # torch and megatron are imported only here, so that mistakes in the options show at once.
     import torch.distributed as dist
 
     from moe_rl.comparison.experiment import Asked, compare
@@ -157,7 +162,8 @@ def _compare(config: Config, run: RunFolder | None, options: argparse.Namespace)
         if main_rank:
             print(text(result))
             _write(out, result, page(result, detail, config), options.json)
-        # torchrun ends all ranks as soon as one has a status other than 0: only the one that writes may have it.
+        # torchrun ends all ranks as soon as one has a status other than 0, so only the rank that writes the result may
+        # have it.
         return result["verdict"]["exit_code"] if main_rank else 0
     finally:
         world.stop()

@@ -1,4 +1,4 @@
-"""`moe-rl doctor`: the versions found and needed, what each is for, and what is missing."""
+"""Implements `moe-rl doctor`: prints the versions found and needed, what each is for, and what is missing."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from moe_rl.errors import MoeRLError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `moe-rl doctor`."""
-    parser.description = "What is installed here, what it enables, what is missing. Exit status: 0 none, 2 some."
-    parser.add_argument("--config", type=Path, metavar="FILE", help="also look for what this run needs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
+    parser.description = (
+        "Shows what is installed here, what it enables, and what is missing. Exit status: 0 if "
+        "nothing is missing, else 2."
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="also check what this run needs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings to this file")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="replace single values of the config")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Look, then say what was found. Returns the exit status."""
+    """Examine the machine and print the findings. Return the exit status."""
     try:
         config = load_config(options.config, options.overrides) if options.config else None
         machine = look(PARTS)
@@ -38,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def verdict(machine: Machine, part: Requirement) -> str:
-    """One word or two about a part: whether it is there, and whether it is a version that was run."""
+    """Return a word or two about a part: whether it is present, and whether this version has been run."""
     found = machine.found[part.name]
     if not found:
         return "missing" if part in ALWAYS else "absent"
@@ -52,7 +55,7 @@ def verdict(machine: Machine, part: Requirement) -> str:
 
 
 def render(machine: Machine, diagnosis: Diagnosis) -> str:
-    """The table, the patches in vLLM, the GPUs, then what is missing and what is done without."""
+    """Format the table, vLLM's patches, the GPUs, then what is missing and which extras are absent."""
     head = ("part", "found", "needed", "verdict", "for")
     rows = [
         (part.name, machine.found[part.name] or "-", part.required or "any", verdict(machine, part), part.enables)
@@ -70,7 +73,7 @@ def render(machine: Machine, diagnosis: Diagnosis) -> str:
 
 
 def document(machine: Machine, diagnosis: Diagnosis) -> dict:
-    """The same for programs."""
+    """Return the same findings for programs."""
     parts = [
         {**dataclasses.asdict(part), "found": machine.found[part.name], "verdict": verdict(machine, part)}
         for part in PARTS

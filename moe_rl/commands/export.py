@@ -1,4 +1,4 @@
-"""`moe-rl export`: write a run's weights, or the numbers behind a packed checkpoint, as a Hugging Face checkpoint."""
+"""Implements `moe-rl export`: writes a run's weights, or an unpacked checkpoint, as a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -18,36 +18,40 @@ from moe_rl.models.hf import ModelFacts, expected_tensors, read_model
 from moe_rl.train import run_folder
 
 EPILOG = """
-One process exports any run: it holds the whole model. Several, started with torchrun, share it in the layout of the
-run, or in another one: parallel.expert=4. Each reads and writes its own part.
+One process can export any run; it then holds the whole model. Several processes, started with torchrun, divide the
+model in the layout of the run, or in another one such as parallel.expert=4. Each reads and writes its own part.
     torchrun --nproc-per-node N -m -- moe_rl export --run RUN --out FOLDER
-(torchrun takes --run for an option of its own, unless two dashes stand before moe_rl.)
---model: the ranks share the tensors of a checkpoint in float8 (DeepSeek-V3) or 4 bits (gpt-oss) and write the numbers
-that these stand for.
-Exit status: 0 done, 2 an error that was explained.
+(Without the two dashes before moe_rl torchrun takes --run as an option of its own.)
+--model: the ranks divide the tensors of a checkpoint in float8 (DeepSeek-V3) or 4 bits (gpt-oss), and write the numbers
+that these encode.
+Exit status: 0 done, 2 an error with an explanation.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `moe-rl export`, its description and what its exit status means."""
+    """Add the options, the description and the exit status of `moe-rl export`."""
     parser.description = "Write weights as a Hugging Face folder that transformers and vLLM load."
     parser.epilog, parser.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=Path, metavar="RUN", help="folder of a run")
     source.add_argument("--model", type=Path, metavar="FOLDER", help="a Hugging Face checkpoint")
-    parser.add_argument("--step", type=int, help="the run's checkpoint after so many steps (default: the newest)")
+    parser.add_argument("--step", type=int, help="the run's checkpoint after this many steps (default: the newest)")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="is made")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: the run's; with --model bfloat16")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write there what was written: folder, dtype, ...")
-    parser.add_argument("overrides", nargs="*", metavar="parallel.b=c", help="another layout than the run's")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), help="default: the dtype of the run, or bfloat16 with --model"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write a description of the export (folder, dtype, ...) to this file"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="parallel.b=c", help="use another layout than the run")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check, then export. Returns the exit status."""
+    """Check, then export. Return the exit status."""
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
         if options.model is not None and (options.overrides or options.step is not None):
-            raise ConfigError("--step and overrides of parallel.* are for --run, there is no layout to --model")
+            raise ConfigError("--step and overrides of parallel.* need --run: a --model has no layout")
         if options.model is not None:
             return _from_model(options, options.dtype or "bfloat16")
         folder, config = run_folder.reopen(options.run, options.overrides)
@@ -67,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
 def _from_run(
     options: argparse.Namespace, folder: run_folder.RunFolder, config: Config, facts: ModelFacts, dtype: str
 ) -> int:
-    # Only now torch and megatron are imported: a mistake does not wait for them.
+    # torch and megatron are imported only here, so that mistakes in the options show at once.
     import torch.distributed as dist
 
     from moe_rl import checkpoint_folder as checkpoints
@@ -115,7 +119,7 @@ def _from_model(options: argparse.Namespace, dtype: str) -> int:
 
 
 def _write_result(options: argparse.Namespace, dtype: str, result: dict[str, int]) -> None:
-    """Write the file of --json: the folder, what is in it, and `result`."""
+    """Write the file of --json: the folder, its contents, and `result`."""
     if options.json is None:
         return
     index = json.loads((options.out / "model.safetensors.index.json").read_text())

@@ -1,4 +1,4 @@
-"""`moe-rl patch`: check, apply or take back the patch series of a vLLM."""
+"""Implements `moe-rl patch`: checks, applies or reverts the patch series of a vLLM."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from moe_rl.vllm import patches
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `moe-rl patch`."""
-    parser.description = "Check, apply or take back the patches of a vLLM. Exit status: 0 done, 2 said why not."
+    parser.description = (
+        "Check, apply or revert the patches of a vLLM. Exit status: 0 done, 2 an error with an explanation."
+    )
     parser.add_argument(
         "--vllm",
         type=Path,
         metavar="PATH",
         help="git checkout of vLLM, or folder of a vllm package (default: the installed one)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the resulting state there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the resulting state to this file")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--check", action="store_const", const=patches.check, dest="action", help="the default")
     action.add_argument("--apply", action="store_const", const=patches.apply, dest="action")
@@ -29,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do it, then say in which state vLLM is. Returns the exit status."""
+    """Do it, then print the state of vLLM. Return the exit status."""
     status = 0
     try:
         options.action(options.vllm)
@@ -39,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         state = patches.inspect(options.vllm)
     except MoeRLError:
-        return 2  # said above
+        return 2  # printed above
     ran = state.series and state.series.ran
     print(f"vLLM {state.version} in {state.root}: {state.summary}")
     for name, kind in state.patches.items():

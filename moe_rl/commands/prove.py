@@ -1,4 +1,4 @@
-"""`moe-rl prove`: run the cases of the proof, and make a table of what they showed."""
+"""Implements `moe-rl prove`: runs the cases of the proof, and prints a table of the results."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ _HEADER = (
 _EPILOG = """
     --ranks 4 parallel.tensor=2 parallel.expert=4 train.recompute=moe     proves one layout of your own
 
-A small random model takes forced random routes on 1, 2 and 4 ranks. Its gradients are held against an independent
-single-process `transformers` model that takes the same routes; every routing map and every count of rows that arrive at
-an expert against the routes; then once more with replay off, where all of that must fail. Exit status: 1 when a row is
-not exact, 2 with one message when the proof could not be run.
+A small random model takes forced random routes on 1, 2 and 4 ranks. Its gradients are compared with those of an
+independent single-process `transformers` model that takes the same routes. Every routing map and every count of rows
+that arrive at an expert are compared with the routes. A second run with replay off must fail all these checks. Exit
+status: 1 when a row is not exact, 2 with one message when the proof could not be run.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the proof, its description and what its exit status means."""
-    parser.description = "Prove that replay is exact in each layout and schedule, on this machine's real parts."
+    """Add the options, the description and the exit status of the proof."""
+    parser.description = "Prove on this machine, with real parts, that replay is exact in each layout and schedule."
     parser.epilog, parser.formatter_class, parser.allow_abbrev = _EPILOG, argparse.RawDescriptionHelpFormatter, False
     parser.add_argument(
-        "overrides", nargs="*", metavar="a.b=c", help="prove this one layout instead, of parallel.* and train.*"
+        "overrides", nargs="*", metavar="a.b=c", help="prove only this layout, given by parallel.* and train.*"
     )
     parser.add_argument(
         "--ranks", type=int, action="append", metavar="N", help="only cases of this world size; may be repeated"
     )
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table between the markers of this page")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table between the markers in this file")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number to this file")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the cases and print the table. Returns the exit status."""
-    # Imported here: the command line asks every verb for its arguments, and only some of them need torch.
+    """Run the cases and print the table. Return the exit status."""
+    # Imported here because the command line loads the options of every command, and only some commands need torch.
     from moe_rl.proof.batch import make_checkpoint
     from moe_rl.proof.matrix import Proof, prove
 
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _cases(overrides: list[str], ranks: list[int]) -> list[Case]:
-    """What is to be proven. Raises ConfigError when that is nothing."""
+    """Return the cases to run. Raises ConfigError if there are none."""
     if overrides:
         if len(ranks) != 1:
             raise ConfigError(
@@ -99,13 +99,13 @@ def _cases(overrides: list[str], ranks: list[int]) -> list[Case]:
 
 
 def _as_dict(row: Proved) -> dict[str, object]:
-    """Every number of a row, for JSON."""
+    """Return every number of a row, for JSON."""
     control = None if row.control is None else dataclasses.asdict(row.control)
     return {"name": row.outcome.case.name, "exact": row.exact, **dataclasses.asdict(row.outcome), "control": control}
 
 
 def _markdown(rows: list[Proved]) -> str:
-    """The table, one row a case."""
+    """Format the table, one row per case."""
     return "\n".join((*_HEADER, *map(_row, rows))) + "\n"
 
 
@@ -125,7 +125,7 @@ def _row(row: Proved) -> str:
 
 
 def _write_into(path: Path, table: str) -> None:
-    """Put the table between the two markers of a page. Raises DataError when it has none."""
+    """Put the table between the two markers of a file. Raises DataError if a marker is missing."""
     text = path.read_text(encoding="utf-8")
     if BEGIN not in text or END not in text:
         raise DataError(

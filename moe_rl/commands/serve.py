@@ -1,10 +1,10 @@
-"""Start vLLM's own API server with a recorder, behind a gate that wants the run's token.
+"""Starts vLLM's own API server with a recorder, behind a gate that requires the run's token.
 
     moe-rl serve --config FILE [a.b=c ...] [--host ADDRESS] [--port N] [-- further arguments of vLLM's]
     moe-rl serve --model DIR --trace-root DIR ... [-- ...]
 
-With --config it serves what that run wants of its servers (rollout.servers): its model, precision, lengths, capture and
-token, and any store below run.runs_dir. One server is one replica of the weights, on as many GPUs as they take.
+With --config the server follows the run (rollout.servers): its model, precision, lengths, capture and token, and any
+trace store below run.runs_dir. One server holds all weights, on as many GPUs as they need.
 """
 
 from __future__ import annotations
@@ -19,43 +19,56 @@ from moe_rl.errors import EngineError, MoeRLError, describe
 from moe_rl.vllm.api_server import ServerSettings, serve
 from moe_rl.vllm.arguments import sized
 
-# Options that --config says already.
+# Options whose values follow from --config.
 _OF_THE_RUN = ("model", "trace_root", "capture", "model_fingerprint")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `moe-rl serve`. What stands behind "--" is for vLLM, and not read here."""
+    """Add the options of `moe-rl serve`. Arguments behind "--" are passed to vLLM and not parsed here."""
     parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--config", type=Path, metavar="FILE", help="of the run: all but the address follows from it")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="config of the run; everything except the address follows from it"
+    )
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="replace single values of the config")
     parser.add_argument(
         "--model",
         type=Path,
         metavar="DIR",
-        help="checkpoint; on a CPU it gets a KV cache of 1 GiB, or -- --kv-cache-memory-bytes N",
+        help="checkpoint; on a CPU the KV cache is 1 GiB unless you add -- --kv-cache-memory-bytes N",
     )
-    parser.add_argument("--trace-root", type=Path, metavar="DIR", help="trace store, or a folder of some")
-    parser.add_argument("--model-fingerprint", metavar="TEXT", help="in the trace (default: the one a run has)")
-    parser.add_argument("--capture", choices=("patch", "worker"), help="who attaches the recorder (default: patch)")
+    parser.add_argument("--trace-root", type=Path, metavar="DIR", help="trace store, or a folder of stores")
+    parser.add_argument(
+        "--model-fingerprint", metavar="TEXT", help="name of the model in the trace (default: the name that a run uses)"
+    )
+    parser.add_argument("--capture", choices=("patch", "worker"), help="how the recorder is attached (default: patch)")
     parser.add_argument("--support", action="store_true", help="keep sampling masks (rollout.keep_sampling_mask)")
     parser.add_argument(
-        "--router-logits-fraction", type=float, default=0.0, metavar="X", help="of tokens whose router logits are kept"
+        "--router-logits-fraction",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="fraction of the tokens whose router logits are kept",
     )
     parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=0, help="port (default: a free one)")
     parser.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="made, mode 600, if missing (default: a temporary one)"
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="token file, created with mode 600 if missing (default: a temporary file)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="written when the server listens: its url, pid, ...")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="file written when the server listens, with its url, pid, ..."
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT. Returns 0 then, 2 for what cannot be served.
+    """Serve until SIGTERM or SIGINT. Return 0 then, and 2 if serving is impossible.
 
-    options: as parsed, and `further`, what stood behind "--".
+    options: the parsed options, and `further`, the arguments behind "--".
     """
     if options.json is not None:
-        options.json.unlink(missing_ok=True)  # of a server that is gone
+        options.json.unlink(missing_ok=True)  # may be left by an earlier server
     try:
         serve(_settings(options))
     except MoeRLError as error:
@@ -106,7 +119,7 @@ def _settings(options: argparse.Namespace) -> ServerSettings:
 
 
 def engine_arguments(config: Config) -> dict[str, object]:
-    """vLLM's arguments that this run's config decides for its servers."""
+    """Return the vLLM arguments that the run's config sets for its servers."""
     rollout = config.rollout
     return sized(
         dtype=rollout.dtype,

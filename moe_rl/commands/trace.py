@@ -1,4 +1,4 @@
-"""`moe-rl trace`: look into, check, fill and draw a store of routing traces.
+"""Implements `moe-rl trace`: inspects, verifies, fills and plots a store of routing traces.
 
     moe-rl trace inspect STORE
     moe-rl trace verify STORE
@@ -6,7 +6,7 @@
     moe-rl trace plot STORE --out plots [--against OTHER]
 
 STORE is the folder (or fsspec URL) of a store, or one .safetensors file of it. Exit status: 1 when something is wrong
-with the traces (verify, import --check), 2 with one message when a command could not be done.
+with the traces (verify, import --check), 2 with one message when a command failed.
 """
 
 from __future__ import annotations
@@ -34,64 +34,79 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, does, text: str) -> argparse.ArgumentParser:
-        # argparse formats help with %.
+        # argparse uses % for its own formatting.
         added = commands.add_parser(name, help=text, description=text)
         added.set_defaults(trace_command=does)
-        added.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
+        added.add_argument("--json", type=Path, metavar="FILE", help="write the findings to this file")
         return added
 
-    added = command("inspect", _inspect, "what is in a store, how large, how near to the bound, which experts")
+    added = command(
+        "inspect", _inspect, "show the contents of a store, its size, the entropy bound, and the popular experts"
+    )
     added.add_argument("store")
-    added = command("verify", _verify, "check every checksum and invariant; status 1 when one does not hold")
+    added = command("verify", _verify, "check every checksum and invariant; status 1 if one does not hold")
     added.add_argument("store")
-    added = command("cat", _cat, "records as JSON lines")
+    added = command("cat", _cat, "print records as JSON lines")
     added.add_argument("store")
     _add_key(added)
-    added.add_argument("--limit", type=int, default=10, metavar="N", help="records at most; 0: all (default: 10)")
+    added.add_argument(
+        "--limit", type=int, default=10, metavar="N", help="largest number of records; 0: all (default: 10)"
+    )
     added.add_argument("--layers", type=_numbers, metavar="0-11,13", help="global numbers of MoE layers")
-    added.add_argument("--rows", type=_range, metavar="FIRST:LAST", help="rows of each record, last not included")
+    added.add_argument("--rows", type=_range, metavar="FIRST:LAST", help="rows of each record, without the last")
     added = command(
-        "import", _import, "replies or arrays of other samplers into a new shard; see moe_rl.trace.adapters.importing"
+        "import",
+        _import,
+        "import replies or arrays of other samplers into a new shard; see moe_rl.trace.adapters.importing",
     )
     added.add_argument("store", type=Path)
     added.add_argument("file", type=Path)
     added.add_argument("--format", required=True, choices=[*FORMATS, "npy"])
     added.add_argument("--shard", default="imported", help="name of the shard to publish (default: imported)")
-    added.add_argument("--check", action="store_true", help="write nothing; say all that is wrong with the file")
-    added.add_argument("--model", type=Path, metavar="FOLDER", help="checkpoint that was served, for what follows")
+    added.add_argument("--check", action="store_true", help="write nothing; print every problem of the file")
+    added.add_argument(
+        "--model",
+        type=Path,
+        metavar="FOLDER",
+        help="checkpoint that was served; gives the values of the next four options",
+    )
     added.add_argument("--experts", type=int, help="routed experts per layer")
     added.add_argument("--top-k", type=int, help="experts per token")
     added.add_argument(
         "--layer-map", metavar="d*3,m*58", help="d dense, m MoE, h hash-routed, t/r MTP left out/recorded"
     )
     added.add_argument("--fingerprint", help="text that names the model")
-    added.add_argument("--token-ids", type=Path, metavar="NPY", help="npy: the forwarded tokens")
+    added.add_argument("--token-ids", type=Path, metavar="NPY", help="npy: token ids of the forward pass")
     added.add_argument("--key", help="npy: key of the record")
-    added.add_argument("--weight-version", type=int, help="npy: of all rows")
-    added = command("export", _export, "records as a Parquet file (needs pyarrow)")
+    added.add_argument("--weight-version", type=int, help="npy: weight version of all rows")
+    added = command("export", _export, "write records to a Parquet file (needs pyarrow)")
     added.add_argument("store")
     added.add_argument("file", type=Path)
     _add_key(added)
-    added.add_argument("--per", choices=["layer", "token"], default="layer", help="what a row is (default: layer)")
-    added = command("repair", _repair, "save the records of a dead writer's unsealed file as a new shard")
+    added.add_argument("--per", choices=["layer", "token"], default="layer", help="meaning of a row (default: layer)")
+    added = command("repair", _repair, "save the records of an unsealed file, left by a dead writer, as a new shard")
     added.add_argument("file", type=Path, help="a hidden .tmp file of a store")
-    added.add_argument("--name", help="of the new shard (default: the old one's, -recovered)")
-    added = command("bench", _bench, "how fast this machine codes and reads the records of a store")
+    added.add_argument("--name", help="name of the new shard (default: the old name with -recovered)")
+    added = command("bench", _bench, "measure how fast this machine encodes and reads the records of a store")
     added.add_argument("store")
-    added.add_argument("--max-bytes", type=int, default=64 << 20, help="of raw routes to measure on")
-    added = command("plot", _plot, "popularity and co-activation of experts, disagreement of two stores: PNG and HTML")
+    added.add_argument("--max-bytes", type=int, default=64 << 20, help="amount of raw routes to measure with")
+    added = command(
+        "plot",
+        _plot,
+        "plot popularity and co-activation of experts, and the disagreement of two stores, as PNG and HTML",
+    )
     added.add_argument("store")
     added.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     added.add_argument("--against", metavar="STORE", help="a second recording of the same sequences")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do what was asked; returns the exit status."""
+    """Run the command; return the exit status."""
     try:
         status, document = options.trace_command(options)
         if options.json:
             options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    except BrokenPipeError:  # `cat` into `head`
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (MoeRLError, OSError) as error:
@@ -110,7 +125,7 @@ def _inspect(options: argparse.Namespace) -> tuple[int, object]:
         print(re.sub(r"(.)\1{3,}", lambda run: f"{run[1]}*{len(run[0])} ", model["layer_map"]).strip())
         for name in ("sequences", "incomplete_sequences", "records", "continued_records", "aborted_records"):
             print(f"  {name.replace('_', ' '):26} {model[name]:,}")
-        shared = f"{model['stored_tokens']:,} of them stored: a beginning that sequences share is stored once"
+        shared = f"{model['stored_tokens']:,} of them stored: a prefix that sequences share is stored once"
         print(f"  {'tokens of the sequences':26} {model['tokens']:,}, {shared}")
         print(
             f"  {'rows by provenance':26} {', '.join(f'{k} {v:,}' for k, v in model['provenance'].items()) or 'none'}"
@@ -124,7 +139,7 @@ def _inspect(options: argparse.Namespace) -> tuple[int, object]:
         stored = f"{model['bytes_per_stored_token']:.1f} per stored one"
         print(f"  {'bytes per token':26} {model['bytes_per_token']:.1f}, {stored}, raw {model['raw_bytes_per_token']}")
         stored = f"{model['bits_per_set']:.2f} in chunks, {model['bits_per_set_with_all']:.2f} in all of the file"
-        bounds = f"bound {model['bits_per_set_bound']:.2f}, by popularity alone {model['bits_per_set_order0']:.2f}"
+        bounds = f"bound {model['bits_per_set_bound']:.2f}, from popularity alone {model['bits_per_set_order0']:.2f}"
         print(f"  {'bits per set':26} {stored}; {bounds}")
         print("  layer      sets  busiest     load  never chosen  evenness")
         for row in model["popularity"]:
@@ -139,7 +154,7 @@ def _verify(options: argparse.Namespace) -> tuple[int, object]:
     selection = select(options.store)
     found = faults(selection)
     print(*found, sep="\n", end="\n" if found else "")
-    print(f"{len(selection.shards)} shards: {f'{len(found)} faults' if found else 'all is well'}")
+    print(f"{len(selection.shards)} shards: {f'{len(found)} faults' if found else 'no faults'}")
     return int(bool(found)), {"store": selection.root, "shards": list(selection.shards), "faults": found}
 
 
@@ -209,7 +224,7 @@ def _repair(options: argparse.Namespace) -> tuple[int, object]:
     saved = recover(options.file, name)
     print(f"{len(saved.records)} records saved as {saved.path}; {saved.left:,} bytes left out")
     if saved.fault:
-        print(f"what ended them: {saved.fault}")
+        print(f"reading stopped at: {saved.fault}")
     return 0, {"path": str(saved.path), "records": len(saved.records), "left": saved.left, "fault": saved.fault}
 
 
@@ -236,7 +251,7 @@ def _add_key(parser: argparse.ArgumentParser) -> None:
 
 
 def _spec(options: argparse.Namespace) -> TraceSpec:
-    """The layer map from the checkpoint that was served, or as it was given."""
+    """Return the layer map, from the served checkpoint or from the options."""
     if options.model:
         facts = read_model(options.model)
         return TraceSpec.of(facts)

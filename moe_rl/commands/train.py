@@ -1,4 +1,4 @@
-"""`moe-rl train` and `moe-rl plan`: find everything that can be wrong before any process is started, then start."""
+"""Implements `moe-rl train` and `moe-rl plan`: finds every problem before any process is started, then starts."""
 
 from __future__ import annotations
 
@@ -51,27 +51,30 @@ from moe_rl.train.run_folder import RunFolder
 
 SAMPLER_GONE, COLLAPSED = 3, 4
 _EPILOG = """
-Exit status of a rank: 0 done, 1 an error that nobody expected, 2 an error that was explained, 3 another rank, torchrun
-or the sampler is gone, 4 the run has collapsed (see guards.*) and was ended with a checkpoint and a report, 5 it was
-asked to stop (SIGTERM) and did: go on with --resume. torchrun names the status as exitcode and itself exits 1.
+Exit status of a rank: 0 done; 1 an unexpected error; 2 an error with an explanation; 3 another rank, torchrun or the
+sampler is gone; 4 the run has collapsed (see guards.*) and was ended with a checkpoint and a report; 5 it was asked to
+stop (SIGTERM) and did so: continue it with --resume. torchrun reports this status as exitcode and itself exits with 1.
 """
 
-# A rank that torchrun has not ended by then tells what it found itself.
+# A rank that torchrun has not ended after this time prints its own error.
 _FIRST_TELLS_SECONDS = 20.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a run, and what its exit status means."""
+    """Add the options and the exit status of a run."""
     parser.description, parser.epilog = "Train a mixture-of-experts policy by RL with routing replay.", _EPILOG
     _add_source(parser)
     parser.add_argument(
         "--step",
         type=int,
         metavar="N",
-        help="with --resume: go on from the checkpoint after so many steps, and put newer ones aside; 0: begin again",
+        help=(
+            "with --resume: continue from the checkpoint after this many steps, and move newer ones "
+            "aside; 0: start again"
+        ),
     )
     parser.add_argument(
-        "--plan", action="store_true", help="print every derived number and every problem, start nothing"
+        "--plan", action="store_true", help="print every derived number and every problem; start nothing"
     )
     _add_rest(parser, "with --plan: ")
 
@@ -79,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of a plan, which is a run with --plan."""
     parser.description = "Print every derived number of a run and every problem. Start nothing. Needs no torch."
-    parser.epilog = "Exit status: 0 no problems, 2 some."
+    parser.epilog = "Exit status: 0 if there is no problem, else 2."
     _add_source(parser)
     _add_rest(parser, "")
     parser.set_defaults(plan=True, step=None)
@@ -93,26 +96,30 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
 
 def _add_rest(parser: argparse.ArgumentParser, where: str) -> None:
     parser.add_argument(
-        "--trace", metavar="STORE", help=f"{where}what the batches of this trace store ask of the fullest rank"
+        "--trace", metavar="STORE", help=f"{where}show the peak row counts that the batches of this trace store need"
     )
     parser.add_argument(
         "--world-size",
         type=int,
         metavar="N",
-        help="ranks to plan for without torchrun (default: cluster.gpus, else the fewest that do)",
+        help=(
+            "number of ranks to plan for without torchrun (default: cluster.gpus, else the smallest number that works)"
+        ),
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result (plan or summary) there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result (plan or summary) to this file")
     parser.add_argument(
         "overrides",
         nargs="*",
         metavar="a.b=c",
-        help="replace single values of the config (--resume: parallel.*, and where the servers are)",
+        help="replace single values of the config (--resume: only parallel.* and the addresses of servers)",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check everything, then plan or train. Returns the exit status of this rank; ends the process on an error in the
-    middle of a run."""
+    """Check everything, then plan or train. Return the exit status of this rank.
+
+    An error in the middle of a run ends the process.
+    """
     rank = int(os.environ.get("RANK", "0"))
     try:
         config, folder, world_size = _configure(options)
@@ -121,8 +128,8 @@ def run(options: argparse.Namespace) -> int:
         found = _problems(config, folder, world_size, first=rank == 0)
         _refuse(found + _checkpoint_problems(folder, options.step))
     except MoeRLError as error:
-        # Every rank of a node finds the same, and the first one tells it. torchrun ends all ranks as soon as one ends,
-        # so the others leave it the time.
+        # Every rank of a node finds the same problems, and the first one prints them. torchrun ends all ranks as soon
+        # as one ends, so the others wait.
         first = os.environ.get("LOCAL_RANK", str(rank)) == "0"
         under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
         if under_torchrun and not first:
@@ -131,7 +138,7 @@ def run(options: argparse.Namespace) -> int:
             who = f" {socket.gethostname()}:" if several_nodes(os.environ) else ""
             print(f"moe_rl:{who} {error}", file=sys.stderr)
         return 2
-    # Only now torch and megatron are imported: a config with a mistake, and a plan, do not wait for them.
+    # torch and megatron are imported only here, so that a plan or a mistake in the config does not wait for them.
     from moe_rl.train.loop import train
 
     try:
@@ -144,7 +151,7 @@ def run(options: argparse.Namespace) -> int:
         _say(f"moe_rl: rank {rank}: {type(error).__name__}: {_told(error)}")
         status = COLLAPSED if isinstance(error, CollapseError) else 2
         _leave(SAMPLER_GONE if isinstance(error, SamplerGone) else status)
-    except Exception as error:  # nobody expected it: where it happened is what there is to say
+    except Exception as error:  # an unexpected error: print where it happened
         _say("".join(traceback.format_exception(error)).rstrip())
         _leave(1)
     if rank == 0 and options.json:
@@ -153,20 +160,23 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _told(error: MoeRLError) -> str:
-    """The message, and what was noted on its way here: how to go on."""
+    """Return the message of an error, with the notes added to it, such as how to continue."""
     text = str(error)
     return ("\n" if "\n" in text else "; ").join([text, *getattr(error, "__notes__", ())])
 
 
 def _say(text: str) -> None:
-    """Print to stderr, which may be a file on a disk that is full."""
+    """Print to stderr. Ignores failures: stderr may be a file on a full disk."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 def _leave(status: int) -> NoReturn:
-    """End the process. Collectives that broke off leave threads behind, of which the interpreter can die on its way
-    out: seen with gloo, as a segmentation fault in the place of this status."""
+    """End the process at once.
+
+    Aborted collectives leave threads behind that can crash the interpreter while it exits. With gloo this showed as a
+    segmentation fault instead of the exit status.
+    """
     with suppress(OSError):
         sys.stdout.flush()
     os._exit(status)
@@ -214,7 +224,7 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, i
 
 
 def _typed() -> str:
-    """What was typed, as torchrun takes it: a script, or a module for the console command."""
+    """Return the typed command in the form that torchrun takes: a script, or a module for the console command."""
     script, *arguments = sys.argv
     if not script.endswith(".py") or script.endswith("__main__.py"):
         script = "-m moe_rl"
@@ -263,7 +273,7 @@ def _model_to_plan(config: Config, world_size: int) -> tuple[ModelFacts | None, 
     try:
         return read_model(config.model.path), found, []
     except ConfigError:
-        return None, found, []  # said among the problems
+        return None, found, []  # already among the problems
 
 
 def _problems(config: Config, folder: RunFolder | None, world_size: int, *, first: bool) -> list[Problem]:

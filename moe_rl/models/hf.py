@@ -136,7 +136,7 @@ def _facts(file: Path) -> ModelFacts:
         read.wrong(
             "partial_rotary_factor",
             facts.rotary_fraction,
-            f"a value that rotates an even number of the head_dim = {facts.head_dim} dimensions",
+            f"a value for which an even number of dimensions is rotated, with head_dim = {facts.head_dim} dimensions",
         )
     if read.problems:
         raise ConfigError(read.problems)

@@ -32,9 +32,9 @@ class Weight:
         transposed      columns become rows
         gate_up_columns gate and up alternate as columns; they become rows, gate above up
     axis: the axis of the tensors along which tensor-parallel ranks hold equal parts. None: every rank holds all.
-    experts: "each": {expert} in the names stands for the number of an expert. The parameter's name counts the experts of
-        the rank, the tensors' names count all experts. "stacked": only the parameter's name has {expert}; the tensors
-        have a leading axis of experts.
+    experts: "each": {expert} in the names stands for the number of an expert. The parameter's name counts the experts
+        of the rank, the tensors' names count all experts. "stacked": only the parameter's name has {expert}; the
+        tensors have a leading axis of experts.
     """
 
     parameter: str

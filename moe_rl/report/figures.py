@@ -1,7 +1,7 @@
-"""Draws one plot of any page: an inline SVG in the page's own text colour, or the words why there is none.
+"""Draws one plot of a page: an inline SVG in the page's text colour, or a sentence that says why there is none.
 
-All pages share these colours, axes and legends. Colours carry meaning across plots: blue is what the run trains on,
-orange is native routing.
+All pages share the colours, axes and legends defined here. Colours have the same meaning in all plots: blue is what the
+run trains on, orange is native routing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike
 
 BLUE, ORANGE, GREEN, PURPLE = "#3f7fd9", "#dd8427", "#2f9e73", "#8d6fd1"
 RED, GREY, CYAN, YELLOW = "#d4524e", "#8b919b", "#2aa3b8", "#b9a04a"
-INK = "#010203"  # stands for the page's text colour until `_svg` puts `currentColor` in its place
+INK = "#010203"  # placeholder that `_svg` replaces with `currentColor`
 
 STYLE = {
     "svg.fonttype": "none",
@@ -51,9 +51,11 @@ STYLE = {
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One plot of a page. svg and figure are None when nothing was measured, and `reading` then says so.
+    """Holds one plot of a page. svg and figure are None if nothing was measured, and `reading` then says so.
 
-    direction: which way is good, in words. wide: takes the whole width of the page.
+    Attributes:
+        direction: in words, whether high or low values are good.
+        wide: whether the plot takes the whole width of the page.
     """
 
     name: str
@@ -68,7 +70,7 @@ class Panel:
 def figure_of(
     *, rows: int = 1, columns: int = 1, wide: bool = False, height: float | None = None, xlabel: str = "step"
 ):
-    """A figure and its axes: one, or an array of `rows` or of `columns`. height: in inches."""
+    """Create a figure and its axes: one, or an array of `rows` or `columns`. height: in inches."""
     size = (11.2 if wide else 5.6, height or (2.9 if wide else 3.0))
     figure = Figure(figsize=size, layout="constrained")
     figure.patch.set_alpha(0)
@@ -94,12 +96,12 @@ def from_zero(axes: Axes, least: float = 0.0) -> None:
 
 
 def in_percent(axes: Axes) -> None:
-    """Label the vertical axis, of fractions, in percent."""
+    """Label the vertical axis in percent, for fractions."""
     axes.yaxis.set_major_formatter(PercentFormatter(1))
 
 
 def layers_upward(axes: Axes, layers: Sequence[int], most: int) -> None:
-    """Label the rows of a map, one a layer, with at most about `most` layer numbers."""
+    """Label the rows of a map that has one row per layer, with at most about `most` layer numbers."""
     every = max(1, -(-len(layers) // most))
     axes.set_yticks(range(0, len(layers), every), [str(layer) for layer in layers[::every]])
     axes.grid(visible=False)
@@ -113,7 +115,7 @@ def color_bar(figure: Figure, image: ColorizingArtist, axes: Axes | Sequence[Axe
 
 
 def missing(name: str, title: str, direction: str, why: str, wide: bool = False) -> Panel:
-    """A panel of words instead of a plot."""
+    """Return a panel with text instead of a plot."""
     return Panel(name, title, direction, why, None, wide=wide)
 
 
@@ -121,7 +123,7 @@ def panel_of(name: str, title: str, direction: str, reading: str, figure: Figure
     """Finish a figure: legends above their axes, and the figure as SVG."""
     for axes in figure.axes:
         low, high = axes.dataLim.intervalx
-        # One step: without this its axis would count in hundredths of a step.
+        # With a single step the axis would otherwise count hundredths of a step.
         if axes.get_xlabel() == "step" and high - low < 1:
             axes.set_xlim(low - 1, high + 1)
         handles, labels = axes.get_legend_handles_labels()
@@ -141,7 +143,9 @@ def panel_of(name: str, title: str, direction: str, reading: str, figure: Figure
 
 
 def _svg(figure: Figure, name: str, description: str) -> str:
-    """The figure as an inline SVG element: no header, no metadata, ids of its own, text and axes in `currentColor`."""
+    """Return the figure as an inline SVG without header and metadata, with unique ids, and text and axes in
+    `currentColor`.
+    """
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name}):
         FigureCanvasSVG(figure).print_svg(

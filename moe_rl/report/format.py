@@ -1,4 +1,4 @@
-"""Writes numbers as a person reads them, the same on the console and on every page."""
+"""Formats numbers for people, in the same way on the console and on every page."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ def percent(value: float | None, digits: int = 1) -> str:
 
 
 def points(change: float | None) -> str:
-    """A change of a fraction, in percentage points: +43.6 points."""
+    """Format a change of a fraction in percentage points, as in +43.6 points."""
     return "-" if change is None else f"{100 * change:+.1f} points"
 
 
 def scientific(value: float | None) -> str:
-    """Two significant digits: 1.2e-03. An exact zero is 0."""
+    """Format with two significant digits, as in 1.2e-03. An exact zero is 0."""
     if value is None:
         return "-"
     return "0" if value == 0 else f"{value:.1e}"
 
 
 def count(value: float | None) -> str:
-    """An integer with thousands separators."""
+    """Format an integer with thousands separators."""
     return "-" if value is None else f"{value:,.0f}"
 
 
 def short(value: float | None) -> str:
-    """Three or four significant digits, whatever the size."""
+    """Format with three or four significant digits."""
     if value is None:
         return "-"
     if not math.isfinite(value):
@@ -41,7 +41,7 @@ def short(value: float | None) -> str:
 
 
 def binary(value: float | None) -> str:
-    """Bytes with a binary unit."""
+    """Format bytes with a binary unit."""
     if value is None:
         return "-"
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -56,7 +56,7 @@ def seconds(value: float | None) -> str:
 
 
 def duration(value: float | None) -> str:
-    """45s, 5m12s, 2h07m."""
+    """Format seconds as 45s, 5m12s or 2h07m."""
     if value is None:
         return "-"
     whole = int(round(value))

@@ -1,4 +1,4 @@
-"""Writes and reads `metrics.jsonl`: one JSON object a line, appended while the run lives."""
+"""Writes and reads `metrics.jsonl`: one JSON object per line, appended during the run."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ Row = dict[str, Any]
 class RunLines:
     """Holds the lines of a run.
 
-    train, eval: ordered by step; a step logged twice keeps its last line. torn: the last line was cut short, as by a
-    kill while it was written, and is left out.
+    Attributes:
+        train, eval: ordered by step. A step that was logged twice keeps its last line.
+        torn: whether the last line was incomplete, as after a kill during a write. It is left out.
     """
 
     train: list[Row] = field(default_factory=list)
@@ -29,30 +30,32 @@ class RunLines:
     torn: bool = False
 
     def series(self, key: str, kind: str = "train") -> tuple[list[int], list[float]]:
-        """Steps and values of the lines where this key was logged and finite."""
+        """Return steps and values of the lines where this key was logged and finite."""
         rows = [row for row in getattr(self, kind) if row.get(key) is not None]
         return [row["step"] for row in rows], [row[key] for row in rows]
 
     def paired(self, key: str, partner: str) -> tuple[list[int], list[float], list[float]]:
-        """Steps and values of two keys, only of the steps where both were logged and finite."""
+        """Return steps and values of two keys, for the steps where both were logged and finite."""
         rows = [row for row in self.train if row.get(key) is not None and row.get(partner) is not None]
         return [row["step"] for row in rows], [row[key] for row in rows], [row[partner] for row in rows]
 
     @property
     def mode(self) -> Mode:
-        """replay.mode, by the evidence that the lines carry."""
+        """Return replay.mode, as the logged keys show it."""
         if not any("routing/applied_mismatch" in row for row in self.train):
             return "off"
         return "r3" if any("routing/shadow_mismatch" in row for row in self.train) else "r2"
 
     @property
     def replay(self) -> bool:
-        """Sampler and trainer were compared under the sampler's routes."""
+        """Tell whether the trainer ran under the sampler's routes (r3)."""
         return self.mode == "r3"
 
 
 def encode(step: int, kind: str, metrics: dict[str, float]) -> str:
-    """One line, newline included. NaN and infinities, which JSON lacks, become null and are named under "nonfinite"."""
+    """Format one line, with newline. NaN and infinities, which JSON lacks, become null and are named under
+    "nonfinite".
+    """
     row: Row = {"step": step, "kind": kind}
     nonfinite = []
     for key, value in metrics.items():
@@ -73,9 +76,10 @@ def encode(step: int, kind: str, metrics: dict[str, float]) -> str:
 
 
 def read_rows(path: Path) -> tuple[list[Row], bool]:
-    """Every line in the order written, and whether the last one was torn. A missing file has no lines.
+    """Return all lines in the order written, and whether the last one was torn. A missing file has no lines.
 
-    Raises MoeRLError naming the line when any but the last cannot be read.
+    Raises:
+        MoeRLError: naming the line, if any line but the last cannot be read.
     """
     if not path.exists():
         return [], False
@@ -89,9 +93,9 @@ def read_rows(path: Path) -> tuple[list[Row], bool]:
             if not (
                 isinstance(row, dict) and isinstance(row.get("step"), int) and row.get("kind") in ("train", "eval")
             ):
-                raise ValueError("no metrics line")
+                raise ValueError("not a metrics line")
         except ValueError as error:
-            if number == len(lines):  # nothing follows, not even a newline: it was being written
+            if number == len(lines):  # without a newline, the last line was being written
                 return rows, True
             raise MoeRLError(
                 describe(
@@ -99,7 +103,7 @@ def read_rows(path: Path) -> tuple[list[Row], bool]:
                     where={"file": path, "line": number},
                     got=repr(line[:60]),
                     expected='an object with "step" and "kind"',
-                    do="restore the file, or delete that line",
+                    do="restore the file, or delete this line",
                 )
             ) from error
         rows.append(row)

@@ -26,10 +26,10 @@ _ETA_OVER = 10  # steps
 
 
 class RunLog:
-    """Writes metrics.jsonl and the console of one run. Lives on one rank.
+    """Writes metrics.jsonl and the console output of a run, on one rank.
 
-    When stderr is a terminal a progress bar stays below the lines; otherwise lines are all there is. A log that exists
-    is continued: a last line that was cut short by a kill is dropped, and said so.
+    A terminal also shows a progress bar below the lines. An existing log is continued: a last line that a kill left
+    incomplete is dropped, with a message.
     """
 
     def __init__(self, run_dir: Path, *, total_steps: int, mode: Mode):
@@ -60,8 +60,11 @@ class RunLog:
         self._file = self._path.open("ab", buffering=0)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Log training step 1 <= step <= total_steps. Raises ValueError when the keys do not match the registry or the
-        step does not follow the last one logged."""
+        """Log training step 1 <= step <= total_steps.
+
+        Raises:
+            ValueError: the keys do not match the registry, or the step does not follow the last one logged.
+        """
         check_step(metrics, mode=self._mode)
         if not self._last_step < step <= self._total:
             raise ValueError(
@@ -89,7 +92,7 @@ class RunLog:
             self._progress.update(self._task, completed=step)
 
     def eval_row(self, step: int, metrics: dict[str, float]) -> None:
-        """Log an evaluation of the policy after `step` training steps, 0 for the policy that the run starts from."""
+        """Log an evaluation of the policy after `step` training steps; 0 is the initial policy."""
         check_eval(metrics)
         self._write(encode(step, "eval", metrics))
         self._evaluated.add(step)
@@ -104,7 +107,7 @@ class RunLog:
         self._print(text + (f" ({', '.join(levels)})" if levels else ""))
 
     def evaluated(self, step: int) -> bool:
-        """Whether there is an evaluation after `step` training steps in the log."""
+        """Tell whether the log has an evaluation after `step` training steps."""
         return step in self._evaluated
 
     def note(self, text: str) -> None:
@@ -113,7 +116,7 @@ class RunLog:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Show on a terminal what the run is doing. Phases may nest."""
+        """Show on a terminal what the run is doing. Phases may be nested."""
         if self._progress is None:
             yield
             return
@@ -125,8 +128,9 @@ class RunLog:
             self._progress.update(self._task, description=before)
 
     def rewind(self, step: int) -> None:
-        """Drop, atomically, every line with a step >= `step`, and a last line that was cut short: a resumed run logs
-        them anew."""
+        """Drop atomically every line with a step >= `step`, and an incomplete last line. A resumed run logs these steps
+        again.
+        """
         self._file.close()
         self._continue(before=step)
         self._file = self._path.open("ab", buffering=0)
@@ -137,11 +141,11 @@ class RunLog:
             self._progress.stop()
 
     def _continue(self, *, before: int | None) -> None:
-        """Make the file end where the next line may be appended, keeping only the steps before `before`."""
+        """Prepare the end of the file for appending. Keep only the steps before `before`."""
         rows, torn = read_rows(self._path)
         kept = [row for row in rows if before is None or row["step"] < before]
         if torn:
-            self._print(f"{self._path.name}: dropped a last line that was cut short")
+            self._print(f"{self._path.name}: dropped an incomplete last line")
         if len(kept) < len(rows):
             self._print(f"{self._path.name}: dropped {len(rows) - len(kept)} lines of step {before} and later")
         if torn or len(kept) < len(rows) or (rows and not self._path.read_bytes().endswith(b"\n")):
@@ -151,7 +155,9 @@ class RunLog:
         self._last_step = max(trained, default=0)
         if before is not None and (lost := sorted(set(range(1, before)) - trained)):
             steps = f"{', '.join(map(str, lost[:5]))}{' ...' if len(lost) > 5 else ''}"
-            self._print(f"{self._path.name}: lost the lines of {len(lost)} steps, which the report lacks: {steps}")
+            self._print(
+                f"{self._path.name}: the lines of {len(lost)} steps are lost, and the report will lack them: {steps}"
+            )
         if self._progress is not None:
             self._progress.update(self._task, completed=self._last_step)
 
@@ -165,15 +171,15 @@ class RunLog:
             self._show(text)
 
     def _show(self, text: str) -> None:
-        # With both streams on one terminal the bar must be told, or the line tears it. A redirected stdout gets plain
-        # lines.
+        # With both streams on one terminal, a line must be printed through the bar, or it would break the bar. A
+        # redirected stdout gets plain lines.
         if self._console is not None and sys.stdout.isatty():
             self._console.print(Text(text), soft_wrap=True)
         else:
             print(text, flush=True)
 
     def _columns(self) -> list[tuple[str, int]]:
-        """Titles and widths. What replay promises is shown only under replay."""
+        """Return the titles and widths of the columns. The columns of replay appear only with replay."""
         width = 2 * len(str(self._total)) + 1
         routes = [("shadow%" if self._mode == "r3" else "native%", 7)]
         if self._mode != "off":
@@ -200,7 +206,7 @@ class RunLog:
         if self._mode != "off":
             taken = f"{m['routing/consumed']:.0f}/{m['routing/expected']:.0f}"
             routes += [f"{m['routing/applied_mismatch']:.0f}", taken]
-        # Both halves of the work over the whole step: what a user waits for.
+        # Sampling and training together over the whole step: the throughput that a user sees.
         tokens = m["rollout/sequences"] * m["rollout/completion_tokens_mean"]
         rate = tokens / m["time/step"] if m["time/step"] > 0 else float("nan")
         return [

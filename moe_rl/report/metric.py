@@ -1,4 +1,4 @@
-"""One reported number: its name, unit and direction, what it means, and what a bad value means."""
+"""Describes one reported number: its name, unit and direction, its meaning, and what a bad value means."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ REPLAYED: tuple[Mode, ...] = ("r3", "r2")
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One reported number. A key ending in `<name>` stands for a family, one member per name.
+    """Describes one reported number. A key ending in `<name>` stands for a family, with one member per name.
 
-    when: "every step" is required in each training line, "when measured" may be absent from it, "evaluation" belongs to
-    evaluation lines only. modes: the values of replay.mode under which it exists; under others it is refused.
+    Attributes:
+        when: "every step": required in each training line. "when measured": may be absent. "evaluation": only in
+            evaluation lines.
+        modes: the values of replay.mode under which the metric exists. Other modes refuse it.
     """
 
     key: str

@@ -10,22 +10,22 @@ from moe_rl.report.route_metrics import CARRIED, ROUTES
 
 # fmt: off
 ALL = (
-    # What the policy earns.
+    # Rewards of the policy.
     Metric("reward/mean", "reward", "higher",
         "Mean weighted reward of the completions that were scored in this step.",
         "Flat while the pass rate is low: there is nothing to learn from (see group/zero_variance_fraction), or the "
         "learning rate is too low."),
     Metric("reward/pass_rate", "fraction", "higher",
         "Fraction of the scored training completions whose task.pass_reward is 1, at the sampling temperature.",
-        "Rises while eval/pass_rate does not: the policy learns the training prompts by heart, or it games the "
-        "reward."),
+        "Rises while eval/pass_rate does not: the policy memorises the training prompts, or "
+        "exploits the reward."),
     Metric("reward/failed_verdicts", "count", "must be 0",
         "Verifications that raised an error, hung or died. Such a completion gets no reward and is left out of the "
         "statistics of its group.",
         "Above 0: the verifier is at fault, not the policy. Above task.max_failed_fraction the run ends."),
     Metric("reward/part/<name>", "reward", "higher",
         "Mean of one reward function, before its weight.",
-        "One part rises while the part that matters falls: the weights invite gaming."),
+        "One part rises while the part that matters falls: the weights let the policy exploit one part."),
     Metric("reward/overlong_penalty", "reward", "higher",
         "Mean of what task.overlong adds to the reward of a sampled completion; it is 0 or below. reward/mean does not "
         "include it. Logged only with task.overlong.",
@@ -36,7 +36,7 @@ ALL = (
         "of the KL over the completion. reward/mean does not include it. Logged only with objective.kl_in: reward.",
         "As large as the differences between rewards: the policy mainly learns to stay near the reference.",
         "when measured"),
-    # What the sampler produced.
+    # Output of the sampler.
     Metric("rollout/sequences", "count", "neutral",
         "Completions sampled in this step. The reward/ and rollout/ means are over all of them, trained on or not.",
         "Below prompts_per_step x group_size: completions were lost."),
@@ -49,12 +49,13 @@ ALL = (
         "High: the limit decides the reward, not the policy."),
     Metric("rollout/weight_version", "version", "neutral",
         "Version of the weights that sampled the completions of this step.",
-        "Stands still while optim/updates grows: the sync does not reach the sampler."),
+        "Stays the same while optim/updates grows: the sync does not reach the sampler."),
     Metric("rollout/witnessed_rows", "count", "higher",
-        "Recorded rows of this step whose experts, as read back from the slots, were proven to be the top-k of the "
-        "logits that the routers of the sampler were given.",
-        "0: nobody saw the routers' logits. That is so in a compiled forward pass, with pipeline stages or speculative "
-        "decoding, and under rollout.capture: native. See docs/internals/recording.md."),
+        "Recorded rows of this step that passed the capture proof: their experts, as read back "
+        "from the recording, are the top-k of the logits that the sampler's router computed.",
+        "0: the recorder could not see the router logits. This is so with a compiled forward "
+        "pass, pipeline stages, speculative decoding, and rollout.capture: native. See "
+        "docs/internals/recording.md."),
     Metric("rollout/lost_servers", "servers", "lower",
         "Servers of rollout.servers that have failed since the run began. They are not used again.",
         "Above 0: the other servers sample more; stderr says why. Above rollout.max_lost_servers the run ends.",
@@ -68,7 +69,7 @@ ALL = (
         "Near 1: no gradient is left. The value rises by itself as the task is solved."),
     Metric("group/sampled", "count", "lower",
         "Prompt groups sampled in this step, in all rounds. Logged only with rollout.dynamic_sampling_rounds > 1.",
-        "Always prompts_per_step x dynamic_sampling_rounds: see group/lacking.",
+        "Always prompts_per_step x dynamic_sampling_rounds: every round was needed. See group/lacking.",
         "when measured"),
     Metric("group/discarded", "count", "lower",
         "Sampled groups that were not trained on, because all their rewards are equal or because there were more "
@@ -76,12 +77,13 @@ ALL = (
         "Most of the sampled groups: choose prompts of another difficulty.",
         "when measured"),
     Metric("group/lacking", "count", "must be 0",
-        "Groups with differing rewards that were still missing to prompts_per_step when the rounds ran out. The step "
-        "trains on fewer groups. If it found none, it trains on groups of equal rewards, as without dynamic sampling. "
-        "Logged only with rollout.dynamic_sampling_rounds > 1.",
+        "Number of groups with differing rewards that were still missing when the sampling "
+        "rounds ran out. The step trains on fewer groups. If it found none, it trains on groups "
+        "of equal rewards, as without dynamic sampling. Logged only with "
+        "rollout.dynamic_sampling_rounds > 1.",
         "Above 0: the prompts are too easy or too hard, or there are too few rounds.",
         "when measured"),
-    # Do sampler and trainer agree on the policy? Same tokens, same weights, two engines.
+    # Agreement of sampler and trainer on the policy: same tokens, same weights, two engines.
     Metric("policy_kl/k1", "nats/token", "neutral",
         "Mean over the sampled tokens of (sampler logprob - trainer logprob): the k1 estimate of KL(rollout || "
         "trainer). The trainer routes as it does in training: under replay when replay.mode is r3.",
@@ -91,35 +93,39 @@ ALL = (
         "estimate of KL(rollout || trainer). The trainer routes as it does in training.",
         "Grows over the run: an early sign of collapse, because the importance ratio is turning into noise."),
     Metric("policy/extreme_fraction", "fraction", "lower",
-        "Fraction of the sampled tokens that one engine finds more than twice as likely as the other: F(2).",
-        "Above 1e-3: a few tokens rule the gradient. Above 0.1: collapse is near."),
+        "Fraction of the sampled tokens whose probability differs between the engines by more "
+        "than a factor of 2: F(2).",
+        "Above 1e-3: a few tokens dominate the gradient. Above 0.1: collapse is near."),
     Metric("policy/extreme_fraction_5", "fraction", "lower",
-        "Fraction of the sampled tokens that one engine finds more than five times as likely as the other: F(5).",
+        "Fraction of the sampled tokens whose probability differs between the engines by more "
+        "than a factor of 5: F(5).",
         "Above 0: look at policy/logratio_abs_max."),
     Metric("policy/logratio_abs_p50", "nats", "lower",
         "Median of |trainer logprob - sampler logprob| over the sampled tokens. It is at most 2.4% too high; values up "
         "to 1e-7 count as 0.",
-        "Grows while policy/logratio_abs_p99 stands still: all tokens differ a little, as they do by precision."),
+        "Grows while policy/logratio_abs_p99 stays the same: all tokens differ a little. "
+        "Precision has this effect."),
     Metric("policy/logratio_abs_p99", "nats", "lower",
         "99th percentile of |trainer logprob - sampler logprob| over the sampled tokens.",
-        "Grows while the median stands still: some tokens differ a lot, as they do by wrong routes."),
+        "Grows while the median stays the same: some tokens differ a lot. Wrong routes have this effect."),
     Metric("policy/logratio_abs_max", "nats", "lower",
         "Largest |trainer logprob - sampler logprob| of any sampled token.",
         "Several nats on one token: one position is entirely different. Look for a wrong route or a shifted token."),
     Metric("policy/perplexity_train", "perplexity", "neutral",
         "Mean over the sequences of exp(-mean trainer logprob of the sampled tokens).",
-        "Rises while policy/perplexity_rollout does not: the trainer no longer knows what was sampled."),
+        "Rises while policy/perplexity_rollout does not: the trainer finds the sampled tokens unlikely."),
     Metric("policy/perplexity_rollout", "perplexity", "neutral",
         "Mean over the sequences of exp(-mean sampler logprob of the sampled tokens).",
         "Near 1: the policy has become deterministic and has nothing left to explore."),
     Metric("policy/log_perplexity_diff", "nats/token", "neutral",
         "Mean over the sequences of (mean sampler logprob - mean trainer logprob). It is policy_kl/k1 with equal "
         "weight for every sequence, however long.",
-        "Of another sign than policy_kl/k1: long sequences differ in another way than short ones."),
+        "Its sign differs from that of policy_kl/k1: long sequences differ in another direction "
+        "than short ones."),
     Metric("policy/log_perplexity_abs_diff", "nats/token", "lower",
         "Mean over the sequences of |mean sampler logprob - mean trainer logprob|.",
-        "Much above |policy/log_perplexity_diff|: single sequences are off in both directions. As large as a GSPO clip "
-        "range: clipping cuts off mismatch instead of updates."),
+        "Much above |policy/log_perplexity_diff|: single sequences are off in both directions. "
+        "As large as a GSPO clip range: clipping removes mismatch instead of large updates."),
     Metric("policy/chi2_token", "chi2", "lower",
         "Mean over the tokens of (trainer probability / sampler probability)^2, minus 1: the chi-square distance of "
         "the trainer from the sampler, token by token.",
@@ -134,15 +140,16 @@ ALL = (
         "elsewhere.",
         "Above 0.1: whole sequences drift, not single tokens."),
     Metric("policy/effective_sample_fraction", "fraction", "higher",
-        "(sum of w)^2 / (tokens x sum of w^2), where w is the ratio trainer probability / sampler probability of a "
-        "token, not truncated. An importance-weighted mean is worth this share of the tokens.",
-        "Below 0.9: a few tokens rule the mean."),
+        "(sum of w)^2 / (tokens x sum of w^2), where w is the ratio trainer probability / "
+        "sampler probability of a token, not truncated. An importance-weighted mean is as "
+        "precise as a plain mean over this fraction of the tokens.",
+        "Below 0.9: a few tokens dominate the mean."),
     Metric("policy/entropy", "nats/token", "neutral",
         "Mean entropy of the trainer's distribution at each completion token. It is taken before the first update of "
         "the step, at the sampling temperature, over the tokens that rollout.keep_sampling_mask leaves. With "
         "objective.old_logprobs: sampler it covers only the sequences of the first update.",
-        "Falls to 0 while rewards still rise: exploration is over. Rises without end: objective.entropy_coef is too "
-        "large."),
+        "Falls to 0 while rewards still rise: exploration has ended. Rises without limit: "
+        "objective.entropy_coef is too large."),
     Metric("policy_kl/k1_native", "nats/token", "neutral",
         "policy_kl/k1 when the trainer routes natively, on the same tokens, weights and sampler logprobs.",
         "See policy_kl/k1.",
@@ -150,7 +157,8 @@ ALL = (
     Metric("policy_kl/k3_native", "nats/token", "lower",
         "policy_kl/k3 when the trainer routes natively, on the same tokens, weights and sampler logprobs. Compare it "
         "only with policy_kl/k3 of the same step.",
-        "Not above policy_kl/k3: replay removes nothing here. Then precision or kernels differ, not routes.",
+        "Not above policy_kl/k3: replay removes nothing here. Then the engines differ by "
+        "precision or kernels, not by routes.",
         "when measured"),
     Metric("policy/extreme_fraction_native", "fraction", "lower",
         "policy/extreme_fraction when the trainer routes natively.",
@@ -159,21 +167,23 @@ ALL = (
     *ROUTES,
     # The update.
     Metric("objective/loss", "loss", "neutral",
-        "The value that is minimised. It does not measure progress. With centred advantages and a mean over sequences "
-        "it is near 0 by construction. Under cispo, dppo_tv and minirl it contains the log-likelihood, of which only "
-        "the gradient counts.",
+        "Value of the loss. It does not measure progress. With centred advantages and a mean "
+        "over sequences it is near 0 by construction. Under cispo, dppo_tv and minirl it "
+        "contains the log-likelihood, and only its gradient has a meaning.",
         "Not finite: all ranks skip the update."),
     Metric("objective/clip_fraction", "fraction", "neutral",
-        "Fraction of the tokens (gspo: of the sequences) that the loss kept from having their full gradient. Clipping "
-        "the ratio removes it (gspo, gspo_token, grpo, dr_grpo, dapo, gmpo, decoupled), and so does masking (dppo_tv, "
-        "minirl). cispo truncates the weight; sapo fades it, and a gate below 1/2 counts. A token of advantage 0, or "
-        "of correction weight 0, does not count.",
+        "Fraction of the tokens (gspo: of the sequences) whose gradient the loss removed or "
+        "reduced. Clipping the ratio removes the gradient (gspo, gspo_token, grpo, dr_grpo, "
+        "dapo, gmpo, decoupled), and so does masking (dppo_tv, minirl). cispo truncates the "
+        "weight. sapo fades it, and a gate below 1/2 counts. A token with advantage 0 or "
+        "correction weight 0 does not count.",
         "Near 1: the policy moves too far in a step. 0 is expected with one update per step and old_logprobs=trainer."),
     Metric("objective/ratio_mean", "ratio", "neutral",
-        "Mean ratio of new policy to old policy (objective.old_logprobs), over the tokens or sequences that "
-        "objective/clip_fraction counts, before it is clipped, masked or faded. gspo: the ratio of the sequence. "
-        "gspo_token: that of the token's sequence. Others: that of the token, without the weight to the sampler that "
-        "minirl and decoupled also use.",
+        "Mean ratio of new policy to old policy (objective.old_logprobs), over the tokens or "
+        "sequences that objective/clip_fraction counts, before clipping, masking or fading. gspo "
+        "uses the ratio of the sequence. gspo_token uses the ratio of the token's sequence. "
+        "Other losses use the ratio of the token, without the weight to the sampler that minirl "
+        "and decoupled also use.",
         "Far from 1: the old logprobs do not belong to these tokens or weights."),
     Metric("objective/zero_advantage_fraction", "fraction", "lower",
         "Fraction of the trained sequences whose advantage is exactly 0. They teach nothing.",
@@ -189,25 +199,25 @@ ALL = (
         "Above a few percent: the bounds are narrower than the mismatch, and much of what was sampled is lost.",
         "when measured"),
     Metric("correction/truncated_token_fraction", "fraction", "lower",
-        "Fraction of the tokens whose ratio, their own or that of their sequence, was lowered by a truncate rule. "
-        "Tokens that another rule rejected count too.",
+        "Fraction of the tokens whose ratio, or whose sequence's ratio, was lowered by a "
+        "truncate rule. Tokens that another rule rejected count too.",
         "Near 1: the sampler is far away, or a bound meant for single tokens is applied to the product of a long "
         "sequence's ratios.",
         "when measured"),
     Metric("correction/zero_sequence_fraction", "fraction", "lower",
         "Fraction of the sequences in which every token has weight 0.",
-        "High at level sequence and low at level geometric: the length decides, not the mismatch.",
+        "High at level sequence and low at level geometric: the length causes it, not the mismatch.",
         "when measured"),
     Metric("correction/ess_token_fraction", "fraction", "higher",
         "Effective sample size of the tokens' final weights, (sum of w)^2 / (sum of w^2), zeros included, as a "
         "fraction of the tokens. It is 1 when all weights are equal.",
-        "Low: a few tokens rule the gradient. Truncate earlier, or use level geometric.",
+        "Low: a few tokens dominate the gradient. Lower the bound of truncation, or use level geometric.",
         "when measured"),
     Metric("objective/kl_ref", "nats/token", "neutral",
         "Estimate of KL(policy || frozen initial policy) by objective.kl_estimator. With objective.kl_unbiased it is "
         "multiplied by the ratio of new to old policy. With objective.kl_in: reward it is that of the policy at the "
         "beginning of the step. Logged only with objective.kl_coef > 0.",
-        "Grows without end: kl_coef is too small for the learning rate.",
+        "Grows without limit: kl_coef is too small for the learning rate.",
         "when measured"),
     Metric("objective/aux_loss", "loss", "neutral",
         "Load-balancing loss of the experts that the routers themselves choose, before its weight. Mean over the MoE "
@@ -222,33 +232,33 @@ ALL = (
         "Not the scheduled rate: the schedule was not resumed."),
     Metric("optim/updates", "count", "neutral",
         "Optimizer updates since the start of the run.",
-        "Stands still: every update is skipped."),
+        "Stays the same: every update is skipped."),
     Metric("optim/skipped", "count", "must be 0",
         "Updates of this step that all ranks skipped because a loss or gradient was not finite on one of them.",
         "Above 0 again and again: numbers overflow. Lower the learning rate or train in float32. After "
         "guards.max_skipped_updates in a row the run ends."),
-    # Where the time goes.
+    # Time and throughput.
     Metric("time/sample", "s", "lower",
-        "Sampling the completions. 0 in a step that trains on what was sampled before a restart.",
-        "Most of the step is usual. Growing: completions grow."),
+        "Time to sample the completions. 0 in a step that trains on completions sampled before a restart.",
+        "Most of the step is usual. Growing: completions become longer."),
     Metric("time/reward", "s", "lower",
-        "Verifying the completions.",
+        "Time to verify the completions.",
         "A large share: raise task.verifier_workers."),
     Metric("time/routes", "s", "lower",
-        "Reading and validating routes.",
+        "Time to read and validate routes.",
         "A large share: the trace store is on a slow disk."),
     Metric("time/placement", "s", "lower",
-        "Counting the routes of the step, planning a placement and moving experts. Near 0 with placement.experts: "
-        "natural.",
+        "Time to count the routes of the step, plan a placement and move experts. Near 0 with "
+        "placement.experts: natural.",
         "A large share: raise placement.every_steps."),
     Metric("time/logprobs", "s", "lower",
-        "Forward passes without a gradient: old, reference and native logprobs.",
+        "Time of forward passes without a gradient: old, reference and native logprobs.",
         "Peaks every replay.native_every steps: that is the native pass."),
     Metric("time/train", "s", "lower",
-        "Forward, backward and optimizer.",
+        "Time of forward, backward and optimizer.",
         "Grows at equal token counts: memory is short."),
     Metric("time/sync", "s", "lower",
-        "Sending the trainer's weights to the sampler, with the check of their digest.",
+        "Time to send the trainer's weights to the sampler and check their digest.",
         "Not well below time/train: the transport is too slow."),
     Metric("time/sleep", "s", "lower",
         "Time in which the sampler gives its memory back, with rollout.sleep_level above 0. Waking up is part of "
@@ -256,32 +266,32 @@ ALL = (
         "A large share of the step: a lower rollout.sleep_level moves less.",
         "when measured"),
     Metric("time/eval", "s", "lower",
-        "Evaluating on the held-out prompts.",
+        "Time to evaluate on the held-out prompts.",
         "Most of the step: raise eval.every_steps.",
         "when measured"),
     Metric("time/checkpoint", "s", "lower",
-        "Starting the checkpoint after the step before, and publishing it once it is written. With "
-        "checkpoint.asynchronous: false, writing all of it too.",
+        "Time to publish the checkpoint that was written in the background, and to start the "
+        "next one. With checkpoint.asynchronous: false it includes the whole write.",
         "Most of the step: raise checkpoint.every_steps.",
         "when measured"),
     Metric("time/step", "s", "lower",
         "Wall time of the whole step.",
-        "Much more than the sum of its phases: something is not timed."),
+        "Much more than the sum of its phases: some part of the step is not timed."),
     Metric("throughput/sampled_tokens_per_second", "tokens/s", "higher",
         "Completion tokens / time/sample.",
-        "Falls: fewer sequences run at once, or the lengths of completions vary more."),
+        "Falls: fewer sequences run at once, or completion lengths vary more."),
     Metric("throughput/trained_tokens_per_second", "tokens/s", "higher",
         "Prompt and completion tokens / time/train.",
         "Falls: packing got worse, or experts are unbalanced."),
     *CARRIED,
-    # Held-out prompts, on lines of their own.
+    # Evaluation lines.
     Metric("eval/pass_rate", "fraction", "higher",
         "Pass rate on the held-out prompts, sampled at the training temperature.",
-        "Falls while reward/pass_rate rises: overfitting, or gaming of the reward.",
+        "Falls while reward/pass_rate rises: the policy overfits or exploits the reward.",
         "evaluation"),
     Metric("eval/pass_rate_greedy", "fraction", "higher",
         "Pass rate on the held-out prompts at temperature 0.",
-        "Below eval/pass_rate: the most likely answer is wrong, and luck is rewarded.",
+        "Below eval/pass_rate: the most likely answer is wrong, and only random samples are right.",
         "evaluation"),
     Metric("eval/level/<name>", "fraction", "higher",
         "eval/pass_rate of the prompts of one difficulty level.",

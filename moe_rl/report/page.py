@@ -1,6 +1,6 @@
-"""Fills the templates of pages: one file each that needs no network and no script.
+"""Fills the templates of pages. Each page is one file that needs no network and no script.
 
-What a template gets is escaped; only a plot's SVG, which `figures.py` makes, is taken as it is.
+Values are escaped. Only the SVG of a plot, made by `figures.py`, is inserted unescaped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TEMPLATES = Environment(
 
 
 def _plain(value: object) -> str:
-    """Text as it is, anything else as JSON."""
+    """Return text unchanged, and anything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
@@ -34,7 +34,9 @@ _TEMPLATES.filters |= {name: getattr(numbers, name) for name in FILTERS} | {"pla
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One number at the head of a page. under: what it is of. to: what `value` has become, where it moved."""
+    """Holds one number at the head of a page. under: a line that explains it. to: the new value, where `value` has
+    changed.
+    """
 
     name: str
     value: str
@@ -43,6 +45,13 @@ class Tile:
 
 
 def render(template: str, **values: Any) -> str:
-    """A whole page. values: those of the template, and of base.html: title, kicker, heading, facts, tiles; optional
-    source (a line below the facts) and warnings. Raises jinja2.UndefinedError for a value that is not given."""
+    """Render a whole page.
+
+    Args:
+        values: those of the template and of base.html: title, kicker, heading, facts, tiles; optional source (a line
+            below the facts) and warnings.
+
+    Raises:
+        jinja2.UndefinedError: a value is missing.
+    """
     return _TEMPLATES.get_template(template).render({"source": "", "warnings": ()} | values)

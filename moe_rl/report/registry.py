@@ -1,7 +1,7 @@
-"""Holds a run to the list of its metrics, `metrics.py`, and writes that list for readers.
+"""Checks logged metrics against the list in `metrics.py`, and writes that list as a document.
 
-A metric that is not in it cannot be logged and one that is promised every step cannot be left out, so the list is the
-truth. `python -m moe_rl.report.registry > docs/reference/metrics.md` writes the document.
+A metric outside the list cannot be logged, and a metric promised for every step cannot be left out, so the list is
+always right. `python -m moe_rl.report.registry > docs/reference/metrics.md` writes the document.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _EVALUATION_ALLOWED = ("time/eval",)
 
 
 def find(key: str) -> Metric | None:
-    """The metric that describes this key; for a member of a family, the family."""
+    """Return the metric that describes this key. A member of a family is described by its family."""
     if key in METRICS:
         return None if METRICS[key].family else METRICS[key]
     for metric in ALL:
@@ -31,9 +31,10 @@ def find(key: str) -> Metric | None:
 
 
 def check_step(keys: Iterable[str], *, mode: Mode) -> None:
-    """Hold the keys of one training line against the registry.
+    """Check the keys of one training line against the registry. mode: replay.mode.
 
-    Raises ValueError listing every unknown, misplaced or missing key. mode: replay.mode.
+    Raises:
+        ValueError: listing every unknown, misplaced or missing key.
     """
     keys = set(keys)
     problems = _unknown(keys)
@@ -42,7 +43,9 @@ def check_step(keys: Iterable[str], *, mode: Mode) -> None:
         if metric is not None and metric.when == "evaluation":
             problems.append(f"{key} belongs to an evaluation line: log it with eval_row")
         if metric is not None and mode not in metric.modes:
-            problems.append(f"{key} exists only under replay.mode {' or '.join(metric.modes)}, and it is {mode}")
+            problems.append(
+                f"{key} exists only under replay.mode {' or '.join(metric.modes)}, and replay.mode is {mode}"
+            )
     problems += [
         f"{metric.key} is missing: it is promised for every step"
         for metric in ALL
@@ -52,14 +55,18 @@ def check_step(keys: Iterable[str], *, mode: Mode) -> None:
 
 
 def check_eval(keys: Iterable[str]) -> None:
-    """Hold the keys of one evaluation line against the registry. Raises ValueError listing every problem."""
+    """Check the keys of one evaluation line against the registry.
+
+    Raises:
+        ValueError: listing every problem.
+    """
     keys = set(keys)
     problems = _unknown(keys)
     for key in sorted(keys):
         metric = find(key)
         if metric is not None and metric.when != "evaluation" and key not in _EVALUATION_ALLOWED:
             problems.append(f"{key} belongs to a training line: log it with step")
-    problems += [f"{key} is missing: every evaluation has it" for key in _EVALUATION_REQUIRED if key not in keys]
+    problems += [f"{key} is missing: every evaluation line needs it" for key in _EVALUATION_REQUIRED if key not in keys]
     _refuse(problems, "evaluation metrics")
 
 
@@ -78,7 +85,7 @@ def _refuse(problems: list[str], kind: str) -> None:
             describe(
                 f"{kind} do not match the registry",
                 got="; ".join(problems),
-                do="mend the caller, or add the metric to moe_rl/report/metrics.py",
+                do="correct the caller, or add the metric to moe_rl/report/metrics.py",
             )
         )
 
@@ -103,7 +110,7 @@ _ROOMS = {
 
 
 def metrics_markdown() -> str:
-    """docs/reference/metrics.md, generated. A test holds the file against it."""
+    """Return docs/reference/metrics.md. A test compares the file with this text."""
     lines = [
         "# Metrics",
         "",
@@ -113,14 +120,15 @@ def metrics_markdown() -> str:
         '`"kind": "eval"`. A value that is not finite is written as `null` and its key is listed under '
         "`nonfinite`.",
         "",
-        'There is no single "routing KL". Four numbers are kept apart: the policy KL (`policy_kl/*`), the set '
-        "mismatch (`routing/native_mismatch` before replay, `routing/shadow_mismatch` inside it), the applied mismatch "
-        "(`routing/applied_mismatch`, an integrity check that is 0 by construction and proves no improvement), and "
-        "the KL between router distributions, which needs the sampler's router logits and is given by "
-        "`moe-rl compare` alone.",
+        'There is no single "routing KL". Four numbers are kept apart: the policy KL '
+        "(`policy_kl/*`); the set mismatch (`routing/native_mismatch` before replay, "
+        "`routing/shadow_mismatch` inside it); the applied mismatch (`routing/applied_mismatch`, "
+        "an integrity check that is 0 by construction and proves no improvement); and the KL "
+        "between router distributions. The last one needs the sampler's router logits, and only "
+        "`moe-rl compare` computes it.",
         "",
-        "Compare a `_native` value only with its partner of the same step: both are taken on the same tokens, the same "
-        "weights and the same sampler logprobs.",
+        "Compare a `_native` value only with its partner of the same step: both use the same "
+        "tokens, the same weights and the same sampler logprobs.",
     ]
     for room, title in _ROOMS.items():
         lines += ["", f"## {title}", ""]

@@ -1,4 +1,4 @@
-"""Lists the metrics of routes and of what travels between sampler and trainer: traces and weights."""
+"""Lists the metrics of routes, traces and weight syncs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from moe_rl.report.metric import REPLAYED, Metric
 
 # fmt: off
 ROUTES = (
-    # Do sampler and trainer agree on the routes?
+    # Agreement of sampler and trainer on the routes.
     Metric("routing/shadow_mismatch", "fraction", "lower",
-        "Fraction of the (token, MoE layer) positions where the trainer, inside the replayed forward, would choose "
-        "another set of experts than the recorded one. This is the disagreement of each router alone: replay has "
-        "removed what earlier layers add to it.",
+        "Fraction of the (token, MoE layer) positions where the trainer, inside the replayed "
+        "forward, would choose another set of experts than the recorded one. It shows the "
+        "disagreement of each router alone, because replay removes the effect of earlier layers.",
         "As high as routing/native_mismatch: the routers themselves disagree. Look at dtype, gate weights and sync.",
         modes=("r3",)),
     Metric("routing/shadow_overlap", "fraction", "higher",
@@ -29,22 +29,24 @@ ROUTES = (
         "One layer far above its neighbours: its gate's weights or precision differ between the engines.",
         "when measured", modes=("r3",)),
     Metric("routing/alignment_power", "fraction", "higher",
-        "Fraction of the (token, MoE layer) positions of which this step's alignment test would have told that their "
-        "routes are another token's, layer's or sequence's: those in a layer and in a piece of a sequence that show "
-        "enough for a false alarm rate of one pass in a million. The test compares the recorded routes with the "
-        "trainer's own choice before the first update under them (guards.alignment).",
-        "Low: few tokens a rank, short sequences, or routers that choose alike for all tokens. Faults there would be "
-        "seen by the checksums alone.",
+        "Fraction of the (token, MoE layer) positions at which this step's alignment test could "
+        "have detected routes of another token, layer or sequence. The test compares the "
+        "recorded routes with the trainer's own choice before the first update under them "
+        "(guards.alignment). A position counts if its layer and its piece of the sequence show "
+        "enough for a false alarm rate of one pass in a million.",
+        "Low: few tokens per rank, short sequences, or routers that choose alike for all tokens. "
+        "Only the checksums would detect faults at the other positions.",
         "when measured", modes=("r3",)),
     Metric("routing/alignment_margin", "fraction", "higher",
-        "By how much more of its experts the record of an MoE layer shares with the trainer's own choice for its rows "
-        "than with the best rival: another layer, or the same one some tokens before or behind. In the worst layer.",
+        "Alignment margin of the worst MoE layer. It is the fraction of experts that the record "
+        "shares with the trainer's own choice for the same rows, minus the largest such fraction "
+        "for a rival: another layer, or the same layer some tokens earlier or later.",
         "Falls towards 0: the two engines disagree, or neighbouring tokens route alike. Below 0 the run ends.",
         "when measured", modes=("r3",)),
     Metric("routing/native_mismatch", "fraction", "lower",
-        "Fraction of the (token, MoE layer) positions where a forward that routes natively chooses another set of "
-        "experts than the recorded one. It counts the disagreement of each router and what follows from it in later "
-        "layers.",
+        "Fraction of the (token, MoE layer) positions where a forward that routes natively "
+        "chooses another set of experts than the recorded one. It includes the disagreement of "
+        "each router and its effect on later layers.",
         "A few percent to 0.1 is usual for bf16 engines. Near 1: the weights differ, or the trace is shifted.",
         "when measured"),
     Metric("routing/native_token_mismatch", "fraction", "lower",
@@ -64,9 +66,9 @@ ROUTES = (
         "One layer far above its neighbours: its gate's weights or precision differ between the engines.",
         "when measured", modes=("r2", "off")),
     Metric("routing/applied_mismatch", "count", "must be 0",
-        "(sequence, MoE layer) pairs with a row that went to other experts than recorded. It is found by a checksum "
-        "over request, position, token, layer and experts. This is an integrity check: 0 says that replay did what it "
-        "should, not that it helped.",
+        "Number of (sequence, MoE layer) pairs with a row that went to other experts than "
+        "recorded. A checksum over request, position, token, layer and experts finds them. This "
+        "is an integrity check: 0 says that replay was applied, not that it helped.",
         "Above 0: replay is broken, and the run ends.",
         modes=REPLAYED),
     Metric("routing/coverage", "fraction", "must be 1",
@@ -88,9 +90,9 @@ ROUTES = (
         "Most of the tokens: the sampler lags behind.",
         modes=REPLAYED),
     Metric("routing/load_excess", "fraction", "lower",
-        "(token, expert) pairs of the fullest expert-parallel rank / the mean over these ranks, minus 1. Pairs are "
-        "summed over microbatches and layers and follow the sampler's routes (under r2 the trainer's own routes differ "
-        "a little).",
+        "Pairs of the fullest expert-parallel rank / the mean over these ranks, minus 1. A pair "
+        "is a (token, expert) choice. Pairs are summed over microbatches and layers and follow "
+        "the sampler's routes (under r2 the trainer's own routes differ a little).",
         "High: every layer waits for the fullest rank. Try train.packing: load. It cannot even out experts that are "
         "popular in the whole batch.",
         modes=REPLAYED),
@@ -101,72 +103,78 @@ ROUTES = (
         "microbatches. Placement can help then, packing cannot.",
         modes=REPLAYED),
     Metric("routing/consumed", "count", "must equal routing/expected",
-        "How often recorded routes were taken in this step: once for each (microbatch, layer) in each pass over it, as "
-        "the replay ledger counts.",
+        "Number of times that recorded routes were applied in this step, from the replay ledger: "
+        "once per (microbatch, layer) in each pass.",
         "Fewer than expected: a layer was skipped. More: one was replayed twice.",
         modes=REPLAYED),
     Metric("routing/expected", "count", "neutral",
-        "How often recorded routes had to be taken in this step: for every (microbatch, layer) once forward and once "
-        "per recomputation.",
+        "Number of times that recorded routes had to be applied in this step: for every "
+        "(microbatch, layer) once forward and once per recomputation.",
         "Differs between steps of equal shape: the plan changed.",
         modes=REPLAYED),
     Metric("routing/planned_fraction", "fraction", "higher",
-        "Fraction of the dispatches under replay, recomputations included, that followed a plan made from the routes "
-        "beforehand. A dispatch is one (microbatch, MoE layer). A planned one exchanges no counts and does not make "
-        "the host wait.",
+        "Fraction of the dispatches under replay, recomputations included, that followed a plan "
+        "computed from the routes in advance. A dispatch is one (microbatch, MoE layer). A "
+        "planned dispatch exchanges no counts and does not make the host wait.",
         "Below 1 with replay.plan: a microbatch of some rank has rows without a route (replay.missing, replay.stale).",
         modes=REPLAYED),
     Metric("routing/peak_rows", "count", "neutral",
-        "Most rows that the experts of any rank get in one layer of one microbatch. A row is a (token, expert) pair; "
-        "padding counts. The plans tell it before the first pass; it is 0 without plans.",
-        "High: activations need memory for it. replay.max_rows bounds it; --plan --trace shows it for recorded "
-        "batches, beside the worst case.",
+        "Largest number of rows that the experts of any rank get in one layer of one microbatch. "
+        "A row is a (token, expert) pair; padding counts. The dispatch plans give it before the "
+        "first pass. It is 0 without plans.",
+        "High: activations need much memory. replay.max_rows limits it. --plan --trace shows it "
+        "for recorded batches, beside the worst case.",
         modes=REPLAYED),
-    # Where experts lie.
+    # Placement of experts.
     Metric("placement/excess_before", "fraction", "lower",
-        "routing/load_excess of the routes from which a placement of experts was planned, with the experts where they "
-        "were: (token, expert) pairs of the fullest expert-parallel rank / the mean over these ranks, minus 1, summed "
-        "over steps and layers. Logged only with placement.experts: traced, in steps with a plan.",
+        "routing/load_excess before the new placement of experts. It is computed from the routes "
+        "that the plan used, summed over steps and layers. Logged only with placement.experts: "
+        "traced, in steps with a plan.",
         "As high as before the last plan: popularity changes faster than placement.every_steps.",
         "when measured"),
     Metric("placement/excess_after", "fraction", "lower",
-        "The same with the experts where the plan puts them. routing/load_excess would be this if every microbatch had "
-        "the mean popularity.",
-        "Not below placement/excess_before: no move was worth it, or a single expert has more than a rank's share.",
+        "placement/excess_before for the planned placement. routing/load_excess would have this "
+        "value if every microbatch had the mean popularity of experts.",
+        "Not below placement/excess_before: no move gained enough, or a single expert has more "
+        "than a rank's share.",
         "when measured"),
     Metric("placement/experts_moved", "count", "neutral",
-        "Experts, over all layers, that the plan moved to another rank.",
+        "Number of experts, over all layers, that the plan moved to another rank.",
         "Many in every plan for a small gain: raise placement.min_gain or lower placement.max_moved.",
         "when measured"),
 )
 
 CARRIED = (
     Metric("trace/bytes_per_token", "bytes/token", "lower",
-        "trace/bytes over the tokens of the sequences: routes in all layers and, where asked for, sampling support and "
-        "router logits. A prompt that sequences share is stored once and counts in each.",
+        "trace/bytes / tokens of the sequences: routes in all layers and, where configured, "
+        "sampling support and router logits. A prompt that sequences share is stored once and "
+        "counts in each.",
         "Above layers x top_k x bytes per id when only routes are stored: the codec costs more than it saves."),
     Metric("trace/bytes", "bytes", "lower",
         "Stored bytes of everything that this step recorded.",
         "Grows while completions do not get longer: shards are padded."),
-    # Does the sampler hold the trainer's weights?
+    # Agreement of the sampler's weights with the trainer's.
     Metric("sync/canary_abs_diff", "nats", "lower",
-        "Mean |logprob difference| of the canary, some 256 fixed tokens that both engines score after the sync, both "
-        "routing natively; of the sampler that is farthest off.",
-        "Jumps and stays high: the sampler holds other weights than the trainer. Above guards.max_canary_difference, "
-        "or far above what the run has shown, the run ends."),
+        "Mean |logprob difference| of the canary, for the sampler with the largest one. The "
+        "canary is about 256 fixed tokens that both engines score after the sync with native "
+        "routing.",
+        "Jumps and stays high: the sampler holds other weights than the trainer. The run ends "
+        "above guards.max_canary_difference, or far above all earlier values of the run."),
     Metric("sync/canary_mismatch", "fraction", "lower",
         "Fraction of the canary's (token, MoE layer) positions where sampler and trainer choose other sets of experts.",
-        "Jumps: routers are not those of the trainer. A layer that agrees better with another one, and two experts "
-        "that take each other's tokens, end the run.",
+        "Jumps: the sampler's routers differ from the trainer's. The run ends if a layer agrees "
+        "better with another layer, or if two experts take each other's tokens.",
         "when measured"),
     Metric("sync/canary_power", "fraction", "higher",
-        "Fraction of the MoE layers of which the canary would have told that the sampler's routes are of nothing that "
-        "was tried.",
-        "Below 1: the canary is too short, see rollout.max_prompt_tokens, or a router chooses alike for all tokens.",
+        "Fraction of the MoE layers in which the canary could have detected wrong routes of the "
+        "sampler. A layer counts if its routes agree clearly better than those of every fault "
+        "that was tried.",
+        "Below 1: the canary is too short (see rollout.max_prompt_tokens), or a router chooses "
+        "alike for all tokens.",
         "when measured"),
     Metric("sync/canary_recorded", "fraction", "higher",
         "Fraction of the samplers that recorded the routes of the canary.",
-        "Below 1: of the others only the log-probabilities are compared."),
+        "Below 1: only log-probabilities are compared for the other samplers."),
     Metric("sync/bytes", "bytes", "neutral",
         "Bytes of weights sent to the sampler.",
         "Changes between steps: tensors are missing."),

@@ -1,4 +1,4 @@
-"""Writes report.html: one file that says what a run came to and shows why to believe it."""
+"""Writes report.html, one file that shows the results of a run and the evidence for them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _FULL_COLOUR = 0.2  # nats of difference from which a token has the full colour
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write report.html from metrics.jsonl, summary.json and config.yaml of a run folder; returns its path.
+    """Write report.html from metrics.jsonl, summary.json and config.yaml of a run folder; return its path.
 
-    The last two may be missing (a run that was stopped): the report then says so and measures the lines itself.
+    The last two may be missing after a stopped run. The report then says so and computes its numbers from the lines.
     """
     run_dir = Path(run_dir)
     run = read_run(run_dir)
@@ -77,14 +77,14 @@ def _facts(run: RunLines, summary: dict[str, Any], config: dict | None) -> list[
 def _warnings(run: RunLines, summary: dict[str, Any], *, finished: bool) -> list[str]:
     warnings = []
     if not finished:
-        warnings.append("The run did not write its summary: it is still going on, or it was stopped.")
+        warnings.append("The run has not written its summary: it is still running, or it was stopped.")
     if summary.get("collapse"):
         warnings.append(f"The run was ended before its last step: {summary['collapse']}.")
     if run.torn:
-        warnings.append("The last line of metrics.jsonl was cut short and is left out.")
+        warnings.append("The last line of metrics.jsonl is incomplete and was left out.")
     if summary["nonfinite_values"]:
         listed = ", ".join(f"{key} ({times})" for key, times in summary["nonfinite_values"].items())
-        warnings.append(f"Values that were not finite, left out of plots and means: {listed}.")
+        warnings.append(f"Values that are not finite were left out of plots and means: {listed}.")
     return warnings
 
 
@@ -97,7 +97,7 @@ def _tiles(run: RunLines, s: dict[str, Any]) -> list[Tile]:
     elif native is not None:
         tiles.append(Tile("Routing mismatch", percent(native, 2), "of positions, in a native forward"))
     sync, whole = seconds(s["weight_sync_seconds_median"]), duration(s["train_seconds_total"])
-    under = f"median; weight sync {sync}; {whole} in all"
+    under = f"median; weight sync {sync}; {whole} in total"
     return [*tiles, Tile("Time of a step", seconds(s["step_seconds_median"]), under)]
 
 
@@ -128,7 +128,7 @@ def _policy_kl_tile(run: RunLines, s: dict[str, Any]) -> Tile:
 
 
 def _proof(run: RunLines, s: dict[str, Any]) -> dict[str, Any]:
-    """The integrity of replay: `checks`, each fine or not and with its number, and whether all is `good`."""
+    """Describe the integrity of replay: `checks` with their numbers, and `good` if all passed."""
     if not run.train or run.mode == "off":
         return {"mode": run.mode if run.train else None, "checks": []}
     consumed, expected = s["routes_consumed"], s["routes_expected"]
@@ -153,7 +153,7 @@ def _proof(run: RunLines, s: dict[str, Any]) -> dict[str, Any]:
 
 
 def _exact_percent(value: float | None) -> str:
-    """100% only for exactly 1, so that 0.99999 does not pass for it."""
+    """Format as 100% only if exactly 1, so that 0.99999 does not look like 100%."""
     if value is None:
         return "not known"
     return "100%" if value == 1 else f"{100 * value:.6g}%"
@@ -185,7 +185,7 @@ def _tokens(sample: SampleLine) -> list[dict[str, Any]]:
 
 
 def _levels(run: RunLines) -> dict[str, Any]:
-    """Held-out pass rate by level, in the first and the last evaluation."""
+    """Return the held-out pass rate by level, in the first and the last evaluation."""
     keys = sorted({key for row in run.eval for key in row if key.startswith("eval/level/")})
     shown = run.eval[:1] if len(run.eval) == 1 else [run.eval[0], run.eval[-1]] if keys else []
     levels, changes = [], []
@@ -205,7 +205,7 @@ def _levels(run: RunLines) -> dict[str, Any]:
 
 
 def _metrics(run: RunLines) -> dict[str, Any]:
-    """Every metric that was logged, in registry order, with its last value; and those that were not."""
+    """Return every logged metric in registry order with its last value, and the metrics that were not logged."""
     latest: dict[str, tuple[int, float | None]] = {}
     for row in sorted(run.train + run.eval, key=lambda row: row["step"]):
         latest.update(
@@ -231,7 +231,7 @@ def _broken(better: str, value: float | None, latest: dict[str, tuple[int, float
 
 
 def _flat(values: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    """(dotted key, value) of nested sections."""
+    """Yield (dotted key, value) of nested sections."""
     if not isinstance(values, dict):
         return [(prefix.removesuffix("."), values)]
     return [pair for key, value in values.items() for pair in _flat(value, f"{prefix}{key}.")]

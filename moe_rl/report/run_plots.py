@@ -1,4 +1,4 @@
-"""Draws each plot of a run, with the sentence that reads it. What was not measured is said in words."""
+"""Draws each plot of a run with a sentence that interprets it. If nothing was measured, the sentence says so."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CYCLE = (GREEN, PURPLE, CYAN, ORANGE, RED, GREY)
 
 
 def panels(run: RunLines) -> list[Panel]:
-    """Every plot of the report, in reading order."""
+    """Return every plot of the report, in reading order."""
     with matplotlib.rc_context(STYLE):
         return [draw(run) for draw in _PANELS]
 
@@ -120,11 +120,12 @@ def _policy_kl(run: RunLines) -> Panel:
         lower = sum(b > a for b, a in zip(native, partner, strict=True))
         ratio = f", {before / after:.1f} times lower" if 0 < after < before else ""
         reading = (
-            f"On the {len(pair_steps)} steps measured both ways: {scientific(before)} native, "
-            f"{scientific(after)} with replay{ratio}; lower under replay on {lower} of {len(pair_steps)}."
+            f"On the {len(pair_steps)} steps with both passes: {scientific(before)} native, "
+            f"{scientific(after)} with replay{ratio}; lower under replay on {lower} of "
+            f"{len(pair_steps)}."
         )
     if len(positive) < len(steps):
-        reading += f" {len(steps) - len(positive)} values that are not above 0 do not show on a log axis."
+        reading += f" {len(steps) - len(positive)} values that are not above 0 are not shown on the log axis."
     return panel_of(name, title, direction, reading, figure)
 
 
@@ -156,8 +157,8 @@ def _routing(run: RunLines) -> Panel:
     _, _, paired = run.paired("routing/native_mismatch", "routing/shadow_mismatch")
     if paired:
         parts.append(
-            f"inside the replayed forward it would at {percent(statistics.fmean(paired), 2)}. The difference is the "
-            "cascade from layer to layer, the rest each router's own disagreement"
+            f"inside the replayed forward it would at {percent(statistics.fmean(paired), 2)}. The "
+            "difference is the effect of earlier layers; the rest is the disagreement of each router"
         )
     elif steps:
         parts.append(
@@ -176,7 +177,9 @@ def _routing(run: RunLines) -> Panel:
 
 def _extreme(run: RunLines) -> Panel:
     name, title = "extreme", "Extreme tokens"
-    direction = "fraction of tokens more than twice as likely in one engine as in the other, lower is better"
+    direction = (
+        "fraction of tokens whose probability differs between the engines by more than a factor of 2, lower is better"
+    )
     steps, trained = run.series("policy/extreme_fraction")
     if not steps:
         return missing(name, title, direction, "No extreme fraction was logged.")
@@ -186,7 +189,7 @@ def _extreme(run: RunLines) -> Panel:
             name,
             title,
             direction,
-            f"Zero on all {len(steps)} steps: no token was that far apart, so there is nothing to plot.",
+            f"Zero on all {len(steps)} steps: no token differed by that much, so there is nothing to plot.",
         )
     figure, axes = figure_of()
     if run.replay and native_steps:
@@ -205,7 +208,7 @@ def _extreme(run: RunLines) -> Panel:
     )
     if run.replay and native_steps:
         reading += (
-            f"; on the steps measured both ways {percent(statistics.fmean(native), 3)} native against "
+            f"; on the steps with both passes {percent(statistics.fmean(native), 3)} native against "
             f"{percent(statistics.fmean(partner), 3)} with replay"
         )
     return panel_of(name, title, direction, reading + ".", figure)
@@ -213,7 +216,9 @@ def _extreme(run: RunLines) -> Panel:
 
 def _entropy(run: RunLines) -> Panel:
     name, title = "entropy", "Entropy and perplexity"
-    direction = "nats a token (above), perplexity of the sampled tokens in both engines (below): neither is good or bad"
+    direction = (
+        "nats per token (above), perplexity of the sampled tokens in both engines (below): neither is good or bad"
+    )
     steps, entropy = run.series("policy/entropy")
     if not steps:
         return missing(name, title, direction, "No entropy was logged.")
@@ -225,7 +230,7 @@ def _entropy(run: RunLines) -> Panel:
     line(lower, *run.series("policy/perplexity_train"), BLUE, "trainer", linewidth=1.2)
     lower.set_ylabel("perplexity")
     apart = run.series("policy/log_perplexity_abs_diff")[1]
-    reading = f"Entropy went from {entropy[0]:.3f} to {entropy[-1]:.3f} nats a token."
+    reading = f"Entropy went from {entropy[0]:.3f} to {entropy[-1]:.3f} nats per token."
     if apart:
         reading += f" The engines' log-perplexities of a sequence differ by {scientific(statistics.fmean(apart))} nats."
     return panel_of(name, title, direction, reading, figure)
@@ -246,14 +251,22 @@ def _length(run: RunLines) -> Panel:
     lower.set_ylabel("truncated")
     from_zero(lower, least=0.05)
     in_percent(lower)
-    last = f" {percent(cut[0])} of completions were cut at first, {percent(cut[-1])} at the end." if cut else ""
+    last = (
+        f" {percent(cut[0])} of completions were truncated in the first step, {percent(cut[-1])} in the last."
+        if cut
+        else ""
+    )
     return panel_of(
-        name, title, direction, f"From {length[0]:.1f} to {length[-1]:.1f} tokens a completion.{last}", figure
+        name, title, direction, f"From {length[0]:.1f} to {length[-1]:.1f} tokens per completion.{last}", figure
     )
 
 
 def _update(run: RunLines) -> Panel:
-    name, title, direction = "update", "Gradient norm and clip fraction", "neither has a good direction; spikes are bad"
+    name, title, direction = (
+        "update",
+        "Gradient norm and clip fraction",
+        "no direction is good in itself; spikes are bad",
+    )
     steps, norm = run.series("optim/grad_norm")
     clip_steps, clip = run.series("objective/clip_fraction")
     if not steps and not clip_steps:
@@ -292,7 +305,7 @@ _PHASES = (
 
 
 def _time(run: RunLines) -> Panel:
-    name, title, direction = "time", "Time per phase", "seconds a step, lower is better"
+    name, title, direction = "time", "Time per phase", "seconds per step, lower is better"
     if not run.train:
         return missing(name, title, direction, "No step was logged.", wide=True)
     steps = [row["step"] for row in run.train]
@@ -315,7 +328,7 @@ def _time(run: RunLines) -> Panel:
         for phase, seconds in sorted(totals.items(), key=lambda item: -item[1])[:3]
     )
     sync = run.series("time/sync")[1]
-    reading = f"Median step {statistics.median(run.series('time/step')[1]):.2f} s. Most of the time: {shares}."
+    reading = f"Median step {statistics.median(run.series('time/step')[1]):.2f} s. Longest phases: {shares}."
     if sync:
         reading += f" A weight sync takes {statistics.median(sync):.2f} s."
     return panel_of(name, title, direction, reading, figure, wide=True)
@@ -341,7 +354,7 @@ def _throughput(run: RunLines) -> Panel:
 
 def _canary(run: RunLines) -> Panel:
     name, title = "canary", "Canary after each weight sync"
-    direction = "mean |logprob difference| of some fixed tokens in both engines, nats, lower is better"
+    direction = "mean |logprob difference| of some fixed tokens between both engines, nats, lower is better"
     steps, difference = run.series("sync/canary_abs_diff")
     if not steps:
         return missing(name, title, direction, "No canary was scored.")

@@ -1,4 +1,4 @@
-"""Writes summary.json: what a run came to, in one flat object that a script can read."""
+"""Writes summary.json: the results of a run, in one flat object that a script can read."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ FILE = "summary.json"
 
 
 def summarize(run_dir: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """Measure the lines of a run, add the caller's facts (versions, seed, config path, ...), write summary.json.
+    """Compute the results from the lines of a run, add the caller's facts (versions, seed, config path, ...), and write
+    summary.json.
 
-    Raises ValueError when a fact has the name of a measured key, or says a replay mode that the lines contradict.
+    Raises:
+        ValueError: a fact has the name of a computed key, or names a replay mode that the lines contradict.
     """
     run = read_run(run_dir)
     measured = measure(run)
@@ -49,14 +51,14 @@ def summarize(run_dir: Path, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(run: RunLines) -> dict[str, Any]:
-    """The numbers of summary.json that come from the lines. A number that was not measured is None.
+    """Compute the numbers of summary.json from the lines. A number that was not measured is None.
 
     Means and medians are over the steps where the value is finite; `nonfinite_values` counts the others by key. A sum
     or minimum that proves integrity (applied mismatch, coverage, routes) is None if one of its steps is not finite.
     """
     first, last = (run.eval[0], run.eval[-1]) if run.eval else ({}, {})
-    # Pairs: the same steps, hence the same tokens, weights and sampler logprobs. Without replay the trainer routes
-    # natively as it trains, so policy_kl/k3 is the native value where no extra pass measured it.
+    # Pairs are taken from the same step, hence from the same tokens, weights and sampler logprobs. Without replay the
+    # trainer routes natively in training, so policy_kl/k3 is the native value where no extra pass measured it.
     native_steps, native_k3, replay_k3 = run.paired("policy_kl/k3_native", "policy_kl/k3")
     if not native_steps and not run.replay:
         native_steps, native_k3 = run.series("policy_kl/k3")
@@ -117,7 +119,7 @@ def _median(values: list[float]) -> float | None:
 
 
 def _all(run: RunLines, key: str, reduce) -> float | None:
-    """Reduce a key over every line that logged it; None when no line did, or when one of them is not finite."""
+    """Reduce a key over every line that logged it. Return None if no line did, or if a value is not finite."""
     values = [row[key] for row in run.train if key in row]
     return reduce(values) if values and None not in values else None
 
@@ -127,7 +129,9 @@ def _total(run: RunLines, key: str) -> float | None:
 
 
 def _exact(run: RunLines) -> bool | None:
-    """Every step took each expected route exactly once, dispatched to no other, and counted what it did not replay."""
+    """Tell whether every step applied each expected route exactly once, sent no row elsewhere, and counted its
+    fallbacks.
+    """
     if run.mode == "off":
         return None
     return all(
@@ -140,7 +144,7 @@ def _exact(run: RunLines) -> bool | None:
 
 
 def _bytes_per_token(run: RunLines) -> float | None:
-    """Bytes of all steps over tokens of all steps, not the mean of the steps' ratios."""
+    """Return bytes of all steps / tokens of all steps, which is not the mean of the steps' ratios."""
     pairs = [
         (total, each)
         for _, total, each in zip(*run.paired("trace/bytes", "trace/bytes_per_token"), strict=True)

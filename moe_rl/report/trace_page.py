@@ -1,5 +1,6 @@
-"""Draws a trace store, as PNG files and one HTML page: how popular experts are, which are chosen together, and where
-two stores of the same sequences disagree.
+"""Draws a trace store as PNG files and one HTML page.
+
+The plots show how popular experts are, which are chosen together, and where two stores of the same sequences disagree.
 
 Legend for shapes: T tokens, L MoE layers, E experts per layer, K top-k experts per token.
 """
@@ -40,20 +41,23 @@ from moe_rl.trace.inspection import Selection, coactivation, expert_counts, insp
 
 FILE = "trace.html"
 _DPI = 160
-# Loads and lifts further from 1 than this factor have the colour of the end of the scale.
+# The colour scale ends at this factor above and below 1, for loads and lifts.
 _SCALE = 3.0
 _COLORS = "RdBu_r"
-# Pairs of experts, seen and expected, that are added to every count of theirs.
+# Pseudo-count added to the seen and to the expected number of each pair of experts.
 _PRIOR = 5.0
-# Sets below which the share at a position is not drawn: it would be noise.
+# A position with fewer sets than this is not drawn, because its fraction would be noise.
 _FEW_SETS = 200
 
 
 def write_plots(selection: Selection, folder: Path, other: Selection | None = None) -> list[Path]:
-    """Write trace.html and one PNG per plot into a folder; returns their paths.
+    """Write trace.html and one PNG per plot into a folder; return their paths.
 
-    other: a second store, for disagreement: records of equal keys are compared. Raises TraceError when a store is
-    empty or of several models, and when the two have no sequence in common.
+    Args:
+        other: a second store for the disagreement. Records with equal keys are compared.
+
+    Raises:
+        TraceError: a store is empty or has several models, or the two stores have no sequence in common.
     """
     facts: dict[str, Any] = inspect(selection)
     if len(facts["models"]) != 1 or not facts["models"][0]["sequences"]:
@@ -115,8 +119,8 @@ def _balance(counts_LE: np.ndarray, layers: tuple[int, ...]) -> Panel:
     from_zero(axes)
     worst = int(load_LE[:, -1].argmax())
     reading = (
-        f"The busiest expert of a layer has {load_LE[:, -1].mean():.1f} times the mean load, "
-        f"{load_LE[worst, -1]:.1f} in layer {layers[worst]}."
+        f"The busiest expert of a layer has {load_LE[:, -1].mean():.1f} times the mean load on "
+        f"average, and {load_LE[worst, -1]:.1f} times in layer {layers[worst]}."
     )
     direction = "load of the busiest, the median and the least used expert of each layer; 1 is even"
     return panel_of("balance", "Balance of load", direction, reading, figure)
@@ -124,7 +128,7 @@ def _balance(counts_LE: np.ndarray, layers: tuple[int, ...]) -> Panel:
 
 def _coactivation(layers: tuple[int, ...], pairs_LEE: np.ndarray, top_k: int) -> Panel:
     wide = len(layers) > 1
-    figure, every = figure_of(columns=len(layers), wide=wide, height=3.9, xlabel="experts, alike ones side by side")
+    figure, every = figure_of(columns=len(layers), wide=wide, height=3.9, xlabel="experts, similar ones side by side")
     strongest = (0.0, 0, 0, 0)
     for axes, layer, pairs_EE in zip(np.atleast_1d(every), layers, pairs_LEE, strict=True):
         lift_EE = _lift(pairs_EE, top_k)
@@ -132,7 +136,7 @@ def _coactivation(layers: tuple[int, ...], pairs_LEE: np.ndarray, top_k: int) ->
         one, other = map(int, np.unravel_index(np.nanargmax(sure), sure.shape))
         strongest = max(strongest, (float(sure[one, other]), layer, one, other))
         order = _together(lift_EE)
-        _heat(figure, axes, lift_EE[np.ix_(order, order)], "seen / by chance", bar=layer == layers[-1])
+        _heat(figure, axes, lift_EE[np.ix_(order, order)], "seen / expected", bar=layer == layers[-1])
         axes.set_title(f"layer {layer}", fontsize=9.5)
         axes.set_xticks([])
         axes.set_yticks([])
@@ -141,7 +145,9 @@ def _coactivation(layers: tuple[int, ...], pairs_LEE: np.ndarray, top_k: int) ->
         lift, layer, first, second = strongest
         pair = f"experts {min(first, second)} and {max(first, second)} of layer {layer}"
         reading = f"Strongest: {pair}, chosen together {lift:.1f} times as often as by chance."
-    direction = "how often two experts are chosen for the same token, against independent choices as popular as they"
+    direction = (
+        "how often two experts are chosen for the same token, compared with independent choices of the same popularity"
+    )
     return panel_of("coactivation", "Experts chosen together", direction, reading, figure, wide=wide)
 
 
@@ -158,7 +164,7 @@ def _layers_that_differ(found: Disagreement) -> Panel:
         f"{percent(float(sets_L[worst]), 2)} in layer {found.layers[worst]}; "
         f"{percent(found.tokens / found.rows)} of tokens in at least one layer."
     )
-    direction = "share of expert sets, and of single experts, that the two stores have not in common"
+    direction = "fraction of expert sets, and of single experts, in which the two stores differ"
     return panel_of("disagreement", "Disagreement per layer", direction, reading, figure)
 
 
@@ -170,19 +176,19 @@ def _positions_that_differ(found: Disagreement) -> Panel:
     line(axes, middle, share, BLUE, None, marker="o", markersize=3.2)
     in_percent(axes)
     from_zero(axes, least=0.01)
-    reading = f"Mean of all layers, in steps of {found.bin_rows} tokens."
+    reading = f"Mean of all layers, in bins of {found.bin_rows} tokens."
     if len(share) > 1:
         half = len(share) // 2
         reading = (
             f"{percent(float(share[:half].mean()), 2)} in the first half of positions, "
             f"{percent(float(share[half:].mean()), 2)} in the second. " + reading
         )
-    direction = "share of expert sets that differ, by where their token stands"
+    direction = "fraction of expert sets that differ, by position of the token"
     return panel_of("disagreement-position", "Disagreement along the sequence", direction, reading, figure)
 
 
 def _heat(figure: Figure, axes: Axes, ratio: np.ndarray, label: str, *, bar: bool = True) -> None:
-    """Ratios to 1 on a logarithmic scale of colours; 0 and unknown are grey."""
+    """Return a logarithmic colour scale for ratios around 1. 0 and unknown are grey."""
     with np.errstate(divide="ignore", invalid="ignore"):
         values = np.ma.masked_invalid(np.log2(ratio))
     colors = matplotlib.colormaps[_COLORS].with_extremes(bad="#c3c7cd")
@@ -197,7 +203,7 @@ def _heat(figure: Figure, axes: Axes, ratio: np.ndarray, label: str, *, bar: boo
 
 
 def _some_layers(layers: tuple[int, ...]) -> tuple[int, ...]:
-    """The first, the middle and the last."""
+    """Return the first, the middle and the last element."""
     return tuple(dict.fromkeys((layers[0], layers[len(layers) // 2], layers[-1])))
 
 
@@ -206,11 +212,12 @@ def _load(counts_LE: np.ndarray) -> np.ndarray:
 
 
 def _lift(pairs_EE: np.ndarray, top_k: int) -> np.ndarray:
-    """Pairs seen over pairs expected, with _PRIOR of each added: few of either say nothing. NaN on the diagonal and for
-    experts that were never chosen.
+    """Return pairs seen / pairs expected, with _PRIOR added to each so that rare pairs stay near 1.
 
-    pairs_EE: tokens for which both experts were chosen; on the diagonal, those for which one was. With K of them chosen
-    at once, independent ones of shares p and q meet in about p q (K - 1) / K of the tokens.
+    The result is NaN on the diagonal and for experts that were never chosen.
+
+    pairs_EE: tokens for which both experts were chosen; on the diagonal, tokens for which the expert was chosen. With K
+    experts per token, independent experts with frequencies p and q meet in about p q (K - 1) / K of the tokens.
     """
     chosen_E = np.diag(pairs_EE).astype(np.float64)
     tokens = chosen_E.sum() / top_k
@@ -222,8 +229,11 @@ def _lift(pairs_EE: np.ndarray, top_k: int) -> np.ndarray:
 
 
 def _together(lift_EE: np.ndarray) -> np.ndarray:
-    """An order of experts in which those that are chosen together stand together: along the slowest vibration of the
-    graph whose edges are lifts."""
+    """Return an order that puts experts next to each other if they are chosen together.
+
+    It sorts by the eigenvector of the second smallest eigenvalue of the Laplacian of the graph whose edge weights are
+    lifts.
+    """
     near = np.clip(np.nan_to_num(lift_EE), 0, 4)
     degree = near.sum(axis=1)
     scale = 1 / np.sqrt(np.maximum(degree, 1e-9))
@@ -238,7 +248,7 @@ def _page(selection: Selection, facts: dict, panels: list[Panel], other: Selecti
         f"{count(model['shards'])} shards, {binary(model['bytes'])}; {model['top_k']} of {model['num_experts']} "
         f"experts in {len(model['popularity'])} layers; model {model['fingerprint'][:16]}"
     )
-    bounds = f"bound {model['bits_per_set_bound']:.1f}; by popularity alone {model['bits_per_set_order0']:.1f}"
+    bounds = f"bound {model['bits_per_set_bound']:.1f}; from popularity alone {model['bits_per_set_order0']:.1f}"
     raw = f"all of the file; {model['bytes_per_stored_token']:.0f} a stored token; raw {model['raw_bytes_per_token']}"
     evenness = percent(float(np.mean([row["evenness"] for row in model["popularity"]])))
     return render(

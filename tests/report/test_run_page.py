@@ -95,7 +95,7 @@ def test_readings_quote_the_paired_numbers(synthetic_run, facts):
     assert steps == [1, 6, 11, 16, 21, 26, 31, 36]
     _, page = report(run_dir, facts)
     assert (
-        f"On the 8 steps measured both ways: {sum(native) / 8:.1e} native, {sum(replayed) / 8:.1e} with replay"
+        f"On the 8 steps with both passes: {sum(native) / 8:.1e} native, {sum(replayed) / 8:.1e} with replay"
         in page.words
     )
 
