@@ -1,8 +1,9 @@
-"""Everything that is wrong with a config, the files it names and the number of ranks: all of it, before any work.
+"""Finds everything that is wrong with a config, its files and the number of ranks, before any work starts.
 
-What one field or one section can say stands there. Here stands what needs two sections or the model; `check_layout` has
-what needs the number of ranks, `check_cluster` several machines, `check_files` this machine. Only headers and small
-files are read and nobody's code is imported: quick, and without side effects.
+Rules about one field or one section are part of the section classes. This file has the rules that need two sections or
+the model. `check_layout` has those that need the number of ranks, `check_cluster` those for several machines, and
+`check_files` those for this machine. Only headers and small files are read, and no user code is imported, so the checks
+are quick and have no side effects.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from moe_rl.models.hf import ModelFacts, read_model
 def problems(config: Config, world_size: int) -> list[Problem]:
     """Every reason why `config` cannot run here on `world_size` ranks, one message each; empty when it can.
 
-    Not looked at here: the state of what is installed, and what needs the plan's arithmetic (`planning.fit`).
+    This does not examine the installed software, nor the memory that a plan needs (`planning.fit`).
     """
     try:
         facts, found = read_model(config.model.path), []

@@ -1,4 +1,4 @@
-"""What is wrong with a run on several machines: the servers that sample, and the way between the ranks' nodes."""
+"""Checks a run on several machines: the sampling servers, and the network between the nodes of the ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def engine_problems(config: Config) -> Iterator[Problem]:
 
 
 def has_servers(config: Config) -> bool:
-    """Whether a run samples from servers, named or only planned: rank 0 itself starts one engine, on one GPU."""
+    """Tell whether a run samples from servers, named or planned. Without servers rank 0 starts one engine on one
+    GPU.
+    """
     cluster = config.cluster
     planned = cluster is not None and (cluster.engines, cluster.gpus_per_engine) != (1, 1)
     return planned or bool(config.rollout.servers)
@@ -49,12 +51,12 @@ def start_problems(config: Config) -> Iterator[Problem]:
             },
             got="no servers",
             expected=f"{cluster.engines}",
-            do="start them with moe-rl serve --config and name them, see docs/howto/cluster.md",
+            do="start them with moe-rl serve --config and list their URLs, see docs/howto/cluster.md",
         )
 
 
 def several_nodes(environment: Mapping[str, str]) -> bool:
-    """Whether torchrun started ranks on other nodes too."""
+    """Tell whether torchrun started ranks on other nodes too."""
     ranks = environment.get("WORLD_SIZE", "1")
     return int(ranks) > int(environment.get("LOCAL_WORLD_SIZE", ranks))
 
@@ -62,8 +64,8 @@ def several_nodes(environment: Mapping[str, str]) -> bool:
 def node_problems(environment: Mapping[str, str]) -> Iterator[Problem]:
     """Why gloo, which connects the ranks on CPUs and writes checkpoints everywhere, would not find its way.
 
-    Without an interface it takes the address that the host's name leads to, which on many systems is loopback: the
-    ranks then wait for each other in vain.
+    Without an interface gloo uses the address of the host's name. On many systems this is loopback, and the ranks then
+    wait for each other without end.
     """
     if not several_nodes(environment):
         return

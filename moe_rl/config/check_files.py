@@ -1,4 +1,4 @@
-"""What is wrong with the files and folders that a config names, and with the code it names."""
+"""Checks the files, folders and code that a config names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moe_rl.models.hf import (
 )
 from moe_rl.models.safetensors_header import unpacked
 
-# What the published figures need not have in common with a checkpoint: who wrote it, and how.
+# Fields in which published figures may differ from a checkpoint: they say which software wrote it, and how.
 NOT_COMPARED = ("fingerprint", "dtype", "eos_token_ids")
 
 
@@ -114,7 +114,7 @@ def prompt_problems(config: Config) -> Iterator[Problem]:
             "the same file as task.train",
             where={"key": "task.heldout"},
             got=task.heldout,
-            do="hold prompts out that are never trained on",
+            do="give a file with prompts that are never trained on",
         )
     if counts["train"] and task.train_prompts not in (None, counts["train"]):
         yield describe(
@@ -154,7 +154,7 @@ def _folder_problems(runs_dir: Path) -> Iterator[Problem]:
 
 
 def existing_folder(path: Path) -> Path:
-    """`path`, or what is there closest above it."""
+    """Return `path`, or its closest parent that exists."""
     path = path.absolute()
     while not os.path.lexists(path):
         path = path.parent
@@ -162,7 +162,7 @@ def existing_folder(path: Path) -> Path:
 
 
 def count_prompts(path: Path) -> int | None:
-    """Lines of a JSONL file that are not blank; None when it cannot be read."""
+    """Count the lines of a JSONL file that are not blank; None if it cannot be read."""
     try:
         with open(path, "rb") as stream:
             return sum(1 for line in stream if line.strip())
@@ -171,7 +171,7 @@ def count_prompts(path: Path) -> int | None:
 
 
 def dotted_path_problem(dotted: str) -> str | None:
-    """Why `package.module.function` names nothing, or None. Looks the module up and reads it; imports nothing."""
+    """Return why `package.module.function` is no function, or None. Finds and reads the module without importing it."""
     reason, module = _read_module(dotted)
     names = None if module is None else _top_level_names(module)
     _, _, name = dotted.rpartition(".")
@@ -183,23 +183,25 @@ def dotted_path_problem(dotted: str) -> str | None:
 
 
 def signature_problem(dotted: str) -> str | None:
-    """Why what is written out there is no reward function, or None; it may be made in another way."""
+    """Return why the definition in the source is no reward function; None if there is no fault or no plain
+    definition.
+    """
     _, module = _read_module(dotted)
     return None if module is None else _signature_problem(module, dotted.rpartition(".")[2])
 
 
 def _read_module(dotted: str) -> tuple[str | None, ast.Module | None]:
-    """Why there is no such module, and its source; None where there is none that could be read."""
+    """Return why there is no such module, and its source (None if there is none to read)."""
     parts = dotted.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         return "not a dotted path such as package.module.function", None
     if parts[0] == "__main__":
-        return "__main__ is the command that runs, and not what a verifier process would import", None
+        return "__main__ is the running command, which a verifier process would not import", None
     spec = None
     for depth, name in enumerate(parts[:-1], start=1):
         module = ".".join(parts[:depth])
         if spec is None:
-            # importlib.util.find_spec would import the parents of a dotted name; the first one has none.
+            # importlib.util.find_spec would import the parents of a dotted name. The first name has no parent.
             spec = importlib.util.find_spec(name)
         else:
             places = spec.submodule_search_locations
@@ -216,7 +218,7 @@ def _read_module(dotted: str) -> tuple[str | None, ast.Module | None]:
 
 
 def _signature_problem(module: ast.Module, name: str) -> str | None:
-    """Why a function that is written out in its module is no reward function, or None; `name` may be another thing."""
+    """Return why a function defined in its module is no reward function, or None. `name` may also be no function."""
     bound = [node for node in module.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
     found = [node for node in bound if node.name == name]
     if len(found) != 1 or isinstance(found[0], ast.ClassDef) or found[0].decorator_list:
@@ -234,7 +236,7 @@ def _signature_problem(module: ast.Module, name: str) -> str | None:
 
 
 def _top_level_names(module: ast.Module) -> set[str] | None:
-    """Names a module may bind, or None when that cannot be told without running it."""
+    """Return the names that a module may bind; None if this cannot be known without running it."""
     names: set[str] = set()
     for node in ast.walk(module):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

@@ -1,4 +1,4 @@
-"""What is wrong with how ranks share a model, given its sizes and the number of ranks."""
+"""Checks the layout of ranks against the sizes of the model and the number of ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _rank_problems(parallel: ParallelConfig, facts: ModelFacts | None, world_siz
             where={"key": "parallel"},
             got=f"{world_size} ranks and {sizes}",
             expected=f"a multiple of {least} ranks",
-            do=f"start as many with torchrun --nproc-per-node {least}, or change parallel",
+            do=f"start {least} ranks with torchrun --nproc-per-node {least}, or change parallel",
         )
     for dimension, name, size in _divided_sizes(facts) if facts is not None else ():
         ranks = getattr(parallel, dimension)
@@ -75,7 +75,7 @@ def _stage_problems(parallel: ParallelConfig, facts: ModelFacts) -> Iterator[Pro
             where={"key": "parallel.pipeline"},
             got=parallel.pipeline,
             expected=f"a divisor of {facts.layers}",
-            do="or say how many layers each run has: parallel.layers_per_run",
+            do="or set the number of layers of each run: parallel.layers_per_run",
         )
     elif not lengths and facts.layers % runs:
         yield describe(
@@ -83,7 +83,7 @@ def _stage_problems(parallel: ParallelConfig, facts: ModelFacts) -> Iterator[Pro
             where={"key": "parallel.virtual_pipeline"},
             got=parallel.virtual_pipeline,
             expected=f"a divisor of {facts.layers // parallel.pipeline}",
-            do="or say how many layers each run has: parallel.layers_per_run",
+            do="or set the number of layers of each run: parallel.layers_per_run",
         )
     else:
         bare = [layers for layers in stage_layers(facts, parallel) if not set(layers) & set(facts.moe_layers)]
@@ -138,7 +138,7 @@ def _schedule_problems(parallel: ParallelConfig, train: TrainConfig, facts: Mode
 
 
 def _divided_sizes(facts: ModelFacts) -> Iterator[tuple[str, str, int]]:
-    """(a dimension of `parallel`, what it must divide, how many of it the model has)."""
+    """Yield (a dimension of `parallel`, a name for what it must divide, its number in the model)."""
     yield "expert", "experts (num_experts)", facts.num_experts
     yield "expert_tensor", "experts' width (moe_intermediate_size)", facts.moe_intermediate_size
     yield "tensor", "key-value heads (num_key_value_heads)", facts.kv_heads

@@ -1,9 +1,8 @@
-"""From a YAML file and `a.b=c` overrides to a `Config`, or to every reason why not, at once.
+"""Turns a YAML file and `a.b=c` overrides into a `Config`, or into a message with every reason why that fails.
 
-A file may say `extends: FILE`, relative to itself: sections are merged key by key, and lists are replaced.
-Relative paths in a config (`model.path`, `task.train`, `run.runs_dir`, ...) are taken as they stand, so they are
-relative to the working directory of the command, like every path typed in a shell; never to the config file. Only what
-moe_rl ships, `configs/...`, is found from any directory.
+A file may say `extends: FILE`, with a path relative to itself. Sections are merged key by key, and lists are replaced.
+Relative paths in a config (`model.path`, `task.train`, `run.runs_dir`, ...) are relative to the working directory of
+the command, never to the config file. Only files that moe_rl ships, `configs/...`, are found from any directory.
 """
 
 from __future__ import annotations
@@ -33,11 +32,15 @@ Sources = dict[strict_yaml.Path, About]
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read and check a config file.
 
-    path: a YAML file, or the name of a shipped one such as qwen3_30b_a3b. overrides: texts `a.b=c`, applied in order on
-    top of the file; c is read as YAML.
-    A value is never converted between text, numbers and booleans. Raises ConfigError, which lists every problem with
-    its key, its line, what was got and what was expected. Whether the keys of a section fit each other, the other
-    sections and this machine is left to `check.problems`, which says all of it at once.
+    Text, numbers and booleans are never converted into each other. Problems between keys are left to `check.problems`,
+    which reports all of them together.
+
+    Args:
+        path: a YAML file, or the name of a shipped one such as qwen3_30b_a3b.
+        overrides: texts `a.b=c`, applied in order on top of the file. c is read as YAML.
+
+    Raises:
+        ConfigError: listing every problem with its key, its line, the value and what was expected.
     """
     data, sources = _read(find_config(path))
     problems = [problem for text in overrides if (problem := _override(data, text, sources))]
@@ -57,7 +60,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def find_config(name: str | Path, beside: Path = Path(), where: About = MappingProxyType({})) -> Path:
     """Find a config file by its path, taken from the folder `beside`, or by the name of a shipped one.
 
-    A file at this path comes first. where: who asks, for the message. Raises ConfigError.
+    where: names the source of the request in the message. Raises ConfigError if there is no such file.
     """
     name, path = Path(name), beside / name
     by_name = [SHIPPED / name, SHIPPED / f"{name}.yaml"] if name.parent == Path() else []
@@ -79,7 +82,7 @@ def find_config(name: str | Path, beside: Path = Path(), where: About = MappingP
 
 
 def find_file(path: Path) -> Path:
-    """The file of moe_rl that `configs/...` means where the working directory has none; any other path as it stands."""
+    """Return the shipped file for a path `configs/...` that the working directory lacks; any other path unchanged."""
     if path.parts[:1] == (SHIPPED.name,) and not path.exists():
         ours = SHIPPED.joinpath(*path.parts[1:])
         return ours if ours.exists() else path
@@ -87,7 +90,10 @@ def find_file(path: Path) -> Path:
 
 
 def _read(file: Path, extending: tuple[Path, ...] = ()) -> tuple[dict[str, Any], Sources]:
-    """What a file and those that it extends say together, and where. extending: the files that lead to it."""
+    """Return the merged content of a file and those that it extends, and the source of each key.
+
+    extending: the files that lead to this one.
+    """
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -121,7 +127,7 @@ def _read(file: Path, extending: tuple[Path, ...] = ()) -> tuple[dict[str, Any],
 
 
 def _merged(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """`own` on top of `base`: mappings key by key, everything else, lists too, replaced."""
+    """Merge `own` over `base`: mappings key by key; everything else, lists included, is replaced."""
     merged = dict(base)
     for key, value in own.items():
         theirs = merged.get(key)
@@ -130,7 +136,7 @@ def _merged(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 
 
 def dump_config(config: Config) -> str:
-    """The resolved config as YAML: every field, defaults included. `load_config` reads an equal Config from it."""
+    """Return the resolved config as YAML, with every field and default. `load_config` reads an equal Config from it."""
     return strict_yaml.dump(config.model_dump(mode="json"))
 
 
@@ -167,7 +173,7 @@ def _override(data: dict[str, Any], text: str, sources: Sources) -> Problem | No
 def _message(error: ErrorDetails, sources: Sources) -> Problem:
     (loc, holder), given = _place(error["loc"]), error["input"]
     expected = error["msg"].removeprefix("Input should be ").replace("object", "mapping")
-    if error["type"] == "union_tag_not_found":  # no loss has this name
+    if error["type"] == "union_tag_not_found":  # there is no loss with this name
         named = isinstance(given, dict)
         loc, given = ((*loc, "name"), given["name"]) if named else (loc, given)
         expected = f"one of {', '.join(LOSSES)}" if named else "a mapping"
@@ -187,7 +193,7 @@ def _message(error: ErrorDetails, sources: Sources) -> Problem:
                 where=where,
                 got=_shown(given),
                 expected=f"only {', '.join(f'objective.{name}' for name in LOSS_PARAMETERS[loss])}",
-                do=f"it is of {', '.join(others)}: remove it, or set it to null",
+                do=f"it belongs to {', '.join(others)}: remove it, or set it to null",
             )
         return describe("unknown key", where=where, do=_suggestion(loc, holder))
     field = getattr(holder, "model_fields", {}).get(leaf)
@@ -205,7 +211,7 @@ def _shown(value: Any, limit: int = 80) -> str:
 
 
 def _place(loc: tuple[str | int, ...]) -> tuple[tuple[str | int, ...], Any]:
-    """The key that pydantic means, without the loss that it names behind `objective`; and the class that holds it."""
+    """Return the key of a pydantic error without the loss name that pydantic adds behind `objective`, and its class."""
     holder: Any = Config
     key: list[str | int] = []
     for depth, part in enumerate(loc):
@@ -222,13 +228,13 @@ def _place(loc: tuple[str | int, ...]) -> tuple[tuple[str | int, ...], Any]:
 
 
 def _loss_name(holder: Any) -> str:
-    """The loss whose parameters a class holds; "" for any other section."""
+    """Return the loss whose parameters a class holds; "" for any other section."""
     return next((name for name, loss in LOSSES.items() if loss is holder), "")
 
 
 def _section(annotation: Any) -> Any:
-    """The section class that a field holds: itself, the values of a mapping or a list. None for a plain value."""
-    if get_origin(annotation) in (UnionType, Union):  # a section that may be absent, or one of several
+    """Return the section class that a field, mapping or list holds. None for a plain value."""
+    if get_origin(annotation) in (UnionType, Union):  # an optional section, or a union of sections
         return next(filter(None, map(_section, get_args(annotation))), None)
     if get_origin(annotation) is Annotated:
         return _section(get_args(annotation)[0])
@@ -252,7 +258,7 @@ def _all_keys(section: Any = Config, prefix: str = "") -> Iterator[str]:
 
 
 def _suggestion(loc: Sequence[str | int], holder: Any) -> str:
-    """What the unknown key may have been meant to be: a sibling, else a key of the same or a close name elsewhere."""
+    """Suggest keys for an unknown key: a sibling, or a key with the same or a similar name elsewhere."""
     key, prefix = str(loc[-1]), "".join(f"{part}." for part in loc[:-1])
     siblings = list(_names(holder))
     close = [prefix + name for name in difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)]

@@ -113,8 +113,8 @@ class ObjectiveConfig(Section):
                 "more than one of them weighs by the ratio to the sampler, which would count twice",
                 where={"key": "objective.corrections"},
                 got=" and ".join(f"{one.level} {one.rule}" for one in weighing),
-                expected="one truncate or mask",
-                do="make the others reject, which is mask without the weight",
+                expected="at most one truncate or mask",
+                do="use reject for the others, which is mask without the weight",
             )
         seen = [(one.level, one.rule) for one in self.corrections if one.rule not in _WEIGH]
         for level, rule in sorted({pair for pair in seen if seen.count(pair) > 1}):
@@ -142,7 +142,7 @@ class ObjectiveConfig(Section):
                 where={"key": f"{key}.rule", **where},
                 got=rule,
                 expected="reject or veto",
-                do="take reject to drop what is out of bounds; objective.weight_cap truncates the loss's own weight",
+                do="use reject to drop what is out of bounds; objective.weight_cap truncates the loss's own weight",
             )
         if self.counted_by_token and correction.level == "token" and rule != "veto":
             yield describe(

@@ -94,14 +94,14 @@ class RolloutConfig(Section):
                 where={"key": "rollout.keep_sampling_mask", "given": asked},
                 got="false",
                 expected="true",
-                do="set it, or draw from all tokens",
+                do="set it, or sample from all tokens",
             )
         if self.keep_sampling_mask and not asked:
             yield describe(
                 "nothing is removed, so there is no mask to keep",
                 where={"key": "rollout.keep_sampling_mask"},
                 got="true",
-                expected="rollout.top_k above 0, rollout.top_p below 1 or rollout.min_p above 0 with it",
+                expected="rollout.top_k above 0, rollout.top_p below 1 or rollout.min_p above 0",
                 do="set one of them, or turn it off",
             )
         if self.keep_sampling_mask and self.capture == "native":
@@ -152,7 +152,7 @@ class RolloutConfig(Section):
                 "none would be left",
                 where={"key": "rollout.max_lost_servers"},
                 got=self.max_lost_servers,
-                expected=f"less than {count}, the servers there are",
+                expected=f"less than {count}, the number of servers",
             )
         if self.capture == "native":
             yield describe(
@@ -242,7 +242,7 @@ class ReplayConfig(Section):
                 "not all rows are counted before the step",
                 where={"key": "replay.max_rows", "given": ", ".join(why for why, holds in unknown.items() if holds)},
                 got=self.max_rows,
-                expected="null, or every row replayed by a plan",
+                expected="null, or a plan that covers every row",
             )
         falls_back = self.missing != "refuse" or self.stale == "native"
         if falls_back != (self.max_fallback_fraction > 0):
@@ -272,9 +272,9 @@ def _no_address(url: str) -> str:
     except ValueError as error:
         return f"no URL ({error})"
     if parts.scheme != "http":
-        return "they speak http"
+        return "not an http:// URL"
     if not host or not port:
-        return "host and port are both needed"
+        return "host or port is missing"
     if parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None:
-        return "nothing but host and port belongs into it"
+        return "only http://host:port is allowed"
     return ""

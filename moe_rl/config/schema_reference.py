@@ -1,4 +1,4 @@
-"""Write the reference of all config keys, docs/reference/config.md, from the schema:
+"""Writes the reference of all config keys, docs/reference/config.md, from the schema:
 
 python -m moe_rl.config.schema_reference > docs/reference/config.md
 """
@@ -23,18 +23,18 @@ _HEAD = """\
 
 <!-- Made from the schema: python -m moe_rl.config.schema_reference > docs/reference/config.md -->
 
-A config is a YAML file of the sections below. Unknown keys are errors. On the command line `section.key=value` replaces
-a value. A file may say `extends: FILE`, relative to itself, and then holds only what differs: sections are merged key
-by key, lists are replaced. Paths are relative to the working directory. Whole numbers are below 2^31 and other numbers
-at most 1e30, where nothing else is said: no library below takes larger ones.
+A config is a YAML file with the sections below. Unknown keys are errors. On the command line `section.key=value`
+replaces a value. A file may say `extends: FILE`, with a path relative to itself, and then holds only the differences:
+sections are merged key by key, and lists are replaced. All other paths are relative to the working directory. Unless
+the table says otherwise, whole numbers are below 2^31 and other numbers at most 1e30, the limits of the libraries.
 """
 _WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", Path: "path", NoneType: "null"}
-_EVERYWHERE = (2**31 - 1, 1e30)  # what the head of the page says of all numbers
-_BOUNDS = {"ge": "from", "gt": "above", "le": "to", "lt": "below"}  # as annotated_types names them
+_EVERYWHERE = (2**31 - 1, 1e30)  # the default limit, which the head of the page states
+_BOUNDS = {"ge": "from", "gt": "above", "le": "to", "lt": "below"}  # names used by annotated_types
 
 
 def reference() -> str:
-    """The whole page, as Markdown."""
+    """Return the whole page as Markdown."""
     parts = [_HEAD]
     for name, field in Config.model_fields.items():
         parts.append(f"## {name}\n")
@@ -46,7 +46,7 @@ def reference() -> str:
 
 
 def _section(path: str, field: FieldInfo) -> Iterator[str]:
-    """A section's table, then those of the sections in it."""
+    """Return the table of a section, then those of the sections in it."""
     section, inside = _inner(field.annotation, path)
     yield f"{_text(section)}{' The section may be left out.' if not field.is_required() else ''}\n"
     yield _table(section.model_fields)
@@ -60,8 +60,8 @@ def _section(path: str, field: FieldInfo) -> Iterator[str]:
 def _objective() -> Iterator[str]:
     default = Config.model_fields["objective"].default.name
     yield f"""\
-The policy loss and what goes with it. `name` chooses the loss, `{default}` where it is left out. A key of another loss
-is refused, unless it is null. Formulas and denominators stand in docs/concepts/objectives.md.
+The policy loss and its settings. `name` chooses the loss; the default is `{default}`. A key of another loss is refused,
+unless it is null. docs/concepts/objectives.md gives formulas and denominators.
 """
     shared = {key: field for key, field in ObjectiveConfig.model_fields.items() if key != "name"}
     yield _table(shared)
@@ -91,7 +91,7 @@ def _value(default: Any) -> str:
 
 
 def _inner(annotation: Any, path: str = "") -> tuple[Any, str]:
-    """The section that a key holds, None for a plain value; and its path, with NAME or N for the members of many."""
+    """Return the section that a key holds (None for a plain value), and its path, with NAME or N for variable parts."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, path
     many = {dict: "NAME", tuple: "N"}.get(get_origin(annotation))
@@ -103,7 +103,7 @@ def _inner(annotation: Any, path: str = "") -> tuple[Any, str]:
 
 
 def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """What a value may be, in words."""
+    """Describe in words which values a type accepts."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _type(arguments[0], [*metadata, *_constraints(annotation.__metadata__)])

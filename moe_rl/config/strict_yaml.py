@@ -1,6 +1,6 @@
-"""YAML without its surprises: what a config file says is what the run gets.
+"""Reads YAML without implicit conversions, so that the run gets exactly what the config file says.
 
-The scalars of YAML 1.2's core schema and nothing else: `true` and `false` are the only booleans (`no`, `off` and `yes`
+Only the scalars of YAML 1.2's core schema are known. `true` and `false` are the only booleans (`no`, `off` and `yes`
 are text), `1e-6` is a number, `010` is ten, `12:30` and `2026-01-02` are text. Duplicate keys, aliases, merge keys and
 tags are errors that name the line.
 """
@@ -16,7 +16,7 @@ import yaml
 from moe_rl.errors import About, ConfigError, describe
 
 Path = tuple[str | int, ...]
-"""Where a value stands: keys and list positions from the top of the document."""
+"""Locates a value: keys and list positions from the top of the document."""
 
 MAX_BYTES = 1 << 20
 
@@ -46,7 +46,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every text that this reader, or a YAML 1.1 reader, would take for something else."""
+    """Quotes every text that this reader, or a YAML 1.1 reader, would take for another type."""
 
     yaml_implicit_resolvers = {first: list(rules) for first, rules in yaml.SafeDumper.yaml_implicit_resolvers.items()}
 
@@ -100,7 +100,7 @@ def parse(text: str, where: About) -> tuple[Any, dict[Path, int]]:
 
 
 def dump(value: Any) -> str:
-    """Block-style YAML that `parse` reads back as an equal value. Key order is kept."""
+    """Return block-style YAML that `parse` reads back as an equal value. Key order is kept."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=False, width=120)
 
 
@@ -139,7 +139,7 @@ def _key(node: yaml.Node) -> str:
 
 
 def _refuse_half_characters(node: yaml.Node) -> None:
-    """YAML can escape a lone surrogate; no file name, and no JSON, can hold one."""
+    """Refuse a lone surrogate, which YAML can escape, but which no file name and no JSON can hold."""
     if isinstance(node, yaml.ScalarNode) and any("\ud800" <= character <= "\udfff" for character in node.value):
         raise _Refused(node.start_mark, f"{node.value[:40]!a} holds half a character", do="write the whole character")
 

@@ -152,7 +152,7 @@ class TrainConfig(Section):
                 where={"key": "train.delay_wgrad_compute", "given": "train.overlap_expert_parallel_comm is off"},
                 got=True,
                 expected="false",
-                do="turn the overlap on, or this off",
+                do="turn the overlap on, or train.delay_wgrad_compute off",
             )
         if self.overlap_expert_parallel_comm and self.recompute != "none":
             yield describe(
