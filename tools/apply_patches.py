@@ -1,4 +1,4 @@
-"""Check, apply or take back the patches of an installed vLLM, or of a checkout: `moe-rl patch`.
+"""Check, apply or revert the patches of an installed vLLM, or of a checkout: `moe-rl patch`.
 
 python tools/apply_patches.py [--vllm PATH] --check | --apply | --revert
 """

@@ -1,4 +1,4 @@
-"""Compare sampler and trainer without and with replay, the "routing KL" as four separate numbers: `moe-rl compare`.
+"""Compare sampler and trainer with and without replay; reports the "routing KL" as four numbers: `moe-rl compare`.
 
 python tools/compare_routing_kl.py --run RUN_DIR [--sampler-dtype bfloat16 float32]
 python tools/compare_routing_kl.py --config FILE [a.b=c ...]

@@ -1,4 +1,4 @@
-"""Write a run's weights, or the numbers behind a packed checkpoint, as a Hugging Face checkpoint: `moe-rl export`.
+"""Write a run's weights, or an unpacked checkpoint, as a Hugging Face checkpoint: `moe-rl export`.
 
 python tools/export_hf.py --run runs/RUN [--step 12] --out FOLDER
 python tools/export_hf.py --model FOLDER --out FOLDER

@@ -1,4 +1,4 @@
-"""Serve a model with vLLM, recording routes into a trace store: `moe-rl serve`. `--help` says how."""
+"""Serve a model with vLLM and record its routes into a trace store: `moe-rl serve`. `--help` lists the options."""
 
 import sys
 from pathlib import Path

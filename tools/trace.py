@@ -1,4 +1,4 @@
-"""Look into, check, fill and draw a store of routing traces: `moe-rl trace`.
+"""Inspect, verify, fill and plot a store of routing traces: `moe-rl trace`.
 
 python tools/trace.py inspect | verify | cat | import | export | repair | bench | plot STORE
 """

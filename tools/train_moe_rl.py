@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 tools/train_moe_rl.py --resume runs/RUN [parallel.b=c ...]
     python tools/train_moe_rl.py --config configs/tiny_moe_cpu.yaml --plan
 
-`moe_rl/commands/train.py` checks what was asked for. `moe_rl/train/loop.py` tells the whole story of a run.
+`moe_rl/commands/train.py` checks the request. `moe_rl/train/loop.py` contains the whole training loop.
 """
 
 import argparse

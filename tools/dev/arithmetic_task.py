@@ -1,8 +1,8 @@
-"""The task of the CPU default: integer sums with a hidden answer, in four levels, split so that held-out means unseen.
+"""Generates the task of the CPU demo: integer sums with a hidden answer, in four levels.
 
-A prompt is an expression and an equals sign, `12+34=`. The completion that passes is `<answer>46</answer>`. Nothing in
-a prompt tells the answer, and no held-out expression, nor one that only orders its terms differently, is in the
-training split or in the warm start of the policy.
+A prompt is an expression and an equals sign, `12+34=`. The completion that passes is `<answer>46</answer>`. The prompt
+does not contain the answer. No held-out expression occurs in the training split or in the policy's warm start, not even
+with its terms in another order.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ HELDOUT_SIZE = 512
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A sum of signed terms; the first is not negative and none of the others is zero."""
+    """Holds a sum of signed terms. The first is not negative, and no other is zero."""
 
     terms: tuple[int, ...]
     level: str
 
     @property
     def prompt(self) -> str:
-        """The expression as written: `12-34=`."""
+        """Return the expression as written: `12-34=`."""
         return str(self.terms[0]) + "".join(f"{term:+d}" for term in self.terms[1:]) + "="
 
     @property
@@ -35,7 +35,7 @@ class Problem:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """Equal for problems that differ only in the order of their terms."""
+        """Return a key that is equal for problems that differ only in the order of their terms."""
         return tuple(sorted(self.terms))
 
 
@@ -56,13 +56,13 @@ def _three_terms(rng: random.Random) -> tuple[int, ...]:
 
 
 LEVELS: dict[str, Callable[[random.Random], tuple[int, ...]]] = {
-    "1": _one_digit,  # add or take away one digit
+    "1": _one_digit,  # add or subtract one digit
     "2": _addition,  # two numbers of two digits
     "3": _subtraction,  # two numbers of two digits, half of the results negative
     "4": _three_terms,  # three numbers up to 40, mixed signs
 }
 
-# Shares in the warm start; the splits have as many of each.
+# Fraction of each level in the warm start. The splits have the same number of each.
 LEVEL_SHARES = {"1": 0.2, "2": 0.2, "3": 0.25, "4": 0.35}
 
 
@@ -72,16 +72,17 @@ def sample_problem(rng: random.Random, level: str) -> Problem:
 
 
 def wanted_completion(answer: str) -> str:
-    """The text that passes, without the end token."""
+    """Return the text that passes, without the end token."""
     return f"<answer>{answer}</answer>"
 
 
 def build_splits(
     seed: int = 20, train_size: int = TRAIN_SIZE, heldout_size: int = HELDOUT_SIZE
 ) -> tuple[list[Problem], list[Problem]]:
-    """Training and held-out problems, as many of each level, in random order; no `key` occurs twice in both together.
+    """Return training and held-out problems with the same number of each level, in random order.
 
-    The sizes are multiples of the number of levels and small against the problems there are (1800 at level 1).
+    No `key` occurs twice, within or across the splits. The sizes must be multiples of the number of levels, and small
+    compared with the number of possible problems (1800 at level 1).
     """
     rng = random.Random(seed)
     train: list[Problem] = []
@@ -103,7 +104,7 @@ def build_splits(
 
 
 def problem_stream(seed: int, excluded: Collection[tuple[int, ...]]) -> Iterable[Problem]:
-    """Endless problems, the harder levels more often, none whose key is in `excluded`."""
+    """Yield problems without end, harder levels more often, and none whose key is in `excluded`."""
     rng = random.Random(seed)
     while True:
         problem = sample_problem(rng, rng.choices(list(LEVEL_SHARES), list(LEVEL_SHARES.values()))[0])
@@ -112,7 +113,7 @@ def problem_stream(seed: int, excluded: Collection[tuple[int, ...]]) -> Iterable
 
 
 def write_jsonl(path: Path, split: str, problems: list[Problem]) -> None:
-    """One line a problem: id (`split-00000`), prompt, answer, level."""
+    """Write one line per problem: id (`split-00000`), prompt, answer, level."""
     with path.open("w", encoding="ascii") as file:
         for number, problem in enumerate(problems):
             row = {"id": f"{split}-{number:05d}", "prompt": problem.prompt, "answer": problem.answer}

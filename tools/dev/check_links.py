@@ -1,5 +1,6 @@
-"""Check that every relative link in the Markdown files leads to a file, and to a heading of it, and that docs/README.md
-leads to every page of docs/.
+"""Checks the links in the Markdown files.
+
+Every relative link must lead to a file and to a heading in it, and docs/README.md must link to every page of docs/.
 
 python tools/dev/check_links.py        # all files that git has; exit status 1 where a link leads nowhere
 """
@@ -17,13 +18,13 @@ CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
 
 def anchors(page: str) -> set[str]:
-    """The anchors that GitHub makes of the headings of a page."""
+    """Return the anchors that GitHub makes from the headings of a page."""
     headings = HEADING.findall(re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL))
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def broken_links(root: Path, pages: list[Path]) -> list[str]:
-    """One line a link: the page, the link, and what is missing. Links with a scheme are not followed."""
+    """Return one line per broken link: the page, the link, and what is missing. Links with a scheme are not checked."""
     found = []
     for page in pages:
         for link in LINK.findall(CODE.sub("", page.read_text(encoding="utf-8"))):
@@ -40,7 +41,7 @@ def broken_links(root: Path, pages: list[Path]) -> list[str]:
 
 
 def unlisted_pages(root: Path, pages: list[Path]) -> list[str]:
-    """One line a page of docs/ to which its index has no link."""
+    """Return one line per page of docs/ that its index does not link to."""
     docs = root / "docs"
     index = docs / "README.md"
     listed = {(docs / link).resolve() for link in LINK.findall(index.read_text(encoding="utf-8"))}

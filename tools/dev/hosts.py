@@ -1,7 +1,7 @@
-"""Hosts on one machine: network, host name, processes and /dev/shm of their own, joined by a switch.
+"""Simulates hosts on one machine: each has its own network, host name, processes and /dev/shm, joined by a switch.
 
-Made of Linux namespaces inside a user namespace, so that nobody has to be root where user namespaces are allowed. What
-such hosts have in common, as two nodes of a cluster would by a shared filesystem, are files.
+Hosts are Linux namespaces inside a user namespace, so root is not needed where user namespaces are allowed. They share
+files, as the nodes of a cluster do through a shared filesystem.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ _TOOLS = ("unshare", "nsenter", "ip", "mount", "hostname")
 
 
 def enter(command: Sequence[str]) -> None:
-    """Run this command again where hosts can be made, in place of this process; nothing where it already runs there.
+    """Replace this process by the same command in a namespace that can make hosts. Does nothing if it already runs
+    there.
 
-    Raises ConfigError where the system does not allow it.
+    Raises:
+        ConfigError: the system does not allow user namespaces.
     """
     if os.environ.get(_INSIDE):
         return
@@ -47,8 +49,10 @@ def enter(command: Sequence[str]) -> None:
 
 
 class Host:
-    """One of them. names: a file as /etc/hosts, which each host has in its place. kill() is a power cut: all of its
-    processes are gone at once."""
+    """Represents a simulated host.
+
+    names: a file that replaces /etc/hosts in the host. kill() acts like a power cut: it ends all processes at once.
+    """
 
     def __init__(self, name: str, address: str, names: Path):
         self.name, self.address = name, address
@@ -65,7 +69,7 @@ class Host:
         self._first = int(children.read_text().split()[0])
 
     def plug_in(self, end: str) -> None:
-        """Take this end of a cable for the interface."""
+        """Move this end of a cable into the host, as its interface."""
         _run("ip", "link", "set", end, "netns", str(self._first))
         self.run("ip", "link", "set", end, "name", INTERFACE)
         self.run("ip", "address", "add", f"{self.address}/24", "dev", INTERFACE)
@@ -91,7 +95,7 @@ class Host:
 
 
 def connect(hosts: Sequence[Host]) -> None:
-    """Join the hosts by a switch, which stays when one of them is gone; another one takes its place."""
+    """Join the hosts by a switch. It stays when a host is gone, and a new host can take its place."""
     subprocess.run(["ip", "link", "delete", "switch"], capture_output=True)
     _run("ip", "link", "add", "switch", "type", "bridge")
     _run("ip", "link", "set", "switch", "up")
@@ -108,7 +112,9 @@ def _run(*command: str) -> None:
 
 
 def wait_for(condition, seconds: float, what: str, processes: Sequence[subprocess.Popen] = ()):
-    """The first true value of condition(). Raises ConfigError when it takes too long or one of the processes ends."""
+    """Return the first true value of condition(). Raises ConfigError after a timeout, or if one of the processes
+    ends.
+    """
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         ended = [process for process in processes if process.poll() is not None]

@@ -1,8 +1,8 @@
-"""Resolve the environment of a machine with NVIDIA GPUs: requirements/gpu.txt and requirements/gpu_built.txt.
+"""Resolves the environment of a machine with NVIDIA GPUs: requirements/gpu.txt and requirements/gpu_built.txt.
 
 python tools/dev/lock_gpu.py           # from setup.py's extras gpu and dev, keeping versions that still fit
 
-No GPU is needed for it, only the package registry. Versions of requirements/cpu.txt are taken where they fit.
+This needs the package registry, but no GPU. Versions of requirements/cpu.txt are used where they fit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCK, BUILT = ROOT / "requirements/gpu.txt", ROOT / "requirements/gpu_built.txt"
-# The only package without a wheel: it is compiled against the torch that is installed.
+# The only package without a wheel. It is compiled against the installed torch.
 COMPILED = "transformer-engine-torch"
 HEADER = """\
 # The whole environment of a machine with NVIDIA GPUs, pinned: Python 3.12 on x86-64 Linux, CUDA 13.
@@ -29,10 +29,10 @@ BUILT_HEADER = """\
 
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
-        # Flashinfer allows a cuda-python for CUDA 12; its files would lie over those of CUDA 13.
+        # Flashinfer also accepts a cuda-python for CUDA 12, whose files would overwrite those of CUDA 13.
         bounds, lock = Path(folder, "bounds.txt"), Path(folder, "lock.txt")
         bounds.write_text("cuda-python>=13\n")
-        # uv prefers the versions that stand in the file which it writes.
+        # uv prefers the versions that are already in its output file.
         earlier = [path.read_text() for path in (LOCK, BUILT) if path.exists()]
         lock.write_text("\n".join(earlier or [(ROOT / "requirements/cpu.txt").read_text()]))
         subprocess.run(

@@ -12,19 +12,19 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository: siblings are `tools.dev`
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repository root, to import `tools.dev`
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write policy/ and task/ into")
     parser.add_argument("--json", type=Path, help="file to write the measured rates into")
-    parser.add_argument("--arithmetic-steps", type=int, default=argparse.SUPPRESS, help="instead of the shipped one's")
-    parser.add_argument("--style-steps", type=int, default=argparse.SUPPRESS, help="instead of the shipped one's")
+    parser.add_argument("--arithmetic-steps", type=int, default=argparse.SUPPRESS, help="replaces the shipped one")
+    parser.add_argument("--style-steps", type=int, default=argparse.SUPPRESS, help="replaces the shipped one")
     given = vars(parser.parse_args())
     out, file = given.pop("out"), given.pop("json")
 
-    from tools.dev.tiny_policy import WarmStartConfig, make  # takes seconds: torch and transformers
+    from tools.dev.tiny_policy import WarmStartConfig, make  # imports torch and transformers, which takes seconds
 
     text = json.dumps(make(out, WarmStartConfig(**given)), indent=2)
     print(text)

@@ -1,4 +1,4 @@
-"""A training run as a tree of processes, started, watched and killed from outside."""
+"""Starts, watches and kills a training run as a tree of processes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ _POLL_SECONDS = 0.01
 
 
 class RunEnded(MoeRLError):
-    """A run ended, or did not, against what was waited for. Carries the end of its output."""
+    """Reports that a run ended unexpectedly, or did not end in time. Carries the end of its output."""
 
 
 class Launch:
-    """One start of `tools/train_moe_rl.py` under torchrun, in a session of its own. Output goes into `runs_dir`.
+    """Runs `tools/train_moe_rl.py` once under torchrun, in a session of its own. Output goes into `runs_dir`.
 
-    script: what is started instead."""
+    script: another script to start instead.
+    """
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class Launch:
             )
 
     def wait(self, timeout: float = 600) -> int:
-        """torchrun's exit status. Raises RunEnded, and ends the run, when it takes longer."""
+        """Wait for the end and return torchrun's exit status. After the timeout, end the run and raise RunEnded."""
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -65,12 +66,12 @@ class Launch:
 
     @property
     def folder(self) -> Path | None:
-        """The newest run folder; of this launch, unless it has none yet."""
+        """Return the newest run folder. It belongs to this launch as soon as the launch has one."""
         folders = sorted(p for p in self.runs_dir.iterdir() if p.is_dir() and (p / "config.yaml").is_file())
         return folders[-1] if folders else None
 
     def until(self, condition: Callable[[], object], timeout: float = 300) -> object:
-        """Wait until condition() is true while the run is alive; its value. Raises RunEnded otherwise."""
+        """Wait until condition() is true and return its value. Raises RunEnded if the run ends or time runs out."""
         end = time.monotonic() + timeout
         while time.monotonic() < end:
             value = condition()
@@ -83,13 +84,13 @@ class Launch:
         raise RunEnded(f"waited {timeout:g} s in vain:\n{self.text()[-4000:]}")
 
     def sign(self, rank: int = 0) -> dict[str, object]:
-        """What a living rank says of itself; nothing before it is there."""
+        """Return the last sign of life of a running rank, or None before the first."""
         sign = self.last_sign(rank)
         return sign if sign and running(sign["pid"]) else {}
 
     def last_sign(self, rank: int = 0) -> dict[str, object]:
-        """What a rank of this launch last said of itself, dead or alive. It is asked for while torchrun lives."""
-        with suppress(RuntimeError):  # of a store that is gone
+        """Return the last sign of life of a rank of this launch, dead or alive. Works while torchrun lives."""
+        with suppress(RuntimeError):  # raised when the store has ended
             if self._store is None and self.folder:
                 self._store = next(
                     (connect(self.folder, e) for e in map(_environment, self.processes()) if "RANK" in e), None
@@ -105,7 +106,7 @@ class Launch:
         return next((pid for pid in self.processes() if b"moe_rl.vllm.child" in _command(pid)), None)
 
     def processes(self) -> list[int]:
-        """Pids of the run and of everything it started, engine and verifiers included, that still run."""
+        """Return the pids that still run of the run and everything it started, engine and verifiers included."""
         mine, found, parents = str(self.process.pid), [], {}
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):
@@ -135,7 +136,7 @@ def running(pid: int) -> bool:
 
 
 def still_running(pids: list[int], within: float) -> list[int]:
-    """Those of the processes that have not ended so many seconds from now."""
+    """Return the processes that have not ended after this number of seconds."""
     end = time.monotonic() + within
     while (left := [pid for pid in pids if running(pid)]) and time.monotonic() < end:
         time.sleep(_POLL_SECONDS)
@@ -143,7 +144,7 @@ def still_running(pids: list[int], within: float) -> list[int]:
 
 
 def rows(folder: Path) -> list[dict[str, object]]:
-    """metrics.jsonl without what may differ between equal runs: times and throughput."""
+    """Return metrics.jsonl without the values that differ between equal runs: times and throughput."""
     kept = []
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)

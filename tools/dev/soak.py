@@ -1,15 +1,15 @@
-"""Kill a training run at random, resume it, and prove that nothing was lost or doubled.
+"""Kills a training run at random, resumes it, and proves that nothing was lost or duplicated.
 
     python tools/dev/soak.py --kills 50 [--seed N] [--minutes M] [--work DIR] [--json FILE]
 
-Real vLLM, real Megatron-core, two ranks. Each launch of the run has a planned end: SIGKILL to rank 0, rank 1, the
-engine, torchrun or all of them, in a phase of the step that was drawn beforehand, after a delay drawn too. What the
-phase really was is read from the run's own signs of life right before the kill, and of a killed rank from the last sign
-that it left. Then everything must have ended by itself, and the run is resumed, until it is done. Exit status: 1 when a
-run differs from the one that nobody touched, or left something behind.
+Uses real vLLM, real Megatron-core and two ranks. Each launch of the run has a planned kill: SIGKILL to rank 0, rank 1,
+the engine, torchrun or all of them, in a phase of the step and after a delay that were both drawn in advance. The
+actual phase is read from the run's signs of life right before the kill, and for a killed rank from the last sign that
+it left. Then all other processes must end by themselves. The run is resumed until it is done. Exit status: 1 when a run
+differs from the undisturbed one, or left something behind.
 
-One kill takes about five minutes on two shared cores, with the run that nobody touches; 50 take an hour. --minutes ends
-it sooner. A line says what is under way, and what came of each kill.
+One kill takes about five minutes on two shared cores, including the undisturbed run; 50 take an hour. --minutes ends
+the test sooner. Lines report what is going on, and the outcome of each kill.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository: siblings are `tools.dev`
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repository root, to import `tools.dev`
 
 from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.load import load_config
@@ -41,7 +41,8 @@ from moe_rl.tasks.prompts import PromptSource, load_prompts
 from tools.dev.runs import ROOT, Launch, RunEnded, rows, running, still_running
 
 VICTIMS = ("rank 0", "rank 1", "engine", "torchrun", "all")
-# In the words of the ranks' signs of life: (phase, part). A checkpoint is written while its hidden folder is there.
+# The planned phases, in the words of the ranks' signs of life: (phase, part). While a checkpoint is being written, its
+# hidden folder exists.
 PHASES = {
     "sampling": ("rollout", "sample"),
     "reward": ("rollout", "reward"),
@@ -65,13 +66,13 @@ CONFIG = [
     "checkpoint.every_steps=2",
     "replay.native_every=4",
 ]
-# What a run that lost a process may take to have ended, all of it.
+# Time limit for a run to end after it has lost a process.
 _END_SECONDS = 30.0
 _RAW = argparse.RawDescriptionHelpFormatter
-# At once, also into a file.
+# Print at once, even when stdout is a file.
 _SAY = partial(print, flush=True)
 _LONGEST_DELAY = 0.25
-# Phases of milliseconds in a run this small: a delay would always miss them.
+# These phases take milliseconds in a run this small, so a delay would always miss them.
 _SHORT = ("reward", "checkpoint")
 _TOLD = re.compile(
     r"moe_rl: (?:rank \d+: )?((?:rank \d+ \(pid|torchrun \(pid|EngineError|The vLLM engine|CheckpointError|DataError)"
@@ -84,11 +85,15 @@ _RESUMED = re.compile(
 
 @dataclass
 class Kill:
-    """One planned kill, and what was seen of it.
+    """Describes one planned kill and its outcome.
 
-    phase: where the run really was. fired: that every pid of the victim was gone within a second. left: pids that did
-    not end by themselves. told: what the run said. resumed: what the next launch said. recovery: seconds from its start
-    until it was at work again.
+    Attributes:
+        phase: where the run actually was.
+        fired: whether every pid of the victim was gone within a second.
+        left: pids that did not end by themselves.
+        told: what the run printed.
+        resumed: what the next launch printed.
+        recovery: seconds from the start of the next launch until it worked again.
     """
 
     victim: str
@@ -106,7 +111,7 @@ class Kill:
 
 
 class Soak:
-    """Kills runs in `work`, each resumed until it is done, until so many kills have fired or time is up."""
+    """Kills runs in `work`, and resumes each until it is done, until enough kills have fired or time is up."""
 
     def __init__(self, work: Path, *, seed: int = 0, overrides: list[str] | None = None, say=_SAY):
         self.work, self.random, self.say = work, random.Random(seed), say
@@ -119,7 +124,7 @@ class Soak:
         self.reference: Path | None = None
 
     def plan(self, kills: int) -> list[tuple[str, str]]:
-        """(victim, phase) of every kill: each pair before any again, in an order of the seed."""
+        """Return (victim, phase) of every kill: every pair once before any repeats, in an order drawn from the seed."""
         pairs: list[tuple[str, str]] = []
         while len(pairs) < kills:
             block = [(victim, phase) for victim in VICTIMS for phase in PHASES]
@@ -128,7 +133,7 @@ class Soak:
         return pairs[:kills]
 
     def run(self, pairs: list[tuple[str, str]], *, until: float = float("inf")) -> None:
-        """Work the plan off, in one run after the other. until: of time.monotonic(), after which nobody is killed."""
+        """Carry out the plan in one run after another. until: time.monotonic() after which nothing is killed."""
         self.reference = self._run_untouched()
         pairs, number = list(pairs), 0
         while pairs and time.monotonic() < until:
@@ -138,7 +143,7 @@ class Soak:
             self._one_run(runs, pairs, until)
 
     def _one_run(self, runs: Path, pairs: list[tuple[str, str]], until: float) -> None:
-        self.say(f"{runs.name}: kills to come: {len(pairs)}")
+        self.say(f"{runs.name}: {len(pairs)} kills to come")
         launch = self._launch(runs, [*self.arguments, f"run.runs_dir={runs}"])
         last: Kill | None = None
         while True:
@@ -148,7 +153,7 @@ class Soak:
             kill = Kill(*pairs[0]) if pairs and time.monotonic() < until else None
             if kill is None or not self._strike(launch, kill):
                 if kill is not None:
-                    self.missed[f"{kill.victim}, {kill.planned}: the run was over before"] += 1
+                    self.missed[f"{kill.victim}, {kill.planned}: the run ended first"] += 1
                 break
             pairs.pop(0)
             self.kills.append(kill)
@@ -165,10 +170,10 @@ class Soak:
             return
         differences = self._differences(launch.folder)
         self.problems += [f"{runs.name}: {difference}" for difference in differences]
-        self.say(f"{runs.name} is done, and {'DIFFERS FROM' if differences else 'equals'} the untouched one")
+        self.say(f"{runs.name} is done, and {'DIFFERS FROM' if differences else 'equals'} the undisturbed run")
 
     def _strike(self, launch: Launch, kill: Kill) -> bool:
-        """Wait for the planned phase, some steps from here, and kill. False: the run was over before it came."""
+        """Wait for the planned phase, some steps from here, and kill. Return False if the run ended first."""
         first = launch.sign().get("step", 0) + self.random.randint(1, 5)
         delay = 0.0 if kill.planned in _SHORT else self.random.uniform(0.0, _LONGEST_DELAY)
 
@@ -190,7 +195,7 @@ class Soak:
         for pid in kill.pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        # The last sign of the dead is the truth about where it died. The store has it until torchrun ends.
+        # The last sign of the dead rank shows where it died. The store keeps it until torchrun ends.
         last = launch.last_sign(1 if kill.victim == "rank 1" else 0)
         began = time.monotonic()
         kill.fired = not still_running(kill.pids, 1.0)
@@ -212,7 +217,7 @@ class Soak:
         return True
 
     def _at_work(self, launch: Launch, before: Kill | None, began: float) -> bool:
-        """Wait until the ranks have begun to work; what a resume said goes to the kill before it."""
+        """Wait until the ranks have begun to work. Store what the resume printed in the kill before it."""
         try:
             launch.until(lambda: launch.sign().get("phase", "start") != "start", 300)
         except RunEnded as error:
@@ -223,11 +228,11 @@ class Soak:
             said = _RESUMED.search(launch.text())
             before.resumed = said[0] if said else ""
             if not said:
-                self.problems.append(f"a resume after {before.victim} in {before.phase} did not say from where")
+                self.problems.append(f"a resume after {before.victim} in {before.phase} did not print its step")
         return True
 
     def _phases(self, launch: Launch, sign: dict) -> list[str]:
-        """The names of PHASES that a sign of life stands for, the checkpoint last."""
+        """Return the names of PHASES that a sign of life belongs to, the checkpoint last."""
         found = [name for name, at in PHASES.items() if at == (sign["phase"], sign["part"])]
         return found + (["checkpoint"] if self._writing(launch) else [])
 
@@ -249,14 +254,14 @@ class Soak:
     def _run_untouched(self) -> Path:
         runs = self.work / "untouched"
         runs.mkdir()
-        self.say("a run that nobody touches comes first: some minutes")
+        self.say("first an undisturbed run, which takes some minutes")
         launch = self._launch(runs, [*self.arguments, f"run.runs_dir={runs}"])
         if launch.wait() != 0:
-            raise RunEnded(f"the run that nobody touches ended with an error:\n{launch.text()[-4000:]}")
+            raise RunEnded(f"the undisturbed run ended with an error:\n{launch.text()[-4000:]}")
         return launch.folder
 
     def _differences(self, folder: Path) -> list[str]:
-        """What is not as in the untouched run, or was left behind."""
+        """Return all differences from the undisturbed run, and everything left behind."""
         found, ours, theirs = [], rows(folder), rows(self.reference)
         if ours != theirs:
             pairs = enumerate(zip_longest(ours, theirs), start=1)
@@ -277,7 +282,7 @@ class Soak:
         return found
 
     def result(self) -> dict[str, object]:
-        """Everything that was counted, for JSON."""
+        """Return all counts, for JSON."""
         table = Counter((kill.victim, kill.phase) for kill in self.kills)
         unfinished = [p.name for p in self.temporary.iterdir()]
         return {
@@ -299,7 +304,7 @@ class Soak:
 
 
 def markdown(result: dict[str, object]) -> str:
-    """The counts as a table, victim by phase."""
+    """Format the counts as a table, victim by phase."""
     counts = result["counts"]
     phases = [*PHASES, *sorted({key.split("/")[1] for key in counts} - set(PHASES))]
     lines = [["killed (SIGKILL) in", *phases], ["---"] * (1 + len(phases))]
@@ -308,15 +313,17 @@ def markdown(result: dict[str, object]) -> str:
 
 
 def _tensors(folder: Path) -> dict[str, str]:
-    """Digests of the files of the last checkpoint that hold tensors: weights, main weights, Adam's moments, random
-    states. Megatron's own metadata is pickled, and names times and places."""
+    """Return digests of the last checkpoint's tensor files: weights, main weights, Adam's moments, random states.
+
+    Megatron's own metadata is left out, because it is pickled and contains times and paths.
+    """
     _, last = checkpoints.complete(folder / "checkpoints")[-1]
     files = json.loads((last / "state.json").read_text())["files"]
     return {name: digest for name, digest in files.items() if name.endswith((".distcp", ".safetensors"))}
 
 
 def _quartiles(values: list[float]) -> list[float]:
-    """First quartile, median, third quartile, largest."""
+    """Return first quartile, median, third quartile and maximum."""
     if len(values) < 2:
         return values
     return [*statistics.quantiles(values, n=4), max(values)]
@@ -330,10 +337,10 @@ def _shared_memory(pids: set[int]) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_RAW, allow_abbrev=False)
     parser.add_argument("--kills", type=int, required=True, metavar="N")
-    parser.add_argument("--seed", type=int, default=0, help="of victims, phases and delays")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="after which nobody is killed any more")
+    parser.add_argument("--seed", type=int, default=0, help="seed of victims, phases and delays")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="time after which nothing is killed")
     parser.add_argument("--work", type=Path, help="folder for the runs, kept (default: a temporary one)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every kill and what came of it here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every kill and its outcome to this file")
     options = parser.parse_args(argv)
     until = time.monotonic() + 60 * options.minutes
     with tempfile.TemporaryDirectory() as temporary:

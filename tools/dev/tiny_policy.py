@@ -1,8 +1,8 @@
-"""How assets/tiny_moe is made: the arithmetic task, the tokenizer and the warm-started tiny Qwen3-MoE policy.
+"""Makes assets/tiny_moe: the arithmetic task, the tokenizer and the warm-started tiny Qwen3-MoE policy.
 
-The warm start is meant to leave something to learn. The policy has seen right answers only, but in mixed styles: four
-in ten in the format that passes, the others bare, without the closing tag or behind a word. It mostly knows the sums,
-yet its samples pass less than half of the time; what reinforcement learning has to find is, above all, the format.
+The warm start leaves something to learn. The policy has seen only right answers, but in mixed styles: four in ten in
+the format that passes, the others bare, without the closing tag, or after a word. It mostly knows the sums, but less
+than half of its samples pass. Reinforcement learning mainly has to find the format.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PAD_ID, EOS_ID = 0, 1
 MAX_PROMPT_TOKENS = 16
 MAX_COMPLETION_TOKENS = 10
 
-# Share of each style among the demonstrations. The first is the one that passes.
+# Fraction of each style among the demonstrations. The first style is the one that passes.
 STYLES: dict[str, float] = {
     "<answer>{}</answer>": 0.40,
     "{}": 0.25,
@@ -39,7 +39,7 @@ STYLES: dict[str, float] = {
     "answer: {}": 0.10,
     "= {}": 0.08,
 }
-# Share of bare answers while the sums are learnt: they are the shortest, so they teach most per token.
+# Fraction of bare answers while the sums are learnt. Bare answers are the shortest, so they teach most per token.
 BARE_SHARE = 0.8
 
 # Text for the byte-pair merges: the words of the styles and plain English about the task.
@@ -92,9 +92,10 @@ POLICY_CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class WarmStartConfig:
-    """Sums are learnt first, mostly from bare answers, then the shares of STYLES.
+    """Sets the warm start: the sums are learnt first, mostly from bare answers, then the shares of STYLES.
 
-    arithmetic_steps, style_steps: optimizer steps of `batch` examples each. aux_coef: of the load-balancing loss.
+    arithmetic_steps, style_steps: optimizer steps with `batch` examples each. aux_coef: weight of the load-balancing
+    loss.
     """
 
     seed: int = 7
@@ -110,7 +111,8 @@ class WarmStartConfig:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE of exactly VOCAB_SIZE entries; each digit is a token, and so are `<answer>` and `</answer>`.
+    """Train a byte-level BPE with exactly VOCAB_SIZE entries. Each digit is a token, and so are `<answer>` and
+    `</answer>`.
 
     The two tags are not special tokens, so decoding with `skip_special_tokens=True` keeps them.
     """
@@ -127,18 +129,18 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_CORPUS, trainer)
-    # The trainer makes every reserved token special; the tags are text.
+    # The BPE trainer makes every reserved token special, but the tags are text.
     layout = json.loads(tokenizer.to_str())
     for token in layout["added_tokens"]:
         token["special"] = token["content"] in (PAD, EOS)
     tokenizer = Tokenizer.from_str(json.dumps(layout))
     if tokenizer.get_vocab_size() != VOCAB_SIZE or tokenizer.token_to_id(EOS) != EOS_ID:
-        raise AssertionError(f"{tokenizer.get_vocab_size()} entries, wanted {VOCAB_SIZE}: lengthen _CORPUS")
+        raise AssertionError(f"{tokenizer.get_vocab_size()} entries instead of {VOCAB_SIZE}: lengthen _CORPUS")
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
 
 
 def build_policy(seed: int) -> Qwen3MoeForCausalLM:
-    """The untrained policy in fp32."""
+    """Return the untrained policy in fp32."""
     torch.manual_seed(seed)
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**POLICY_CONFIG | {"torch_dtype": "float32"}))
 
@@ -146,7 +148,9 @@ def build_policy(seed: int) -> Qwen3MoeForCausalLM:
 def _batches(
     problems: Iterable[Problem], tokenizer: PreTrainedTokenizerFast, config: WarmStartConfig
 ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    """Token ids [B, T], right-padded, and the mask [B, T] of the tokens to predict (completion and end token)."""
+    """Return token ids [B, T], right-padded, and the mask [B, T] of the tokens to predict (completion and end
+    token).
+    """
     rng = random.Random(config.seed + 1)
     encode = tokenizer.backend_tokenizer.encode
     problems = iter(problems)
@@ -169,7 +173,8 @@ def _batches(
 
 
 def _balance_loss(router_logits: Sequence[torch.Tensor], real: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Load-balancing loss of the Switch Transformer (arXiv 2101.03961, eq. 4-6), mean over layers; 1 when balanced.
+    """Compute the load-balancing loss of the Switch Transformer (arXiv 2101.03961, eq. 4-6), mean over layers; 1 if
+    even.
 
     router_logits: per layer [B*T, E]. real [B*T]: False for padding.
     """
@@ -187,7 +192,7 @@ def warm_start(
     excluded: set[tuple[int, ...]],
     config: WarmStartConfig,
 ) -> dict[str, Any]:
-    """Train `policy` in place on demonstrations of fresh problems, none of whose keys is in `excluded`."""
+    """Train `policy` in place on demonstrations of new problems, none of whose keys is in `excluded`."""
     decayed = [p for p in policy.parameters() if p.ndim > 1]
     others = [p for p in policy.parameters() if p.ndim <= 1]
     groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
@@ -206,7 +211,7 @@ def warm_start(
     started, history = time.monotonic(), []
     policy.train()
     for step, (ids, mask) in enumerate(batches):
-        # The last token is predicted, never forwarded.
+        # The last token is predicted, but never an input.
         output = policy(input_ids=ids[:, :-1], output_router_logits=True, use_cache=False)
         wanted = mask[:, 1:]
         loss = F.cross_entropy(output.logits[wanted], ids[:, 1:][wanted])
@@ -222,8 +227,8 @@ def warm_start(
             seconds = time.monotonic() - started
             print(f"step {step:5d}  loss {loss:.4f}  balance {balance:.4f}  {seconds:6.0f} s", flush=True)
     with torch.no_grad():
-        # The padding token was never fed and its embedding is still zero, where the gradient of the first norm has no
-        # bound. A policy may draw this token, so it gets an embedding of ordinary size.
+        # The padding token was never an input, so its embedding is still zero, where the gradient of the first norm is
+        # unbounded. The policy may sample this token, so it gets an embedding of ordinary size.
         embeddings = policy.model.embed_tokens.weight
         embeddings[PAD_ID] = embeddings[EOS_ID]
     policy.eval()
@@ -239,12 +244,14 @@ def sample(
     seed: int,
     greedy: bool = False,
 ) -> tuple[list[list[str]], float, float]:
-    """Completions' text [prompts][samples], their mean length in tokens (end token included), truncated fraction."""
+    """Sample. Return texts [prompts][samples], the mean length in tokens (with end token), and the truncated
+    fraction.
+    """
     torch.manual_seed(seed)
     encoded = [tokenizer.encode(prompt) for prompt in prompts]
     texts: list[list[str]] = [[] for _ in prompts]
     tokens = truncated = 0
-    # Prompts of one length at a time: no padding, so nothing depends on its treatment.
+    # Prompts of one length are run together, so no padding is needed.
     for length in sorted({len(ids) for ids in encoded}):
         chosen = [number for number, ids in enumerate(encoded) if len(ids) == length]
         ids = torch.tensor([encoded[number] for number in chosen]).repeat_interleave(samples, 0)
@@ -281,7 +288,9 @@ def evaluate(
     pass_at_prompts: int = 128,
     seed: int = 11,
 ) -> dict[str, Any]:
-    """Rates at temperature 1 and greedily; a completion passes when its stripped text is the wanted one exactly."""
+    """Measure pass rates at temperature 1 and greedily. A completion passes if its stripped text equals the wanted
+    one.
+    """
     prompts = [problem.prompt for problem in problems]
     texts, mean_tokens, truncated = sample(policy, tokenizer, prompts, samples, seed)
     by_level: dict[str, list[tuple[bool, bool, bool]]] = {}
@@ -322,7 +331,7 @@ def evaluate(
 def expert_usage(
     policy: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]
 ) -> dict[str, Any]:
-    """Load of the experts on the wanted completions, per layer, as multiples of the even share."""
+    """Return the load of the experts on the wanted completions, per layer, as multiples of the even load."""
     config = policy.config
     counts = torch.zeros(config.num_hidden_layers, config.num_experts)
     texts = [problem.prompt + wanted_completion(problem.answer) for problem in problems]
@@ -349,7 +358,7 @@ def save_policy(policy: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast,
     tensors: dict[str, torch.Tensor] = {}
     for name, value in policy.state_dict().items():
         value = value.detach().to(torch.bfloat16)
-        # transformers keeps a layer's experts fused: gate_up_proj [E, 2I, H], down_proj [E, H, I].
+        # transformers stacks the experts of a layer: gate_up_proj [E, 2I, H], down_proj [E, H, I].
         if name.endswith("experts.gate_up_proj"):
             stem = name.removesuffix("gate_up_proj")
             for expert, fused in enumerate(value):
@@ -366,7 +375,7 @@ def save_policy(policy: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast,
     (out / "model.safetensors").chmod(0o644)
     _write_json(out / "config.json", POLICY_CONFIG)
     _write_json(out / "generation_config.json", {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID})
-    # The older name of the class, which every transformers from 4 on knows.
+    # The older name of the class, which every transformers since 4 knows.
     tokenizer.backend_tokenizer.save(str(out / "tokenizer.json"))
     _write_json(
         out / "tokenizer_config.json",
@@ -388,7 +397,9 @@ def make(out: Path, config: WarmStartConfig) -> dict[str, Any]:
     """Write `policy/` and `task/` into `out`. Returns the measured rates, as JSON values."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time and hides nothing here
+    torch.utils.deterministic.fill_uninitialized_memory = (
+        False  # the check of addresses costs time and is not needed here
+    )
 
     train, heldout = build_splits()
     (out / "task").mkdir(parents=True, exist_ok=True)

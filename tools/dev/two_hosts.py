@@ -1,14 +1,14 @@
-"""Run over two hosts, made of namespaces on this machine, and kill a server, a host, and servers that may be lost.
+"""Runs the demo on two simulated hosts and kills a server, a host, and servers that may be lost.
 
     python tools/dev/two_hosts.py [--steps N] [--work DIR] [--json FILE] [a.b=c ...] [-- arguments of vLLM's server]
 
     host-a 10.77.0.1   server 0, ranks 0 and 1       shared: the run folder
     host-b 10.77.0.2   server 1, ranks 2 and 3       not shared: network, processes, /dev/shm, host name
 
-Real parts: a vLLM server and two Megatron ranks on each host, expert parallelism 4 unless parallel.* say otherwise.
-With `--kill server` it takes about four minutes on two shared cores, with every kill two to three times that. Lines say
-what is under way, and whether each thing is as it must be.
-Exit status: 0 when everything was as it must be, 1 when something was not, 2 with one message when it could not be run.
+The hosts are namespaces on this machine. Each has a vLLM server and two Megatron ranks; expert parallelism is 4 unless
+parallel.* say otherwise. `--kill server` takes about four minutes on two shared cores, and all kills two to three times
+that. Lines report what is going on, and whether each check holds.
+Exit status: 0 if all checks hold, 1 if one does not, 2 with one message if the test could not be run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository: siblings are `tools.dev`
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repository root, to import `tools.dev`
 
 from moe_rl.errors import ConfigError, MoeRLError
 from moe_rl.trace import TraceStore
@@ -41,7 +41,7 @@ _PORT, _RENDEZVOUS = 8000, 29400
 _START_SECONDS, _RUN_SECONDS = 900.0, 900.0
 KILLS = ("server", "host", "spare")
 _RAW = argparse.RawDescriptionHelpFormatter
-# At once, also into a file.
+# Print at once, even when stdout is a file.
 _SAY = partial(print, flush=True)
 _PROMPTS, _GROUP = 8, 4
 SHORT = (
@@ -58,7 +58,7 @@ SHORT = (
 
 @dataclass
 class Ended:
-    """What became of a run. statuses: of torchrun on each host. seconds: until the last of them had ended."""
+    """Holds the outcome of a run. statuses: exit status of torchrun on each host. seconds: until the last one ended."""
 
     folder: Path | None
     statuses: list[int]
@@ -68,7 +68,7 @@ class Ended:
 
 @dataclass
 class Cluster:
-    """The two hosts, their servers and the runs on them. overrides: of the tiny config, for every run."""
+    """Holds the two hosts, their servers and the runs on them. overrides: changes of the tiny config, for every run."""
 
     work: Path
     overrides: Sequence[str] = ()
@@ -85,7 +85,7 @@ class Cluster:
             host.kill()
 
     def plug_in(self) -> None:
-        """Make the hosts and start their servers; after a power cut too."""
+        """Make the hosts and start their servers, also after a power cut."""
         for host in self.hosts:
             host.kill()
         names = self.work / "hosts"
@@ -97,21 +97,23 @@ class Cluster:
         self.await_servers()
 
     def mend(self) -> None:
-        """Start the servers again that do not run."""
+        """Start the servers that do not run."""
         for number, server in enumerate(self.servers):
             if server.poll() is not None:
                 self.servers[number] = self._serve(number)
         self.await_servers()
 
     def kill_server(self, number: int) -> None:
-        """The server and all of its workers, at once."""
+        """Kill the server and all of its workers at once."""
         for process in psutil.Process(self.servers[number].pid).children(recursive=True):
             process.kill()
         self.servers[number].wait()
 
     def samples(self, number: int) -> bool:
-        """Whether a server has begun a shard that it has not published, by its log; of a dead one, when it died."""
-        log = self._log(number).read_text(errors="replace").rpartition("serving on ")[2]  # since it started last
+        """Tell from its log whether a server has begun a shard and not published it (for a dead server: when it
+        died).
+        """
+        log = self._log(number).read_text(errors="replace").rpartition("serving on ")[2]  # since its last start
         return log.count('"POST /moe_rl/open ') > log.count('"POST /moe_rl/publish ')
 
     def address(self, number: int) -> str:
@@ -136,7 +138,7 @@ class Cluster:
         ]
 
     def run(self, *arguments: str, fault: Callable[[Sequence[subprocess.Popen]], None] | None = None) -> Ended:
-        """torchrun on both hosts. fault: called with these two once the run has a checkpoint."""
+        """Run torchrun on both hosts. fault: called with the two processes once the run has a checkpoint."""
         before = self._folders()
         logs = [self.work / f"train-{host.name}-{time.time_ns()}.log" for host in self.hosts]
         ranks = [
@@ -202,9 +204,12 @@ class Cluster:
 
 
 class Drill:
-    """Runs on a cluster, of which the first is left alone, and what was seen of them.
+    """Runs the cluster several times, first undisturbed, and collects the findings.
 
-    seen: by name. wrong: what should have been otherwise. say: is told each finding.
+    Attributes:
+        seen: findings by name.
+        wrong: findings that should be different.
+        say: called with each finding.
     """
 
     def __init__(self, cluster: Cluster, *, steps: int = 3, say: Callable[[str], None] = _SAY):
@@ -215,8 +220,8 @@ class Drill:
         self._trained: list[dict] = []
 
     def left_alone(self) -> bool:
-        """The run that the others are held against. False when it did not come to its end."""
-        self._say("a run over two hosts; its servers start first")
+        """Make the undisturbed run that the others are compared with. Return False if it did not finish."""
+        self._say("an undisturbed run over two hosts; its servers start first")
         run = self._cluster.run(*self._begin)
         self._check(run.statuses == [0, 0], f"torchrun ended with 0 on both hosts: {run.statuses}")
         if run.statuses != [0, 0]:
@@ -238,8 +243,7 @@ class Drill:
         return True
 
     def resumed(self, what: str) -> None:
-        """A server or a host is killed: the run ends. What was killed is started again and the run resumed: it must
-        equal the first."""
+        """Kill a server or a host, which ends the run; restart it and resume the run, which must equal the first."""
         cluster = self._cluster
         fault, mend, named = {
             "server": (lambda _: cluster.kill_server(1), cluster.mend, cluster.address(1)),
@@ -250,22 +254,21 @@ class Drill:
         broken = cluster.run(*self._begin, fault=fault)
         mine = broken.statuses if what == "server" else broken.statuses[:1]
         self._check(all(mine), f"torchrun ended with an error where it could: {broken.statuses}")
-        self._check(broken.seconds < 120, f"within {broken.seconds:.0f} s of the blow")
+        self._check(broken.seconds < 120, f"within {broken.seconds:.0f} s of the kill")
         self._check(f"{named}" in broken.text, f"the message names {named}")
         self._check("exitcode  : 3" in broken.text, "a rank ended with status 3")
         lost = [row["step"] for row in train_rows(broken.folder)]
-        self._check(len(lost) < self._steps, f"it was under way: steps {lost}")
+        self._check(len(lost) < self._steps, f"the run was under way: steps {lost}")
         mend()
         again = cluster.run("--resume", str(broken.folder))
         self._check(again.statuses == [0, 0], f"resumed, it ended with 0: {again.statuses}")
         same = train_rows(broken.folder) == self._trained
-        self._check(same, "each step once, and each metric bit for bit that of the run that was left alone")
+        self._check(same, "each step once, and each metric equal, bit for bit, to the undisturbed run")
         self.seen |= {f"{what}_ended_seconds": broken.seconds, f"{what}_steps_before": lost, f"{what}_same": same}
         self._keep_output(broken.text + again.text)
 
     def spared(self, *, sampling: bool) -> None:
-        """A server of which one may be lost is killed, while it samples or while it does not: the run goes on with the
-        other one to its end."""
+        """Kill a server that the run may lose, while it samples or not. The run must finish with the other server."""
         cluster, when = self._cluster, "samples" if sampling else "idles"
 
         def kill(ranks: Sequence[subprocess.Popen]) -> None:
@@ -286,7 +289,10 @@ class Drill:
         before = lost.count(0)
         self._check(lost == [0] * before + [1] * (self._steps - before) and 0 < before < self._steps,
                     f"lost servers, step by step: {lost}")  # fmt: skip
-        self._check(trained[:before] == self._trained[:before], "until then each metric bit for bit as left alone")
+        self._check(
+            trained[:before] == self._trained[:before],
+            "before the loss each metric is equal, bit for bit, to the undisturbed run",
+        )
         shards = self._check_requests(run.folder, before)
         if sampling:
             again = f"step{before + 1:06d}-server0-again1"
@@ -304,8 +310,11 @@ class Drill:
         self._check(versions == list(range(self._steps)), "every step sampled its own version")
 
     def _check_requests(self, folder: Path, before: int) -> list[str]:
-        """Whether each request of each step is in one shard, but for those that server 1 left in the step in which it
-        was lost, the one after so many: nothing refers to them. Returns the names of all shards."""
+        """Check that each request of each step is in exactly one shard. Return the names of all shards.
+
+        Exception: requests that server 1 had left in the step in which it was lost, the one with the given number. No
+        shard needs to refer to them.
+        """
         store = TraceStore(folder / "trace")
         shards = store.shards()
         whole = True
@@ -314,7 +323,7 @@ class Drill:
             used = [name for name in mine if step <= before or "-server1" not in name]
             keys = sorted(record.key for name in used for record in store.records(name))
             whole &= keys == sorted(f"s{step}/p{prompt}/c{one}" for prompt in range(_PROMPTS) for one in range(_GROUP))
-        self._check(whole, "each completion of each step in one shard: none lacks, none is there twice")
+        self._check(whole, "each completion of each step is in exactly one shard")
         return shards
 
     def _check(self, holds: bool, what: str) -> None:
@@ -328,8 +337,9 @@ class Drill:
 
 
 def drill(cluster: Cluster, *, steps: int = 3, kills: Sequence[str] = KILLS) -> dict[str, object]:
-    """A run to its end; then for each of `kills` runs in which that is killed. Returns what was seen, by name; `wrong`
-    lists what should have been otherwise."""
+    """Make an undisturbed run, then a run for each of `kills`. Return the findings by name; `wrong` lists the failed
+    checks.
+    """
     drill = Drill(cluster, steps=steps)
     if drill.left_alone():
         for what in kills:
@@ -342,18 +352,18 @@ def drill(cluster: Cluster, *, steps: int = 3, kills: Sequence[str] = KILLS) -> 
 
 
 def train_rows(folder: Path) -> list[dict]:
-    """The lines of metrics.jsonl that are of training steps, without what may differ between equal ones."""
+    """Return the training lines of metrics.jsonl without the values that differ between equal runs."""
     return [row for row in rows(folder) if row["kind"] == "train"] if (folder / "metrics.jsonl").exists() else []
 
 
 def main(argv: list[str]) -> int:
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_RAW, allow_abbrev=False)
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="of configs/tiny_moe_cpu.yaml")
-    parser.add_argument("--steps", type=int, default=3, metavar="N", help="of each run (default: 3)")
-    parser.add_argument("--kill", action="append", choices=KILLS, help="only that; may be repeated")
-    parser.add_argument("--work", type=Path, metavar="DIR", help="keep runs and logs there")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was seen there")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="overrides of configs/tiny_moe_cpu.yaml")
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps of each run (default: 3)")
+    parser.add_argument("--kill", action="append", choices=KILLS, help="make only this kill; may be repeated")
+    parser.add_argument("--work", type=Path, metavar="DIR", help="keep runs and logs in this folder")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings to this file")
     options = parser.parse_args(argv[:cut])
     try:
         enter([__file__, *argv])
@@ -370,7 +380,7 @@ def main(argv: list[str]) -> int:
         options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if result["wrong"]:
         print(result.get("output", ""), file=sys.stderr)
-    print(f"{len(result['wrong'])} wrong" if result["wrong"] else "all as it must be")
+    print(f"{len(result['wrong'])} wrong" if result["wrong"] else "all checks hold")
     return 1 if result["wrong"] else 0
 
 
