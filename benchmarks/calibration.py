@@ -1,4 +1,4 @@
-"""What the parts of a dispatch take here, each on its own, on all ranks together: of benchmarks/step_overhead.py."""
+"""Times the parts of a dispatch one by one, on all ranks together, for benchmarks/step_overhead.py."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ REPEATS = 60
 
 
 def micro_measurements(experts: int, top_k: int, hidden: int, rows: int) -> dict[str, float]:
-    """Median seconds of each part, of the slowest rank. rows: of a microbatch on a rank.
+    """Return the median seconds of each part on the slowest rank. rows: rows of a microbatch on a rank.
 
-    The two exchanges are between all ranks: of the counts of experts, and all-to-all of every row's hidden state.
-    gemm: of all rows through a matrix as wide as two hidden sizes.
+    Two exchanges are between all ranks: that of the counts of experts, and the all-to-all of every row's hidden state.
+    gemm multiplies all rows with a matrix as wide as two hidden sizes.
     """
     rng = np.random.default_rng(dist.get_rank())
     routes = np.argsort(rng.random((rows, experts)), -1)[:, :top_k].astype(np.int16)

@@ -1,15 +1,16 @@
-"""What a checkpoint takes from the run, written whole or behind it, and what a resume takes:
+"""Measures what a checkpoint costs the run, written synchronously or asynchronously, and what a resume takes:
 `python benchmarks/checkpoint.py [--model large] [--ranks 2] [--pairs 10] [--json FILE]`.
 
-Expert-parallel ranks on this machine, a random Qwen3-MoE in float32 with Adam's moments. Checkpoints are written in
-turns with checkpoint.asynchronous off and on; behind the run, updates go on until it is published. Prints the medians
-over the rounds and the ratios with their quartiles: of the seconds that steps lose to a checkpoint (its beginning and
-its publication), and of an update beside a writer to one alone. Times are of the slowest rank. Memory is the most that
-was resident meanwhile, of all ranks together, with what the allocator kept from before.
+It uses expert-parallel ranks on this machine and a random Qwen3-MoE in float32 with Adam's moments. Checkpoints are
+written in turns with checkpoint.asynchronous off and on. In the asynchronous case, updates continue until the
+checkpoint is published. The benchmark prints medians over the rounds and ratios with their quartiles, for the seconds
+that steps lose to a checkpoint (its start and its publication), and for an update during a write compared with one
+alone. Times are those of the slowest rank. Memory is the largest resident amount of all ranks together, including what
+the allocator kept from before.
 
-Then two new policies are put back to the last checkpoint, one in the same layout and one in pipeline stages. Each saves
-it again, and what it saved is compared with what it read: in the same layout the bytes of the files, in the other the
-bits of every tensor.
+Then two new policies are restored from the last checkpoint, one in the same layout and one in pipeline stages. Each
+saves it again, and the result is compared with what was read: in the same layout the bytes of the files, in the other
+the bits of every tensor.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ def main() -> int:
 
 
 def summary(options: argparse.Namespace, seen: dict) -> dict[str, object]:
-    """Medians and quartiles of what the first rank saw."""
+    """Compute medians and quartiles from the results of the first rank."""
     rounds, result = seen["rounds"], described(options, seen)
     column = {name: [row[name] for row in rounds] for name in rounds[0]}
     lost = [a + b for a, b in zip(column["begin"], column["publish"], strict=True)]
-    result |= {"bytes of a checkpoint": seen["bytes"]}
+    result |= {"size of a checkpoint, bytes": seen["bytes"]}
     result |= {name: statistics.median(values) for name, values in column.items()}
-    result |= ratio(lost, column["whole"], "lost to it, behind : whole")
-    result |= ratio(column["update beside a writer"], column["update alone"], "update, beside a writer : alone")
+    result |= ratio(lost, column["whole"], "time lost, asynchronous : synchronous")
+    result |= ratio(column["update during a write"], column["update alone"], "update, during a write : alone")
     return result | seen["resumed"]
 
 
@@ -72,7 +73,7 @@ def run_rank(options: argparse.Namespace, bench: ReplayedUpdates) -> dict:
         row["begin"] = timed(lambda: behind.save(number, bench.policy, {}))[0]
         while not published or not published[-1]:
             seconds, _ = timed(update)
-            row.setdefault("update beside a writer", seconds)
+            row.setdefault("update during a write", seconds)
             row["publish"] = timed(lambda: published.append(behind.poll()))[0]
         row["until it is published"] = time.perf_counter() - began
 
@@ -82,10 +83,10 @@ def run_rank(options: argparse.Namespace, bench: ReplayedUpdates) -> dict:
         row, turn = {}, number % len(ways)
         for way in [*ways][turn:] + [*ways][:turn]:
             dist.barrier()
-            Path("/proc/self/clear_refs").write_text("5")  # the kernel's high-water mark is reset
+            Path("/proc/self/clear_refs").write_text("5")  # reset the kernel's high-water mark
             ways[way](row, next(numbers))
             row[f"memory, {way}"] = _most_resident()
-        if number:  # the first warms up
+        if number:  # the first round warms up
             rounds.append(row)
     done, last = checkpoints.complete(folder)[-1]
     size = sum(file.stat().st_size for file in last.iterdir())
@@ -97,7 +98,7 @@ def run_rank(options: argparse.Namespace, bench: ReplayedUpdates) -> dict:
 
 
 def _resumed(bench: ReplayedUpdates, done: int, last: Path) -> dict[str, object]:
-    """Seconds that new policies take to be put back, and whether they then hold the same bits."""
+    """Return the seconds that new policies take to be restored, and whether they then hold the same bits."""
     import torch.distributed as dist
 
     from moe_rl.config.training import ParallelConfig
@@ -126,7 +127,9 @@ def _resumed(bench: ReplayedUpdates, done: int, last: Path) -> dict[str, object]
 
 
 def _same_bytes(one: Path, other: Path) -> bool:
-    """Digests of all files but Megatron's metadata, which name times and places; the checkpoints' own digests."""
+    """Return digests of all files except Megatron's metadata, which contain times and paths, and the checkpoints' own
+    digests.
+    """
     ours, theirs = (
         {
             name: d
@@ -163,7 +166,7 @@ def _same_tensors(one: Path, other: Path) -> bool:
 
 
 def _most_resident() -> float:
-    """Bytes of host memory of all ranks, the most since the kernel's mark was reset. All ranks call it."""
+    """Return the peak host memory of all ranks in bytes since the kernel's mark was reset. All ranks call it."""
     from moe_rl.megatron import world
 
     (kibibytes,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())

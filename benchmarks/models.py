@@ -1,4 +1,4 @@
-"""Random Qwen3-MoE checkpoints for benchmarks: real loading code, no trained weights."""
+"""Makes random Qwen3-MoE checkpoints for benchmarks, to be loaded by the real code."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ SHAPES = {
     "tiny": {"hidden_size": 64, "num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 4},
     "deep": {"hidden_size": 64, "num_hidden_layers": 24, "num_experts": 8, "num_experts_per_tok": 2},
     "mid": {"hidden_size": 256, "num_hidden_layers": 12, "num_experts": 64, "num_experts_per_tok": 8},
-    # its checkpoint, with float32 weights and Adam's moments, is of 1.4 GB
+    # its checkpoint has 1.4 GB, with float32 weights and Adam's moments
     "large": {"hidden_size": 512, "num_hidden_layers": 6, "num_experts": 32, "num_experts_per_tok": 4},
-    # experts so narrow that a row's way to them and back costs a CPU about what they do
+    # the experts are so narrow that on a CPU sending a row takes about as long as computing it
     "narrow": {
         "hidden_size": 512,
         "num_hidden_layers": 4,

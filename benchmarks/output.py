@@ -1,4 +1,4 @@
-"""How a benchmark tells its result: lines for people, and a file when one is asked for."""
+"""Prints the result of a benchmark, and writes it to a file on request."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def tell(result: dict[str, object], file: Path | None) -> None:
-    """Print one line for each number, four digits of a float; write all of it as JSON to `file`."""
+    """Print one line for each number, floats with four digits. Write everything as JSON to `file`."""
     for name, value in result.items():
         print(f"{name:42} {value:.4g}" if isinstance(value, float) else f"{name:42} {value}")
     if file:

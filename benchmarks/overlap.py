@@ -1,15 +1,14 @@
-"""What a planned step costs whose MoE layers compute while rows travel, against one in Megatron's order:
+"""Compares planned steps whose MoE layers compute while rows travel with steps in Megatron's order:
 `python benchmarks/overlap.py [--ranks 2] [--chunks 2 4] [--json FILE] [--picture FILE]`.
 
-Expert-parallel ranks on this machine, gloo without a GPU, a random Qwen3-MoE with experts so narrow that rows take
-about as long on their way as in them. An update (planning, forward, backward, optimizer) is run in turns: by plans in
-Megatron's order, overlapped in one chunk, and in as many as asked for. Prints the medians of the rounds' ratios, with
-quartiles; and of one layer, recorded apart from the timing, how long rows were under way and how long the host did
-nothing but wait for them. The picture shows a forward and a backward pass of this layer in each way.
+It uses expert-parallel ranks on this machine, gloo without a GPU, and a random Qwen3-MoE with experts so narrow that
+sending rows takes about as long as computing them. An update (planning, forward, backward, optimizer) runs in turns: in
+Megatron's order, overlapped in one chunk, and in the chosen numbers of chunks. The benchmark prints the medians of the
+rounds' ratios with quartiles. For one layer, recorded apart from the timing, it prints how long rows were in transit
+and how long the host only waited for them. The picture shows a forward and a backward pass of this layer for each case.
 
-The threads that carry rows on this machine take turns with those that compute: what a network card or a GPU's copy
-engines would do beside the computation is done in its stead. So the times here show what lies under what, and what it
-costs; not what it gains.
+On this machine the threads that send rows compete with those that compute. A network card or a GPU's copy engines would
+send rows beside the computation. The times therefore show what overlaps and what overlap costs, but not what it gains.
 """
 
 from __future__ import annotations
@@ -23,15 +22,17 @@ from pathlib import Path
 
 from updates import ReplayedUpdates, arguments, described, measured, ratio, timed
 
-RECORDED = 11  # times that a layer is recorded; the picture has the quickest, which others disturbed least
-LANES = 6  # in the picture, of exchanges under way at a time
+RECORDED = 11  # number of recordings of a layer; the picture shows the fastest, which other processes disturbed least
+LANES = 6  # rows of the picture for exchanges in transit at the same time
 
 
 def main() -> int:
     parser = arguments(__doc__.splitlines()[0], model="narrow", tokens=512)
-    parser.add_argument("--chunks", type=int, nargs="+", default=[2, 4], help="beside 0, Megatron's order, and 1")
-    parser.add_argument("--rounds", type=int, default=20, help="of all ways")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="a PNG or SVG")
+    parser.add_argument(
+        "--chunks", type=int, nargs="+", default=[2, 4], help="numbers of chunks, besides 0 (Megatron's order) and 1"
+    )
+    parser.add_argument("--rounds", type=int, default=20, help="rounds over all cases")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="PNG or SVG file")
     options, seen = measured(__file__, parser, run_rank, summary)
     if options.picture:
         draw(seen["timelines"], options.picture)
@@ -43,7 +44,7 @@ def name(chunks: int) -> str:
 
 
 def summary(options: argparse.Namespace, seen: dict) -> dict[str, object]:
-    """Medians and quartiles of what the first rank wrote."""
+    """Compute medians and quartiles from the results of the first rank."""
     result = described(options, seen)
     for at, clock in enumerate(("clock", "processor")):
         seconds = {way: [row[str(way)][at] for row in seen["rounds"]] for way in seen["ways"]}
@@ -53,9 +54,9 @@ def summary(options: argparse.Namespace, seen: dict) -> dict[str, object]:
             result |= ratio(seconds[way], seconds[0], f"{clock}, {name(way)} : planned")
     for way in seen["ways"]:
         under_way, waited, rest = (statistics.median(c) for c in zip(*seen["layers"][str(way)], strict=True))
-        result[f"rows of a layer under way, ms, {name(way)}"] = 1e3 * under_way
-        result[f"the host waits for them, ms, {name(way)}"] = 1e3 * waited
-        result[f"part of it under computation, {name(way)}"] = rest
+        result[f"rows of a layer in transit, ms, {name(way)}"] = 1e3 * under_way
+        result[f"host waits for them, ms, {name(way)}"] = 1e3 * waited
+        result[f"fraction overlapped by computation, {name(way)}"] = rest
     return result
 
 
@@ -75,7 +76,7 @@ def run_rank(options: argparse.Namespace, bench: ReplayedUpdates) -> dict:
     for number in range(options.rounds + 1):
         turn = number % len(ways)
         row = {way: timed(partial(update, way)) for way in ways[turn:] + ways[:turn]}
-        if number:  # the first warms up
+        if number:  # the first round warms up
             rounds.append(row)
     layer = unwrap(bench.policy.chunks[0]).decoder.layers[-2].mlp
     layers, timelines = {}, {}
@@ -105,8 +106,10 @@ def seconds(timeline) -> float:
 
 
 def draw(timelines: dict[str, list[dict]], file: Path) -> None:
-    """Forward and backward of the layer on the first rank, a row for each way: above what it computes and when it
-    waits, below which rows are under way."""
+    """Plot forward and backward of the layer on the first rank, one row per case.
+
+    The upper part shows computation and waiting, the lower part which rows are in transit.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -132,7 +135,7 @@ def draw(timelines: dict[str, list[dict]], file: Path) -> None:
                 if number.isdigit() and kind != "weights":
                     axis.text(left + width / 2, row, number, ha="center", va="center", fontsize=6)
 
-            lanes: list[float] = []  # of each the moment from which it is free
+            lanes: list[float] = []  # the time from which each line is free
             for span in here:
                 kind = span["name"].rstrip("0123456789 ")
                 if span["waiting"] is None:

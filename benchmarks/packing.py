@@ -38,13 +38,13 @@ from moe_rl.trace.inspection import references, select
 KINDS = ("zipf", "topics", "drift")
 EXPERT_PARALLEL = (2, 8, 32, 64)
 _GROUP, _TOPICS = 8, 32
-_EARLIER = 4  # batches that a placement is planned from
+_EARLIER = 4  # number of batches that a placement is planned from
 
 
 def main() -> int:
     parser = batch_arguments(__doc__)
-    parser.add_argument("--ranks", type=int, default=64, help="data-parallel ranks of a synthetic batch")
-    parser.add_argument("--microbatch-tokens", type=int, default=16_384, help="of a synthetic batch")
+    parser.add_argument("--ranks", type=int, default=64, help="data-parallel ranks for a synthetic batch")
+    parser.add_argument("--microbatch-tokens", type=int, default=16_384, help="sequences of a synthetic batch")
     options = parser.parse_args()
     rows = []
     print(
@@ -61,10 +61,10 @@ def main() -> int:
 
 
 def batch_arguments(description: str) -> argparse.ArgumentParser:
-    """Which batches are looked at, recorded and synthetic, and where the result goes."""
+    """Parse which batches to examine, recorded and synthetic, and where to write the result."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--store", metavar="STORE", help="trace store of a run, or one shard; left out: none")
-    parser.add_argument("--steps", type=int, default=1, help="shards of the store, the last ones")
+    parser.add_argument("--store", metavar="STORE", help="trace store of a run, or one shard (default: none)")
+    parser.add_argument("--steps", type=int, default=1, help="number of last shards of the store")
     parser.add_argument("--synthetic", nargs="*", choices=KINDS, default=list(KINDS))
     parser.add_argument("--sequences", type=int, default=10_000, help="of a synthetic batch")
     parser.add_argument("--layers", type=int, default=48, help="of a synthetic batch")
@@ -92,8 +92,10 @@ def measured(options: argparse.Namespace) -> Iterator[dict[str, object]]:
 
 
 def recorded(store: str, steps: int) -> Iterator[tuple[str, list[int], np.ndarray, np.ndarray]]:
-    """Yield for each of the last shards its name, lengths, counts [S, L, E], and counts [N, L, E] of up to four before
-    it; none of these if it is the first."""
+    """Yield for each of the last shards its name, lengths, counts [S, L, E], and earlier counts [N, L, E].
+
+    The earlier counts are those of up to four shards before it; the first shard has none.
+    """
     selection, totals = select(store), []
     shards = selection.shards[-steps - _EARLIER :]
     for number, shard in enumerate(shards):
@@ -108,7 +110,7 @@ def recorded(store: str, steps: int) -> Iterator[tuple[str, list[int], np.ndarra
 def synthetic(
     kind: str, sequences: int, layers: int, *, experts: int = 128, top_k: int = 8, seed: int = 0
 ) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """Lengths, counts int32 [S, L, E], and int64 [4, L, E] of the batches before, of the generator described above."""
+    """Generate lengths, counts int32 [S, L, E], and counts int64 [4, L, E] of earlier batches, as described above."""
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(np.log(2000), 0.7, 2 * sequences), 64, 8192).astype(np.int64)
     falling = np.arange(1, experts + 1, dtype=np.float32) ** (0.0 if kind == "topics" else -0.5)
@@ -136,7 +138,7 @@ def synthetic(
 def compare(
     name: str, lengths: list[int], counts: np.ndarray, earlier: np.ndarray, parts: int, *, ranks: int, tokens: int
 ) -> Iterator[dict[str, object]]:
-    """Rows of the table: experts in their own order, and placed by earlier batches. parts: expert-parallel ranks."""
+    """Return rows of the table, for the natural order of experts and for placement. parts: expert-parallel ranks."""
     yield row_of(name, lengths, load_of(counts, parts), ranks=ranks, tokens=tokens)
     if len(earlier):
         order, _ = place(earlier, parts)
@@ -177,7 +179,7 @@ def row_of(name: str, lengths: list[int], loads: np.ndarray, *, ranks: int, toke
 
 
 def waiting(plan: Plan, lengths: list[int]) -> float:
-    """Sum over microbatches of the fullest rank's tokens / the mean, minus 1."""
+    """Return the sum over microbatches of the fullest rank's tokens / the mean, minus 1."""
     fullest = sum(max(sum(lengths[i] for i in rank[number]) for rank in plan) for number in range(len(plan[0])))
     return fullest * len(plan) / sum(lengths) - 1
 

@@ -1,15 +1,21 @@
-"""Placement of experts by the routes of earlier batches: `python benchmarks/placement.py [--store RUN/trace]
-[--json FILE]`.
+"""Measures the placement of experts by the routes of earlier batches: `python benchmarks/placement.py [--store
+RUN/trace] [--json FILE]`.
 
-Prints a Markdown table. Excess is what the fullest expert-parallel ranks have above the mean, summed over layers, of a
-batch as a whole: what `benchmarks/packing.py` calls the floor of packing. natural: experts in the order of their
-numbers. earlier: placed by the up to four batches before it, of which it knows nothing. window: by the batch and the
-up to three before it, as the trainer does in a step with a plan. itself: by the batch alone. floor: no placement comes
-below it. quarter: as earlier, with at most a quarter of each layer's experts moved. moved: experts that changed their
-rank, of earlier. + 1, + 2: on paper, as earlier, with so many more slots on each rank for second copies within nodes of
-8 ranks, chosen by the batch itself. seconds: of one core, to plan from the batches before.
+Prints a Markdown table. The excess is the load of the fullest expert-parallel ranks above the mean, summed over layers,
+for a batch as a whole. `benchmarks/packing.py` calls it the floor of packing. The columns are:
 
-Recorded: the last steps of a trace store. Synthetic: the generator of `benchmarks/packing.py`, with its assumptions.
+    natural    experts in the order of their numbers
+    earlier    placed by up to four batches before the batch, without knowledge of it
+    window     placed by the batch and up to three before it, as the trainer does in a step with a plan
+    itself     placed by the batch alone
+    floor      lower bound for any placement
+    quarter    as earlier, with at most a quarter of each layer's experts moved
+    moved      experts that changed their rank, for earlier
+    + 1, + 2   computed only: as earlier, with this many more slots on each rank for second copies within nodes of 8
+               ranks, chosen by the batch itself
+    seconds    of one core, to plan from the batches before
+
+Recorded batches are the last steps of a trace store. Synthetic ones come from the generator of `benchmarks/packing.py`.
 """
 
 from __future__ import annotations
@@ -51,7 +57,7 @@ def measured(options: argparse.Namespace) -> Iterator[dict[str, object]]:
 
 
 def judged(name: str, counts: np.ndarray, earlier: np.ndarray) -> Iterator[dict[str, object]]:
-    """counts: [S, L, E] of the batch. earlier: [N, L, E] of those before it."""
+    """Return a row of the table. counts: [S, L, E] of the batch. earlier: [N, L, E] of the batches before it."""
     batch = counts.sum(axis=0, dtype=np.int64)[None]
     for parts in EXPERT_PARALLEL:
         if counts.shape[2] % parts or not len(earlier):

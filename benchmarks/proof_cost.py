@@ -1,14 +1,15 @@
-"""What the proof of routes and weights costs a step: `python benchmarks/proof_cost.py [--steps 6] [--json FILE]`.
+"""Measures what the proof of routes and weights costs a step: `python benchmarks/proof_cost.py [--steps 6] [--json
+FILE]`.
 
 It runs the demo (real vLLM, two Megatron ranks) with a stopwatch around every function that only proves: the alignment
 test, the sums from the sampler's buffer to the dispatcher, the second witness, the rules of the validator, the
-conservation of weights. Prints the seconds of each, those of the steps in the same run, and
+conservation of weights. It prints the seconds of each, the seconds of the steps in the same run, and
 
-    ratio_alignment_to_step    all of them, on a rank and in the engine, / the seconds of the steps
-    ratio_canary_to_step       the canary, which both engines score after every update, / the same
+    ratio_alignment_to_step    all of these functions, on a rank and in the engine, / the seconds of the steps
+    ratio_canary_to_step       the canary, which both engines score after every update, / the seconds of the steps
 
-Functions that call each other are counted once. Where the ranks take part together the one counts that came last: the
-others wait for it, there or elsewhere. What a device does later is not seen; a CPU does nothing later.
+Functions that call each other are counted once. Where all ranks take part together, the last rank to arrive counts,
+because the others only wait for it. Asynchronous work of a device is not seen; a CPU has none.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ CANARY = "Canary.compare"
 
 
 class Stopwatch:
-    """Seconds by function, written to a file of this process now and then: an engine may be killed."""
+    """Collects seconds by function and writes them to a file of this process regularly, because an engine may be
+    killed.
+    """
 
     def __init__(self, folder: Path):
         self.file, self.seconds, self.depth, self.written = folder / f"{os.getpid()}.json", {}, 0, 0.0
@@ -91,7 +94,7 @@ class Loader(importlib.abc.Loader):
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules of PROVES, once each."""
+    """Finds each module of PROVES once."""
 
     def __init__(self, watch):
         self.watch = watch
@@ -105,7 +108,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Called by every Python process of the run, before anything else."""
+    """Install the stopwatches. Every Python process of the run calls this before anything else."""
     sys.meta_path.insert(0, Finder(Stopwatch(Path(os.environ[FOLDER]))))
 
 
@@ -113,7 +116,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="of configs/tiny_moe_cpu.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="overrides of configs/tiny_moe_cpu.yaml")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         result = measure(options, Path(folder))
@@ -143,7 +146,7 @@ def measure(options, folder: Path) -> dict[str, object]:
     (lines,) = (folder / "runs").glob("*/metrics.jsonl")
     steps = [json.loads(line) for line in lines.read_text().splitlines()]
     step_seconds = sum(line["time/step"] for line in steps if "time/step" in line)
-    by_rank: dict[str, dict[str, float]] = {"0": {}, "1": {}}  # rank 0 with its children, of which the engine is one
+    by_rank: dict[str, dict[str, float]] = {"0": {}, "1": {}}  # rank 0 with its children, one of which is the engine
     for file in folder.glob("*.json"):
         one = json.loads(file.read_text())
         for name, value in one["seconds"].items():

@@ -1,9 +1,9 @@
-"""What recording costs a rollout: `python benchmarks/recording.py [--model mid] [--pairs 15] [--json FILE]`.
+"""Measures what recording costs a rollout: `python benchmarks/recording.py [--model mid] [--pairs 15] [--json FILE]`.
 
 One engine samples the same requests with recording on and off in turn, so that a noisy machine disturbs both alike. On
 includes everything: capture, the mirror of the KV cache, validation, compression, writing and publishing the shard.
-Prints the ratio of throughputs (on : off) as median and quartiles over the pairs, and the same of processor time, which
-a busy machine disturbs less.
+Prints the ratio of throughputs (on : off) as median and quartiles over the pairs, and the ratio of processor times,
+which other processes disturb less.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--samples", type=int, default=8, help="per prompt")
     parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--tokens", type=int, default=64, help="sampled per request")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens sampled per request")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -76,7 +76,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
                 (claims,) = llm.collective_rpc("moe_rl_publish", args=(f"pair{pair}", sequences))
             took[on], worked[on] = time.perf_counter() - start, time.process_time() - start_cpu
         if pair == 0:
-            continue  # the first pair pays for memory that later ones have
+            continue  # the first pair allocates memory that later ones reuse
         for on, value in took.items():
             seconds[on].append(value)
         ratios.append(took[False] / took[True])
@@ -109,7 +109,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
 
 
 class Switch:
-    """Turns recording on and off in a running engine, by taking away what the patch and the recorder put there."""
+    """Turns recording on and off in a running engine, by removing what the patch and the recorder installed."""
 
     def __init__(self, llm):
         (self._worker,) = llm.collective_rpc(lambda wrapper: wrapper.worker)
@@ -129,7 +129,7 @@ class Switch:
 
 
 def sample(llm, options: argparse.Namespace, seed: int, sink: str | None) -> dict[str, list[int]]:
-    """Sample the requests of one measurement, with an empty prefix cache. Returns key -> tokens forwarded."""
+    """Sample the requests of one measurement, with an empty prefix cache. Return {key: number of forwarded tokens}."""
     from vllm import SamplingParams
 
     llm.reset_prefix_cache()
@@ -159,7 +159,7 @@ def sample(llm, options: argparse.Namespace, seed: int, sink: str | None) -> dic
 
 
 def validation_seconds(root: Path, sequences: dict[str, list[int]], claims: dict[str, tuple]) -> float:
-    """Time that the validator takes for all records of one measurement (reading them not counted)."""
+    """Return the time that the validator takes for all records of one measurement, without reading them."""
     from moe_rl.trace import TraceStore, validate
     from moe_rl.vllm.route_source import join_parts
 

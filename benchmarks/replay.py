@@ -1,4 +1,4 @@
-"""What replay and its proof cost a training step: `python benchmarks/replay.py [--rounds 7] [--json FILE]`.
+"""Measures what replay and its proof cost a training step: `python benchmarks/replay.py [--rounds 7] [--json FILE]`.
 
 It trains a random Qwen3-MoE on one rank, and replays the routes that its own routers chose. It prints
 
@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument("--model", default="mid", choices=sorted(SHAPES), help="shape of the random model")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sequences", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=256, help="of each sequence")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of each sequence")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 class Timer:
-    """Seconds inside the session's methods, those that call each other counted once."""
+    """Measures the seconds inside the session's methods. Methods that call each other are counted once."""
 
     def __init__(self, session):
         self.session, self.seconds, self.depth = session, 0.0, 0

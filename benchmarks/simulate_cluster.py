@@ -55,7 +55,7 @@ VARIANTS = ("native", "replay", "plan", "load", "placement", "overlap", "ideal")
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Numbers of a cost file, see there for units."""
+    """Holds the numbers of a cost file, which gives their units."""
 
     ranks_of_a_node: float
     gemm_rate: float
@@ -73,7 +73,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a model; by default those of Qwen3-30B-A3B, by its config.json."""
+    """Holds the sizes of a model; the defaults are those of Qwen3-30B-A3B, from its config.json."""
 
     hidden: int = 2048
     heads: int = 32
@@ -89,11 +89,11 @@ SHAPE = Shape()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--costs", type=Path, default=Path(__file__).parent / "costs/h800.yaml", metavar="FILE")
-    parser.add_argument("--store", metavar="STORE", help="trace store of a run; left out: none")
-    parser.add_argument("--weight", type=int, default=400, help="tokens that a recorded one stands for")
+    parser.add_argument("--store", metavar="STORE", help="trace store of a run (default: none)")
+    parser.add_argument("--weight", type=int, default=400, help="number of tokens that a recorded one stands for")
     parser.add_argument("--synthetic", nargs="*", choices=batches.KINDS, default=list(batches.KINDS))
     parser.add_argument("--expert-parallel", type=int, nargs="*", default=[8, 16, 32, 64])
-    parser.add_argument("--sequences", type=int, default=4_000, help="of a synthetic step")
+    parser.add_argument("--sequences", type=int, default=4_000, help="sequences of a synthetic step")
     parser.add_argument("--layers", type=int, default=48, help="of a synthetic step")
     parser.add_argument("--ranks", type=int, default=64, help="data-parallel ranks")
     parser.add_argument("--microbatch-tokens", type=int, default=16_384)
@@ -109,7 +109,7 @@ def main() -> int:
 
 
 def read_costs(path: Path) -> tuple[str, Costs]:
-    """Its name, and the values of a cost file."""
+    """Return the name and the values of a cost file."""
     given = yaml.safe_load(path.read_text())
     return given["name"], Costs(**{field.name: float(given[field.name][0]) for field in fields(Costs)})
 
@@ -138,7 +138,7 @@ def simulated(options: argparse.Namespace) -> Iterator[dict[str, object]]:
 
 
 def batches_of(options: argparse.Namespace) -> Iterator[tuple[str, int, np.ndarray, list[int], np.ndarray]]:
-    """Name, top-k, counts of the batches before [N, L, E], lengths and counts [S, L, E] of the step."""
+    """Yield name, top-k, counts of the batches before [N, L, E], lengths and counts [S, L, E] of the step."""
     if options.store:
         shards = list(batches.recorded(options.store, 4))
         past = np.stack([counts.sum(axis=0) for _, _, counts in shards[:-1]])
@@ -156,7 +156,7 @@ def batches_of(options: argparse.Namespace) -> Iterator[tuple[str, int, np.ndarr
 def variants(
     costs: Costs, past: np.ndarray, lengths: list[int], counts: np.ndarray, parts: int, ranks: int, tokens: int
 ) -> dict[str, float]:
-    """Seconds of a step of each of VARIANTS."""
+    """Return the seconds of a step for each of VARIANTS."""
     _, layers, experts = counts.shape
     by_length = pack(lengths, ranks=ranks, microbatch_tokens=tokens)
     order, _ = place(past, parts, current=natural_order(layers, experts))
@@ -165,7 +165,7 @@ def variants(
         pack_by_load(lengths, load_of(one, parts), ranks=ranks, microbatch_tokens=tokens, exchange=parts)[0]
         for one in (counts, placed)
     )
-    # Counts: an all-gather of a few numbers takes what an all-to-all of nothing does.
+    # Counts: an all-gather of a few numbers costs as much as an empty all-to-all.
     asking = _latency(costs, parts) + costs.host_sync
     natural, placed_rows = load_of(counts, parts), load_of(placed, parts)
     step = lambda plan, loads, **how: _step(costs, plan, lengths, loads, **how)  # noqa: E731
@@ -184,7 +184,10 @@ def _step(
     costs: Costs, plan: Plan, lengths: list[int], loads_SLP: np.ndarray, *, dispatch: float, overlap: bool = False,
     even: bool = False,
 ) -> float:  # fmt: skip
-    """Seconds of the slowest group. dispatch: what is added to every dispatch. even: tokens and rows on all ranks."""
+    """Return the seconds of the slowest group.
+
+    dispatch: seconds added to every dispatch. even: whether tokens and rows are the same on all ranks.
+    """
     parts = loads_SLP.shape[2]
     sizes = np.array(lengths, np.float64)
     slowest = 0.0
@@ -206,7 +209,10 @@ def _step(
 def _microbatch(
     costs: Costs, tokens: np.ndarray, squares: np.ndarray, sent_PLP: np.ndarray, dispatch: float, overlap: bool
 ) -> float:
-    """Forward and backward of one round of a group. tokens, squares: of each rank. sent: rows from rank to rank."""
+    """Return the seconds of forward and backward of one round of a group.
+
+    tokens, squares: of each rank. sent: rows from rank to rank.
+    """
     hidden, layers = SHAPE.hidden, sent_PLP.shape[1]
     dense = hidden * SHAPE.head * (2 * SHAPE.heads + 2 * SHAPE.groups)
     scores = 2 * SHAPE.heads * SHAPE.head * squares
@@ -224,14 +230,16 @@ def _microbatch(
 
 
 def _inner(experts_L: np.ndarray, exchange_L: np.ndarray, latency: float, chunks: int) -> np.ndarray:
-    """Dispatch, experts and combine of each layer: in chunks, of which one is exchanged while another is computed."""
+    """Return the seconds of dispatch, experts and combine of each layer, in chunks of which one travels while another
+    computes.
+    """
     computing = exchange_L / chunks + experts_L + exchange_L / chunks
     exchanging = 2 * exchange_L + experts_L / chunks
     return np.maximum(computing, exchanging) + 2 * chunks * latency
 
 
 def _exchange(costs: Costs, bytes_PLP: np.ndarray) -> np.ndarray:
-    """[L]: of the slowest rank, without latency."""
+    """Return [L]: the seconds of an exchange on the slowest rank, without latency."""
     ranks = np.arange(len(bytes_PLP))
     node = ranks // int(costs.ranks_of_a_node)
     near = (node[:, None] == node[None]) & (ranks[:, None] != ranks[None])
@@ -249,9 +257,9 @@ def _latency(costs: Costs, parts: int) -> float:
 
 
 def checked(file: Path) -> Iterator[dict[str, object]]:
-    """The model's differences, from what was measured in isolation in the run of `file`, and the ratios of that run.
+    """Predict the ratios of a measured run from its own micro-measurements in `file`, and return both.
 
-    Native time is taken as measured; predicted is what replaying and planning change of it, dispatch by dispatch.
+    The native time is taken as measured. The prediction adds what replay and planning change in each dispatch.
     """
     seen = json.loads(file.read_text())
     micro, ranks = seen["micro"], seen["expert-parallel ranks"]
@@ -265,7 +273,7 @@ def checked(file: Path) -> Iterator[dict[str, object]]:
     }  # fmt: skip
     print(f"{file.name}: EP {ranks}, {seen['model']}, {dispatches} dispatches in an update of {native:.3g} s")
     # Rows and weights go out and rows come back, and so do their gradients. An expert is 3 / 4 of the matrix that was
-    # timed (benchmarks/models.py: half as wide as the hidden size), forward once, backward twice.
+    # timed (in benchmarks/models.py it is half as wide as the hidden size), once forward and twice backward.
     exchanges, matrices = 6 * micro["all-to-all"] * dispatches, 3 * 0.75 * micro["gemm"] * dispatches
     print(
         f"  of native, by the parts alone: exchanges {exchanges / native:.0%}, experts' matrices "

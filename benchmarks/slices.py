@@ -1,9 +1,9 @@
-"""Reading one pipeline stage of one sequence from different containers; each in a process of its own.
+"""Measures reading one pipeline stage of one sequence from different containers, each in its own process.
 
     python benchmarks/slices.py KIND write|read FOLDER
 
-write puts the sequences of FOLDER/routes.npy, uint8 [N, T, L, K], into FOLDER/KIND; read takes 12 layers of single
-sequences from it. Both print one JSON object. trace.py runs them.
+write puts the sequences of FOLDER/routes.npy, uint8 [N, T, L, K], into FOLDER/KIND. read takes 12 layers of single
+sequences from it. Both print one JSON object. trace.py runs this script.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def safetensors_read(folder: Path) -> Callable[[int], np.ndarray]:
 
 
 def parquet_write(folder: Path, routes: np.ndarray) -> None:
-    """A column per layer, a row group per sequence."""
+    """Uses a column per layer and a row group per sequence."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -95,7 +95,7 @@ def parquet_read(folder: Path) -> Callable[[int], np.ndarray]:
 
 
 def zarr_write(folder: Path, routes: np.ndarray) -> None:
-    """Chunks of one sequence and one stage, zstd."""
+    """Uses zstd chunks of one sequence and one stage."""
     import zarr
 
     array = zarr.create_array(
@@ -149,7 +149,7 @@ def run_read(kind: str, folder: Path) -> dict[str, object]:
             _evict(path)
     _, open_it, module = KINDS[kind]
     importlib.import_module(module)
-    # In no order, as a trainer's batches are: a neighbour that was read ahead is of little use.
+    # The order is random, as in a trainer's batches, so reading ahead gains little.
     first_one, *others = np.random.default_rng(5).permutation(len(routes)).tolist()
     start, before = time.perf_counter(), _io()
     read = open_it(folder / kind)
@@ -169,7 +169,7 @@ def run_read(kind: str, folder: Path) -> dict[str, object]:
         "first_ms": 1e3 * first,
         "first_bytes": opened["rchar"] - before["rchar"],
         "slice_ms": 1e3 * statistics.median(seconds),
-        # What was asked of the system, and what it took from the disk: a memory map asks for nothing.
+        # Bytes requested by the process, and bytes read from disk. A memory map requests nothing.
         "slice_bytes": statistics.median(asked),
         "slice_disk_bytes": statistics.fmean(fetched),
         "max_rss_mib": _max_rss(),
@@ -192,7 +192,7 @@ def _evict(path: Path) -> None:
 
 
 def _max_rss() -> float:
-    """High-water mark of this process in MiB. getrusage would count the one that started it."""
+    """Return the high-water mark of this process in MiB. getrusage would include the process that started it."""
     with open("/proc/self/status", encoding="ascii") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("VmHWM:")) / 1024
 

@@ -1,9 +1,10 @@
-"""Does replay keep a run stable? `python benchmarks/stability_study.py --work DIR [--json FILE] [--write DOCS]`.
+"""Tests whether replay keeps a run stable: `python benchmarks/stability_study.py --work DIR [--json FILE] [--write
+DOCS]`.
 
-The main job, whole, again and again: GRPO and GSPO, without replay, with R2 and with R3, with 1, 2 and 4 updates on
-each rollout batch, each with several seeds, as configs/stability_study.yaml says: a sampler of lower precision than the
-trainer. DIR keeps the result of each run; a study that was interrupted goes on from there. --write puts the table and
-the plots into stability_study.md and beside it, in the folder DOCS (docs/measurements).
+The study repeats complete runs of the main job with GRPO and GSPO, without replay, with R2 and with R3, with 1, 2 and 4
+updates per rollout batch, each with several seeds. As configs/stability_study.yaml says, the sampler has a lower
+precision than the trainer. DIR keeps the result of each run, and an interrupted study continues from there. --write
+puts the table and the plots into stability_study.md and beside it, in the folder DOCS (docs/measurements).
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ SERIES = {
 }
 MARKERS = "<!-- study: begin -->", "<!-- study: end -->"
 
-# Said before the runs were made: a run is lost when the policy gets much worse at what it is trained for, or when
-# sampler and trainer come to disagree about one token in ten.
+# Decided before the runs: a run is lost when its pass rate falls far, or when sampler and trainer disagree about one
+# token in ten.
 LOST_PASS_RATE = 0.5
 LOST_F2 = 0.1
 
@@ -64,9 +65,11 @@ class Cell(NamedTuple):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", type=Path, required=True, metavar="DIR", help="keeps the result of each run")
+    parser.add_argument(
+        "--work", type=Path, required=True, metavar="DIR", help="folder that keeps the result of each run"
+    )
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, each wants a core")
+    parser.add_argument("--jobs", type=int, default=2, help="number of parallel runs, each on its own core")
     parser.add_argument("--write", type=Path, metavar="DOCS", help="folder of stability_study.md: docs/measurements")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
@@ -84,7 +87,7 @@ def main() -> int:
 
 
 def result_of(cell: Cell, work: Path) -> dict[str, object]:
-    """What a run of the main job showed; made now unless DIR has it."""
+    """Return the result of one run of the main job, from DIR if it is there; else make the run."""
     kept = work / f"{cell.name}.json"
     if not kept.exists():
         with tempfile.TemporaryDirectory() as folder:
@@ -116,7 +119,7 @@ def run_once(cell: Cell, folder: Path, log: Path) -> None:
 
 
 def measure(run_dir: Path) -> dict[str, object]:
-    """The numbers of one run."""
+    """Return the numbers of one run."""
     run = read_run(run_dir)
     series = {name: run.series(key)[1] for name, key in SERIES.items()}
     rates = run.series("eval/pass_rate", "eval")[1]
@@ -136,7 +139,7 @@ def measure(run_dir: Path) -> dict[str, object]:
 
 
 def markdown(runs: dict[Cell, dict]) -> str:
-    """One row for each (objective, updates, mode): the mean of the seeds, and the least and the greatest."""
+    """Return one row for each (objective, updates, mode): mean, minimum and maximum over the seeds."""
     titles = ("objective", "updates", "replay", "policy KL k3", "F(2)", "held-out pass rate, end", "runs lost")
     lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
     for objective, updates, mode in itertools.product(OBJECTIVES, UPDATES, MODES):
@@ -151,7 +154,7 @@ def markdown(runs: dict[Cell, dict]) -> str:
 
 
 def spread(values: list[float]):
-    """A function from a number format to the mean of `values` with their range."""
+    """Return a function that formats the mean of `values` with their range in a given number format."""
     return lambda form: f"{statistics.fmean(values):{form}} [{min(values):{form}}, {max(values):{form}}]"
 
 
@@ -172,8 +175,10 @@ def write(runs: dict[Cell, dict], table: str, docs: Path) -> None:
 
 
 def draw(runs: dict[Cell, dict], name: str, label: str, scale: str, file: Path) -> None:
-    """Small multiples: a row for each objective, a column for each number of updates; a thin line for each seed, a
-    thick one for their mean."""
+    """Draw small multiples: one row per objective, one column per number of updates.
+
+    Thin lines are single seeds, thick lines their mean.
+    """
     style = {"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 9}
     style |= {"axes.spines.top": False, "axes.spines.right": False}
     with matplotlib.rc_context(style):
@@ -184,7 +189,7 @@ def draw(runs: dict[Cell, dict], name: str, label: str, scale: str, file: Path) 
             axes.set_title(f"{objective}, {updates} update{'s' if updates > 1 else ''} per batch", fontsize=9)
             for mode in MODES:
                 lines = [r["series"][name] for cell, r in runs.items() if cell[:3] == (objective, mode, updates)]
-                if name == "f2":  # most steps have no such token
+                if name == "f2":  # on most steps the value is 0
                     sums = [itertools.accumulate(line) for line in lines]
                     lines = [[total / step for step, total in enumerate(each, start=1)] for each in sums]
                 for line in lines:

@@ -1,14 +1,16 @@
-"""What a training step costs natively routed, replayed, and replayed by dispatch plans:
+"""Compares training steps that route natively, replay, and replay by dispatch plans:
 `python benchmarks/step_overhead.py [--ranks 2] [--pairs 20] [--json FILE]`.
 
-Expert-parallel ranks on this machine, gloo without a GPU, a random Qwen3-MoE. The routes that are replayed are those
-that its own routers choose, so that all three do the same work on the same tokens. An update (forward, backward,
-optimizer) is run in turns, in an order that rotates; planning is part of the planned one. Prints the median ratios
-over the rounds with their quartiles: of the time on the clock, of the slowest rank, and of the processors' time, of all
-ranks, which others on the machine disturb less but which does not see ranks wait for each other. Then what the MoE
-layers of one update waited for, counted apart from the timing: exchanges of counts between ranks, waits for an event of
-the device, values read by the host. On the CPU a wait for the device ends at once: what it costs on a GPU is not in
-these times. Last what the parts of a dispatch take on their own, for `simulate_cluster.py --check`.
+It uses expert-parallel ranks on this machine, gloo without a GPU, and a random Qwen3-MoE. The replayed routes are those
+that its own routers choose, so all three variants do the same work on the same tokens. An update (forward, backward,
+optimizer) runs in turns, in an order that rotates. Planning is part of the planned variant. The benchmark prints median
+ratios over the rounds with their quartiles, for the wall time of the slowest rank and for the processor time of all
+ranks. Other processes disturb processor time less, but it does not include time in which ranks wait for each other.
+
+It then prints what the MoE layers of one update waited for, counted apart from the timing: exchanges of counts between
+ranks, waits for an event of the device, values read by the host. On a CPU a wait for the device ends at once, so its
+cost on a GPU is not in these times. Last it prints the time of each part of a dispatch, for `simulate_cluster.py
+--check`.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ KINDS = ("native", "replayed", "planned")
 
 def main() -> int:
     parser = arguments(__doc__.splitlines()[0], model="mid", tokens=256)
-    parser.add_argument("--pairs", type=int, default=20, help="rounds of all three")
+    parser.add_argument("--pairs", type=int, default=20, help="rounds over all three variants")
     measured(__file__, parser, run_rank, summary)
     return 0
 
 
 def summary(options: argparse.Namespace, seen: dict) -> dict[str, object]:
-    """Medians and quartiles of what the first rank wrote."""
+    """Compute medians and quartiles from the results of the first rank."""
     result = described(options, seen)
     for at, clock in enumerate(("clock", "processor")):
         seconds = {kind: [row[kind][at] for row in seen["rounds"]] for kind in KINDS}
@@ -69,7 +71,7 @@ def run_rank(options: argparse.Namespace, bench: ReplayedUpdates) -> dict:
     for number in range(options.pairs + 1):
         turn = number % len(KINDS)
         row = {kind: timed(partial(update, kind)) for kind in KINDS[turn:] + KINDS[:turn]}
-        if number:  # the first warms up
+        if number:  # the first round warms up
             rounds.append(row)
     micro = micro_measurements(bench.facts.num_experts, bench.facts.top_k, bench.facts.hidden_size, options.tokens)
     counter, waits = LayerWaits().attach(bench.policy.chunks), {}

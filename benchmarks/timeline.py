@@ -1,4 +1,4 @@
-"""Record when an MoE layer computes and when it exchanges rows, on one rank and from outside."""
+"""Records on one rank when an MoE layer computes and when it exchanges rows, without changes to the layer."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from moe_rl.replay.plans import LayerPlan
 
 @dataclass(slots=True)
 class Interval:
-    """Seconds of time.perf_counter. name: "router", "shared experts", "experts 0", "rows 0", "weights 0", "back 0" with
-    the number of the chunk. backward: of the gradient.
+    """Describes one interval, in seconds of time.perf_counter.
 
-    end: when the host was through with it. An all-to-all is only begun by the host: there it is when it went on after
-    waiting; waiting is when it came to wait, and arrived when the rows were there.
+    Attributes:
+        name: "router", "shared experts", "experts 0", "rows 0", "weights 0" or "back 0", with the number of the chunk.
+        backward: whether it belongs to the gradient.
+        end: when the host was finished with it. The host only starts an all-to-all; its end is when the host continued
+            after waiting for it.
+        waiting: when the host began to wait.
+        arrived: when the rows were there.
     """
 
     name: str
@@ -36,9 +40,9 @@ class Interval:
 
 @dataclass(slots=True, eq=False)
 class Timeline:
-    """Records one layer in one training pass of one microbatch, whose plan it is given, without recomputation.
+    """Records one layer in one training pass of one microbatch with the given plan, without recomputation.
 
-    On a GPU the host runs ahead of the device, and these would be the host's times.
+    On a GPU the host runs ahead of the device, so the times would be those of the host.
     """
 
     moe: torch.nn.Module
@@ -50,7 +54,7 @@ class Timeline:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """The pass to record runs within."""
+        """The pass to record runs inside this context."""
         moe, computed = self.moe, 0
         parts = {"router": moe.router, "shared experts": moe.shared_experts, "experts": moe.experts}
         parts = {name: part for name, part in parts.items() if part is not None}
@@ -91,11 +95,11 @@ class Timeline:
                 part.forward = before[name]
 
     def under_way(self) -> float:
-        """Seconds in which some of the layer's rows, weights or their gradients were on their way."""
+        """Return the seconds in which rows, weights or their gradients of the layer were in transit."""
         return _length([(span.begin, span.arrived) for span in self.spans if span.exchange])
 
     def waited(self) -> float:
-        """Seconds of these in which the host did nothing but wait for them."""
+        """Return the part of these seconds in which the host only waited."""
         return _length([(span.waiting, span.arrived) for span in self.spans if span.exchange])
 
     def mark(self, name: str, backward: bool, begins: bool) -> None:
@@ -118,7 +122,7 @@ class Timeline:
         return recorded
 
     def _span(self, rows: torch.Tensor, sent: list[int]) -> Interval | None:
-        """Which of the layer's it is, told by the very list of the plan that it is begun with."""
+        """Identify an exchange of the layer by the list object of the plan that starts it."""
         for number, chunk in enumerate(self.plan.chunks):
             if sent is chunk.sent or sent is chunk.got:
                 away = (sent is chunk.sent) == self._forward
@@ -128,7 +132,7 @@ class Timeline:
 
 
 class _Work:
-    """A begun exchange whose waiting is timed."""
+    """Wraps a started exchange and times the wait for it."""
 
     def __init__(self, work: dist.Work, span: Interval):
         self.work, self.span = work, span
@@ -140,13 +144,13 @@ class _Work:
     def wait(self) -> None:
         start = time.perf_counter()
         self.work.wait()
-        if self.span.end is None:  # it may be waited for again, in no time
+        if self.span.end is None:  # a second wait takes no time
             self.span.waiting, self.span.end = start, time.perf_counter()
         self.told.wait()
 
 
 class _Mark(torch.autograd.Function):
-    """Nothing but the times at which a computation begins or ends, which its gradient ends or begins at."""
+    """Does nothing but record the time. It marks where a computation, or its gradient, starts or ends."""
 
     @staticmethod
     def forward(ctx, timeline: Timeline, name: str, begins: bool, *tensors):
@@ -161,7 +165,7 @@ class _Mark(torch.autograd.Function):
 
 
 def _length(intervals: list[tuple[float, float]]) -> float:
-    """Length of the union; intervals that end before they begin are empty."""
+    """Return the length of the union of intervals. Intervals that end before they begin are empty."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted(intervals):
         total += max(0.0, end - max(begin, reached))

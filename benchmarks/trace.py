@@ -1,9 +1,10 @@
-"""How small and how fast the trace store is: `python benchmarks/trace.py [--json FILE]`. Under two minutes.
+"""Measures size and speed of the trace store: `python benchmarks/trace.py [--json FILE]`. Takes under two minutes.
 
-On uniform, Zipf and recorded routes: bits a set against the bound and against the entropy of popularity alone, bytes a
-token against plain arrays and zstd on them, speed of the codec on one core. Then one pipeline stage (12 of 48 layers)
-of one sequence of 2,048 tokens out of the store and out of raw safetensors, Parquet and Zarr (when installed), each in
-a process of its own, with the bytes read and the memory high-water mark.
+For uniform, Zipf and recorded routes it measures bits per set (compared with the bound and with the entropy of
+popularity alone), bytes per token (compared with plain arrays and with zstd), and the speed of the codec on one core.
+Then it reads one pipeline stage (12 of 48 layers) of one sequence of 2,048 tokens from the store and from raw
+safetensors, Parquet and Zarr (if installed), each in its own process, and reports the bytes read and the memory
+high-water mark.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ _NEEDS = {"parquet": "pyarrow", "zarr": "zarr"}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=8192, help="of the random routes (multiples of 2048)")
-    parser.add_argument("--sequences", type=int, default=24, help="that the slice is cut out of")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of random routes (multiples of 2048)")
+    parser.add_argument("--sequences", type=int, default=24, help="sequences from which the slice is taken")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     start = time.perf_counter()
@@ -60,7 +61,7 @@ def main() -> int:
         result["slices"] = slices(Path(folder), uniform, options.sequences)
         print_slices(result["slices"])
     result["seconds"] = time.perf_counter() - start
-    print(f"\n{result['seconds']:.0f} seconds in all")
+    print(f"\n{result['seconds']:.0f} seconds in total")
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0
@@ -85,8 +86,10 @@ def cut(routes: np.ndarray) -> list[np.ndarray]:
 def measure(
     root: Path, num_experts: int, sequences: list[np.ndarray], token_ids: list[np.ndarray] | None = None
 ) -> dict[str, object]:
-    """One kind of routes, each sequence uint8 [T, L, K]. Speeds in GB/s of these, processor time of one core, best of
-    several; a store's in wall time."""
+    """Measure one kind of routes, each sequence uint8 [T, L, K].
+
+    Codec speeds are GB/s of these arrays in processor time of one core, best of several; store speeds use wall time.
+    """
     _, layers, top_k = sequences[0].shape
     rows = sum(map(len, sequences))
     raw, sets = rows * layers * top_k, rows * layers
@@ -154,10 +157,12 @@ def best(run: Callable[[], object], clock: Callable[[], float] = time.process_ti
 
 
 def slices(folder: Path, uniform: np.ndarray, sequences: int) -> dict[str, object]:
-    """Per container, what slices.py measured; the raw size of the slice, and the store's own bytes of it."""
+    """Return the measurements of slices.py per container, the raw size of the slice, and the store's own bytes for
+    it.
+    """
     rng = np.random.default_rng(3)
     pieces = cut(uniform)
-    # Renamed experts: as uniform as before, and drawn in no time.
+    # Renaming experts keeps the routes uniform and is faster than drawing new ones.
     many = [rng.permutation(128).astype(np.uint8)[pieces[n % len(pieces)]] for n in range(sequences)]
     np.save(folder / "routes.npy", np.stack(many))
     coded = [
@@ -198,16 +203,16 @@ def print_measures(measures: dict[str, dict]) -> None:
     lines = (
         ("sequences", "sequences", "{:,}"),
         ("tokens", "tokens", "{:,}"),
-        ("bits a set: bound, log2 C(E, k)", "bits_bound", "{:.2f}"),
+        ("bits per set: bound, log2 C(E, k)", "bits_bound", "{:.2f}"),
         ("  by popularity alone (order 0)", "bits_order0", "{:.2f}"),
         ("  chunks of the store", "bits_chunks", "{:.2f}"),
         ("  zstd-3 on raw uint8", "bits_zstd3", "{:.2f}"),
-        ("bytes a token: store, all of it", "token_bytes_store", "{:.1f}"),
+        ("bytes per token: store, everything", "token_bytes_store", "{:.1f}"),
         ("  zstd-3 on raw uint8", "token_bytes_zstd3", "{:.1f}"),
         ("  uint8", "token_bytes_uint8", "{:.0f}"),
         ("  int16", "token_bytes_int16", "{:.0f}"),
         ("  int32", "token_bytes_int32", "{:.0f}"),
-        ("GB/s a core: encode", "encode_gb_s", "{:.3g}"),
+        ("GB/s per core: encode", "encode_gb_s", "{:.3g}"),
         ("  decode", "decode_gb_s", "{:.3g}"),
         ("  zstd-3 encode", "zstd3_encode_gb_s", "{:.2f}"),
         ("  zstd-3 decode", "zstd3_decode_gb_s", "{:.2f}"),
@@ -248,7 +253,7 @@ def print_slices(result: dict) -> None:
         print(f"{kind:14}" + "".join(f"{cell:>11}" for cell in cells))
     ratio = result["store"]["slice_bytes"] / own
     print(f"the store reads {ratio:.3f} times the {own:,.0f} bytes that its chunks of the slice have")
-    print("slice, disk: asked of the system, taken from the disk with a cold cache (a memory map asks for nothing)")
+    print("slice, disk: requested by the process, read from disk with a cold cache (a memory map requests nothing)")
     print("read, write MiB: high-water mark of the process, Python and its libraries included")
 
 

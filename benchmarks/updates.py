@@ -1,8 +1,8 @@
-"""Updates of a random model on expert-parallel ranks of this machine, with its own routes to replay: what benchmarks of
-training steps time in turns.
+"""Runs updates of a random model on expert-parallel ranks of this machine, for benchmarks that time training steps in
+turns.
 
-The routes that are replayed are those that the model's own routers choose, so that native and replayed updates do the
-same work on the same tokens.
+The replayed routes are those that the model's own routers choose, so native and replayed updates do the same work on
+the same tokens.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from output import tell
 
 
 def arguments(description: str, *, model: str, tokens: int) -> argparse.ArgumentParser:
-    """Those that all of them have."""
+    """Add the options that all these benchmarks share."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", default=model, choices=sorted(SHAPES), help="shape of the random model")
     parser.add_argument("--ranks", type=int, default=2, help="expert-parallel ranks")
-    parser.add_argument("--microbatches", type=int, default=2, help="of each rank")
-    parser.add_argument("--tokens", type=int, default=tokens, help="of each microbatch")
+    parser.add_argument("--microbatches", type=int, default=2, help="tokens of each rank")
+    parser.add_argument("--tokens", type=int, default=tokens, help="tokens of each microbatch")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--rank-of", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)  # the same file on each rank
+    parser.add_argument(
+        "--rank-of", type=Path, metavar="FOLDER", help=argparse.SUPPRESS
+    )  # every rank reads the same file
     return parser
 
 
@@ -41,9 +43,11 @@ def measured(
     run_rank: Callable[[argparse.Namespace, ReplayedUpdates], dict],
     summary: Callable[[argparse.Namespace, dict], dict],
 ) -> tuple[argparse.Namespace, dict]:
-    """Run run_rank on every rank and tell the summary of what the first one returned; the parsed arguments and that,
-    with "model" in words. Each rank runs `file` again, with a folder that has the model, and does not return from
-    here."""
+    """Run run_rank on every rank. Return the parsed arguments and a summary of what the first rank returned.
+
+    Each rank runs `file` again, with a folder that has the model, and does not return from this function. The summary
+    describes the model in words under "model".
+    """
     options = parser.parse_args()
     if options.rank_of:
         bench = ReplayedUpdates(options)
@@ -64,7 +68,7 @@ def measured(
 
 
 def described(options: argparse.Namespace, seen: dict) -> dict[str, object]:
-    """What was run, as the first lines of a result."""
+    """Return what was run, as the first lines of a result."""
     return {
         "model": seen["model"],
         "expert-parallel ranks": options.ranks,
@@ -75,14 +79,16 @@ def described(options: argparse.Namespace, seen: dict) -> dict[str, object]:
 
 
 def ratio(above: list[float], below: list[float], name: str) -> dict[str, object]:
-    """The median of the rounds' ratios and their quartiles."""
+    """Return the median of the rounds' ratios and their quartiles."""
     ratios = [a / b for a, b in zip(above, below, strict=True)]
     quartiles = statistics.quantiles(ratios, n=4)
     return {name: statistics.median(ratios), f"{name}, quartiles": [round(quartiles[0], 3), round(quartiles[2], 3)]}
 
 
 class ReplayedUpdates:
-    """On one rank: process group, policy, microbatches of random tokens, and the routes that it takes for them."""
+    """Holds on one rank the process group, the policy, microbatches of random tokens, and the model's own routes for
+    them.
+    """
 
     def __init__(self, options: argparse.Namespace):
         import torch.distributed as dist
@@ -124,7 +130,7 @@ class ReplayedUpdates:
         self.tables = own.recorded_routes()
 
     def new_policy(self, parallel):
-        """The model as it was made, on ranks that are laid out so."""
+        """Restore the model as it was made, on ranks in this layout."""
         from moe_rl.config.training import OptimizerConfig, TrainConfig
         from moe_rl.megatron.policy import Policy
 
@@ -133,11 +139,11 @@ class ReplayedUpdates:
         return Policy(self.facts, train, parallel, self.options.rank_of / "model", temperature=1.0)
 
     def plans(self, overlap_chunks: int = 0) -> list:
-        """Dispatch plans of the microbatches. All ranks call it together."""
+        """Return dispatch plans of the microbatches. All ranks call it together."""
         return self.policy.plan_dispatch(self.tables, overlap_chunks=overlap_chunks)
 
     def update(self, plans: list | None) -> None:
-        """Forward, backward and optimizer. None routes natively; [] replays without plans."""
+        """Run forward, backward and optimizer. plans: None routes natively; [] replays without plans."""
         if plans is None:
             self.policy.update(self.microbatches, None, self._loss)
             return
@@ -159,7 +165,7 @@ class ReplayedUpdates:
 
 
 def timed(work: Callable[[], None]) -> tuple[float, float]:
-    """Seconds on the clock, of the slowest rank, and of the processors, of all ranks. All ranks call it together."""
+    """Return wall seconds of the slowest rank and processor seconds of all ranks. All ranks call it together."""
     import torch
     import torch.distributed as dist
 

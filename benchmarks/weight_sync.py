@@ -1,13 +1,17 @@
-"""Weights from a trainer to a sampler: GB/s of each way that runs on a CPU, beside a plain copy of the same bytes.
+"""Measures the transfer of weights from a trainer to a sampler, for each way that runs on a CPU.
 
     python benchmarks/weight_sync.py [--rounds N] [--mib N] [--ways disk shared_memory broadcast] [--json FILE]
 
-A random Qwen3-MoE in bfloat16 of about --mib is sent by `moe_rl.weights.sender.WeightSender`, one rank, as a run sends
-it: exported from host memory, digested, moved, digested again by the other process. `received`: until all of it has
-been confirmed in the sampler's memory, by a process that then drops it. `loaded`: the same into a real vLLM engine,
-until it could sample. copy: one tensor copied to another, the same bytes, memory that was used before. digest: of one
-side. sums: of one side of the export, see `moe_rl.weights.conservation`. Ways take turns in every round; ratios are to
-the copy of the same round: median and quartiles.
+`moe_rl.weights.sender.WeightSender` sends a random Qwen3-MoE in bfloat16 of about --mib from one rank, as a run does:
+the weights are exported from host memory, digested, moved, and digested again by the receiver. It prints GB/s:
+
+    received    until everything is confirmed in the memory of a process that then drops it
+    loaded      until a real vLLM engine has loaded the weights and could sample
+    copy        one tensor of the same number of bytes copied to another, in memory that was used before
+    digest      digesting on one side
+    sums        the sums of one side of the export, see `moe_rl.weights.conservation`
+
+Ways take turns in every round. Ratios are to the copy of the same round: median and quartiles.
 """
 
 from __future__ import annotations
@@ -75,7 +79,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, object]:
             clocked(seconds, "digest", lambda: tensor_digests(tensors.items()))
             clocked(seconds, "sums", lambda: Held(tensors).content(torch.bfloat16))
             for (to, way), sender in senders.items():
-                # One sampler has several senders here: each is told what it holds by now.
+                # One sampler has several senders here, so each must know which version it holds.
                 sender._held, versions[to] = versions[to], versions[to] + 1
                 clocked(seconds, f"{way} {to}", lambda s=sender, to=to: s.send(samplers[to], versions[to]))
     finally:
@@ -92,7 +96,7 @@ def clocked(seconds: dict[str, list[float]], name: str, act: Callable) -> None:
 
 
 def result(seconds: dict[str, list[float]], size: int, tensors: int, options: argparse.Namespace) -> dict[str, object]:
-    """The first round warms up and is left out."""
+    """Run the rounds. The first one warms up and is left out."""
     out: dict[str, object] = {"bytes": size, "tensors": tensors, "bucket MiB": options.bucket_mib}
     copies = np.array(seconds["copy"][1:])
     for name, values in seconds.items():
@@ -108,7 +112,7 @@ def result(seconds: dict[str, list[float]], size: int, tensors: int, options: ar
 
 
 class Held:
-    """A policy of one rank that holds just these tensors, and gives them, and their sums, as a `Policy` does."""
+    """Stands in for a `Policy` of one rank that holds exactly these tensors, and returns them and their sums."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]):
         self._tensors, self.moves = tensors, 0
@@ -133,7 +137,7 @@ class Held:
 
 
 class Drain:
-    """A sampler in a process of its own that confirms what it gets and drops it."""
+    """Runs a sampler in its own process that confirms the weights and drops them."""
 
     workers, address = 1, "127.0.0.1"
 
@@ -200,7 +204,7 @@ def settings(model: Path, folder: Path) -> EngineSettings:
 
 
 def make_checkpoint(folder: Path, mib: float) -> Path:
-    """A random Qwen3-MoE of about so many MiB in bfloat16: 32 experts of 512 x 384 in as many layers as it takes."""
+    """Make a random Qwen3-MoE of about this many MiB in bfloat16, with 32 experts of 512 x 384 and enough layers."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     of_layer = 2 * (32 * 3 * 512 * 384 + 3 * 512 * 512) / 2**20

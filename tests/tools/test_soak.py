@@ -45,7 +45,7 @@ def test_it_says_what_it_waits_for(tmp_path):
     with mock.patch.multiple(soak, _launch=mock.Mock(return_value=launch), _at_work=mock.Mock(return_value=False)):
         soak._run_untouched()
         soak._one_run(tmp_path, soak.plan(3), float("inf"))
-    assert said == ["a run that nobody touches comes first: some minutes", f"{tmp_path.name}: kills to come: 3"]
+    assert said == ["first an undisturbed run, which takes some minutes", f"{tmp_path.name}: 3 kills to come"]
 
 
 @pytest.mark.parametrize("tool", ["soak", "two_hosts"])

@@ -312,8 +312,7 @@ class Drill:
     def _check_requests(self, folder: Path, before: int) -> list[str]:
         """Check that each request of each step is in exactly one shard. Return the names of all shards.
 
-        Exception: requests that server 1 had left in the step in which it was lost, the one with the given number. No
-        shard needs to refer to them.
+        Shards of server 1 after step `before` are ignored: it was lost in the next step, and nothing refers to them.
         """
         store = TraceStore(folder / "trace")
         shards = store.shards()
