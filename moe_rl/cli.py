@@ -12,22 +12,22 @@ from importlib import import_module
 
 VERBS = {
     "train": "train a policy with routing replay; start it with torchrun",
-    "plan": "print every number that follows from a config, and every problem; start nothing",
+    "plan": "print every number derived from a config, and every problem; start nothing",
     "serve": "serve a model with vLLM and record its routes",
-    "trace": "look into a trace store, check it, move routes in and out",
+    "trace": "inspect or verify a trace store, and import or export routes",
     "show": "print what the policy wrote, and where sampler and trainer differ",
-    "compare": "compare sampler and trainer without and with replay",
+    "compare": "compare sampler and trainer with and without replay",
     "prove": "prove on this machine that a layout replays exactly",
-    "patch": "check, apply or take back the patches of an installed vLLM or a checkout",
+    "patch": "check, apply or revert the patches of an installed vLLM or a checkout",
     "export": "write a run's weights as a Hugging Face checkpoint",
-    "doctor": "say what is installed here, what it enables and what is missing",
+    "doctor": "show what is installed here, what it enables and what is missing",
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Call a verb with what follows it. Returns its exit status.
+    """Call a verb with the arguments behind it. Return its exit status.
 
-    What stands behind "--" is not ours: it is handed on to vLLM by `serve`, and refused by every other verb.
+    Arguments behind "--" are passed on: `serve` gives them to vLLM, and every other verb refuses them.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] not in VERBS:
@@ -41,13 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if verb == "serve":
         options.further = rest[cut + 1 :]
     elif rest[cut:]:
-        parser.error(f"what follows -- is for vLLM, and {verb} starts none by itself: {' '.join(rest[cut:])}")
+        parser.error(f"arguments behind -- are for vLLM, and {verb} does not start vLLM: {' '.join(rest[cut:])}")
     return module.run(options)
 
 
 def _overview() -> argparse.ArgumentParser:
-    """The parser that knows the verbs by name only; it answers --help, and a verb that is none of them."""
-    parser = argparse.ArgumentParser(prog="moe-rl", epilog="moe-rl VERB --help says more about one of them.")
+    """Build the parser that knows only the names of the verbs. It answers --help and unknown verbs."""
+    parser = argparse.ArgumentParser(prog="moe-rl", epilog="moe-rl VERB --help explains a verb.")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     for verb, meaning in VERBS.items():
         verbs.add_parser(verb, help=meaning)
