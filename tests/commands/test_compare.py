@@ -1,4 +1,4 @@
-"""`moe-rl compare`: what cannot be compared is told, with exit status 2, before anything is started."""
+"""Tests `moe-rl compare`: a comparison that is impossible is refused with exit status 2 before anything is started."""
 
 import argparse
 import shutil
@@ -26,7 +26,7 @@ def main(arguments):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A run folder without rollouts."""
+    """Make a run folder without rollouts."""
     monkeypatch.chdir(ROOT)
     folder = tmp_path / "run"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""What a command line of the export may be; and a packed checkpoint unpacked by it."""
+"""Tests the command line of the export, and that it unpacks a packed checkpoint."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The command line of the proof: what cannot be proven is told before anything runs; the docs list what is proven."""
+"""Tests the command line of the proof: impossible requests are refused at once, and the docs list what is proven."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""`moe-rl trace` as a user runs it: what it prints, writes and returns."""
+"""Tests `moe-rl trace` as a user runs it: what it prints, writes and returns."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Every mistake is told in one message, before anything is started."""
+"""Tests that every mistake is reported in one message, before anything is started."""
 
 import argparse
 import json
@@ -78,7 +78,7 @@ def test_one_message_and_nothing_started(arguments, words):
 
 
 def test_the_first_rank_has_time_to_tell(monkeypatch, capsys):
-    """torchrun ends all ranks as soon as one ends: a faster rank would silence the one that tells."""
+    """torchrun ends all ranks as soon as one ends, so a faster rank would silence the rank that prints the problem."""
     options, waited = (
         argparse.Namespace(config=Path("no/such.yaml"), resume=None, step=None, trace=None, plan=False),
         [],
@@ -104,7 +104,7 @@ def test_the_first_rank_has_time_to_tell(monkeypatch, capsys):
     ],
 )
 def test_what_is_wrong_in_a_prompt_file_is_told_before_anything_starts(tmp_path, line, words):
-    """By rank 0 alone, which will use them. The file has enough lines, so nothing else is wrong with it."""
+    """Only rank 0 checks these files, because only rank 0 uses them. The prompt file has enough lines."""
     good = (ROOT / "assets/tiny_moe/task/train.jsonl").read_text().splitlines()
     (tmp_path / "train.jsonl").write_text("\n".join([*good, line]) + "\n")
     result = launch("--config", CONFIG, f"task.train={tmp_path / 'train.jsonl'}")
@@ -146,7 +146,7 @@ def test_without_torchrun_it_says_how_to_start():
 
 
 def test_plan_tells_what_a_trace_asks_of_the_ranks_without_torch(tmp_path):
-    """Two sequences of two tokens, every one of them to experts 0 to 3, which are on the first of two ranks."""
+    """Make two sequences of two tokens that all go to experts 0 to 3, which are on the first of two ranks."""
     spec = TraceSpec.from_layers("any", 32, 4, tuple(range(8)), 8)
     with ShardWriter(tmp_path / "trace", "step000001", spec) as writer:
         for number in range(2):
@@ -174,7 +174,7 @@ def test_plan_tells_what_a_trace_asks_of_the_ranks_without_torch(tmp_path):
 
 
 def foreign(folder):
-    """A trace of a model with fewer layers."""
+    """Make a trace of a model with fewer layers."""
     with ShardWriter(folder / "foreign", "step000001", TraceSpec.from_layers("any", 32, 4, (0, 1), 2)) as writer:
         routes = np.tile(np.arange(4, dtype=np.uint8), (2, 2, 1))
         writer.add("s9/p0/c0", routes, np.arange(2, dtype=np.int32), [Span(2, 0, Provenance.DECODE)])

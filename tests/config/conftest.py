@@ -1,4 +1,4 @@
-"""A valid run on disk, as small as it gets: a checkpoint folder, prompt files and a config that tests then spoil."""
+"""Makes a minimal valid run on disk: a checkpoint folder, prompt files and a config. Tests then change it."""
 
 from __future__ import annotations
 
@@ -127,8 +127,10 @@ parallel:
 
 
 def _write_model(folder: Path, config=HF_CONFIG, nulls=(), **changes) -> Path:
-    """A checkpoint of zeros, Qwen3-MoE by default; changes: keys of config.json (None removes one). nulls: keys that
-    are there, without a value."""
+    """Write a checkpoint of zeros, Qwen3-MoE by default.
+
+    changes: keys of config.json (None removes a key). nulls: keys that are present with the value null.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     raw = {key: value for key, value in (config | changes).items() if value is not None} | dict.fromkeys(nulls)
     (folder / "config.json").write_text(json.dumps(raw))

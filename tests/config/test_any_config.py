@@ -1,4 +1,4 @@
-"""Whatever is written into a config: it is refused with the key that is wrong, or the run can be planned and begun."""
+"""Tests random configs: each is refused with the wrong key in the message, or the run can be planned and started."""
 
 from __future__ import annotations
 

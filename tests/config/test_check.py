@@ -143,7 +143,7 @@ def test_every_loss_with_its_own_parameters_is_fine(found, name):
 
 @pytest.mark.parametrize("name", LOSS_PARAMETERS)
 def test_a_parameter_that_the_loss_does_not_take_is_refused(found, name):
-    """Also where it has the value of another loss; null is how a config that sets it is overridden."""
+    """A key of another loss is refused even with its value there. null overrides a config that sets it."""
     for key in {key for keys in LOSS_PARAMETERS.values() for key in keys} - set(LOSS_PARAMETERS[name]):
         (message,) = found(*settings(name), f"objective.{key}=1.0" if key == "weight_cap" else f"objective.{key}=0.5")
         tells(message, "null", key=f"objective.{key}", given=f"objective.name is {name}")
@@ -202,7 +202,7 @@ def test_a_sampling_mask_that_cannot_be_kept_or_used(found, overrides, parts):
 
 
 def test_gspos_range_stands_in_the_resolved_config(config_file, tmp_path):
-    """A resumed run checks the resolved config: it must say what was used, and set nothing that was not."""
+    """A resumed run checks the resolved config, which must contain every value used and no other."""
     for name in ("gspo", "sapo"):
         (tmp_path / name).write_text(dump_config(load_config(config_file, settings(name))))
         assert problems(load_config(tmp_path / name), 2) == []
@@ -526,7 +526,7 @@ print("CPU_SECONDS", time.process_time())
 
 
 def test_the_demo_is_planned_and_checked_quickly_without_torch():
-    """Imports included. Processor time, not wall time: this machine may be busy with other tests."""
+    """The time includes imports. It is processor time, because other tests may run on this machine."""
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(DEMO)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )

@@ -1,4 +1,4 @@
-"""The configs that are shipped: each can be planned on a laptop, and fits the GPUs that its first lines say."""
+"""Tests the shipped configs: each can be planned on a laptop, and fits the GPUs that its first lines name."""
 
 import json
 import os
@@ -66,7 +66,7 @@ def test_it_fits_the_gpus_that_it_names(name, gib, suffix):
 
 @pytest.mark.parametrize("name", REAL)
 def test_half_of_its_gpus_are_not_enough_memory(name):
-    """The plan can refuse: with GPUs of half the size, and says what to change."""
+    """With GPUs of half the size the plan refuses, and says what to change."""
     _, _, problems = planned(name, ["cluster.gpu_memory_gib=40"])
     assert any(problem.fault == "trainer" and problem.about["key"] == "cluster.gpu_memory_gib" for problem in problems)
 
@@ -76,7 +76,7 @@ def test_half_of_its_gpus_are_not_enough_memory(name):
     [pytest.param(name, marks=() if name == "qwen3_30b_a3b" else pytest.mark.long) for name in SHIPPED],
 )
 def test_it_is_planned_on_a_laptop_quickly_and_without_torch(name, tmp_path):
-    """Imports included. Processor time, not wall time: this machine may be busy with other tests."""
+    """The time includes imports. It is processor time, because other tests may run on this machine."""
     file, environment = tmp_path / "plan.json", {k: v for k, v in os.environ.items() if k != "WORLD_SIZE"}
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, "--config", name, "--plan", "--json", str(file)],
@@ -120,7 +120,7 @@ def test_a_checkpoint_must_be_the_published_model(config_file, model, tmp_path):
 
 
 def test_a_plan_tells_what_is_not_here_from_what_is_wrong(tmp_path):
-    """A checkpoint that is elsewhere, and a prompt file that is here and too short for a step."""
+    """The checkpoint is on another machine; the prompt file is here, but too short for a step."""
     (tmp_path / "one.jsonl").write_text("{}\n")
     files = [f"task.train={tmp_path}/one.jsonl", f"task.heldout={tmp_path}/nowhere.jsonl", f"run.runs_dir={tmp_path}"]
     file = tmp_path / "plan.json"

@@ -1,5 +1,8 @@
-"""The launch files of docs/howto/cluster.md: their shell runs, with stand-ins for what a cluster has, and comes to
-commands that our argument parsers take, for the config that they name."""
+"""Tests the launch files of docs/howto/cluster.md.
+
+Their shell code runs with stand-ins for the cluster's commands. The resulting commands must be accepted by our argument
+parsers, for the config that they name.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ if name == "srun":
 
 @pytest.fixture
 def shell(tmp_path):
-    """Runs a shell command in a copy of the repository's configs; the stand-ins' calls, by name."""
+    """Run a shell command in a copy of the repository's configs; return the calls of the stand-ins, by name."""
     folder, tools = tmp_path / "repository", tmp_path / "bin"
     shutil.copytree(ROOT / "configs", folder / "configs")
     (folder / ".venv/bin").mkdir(parents=True)
@@ -82,14 +85,14 @@ def train_options(arguments: list[str]) -> argparse.Namespace:
 
 
 def trainer(arguments: list[str]) -> tuple[dict[str, str], object]:
-    """torchrun's options and ours of a torchrun command."""
+    """Return the options of torchrun and of our script in a torchrun command."""
     at = arguments.index("tools/train_moe_rl.py")
     theirs = dict(zip(arguments[:at:2], arguments[1:at:2], strict=True))
     return theirs, train_options(arguments[at + 1 :])
 
 
 def served(arguments: list[str]):
-    """Options of a server's command."""
+    """Return the options of a server's command."""
     assert arguments[0] == "tools/serve_vllm.py"
     parser = argparse.ArgumentParser()
     add_serve_arguments(parser)
@@ -101,7 +104,7 @@ def configured(options):
 
 
 def check_agreement(train, servers) -> None:
-    """The trainer's config can be started, and each server serves what it wants."""
+    """The trainer's config can be started, and each server serves that config."""
     config = configured(train)
     assert not [*server_problems(config), *start_problems(config)]
     assert len(servers) == len(config.rollout.servers) == config.cluster.engines
@@ -160,7 +163,7 @@ def test_the_slurm_job_starts_servers_and_trainers_that_fit(shell):
 
 
 def test_a_slurm_job_that_is_told_to_end_is_requeued(shell, tmp_path):
-    """SIGTERM comes to the script alone: --signal=B:TERM."""
+    """--signal=B:TERM sends SIGTERM to the script alone."""
     script = (tmp_path / "repository/configs/launch/slurm.sbatch").read_text()
     assert "#SBATCH --signal=B:TERM@" in script and "#SBATCH --requeue" in script
     # The trainer ends its script's wait, then itself.

@@ -1,4 +1,4 @@
-"""Which layers a pipeline stage holds."""
+"""Tests which layers a pipeline stage holds."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ from moe_rl.config.training import ParallelConfig
     ],
 )
 def test_interleaved_stages_hold_runs_that_lie_apart(sizes, runs):
-    """As Megatron deals them out."""
+    """Return the layers as Megatron assigns them."""
     facts, parallel = SimpleNamespace(layers=8), ParallelConfig(**sizes)
     assert chunk_layers(facts, parallel) == runs
     assert stage_layers(facts, parallel) == [[layer for run in stage for layer in run] for stage in runs]

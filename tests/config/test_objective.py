@@ -1,4 +1,4 @@
-"""Corrections, and the KL of the loss, that do not fit each other, the loss or the old policy."""
+"""Tests corrections and KL settings that conflict with each other, the loss or the old policy."""
 
 import pytest
 from pydantic import ValidationError
@@ -164,7 +164,9 @@ def test_estimators_of_the_kl_that_hold_the_policy(found, settings, parts):
 
 
 def test_another_loss_than_that_of_the_file(found, config_file):
-    """Keys that both losses have keep the file's values; those of the old one alone are refused until they are null."""
+    """Keys that both losses have keep the file's values. Keys of the old loss alone are refused unless they are
+    null.
+    """
     own = "objective: {name: minirl, clip_low: 0.1, clip_high: 0.2, weight_cap: 3}\n"
     own = "objective: {name: minirl, clip_low: 0.1, clip_high: 0.2, weight_cap: 3}\n"
     own = "objective: {name: minirl, clip_low: 0.1, clip_high: 0.2, weight_cap: 3}\n"

@@ -1,4 +1,4 @@
-"""The page of all config keys is made from the schema, and says something about each."""
+"""Tests that the page of all config keys matches the schema and describes each key."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Servers by URL: what is refused before any is asked, and what several nodes need of their network."""
+"""Tests the checks of `rollout.servers` before any server is asked, and of the network between nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model folders on disk, as tests/config makes them."""
+"""Provides the model folders of tests/config."""
 
 from tests.config.conftest import (  # noqa: F401  fixtures
     hf_config,

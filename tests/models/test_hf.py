@@ -125,7 +125,7 @@ def test_config_json_that_is_no_mapping(model, text):
 
 
 def test_expected_tensors_are_those_of_transformers(tmp_path, write_model):
-    """The reference implementation saves the same names and shapes, so what passes here loads there."""
+    """The reference implementation saves the same names and shapes, so a checkpoint that passes here loads there."""
     transformers = pytest.importorskip("transformers")
     model = write_model(tmp_path / "ours")
     reference = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig.from_pretrained(model))

@@ -1,4 +1,6 @@
-"""What config.json says of DeepSeek-V3, Moonlight and gpt-oss, and what their checkpoints must hold."""
+"""Tests what is read from config.json of DeepSeek-V3, Moonlight and gpt-oss, and the tensors their checkpoints must
+have.
+"""
 
 import json
 import math

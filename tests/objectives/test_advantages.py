@@ -1,4 +1,4 @@
-"""Advantages against their definitions, one completion (or token) at a time, with the standard library's statistics."""
+"""Compares advantages with their definitions, one completion (or token) at a time, using the statistics module."""
 
 import math
 import random
@@ -19,7 +19,7 @@ IN_GROUPS = pytest.mark.parametrize("name", [name for name in ADVANTAGES if name
 
 
 def reference(name, batch):
-    """The definition, written out again."""
+    """Compute advantages directly from the definition."""
     result = []
     for number, (reward, group, _) in enumerate(batch):
         peers = [r for r, g, _ in batch if g == group and r is not None]
@@ -98,7 +98,7 @@ def test_a_failed_verification_is_not_a_wrong_answer(name):
 @IN_GROUPS
 @pytest.mark.parametrize("others", [[], [None, None]])
 def test_a_member_that_is_left_alone_has_nothing_to_be_compared_with(name, others):
-    """Not its raw reward, as in verl. What differs from group to group does not count."""
+    """verl would return the raw reward here. Differences between groups do not count."""
     rewards = [0.5, *others, 7.0, 7.0]
     groups = [0, *(0 for _ in others), 1, 1]
     assert advantages(name, rewards, groups, [3] * len(rewards)) == [0.0, *others, 0.0, 0.0]

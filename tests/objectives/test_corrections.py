@@ -1,4 +1,4 @@
-"""Weights of tokens and sequences against their definitions in plain Python floats."""
+"""Compares the weights of tokens and sequences with their definitions in plain Python floats."""
 
 import math
 
@@ -13,7 +13,7 @@ from tests.objectives.test_policy import F64, Batch, batches, close
 
 
 def corrections():
-    """Any number of them, of every rule and level, with bounds that cut through the batches."""
+    """Draw any number of corrections, of every rule and level, with bounds inside the range of the batches."""
     low, high = st.sampled_from([0.02, 0.5, 0.97, 1.0]), st.sampled_from([1.0, 1.03, 2.0, 30.0])
     level = st.sampled_from(["token", "sequence", "geometric"])
 
@@ -33,7 +33,7 @@ def corrections():
 
 
 def scalar_weights(chosen, delta, batch):
-    """The weight of each token, and whether it was truncated; each rule as it is written down, products of floats."""
+    """Return the weight of each token and whether it was truncated, computed from the definition of each rule."""
     weights, truncated = [1.0] * len(batch.l), [False] * len(batch.l)
     for i, advantage in enumerate(batch.advantages):
         tokens = [t for t, owner in enumerate(batch.ids) if owner == i]
@@ -79,7 +79,7 @@ def run(chosen, delta, batch, dtype=F64):
 
 @st.composite
 def noisy_batches(draw):
-    """Sampler and trainer apart by amounts that are no sums of each other, so that no ratio lies on a bound."""
+    """Make sampler and trainer differ by amounts that are no sums of each other, so that no ratio equals a bound."""
     batch = draw(batches())
     noise = draw(st.lists(st.integers(-1000, 1000), min_size=len(batch.l), max_size=len(batch.l)))
     scale = draw(st.sampled_from([1e-5, 1e-3, 3e-3]))
@@ -207,7 +207,7 @@ LONG = 4000
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_ratios_that_no_float_can_hold(sign):
-    """4000 tokens, each one nat apart: the product of their ratios is e^4000 or e^-4000."""
+    """4000 tokens differ by one nat each, so the product of their ratios is e^4000 or e^-4000."""
     batch = Batch([-1.0] * LONG, [-1.0] * LONG, [1.0], [0] * LONG, 0.2, 0.2, [-1.0 - sign] * LONG)
     assert torch.tensor(sign * LONG, dtype=F64).exp().item() in (math.inf, 0)  # the witness
     for rule, low, high, up, down in [

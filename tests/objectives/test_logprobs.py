@@ -26,7 +26,7 @@ def test_equals_the_scalar_definition(temperature):
 
 
 def supported(targets, vocabulary):
-    """A support for each token: its own and others; all for token 1, its own alone for token 2."""
+    """Make a support for each token: its own id and others; for token 1 all ids, for token 2 only its own."""
     rng = np.random.default_rng(3)
     sets = [sorted({target, *rng.choice(vocabulary, vocabulary // 2).tolist()}) for target in targets.tolist()]
     sets[1:3] = [], [int(targets[2])]

@@ -62,7 +62,9 @@ def test_metrics_equal_the_scalar_reference(batch):
 @settings(deadline=None)
 @given(BATCHES.filter(any), st.sampled_from([0.5, 0.99]))
 def test_quantiles_are_not_too_low_and_little_too_high(batch, q):
-    """Against the nearest rank: the least value with at least a fraction q of the tokens not above it."""
+    """The expected value is the nearest rank: the smallest value that at least a fraction q of the tokens does not
+    exceed.
+    """
     sizes = sorted(abs(train - rollout) for sequence in batch for train, rollout in sequence)
     exact = sizes[math.ceil(q * len(sizes)) - 1]
     got = sums(batch).metrics()[f"abs_p{100 * q:.0f}"]
@@ -86,8 +88,10 @@ def test_merging_parts_equals_the_whole(parts):
 
 
 def test_direction_is_kl_of_rollout_from_trainer():
-    """A categorical pair whose two directions differ widely; k1 and k3 converge to KL(rollout || trainer), chi2_token
-    to chi^2(trainer || rollout)."""
+    """A pair of categorical distributions with very different KL in both directions.
+
+    k1 and k3 converge to KL(rollout || trainer), chi2_token to chi^2(trainer || rollout).
+    """
     rollout = torch.tensor([0.6, 0.25, 0.1, 0.05], dtype=torch.float64)
     train = torch.tensor([0.25, 0.25, 0.2, 0.3], dtype=torch.float64)
     forward = (rollout * (rollout / train).log()).sum().item()

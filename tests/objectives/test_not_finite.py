@@ -1,4 +1,4 @@
-"""A NaN or an infinity anywhere in what an objective is given is refused, or makes what comes out not finite."""
+"""Tests that a NaN or an infinity in any input of an objective is refused or makes the result not finite."""
 
 import math
 
@@ -24,7 +24,7 @@ DTYPES = st.sampled_from([torch.float32, F64])
 
 
 def plant(data, **inputs):
-    """Put one bad number into one of the lists; say into which and where."""
+    """Put one bad number into one of the lists; return which list and position."""
     name = data.draw(st.sampled_from(sorted(name for name, values in inputs.items() if values)), label="input")
     at = data.draw(st.integers(0, len(inputs[name]) - 1), label="place")
     inputs[name][at] = data.draw(BAD, label="planted")
@@ -125,8 +125,9 @@ def test_no_metric_of_the_mismatch_hides_it(batch, other, dtype, data):
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_no_logprob_and_no_entropy_hides_it(data):
-    """A logit of -inf is a probability of 0: it is shown where that token was drawn. What lies outside a token's
-    support is not an input."""
+    """A logit of -inf means probability 0, which shows when that token was sampled. Logits outside a token's support
+    are not an input.
+    """
     tokens, size = data.draw(st.integers(1, 4)), data.draw(st.integers(2, 6))
     logits = torch.tensor(data.draw(st.lists(st.floats(-9, 9), min_size=tokens * size, max_size=tokens * size)))
     logits = logits.reshape(tokens, size)

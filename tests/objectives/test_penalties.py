@@ -32,7 +32,7 @@ def test_slope_is_expm1(d):
 
 
 def expected(name, policy, reference, theta):
-    """Exact expectations over a categorical policy: of the estimator, and of its gradient at tokens held fixed."""
+    """Compute exact expectations over a categorical policy: of the estimator, and of its gradient at fixed tokens."""
     value, slope = 0.0, torch.zeros_like(theta)
     for outcome, probability in enumerate(policy.detach().exp()):
         l = policy.detach()[outcome].clone().requires_grad_()  # noqa: E741

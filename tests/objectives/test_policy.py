@@ -1,4 +1,4 @@
-"""Each loss against its formula written out in plain Python floats, values and gradients."""
+"""Compares value and gradient of each loss with its formula in plain Python floats."""
 
 import inspect
 import math
@@ -23,7 +23,7 @@ CLIPPED = ("gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "gmpo", "decoupled")
 
 @dataclass
 class Batch:
-    """Token t belongs to sequence ids[t]; tokens of one sequence need not be neighbours."""
+    """Holds a batch. Token t belongs to sequence ids[t]; tokens of one sequence need not be neighbours."""
 
     l: list[float]  # noqa: E741
     old: list[float]
@@ -55,7 +55,7 @@ class Batch:
         return {key: every[key] for key in LOSS_PARAMETERS[name]}
 
     def run(self, name, dtype=F64, denominator=None):
-        """The loss and its gradient in the current logprobs."""
+        """Return the loss and its gradient with respect to the current logprobs."""
         logprobs = torch.tensor(self.l, dtype=dtype, requires_grad=True)
         result = policy_loss(
             name,
@@ -72,7 +72,7 @@ class Batch:
         return result, logprobs.grad.tolist()
 
     def cut(self, sequences):
-        """The microbatch that holds these sequences, renumbered, and the positions of its tokens."""
+        """Return the microbatch of these sequences, renumbered, and the positions of its tokens."""
         positions = [t for t, i in enumerate(self.ids) if i in sequences]
         return Batch(
             [self.l[t] for t in positions],
@@ -122,7 +122,7 @@ def batches(draw):
 
 @st.composite
 def weighted_batches(draw, name):
-    """Some with a weight for each token; one for each sequence where the loss has one term for it."""
+    """Draw weights: one per token, or one per sequence for losses with one term per sequence."""
     batch, weight = draw(batches()), st.sampled_from([0.0, 0.0, 0.25, 1.0, 3.0])
     if draw(st.booleans()):
         return batch
@@ -147,8 +147,9 @@ def clip(ratio, batch):
 
 
 def scalar_sequence(name, batch, advantage, tokens):
-    """For one sequence, before the denominator: what it adds to the loss, each token's gradient, the ratios counted
-    and how many of them are clip events."""
+    """Return, for one sequence and before the denominator: its part of the loss, each token's gradient, the ratios, and
+    the number of clip events.
+    """
     n, o = len(tokens), batch.others
     weights = [1.0 if batch.weights is None else batch.weights[t] for t in tokens]  # of gspo, gmpo: all the same
     deltas = [batch.l[t] - batch.old[t] for t in tokens]
@@ -218,7 +219,7 @@ def scalar_sequence(name, batch, advantage, tokens):
 
 
 def scalar_reference(name, batch):
-    """loss, gradient, clip events, ratios; the formulas as they are printed, in Python floats."""
+    """Return loss, gradient, clip events and ratios from the printed formulas, in Python floats."""
     total, events, ratios = 0.0, 0, []
     gradient = [0.0] * len(batch.l)
     denominator = scalar_denominator(name, batch.lengths)
@@ -393,7 +394,7 @@ def test_an_overflowing_ratio_is_bounded_by_the_losses_that_truncate_or_fade(nam
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_an_overflow_of_a_token_that_has_weight_0_leaves_no_nan(name, advantage):
-    """The other sequence's gradient is what it is without the first: its denominator stays."""
+    """The gradient of the other sequence stays the same without the first, because the denominator stays."""
     batch = Batch([0.0, -1.0], [-2000.0, -1.0], [advantage, 1.0], [0, 1], 0.2, 0.2, [-2000.0, -1.0], weights=[0.0, 1.0])
     result, gradient = batch.run(name, denominator=2)
     assert result.ratio_max.item() == math.inf and math.isfinite(result.loss.item())

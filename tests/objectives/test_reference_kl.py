@@ -1,4 +1,4 @@
-"""The KL to the reference, as it stands in a loss: aggregated, divided, and multiplied by the ratio."""
+"""Tests the KL to the reference as a term of a loss: its mean, its denominator, and the factor of the ratio."""
 
 import math
 
@@ -13,7 +13,7 @@ from tests.support.refusals import refused
 
 
 def scalar(estimator, d):
-    """The estimate, and its slope in the policy's logprob."""
+    """Return the estimate and its derivative with respect to the policy's logprob."""
     return {"k1": (-d, 1.0), "k2": (d * d / 2, -d), "k3": (math.expm1(d) - d, -math.expm1(d))}[estimator]
 
 
@@ -22,7 +22,7 @@ def scalar(estimator, d):
 @settings(max_examples=60, deadline=None)
 @given(batches())
 def test_values_and_gradients_equal_the_scalar_reference(estimator, unbiased, batch):
-    """The reference is the batch's old policy here, the ratio that to the one that sampled."""
+    """The batch's old policy serves as the reference, and the ratio is taken to the sampler."""
     logprobs = torch.tensor(batch.l, dtype=F64, requires_grad=True)
     ids, denominator = torch.tensor(batch.ids, dtype=torch.int64), max(1, nonempty(batch.lengths))
     got = reference_kl(
@@ -45,8 +45,10 @@ def test_values_and_gradients_equal_the_scalar_reference(estimator, unbiased, ba
 
 @pytest.mark.parametrize(("estimator", "unbiased"), [(name, unbiased) for name in KL_ESTIMATORS for unbiased in (0, 1)])
 def test_directions_of_value_and_gradient(estimator, unbiased):
-    """Expectations over a categorical policy, taken exactly, by giving every outcome its probability. With the ratio
-    the tokens are drawn from another policy than the one whose gradient is taken."""
+    """Compute exact expectations over a categorical policy by weighting every outcome with its probability.
+
+    With the ratio, the tokens are drawn from another policy than the one whose gradient is taken.
+    """
     theta = torch.tensor([1.5, -1.2, 0.8, -2.0], dtype=F64, requires_grad=True)
     reference = torch.tensor([-0.5, 0.4, 0.2, 1.1], dtype=F64).log_softmax(0)
     policy = theta.log_softmax(0)

@@ -1,4 +1,4 @@
-"""Tiny shapes whose activations are measured."""
+"""Lists tiny shapes whose activations are measured."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Measured and planned peaks of training passes, on one rank, on a CPU. Writes a JSON object to standard output.
+"""Measures and plans the peak of training passes on one CPU rank. Writes a JSON object to standard output.
 
-Counted are the bytes of every tensor storage that an operation of the passes returns, from that moment until it is
-freed, but for what was there before: parameters, main gradients, the microbatch.
+The measurement counts the bytes of every tensor storage that an operation returns, until the storage is freed. It
+leaves out what existed before: parameters, main gradients, the microbatch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.planning.activation_cases import Case, cases
 
 
 class LiveBytes(TorchDispatchMode):
-    """peak: the most bytes that were alive at once, of storages made while the mode is on."""
+    """Counts storages made while the mode is on. peak: the largest number of bytes alive at once."""
 
     def __init__(self, there_before):
         super().__init__()

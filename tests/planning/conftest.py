@@ -1,4 +1,4 @@
-"""The valid run on disk that tests of configs spoil, planned here."""
+"""Provides plans of the valid run on disk that the config tests use."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Models and layouts whose planned bytes are compared with what megatron builds."""
+"""Lists models and layouts whose planned bytes are compared with those of megatron."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _train(**changes) -> TrainConfig:
 
 
 def tiny_cases() -> list[Case]:
-    """Sizes that are no multiples of what megatron aligns to."""
+    """Use sizes that are no multiples of megatron's alignment."""
     from tests.megatron.models import facts
 
     glm = facts(
@@ -62,7 +62,7 @@ def tiny_cases() -> list[Case]:
 
 
 def real_cases() -> list[Case]:
-    """The shipped configs at their real size: the last rank, of the stage that also has the output matrix."""
+    """Return the shipped configs at their real size, for the last rank, whose stage also has the output matrix."""
     found = []
     for file in sorted((ROOT / "configs/models").glob("*.json")):
         config = load_config(ROOT / f"configs/{file.stem}.yaml")

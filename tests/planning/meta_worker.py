@@ -1,7 +1,8 @@
 """What megatron builds on ranks of groups that do not exist, on a device that holds nothing: sizes of buffers, and of
 what the optimizer keeps. Writes one JSON list to standard output, of the cases whose names are its arguments.
 
-Stands in for torch.distributed (its own fake backend) and for the device (meta); megatron's code is all its own.
+Writes the sizes as one JSON list to standard output. Only torch.distributed (its own fake backend) and the device are
+replaced; all of megatron's code runs unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NAMES = {torch.bfloat16: "torch.cuda.BFloat16Tensor", torch.float32: "torch.cuda
 
 
 class Meta(TorchFunctionMode):
-    """Meta tensors are called what the optimizer looks for."""
+    """Give meta tensors the type name that the optimizer looks for."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
@@ -34,7 +35,9 @@ class Meta(TorchFunctionMode):
 
 
 def built(facts, parallel: ParallelConfig, train: TrainConfig, world_size: int, rank: int) -> dict:
-    """Elements of each buffer of the rank, padding included, of its parameters, and of what the optimizer steps on."""
+    """Return the elements of each buffer of the rank (with padding), of its parameters, and of what the optimizer
+    updates.
+    """
     from megatron.core import parallel_state
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)

@@ -1,4 +1,4 @@
-"""Planned activations: against measured peaks, and by hand what one rank cannot show."""
+"""Compares planned activations with measured peaks, and by hand where one rank cannot show them."""
 
 import json
 import os
@@ -18,7 +18,7 @@ WITHIN = 0.1
 
 @pytest.fixture(scope="module")
 def peaks():
-    """Case -> (measured, planned) bytes, all of them in one process."""
+    """Return (measured, planned) bytes for each case, all from one process."""
     run = subprocess.run(
         [sys.executable, "-m", "tests.planning.activation_worker"], cwd=ROOT, text=True, timeout=280, check=False,
         capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},

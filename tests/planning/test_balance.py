@@ -14,7 +14,7 @@ from tests.support.refusals import refused
 
 
 def sums(plan, loads, exchange):
-    """Sum over rounds and layers of the maximum and of the mean over expert-parallel ranks, by plain loops."""
+    """Sum over rounds and layers the maximum and the mean over expert-parallel ranks, with plain loops."""
     layers, parts = loads.shape[1:]
     most, mean = 0, 0.0
     for first in range(0, len(plan), exchange):
@@ -68,7 +68,9 @@ def test_what_every_packing_by_load_keeps(batch, budget):
 
 
 def optimum(lengths, loads, ranks, budget, exchange, slack):
-    """The least sum of maxima of all packings with as many sequences in each bin and the same limits. By trial."""
+    """Find by trial the smallest sum of maxima of all packings with the same number of sequences per bin and the same
+    limits.
+    """
     start = pack(lengths, ranks=ranks, microbatch_tokens=budget)
     shape = [[len(m) for m in rank] for rank in start]
     limits = [
@@ -148,7 +150,7 @@ def test_tokens_are_given_for_even_experts_only_as_the_slack_allows():
 
 
 def topical(sequences=240, layers=6, parts=4, seed=3):
-    """Sequences of eight topics; every topic has experts of its own, all together use them alike."""
+    """Make sequences of eight topics. Each topic has its own experts, and together they use all experts alike."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(60, 100, sequences)
     shares = rng.dirichlet(np.ones(parts), (8, layers))

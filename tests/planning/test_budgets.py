@@ -14,7 +14,7 @@ from tests.support.refusals import refused
 
 @st.composite
 def routed(draw):
-    """routes [S][M] of [R, L, K], experts, expert-parallel ranks."""
+    """Draw routes [S][M] of [R, L, K], experts, and expert-parallel ranks."""
     parts, local = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     sources, microbatches, layers = (draw(st.integers(1, 3)) for _ in range(3))
     top_k = draw(st.integers(1, parts * local))
@@ -53,7 +53,7 @@ def test_a_budget_is_what_the_dispatchers_will_count(given_):
 
 @given(st.integers(1, 10**6), st.integers(1, 512), st.data())
 def test_capacity_factors_come_to_the_peak_exactly(source, experts, data):
-    """Megatron's own arithmetic: ceil(rows / experts * factor) for each expert, int(tokens * K * factor) a rank."""
+    """Megatron computes ceil(rows / experts * factor) for each expert, and int(tokens * K * factor) for a rank."""
     sent, rank = data.draw(st.integers(1, source)), data.draw(st.integers(1, 64 * source))
     found = Budget(sent=sent, rank=rank, source=source)
     assert math.ceil(source / experts * found.expert_capacity_factor(experts)) == sent

@@ -1,4 +1,6 @@
-"""Dispatch plans against plain loops over rows: what each rank sends, to whom, in which order, and what it gets."""
+"""Compares dispatch plans with plain loops over rows: what each rank sends, to whom, in which order, and what it
+gets.
+"""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The zig-zag: every row on one rank, the same causal work on each, the chunks that megatron takes."""
+"""Tests the zig-zag: every row is on one rank, each rank has the same causal work, and the chunks match megatron's."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""The plan's parameter, gradient and optimizer bytes against what megatron builds, rank by rank, exactly."""
+"""Compares the planned parameter, gradient and optimizer bytes with megatron's, rank by rank, exactly."""
 
 import json
 import os

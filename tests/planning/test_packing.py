@@ -32,7 +32,7 @@ def test_what_every_packing_keeps(lengths, ranks, budget):
 
 
 def fewest_bins(lengths, budget):
-    """Exact, by search; for small cases only."""
+    """Find the exact optimum by search, for small cases only."""
     order = sorted(lengths, reverse=True)
     best = len(order)
 
@@ -84,7 +84,9 @@ def test_best_fit_bins_are_split_up_until_no_rank_idles():
 
 
 def test_realistic_lengths_are_packed_tightly_and_evenly():
-    """Long-tailed lengths, truncated at the maximum. The floor is what tokens alone need, bins being divisible."""
+    """Draw long-tailed lengths, truncated at the maximum. The floor is the number of bins needed if sequences were
+    divisible.
+    """
     rng = random.Random(11)
     slack, imbalance = [], []
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""Which shares send to which copy of the experts; the peaks themselves are held against real runs elsewhere."""
+"""Tests which shares send to which copy of the experts. Other tests compare the peaks with real runs."""
 
 import pytest
 
@@ -18,6 +18,6 @@ from moe_rl.planning.peaks import dispatching_groups
     ],
 )
 def test_shares_that_dispatch_to_the_same_experts(parallel, shares, groups):
-    """By hand: ranks of a share are neighbours, and so are those of a copy of the experts."""
+    """Expected by hand: the ranks of a share are neighbours, and so are those of a copy of the experts."""
     found = dispatching_groups(ParallelConfig(**parallel), shares)
     assert [set(range(shares)[one]) for one in found] == groups

@@ -17,7 +17,7 @@ from tests.support.refusals import refused
 
 
 def cost(counts, order, ranks):
-    """Sum over batches of the maximum over ranks, of one layer [N, E] in the order [E], by plain loops."""
+    """Sum over batches the maximum over ranks, for one layer [N, E] in the order [E], with plain loops."""
     share, total = len(order) // ranks, 0
     for batch in counts:
         total += max(sum(int(batch[e]) for e in order[first : first + share]) for first in range(0, len(order), share))
@@ -74,7 +74,7 @@ def test_what_every_placement_keeps(problem, max_moved, min_gain, price):
 
 
 def optimum(counts, ranks):
-    """The least sum of maxima [N, E] of all placements, by trial."""
+    """Find by trial the smallest sum of maxima [N, E] of all placements."""
     share = counts.shape[1] // ranks
 
     def groups(left):

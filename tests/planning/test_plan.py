@@ -13,7 +13,9 @@ from moe_rl.planning.plan_table import render
 
 
 def test_a_step_by_hand(plan_of):
-    """4 prompts x 2 completions of at most 10 + 6 tokens; 2 updates; 40 tokens, hence 2 sequences, a microbatch."""
+    """4 prompts x 2 completions of at most 10 + 6 tokens; 2 updates; microbatches of 40 tokens, hence of 2
+    sequences.
+    """
     plan = plan_of()
     assert (plan.layout.data, plan.layout.expert_data, plan.layout.experts_per_rank) == (2, 1, 2)
     assert (plan.batch.sequences_per_step, plan.batch.groups_per_update, plan.batch.sequences_per_update) == (8, 2, 4)
@@ -73,7 +75,7 @@ def test_memory_of_a_rank(plan_of, dtype, parameter, state):
 
 
 def test_memory_of_a_rank_without_the_distributed_optimizer(plan_of):
-    """All of the state: two moments of each float32 parameter that the rank holds, and no padding."""
+    """A rank has all of the state: two moments of each float32 parameter that it holds, without padding."""
     shared, whole = (
         plan_of("train.dtype=float32", f"train.distributed_optimizer={on}", world_size=4) for on in ("true", "false")
     )
@@ -84,7 +86,7 @@ def test_memory_of_a_rank_without_the_distributed_optimizer(plan_of):
 
 
 def test_parameters_of_a_rank_that_shares_its_matrices(plan_of):
-    """8 ranks: 4 data-parallel pairs; an expert is cut in two, and there are two of it. Norms and routers are whole."""
+    """8 ranks form 4 data-parallel pairs. Each expert is cut in two and has two copies. Norms and routers are whole."""
     shared = ("parallel.tensor=2", "parallel.expert=2", "parallel.expert_tensor=2", "train.dtype=float32")
     plan = plan_of(*shared, world_size=8)
     assert (plan.layout.data, plan.layout.expert_data, plan.layout.experts_per_rank) == (4, 2, 2)
@@ -98,7 +100,7 @@ def test_parameters_of_a_rank_that_shares_its_matrices(plan_of):
 
 
 def test_parameters_of_a_rank_that_shares_its_sequences(plan_of):
-    """8 ranks: 4 data-parallel pairs. Both of a pair hold all dense parameters."""
+    """8 ranks form 4 data-parallel pairs. Both ranks of a pair hold all dense parameters."""
     plan = plan_of("parallel.context=2", "parallel.expert=2", "train.dtype=float32", world_size=8)
     assert (plan.layout.context, plan.layout.data, plan.layout.expert_data) == (2, 4, 4)
     assert plan.fullest.memory.parameters == plan.model.dense_parameters + plan.model.expert_parameters // 2

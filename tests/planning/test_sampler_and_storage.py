@@ -1,4 +1,4 @@
-"""Samplers of several GPUs, links, and what the nodes of a cluster read, by hand."""
+"""Tests by hand samplers on several GPUs, links, and what the nodes of a cluster read."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def published():
 
 
 def test_the_kv_cache_of_an_engines_gpu(published):
-    """Of 4 key-value heads of 128, at least one is on each GPU. A latent of 512 + 64 is whole on each."""
+    """With 4 key-value heads of 128, each GPU has at least one. A latent of 512 + 64 is whole on each."""
     qwen, deepseek = published("qwen3_30b_a3b"), published("deepseek_v3")
     per_head = 48 * 2 * 128 * 2
     assert [kv_bytes_per_token(qwen, "bfloat16", gpus) for gpus in (1, 2, 4, 8)] == [

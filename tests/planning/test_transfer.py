@@ -1,4 +1,4 @@
-"""By which way weights go, for every kind of trainer and sampler, and what is said where one cannot."""
+"""Tests how weights travel for every kind of trainer and sampler, and the message where that is impossible."""
 
 import itertools
 

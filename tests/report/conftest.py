@@ -1,4 +1,4 @@
-"""A made-up run that looks like a real one: a task that is learned, a mismatch that replay lowers."""
+"""Makes a synthetic run that looks real: a task that is learned, and a mismatch that replay lowers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FACTS = {
 
 
 def metrics(step: int, replay: bool = True, native: bool = False, total: int = 40) -> dict[str, float]:
-    """The metrics of one made-up training step."""
+    """Return the metrics of one synthetic training step."""
     rng = random.Random(step)
     learned = 1 / (1 + math.exp(-7 * (step / total - 0.4)))
     pass_rate = 0.31 + 0.5 * learned + rng.gauss(0, 0.02)
@@ -168,7 +168,7 @@ def facts() -> dict[str, object]:
 
 
 def write_run(run_dir: Path, *, replay: bool = True, native_every: int = 5, steps: int = 40) -> Path:
-    """Write metrics.jsonl and config.yaml of a made-up run."""
+    """Write metrics.jsonl and config.yaml of a synthetic run."""
     run_dir.mkdir(parents=True, exist_ok=True)
     lines = [encode(0, "eval", evaluation(0))]
     for step in range(1, steps + 1):

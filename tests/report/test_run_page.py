@@ -18,7 +18,7 @@ PLOTS += ["throughput", "time"]
 
 
 class Page(HTMLParser):
-    """Holds the tags balanced, the ids unique, and collects links, tags and visible text by figure."""
+    """Checks that tags are balanced and ids unique, and collects links, tags and visible text by figure."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -196,7 +196,7 @@ def test_the_report_is_reproducible(synthetic_run):
 
 
 def test_templates_take_only_plots_as_they_are():
-    """Everything else is escaped: a path, a name or a message from outside is text on every page."""
+    """All text from outside (a path, a name, a message) is escaped on every page."""
     folder = Path(pages.__file__).parent / "templates"
     taken = {path.name: re.findall(r"\S+ \| safe", path.read_text()) for path in folder.iterdir()}
     assert {name: found for name, found in taken.items() if found} == {

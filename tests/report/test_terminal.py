@@ -1,4 +1,4 @@
-"""The progress bar, on a real pseudo-terminal."""
+"""Tests the progress bar on a real pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log.close()
 
 
 def run_on_terminal(tmp_path: Path, *, stdout_too: bool) -> tuple[str, str]:
-    """What a program's terminal showed, and what its redirected stdout got."""
+    """Return what a program's terminal showed, and what its redirected stdout got."""
     master, slave = pty.openpty()
     shown: list[bytes] = []
 

@@ -1,4 +1,4 @@
-"""Reward functions that misbehave when the completion tells them to. Imported by verifier workers, never by a test.
+"""Provides reward functions that misbehave on request. Verifier workers import them, tests never do.
 
 A completion "<fault> <path>" makes `misbehave` write the witness file at <path> and then commit the fault.
 """
@@ -148,7 +148,7 @@ FAULTS = {
 
 
 def environment(completion):
-    """1 iff this process looks as a verifier should."""
+    """Return 1 if this process is set up as a verifier should be."""
     told = [name for name in os.environ if name.startswith(("RANK", "LOCAL_", "WORLD_", "MASTER_", "SECRET_", "TORCH"))]
     assert not told, told
     assert os.getsid(0) == os.getpid()
@@ -157,21 +157,21 @@ def environment(completion):
 
 
 def nosy(completion):
-    """1 iff this item's hidden answer is nowhere in this process. Spells it only reversed, not to find itself."""
+    """Return 1 if the hidden answer is nowhere in this process. The code spells it reversed, to not find itself."""
     found = _search(("hidden" + completion.removeprefix("question"))[::-1])
     assert not found, found
     return 1.0
 
 
 def nosy_with_answer(completion, answer):
-    """The witness that `nosy` would have found it: the same search, by one who was given the answer."""
+    """Control for `nosy`: the same search, in a process that was given the answer, must find it."""
     found = _search(answer[::-1])
     assert found
     return 1.0
 
 
 def _search(reversed_secret):
-    """Where the secret is: in the frames above the reward function, and in all that the garbage collector knows."""
+    """Search for the secret in the frames above the reward function and in everything the garbage collector knows."""
     places = []
     frame = sys._getframe(2)
     while frame is not None:

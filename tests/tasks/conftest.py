@@ -9,7 +9,7 @@ from moe_rl.tasks.verifiers import VerifierPool
 
 
 def alive(pid: int) -> bool:
-    """A zombie that nobody has reaped is dead."""
+    """Tell whether a process is alive. A zombie that nobody has reaped counts as dead."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):

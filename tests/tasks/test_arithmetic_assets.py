@@ -1,4 +1,4 @@
-"""The shipped task and policy are what their documentation promises."""
+"""Tests that the shipped task and policy have the properties that the documentation states."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def tokenizer():
 
 
 def terms(prompt: str) -> tuple[int, ...]:
-    """The signed terms of `a+b-c=`, order forgotten."""
+    """Return the signed terms of `a+b-c=`, in any order."""
     assert re.fullmatch(r"\d+([+-]\d+)+=", prompt), prompt
     return tuple(sorted(int(term) for term in re.findall(r"[+-]?\d+", prompt)))
 
 
 def evaluate(expression: str) -> int:
-    """Walk Python's own syntax tree of the expression: nothing shared with the generator."""
+    """Evaluate the expression with Python's own syntax tree, which shares no code with the generator."""
     operators = {ast.Add: operator.add, ast.Sub: operator.sub}
 
     def value(node: ast.expr) -> int:

@@ -18,7 +18,7 @@ def source():
 
 @pytest.fixture
 def ledger(tmp_path, source):
-    """Six steps of four prompts: more than two epochs."""
+    """Make a ledger of six steps with four prompts each: more than two epochs."""
     ledger = PromptLedger(tmp_path / "ledger.jsonl")
     run(ledger, source, 0, STEPS)
     return ledger
@@ -234,7 +234,7 @@ def test_a_failed_rewind_leaves_the_old_ledger(ledger, source, monkeypatch):
 
 @pytest.mark.parametrize("cursor", [1, 3])
 def test_a_whole_line_of_other_prompts_than_the_next_is_named(tmp_path, cursor):
-    """A line that skips a prompt, or takes one again, has the checksum of its content all the same."""
+    """The checksum of a line is valid even if the line skips a prompt or repeats one."""
     ledger = PromptLedger(tmp_path / "ledger.jsonl")
     ledger.record(0, 0, ["a", "b"], "d")
     with open(ledger.path, "ab") as file:

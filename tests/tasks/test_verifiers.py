@@ -261,7 +261,7 @@ def test_close_takes_what_verifiers_left_running(make_pool, helpers, tmp_path):
 
 @pytest.fixture
 def interruptible():
-    """A job that a shell starts in the background ignores Ctrl-C."""
+    """A shell makes background jobs ignore Ctrl-C."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""The cluster model's arithmetic, by hand; and that every number of its cost file says where it comes from."""
+"""Tests the arithmetic of the cluster model by hand, and that every number of its cost file names its source."""
 
 import sys
 from dataclasses import fields, replace
@@ -51,7 +51,7 @@ def test_chunks_hide_the_shorter_of_exchange_and_experts(model):
 
 
 def test_a_layer_waits_for_the_fullest_rank(model, costs):
-    """Ten layers more of attention, experts and asking, and nothing else, add what they say."""
+    """Ten more layers add the modelled cost of attention, experts and the exchange of counts, and nothing else."""
     tokens, sent = np.array([100.0, 300.0]), np.zeros((2, 1, 2))
     sent[0, 0, 0], sent[1, 0, 1] = 40, 160  # rows stay where they are: there is no exchange
     free = replace(costs, intra_latency=0.0, layer_overhead=0.0, attention_rate=1e30)

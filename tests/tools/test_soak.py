@@ -1,4 +1,4 @@
-"""The soak's plan and its judgement. That runs survive it: tests/end_to_end, and the command itself."""
+"""Tests the soak's plan and its verdict. tests/end_to_end and the command itself test that runs survive."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ def soak(tmp_path):
 
 
 def finished(folder):
-    """A run of two steps that is done."""
+    """Make a finished run of two steps."""
     last = folder / "checkpoints/step-000002"
     last.mkdir(parents=True)
     shutil.copy(ROOT / "configs/tiny_moe_cpu.yaml", folder / "config.yaml")
