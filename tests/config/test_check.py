@@ -491,7 +491,7 @@ def test_all_problems_at_once(found):
         ("no_such_package.f", "no module no_such_package"),
         ("moe_rl.errors.deeper.f", "no module moe_rl.errors.deeper"),
         ("moe_rl.errors.descibe", "did you mean describe?"),
-        ("__main__.f", "__main__ is the command"),
+        ("__main__.f", "__main__ is the running command"),
     ],
 )
 def test_dotted_paths(dotted, reason):

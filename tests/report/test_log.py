@@ -178,7 +178,7 @@ def test_a_torn_last_line_is_dropped_and_told(log_of, tmp_path, capsys, step_met
     path.write_text(whole + torn)
     assert read_run(tmp_path).torn  # the witness: a reader sees the tear
     log = log_of()
-    assert "dropped a last line that was cut short" in capsys.readouterr().out
+    assert "dropped an incomplete last line" in capsys.readouterr().out
     assert path.read_text() == whole
     log.step(2, step_metrics(2))
     assert [row["step"] for row in rows(path)] == [1, 2]
@@ -205,7 +205,7 @@ def test_lost_lines_are_told_at_a_resume(log_of, tmp_path, capsys, step_metrics)
     log_of().rewind(5)
     assert "the lines of 1 steps are lost, and the report will lack them: 2" in capsys.readouterr().out
     log_of().rewind(2)
-    assert "lost the lines" not in capsys.readouterr().out
+    assert "are lost" not in capsys.readouterr().out
 
 
 def test_a_crash_during_rewind_leaves_the_old_log(log_of, tmp_path, monkeypatch, step_metrics):

@@ -147,7 +147,7 @@ def test_a_run_that_never_took_a_step(tmp_path):
     page = Page(write_report(run_dir).read_text(encoding="utf-8"))
     assert "svg" not in page.tags
     assert "no training step logged" in page.words and "holds no config.yaml" in page.words
-    assert "did not write its summary" in page.words
+    assert "has not written its summary" in page.words
 
 
 def test_an_unfinished_torn_run_is_reported_as_such(synthetic_run):
@@ -155,7 +155,7 @@ def test_an_unfinished_torn_run_is_reported_as_such(synthetic_run):
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "ki')
     page = Page(write_report(run_dir).read_text(encoding="utf-8"))
-    assert "7 of 40 steps" in page.words and "cut short" in page.words
+    assert "7 of 40 steps" in page.words and "incomplete" in page.words
 
 
 def test_a_run_that_was_ended_says_why(synthetic_run, facts):
