@@ -156,7 +156,7 @@ class RunLog:
         if before is not None and (lost := sorted(set(range(1, before)) - trained)):
             steps = f"{', '.join(map(str, lost[:5]))}{' ...' if len(lost) > 5 else ''}"
             self._print(
-                f"{self._path.name}: the lines of {len(lost)} steps are lost, and the report will lack them: {steps}"
+                f"{self._path.name}: the lines of {len(lost)} steps are lost; the report will lack them: {steps}"
             )
         if self._progress is not None:
             self._progress.update(self._task, completed=self._last_step)

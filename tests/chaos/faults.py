@@ -214,7 +214,7 @@ FOLDER = (
     Fault(
         "metrics.jsonl: the line of a step lost", "P1", "the run's folder, while no process runs",
         "rank 0, at --resume", "",
-        ("metrics.jsonl: the lines of 1 steps are lost, and the report will lack them: 2",), AT_RESUME, "the run continues",
+        ("metrics.jsonl: the lines of 1 steps are lost; the report will lack them: 2",), AT_RESUME, "the run continues",
         "folder",
     ),
     Fault(

@@ -203,7 +203,7 @@ def test_lost_lines_are_told_at_a_resume(log_of, tmp_path, capsys, step_metrics)
     lines = [encode(step, "train", step_metrics(step)) for step in (1, 3, 4)]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     log_of().rewind(5)
-    assert "the lines of 1 steps are lost, and the report will lack them: 2" in capsys.readouterr().out
+    assert "the lines of 1 steps are lost; the report will lack them: 2" in capsys.readouterr().out
     log_of().rewind(2)
     assert "are lost" not in capsys.readouterr().out
 
