@@ -1,4 +1,4 @@
-"""Tests the command line of the proof: impossible requests are refused at once, and the docs list what is proven."""
+"""The command line of the proof: what cannot be proven is told before anything runs; the docs list what is proven."""
 
 import argparse
 import json
@@ -64,8 +64,8 @@ def test_a_layout_of_ones_own_is_proven(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ranks", "3"], "no case has this number of ranks: got [3], expected of [1, 2, 4]"),
-        (["parallel.tensor=2"], "a layout of your own needs exactly one world size: got []. Add --ranks N"),
+        (["--ranks", "3"], "no case has so many ranks: got [3], expected of [1, 2, 4]"),
+        (["parallel.tensor=2"], "a layout of your own has one world size: got []. Add --ranks N"),
     ],
 )
 def test_a_world_size_that_says_nothing_is_named(arguments, message, capsys):
