@@ -1,11 +1,11 @@
-"""The door of a recording vLLM server: who may call, what may be asked, and the recorder's own routes.
+"""Guards a recording vLLM server: checks the caller and the request, and answers the recorder's own routes.
 
     client -- Bearer token --> Gate -- /moe_rl/* ---------------> RecorderControl in the workers ----> trace store
                                     -- /inference/v1/generate --> vLLM, once the body is one that cannot harm it
                                     -- GET /metrics and the like -> vLLM
 
-vLLM's --api-key leaves many of its control routes open; without the token the gate answers GET /health only. vLLM's
-other routes it does not have: they want a tokenizer, scale or stop the engine, or take what the engine dies of.
+vLLM's --api-key leaves many of its control routes open; without the token the gate answers GET /health only. The gate
+does not offer vLLM's other routes: they need a tokenizer, scale or stop the engine, or accept input that crashes it.
 """
 
 from __future__ import annotations
@@ -50,28 +50,28 @@ from moe_rl.weights.update import Broadcast, Files, Holding, Received, WeightUpd
 GATE = f"{__name__}.Gate"
 TOKEN_FILE = "MOE_RL_TOKEN_FILE"
 
-# vLLM's routes that tell something and change nothing.
+# vLLM's routes that only report and change nothing.
 _TOLD = frozenset({"/health", "/metrics", "/version", "/v1/models", "/openapi.json"})
 
-# A message may name what the client sent.
+# Longest error message in an answer; messages may quote what the client sent.
 _LONGEST_ERROR = 2000
 _SMALL_BODY = 1 << 16
 _TOKENS_BODY = 1 << 24
 _PUBLISH_BODY = 1 << 28
-# How long a body may take to come.
+# Time limit for receiving a body.
 _BODY_SECONDS = 60.0
-# How long a shard that is published or abandoned waits for the requests that may still add to it: those that ended are
-# told to the workers one step later, those whose client is gone are aborted then.
+# How long publishing or abandoning a shard waits for requests that may still add to it. Workers learn of a finished
+# request one step later, and requests of clients that are gone are aborted meanwhile.
 _SETTLE_SECONDS = 10.0
 _SETTLE_POLL_SECONDS = 0.005
-# How long a release waits for one more of the requests that it was promised.
+# How long a release waits for the next of the requests that it expects.
 _ARRIVE_SECONDS = 30.0
-# A challenge is a few bytes; whatever else lies there is none of ours to give away.
+# A challenge is a few bytes; the server must not give away any other file.
 _CHALLENGE_BYTES = 64
 
 
 class RefusedCall(Exception):
-    """A control call that is answered with an error. status: of HTTP."""
+    """Answers a control call with an error. `status` is the HTTP status."""
 
     def __init__(self, status: int, message: str):
         super().__init__(message)
@@ -79,9 +79,9 @@ class RefusedCall(Exception):
 
 
 class Gate:
-    """ASGI middleware, for vLLM's argument `--middleware`: checks the token and answers /moe_rl/*.
+    """ASGI middleware for vLLM's argument `--middleware`: checks the token and answers /moe_rl/*.
 
-    The environment names the token's file. Raises EngineError when that is no secret.
+    An environment variable names the token's file. Raises EngineError if that file is not secret.
     """
 
     def __init__(self, app):
@@ -114,24 +114,24 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A checked body for vLLM. It gets this one and no header of the client's: what was read here is what it reads."""
+    """Holds a checked body for vLLM. vLLM reads this body, and none of the client's headers."""
 
     body: bytes
 
     def asked_anew(self, scope, receive):
-        """`scope` and `receive` of the request as vLLM is to see them."""
+        """Return `scope` and `receive` of the request as vLLM is to see them."""
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(self.body)).encode())]
         left = [{"type": "http.request", "body": self.body}]
 
         async def ours():
-            # The client's body was read to its end: what comes now is that it went away.
+            # The client's body was read to its end, so the next message can only be its disconnect.
             return left.pop() if left else await receive()
 
         return scope | {"headers": headers, "query_string": b""}, ours
 
 
 class Control:
-    """The routes of the gate's own, its check of vLLM's, and what the server knows of its weights."""
+    """Answers the gate's own routes, checks the ones for vLLM, and tracks the server's weights."""
 
     def __init__(self):
         self._start = secrets.token_hex(8)
@@ -140,7 +140,7 @@ class Control:
         self._run: str | None = None
         self._holding = Holding(0, "", whole=True)
         self._updating = asyncio.Lock()
-        # Path: method, body, its longest in bytes, who answers.
+        # Path: method, message type, longest body in bytes, handler.
         self._routes = {
             "/moe_rl/open": ("POST", Open, _SMALL_BODY, self._open),
             "/moe_rl/publish": ("POST", Publish, _PUBLISH_BODY, self._publish),
@@ -157,7 +157,7 @@ class Control:
         }
 
     async def answer(self, request: Request) -> Response | Admitted:
-        """Answer one call, or say that vLLM may."""
+        """Answer one call, or return the body that vLLM may answer."""
         route = self._routes.get(request.url.path)
         engine = request.app.state.engine_client
         try:
@@ -183,11 +183,11 @@ class Control:
         except ClientDisconnect:
             return _error(400, "the client is gone")
         except Exception as error:
-            # The engine may be dead, which vLLM notices and logs itself.
+            # The engine may be dead; vLLM notices and logs that itself.
             return _error(503 if engine.errored else 500, f"{type(error).__name__}: {error}")
 
     def _refuse_former_run(self, request: Request) -> None:
-        """It would hold or abandon what the run that has the server now samples."""
+        """Refuse a run that no longer has the server: its calls could pause or abandon the current run's samples."""
         run, path = request.headers.get(RUN_HEADER), request.url.path
         if path == "/moe_rl/adopt":
             self._run = run
@@ -219,11 +219,11 @@ class Control:
         await _call(engine, "moe_rl_abandon", message.sink)
 
     async def _hold(self, engine, _) -> None:
-        """Abort what runs, empty the prefix cache, and keep new requests waiting."""
+        """Abort running requests, empty the prefix cache, and make new requests wait."""
         await engine.pause_generation(mode="abort", clear_cache=True)
 
     async def _release(self, engine, message: Release) -> None:
-        """Let waiting requests begin once so many are there: who is decoded with whom then depends on nothing else."""
+        """Start the waiting requests once all have arrived, so that batches do not depend on arrival times."""
         there, deadline = -1, 0.0
         while (now := engine.output_processor.get_num_unfinished_requests()) < message.requests:
             if engine.errored:
@@ -236,7 +236,7 @@ class Control:
         await engine.resume_generation()
 
     async def _adopt(self, engine, _) -> Holding:
-        """A run begins: what the server held was another's, and nothing is sampled before weights have come."""
+        """Give the server to a new run. Nothing is sampled before the run's weights have arrived."""
         async with self._updating:
             await self._hold(engine, None)
             try:
@@ -256,7 +256,7 @@ class Control:
                 holding = await self._hear(engine, "moe_rl_update_weights", encode(message))
                 if message.final and not holding.refused:
                     await engine.update_weight_version(str(message.version))
-                # What was cached between the pause and the update is of the old weights.
+                # Prefixes cached between the pause and the update belong to the old weights.
                 if not await engine.reset_prefix_cache():
                     raise RefusedCall(500, "vLLM kept its prefix cache though no request runs")
                 return holding
@@ -264,7 +264,10 @@ class Control:
                 await engine.resume_generation()
 
     async def _hear(self, engine, method: str, *args) -> Holding:
-        """What the workers hold after a call that may change it; nothing whole when it does not come to its end."""
+        """Make a call that may change the weights, and return what the workers then hold.
+
+        If the call fails, the weights count as incomplete.
+        """
         self._updates += 1
         self._holding = msgspec.structs.replace(self._holding, whole=False)
         answers = await _call(engine, method, *args)
@@ -352,7 +355,7 @@ class Control:
 
 
 def _error(status: int, message: str) -> JSONResponse:
-    # What is left of a body that was not read would be taken for the next request.
+    # Otherwise the unread rest of a body would be taken for the next request.
     headers = (
         {"Connection": "close"}
         if status in (408, 413, 415)
@@ -380,13 +383,14 @@ async def _body(request: Request, longest: int) -> bytearray:
 
 
 def _limits(engine) -> dict[str, int]:
-    """What the engine can be asked, for `sampling.check`."""
+    """Return the engine's limits, for `sampling.check`."""
     model = engine.vllm_config.model_config
     return {"max_model_len": model.max_model_len, "vocabulary": model.get_vocab_size()}
 
 
 async def _call(engine, method: str, *args) -> list:
-    """What the recording workers answer to a method of RecorderControl. Raises RefusedCall when one of them does."""
+    """Call a method of RecorderControl on the workers; return the recorders' answers. Raises RefusedCall if one
+    refuses."""
     answers = await engine.collective_rpc("moe_rl_answer", args=(method, *args))
     for status, name in ((400, "refused"), (500, "failed")):
         if errors := [answer[name] for answer in answers if name in answer]:
@@ -397,7 +401,8 @@ async def _call(engine, method: str, *args) -> list:
 async def _scored(
     engine, requests: Sequence[GenerateRequest], asks: Sequence[RecordingRequest | None]
 ) -> list[list[float]]:
-    """The logprob of every token but the first of each prompt. With these vLLM computes all of a prompt anew."""
+    """Return the log-probabilities of all tokens but the first of each prompt. vLLM then computes the whole prompt
+    anew."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
@@ -427,7 +432,8 @@ def _trace_root(engine) -> Path:
 
 
 def _inside(root: Path, path: str) -> Path:
-    """A path below the trace root. Raises RefusedCall where links lead out of it, or for none that a disk can have."""
+    """Return a path below the trace root. Raises RefusedCall if links lead out of the root, or the path is
+    impossible."""
     try:
         resolved = (root / path).resolve()
         resolved.is_dir()

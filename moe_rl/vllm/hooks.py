@@ -1,4 +1,4 @@
-"""What the patched vLLM calls. Imported by vLLM itself, in every process that loads its worker: keep it light."""
+"""Provides the functions that the patched vLLM calls. Every vLLM worker process imports this file: keep it light."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from moe_rl.errors import EngineError, describe
 
 
 def attach_recorder(worker) -> None:
-    """Give `worker` (vLLM's Worker, its model just loaded) a recorder when its config asks for one.
+    """Give `worker` (vLLM's Worker, its model just loaded) a recorder if its config asks for one.
 
-    The request is `LLM(additional_config={"moe_rl": {"trace_root": ..., "model_fingerprint": ...}})`. Being part of
-    vLLM's config it is also part of the key of vLLM's compile cache, so that a graph traced without the capture is
-    never reused with it. Tensor-parallel workers all route alike: the first one records.
+    The config asks with `LLM(additional_config={"moe_rl": {"trace_root": ..., "model_fingerprint": ...}})`. This is
+    part of
+    vLLM's config and therefore of the key of vLLM's compile cache, so a graph traced without the capture is never
+    reused
+    with a recorder. Tensor-parallel workers all route alike, so only the first one records.
 
-    Raises EngineError for a worker that cannot be asked for routes: nothing of what it records would ever be published.
+    Raises EngineError for a worker without moe_rl's control methods: nobody could publish what it records.
     """
     additional = worker.vllm_config.additional_config
     if not isinstance(additional, dict) or "moe_rl" not in additional:
@@ -32,14 +34,14 @@ def attach_recorder(worker) -> None:
 
     if get_tp_group().rank_in_group:
         return
-    # Not needed, and so not paid for, by an engine that does not record.
+    # Imported late: an engine that does not record should not load the recorder.
     from moe_rl.vllm.recorder import Recorder
 
     worker.moe_rl_recorder = Recorder(worker, additional["moe_rl"])
 
 
 def refuse_layout(config, *, uses_v2_runner: bool) -> None:
-    """Raises EngineError when rows recorded under this VllmConfig would be wrong or incomplete."""
+    """Raise EngineError if rows recorded under this VllmConfig would be wrong or incomplete."""
     parallel = config.parallel_config
     for wrong, why, do in (
         (

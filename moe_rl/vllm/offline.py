@@ -1,4 +1,4 @@
-"""Routes of an offline `vllm.LLM` as numpy arrays, for programs with a loop and a trainer of their own.
+"""Returns the routes of an offline `vllm.LLM` as numpy arrays, for programs with their own loop and trainer.
 
     with record("path/to/checkpoint", max_model_len=2048) as llm:
         for one in llm.generate(["What is 2 + 3?"], SamplingParams(max_tokens=32)):
@@ -32,13 +32,17 @@ from moe_rl.vllm.sampling import sampled_logprobs
 
 @dataclass(frozen=True, slots=True)
 class RecordedCompletion:
-    """What vLLM returned for one prompt, and the experts that every forwarded token went to.
+    """Holds vLLM's output for one prompt, and the experts of every forwarded token.
 
-    prompt_token_ids: P tokens. output: vLLM's CompletionOutput of S sampled tokens (token_ids, text, logprobs, ...).
-    logprobs float32 [S]: natural log, of the sampled tokens under the distribution that they were drawn from.
-    routes [P + S - 1, L, K] uint8 or uint16: ids of the K experts, ascending; the last sampled token is not forwarded.
-    layers: the global numbers of the L decoder layers. ref: of the record in the trace store.
-    weight_version: of the weights that sampled it.
+    Attributes:
+        prompt_token_ids: P tokens.
+        output: vLLM's CompletionOutput with S sampled tokens (token_ids, text, logprobs, ...).
+        logprobs: float32 [S], natural log, of the sampled tokens under the distribution that they were drawn from.
+        routes: [P + S - 1, L, K] uint8 or uint16, ids of the K experts, ascending. The last sampled token is not
+            forwarded.
+        layers: the global numbers of the L decoder layers.
+        ref: reference to the record in the trace store.
+        weight_version: version of the weights that sampled the completion.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -50,7 +54,7 @@ class RecordedCompletion:
     weight_version: int
 
     def sequence(self, reward: float) -> Sequence:
-        """The completion with its reward, as `moe_rl.pack` takes it to train on."""
+        """Return the completion with its reward, ready for `moe_rl.pack`."""
         tokens = tuple(self.output.token_ids)
         return Sequence(
             self.ref.key, self.prompt_token_ids, tokens, self.logprobs, reward, self.weight_version, self.ref
@@ -58,7 +62,7 @@ class RecordedCompletion:
 
 
 class RecordingLLM:
-    """What `record` gives. llm: the vllm.LLM. store: where the routes are kept. spec: of the model."""
+    """The result of `record`: `llm` is the vllm.LLM, `store` keeps the routes, `spec` describes the model."""
 
     def __init__(
         self,
@@ -75,11 +79,16 @@ class RecordingLLM:
     def generate(
         self, prompts: Seq[str | Seq[int]], sampling_params: Any, *, shard: str | None = None
     ) -> list[RecordedCompletion]:
-        """Completions of the prompts, in their order; with n > 1 the samples of a prompt follow each other.
+        """Sample completions, in prompt order; with n > 1 the samples of a prompt follow each other.
 
-        prompts: texts, or lists of token ids. sampling_params: vLLM's, one for all prompts or one each. shard: name of
-        the shard that keeps their routes. Raises EngineError or RouteValidationError for routes that are not those of
-        the tokens, TraceError for a shard that exists.
+        Args:
+            prompts: texts, or lists of token ids.
+            sampling_params: vLLM's, one for all prompts or one each.
+            shard: name of the shard for the routes.
+
+        Raises:
+            EngineError, RouteValidationError: the recorded routes are not those of the tokens.
+            TraceError: the shard exists.
         """
         shard = shard or f"offline-{secrets.token_hex(8)}"
         given = sampling_params if isinstance(sampling_params, Seq) else [sampling_params] * len(prompts)
@@ -88,7 +97,7 @@ class RecordingLLM:
         self._source.open(shard)
         try:
             results = self.llm.generate(inputs, asked, use_tqdm=False)
-            # The recorder is told of the last finished requests in the step after.
+            # The recorder learns of the last finished requests in the next step.
             self.llm.llm_engine.step()
             made = {}
             for at, (result, params) in enumerate(zip(results, asked, strict=True)):
@@ -103,7 +112,7 @@ class RecordingLLM:
         return [self._completion(*made[key], refs[key], sequences[key]) for key in made]
 
     def close(self) -> None:
-        """End vLLM. Routes are removed when `record` was given no folder for them."""
+        """End vLLM. Removes the routes if `record` was given no folder for them."""
         self.llm.llm_engine.engine_core.shutdown()
         self._folder.cleanup()
 

@@ -1,8 +1,8 @@
-"""Reads a patch series as it lies in patches/vllm/VERSION: which patches, in which order, their digests, their hunks.
+"""Reads a patch series from patches/vllm/VERSION: its patches in order, their digests and their hunks.
 
-SERIES   version X       the vLLM release it is for
-         ran TEXT        what of that release was run with these patches; without this line no engine starts with them
-         NAME.patch      one line a patch, in order
+SERIES   version X       the vLLM release that the series is for
+         ran TEXT        what was run on that release with these patches; without this line no engine starts
+         NAME.patch      one line per patch, in order
 BASE     PATCH PATH SHA256 SHA256    for every file that a patch changes: its digest before and after
 """
 
@@ -24,7 +24,7 @@ PATCHES = shipped("patches") / "vllm"
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What one patch does to one file. path: relative to the vllm package; sha256 hex before and after."""
+    """Describes what one patch does to one file: path in the vllm package, sha256 hex before and after."""
 
     path: str
     before: str
@@ -33,7 +33,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One patch file and everything it changes."""
+    """Describes one patch file and everything it changes."""
 
     file: Path
     changes: tuple[Change, ...]
@@ -45,7 +45,7 @@ class Patch:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The patches for one vLLM version, in order. ran: what was run with them, None when nothing was."""
+    """Lists the patches for one vLLM version in order. `ran` says what was run with them; None if nothing was."""
 
     version: str
     ran: str | None
@@ -53,7 +53,7 @@ class Series:
 
     @property
     def stages(self) -> dict[str, tuple[str, ...]]:
-        """Path -> sha256 of the file as released, and after each patch that changes it."""
+        """Map each path to the sha256 of the released file and of the file after each patch that changes it."""
         found: dict[str, tuple[str, ...]] = {}
         for patch in self.patches:
             for change in patch.changes:
@@ -62,11 +62,11 @@ class Series:
 
 
 def read_hunks(patch: Path, package: str) -> dict[str, PatchedFile]:
-    """The hunks of every file that a patch changes, by its path in `package`.
+    """Return the hunks of every file that a patch changes, by its path in `package`.
 
-    Raises PatchError, with the line, where a hunk does not hold what its counts say.
+    Raises PatchError, with the line, if a hunk does not match its line counts.
     """
-    # Imported here: to look at a vLLM, which every engine does at its start, digests are enough.
+    # Imported late: every engine inspects its vLLM at the start, and needs only digests for that.
     from unidiff import PatchSet, UnidiffParseError
 
     with open(patch, encoding="utf-8", newline="\n") as file:
@@ -80,7 +80,7 @@ def read_hunks(patch: Path, package: str) -> dict[str, PatchedFile]:
 
 
 def read_all(folder: Path) -> list[Series]:
-    """Every series below `folder`, by version. Raises PatchError for one that contradicts itself."""
+    """Return every series below `folder`, by version. Raises PatchError if one contradicts itself."""
     return [_read(file.parent) for file in sorted(folder.glob("*/SERIES"))]
 
 
@@ -117,7 +117,7 @@ def _read(folder: Path) -> Series:
 
 
 def _check_chains(series: Series, folder: Path) -> None:
-    """Every patch changes something, and finds each file as the patch before it left it."""
+    """Check that every patch changes something, and starts from each file as the patch before left it."""
     left: dict[str, str] = {}
     for patch in series.patches:
         if not patch.changes:

@@ -1,8 +1,8 @@
-"""The patch series of a vLLM: which version that is, which patches are in it, and how to put them in or take them out.
+"""Inspects a vLLM: which version it is and which of our patches it has. Applies and reverts the patches.
 
-A vLLM is an installed package or a git checkout. Only digests decide what a file is. Files are changed in memory,
-compared with the digest that BASE promises, and replaced as a whole: an interrupted run leaves whole files, and a
-package cache that hard-links the file keeps its own copy. vLLM is never imported here.
+A vLLM is an installed package or a git checkout. Only digests identify a file. Files are changed in memory, compared
+with the digest in BASE, and replaced as a whole. So an interrupted run leaves only whole files, and a package cache
+that hard-links a file keeps the original. vLLM is never imported here.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ COMMAND = "moe-rl patch"
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What was found in the package folder `root`.
+    """Says what was found in the package folder `root`.
 
-    series: None when there are no patches for this version; then files and patches are empty.
-    files: path -> "pristine" | "half patched" | "patched" | "unknown" | "missing".
-    patches: name -> "applied" | "not applied" | "half applied" | "unknown", in the order of the series.
+    Attributes:
+        series: None if there are no patches for this version; files and patches are then empty.
+        files: path -> "pristine" | "half patched" | "patched" | "unknown" | "missing".
+        patches: name -> "applied" | "not applied" | "half applied" | "unknown", in the order of the series.
     """
 
     root: Path
@@ -51,7 +52,7 @@ class State:
 
 
 def find_vllm() -> Path:
-    """Folder of the vllm package that this Python would import. Raises PatchError when there is none."""
+    """Return the folder of the vllm package that this Python would import. Raises PatchError if there is none."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.origin:
         raise PatchError(describe("vLLM is not installed", do="install the pinned requirements: make venv"))
@@ -59,9 +60,9 @@ def find_vllm() -> Path:
 
 
 def inspect(path: Path | None = None) -> State:
-    """State of the vLLM in `path`: a git checkout or the package folder itself (default: what Python would import).
+    """Return the state of the vLLM in `path`: a git checkout or the package folder (default: what Python would import).
 
-    Raises PatchError when its version cannot be told, or when `_version.py` and the files contradict each other.
+    Raises PatchError if its version cannot be determined, or if `_version.py` and the files contradict each other.
     """
     root = find_vllm() if path is None else Path(path)
     if (root / "vllm").is_dir():
@@ -75,7 +76,7 @@ def inspect(path: Path | None = None) -> State:
 
 
 def check(path: Path | None = None) -> State:
-    """The state, when it is fully patched. Raises PatchError naming every file that is not as it must be."""
+    """Return the state if vLLM is fully patched. Raises PatchError naming every file that is not as required."""
     state = inspect(path)
     found = _problems(state)
     if found:
@@ -84,10 +85,11 @@ def check(path: Path | None = None) -> State:
 
 
 def apply(path: Path | None = None) -> State:
-    """Patch the package and return its new state. Nothing happens when it is patched already.
+    """Patch the package and return its new state. Does nothing if it is patched already.
 
-    Raises PatchError, before anything is written, when a file is neither pristine nor patched, when only some are
-    patched, or when there is no series for this version.
+    Raises PatchError, before anything is written, if a file is neither pristine nor patched, only some files are
+    patched,
+    or there is no series for this version.
     """
     state = inspect(path)
     if state.summary == "patched":
@@ -99,7 +101,7 @@ def apply(path: Path | None = None) -> State:
 
 
 def revert(path: Path | None = None) -> State:
-    """Give the package back, byte for byte, as it was released; a half-patched one too. Returns its new state."""
+    """Restore the package to its released bytes, even if half patched, and return its new state."""
     state = inspect(path)
     if state.summary in ("unsupported", "unknown"):
         raise PatchError(_problems(state))
@@ -108,9 +110,9 @@ def revert(path: Path | None = None) -> State:
 
 
 def problems(path: Path | None = None, *, capture: str = "patch") -> list[Problem]:
-    """Why sampling cannot start with the vLLM found: one message a fault, empty when it can.
+    """Return why sampling cannot start with this vLLM, one message per fault; [] if it can.
 
-    capture: as in `rollout.capture`; only "patch" needs a patched vLLM, the others take it as it was released too.
+    capture: as in `rollout.capture`. Only "patch" needs a patched vLLM; the other values also accept a released one.
     """
     try:
         state = inspect(path)
@@ -132,7 +134,7 @@ def problems(path: Path | None = None, *, capture: str = "patch") -> list[Proble
 
 
 def _problems(state: State) -> list[Problem]:
-    """What is wrong with the files: one message each, empty when the package is fully patched."""
+    """Return what is wrong with the files, one message each; [] if the package is fully patched."""
     if state.series is None:
         return [
             describe(
@@ -172,7 +174,8 @@ def _problems(state: State) -> list[Problem]:
 
 
 def _identify(root: Path) -> tuple[str, Series | None]:
-    """Version of the vLLM in `root` and its series: from what its build wrote down, and from the files themselves."""
+    """Return the version and the series of the vLLM in `root`, from its build's version file and the files
+    themselves."""
     known = {series.version: series for series in read_all(PATCHES)}
     recognised = {
         version: sum(_stage(root / path, stages) is not None for path, stages in series.stages.items())
@@ -184,7 +187,7 @@ def _identify(root: Path) -> tuple[str, Series | None]:
         if fitting and said not in fitting:
             raise PatchError(
                 describe(
-                    "vLLM's files are of another version than it says",
+                    "vLLM's files do not match the version that it reports",
                     where={"file": root / "_version.py"},
                     got=said,
                     expected=" or ".join(fitting),
@@ -192,12 +195,12 @@ def _identify(root: Path) -> tuple[str, Series | None]:
                 )
             )
         return said, known.get(said)
-    # Not built. A file that someone changed shall be named, so the version with the most files in common is taken.
+    # Not built. To name a file that someone changed, take the version that shares the most files.
     closest = fitting or [version for version, count in recognised.items() if count == max(recognised.values()) > 0]
     if len(closest) != 1:
         raise PatchError(
             describe(
-                "The version of this vLLM cannot be told",
+                "The version of this vLLM cannot be determined",
                 where={"folder": root},
                 got="files of " + (" and ".join(closest) if closest else "no release that has patches"),
                 expected=f"the files of {_versions(known.values())}",
@@ -208,7 +211,7 @@ def _identify(root: Path) -> tuple[str, Series | None]:
 
 
 def _said_version(root: Path) -> str | None:
-    """Public version, from the file that vLLM's build writes: metadata would depend on the name of the distribution."""
+    """Return the public version from the file that vLLM's build writes; metadata would need the distribution's name."""
     file = root / "_version.py"
     if not file.is_file():
         return None
@@ -219,20 +222,20 @@ def _said_version(root: Path) -> str | None:
 
 
 def _stage(file: Path, stages: tuple[str, ...]) -> int | None:
-    """How many patches are in a file; None when it is missing or holds what no patch leaves."""
+    """Return how many patches a file has; None if it is missing or matches no stage."""
     digest = _digest(file) if file.is_file() else ""
     return stages.index(digest) if digest in stages else None
 
 
 def _file_kind(file: Path, stage: int | None, count: int) -> str:
-    """stage: of the `count` that the file goes through, as released included."""
+    """Return the kind of a file at `stage` of `count` stages; the released file is stage 0."""
     if stage is None:
         return "unknown" if file.is_file() else "missing"
     return {0: "pristine", count - 1: "patched"}.get(stage, "half patched")
 
 
 def _patch_kinds(series: Series, found: dict[str, int | None]) -> dict[str, str]:
-    """State of every patch, from the number of patches found in each file."""
+    """Return the state of every patch, from the number of patches found in each file."""
     kinds: dict[str, str] = {}
     needed = dict.fromkeys(found, 0)
     for patch in series.patches:
@@ -251,7 +254,7 @@ def _patch_kinds(series: Series, found: dict[str, int | None]) -> dict[str, str]
 
 
 def _rewrite(state: State, *, reverse: bool) -> None:
-    """Put every patch in, or take every one out: all texts are made and their digests proven before one is written."""
+    """Apply or revert every patch. All new texts are made and their digests checked before one is written."""
     assert state.series is not None
     original = {path: (state.root / path).read_bytes() for path in state.files}
     texts = dict(original)
@@ -262,7 +265,7 @@ def _rewrite(state: State, *, reverse: bool) -> None:
         for change in patch.changes:
             have, wanted = (change.after, change.before) if reverse else (change.before, change.after)
             if _sha256(texts[change.path]) != have:
-                continue  # half patched: this patch was not in it
+                continue  # half patched: this file does not have this patch
             texts[change.path] = patched(texts[change.path], hunks[change.path], {"file": change.path}, reverse=reverse)
             if _sha256(texts[change.path]) != wanted:
                 raise _broken_promise(patch, f"another {change.path}")
@@ -272,7 +275,7 @@ def _rewrite(state: State, *, reverse: bool) -> None:
 
 
 def patched(text: bytes, hunks: PatchedFile, where: About, *, reverse: bool = False) -> bytes:
-    """`text` with the hunks applied (or taken back) at exactly their lines; PatchError where it reads otherwise."""
+    """Return `text` with the hunks applied or reverted at exactly their lines; PatchError if the lines differ."""
     lines = text.splitlines(keepends=True)
     result: list[bytes] = []
     done = 0
@@ -290,7 +293,7 @@ def patched(text: bytes, hunks: PatchedFile, where: About, *, reverse: bool = Fa
 def _broken_promise(patch: Patch, got: str) -> PatchError:
     return PatchError(
         describe(
-            "A patch does not give what its BASE promises",
+            "A patched file does not have the digest in BASE",
             where={"file": patch.file},
             got=got,
             do="restore that folder from version control",
@@ -315,7 +318,7 @@ def _replace(path: Path, text: bytes) -> None:
 
 
 def _command(root: Path) -> str:
-    """The command that acts on `root`."""
+    """Return the command that acts on `root`."""
     spec = importlib.util.find_spec("vllm")
     installed = spec is not None and spec.origin and Path(spec.origin).parent == root
     return COMMAND if installed else f"{COMMAND} --vllm {root}"

@@ -1,4 +1,4 @@
-"""What a process that runs vLLM is given: its environment, and a temporary folder that does not outlive it for long."""
+"""Prepares a process that runs vLLM: its environment, and a temporary folder that is removed soon after it ends."""
 
 from __future__ import annotations
 
@@ -15,38 +15,39 @@ import moe_rl
 
 _PREFIX = "moe_rl-engine-"
 _SHARED_MEMORY = Path("/dev/shm")
-# What torchrun tells its ranks would make the engine believe that it is one of them.
+# With torchrun's variables the engine would believe that it is one of torchrun's ranks.
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_NUM_THREADS")
 
 
 def model_runner(capture: str) -> dict[str, str]:
-    """What the environment must say: the recorder knows vLLM's first model runner, vLLM's own capture the second."""
+    """Return the environment variable that selects vLLM's model runner: V1 for the recorder, V2 for vLLM's own capture."""
     return {"VLLM_USE_V2_MODEL_RUNNER": "1" if capture == "native" else "0"}
 
 
 def child_environment(capture: str) -> dict[str, str]:
-    """Environment of the child: the parent's, less what torchrun set, plus what only the environment can tell vLLM."""
+    """Return the child's environment: the parent's without torchrun's variables, plus what only variables can set."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_TORCHRUN)}
     root = str(Path(moe_rl.__file__).resolve().parents[1])
     ours = {
         "PYTHONPATH": os.pathsep.join([root, *filter(None, [inherited.get("PYTHONPATH")])]),
         "PYTHONUNBUFFERED": "1",
-        # Half the cores: threads that wait for each other spin, and two on two busy cores sampled several times slower
-        # than one.
+        # Half the cores: waiting threads spin, and with two threads on two busy cores sampling was several times slower
+        # than
+        # with one.
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2)),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        # vLLM compiles a few helpers of its sampler even when told to be eager: seconds, and a C++ compiler needed.
+        # vLLM compiles parts of its sampler even in eager mode, which takes seconds and needs a C++ compiler.
         "TORCH_COMPILE_DISABLE": "1",
     }
     return inherited | ours | model_runner(capture)
 
 
 class Scratch:
-    """A new folder under the system's temporary one, locked for as long as this process lives.
+    """Creates a temporary folder, locked for as long as this process lives.
 
-    A killed process cannot remove its own: folders of the same kind that nobody holds are removed here.
+    A killed process cannot remove its folder, so every new Scratch removes old folders that nobody locks.
     """
 
     def __init__(self):
@@ -54,11 +55,11 @@ class Scratch:
         made = Path(tempfile.mkdtemp(prefix="new-"))
         self._lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        # It has the name that is looked for only now that it is held.
+        # Renamed only now, under the lock, so that no other process can find and remove it unlocked.
         self.name = str(made.rename(made.with_name(_PREFIX + made.name.removeprefix("new-"))))
 
     def cleanup(self) -> None:
-        """Remove the folder and all that is in it. May be called again."""
+        """Remove the folder with its content. May be called repeatedly."""
         if self._lock >= 0:
             _remove(Path(self.name))
             os.close(self._lock)
@@ -77,7 +78,7 @@ def _sweep(parent: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    # vLLM's workers meet by a file there. On CPUs they name memory that they share after it, and never remove that.
+    # vLLM's workers meet by a file there. On CPUs they name shared memory after it, and never remove that memory.
     for met in folder.glob("vllm_dist_*"):
         for memory in _SHARED_MEMORY.glob(f"{met.name}-*"):
             memory.unlink(missing_ok=True)
@@ -85,7 +86,7 @@ def _remove(folder: Path) -> None:
 
 
 class _Lossy(io.FileIO):
-    """A file that forgets what its disk refuses."""
+    """Drops output that the disk refuses."""
 
     def write(self, data) -> int:
         with suppress(OSError):
@@ -94,8 +95,10 @@ class _Lossy(io.FileIO):
 
 
 def outlive_a_full_log() -> None:
-    """Let this process lose what it prints rather than die of it, where its log is on a disk that is full: the trainer
-    is told of that in another way."""
+    """Let this process continue when the disk of its log is full; output is then lost.
+
+    The trainer learns of the full disk in another way.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         raw = _Lossy(stream.fileno(), "wb", closefd=False)

@@ -1,14 +1,18 @@
-"""Records the experts of every forwarded token inside vLLM's worker. Runs in the engine; see hooks.py for who calls.
+"""Records the experts of every forwarded token inside vLLM's worker. hooks.py shows what calls it.
 
-    vLLM's scheduler output --- before_step ---> who owns which KV blocks, who finished, who was preempted
-    the routers ------------- capture.py ------> experts of the step's tokens (device)
-    the forward pass -------- after_forward ---> summed up on the device, a number a token (trace/source_sum.py);
-                                                 copied to the host, stored under their KV slots (slots.py)
-    a finished request ------------------------> its rows, appended to a trace shard
+        vLLM's scheduler output --- before_step ---> which KV blocks belong to whom, which requests finished or were
+        preempted
+        the routers ------------- capture.py ------> experts of the step's tokens (device)
+        the forward pass -------- after_forward ---> one sum per token, taken on the device (trace/source_sum.py);
+                                                     experts copied to the host, stored under their KV slots (slots.py)
+        a finished request ------------------------> its rows, appended to a trace shard
 
-Everything that reads or writes the slots goes through one journal, in the order in which vLLM decided it. On an
-accelerator the copy of a step's experts arrives later than the next decisions; the journal makes them wait for it, not
-the step: a block that is given away in the next step still holds, when its owner's rows are taken, what it held then.
+    Every read and write of the slots goes through one journal, in the order in which vLLM decided it. On an accelerator
+    a
+    step's experts reach the host after vLLM's next decisions. The journal entries wait for that copy; the step does
+    not.
+    When a finished request's rows are taken, its blocks therefore still hold its own rows, even if vLLM has given the
+    blocks away in the next step.
 
 Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
 """
@@ -35,36 +39,43 @@ from moe_rl.vllm.router_witness import RouterWitness
 from moe_rl.vllm.sinks import Sinks
 from moe_rl.vllm.slots import BlockTable, Recorded, Rows, SlotTable
 
-# Steps whose copies may be under way before the next one waits: more would only hold more memory.
+# Steps whose copies may be in flight before the next step waits; this bounds memory.
 _MAX_STEPS_IN_FLIGHT = 4
 
 
 @dataclass(slots=True)
 class _Allotted:
-    """The blocks that one step hands out. fresh: to new owners. grown: tables, and what each gets."""
+    """Lists the blocks that one step hands out. `fresh` go to new owners; `grown` are tables with their new blocks."""
 
     fresh: list[int] = field(default_factory=list)
     grown: list[tuple[BlockTable, list[int]]] = field(default_factory=list)
 
     def add(self, table: BlockTable, blocks: list[int], hits: int) -> None:
-        """hits: of the blocks, so many at the front are shared with their owner."""
+        """Record blocks for a request. The first `hits` of them are shared with their current owner."""
         self.fresh += blocks[hits:]
         self.grown.append((table, blocks))
 
     def apply(self, slots: SlotTable) -> None:
-        """All new owners first: a request may share a block that another one gets in this very step."""
+        """Register all new owners, then extend the tables: a request may share a block that another gets in this
+        step."""
         slots.give(self.fresh)
         for table, blocks in self.grown:
             slots.extend(table, blocks)
 
 
 class Recorder:
-    """One per worker that records.
+    """Records in one worker.
 
-    spec: of the trace. sinks: the shards that are being filled. weight_version: of the model's weights now.
-    stats: counts since the start - steps, tokens forwarded, requests, those recorded, preemptions, refused requests,
-    waits for a copy, rows witnessed by the logits of their routers (0 where that cannot be, see router_witness.py).
-    Raises EngineError for a model without MoE layers.
+    Attributes:
+        spec: of the trace.
+        sinks: the shards being filled.
+        weight_version: of the model's current weights.
+        stats: counts since the start: steps, tokens forwarded, requests, recorded requests, preemptions, refused
+            requests,
+            waits for a copy, and rows confirmed by their routers' logits (0 if not possible, see router_witness.py).
+
+    Raises:
+        EngineError: the model has no MoE layers.
     """
 
     def __init__(self, worker, recording: object):
@@ -92,7 +103,7 @@ class Recorder:
         )
         self._extras = Extras.of(worker, self.recording, self._capture.modules, pipeline_stages=stages)
         self._witness = RouterWitness.of(worker, self._capture.modules, pipeline_stages=stages)
-        self._slots: SlotTable  # made in the first step: the KV cache is there then
+        self._slots: SlotTable  # created in the first step, when the KV cache exists
         self._requests: dict[str, Recorded] = {}
         self._partial_hits: dict[int, int] = {}
         self._journal: deque[tuple[torch.Event | None, Callable[[], None]]] = deque()
@@ -105,26 +116,33 @@ class Recorder:
     def publish(
         self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str] = ()
     ) -> dict[str, RouteRef]:
-        """Make a shard visible. sequences: key -> all token ids that had to be forwarded, prompt first.
+        """Make a shard visible.
 
-        aborted: keys of requests that were stopped before their end; they are marked. Returns what this worker has of
-        each: a reference with one part, and the sum over its layers. Raises EngineError for a sequence that was not
-        recorded, or not from these tokens; the shard then stays as it was.
+        Args:
+            sink: name of the shard.
+            sequences: key -> all token ids that must have been forwarded, prompt first.
+            aborted: keys of requests stopped early; their records are marked.
+
+        Returns:
+            For each key this worker's reference, with one part and the sum over its layers.
+
+        Raises:
+            EngineError: a sequence was not recorded, or was recorded with other tokens. The shard then stays as it was.
         """
         self._work_off(wait=True)
         return self.sinks.publish(sink, sequences, aborted)
 
     def unfinished(self, sink: str) -> list[str]:
-        """Keys of the requests that may still add to a shard: a request's end is told with the step after it."""
+        """Return the keys of requests that may still add to a shard. vLLM reports a request's end one step later."""
         asks = [request.ask for request in self._requests.values()]
         return [ask.key for ask in asks if ask is not None and ask.sink == sink]
 
-    # Hooks: called by the worker, once each per step.
+    # Hooks: the worker calls each once per step.
 
     def before_step(self, scheduled) -> None:
-        """Learn from vLLM's SchedulerOutput who owns which blocks in the step to come.
+        """Learn from vLLM's SchedulerOutput which request owns which blocks in the coming step.
 
-        Finished and preempted requests are read first: this very step may write to the blocks that they had.
+        Finished and preempted requests are read first, because this step may overwrite their blocks.
         """
         if self._step_is_open:
             raise EngineError(
@@ -144,7 +162,7 @@ class Recorder:
             if (request := self._requests.get(request_id)) is not None:
                 self._preempt(request)
         finished = [self._requests.pop(id_) for id_ in scheduled.finished_req_ids if id_ in self._requests]
-        # vLLM tells them in no order. With one, the same requests always make the same shard.
+        # vLLM reports them in no fixed order. Sorting makes the same requests always give the same shard.
         for request in sorted(finished, key=lambda request: request.number):
             self._finish(request)
         self._partial_hits.clear()
@@ -168,7 +186,8 @@ class Recorder:
         self._work_off()
 
     def after_forward(self, scheduled) -> None:
-        """Take what the routers captured and what was forwarded; both are stored when their copies have arrived."""
+        """Take what the routers captured and which tokens were forwarded; both are stored when the copies have
+        arrived."""
         count = scheduled.total_num_scheduled_tokens
         if count == 0:
             return
@@ -202,7 +221,7 @@ class Recorder:
         self.stats["steps"] += 1
         self.stats["forwarded"] += count
 
-    # What the scheduler may do with a request.
+    # What the scheduler can do with a request.
 
     def _begin(self, new, allotted: _Allotted) -> None:
         try:
@@ -230,7 +249,8 @@ class Recorder:
         request.forwarded = computed
 
     def _own(self, request: Recorded, blocks, computed: int, allotted: _Allotted) -> None:
-        """A request gets its first blocks: those full of computed tokens are hits, their rows are there."""
+        """Give a request its first blocks. Blocks full of computed tokens are prefix-cache hits and already have their
+        rows."""
         request.forwarded = computed
         mine, (hits, rest) = list(blocks[self._group]), divmod(computed, self._slots.block_size)
         if rest:
@@ -238,9 +258,13 @@ class Recorder:
         allotted.add(request.table, mine, hits)
 
     def _preempt(self, request: Recorded) -> None:
-        """Save the rows: after a preemption vLLM forwards the same tokens again, in other batches, where a near tie may
-        fall otherwise; the sampled tokens, however, followed from the first pass. Rows of drafts that may have been
-        rejected are not saved: those computed again are right."""
+        """Save the rows of a preempted request.
+
+        vLLM later forwards the same tokens again in other batches, where near ties may be routed differently, but the
+        sampled
+        tokens came from the first pass. Rows of drafts that may have been rejected are not saved; their second pass is
+        right.
+        """
         table, forwarded = request.table, request.forwarded - request.drafts
         request.table, request.forwarded = BlockTable(), 0
         self.stats["preemptions"] += 1
@@ -275,7 +299,7 @@ class Recorder:
         self._submit(take)
 
     def _name_of_step(self, scheduled) -> str:
-        """What the choice of witnessed rows follows from: the first request and where it is."""
+        """Return the seed for choosing witnessed rows: the first request of the step and its position."""
         for request_id in scheduled.num_scheduled_tokens:
             request = self._requests[request_id]
             if request.ask is not None:
@@ -288,18 +312,19 @@ class Recorder:
         self._submit(lambda: witness.take(version, logits.numpy(), whose), arrived)
 
     def _refuse(self, new, error: MoeRLError) -> None:
-        """A request that asks for the impossible is sampled all the same; who asks for its routes learns why not."""
+        """Remember why a request cannot be recorded. The request is sampled anyway; asking for its routes gives the
+        reason."""
         args = new.sampling_params.extra_args
         self.stats["refused"] += 1
         self.sinks.refuse(str(args.get("moe_rl_sink")), str(args.get("moe_rl_key")), error)
 
-    # The journal and what it does.
+    # The journal and its actions.
 
     def _submit(self, act: Callable[[], None], ready: torch.Event | None = None) -> None:
         self._journal.append((ready, act))
 
     def _work_off(self, *, wait: bool = False) -> None:
-        """Do what can be done, in order; wait for copies when told to, or when too many are under way."""
+        """Perform what is ready, in order. Wait for copies if `wait` is set or too many are in flight."""
         while self._journal:
             ready, act = self._journal[0]
             if ready is not None and not ready.query():
@@ -325,7 +350,7 @@ class Recorder:
             got = int(routes[token, layer, choice])
             raise EngineError(
                 describe(
-                    "A router reported no expert" if got == NOT_REPORTED else "A router left its range",
+                    "A router reported no expert" if got == NOT_REPORTED else "A router reported an expert out of range",
                     where={"layer": self._capture.layers[layer], "token": token},
                     got=got,
                     expected=f"0 to {self.spec.num_experts - 1}",
@@ -337,7 +362,7 @@ class Recorder:
         self._slots.write(slots, positions, token_ids, routes, placed, weight_version, may_repeat=self._speculates)
 
     def _rows(self, request: Recorded, ask: RecordingRequest, table: BlockTable, forwarded: int) -> Rows:
-        """All rows of a request up to `forwarded`: those that decided the sampling where it was preempted since."""
+        """Return all rows of a request up to `forwarded`; where it was preempted, the rows of the first pass."""
         rows = request.kept
         who: About = {"request": ask.key}
         if rows is None:
@@ -350,7 +375,7 @@ class Recorder:
             at = wrong[0]
             raise EngineError(
                 describe(
-                    "A row is of another token than the prompt's",
+                    "A recorded row belongs to a token that is not in the prompt there",
                     where={**who, "position": at},
                     got=int(rows.token_ids[at]),
                     expected=int(prompt[at]),
@@ -362,7 +387,7 @@ class Recorder:
 
 
 def _pipeline(layers: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
-    """Stage and number of stages of this worker, and the MoE layers of all of them."""
+    """Return the stage and the number of stages of this worker, and the MoE layers of all stages."""
     from vllm.distributed.parallel_state import get_pp_group
 
     group = get_pp_group()
@@ -374,14 +399,15 @@ def _pipeline(layers: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
 
 
 def _attention_group(config) -> tuple[int, int, int]:
-    """Index of the group with full attention in vLLM's KVCacheConfig, number of blocks, tokens a block."""
+    """Return the index of the full-attention group in vLLM's KVCacheConfig, its number of blocks, and tokens per
+    block."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, RSWASpec, UniformTypeKVCacheSpecs
 
     for at, group in enumerate(config.kv_cache_groups):
         spec = group.kv_cache_spec
         if isinstance(spec, UniformTypeKVCacheSpecs):
             spec = next(iter(spec.kv_cache_specs.values()))
-        # The latter gives blocks back that fall out of its window.
+        # RSWASpec is a FullAttentionSpec too, but frees blocks that leave its window.
         if isinstance(spec, FullAttentionSpec) and not isinstance(spec, RSWASpec):
             return at, config.num_blocks, spec.block_size
     raise EngineError(describe("Recording needs full attention", got="a model without", do="turn recording off"))

@@ -1,13 +1,13 @@
-"""What is to be recorded: told to the engine when it starts, and by each request for itself.
+"""Says what to record: settings of the engine at its start, and arguments of each request.
 
-A request says it in `SamplingParams.extra_args` (over HTTP: `vllm_xargs`):
+A request passes them in `SamplingParams.extra_args` (over HTTP: `vllm_xargs`):
 
 moe_rl_key      name of the sequence in the trace; without it the request is sampled and not recorded
-moe_rl_sink     trace shard that gets it
+moe_rl_sink     name of the trace shard
 moe_rl_samples  n of the request, when n > 1: the samples are recorded as key/0 ... key/n-1
 moe_rl_parent   [key, rows, source_sum, shard, digest, shard, digest ...] of an earlier record whose rows begin this
-                sequence, as in the next turn of a dialogue: only the rows after it are stored
-moe_rl_start    without a parent: rows before this position are not stored, for who needs completions only
+                sequence, as in the next turn of a dialogue: only later rows are stored
+moe_rl_start    without a parent: rows before this position are not stored, e.g. to keep completions only
 """
 
 from __future__ import annotations
@@ -29,10 +29,14 @@ _SAMPLE = re.compile(r"(\d+)_")
 
 
 class Recording(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The value of `additional_config["moe_rl"]`. trace_root: folder of the trace store.
+    """Says what an engine records; the value of `additional_config["moe_rl"]`.
 
-    support: also keep which token ids could have been drawn under top-k, top-p and min-p. log_normalizer: and the log
-    of the probability that these had before. router_logits_fraction: of the tokens whose router logits are kept too.
+    Attributes:
+        trace_root: folder of the trace store.
+        model_fingerprint: of the model, for the trace.
+        support: also record which token ids could have been drawn under top-k, top-p and min-p.
+        log_normalizer: also record the log of the support's total probability before truncation.
+        router_logits_fraction: fraction of the tokens whose router logits are recorded.
     """
 
     trace_root: str
@@ -46,7 +50,7 @@ class Recording(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"router_logits_fraction is {self.router_logits_fraction}, it must lie in [0, 1]")
 
     def spec(self, model_config, moe_layers: Sequence[int]) -> TraceSpec:
-        """The spec of the trace. model_config: vLLM's ModelConfig. moe_layers: global numbers, of the whole model."""
+        """Return the spec of the trace from vLLM's ModelConfig and the global numbers of the model's MoE layers."""
         return TraceSpec.from_layers(
             self.model_fingerprint,
             model_config.get_num_experts(),
@@ -58,7 +62,7 @@ class Recording(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class RecordingRequest:
-    """A checked request for recording. start: first row to store, where there is no parent whose rows it follows."""
+    """Holds a checked request to record. `start` is the first row to store when there is no parent."""
 
     key: str
     sink: str
@@ -67,14 +71,14 @@ class RecordingRequest:
 
     @classmethod
     def of(cls, request: GenerateRequest, sink: str) -> RecordingRequest | None:
-        """What a request to sample asks for; None: nothing."""
+        """Return what a request to sample asks to record, or None."""
         if not request.record:
             return None
         start = request.record_from if request.parent is None else 0
         return cls(request.key, sink, start, request.parent)
 
     def extra_args(self, samples: int = 1) -> dict[str, object]:
-        """The flat form that travels with a request; `parse` gives this back."""
+        """Return the flat form that travels with a request; `parse` is the inverse."""
         args: dict[str, object] = {"moe_rl_key": self.key, "moe_rl_sink": self.sink}
         if samples > 1:
             args["moe_rl_samples"] = samples
@@ -87,9 +91,9 @@ class RecordingRequest:
 
 
 def parse(extra_args: dict | None, request_id: str) -> RecordingRequest | None:
-    """What a request asks for; None: nothing. request_id: vLLM's, which numbers the samples of one request.
+    """Return what a request asks to record, or None. vLLM's `request_id` numbers the samples of one request.
 
-    Raises TraceError for anything that cannot be done.
+    Raises TraceError if the request cannot be recorded as asked.
     """
     given = {name: value for name, value in (extra_args or {}).items() if str(name).startswith(PREFIX)}
     if not given:
@@ -145,7 +149,7 @@ def _parent(value: object, request_id: str) -> RouteRef | None:
         )
     parts = tuple(RoutePart(check_name(value[i]), value[i + 1]) for i in range(3, len(value), 2))
     parent = RouteRef(check_key(value[0]), _count(value[1], "rows of moe_rl_parent", request_id), parts, 0, value[2])
-    sum_of(parent)  # without it the routes of this sequence could not be trained on
+    sum_of(parent)  # raises if it is missing: the trainer would refuse the routes
     return parent
 
 

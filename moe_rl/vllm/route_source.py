@@ -1,7 +1,7 @@
-"""Where the routes of an engine come from, seen from the process that drives it: one interface, two kinds.
+"""Provides the routes of an engine to the process that drives it: one interface, two kinds.
 
-WorkerSource: a recorder in the workers, attached by the patch or by the worker class. NativeSource: vLLM's own capture,
-whose arrays come back with every output. Both end in the same sinks, the same validator and the same store.
+WorkerSource uses a recorder in the workers, attached by the patch or by the worker class. NativeSource uses vLLM's own
+capture, whose arrays come with every output. Both use the same sinks, the same validator and the same store.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from moe_rl.vllm.recording import Recording, RecordingRequest
 from moe_rl.vllm.sinks import Sinks
 from moe_rl.vllm.slots import Recorded, Rows
 
-# What a worker says of its part of a record: shard, digest, first row stored, source sum. Plain values cross processes.
+# What a worker reports of its part of a record: shard, digest, first row stored, source sum. Plain values for transfer.
 Claim = tuple[str, str, int, str]
 
 
 class WorkerSource:
-    """Recorders in the workers of an engine started with `worker_extension_cls=worker.CONTROL`."""
+    """Uses recorders in the workers of an engine started with `worker_extension_cls=worker.CONTROL`."""
 
     def __init__(self, llm, capture: str):
         self._llm = llm
@@ -38,10 +38,10 @@ class WorkerSource:
         self._llm.collective_rpc("moe_rl_open", args=(sink,))
 
     def finished(self, ask: RecordingRequest, prompt: Sequence[int], token_ids: Sequence[int], result) -> None:
-        """The workers have seen it themselves."""
+        """Do nothing: the workers see finished requests themselves."""
 
     def publish(self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str]) -> dict[str, RouteRef]:
-        """References to the records of `sequences`: key -> token ids that had to be forwarded."""
+        """Return references to the records of `sequences`: key -> token ids that must have been forwarded."""
         answers = self._llm.collective_rpc("moe_rl_publish", args=(sink, sequences, aborted))
         return join_parts(sequences, answers)
 
@@ -49,14 +49,14 @@ class WorkerSource:
         self._llm.collective_rpc("moe_rl_abandon", args=(sink,))
 
     def set_weight_version(self, version: int) -> None:
-        """The workers have seen it themselves."""
+        """Do nothing: the workers see updates themselves."""
 
     def stats(self) -> dict[str, int]:
         return next(stats for stats in self._llm.collective_rpc("moe_rl_stats") if stats is not None)
 
 
 class NativeSource:
-    """vLLM's `enable_return_routed_experts`."""
+    """Uses vLLM's `enable_return_routed_experts`."""
 
     def __init__(self, llm, recording: Recording):
         self._llm = llm
@@ -72,7 +72,7 @@ class NativeSource:
         self._sinks.open(sink)
 
     def finished(self, ask: RecordingRequest, prompt: Sequence[int], token_ids: Sequence[int], result) -> None:
-        """Take the array [tokens - 1, decoder layers, K] that came with vLLM's last output for a request."""
+        """Take the array [tokens - 1, decoder layers, K] from vLLM's last output of a request."""
         self._stats["requests"] += 1
         try:
             rows = self._rows(ask, np.asarray([*prompt, *token_ids][:-1], np.int32), result.outputs[0].routed_experts)
@@ -125,12 +125,12 @@ class NativeSource:
         self._version = version
 
     def stats(self) -> dict[str, int]:
-        """Those counts of a Recorder that vLLM's outputs tell, over the requests that asked to be recorded."""
+        """Return those of a Recorder's counts that vLLM's outputs show, over the requests to be recorded."""
         return dict(self._stats)
 
 
 def claims(refs: Mapping[str, RouteRef]) -> dict[str, Claim]:
-    """What one worker published, as it answers to `moe_rl_publish`."""
+    """Convert what one worker published into its answer to `moe_rl_publish`."""
     return {
         key: (part.shard, part.digest, ref.start, ref.source_sum) for key, ref in refs.items() for part in ref.parts
     }
@@ -139,7 +139,7 @@ def claims(refs: Mapping[str, RouteRef]) -> dict[str, Claim]:
 def join_parts(
     sequences: Mapping[str, Sequence[int]], answers: Sequence[Mapping[str, Claim] | None]
 ) -> dict[str, RouteRef]:
-    """References from what the workers answered to `moe_rl_publish`: one part per worker that records."""
+    """Make references from the workers' answers to `moe_rl_publish`: one part per recording worker."""
     recorded = [answer for answer in answers if answer is not None]
     refs = {}
     for key, token_ids in sequences.items():

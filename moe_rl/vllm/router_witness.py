@@ -1,8 +1,8 @@
-"""A second witness of the routes: the logits that the routers were given, of a few tokens of every step.
+"""Checks recorded routes against the routers' input logits, for a few tokens of every step.
 
-The recorder takes the experts behind the routers. Here their logits are taken in front of them, and of each the experts
-that a top-k must and may choose. When a request is finished, the rows as they are read back from its KV slots must fit:
-whatever lies between, the columns of the buffer, the order of its rows, the copies, the slots, has not moved them.
+The recorder takes the experts after the routers. This module takes the logits before them, and derives which experts a
+top-k must choose and which it may choose. When a request is finished, the rows read back from its KV slots must fit.
+That proves that nothing on the way (buffer columns, row order, copies, slots) has mixed up the rows.
 
 Legend for shapes: W rows, L MoE layers, E experts, K top-k experts per token.
 """
@@ -21,17 +21,20 @@ from torch import Tensor
 from moe_rl.errors import EngineError, describe
 from moe_rl.vllm.slots import Recorded, Rows
 
-# Rows of a step, and of a request at most: some 3 KiB each for a model of 94 layers and 128 experts.
+# Most rows per step, and per request: some 3 KiB each for a model of 94 layers and 128 experts.
 _ROWS, _ROWS_OF_REQUEST = 16, 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranking:
-    """How a router chooses: the K best of its scores, softmax or sigmoid of the logits, plus a bias.
+    """Describes how a router chooses: the K best scores, which are softmax or sigmoid of the logits, plus a bias.
 
-    bias [E] float32, or None. groups, kept: only experts of the `kept` best of so many groups are chosen; a group is as
-    good as its best expert, or, with a bias, as its best two. exactness: relative error of a score, as the router may
-    compute it in the precision of its logits.
+    Attributes:
+        bias: [E] float32, or None.
+        groups, kept: experts are chosen only from the `kept` best of `groups` groups. A group's score is that of its
+            best
+            expert, or, with a bias, the sum of its best two.
+        exactness: relative error of a score, since the router may compute it in the precision of its logits.
     """
 
     top_k: int
@@ -43,7 +46,7 @@ class Ranking:
 
     @classmethod
     def of(cls, router: Any, exactness: float) -> Ranking | None:
-        """That of a router of vLLM; None for one that chooses in another way."""
+        """Return the ranking of a vLLM router; None if it chooses in another way."""
         if type(router).__name__ not in ("CPURouter", "FusedTopKRouter", "FusedTopKBiasRouter", "GroupedTopKRouter"):
             return None
         strange = ("custom_routing_function", "hash_indices_table", "_hash_indices_table", "bias_vl")
@@ -62,8 +65,11 @@ class Ranking:
         return cls(router.top_k, function == "sigmoid", bias, groups, kept, exactness)
 
     def bounds(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """bool [W, E] twice, of logits [W, E]: experts that must be chosen, and those that may. Between the two lie
-        those that are tied for the last place, or whose group is, by so much as the router may round."""
+        """Return two masks bool [W, E] for logits [W, E]: experts that must be chosen, and experts that may be.
+
+        They differ by experts whose score, or whose group's score, ties for the last place within the router's
+        rounding.
+        """
         logits = logits.astype(np.float64)
         if self.sigmoid:
             scores = 1 / (1 + np.exp(-np.clip(logits, -700, 700)))
@@ -82,7 +88,7 @@ class Ranking:
                 np.sort(side.reshape(len(side), self.groups, -1), -1)[..., -best:].sum(-1) for side in (low, high)
             ]
             least, most = by_group
-            # The last kept group is at least this good; the first one left out at most that.
+            # The last kept group scores at least `inside`, the first one left out at most `outside`.
             inside, outside = np.sort(least, -1)[:, -self.kept, None], np.sort(most, -1)[:, -self.kept - 1, None]
             size = scores.shape[1] // self.groups
             certain, possible = (np.repeat(one, size, 1) for one in (least > outside, most >= inside))
@@ -94,10 +100,10 @@ class Ranking:
 
 
 class RouterWitness:
-    """Hooks in the routers of one worker, and what they saw of each request so far."""
+    """Hooks into the routers of one worker, and keeps what they show for each request."""
 
     def __init__(self, worker, routers: Mapping[int, Any]):
-        """routers: by global layer number, ascending, all of a known kind."""
+        """Hook into `routers`: by global layer number, ascending, all of a known kind."""
         self._routers = dict(routers)
         self._experts = worker.model_config.get_num_experts()
         shape = (_ROWS, len(self._routers), self._experts)
@@ -112,8 +118,12 @@ class RouterWitness:
 
     @classmethod
     def of(cls, worker, modules: Mapping[int, torch.nn.Module], *, pipeline_stages: int) -> Self | None:
-        """None where it cannot be: a compiled forward pass does not call the hooks, with pipeline stages or speculative
-        decoding the rows of a step are not those of one pass, and not every router can be asked how it chooses."""
+        """Make the witness, or return None where it is not possible.
+
+        A compiled forward pass does not call the hooks. With pipeline stages or speculative decoding the rows of a step
+        are not
+        those of one pass. And every router must be of a known kind.
+        """
         config = worker.vllm_config
         if not modules:
             return None
@@ -124,7 +134,7 @@ class RouterWitness:
         return cls(worker, routers) if known else None
 
     def begin_step(self, tokens: int, seed: str) -> None:
-        """Choose the rows of the step to come: spread over it, the same wherever a step has the same requests."""
+        """Choose the rows of the coming step: spread over it, and the same for the same requests wherever they run."""
         self._tokens = tokens
         stride = max(1, -(-tokens // _ROWS))
         first = xxhash.xxh3_64_intdigest(seed.encode()) % stride
@@ -132,12 +142,14 @@ class RouterWitness:
         self._buffer.fill_(torch.nan)
 
     def logits(self) -> Tensor:
-        """[W, L, E] of the step's rows, NaN where a router was not called; on the device."""
+        """Return the logits [W, L, E] of the step's rows on the device, NaN where a router was not called."""
         return self._buffer[: len(range(*self._rows.indices(self._tokens)))]
 
     def whose(self, in_step: Sequence[tuple[Recorded, int]]) -> list[tuple[Recorded, int]]:
-        """The request and position of each of these rows. in_step: the step's requests, in the order of its rows, with
-        their numbers of tokens."""
+        """Return the request and position of each chosen row.
+
+        in_step lists the step's requests in row order, with their numbers of tokens.
+        """
         found, first, wanted = [], 0, iter(range(*self._rows.indices(self._tokens)))
         row = next(wanted, None)
         for request, count in in_step:
@@ -148,7 +160,7 @@ class RouterWitness:
         return found
 
     def take(self, weight_version: int, logits: np.ndarray, whose: Sequence[tuple[Recorded, int]]) -> None:
-        """Keep what the logits [W, L, E] of these rows allow, which weights of this version made."""
+        """Keep which experts the logits [W, L, E] of these rows allow, under this version of the weights."""
         if self._rankings[0] != weight_version:
             made = [Ranking.of(router, self._exactness) for router in self._routers.values()]
             self._rankings = (weight_version, made)
@@ -168,12 +180,14 @@ class RouterWitness:
         must, may = (np.packbits(np.stack([one[side] for one in bounds], 1), -1) for side in (0, 1))
         for row, at in enumerate(kept):
             request, position = whose[at]
-            # A token may be computed again after a preemption: the first pass counts, as for its routes.
+            # A token may be computed again after a preemption: the first pass counts, as it does for routes.
             self._seen.setdefault(request.number, {}).setdefault(position, (must[row], may[row]))
 
     def check(self, request: Recorded, rows: Rows) -> int:
-        """How many rows of a finished request were seen and fit; they are forgotten. Raises EngineError naming request,
-        position and layer for one that does not."""
+        """Compare a finished request with its witnessed rows, forget them, and return how many were compared.
+
+        Raises EngineError with request, position and layer if a row does not fit.
+        """
         seen = self._seen.pop(request.number, {})
         positions = sorted(position for position in seen if position < len(rows))
         if not positions:
@@ -210,14 +224,14 @@ class RouterWitness:
         return len(positions)
 
     def drop(self, request: Recorded) -> None:
-        """Forget a request that nothing is stored of."""
+        """Forget a request of which nothing is stored."""
         self._seen.pop(request.number, None)
 
     def _watch(self, router: Any, column: int) -> None:
         compute = router._compute_routing
 
         def watched(hidden_states, router_logits, *args, **kwargs):
-            # Fewer rows than tokens are a part of the step: nobody says which.
+            # A call with fewer rows than the step has tokens covers an unknown part of the step, so it is ignored.
             if router_logits.shape[0] >= self._tokens:
                 rows = router_logits[: self._tokens][self._rows]
                 self._buffer[: rows.shape[0], column] = rows

@@ -1,4 +1,4 @@
-"""One request to vLLM and the completion that comes of it, whether asked for in its process or over HTTP."""
+"""Converts requests to vLLM's parameters and vLLM's outputs to completions, in process or over HTTP."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from moe_rl.errors import About, EngineError, describe
 from moe_rl.types import Completion, GenerateRequest, RouteRef
 from moe_rl.vllm.recording import RecordingRequest
 
-# What vLLM answers over HTTP for the logprob of a token that it does not know one of, or that is -inf.
+# vLLM's HTTP answer for a log-probability that is unknown or -inf.
 _NO_LOGPROB = -9999.0
-# vLLM samples at this temperature what is to be sampled at a lower one, but for 0.
+# vLLM raises any lower temperature, except 0, to this value.
 _COLDEST = 0.01
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
-    """As vLLM reports it: sampled tokens [start, end) come from the weights called `version`."""
+    """Says, as vLLM reports it, that sampled tokens [start, end) come from the weights called `version`."""
 
     version: str
     start: int
@@ -28,7 +28,7 @@ class VersionSpan(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Growing:
-    """A completion as it grows. versions: of the weights, as vLLM told them last."""
+    """Collects a completion piece by piece. `versions` are the weight versions that vLLM reported last."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -46,16 +46,23 @@ class Growing:
         finish_reason: str | None,
         versions: Iterable[VersionSpan] | None,
     ) -> None:
-        """Take what came since the last time."""
+        """Add what is new since the last call."""
         self.token_ids += token_ids
         self.logprobs += logprobs
         self.finish_reason = finish_reason or ""
         self.versions = versions
 
     def completion(self, request: GenerateRequest, now: int, refs: Mapping[str, RouteRef]) -> Completion:
-        """now: the version of the weights that vLLM holds; it tells none for an aborted request. refs: routes by key.
+        """Return the completion.
 
-        Raises EngineError when not all tokens were sampled by one version, or one has no finite logprob.
+        Args:
+            request: what was sampled.
+            now: version of the weights that vLLM holds now. vLLM reports none for an aborted request, so this one is
+                used.
+            refs: references to routes by key.
+
+        Raises:
+            EngineError: several versions sampled the tokens, or a log-probability is not finite.
         """
         return Completion(
             key=request.key,
@@ -81,8 +88,10 @@ class Growing:
 
 
 def sampled_logprobs(values: Sequence[float], key: str) -> np.ndarray:
-    """The logprobs of a completion's tokens as float32 [T]. Raises EngineError for one that is not finite: a token of
-    such a probability cannot have been sampled."""
+    """Return the log-probabilities of a completion's tokens as float32 [T].
+
+    Raises EngineError if one is not finite: a token with that probability cannot have been sampled.
+    """
     logprobs = np.asarray(values, np.float32)
     wrong = np.flatnonzero(~((logprobs > _NO_LOGPROB) & (logprobs < np.inf)))
     if len(wrong):
@@ -99,10 +108,11 @@ def sampled_logprobs(values: Sequence[float], key: str) -> np.ndarray:
 
 
 def check(requests: Sequence[GenerateRequest], *, max_model_len: int, vocabulary: int) -> None:
-    """Raises EngineError for what vLLM would cut short or change without a word, or die of: it looks an unknown token
-    up behind the end of its embeddings.
+    """Raise EngineError for requests that vLLM would truncate or change silently, or that would crash it.
 
-    vocabulary: rows of the embeddings, which may be more than the tokenizer has ids.
+    vLLM does not check token ids against its embeddings. `vocabulary` is the number of rows of the embeddings, which
+    may
+    exceed the tokenizer's number of ids.
     """
     seen = set()
     for request in requests:
@@ -117,7 +127,8 @@ def check(requests: Sequence[GenerateRequest], *, max_model_len: int, vocabulary
 
 
 def check_scored(token_ids: Sequence[int], *, max_model_len: int, vocabulary: int) -> None:
-    """As `check`, for tokens that are to be scored: vLLM samples one more behind them."""
+    """Raise EngineError for tokens that cannot be scored: vLLM samples one more token after them. Otherwise as
+    `check`."""
     if not 2 <= len(token_ids) < max_model_len:
         within = f"2 to {max_model_len - 1}"
         raise EngineError(describe("Too few or many tokens to score", got=len(token_ids), expected=within))
@@ -127,7 +138,8 @@ def check_scored(token_ids: Sequence[int], *, max_model_len: int, vocabulary: in
 
 
 def _fault(request: GenerateRequest, max_model_len: int, vocabulary: int) -> tuple[str, str | None, str] | None:
-    """What is wrong with a request, what was expected and what to do; None when nothing is. NaN is in no range."""
+    """Return what is wrong with a request, what was expected and what to do; None if nothing is. NaN is always
+    wrong."""
     tokens, length = request.prompt_token_ids, len(request.prompt_token_ids) + request.max_tokens
     if not tokens:
         return "an empty prompt", None, ""
@@ -148,7 +160,7 @@ def _fault(request: GenerateRequest, max_model_len: int, vocabulary: int) -> tup
 
 
 def _unknown(tokens: Sequence[int], vocabulary: int, what: str = "") -> tuple[str, str, str] | None:
-    """As `_fault`, of token ids that the model may not have."""
+    """Return the fault, as `_fault` does, if the model lacks one of these token ids."""
     least, most = min(tokens, default=0), max(tokens, default=0)
     if least >= 0 and most < vocabulary:
         return None
@@ -156,18 +168,18 @@ def _unknown(tokens: Sequence[int], vocabulary: int, what: str = "") -> tuple[st
 
 
 def scoring(runs: Sequence[Sequence[int]], *, record: bool) -> list[GenerateRequest]:
-    """The requests that have an engine forward these runs of tokens, as prompts; what it samples is of no use."""
+    """Return requests that make an engine forward these token sequences as prompts; their samples are not used."""
     return [GenerateRequest(f"scored/{at}", tuple(run), 0, 1, 0.0, (), record=record) for at, run in enumerate(runs)]
 
 
 def prompt_logprobs(result, token_ids: Sequence[int]) -> np.ndarray:
-    """[n - 1] float32 of every token of a prompt but the first. result: vLLM's output of a request for them."""
+    """Return float32 [n - 1], the log-probabilities of a prompt's tokens but the first, from vLLM's output."""
     scored = zip(result.prompt_logprobs[1:], token_ids[1:], strict=True)
     return np.asarray([at[token].logprob for at, token in scored], np.float32)
 
 
 def parameters(request: GenerateRequest, ask: RecordingRequest | None) -> dict[str, object]:
-    """vLLM's sampling parameters of a request. ask: what is recorded of it."""
+    """Return vLLM's sampling parameters for a request. `ask` says what to record."""
     return {
         "temperature": request.temperature,
         "top_k": request.top_k,
@@ -176,7 +188,7 @@ def parameters(request: GenerateRequest, ask: RecordingRequest | None) -> dict[s
         "seed": request.seed,
         "max_tokens": request.max_tokens,
         "stop_token_ids": list(request.stop_token_ids),
-        # The stop tokens of the request are all there are.
+        # Only the request's stop tokens end a completion.
         "ignore_eos": True,
         "logprobs": 0,
         "detokenize": False,
@@ -187,8 +199,10 @@ def parameters(request: GenerateRequest, ask: RecordingRequest | None) -> dict[s
 def forwarded(
     requests: Sequence[GenerateRequest], asks: Sequence[RecordingRequest | None], samples: Sequence[Growing]
 ) -> tuple[dict[str, list[int]], list[str]]:
-    """What is to be published: key -> token ids that had to be forwarded, and the keys of those that were aborted. An
-    aborted request is published when it had got as far as a token."""
+    """Return what to publish: key -> token ids that must have been forwarded, and the keys of aborted requests.
+
+    An aborted request is published if it has at least one sampled token.
+    """
     sequences, aborted = {}, []
     for request, ask, sample in zip(requests, asks, samples, strict=True):
         if ask is not None and sample.token_ids:

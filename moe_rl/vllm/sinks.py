@@ -1,8 +1,8 @@
-"""Trace shards that are being filled: rows of finished requests in, references out.
+"""Fills trace shards: takes the rows of finished requests and returns references.
 
-A sink is one shard in the making. Records are appended as requests finish; what stays in memory is their tokens, to
-tell at the end whether they are the ones the sequence was made of, and what each row summed up to when it left the
-engine's buffer: the reference says it of the rows that it names.
+A sink is one unpublished shard. Records are appended as requests finish. Two things of each record stay in memory: its
+tokens, to verify at publication that they are those of the sequence, and each row's checksum from the engine's buffer,
+for the reference.
 """
 
 from __future__ import annotations
@@ -24,17 +24,22 @@ from moe_rl.vllm.slots import Recorded, Rows
 
 _MAX_OPEN = 64
 _MAX_REFUSALS = 1024
-# Bytes of ids that a record must have in common with its group's first to refer to it: the reference costs some too.
+# Bytes of ids that a record must share with its group's first record to refer to it; a reference has a cost too.
 _MIN_SHARED_BYTES = 64
-# Prompts whose rows are remembered, to be shared: the ones seen last.
+# Number of most recent prompts whose rows are remembered for sharing.
 _MAX_FAMILIES = 256
 
 
 @dataclass(slots=True)
 class _Sink:
-    """store: the one that the shard is of. writer: of the shard. records: key -> reference to all stored rows, then of
-    all rows the token ids and sums, then the first row to refer to. families: prompt -> a record that begins with it,
-    and the prompt's rows."""
+    """Holds one unpublished shard.
+
+    Attributes:
+        store: the store of the shard.
+        writer: writes the shard.
+        records: key -> reference to all stored rows, token ids and sums of all rows, first row to refer to.
+        families: prompt -> a record that begins with this prompt, and the prompt's rows.
+    """
 
     store: TraceStore
     writer: ShardWriter
@@ -43,8 +48,14 @@ class _Sink:
 
 
 class Sinks:
-    """All shards that one worker fills. root: folder of the store, or of several, as those of the runs that a server
-    samples for. layers: those that it sees. suffix: what its shards' names end in."""
+    """Holds all shards that one worker fills.
+
+    Args:
+        root: folder of the store, or of several stores, one for each run that a server samples for.
+        spec: the model.
+        layers: the layers that this worker sees.
+        suffix: ending of the names of this worker's shards.
+    """
 
     def __init__(self, root: Path, spec: TraceSpec, *, layers: tuple[int, ...], suffix: str):
         self._root, self._spec, self._layers, self._suffix = root, spec, layers, suffix
@@ -53,8 +64,8 @@ class Sinks:
         self._lost: dict[str, DiskError] = {}
 
     def open(self, name: str, folder: str = "") -> _Sink:
-        """Begin the shard `name` of the store in `folder` below the root; again, if it was begun before. Raises
-        TraceError when it exists."""
+        """Begin the shard `name` of the store in `folder` below the root, or begin it anew. Raises TraceError if it
+        exists."""
         self.abandon(name)
         if len(self._open) >= _MAX_OPEN:
             raise TraceError(
@@ -71,7 +82,7 @@ class Sinks:
         return sink
 
     def add(self, request: Recorded, ask: RecordingRequest, rows: Rows, aux: Mapping[str, np.ndarray]) -> None:
-        """Append the rows of a finished request to its sink, which is begun if need be. ask: the request's."""
+        """Append the rows of a finished request to its sink; `ask` says which. The sink is created if necessary."""
         sink = self._open.get(ask.sink) or self.open(ask.sink)
         parent: RouteRef | None
         sums = rows.sums
@@ -98,7 +109,7 @@ class Sinks:
                 sink.families.popitem(last=False)
 
     def refuse(self, name: str, key: str, error: MoeRLError) -> None:
-        """Remember why a request has no record; and of a whole shard, whose disk refused."""
+        """Remember why a request, or a whole shard on a failed disk, has no record."""
         if isinstance(error, DiskError):
             self._lost.setdefault(name, error)
         self._refused[name, key] = str(error)
@@ -106,7 +117,7 @@ class Sinks:
             self._refused.popitem(last=False)
 
     def publish(self, name: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str]) -> dict[str, RouteRef]:
-        """See Recorder.publish."""
+        """Publish a shard, see Recorder.publish."""
         if (lost := self._lost.get(name)) is not None:
             raise lost
         if name not in self._open:
@@ -123,19 +134,20 @@ class Sinks:
         refs = {key: self._claim(name, sink, key, np.asarray(ids, np.int64)) for key, ids in sequences.items()}
         for key in aborted:
             sink.writer.mark_aborted(key)
-        # Published, or gone: a writer whose disk failed leaves nothing.
+        # Published or gone: a writer whose disk failed leaves nothing behind.
         del self._open[name]
         sink.writer.publish()
         return refs
 
     def abandon(self, name: str) -> None:
-        """Drop a shard that was begun, if it was."""
+        """Drop an unpublished shard, if it exists."""
         self._lost.pop(name, None)
         if (sink := self._open.pop(name, None)) is not None:
             sink.writer.abandon()
 
     def _claim(self, name: str, sink: _Sink, key: str, wanted: np.ndarray) -> RouteRef:
-        """The record of a sequence, proven to be of its tokens. An engine may have forwarded a token too many."""
+        """Return the record of a sequence after checking its tokens. An engine may have forwarded one token too
+        many."""
         if key not in sink.records:
             reason = self._refused.get((name, key))
             raise EngineError(
@@ -172,9 +184,10 @@ class Sinks:
         return RouteRef(key, len(wanted) - start, ref.parts, start, total(key, sums[start : len(wanted)]))
 
     def _relative(self, sink: _Sink, request: Recorded, rows: Rows) -> RouteRef | None:
-        """The first rows of a record of the same prompt, as many as this sequence shares: to store them once.
+        """Return the first rows of a record with the same prompt that this sequence shares, so that they are stored
+        once.
 
-        Not with pipeline stages: each sees its own layers only, and what they store once must be the same rows.
+        Not used with pipeline stages: each stage sees only its own layers, but all must share the same rows.
         """
         if self._suffix:
             return None
@@ -189,12 +202,12 @@ class Sinks:
             & (rows.routes[:most] == theirs.routes[:most]).all((1, 2))
         )
         shared = most if same.all() else int(np.argmin(same))
-        # Every record has rows of its own.
+        # Every record must have at least one row of its own.
         shared = min(shared, len(rows) - 1)
         return RouteRef(ref.key, shared, ref.parts) if shared * self._spec.row_bytes >= _MIN_SHARED_BYTES else None
 
     def _mine(self, parent: RouteRef) -> RouteRef:
-        """The reference to this worker's part of a record: every pipeline stage continues its own."""
+        """Return the reference to this worker's part of a record: each pipeline stage continues its own part."""
         parts = [part for part in parent.parts if part.shard.endswith(self._suffix)]
         if len(parts) != 1:
             raise TraceError(
@@ -209,8 +222,12 @@ class Sinks:
 
 
 def _with_sum_of(parent: RouteRef, rows: Rows, *, first_stage: bool) -> np.ndarray:
-    """The rows' sums, with those of a parent in place of the first ones: what this request computed again may have been
-    routed otherwise, and is not stored. The parent's are of all pipeline stages: the first one counts them for all."""
+    """Return the rows' sums, with the parent's sums for the rows that the parent has.
+
+    This request may have computed the parent's rows again with other routes, which are not stored. The parent's sums
+    are
+    over all pipeline stages, so only the first stage counts them.
+    """
     sums = rows.sums.copy()
     sums[: parent.rows] = 0
     if parent.rows and first_stage:

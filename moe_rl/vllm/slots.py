@@ -1,9 +1,9 @@
-"""The host's mirror of the KV cache: for every slot the experts, the token and the position that were computed there.
+"""Mirrors the KV cache on the host: for every slot the experts, the token and the position that were computed there.
 
-The KV slot is the one name of a (request, position) that survives everything vLLM does: cached prefixes, chunked
-prefill, shared prompts, resumed requests all point at the slots whose rows are there already. What can go wrong with
-that is a row that is not the one asked for; so each slot knows its position, and each block how often it was given to
-a new owner. A row is handed out only when both are as the reader expects.
+A KV slot identifies a (request, position) through everything vLLM does: cached prefixes, chunked prefill, shared
+prompts and resumed requests all point at the slots that already have their rows. The danger is to return a row other
+than the requested one. So each slot stores its position, and each block counts its owners; a row is returned only if
+both are as the reader expects.
 
 Legend for shapes: S KV slots, T tokens, L MoE layers, K top-k experts per token.
 """
@@ -23,10 +23,14 @@ _EMPTY = -1
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Consecutive rows of one sequence. routes [T, L, K]; token_ids [T] int32; weight_versions [T] int64.
+    """Holds consecutive rows of one sequence.
 
-    sums [T] uint64: of the routes as they left the engine's buffer, bound to position and token, see `placed_rows` in
-    trace.source_sum. They go with a row wherever it goes and are never made again from its routes.
+    Attributes:
+        routes: [T, L, K].
+        token_ids: [T] int32.
+        weight_versions: [T] int64.
+        sums: [T] uint64, checksums of the routes as they left the engine's buffer, bound to position and token, see
+            `placed_rows` in trace.source_sum. They are copied with the rows and never computed again from the routes.
     """
 
     routes: np.ndarray
@@ -38,12 +42,12 @@ class Rows:
         return len(self.token_ids)
 
     def first(self, count: int) -> Rows:
-        """A copy of the first rows."""
+        """Return a copy of the first `count` rows."""
         columns = (self.routes, self.token_ids, self.weight_versions, self.sums)
         return Rows(*(column[:count].copy() for column in columns))
 
     def then(self, later: Rows) -> Rows:
-        """These rows and the later ones behind them."""
+        """Return these rows followed by the later ones."""
         return Rows(
             np.concatenate([self.routes, later.routes]),
             np.concatenate([self.token_ids, later.token_ids]),
@@ -54,7 +58,7 @@ class Rows:
 
 @dataclass(slots=True)
 class BlockTable:
-    """The KV blocks of one request, in order, and the owner number that each had when the request got it."""
+    """Lists the KV blocks of one request in order, and each block's owner count when the request got it."""
 
     blocks: list[int] = field(default_factory=list)
     owners: list[int] = field(default_factory=list)
@@ -62,11 +66,15 @@ class BlockTable:
 
 @dataclass(slots=True)
 class Recorded:
-    """One request on its way. ask: None when nothing is recorded of it; its rows may be another's cached prefix.
+    """Tracks one running request.
 
-    number: in the order in which requests came. forwarded: tokens computed, rejected drafts of speculative decoding
-    included. drafts: of these, the last ones, of which nobody has said yet whether they were accepted. cached: computed
-    before it came. kept: rows saved when it was preempted, because its blocks were given away.
+    Attributes:
+        ask: what to record; None records nothing, but another request may use its rows as a cached prefix.
+        number: index in the order of arrival.
+        forwarded: tokens computed, including rejected drafts of speculative decoding.
+        drafts: how many of the last forwarded tokens are drafts not yet accepted or rejected.
+        cached: tokens that were computed before the request came.
+        kept: rows saved at a preemption, because the request lost its blocks.
     """
 
     number: int
@@ -81,7 +89,7 @@ class Recorded:
 
 
 class SlotTable:
-    """Rows of all KV slots. blocks x block_size slots; row_shape (L, K); dtype of an expert id."""
+    """Holds the rows of blocks x block_size KV slots. `row_shape` is (L, K); `dtype` is that of an expert id."""
 
     def __init__(self, blocks: int, block_size: int, row_shape: tuple[int, int], dtype: np.dtype):
         slots = blocks * block_size
@@ -94,18 +102,18 @@ class SlotTable:
         self._owner = np.zeros(blocks, np.int64)
 
     def give(self, blocks: Sequence[int]) -> None:
-        """Blocks go to new owners: what they held is forgotten, and whoever still counts on it will be told."""
+        """Give blocks to new owners: their rows are erased, and a former owner that reads them gets an error."""
         fresh = np.asarray(blocks, np.int64)
         self._owner[fresh] += 1
         self._positions.reshape(-1, self.block_size)[fresh] = _EMPTY
 
     def extend(self, table: BlockTable, blocks: Sequence[int]) -> None:
-        """Append blocks to a request's table, given to it or shared with whom they were given to."""
+        """Append blocks to a request's table: its own, or shared with their owner."""
         table.blocks += blocks
         table.owners += self._owner[np.asarray(blocks, np.int64)].tolist()
 
     def copy(self, source: int, target: int, rows: int) -> None:
-        """vLLM copies the keys of a block that is a hit up to its first `rows` tokens: copy their rows with them."""
+        """Copy the first `rows` rows of a block, as vLLM does with the keys of a partial prefix-cache hit."""
         for column in (self._routes, self._token_ids, self._positions, self._weight_versions, self._sums):
             blocks = column.reshape(-1, self.block_size, *column.shape[1:])
             blocks[target, :rows] = blocks[source, :rows]
@@ -121,17 +129,24 @@ class SlotTable:
         *,
         may_repeat: bool,
     ) -> None:
-        """Store the rows of one step. slots, positions, token_ids [T] ints; routes [T, L, K]; sums as in `Rows`.
+        """Store the rows of one step.
 
-        may_repeat: whether a slot may be written twice by one owner (rejected tokens of speculative decoding are).
-        Raises EngineError when slots and positions cannot belong together or a row was written before.
+        Args:
+            slots, positions, token_ids: [T] integers.
+            routes: [T, L, K].
+            sums: as in `Rows`.
+            weight_version: version of the weights that routed these rows.
+            may_repeat: whether one owner may write a slot twice, as with rejected tokens of speculative decoding.
+
+        Raises:
+            EngineError: slots and positions do not match, or a row was written before.
         """
         wrong = np.flatnonzero((slots < 0) | (slots >= len(self._positions)) | ((slots - positions) % self.block_size))
         if wrong.size:
             at = wrong[0]
             raise EngineError(
                 describe(
-                    "vLLM's slots do not fit its positions",
+                    "vLLM's KV slots do not match its positions",
                     where={"token": at, "position": positions[at]},
                     got=f"slot {slots[at]}",
                     expected=f"one that is {positions[at] % self.block_size} modulo {self.block_size}",
@@ -160,14 +175,16 @@ class SlotTable:
         self._sums[slots] = sums
 
     def read(self, table: BlockTable, start: int, stop: int, who: About) -> Rows:
-        """Rows of positions start to stop of the request that owns `table`. Raises EngineError naming `who` and the
-        position when a block was given away, or a row was never written."""
+        """Return rows [start, stop) of the request that owns `table`.
+
+        Raises EngineError, with `who` and the position, if a block was given away or a row was never written.
+        """
         positions = np.arange(start, stop)
         at = positions // self.block_size
         if stop > len(table.blocks) * self.block_size:
             raise EngineError(
                 describe(
-                    "A request ran beyond its KV blocks",
+                    "A request has more tokens than its KV blocks hold",
                     where=who,
                     got=f"{stop} tokens",
                     expected=f"at most {len(table.blocks) * self.block_size}",
@@ -182,7 +199,7 @@ class SlotTable:
             first = (taken if taken.size else missing)[0]
             raise EngineError(
                 describe(
-                    "A KV block was given away before its rows were taken" if taken.size else "A row was not recorded",
+                    "A KV block was reused before its rows were read" if taken.size else "A row was not recorded",
                     where={**who, "position": positions[first], "block": blocks[first]},
                     got=f"the row of position {self._positions[slots[first]]}"
                     if self._positions[slots[first]] != _EMPTY

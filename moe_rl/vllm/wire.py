@@ -1,4 +1,4 @@
-"""What the trainer and the engine process say to each other, in frames of `messages.Channel`."""
+"""Defines the messages between the trainer and the engine process, in frames of `messages.Channel`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,23 @@ from moe_rl.types import Completion, GenerateRequest, RouteRef
 from moe_rl.weights.update import WeightUpdate
 
 SLEEPING_PARTS = ("weights", "kv_cache")
-"""What an engine gives back while it sleeps, in the order in which it is taken back. vLLM's own tags."""
+"""The parts that an engine releases while it sleeps, in the order of waking. The names are vLLM's tags."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What an engine is started with.
+    """Says how to start an engine.
 
-    model_path: Hugging Face checkpoint folder; its weights are version 0. dtype: "bfloat16" or "float32".
-    max_model_len: prompt + completion, in tokens. max_concurrent: sequences decoded at once. trace_root: folder of the
-    trace store, None turns recording off. log_path: gets all output of the engine's process. silence_seconds: an engine
-    that makes no progress in a call for so long is taken for hung and killed. support to router_logits_fraction: as in
-    recording.Recording. sleeps: whether it will be told to.
+    Attributes:
+        model_path: Hugging Face checkpoint folder; its weights are version 0.
+        dtype: "bfloat16" or "float32".
+        max_model_len: prompt plus completion, in tokens.
+        max_concurrent: sequences decoded at once.
+        trace_root: folder of the trace store; None turns recording off.
+        log_path: file for all output of the engine's process.
+        silence_seconds: an engine without progress in a call for this time counts as hung and is killed.
+        support, log_normalizer, router_logits_fraction: as in recording.Recording.
+        sleeps: whether the engine must support sleep.
     """
 
     model_path: Path
@@ -46,13 +51,13 @@ class EngineSettings:
 
 
 class Start(Message, frozen=True):
-    """First frame to the engine."""
+    """Starts the engine; the first frame."""
 
     settings: EngineSettings
 
 
 class Generate(Message, frozen=True):
-    """enough: completions after which the others are aborted; None: all are sampled to their end."""
+    """Asks for completions. After `enough` finished ones the others are aborted; None samples all to their end."""
 
     requests: list[GenerateRequest]
     shard: str
@@ -60,7 +65,7 @@ class Generate(Message, frozen=True):
 
 
 class Score(Message, frozen=True):
-    """shard: gets the routes; None: they are not recorded."""
+    """Asks for scores. `shard` gets the routes; None records none."""
 
     runs: list[list[int]]
     shard: str | None
@@ -91,7 +96,7 @@ class Ready(Message, frozen=True):
 
 
 class Alive(Message, frozen=True):
-    """Sent while a call is worked on, whenever the engine got ahead: a step done, a tensor loaded."""
+    """Reports progress during a call: a step done, a tensor loaded."""
 
 
 class Generated(Message, frozen=True):
@@ -99,14 +104,14 @@ class Generated(Message, frozen=True):
 
 
 class Scored(Message, frozen=True):
-    """As types.ScoredTokens."""
+    """Answers Score, with the fields of types.ScoredTokens."""
 
     logprobs: list[np.ndarray]
     routes: list[RouteRef]
 
 
 class Counted(Message, frozen=True):
-    """counts: of the recorder, see Sampler.counts."""
+    """Answers AskCounts with the recorder's counts, see Sampler.counts."""
 
     counts: dict[str, int]
 
@@ -116,7 +121,7 @@ class Updated(Message, frozen=True):
 
 
 class Slept(Message, frozen=True):
-    """gives_back: whether there was memory to give back."""
+    """Answers Sleep. `gives_back` says whether memory was released."""
 
     gives_back: bool
 
@@ -126,7 +131,7 @@ class Awake(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """The call failed. weights: for what the weights are, or were to be."""
+    """Says that the call failed. `weights` marks failures about the weights."""
 
     message: str
     weights: bool = False

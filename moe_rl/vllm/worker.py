@@ -1,7 +1,7 @@
-"""vLLM workers with a recorder, for vLLM's own arguments `worker_extension_cls` and `worker_cls`.
+"""Adds a recorder to vLLM's workers, by vLLM's arguments `worker_extension_cls` and `worker_cls`.
 
-RecorderControl is what the engine calls between steps, whoever attached the recorder. RecordingWorker attaches it
-without a patch, for installations that may not be touched.
+RecorderControl has the methods that the engine calls between steps. RecordingWorker attaches a recorder without a
+patch, for installations that may not be changed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ WORKER = f"{__name__}.RecordingWorker"
 
 
 class RecorderControl:
-    """Methods for collective_rpc. Plain values in and out, so that they may cross processes.
+    """Provides methods for collective_rpc. Arguments and results are plain values, so they can cross processes.
 
-    A worker that does not record answers None (tensor-parallel peers of the one that does).
+    A worker that does not record answers None; this is any tensor-parallel worker but the first.
     """
 
     moe_rl_recorder: Recorder | None = None
-    # What it is mixed into has these.
+    # The worker class that this is mixed into has these.
     model_runner: Any
     weight_transfer_engine: receiver.WeightReceiver
 
@@ -40,20 +40,20 @@ class RecorderControl:
         return self.moe_rl_recorder is not None
 
     def moe_rl_layers(self) -> list[int]:
-        """Global numbers of the decoder layers with experts that this worker has."""
+        """Return the global numbers of this worker's decoder layers with experts."""
         from moe_rl.vllm.capture import moe_modules
 
         return list(moe_modules(self.model_runner.get_model()))
 
     def moe_rl_open(self, sink: str, folder: str = "") -> None:
-        """folder: of the store, below the trace root."""
+        """Begin a shard. `folder` is the store's, below the trace root."""
         if self.moe_rl_recorder is not None:
             self.moe_rl_recorder.sinks.open(sink, folder)
 
     def moe_rl_publish(
         self, sink: str, sequences: Mapping[str, Sequence[int]], aborted: Sequence[str] = ()
     ) -> dict[str, Claim] | None:
-        """This worker's part of each record. See Recorder.publish."""
+        """Publish a shard and return this worker's part of each record. See Recorder.publish."""
         if self.moe_rl_recorder is None:
             return None
         return claims(self.moe_rl_recorder.publish(sink, sequences, aborted))
@@ -63,16 +63,16 @@ class RecorderControl:
             self.moe_rl_recorder.sinks.abandon(sink)
 
     def moe_rl_update_weights(self, update: bytes) -> dict[str, object]:
-        """One part of new weights, see `weights.update.encode`; returns a `Holding` as plain values."""
+        """Load one part of new weights, see `weights.update.encode`. Returns a `Holding` as plain values."""
         return receiver.take(self, update)
 
     def moe_rl_discard_weights(self) -> dict[str, object]:
-        """Their memory was given back; returns as `moe_rl_update_weights`."""
+        """Mark the weights as released. Returns as `moe_rl_update_weights` does."""
         self.weight_transfer_engine.intake.touch()
         return msgspec.to_builtins(self.weight_transfer_engine.intake.holding())
 
     def moe_rl_forget_weights(self) -> dict[str, object]:
-        """They were another run's: as a worker that has just started, but that nothing is whole before an update."""
+        """Start anew for another run: version 0, and no whole weights before the first update."""
         self.weight_transfer_engine.intake.forget()
         return msgspec.to_builtins(self.weight_transfer_engine.intake.holding())
 
@@ -80,18 +80,19 @@ class RecorderControl:
         return dict(self.moe_rl_recorder.stats) if self.moe_rl_recorder is not None else None
 
     def moe_rl_spec(self) -> dict[str, object] | None:
-        """Fields of the TraceSpec."""
+        """Return the fields of the TraceSpec."""
         return dataclasses.asdict(self.moe_rl_recorder.spec) if self.moe_rl_recorder is not None else None
 
     def moe_rl_unfinished(self, sink: str) -> list[str] | None:
-        """See Recorder.unfinished."""
+        """Return the keys of requests that may still add to a shard, see Recorder.unfinished."""
         return self.moe_rl_recorder.unfinished(sink) if self.moe_rl_recorder is not None else None
 
     def moe_rl_answer(self, method: str, *args) -> dict[str, object]:
-        """What `method` of these returns, as {"value": it}; its error as {"refused": message}, or "failed" for a bug.
+        """Call `method` and return {"value": result}, {"refused": message}, or {"failed": message} for a bug.
 
-        For engines in other processes: an exception arrives there as text without its type, and when one of several
-        workers raises, vLLM takes the answers of the others for those to the next call.
+        For engines in other processes: there an exception arrives as text without its type, and if one of several
+        workers
+        raises, vLLM takes the other workers' answers for those to the next call.
         """
         try:
             return {"value": getattr(self, method)(*args)}
@@ -103,7 +104,7 @@ class RecorderControl:
 
 
 def __getattr__(name: str):
-    """RecordingWorker, made when it is asked for: its base class depends on the platform and takes long to import."""
+    """Create RecordingWorker on first use: its base class depends on the platform and takes long to import."""
     if name != "RecordingWorker":
         raise AttributeError(name)
     from vllm.platforms import current_platform
@@ -115,13 +116,13 @@ def __getattr__(name: str):
 
     from vllm.v1.worker import gpu_worker
 
-    # What a patched vLLM does itself must not be done twice.
+    # A patched vLLM does these things itself; they must not be done twice.
     has_hooks = hasattr(gpu_worker, "attach_recorder")
     applied = {name[:4] for name, state in patches.inspect().patches.items() if state == "applied"}
     prepacks = "0002" in applied
 
     class RecordingWorker(RecorderControl, Base):
-        """vLLM's worker of this platform with what the patches 0001 and 0002 add."""
+        """Extends vLLM's worker of this platform with the changes of patches 0001 and 0002."""
 
         def load_model(self, *args, **kwargs) -> None:
             refuse_unpatched(self.vllm_config, applied, on_cpu=current_platform.is_cpu())
@@ -148,8 +149,11 @@ def __getattr__(name: str):
 
 
 def refuse_unpatched(config, applied: Set[str], *, on_cpu: bool) -> None:
-    """Raises EngineError where vLLM dies with the model of this VllmConfig, or computes wrong numbers and says nothing,
-    unless its patches are `applied` (their four digits). On a CPU with AMX it asks the kernel for the tiles."""
+    """Raise EngineError if vLLM without some patches would crash or compute wrong numbers with this VllmConfig.
+
+    `applied` holds the four digits of the applied patches. On a CPU with AMX this also requests the AMX tiles from the
+    kernel.
+    """
     model = config.model_config
     rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
     plain_latent = model.use_mla and rope.get("rope_type", "default") == "default"
@@ -177,7 +181,7 @@ def refuse_unpatched(config, applied: Set[str], *, on_cpu: bool) -> None:
 
 
 def _prepack(model) -> None:
-    """What patch 0002 does: the CPU kernel's packed layout of the experts, which an update overwrote, is made again."""
+    """Repack the experts into the CPU kernel's layout after an update overwrote it, as patch 0002 does."""
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
     for module in model.modules():
