@@ -183,7 +183,7 @@ class VllmEngine:
         except (EOFError, OSError):
             raise self._broken("died", self._exit()) from None
         except ValueError as error:
-            raise self._broken("sent what is no frame", str(error)) from error
+            raise self._broken("sent an invalid frame", str(error)) from error
         except BaseException:
             # After an interruption, the late reply to this call would be taken for the reply to the next one.
             self._failure = describe("The vLLM engine was left in the middle of a call", where={"pid": self.pid})

@@ -278,7 +278,9 @@ class ServerFleet:
         kinds = {(one.version, one.digest) for one in held.values()}
         if len(kinds) > 1 or {one.version for one in held.values()} != {version}:
             got = "; ".join(f"{self._servers[number].url} {one}" for number, one in held.items())
-            raise WeightSyncError(describe("The servers came to hold different weights", got=got, expected=version))
+            raise WeightSyncError(
+                describe("The servers hold different weights after the update", got=got, expected=version)
+            )
         self._held = held
 
     async def _each[T](
@@ -325,7 +327,7 @@ class ServerFleet:
                     do="read its log, start it again, and continue the run with --resume",
                 )
             ) from error
-        print(f"moe_rl: server {number} is used no more: {error}", file=sys.stderr, flush=True)
+        print(f"moe_rl: server {number} is no longer used: {error}", file=sys.stderr, flush=True)
 
 
 def _held(served: Served) -> _Held:

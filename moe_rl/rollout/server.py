@@ -171,7 +171,7 @@ class VllmServer:
             if not served.weights_whole:
                 raise EngineError(
                     describe(
-                        "The vLLM server's weights are not whole", where={"url": self.url}, got="an update that failed"
+                        "The vLLM server's weights are incomplete", where={"url": self.url}, got="an update that failed"
                     )
                 )
             records = any(request.record for request in requests)
@@ -181,9 +181,9 @@ class VllmServer:
                 samples = await self._sample(client, requests, shard, enough)
                 now = await self._transport.call(client, "GET", "/moe_rl/recording", None, _SERVED)
                 if (now.start, now.updates) != (served.start, served.updates):
-                    raise self._shared("Someone else changed the vLLM server's weights while it sampled", shard)
+                    raise self._shared("Another client changed the vLLM server's weights during sampling", shard)
                 if enough is None and any(sample.aborted for sample in samples):
-                    raise self._shared("Someone else had the vLLM server abort requests", shard)
+                    raise self._shared("Another client made the vLLM server abort requests", shard)
                 refs = await self._publish(client, requests, samples, shard) if records else {}
             except BaseException:
                 if records:
@@ -294,7 +294,7 @@ def _add(sample: Growing, answer: _Answer, key: str) -> None:
     (choice,) = answer.choices
     logprobs = [at.logprob for at in choice.logprobs.content]
     if len(logprobs) != len(choice.token_ids):
-        raise EngineError(describe("The vLLM server left a logprob out", where={"request": key}))
+        raise EngineError(describe("The vLLM server returned too few log-probabilities", where={"request": key}))
     sample.add(choice.token_ids, logprobs, choice.finish_reason, choice.weight_versions)
 
 

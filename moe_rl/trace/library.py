@@ -303,7 +303,7 @@ def _check_continues(child: Found, parent: Found, where: About) -> None:
     if (ours.spec, ours.layers, ours.keep_order) != (theirs.spec, theirs.layers, theirs.keep_order):
         raise TraceError(
             describe(
-                "record continues one of another model or of other layers",
+                "record continues a record of another model or of other layers",
                 where=where,
                 got=f"shard {theirs.name}",
                 expected=f"the model, layers and order of shard {ours.name}",

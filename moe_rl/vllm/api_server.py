@@ -199,7 +199,7 @@ def _vllm_arguments(ours: Mapping[str, object], sizes: Mapping[str, object], fur
     for name in (*ours, "uds", "api_key", "ssl_keyfile", "ssl_certfile", "grpc", "grpc_port", "headless", "root_path"):
         if (value := getattr(given, name)) != parser.get_default(name):
             option = f"--{name.replace('_', '-')}"
-            raise EngineError(describe("An argument of vLLM is not free here", where={"option": option}, got=value))
+            raise EngineError(describe("An argument of vLLM is reserved", where={"option": option}, got=value))
     if given.data_parallel_size > 1:
         raise EngineError(
             describe(
@@ -213,7 +213,7 @@ def _vllm_arguments(ours: Mapping[str, object], sizes: Mapping[str, object], fur
     if given.enable_eplb:
         raise EngineError(
             describe(
-                "A server takes new weights, and vLLM loads them as if its load balancer had moved no expert",
+                "vLLM loads weight updates without regard to experts that its load balancer has moved",
                 where={"option": "--enable-eplb"},
                 do="leave it out",
             )

@@ -110,7 +110,7 @@ class Extras:
             # A missing support would be read as the whole vocabulary.
             raise EngineError(
                 describe(
-                    "the recorder did not see what a token was drawn from",
+                    "the recorder did not see the distribution that a token was drawn from",
                     where={"request": request.ask.key, "position": unseen[0]},
                     got=f"nothing for {len(unseen)} of {len(positions)} tokens",
                 )

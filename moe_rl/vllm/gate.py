@@ -276,7 +276,7 @@ class Control:
 
     def _refuse_torn_weights(self) -> None:
         if not self._holding.whole:
-            raise RefusedCall(409, "the weights are not whole")
+            raise RefusedCall(409, "the weights are incomplete")
 
     async def _generate(self, engine, message: Generation) -> Admitted:
         self._refuse_torn_weights()

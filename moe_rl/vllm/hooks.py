@@ -22,7 +22,7 @@ def attach_recorder(worker) -> None:
     if not hasattr(worker, "moe_rl_publish"):
         raise EngineError(
             describe(
-                "Routes would be recorded that nobody can ask for",
+                "Routes would be recorded but could never be read",
                 where={"argument": "additional_config"},
                 got="a worker without moe_rl's control methods",
                 expected='worker_extension_cls="moe_rl.vllm.worker.RecorderControl"',
@@ -58,7 +58,7 @@ def refuse_layout(config, *, uses_v2_runner: bool) -> None:
         (config.kv_transfer_config is not None, "a KV connector moves blocks unseen", "drop kv_transfer_config"),
         (
             uses_v2_runner,
-            "Model Runner V2 is laid out otherwise",
+            "Model Runner V2 has a different structure",
             "set VLLM_USE_V2_MODEL_RUNNER=0, or rollout.capture: native",
         ),
     ):

@@ -152,11 +152,11 @@ def record(
     Raises ConfigError for a model, EngineError for a vLLM or arguments, with which routes cannot be recorded.
     """
     if capture not in ("worker", "patch"):
-        message = "An offline LLM cannot record so"
+        message = "An offline LLM cannot record with this capture"
         raise EngineError(describe(message, where={"argument": "capture"}, got=capture, expected="worker or patch"))
     if taken := of_vllm.keys() & {"model", "worker_cls", "worker_extension_cls", "additional_config"}:
         raise EngineError(
-            describe("An argument of vLLM is not free here", where={"argument": min(taken)}, do="leave it out")
+            describe("An argument of vLLM is reserved", where={"argument": min(taken)}, do="leave it out")
         )
     arguments.refuse_wrong_vllm(capture)
     facts = read_model(model)

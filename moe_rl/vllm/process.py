@@ -20,7 +20,7 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORC
 
 
 def model_runner(capture: str) -> dict[str, str]:
-    """Return the environment variable that selects vLLM's model runner: V1 for the recorder, V2 for vLLM's own capture."""
+    """Return the variable that selects vLLM's model runner: V1 for the recorder, V2 for vLLM's own capture."""
     return {"VLLM_USE_V2_MODEL_RUNNER": "1" if capture == "native" else "0"}
 
 

@@ -114,7 +114,7 @@ def parse(extra_args: dict | None, request_id: str) -> RecordingRequest | None:
         numbered = _SAMPLE.match(request_id)
         if numbered is None or int(numbered[1]) >= samples:
             raise TraceError(
-                describe("a request is no sample of several", where={"request": request_id}, got=f"{samples} samples")
+                describe("the request id does not name one of the samples", where={"request": request_id}, got=f"{samples} samples")
             )
         key = check_key(f"{key}/{numbered[1]}")
     parent = _parent(given.get("moe_rl_parent"), request_id)
@@ -122,7 +122,7 @@ def parse(extra_args: dict | None, request_id: str) -> RecordingRequest | None:
     if parent is not None and start:
         raise TraceError(
             describe(
-                "a request begins both behind a parent and at a row of its own",
+                "a request has both a parent and a first row",
                 where={"request": request_id},
                 do="give moe_rl_parent or moe_rl_start, not both",
             )
@@ -141,7 +141,7 @@ def _parent(value: object, request_id: str) -> RouteRef | None:
     ):
         raise TraceError(
             describe(
-                "the parent of a request is no reference to a record",
+                "the parent of a request is not a valid reference to a record",
                 where={"request": request_id, "field": "moe_rl_parent"},
                 got=str(value)[:80],
                 expected="[key, rows, source_sum, shard, digest, ...]",

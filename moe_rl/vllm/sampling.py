@@ -82,7 +82,7 @@ class Growing:
     def _one_version(self, key: str) -> int:
         found = [(span.version, span.start, span.end) for span in self.versions or ()]
         if len(found) != 1 or found[0][1:] != (0, len(self.token_ids)):
-            message = "A completion was not sampled by one version"
+            message = "A completion was sampled by several versions of the weights, or none is known"
             raise EngineError(describe(message, where={"request": key}, got=found or "no version", fault="versions"))
         return int(found[0][0])
 
@@ -97,7 +97,7 @@ def sampled_logprobs(values: Sequence[float], key: str) -> np.ndarray:
     if len(wrong):
         raise EngineError(
             describe(
-                "vLLM gave no finite logprob of a token that it sampled",
+                "vLLM returned a log-probability that is not finite for a sampled token",
                 where={"request": key, "token": wrong[0]},
                 got=f"{logprobs[wrong[0]]:g}",
                 expected="a finite number",
@@ -131,7 +131,9 @@ def check_scored(token_ids: Sequence[int], *, max_model_len: int, vocabulary: in
     `check`."""
     if not 2 <= len(token_ids) < max_model_len:
         within = f"2 to {max_model_len - 1}"
-        raise EngineError(describe("Too few or many tokens to score", got=len(token_ids), expected=within))
+        raise EngineError(
+            describe("The number of tokens to score is out of range", got=len(token_ids), expected=within)
+        )
     if unknown := _unknown(token_ids, vocabulary):
         got, expected, do = unknown
         raise EngineError(describe("Tokens cannot be scored", got=got, expected=expected, do=do))

@@ -212,7 +212,7 @@ class Sinks:
         if len(parts) != 1:
             raise TraceError(
                 describe(
-                    "the parent of a request was recorded by another layout of the engine",
+                    "the parent of a request was recorded with a different pipeline layout",
                     where={"record": parent.key},
                     got=", ".join(part.shard for part in parent.parts),
                     expected=f"one shard that ends in {self._suffix!r}",

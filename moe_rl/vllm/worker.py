@@ -173,7 +173,7 @@ def refuse_unpatched(config, applied: Set[str], *, on_cpu: bool) -> None:
         if wrong and patch not in applied:
             raise EngineError(
                 describe(
-                    f"This vLLM is wrong about {why}",
+                    f"This vLLM handles {why} wrongly",
                     got=f"a vLLM without patch {patch}",
                     do="moe-rl patch --apply, and set rollout.capture to patch",
                 )

@@ -126,9 +126,9 @@ def test_a_worker_that_got_other_bytes_is_found_out(server, routers, checkpoint,
         assert "workers of one sampler hold different weights" in held.refused
         assert f"got other weights than were sent ({DAMAGED})" in held.refused
         assert f"version {UNLUCKY}" in held.refused and "version 0" in held.refused
-        with pytest.raises(EngineError, match="weights are not whole"):
+        with pytest.raises(EngineError, match="weights are incomplete"):
             server.client().generate(requests, shard=f"{update.__name__}-torn")
-        with pytest.raises(EngineError, match="weights are not whole"):
+        with pytest.raises(EngineError, match="weights are incomplete"):
             asyncio.run(server.client().score([[1, 2, 3]]))
     sample(server, routers[0], requests, f"{update.__name__}-mended")
 

@@ -1,4 +1,4 @@
-"""What is refused before a recording server starts: arguments, addresses, tokens that are no secret. None runs here."""
+"""Checks what is refused before a recording server starts: arguments, addresses, readable token files. Starts no server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.rollout.serving import ROOT
 @pytest.mark.parametrize(
     ("mode", "text", "message"),
     [
-        (0o644, "x" * 43, "no secret"),
+        (0o644, "x" * 43, "readable by others"),
         (0o600, "short", "no token"),
         (0o600, "x" * 42 + "!", "no token"),
         (None, "", "read"),
@@ -80,7 +80,7 @@ def test_what_cannot_be_served_is_refused_at_once(refused, tmp_path):
     assert "no such folder" in refused("--model", str(tmp_path / "nowhere"), "--model-fingerprint", "")
     (tmp_path / "open").write_text("x" * 43)
     (tmp_path / "open").chmod(0o640)
-    assert "no secret" in refused("--token-file", str(tmp_path / "open"))
+    assert "readable by others" in refused("--token-file", str(tmp_path / "open"))
 
 
 @pytest.mark.parametrize(

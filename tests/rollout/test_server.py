@@ -169,9 +169,9 @@ def test_new_weights_are_sampled_scored_and_remembered(server, router, checkpoin
     assert (started.weight_version, started.weight_digest, started.weights_whole) == (0, "", True)
     try:
         asyncio.run(client.adopt())
-        with pytest.raises(EngineError, match="weights are not whole"):
+        with pytest.raises(EngineError, match="weights are incomplete"):
             client.generate(requests, shard="adopted")
-        with pytest.raises(EngineError, match="not whole"):
+        with pytest.raises(EngineError, match="incomplete"):
             asyncio.run(client.score([[1, 2, 3]]))
         update = whole_update(server, other_checkpoint, 5, replaces=0)
         torn = [msgspec.structs.replace(update.tensors[0], digest="0" * 32), *update.tensors[1:]]
@@ -223,7 +223,7 @@ def test_alone_the_same_requests_give_the_same_bytes(server, requests_of):
         ):
             assert time.monotonic() < deadline and not under_way.done(), "the witness never ran"
         completions = client.generate(requests, shard="same3")
-        with pytest.raises(EngineError, match="Someone else had the vLLM server abort"):
+        with pytest.raises(EngineError, match="Another client made the vLLM server abort"):
             under_way.result()
     assert [(one.token_ids, one.logprobs.tobytes()) for one in completions] == seen[0][0]
 
@@ -266,7 +266,7 @@ def test_a_second_run_takes_the_server_and_the_first_is_told(server, router, che
                 while forwarded() < before + 100:
                     assert not under_way.done(), under_way.result()
                 later = begun(f"run-{number}")
-                with pytest.raises(SamplerGone, match=f"(Someone else|{taken}).*server 0, {server.url}"):
+                with pytest.raises(SamplerGone, match=f"(Another client|{taken}).*server 0, {server.url}"):
                     under_way.result()
             sampled(later, f"run-{number}")
     finally:
@@ -328,7 +328,7 @@ def test_what_a_run_needs_otherwise_is_told_for_each_server(server, checkpoint, 
         config = load_config(ROOT / "configs/tiny_moe_cpu.yaml", overrides)
         return attach_problems(config, facts, config.run.runs_dir)
 
-    assert problems() == [f"rollout.servers: two addresses of one server: got {server.url} and {named}"]
+    assert problems() == [f"rollout.servers: two addresses lead to the same server: got {server.url} and {named}"]
     one = {"rollout.servers": f"[{server.url}]"}
     assert problems(**one) == []
     for changed, said in (
@@ -336,7 +336,7 @@ def test_what_a_run_needs_otherwise_is_told_for_each_server(server, checkpoint, 
         ({"rollout.capture": "worker"}, "rollout.capture.*got patch, expected worker"),
         ({"rollout.top_k": 5, "rollout.keep_sampling_mask": "true"}, "keep_sampling_mask.*got False, expected True"),
         ({"rollout.router_logits_fraction": 0.5}, "router_logits_fraction"),
-        ({"rollout.max_completion_tokens": 1000}, f"shorter sequences.*max_model_len {MAX_LEN}"),
+        ({"rollout.max_completion_tokens": 1000}, f"too short.*max_model_len {MAX_LEN}"),
         ({"cluster": "{gpus: 2, gpu_memory_gib: 1, gpus_per_engine: 4}"}, "gpus_per_engine.*got 1, expected 4"),
     ):
         (problem,) = problems(**one | changed)
@@ -349,7 +349,7 @@ def test_what_a_run_needs_otherwise_is_told_for_each_server(server, checkpoint, 
         assert any(re.search(f"value of .*{said}", problem) for problem in problems(other, **one))
     (tmp_path / "token").write_text("x" * 43)
     (tmp_path / "token").chmod(0o644)
-    assert "no secret" in problems(**one | {"rollout.token_file": tmp_path / "token"})[0]
+    assert "readable by others" in problems(**one | {"rollout.token_file": tmp_path / "token"})[0]
     (tmp_path / "token").chmod(0o600)
     assert "HTTP 401" in problems(**one | {"rollout.token_file": tmp_path / "token"})[0]
     with socket.socket() as free:

@@ -419,7 +419,7 @@ def test_nothing_is_sampled_from_weights_that_are_not_whole(server):
     assert server.answers("POST", "/moe_rl/adopt").status_code == 200
     for path in (gate.GENERATE, "/moe_rl/score"):
         answer = server.answers("POST", path, json.dumps(BODIES[path]).encode())
-        assert answer.status_code == 409 and "not whole" in answer.text
+        assert answer.status_code == 409 and "incomplete" in answer.text
     server.alive()
 
 

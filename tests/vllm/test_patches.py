@@ -123,7 +123,7 @@ def test_a_changed_file_of_a_checkout_is_named_with_its_tag(checkout):
 
 
 def test_a_folder_without_vllm_is_named(tmp_path):
-    with pytest.raises(PatchError, match=rf"cannot be told \({tmp_path}\): got files of no release"):
+    with pytest.raises(PatchError, match=rf"cannot be determined \({tmp_path}\): got files of no release"):
         patches.apply(tmp_path)
 
 
@@ -345,9 +345,9 @@ def test_the_files_decide_the_version_of_a_checkout(shipped, tmp_path):
         [(A0, B0, "9.9.0"), (A2, B1, "9.9.0"), (other, B0, "9.9.1"), (other + b"end\n", B0, "9.9.1")]
     ):
         assert patches.inspect(package(tmp_path / str(at), a, b, None)).version == version
-    with pytest.raises(PatchError, match=r"cannot be told .*got files of 9\.9\.0 and 9\.9\.1"):
+    with pytest.raises(PatchError, match=r"cannot be determined .*got files of 9\.9\.0 and 9\.9\.1"):
         patches.inspect(package(tmp_path / "both", b"neither\n", B0, None))
-    with pytest.raises(PatchError, match="cannot be told .*got files of no release"):
+    with pytest.raises(PatchError, match="cannot be determined .*got files of no release"):
         patches.inspect(package(tmp_path / "none", b"neither\n", b"nor\n", None))
 
 
@@ -357,7 +357,7 @@ def test_a_version_that_the_files_contradict_is_refused(shipped, tmp_path, said)
     root = package(tmp_path / "it", A0, B0, said)
     for command in (patches.apply, patches.revert, patches.check):
         with pytest.raises(
-            PatchError, match=rf"another version than it says .*_version.py.*got {said}, expected 9\.9\.0"
+            PatchError, match=rf"do not match the version that it reports .*_version.py.*got {said}, expected 9\.9\.0"
         ):
             command(root)
     assert len(patches.problems(root)) == 1
@@ -387,7 +387,7 @@ def test_patches_that_never_ran_start_no_engine(tmp_path, monkeypatch):
         (lambda text: text.replace(" a4\n", "a4\n"), r"A patch is damaged .*1\.patch, line \d+"),
         (lambda text: text.replace(" y = 2\n", ""), r"A patch is damaged .*1\.patch, line \d+"),
         (lambda text: text.replace(" a6\n", ""), "BASE promises .*changes in a.py"),
-        (lambda text: text.replace("+first\n", "+fIrst\n"), "not give what its BASE promises .*got another a.py"),
+        (lambda text: text.replace("+first\n", "+fIrst\n"), "does not have the digest in BASE .*got another a.py"),
         (lambda text: text.replace("@@ -4,", "@@ -5,"), "A patch does not fit .*a.py, line 5"),
         (lambda text: text.replace(" a6\n", " A6\n"), "A patch does not fit .*a.py, line 4"),
         (lambda text: text.replace("vllm/sub/b.py", "vllm/sub/c.py"), "BASE promises .*changes in a.py, sub/c.py"),

@@ -281,7 +281,7 @@ class Drill:
         run = cluster.run(*self._begin, *more, fault=kill)
         self._check(cluster.samples(1) == sampling, f"it was killed while it {when}")
         self._check(run.statuses == [0, 0], f"torchrun ended with 0 on both hosts: {run.statuses}")
-        self._check("moe_rl: server 1 is used no more" in run.text, "the log names server 1")
+        self._check("moe_rl: server 1 is no longer used" in run.text, "the log names server 1")
         self._check(cluster.address(1) in run.text, f"and its address, {cluster.address(1)}")
         trained = train_rows(run.folder)
         self._check_steps(trained)
