@@ -1,4 +1,4 @@
-"""The folder of checkpoints: what counts as one, how it appears, what is put aside."""
+"""Tests the folder of checkpoints: which ones are complete, how one is published, which ones are put aside."""
 
 import shutil
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_the_new_one_is_on_disk_under_its_name_before_an_old_one_goes(tmp_path, 
     first = [("sync", ".step-000002.tmp"), ("rename", ".step-000002.tmp", "step-000002"), ("sync", "checkpoints")]
     second = [("sync", ".step-000004.tmp"), ("rename", ".step-000004.tmp", "step-000004"), ("sync", "checkpoints")]
     old = [("rename", "step-000002", ".step-000002.tmp"), ("remove", ".step-000002.tmp")]
-    # the first time, the folder of all checkpoints is new too
+    # The first checkpoint also creates the folder of all checkpoints.
     assert done == [("sync", tmp_path.name), *first, *second, *old]
     done.clear()
     checkpoints.abandon_newer(folder, 3)

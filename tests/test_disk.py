@@ -1,5 +1,7 @@
-"""A full disk is called that, with file, bytes and what is free, whichever file of a run it strikes, and leaves nothing
-half written. The limit to the size of files stands for it: the system's own refusal, in the middle of a write."""
+"""Tests that a full disk is reported as one, with file, bytes and free space, and leaves no half-written file.
+
+A limit on file sizes stands in for the full disk: the system itself refuses, in the middle of a write.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ def test_it_is_named_with_the_file_and_the_bytes(tmp_path, write, about):
     places = {name: str(tmp_path / value) if name != "shard" else value for name, value in about.items()}
     message = tells(raised.value, fault="EFBIG", **places)
     assert re.search(SAID, message.got)
-    # What is read as a whole is not there, what is a line more is a torn one, which a resume drops.
+    # A file that is read whole does not exist; a file of lines ends in a torn line, which a resume drops.
     assert {path.name for path in tmp_path.iterdir()} <= {"metrics.jsonl", "prompts.jsonl"}
 
 

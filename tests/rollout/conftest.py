@@ -1,4 +1,4 @@
-"""A tiny random Qwen3-MoE, and engines that run it. Engines take seconds to start, so tests share them."""
+"""Provides a tiny random Qwen3-MoE and engines that run it. Engines take seconds to start, so tests share them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYERS, EXPERTS, TOP_K, VOCAB = 4, 16, 4, 512
 
 
 def make_checkpoint(folder: Path, seed: int) -> Path:
-    """A random Qwen3-MoE whose routers and logits are spread out enough to tell errors from rounding."""
+    """Make a random Qwen3-MoE whose routers and logits are spread out enough to tell errors from rounding."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
@@ -55,7 +55,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def other_checkpoint(tmp_path_factory) -> Path:
-    """Same shapes, other weights."""
+    """A checkpoint with the same shapes and other weights."""
     return make_checkpoint(tmp_path_factory.mktemp("other"), seed=2)
 
 
@@ -78,13 +78,13 @@ def settings(checkpoint, tmp_path_factory) -> EngineSettings:
 
 @pytest.fixture(scope="session")
 def engine(settings):
-    """The shared engine: float32, recording. A test that changes its weights puts them back."""
+    """The shared engine: float32, recording. A test that changes its weights restores them."""
     with VllmEngine.start(settings) as running:
         yield running
 
 
 def make_requests(groups: int, size: int, *, max_tokens=12, stop=(), prompt=70, temperature=1.0) -> list:
-    """`groups` random prompts of different lengths from `prompt` on, `size` samples each."""
+    """Make `groups` random prompts of different lengths from `prompt` on, with `size` samples each."""
     rng = np.random.default_rng(groups)
     prompts = [tuple(rng.integers(0, VOCAB, prompt + 3 * at).tolist()) for at in range(groups)]
     return [
@@ -100,7 +100,7 @@ def requests_of():
 
 
 class Reference:
-    """Hugging Face's model in float32: what the engine should have computed."""
+    """Runs Hugging Face's model in float32, which the engine should agree with."""
 
     def __init__(self, folder: Path):
         from transformers import Qwen3MoeForCausalLM
@@ -109,7 +109,8 @@ class Reference:
 
     @torch.no_grad()
     def __call__(self, token_ids, temperature: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
-        """Sorted top-k experts [T, L, K] of every token, and the logprob [T - 1] of all but the first."""
+        """Return sorted top-k experts [T, L, K] of every token, and the log-probability [T - 1] of all but the
+        first."""
         tokens = torch.tensor([list(token_ids)])
         output = self._model(tokens, output_router_logits=True, use_cache=False)
         logprobs = (output.logits[0] / temperature).log_softmax(-1)[:-1].gather(-1, tokens[0, 1:, None])[:, 0]
@@ -118,7 +119,7 @@ class Reference:
 
     @torch.no_grad()
     def logits(self, token_ids) -> torch.Tensor:
-        """[T, V] of every token."""
+        """Return the logits [T, V] of every token."""
         return self._model(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
 
 

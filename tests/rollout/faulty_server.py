@@ -1,4 +1,4 @@
-"""tools/serve_vllm.py with a fault: in an update to version UNLUCKY worker 1 gets other bytes of DAMAGED than worker 0.
+"""Runs tools/serve_vllm.py with a fault: in update UNLUCKY, worker 1 gets other bytes of DAMAGED than worker 0.
 
 vLLM starts its workers as processes that import this file again.
 """

@@ -1,6 +1,7 @@
-"""Engines, each started with whatever a test wants and driven step by step, in a process of its own.
+"""Runs engines in processes of their own, each started as a test asks and driven step by step.
 
-`python scenario.py` imports vLLM, which takes longer than most scenarios, then forks for every line of its input, an
+`python scenario.py` imports vLLM once, which takes longer than most scenarios, then forks for every line of its input,
+an
 object with the paths spec, result and log, and answers with the exit status of each.
 
 spec (JSON): engine: arguments of vllm.LLM; recording: of additional_config["moe_rl"]; capture: patch | worker;
@@ -30,7 +31,7 @@ def main() -> None:
     import vllm.entrypoints.llm  # noqa: F401
 
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints is no answer
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
     for line in sys.stdin:
         order = json.loads(line)
         if not (pid := os.fork()):
@@ -45,7 +46,7 @@ def main() -> None:
 
 
 def play(given: str, result: str) -> NoReturn:
-    """The process ends here."""
+    """Play a scenario and end the process."""
     with open(given) as file:
         spec = json.load(file)
     if spec.get("asynchronous"):
@@ -123,7 +124,7 @@ def _say_amx() -> None:
 
 
 def _break(worker, fault: str) -> None:
-    """Have the capture write well-formed rows that are wrong; "" mends it."""
+    """Make the capture write well-formed but wrong rows; "" repairs it."""
     capture = worker.moe_rl_recorder._capture
     if not hasattr(capture, "sound"):
         capture.sound = capture.capture
@@ -144,14 +145,14 @@ def _break(worker, fault: str) -> None:
 
 
 def _lose(worker, name: str) -> None:
-    """From now on the model passes one tensor over."""
+    """Make the model skip one tensor in later updates."""
     model = worker.model_runner.get_model()
     load = model.load_weights
     model.load_weights = lambda weights: load((key, tensor) for key, tensor in weights if key != name)
 
 
 def _sample(llm, act: dict) -> dict:
-    """Sample, perhaps abort what is left after so many steps, publish; what came of it."""
+    """Sample, optionally abort the rest after some steps, publish, and return the results."""
     from vllm import SamplingParams
 
     from moe_rl.vllm.route_source import join_parts
@@ -204,7 +205,7 @@ def _cache_groups(engine) -> list:
 
 
 def _compile_cache_keys(config) -> list[str]:
-    """What this engine says, and the same one without recording."""
+    """Return the compile-cache keys of this engine and of the same engine without recording."""
     key = config.compute_hash()
     config.additional_config = {}
     return [key, config.compute_hash()]

@@ -1,4 +1,4 @@
-"""A recording server in a process of its own, for tests, and what its completions are held against."""
+"""Starts a recording server in a process of its own for tests, and checks its completions."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from moe_rl.weights.update import Files, WeightUpdate
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "serve_vllm.py"
 MAX_LEN = 256
-# A k-th and a (k+1)-th router logit closer than this may change places by rounding in float32.
+# Rounding in float32 may exchange a k-th and a (k+1)-th router logit that are closer than this.
 TIE = 2e-6
 START_SECONDS = 600
 
 
 @dataclass
 class Running:
-    """The server's process, what it announced, its log, the system's temporary folder as it sees it, connections."""
+    """Holds the server's process, its announcement, its log, its temporary folder, and connections."""
 
     process: subprocess.Popen
     ready: dict
@@ -74,7 +74,7 @@ class Running:
 
 @contextmanager
 def serving(checkpoint: Path, folder: Path, *further: str, tool: Path = TOOL) -> Iterator[Running]:
-    """A server that listens; store, token and log are in `folder`. further: arguments of vLLM's. Killed at the end."""
+    """Start a server and yield it; store, token and log are in `folder`. It is killed at the end."""
     command = [sys.executable, str(tool), "--model", str(checkpoint)]
     command += ["--trace-root", str(folder / "trace"), "--token-file", str(folder / "token")]
     command += ["--json", str(folder / "ready.json"), "--", "--dtype", "float32", "--max-model-len", str(MAX_LEN)]
@@ -88,7 +88,7 @@ def serving(checkpoint: Path, folder: Path, *further: str, tool: Path = TOOL) ->
         "HF_HUB_OFFLINE": "1",
         "TORCH_COMPILE_DISABLE": "1",
     }
-    # Not below the folder, whose path may be long: that of a socket may have 107 characters.
+    # Not below `folder`, whose path may be long: a socket's path may have 107 characters at most.
     with tempfile.TemporaryDirectory() as temporary, open(folder / "log", "wb") as log:
         environment |= {"TMPDIR": temporary}
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=folder)
@@ -111,7 +111,7 @@ def serving(checkpoint: Path, folder: Path, *further: str, tool: Path = TOOL) ->
 
 
 class Router:
-    """The routers of a checkpoint in `transformers`, float32: chosen sets and by how much they were chosen."""
+    """Runs a checkpoint's routers in `transformers`, float32: chosen sets, and the gap to the next logit."""
 
     def __init__(self, folder: Path):
         from transformers import Qwen3MoeForCausalLM
@@ -120,7 +120,8 @@ class Router:
 
     @torch.no_grad()
     def __call__(self, tokens) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Sorted sets [T, L, K], gaps [T, L] to the next logit, logprobs [T - 1] of all tokens but the first."""
+        """Return sorted sets [T, L, K], gaps [T, L] to the next logit, log-probabilities [T - 1] of all tokens but the
+        first."""
         ids = torch.tensor([list(tokens)])
         output = self._model(ids, output_router_logits=True, use_cache=False)
         top_k = self._model.config.num_experts_per_tok
@@ -131,10 +132,10 @@ class Router:
 
 
 def agree(store: TraceStore, router: Router, completions, *, version: int = 0) -> None:
-    """Every completion: valid, from its tokens, sampled and routed as `transformers` does, but for ties.
+    """Check that every completion is valid and sampled and routed as in `transformers`, except for ties.
 
-    Behind a tie that fell otherwise the hidden states differ, so the rest of that sequence is not compared; there may
-    be few of them.
+    After a tie that fell differently the hidden states differ, so the rest of that sequence is not compared; only a few
+    sequences may have one.
     """
     skipped = 0
     for one in completions:
@@ -152,14 +153,14 @@ def agree(store: TraceStore, router: Router, completions, *, version: int = 0) -
 
 
 def alive(server: Running) -> None:
-    """The server still samples and records."""
+    """Check that the server still samples and records."""
     client, name = server.client(), f"alive-{time.monotonic_ns()}"
     (one,) = client.generate([GenerateRequest("a", (1, 2, 3), 1, 4, 1.0, ())], shard=name)
     assert len(one.token_ids) == 4 and server.store.info(one.routes).rows == 6
 
 
 def whole_update(server: Running, checkpoint: Path, version: int, replaces: int) -> WeightUpdate:
-    """All weights of a checkpoint, as one file below the trace root."""
+    """Make an update with all weights of a checkpoint, in one file below the trace root."""
     tensors = load_file(checkpoint / "model.safetensors")
     place = Path(server.ready["trace_root"]) / f"sync/v{version}.safetensors"
     place.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Sampling with real vLLM: what was computed, what was recorded and what the completion says are the same thing."""
+"""Tests sampling with real vLLM: what was computed, what was recorded and what the completion says agree."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests.rollout.conftest import VOCAB
 
 
 def check_against_reference(completions, settings, reference, temperature=1.0) -> int:
-    """Routes, tokens, rows and logprobs of every completion equal Hugging Face's. Returns the rows compared."""
+    """Compare routes, tokens, rows and log-probabilities of every completion with Hugging Face's; return the row
+    count."""
     store, rows = TraceStore(settings.trace_root), 0
     for completion in completions:
         tokens = completion.prompt_token_ids + completion.token_ids
@@ -41,7 +42,7 @@ def test_routes_and_logprobs_equal_hugging_face(engine, settings, reference, req
     completions = engine.generate(requests_of(6, 4, temperature=temperature), shard=shard)
     check_against_reference(completions, settings, reference, temperature)
     assert len({completion.token_ids for completion in completions}) == len(completions)
-    # Witness: cached prefixes were really used, so rows of other requests had to be found; and stored once.
+    # Witness: cached prefixes were used, so rows of other requests had to be found, and were stored once.
     store = TraceStore(settings.trace_root)
     continued = [completion for completion in completions if store.info(completion.routes).parent is not None]
     assert len(continued) == 6 * 3
@@ -173,12 +174,12 @@ def test_what_else_is_recorded_is_in_the_store(settings, reference, requests_of,
         counts = store.aux(completion.routes, "support_counts")
         assert len(counts) == len(completion.token_ids) and 1 <= counts.min() <= counts.max() <= 10
         tokens = completion.prompt_token_ids + completion.token_ids
-        # Under the mask a token is likelier; the log-normaliser takes that back.
+        # Under the mask a token is more likely; the log-normaliser undoes that.
         unmasked = reference(tokens)[1][len(completion.prompt_token_ids) - 1 :]
         masked = completion.logprobs + store.aux(completion.routes, "log_normalizer")
         np.testing.assert_allclose(masked, unmasked, rtol=0, atol=1e-4)
         assert (completion.logprobs > unmasked + 0.01).all()
-        # What a trainer makes of the support: the sampler's own log-probabilities.
+        # From the support the trainer computes the sampler's own log-probabilities.
         trained = Sequence(completion.key, completion.prompt_token_ids, completion.token_ids, completion.logprobs, 0.0,
                            0, completion.routes)  # fmt: skip
         support = read_support(store, trained, VOCAB)

@@ -1,4 +1,4 @@
-"""The model families in vLLM: recorded routes and log-probabilities equal those of `transformers`, before and after an
+"""Tests the model families in vLLM: routes and log-probabilities equal those of `transformers`, before and after an
 update of every weight. Qwen3-MoE is in test_recording.py."""
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ SHAPE = {
     "initializer_range": 0.15,
     "eos_token_id": 1,
 }
-# A dense layer, then 3 with 16 experts in 4 groups, of which a token may use 2, and two shared ones.
+# A dense layer, then 3 layers with 16 experts in 4 groups, 2 of which a token may use, and two shared experts.
 GROUPS = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "first_k_dense_replace": 1}
 GROUPS |= {"routed_scaling_factor": 1.5}
-# vLLM's kernel for latent attention on a CPU takes no other widths of keys than the published ones.
+# vLLM's CPU kernel for latent attention accepts only the published key widths.
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": None}
 LATENT |= {"initializer_range": 0.08}
 MODELS = {
@@ -50,7 +50,7 @@ MODELS = {
            | {"original_max_position_embeddings": 256, "beta_fast": 8.0, "beta_slow": 1.0}},
     ),
 }  # fmt: skip
-# A tensor that is lost on its way into the model, and the parameter of vLLM's that then lacks values.
+# A tensor to drop while loading, and the vLLM parameter that then lacks values.
 LOST = {
     "glm": ("self_attn.k_proj.weight", "self_attn.qkv_proj.weight"),
     "moonlight": ("mlp.experts.3.up_proj.weight", "w13_weight"),
@@ -59,8 +59,10 @@ LOST = {
 
 
 def make_checkpoint(name, folder):
-    """A random model of MODELS, its biases, sinks and routers spread out; GLM's has a tensor of a layer that predicts
-    further tokens."""
+    """Make a random model of MODELS with spread-out biases, sinks and routers.
+
+    GLM's has a tensor of a multi-token-prediction layer.
+    """
     import transformers
     from safetensors.torch import load_file, save_file
 
@@ -85,7 +87,7 @@ def make_checkpoint(name, folder):
 
 
 class FamilyRouter:
-    """The routers of a checkpoint in `transformers`, float32; what they return is what `agree` compares with."""
+    """Runs a checkpoint's routers in `transformers`, float32; `agree` compares with its results."""
 
     def __init__(self, folder):
         from transformers import AutoModelForCausalLM
@@ -109,12 +111,12 @@ class FamilyRouter:
             scores = by_group.masked_fill(~allowed[..., None], -torch.inf).flatten(1)
             clear = groups.values[:, -2] - groups.values[:, -1]
         best = scores.topk(TOP_K + 1, -1).values
-        # Either the last expert or the last group could have been another.
+        # The choice may tie in the last expert or in the last group.
         self._gaps.append(torch.minimum(best[:, -2] - best[:, -1], clear))
 
     @torch.no_grad()
     def __call__(self, tokens):
-        """Sorted sets [T, L, K], gaps [T, L], nothing, logprobs [T, V]."""
+        """Return sorted sets [T, L, K], gaps [T, L], None, and log-probabilities [T, V]."""
         self._chosen.clear()
         self._gaps.clear()
         output = self._model(torch.tensor([list(tokens)]), use_cache=False)
@@ -124,13 +126,13 @@ class FamilyRouter:
 
 @pytest.mark.parametrize("name, amx", [*((name, False) for name in MODELS), ("moonlight", True)])
 def test_recorded_before_and_after_an_update(play, name, amx, tmp_path):  # noqa: F811
-    """amx: vLLM is told that this CPU has it. In float32 nothing may be done with it."""
+    """amx: vLLM is told that this CPU has AMX, which must not be used in float32."""
     from safetensors.torch import load_file, save_file
 
     model, other = tmp_path / "model", tmp_path / "other"
     facts = read_model(make_checkpoint(name, model))
     old = load_file(model / "model.safetensors")
-    # What a trainer sends: the decoder alone. Every tensor is moved, the bias by more than any score.
+    # As a trainer sends it: only the decoder. Every tensor changes, the bias by more than any score.
     noise = torch.Generator().manual_seed(3)
     sent = {
         key: torch.randn(tensor.shape, generator=noise) * (1.0 if key.endswith(BIAS) else 0.05) + tensor
@@ -164,7 +166,7 @@ def test_recorded_before_and_after_an_update(play, name, amx, tmp_path):  # noqa
     assert not outcome.result["acts"][2]["whole"]
     assert "did not load all new weights" in lost and "model.layers.1." in lost and LOST[name][1] in lost
     assert ("2" if name == "glm" else "1") + " parameters" in lost  # with the bias that is beside it
-    # the update is what decided: the old model would have chosen otherwise
+    # Witness that the update took effect: the old model would have chosen other experts.
     completion = outcome.completions(1)[0]
     sets, *_ = before([*completion["prompt"], *completion["token_ids"]])
     assert (np.sort(record.routes, -1) != sets[:-1]).any(-1).mean() > 0.5

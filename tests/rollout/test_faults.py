@@ -1,4 +1,4 @@
-"""Engines under stress and engines that die. Each engine here is used for one calm thing and then one fault."""
+"""Tests engines under stress and engines that die. Each engine is first used normally and then given one fault."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CANARY = np.random.default_rng(9).integers(0, 512, 64).tolist()
 
 
 def gone(pid: int) -> bool:
-    """Whether no process runs under this id; one that only waits to be collected does not run."""
+    """Whether no process runs under this id; a zombie does not run."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -49,7 +49,7 @@ def start(settings, folder: Path, **changes) -> VllmEngine:
 
 
 def reload_same(engine, checkpoint, folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Scores of the canary before and after loading the very same weights."""
+    """Return scores of the canary before and after loading the same weights."""
     before = engine.score([CANARY])[0].logprobs[0]
     engine.update_weights(by_disk(folder, load_file(checkpoint / "model.safetensors"), version=1))
     return before, engine.score([CANARY])[0].logprobs[0]
@@ -57,7 +57,7 @@ def reload_same(engine, checkpoint, folder: Path) -> tuple[np.ndarray, np.ndarra
 
 @pytest.fixture(scope="module")
 def cramped(settings, tmp_path_factory):
-    """KV cache for 512 tokens, and little patience."""
+    """An engine with a KV cache for 512 tokens and a short timeout."""
     folder = tmp_path_factory.mktemp("cramped")
     changes = {"kv_cache_mib": 1, "max_model_len": 192, "silence_seconds": 8.0}
     with start(settings, folder, **changes) as engine:

@@ -1,6 +1,6 @@
-"""Several servers as one sampler: who samples what, what is refused, and what is done when a server is lost.
+"""Tests several servers as one sampler: who samples what, what is refused, and how losses are handled.
 
-The servers here are stand-ins that fail on demand; real ones: test_server.py and tools/dev/two_hosts.py.
+The servers here are stand-ins that fail on demand. Real ones are in test_server.py and tools/dev/two_hosts.py.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def asked(prompt: int, member: int, *, max_tokens: int = 4) -> GenerateRequest:
 
 @dataclass
 class Server:
-    """fails: the calls that raise, by name; each as often as it stands there."""
+    """A stand-in server. `fails` names the calls that raise, each as often as it is listed."""
 
     url: str
     served_: Served = SERVED
@@ -264,7 +264,7 @@ def test_the_trainer_is_reached_by_an_outer_address_if_any_server_is_elsewhere()
 
 
 def hosts() -> dict[str, str]:
-    """IPv4 addresses of this host, by interface."""
+    """Return the IPv4 addresses of this host, by interface."""
     found = psutil.net_if_addrs().items()
     return {name: one.address for name, addresses in found for one in addresses if one.family == socket.AF_INET}
 

@@ -1,4 +1,4 @@
-"""What a dead engine is called, by a stand-in for its process: real ones that die are in test_faults.py."""
+"""Tests the error for a dead engine, with a stand-in for its process. Real engines die in test_faults.py."""
 
 import socket
 import subprocess
@@ -16,7 +16,7 @@ from moe_rl.vllm.wire import EngineSettings
 
 @pytest.mark.parametrize("ready", [True, False])
 def test_only_an_engine_that_was_there_is_gone(tmp_path, ready):
-    """A run whose sampler is gone exits with 3, to be resumed; with one that never came up it would be no better."""
+    """A run whose sampler is gone exits with 3, to be resumed. Resuming would not help if the sampler cannot start."""
     ours, theirs = socket.socketpair()
     process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"], start_new_session=True)
     log = tmp_path / "engine.log"

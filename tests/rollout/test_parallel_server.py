@@ -1,6 +1,6 @@
-"""A recording server of two workers, tensor and expert parallel: both get and confirm the weights, one records.
+"""Tests a server with two tensor- and expert-parallel workers: both receive and confirm the weights, one records.
 
-One server runs for all of the module; the last test ends it. Its second worker can be given other bytes than the first,
+One server runs for the whole module; the last test ends it. Its second worker can be given other bytes than the first,
 see faulty_server.py.
 """
 
@@ -46,7 +46,7 @@ def routers(checkpoint, other_checkpoint) -> list[Router]:
 
 
 def sample(server: Running, router: Router, requests, shard: str, *, version: int = 0) -> list[tuple[int, ...]]:
-    """Sampled, routed and scored as `transformers` does it; the tokens."""
+    """Sample, compare with `transformers`, and return the tokens."""
     client = server.client(alone=True, timeout_seconds=60)
     completions = client.generate(requests, shard=shard)
     agree(server.store, router, completions, version=version)
@@ -61,7 +61,7 @@ def by_disk(server: Running, checkpoint: Path, version: int, replaces: int) -> H
 
 
 def by_broadcast(server: Running, checkpoint: Path, version: int, replaces: int) -> Holding:
-    """As the trainer's rank 0 does, in buckets of less than the whole."""
+    """Send an update as the trainer's rank 0 does, in several buckets."""
     client, tensors, stopped = server.client(), load_file(checkpoint / "model.safetensors"), threading.Event()
     digests = [info_of(name, tensor) for name, tensor in tensors.items()]
     infos = [TensorInfo(info.name, info.dtype, info.shape) for info in digests]
@@ -84,7 +84,7 @@ def by_broadcast(server: Running, checkpoint: Path, version: int, replaces: int)
 
 @contextmanager
 def adopted(server: Running, checkpoint: Path):
-    """The server for a run that begins; it has its checkpoint's weights again afterwards."""
+    """A server adopted by a new run; afterwards its first weights are restored."""
     try:
         asyncio.run(server.client().adopt())
         yield
@@ -118,7 +118,7 @@ def test_new_weights_reach_both_workers(server, routers, checkpoint, other_check
 
 @pytest.mark.parametrize("update", [by_disk, by_broadcast])
 def test_a_worker_that_got_other_bytes_is_found_out(server, routers, checkpoint, other_checkpoint, requests_of, update):
-    """The other worker has loaded what was sent: the server holds two sets of weights and samples from neither."""
+    """The other worker has loaded what was sent. The server then holds two sets of weights and samples from neither."""
     requests = requests_of(1, 2, max_tokens=4)
     with adopted(server, checkpoint):
         held = update(server, other_checkpoint, UNLUCKY, 0)

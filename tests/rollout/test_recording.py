@@ -1,5 +1,6 @@
-"""Recorded routes equal those of `transformers` in everything vLLM may do with a request; each case carries a witness
-that it did it.
+"""Tests that recorded routes equal those of `transformers` in everything vLLM may do with a request.
+
+Each case has a witness that vLLM really did it.
 
 Legend for shapes: T tokens, L MoE layers, K top-k experts per token, E experts.
 """
@@ -29,7 +30,7 @@ from tests.weights.sending import by_disk
 # An engine takes 20 s to start and to be compiled for; on a busy machine a multiple.
 pytestmark = pytest.mark.timeout(900)
 
-# A k-th and a (k+1)-th router logit closer than this may change places by rounding in float32.
+# Rounding in float32 may exchange a k-th and a (k+1)-th router logit that are closer than this.
 TIE = 2e-6
 STOPS = list(range(0, VOCAB, 40))
 SCENARIO = Path(__file__).with_name("scenario.py")
@@ -37,7 +38,7 @@ SCENARIO = Path(__file__).with_name("scenario.py")
 
 @dataclass
 class Outcome:
-    """The result of a scenario, and the store it wrote to."""
+    """Holds the result of a scenario, and its store."""
 
     result: dict
     store: TraceStore
@@ -55,7 +56,7 @@ class Outcome:
 
 
 class Scenarios:
-    """Plays scenarios, one after the other. See scenario.py, which is started when the first is asked for."""
+    """Plays scenarios one after the other in scenario.py, which starts with the first one."""
 
     def __init__(self, folder: Path, environment: dict[str, str]):
         # Set for this process by the tests of the trainer; the sampler here is compiled.
@@ -65,7 +66,7 @@ class Scenarios:
         self._process = None
 
     def __call__(self, folder: Path, spec: dict, timeout: float) -> dict:
-        """The result; it and all files of the scenario lie in `folder`."""
+        """Play a scenario; all its files are in `folder`."""
         paths = {name: str(folder / name) for name in ("spec", "result", "log")}
         (folder / "spec").write_text(json.dumps(spec))
         if self._process is None:
@@ -102,7 +103,7 @@ def scenarios(tmp_path_factory):
 
 @pytest.fixture
 def play(tmp_path, checkpoint, scenarios):
-    """Runs a scenario in a process of its own."""
+    """Return a function that runs a scenario in a process of its own."""
     own = []
 
     def run(acts, *, engine=None, recording=None, timeout=600, environment=None, **spec) -> Outcome:
@@ -122,7 +123,7 @@ def play(tmp_path, checkpoint, scenarios):
 
 
 class Router:
-    """The routers of a checkpoint in `transformers`, float32: chosen sets and by how much they were chosen."""
+    """Runs a checkpoint's routers in `transformers`, float32: chosen sets, and the gap to the next logit."""
 
     def __init__(self, folder: Path):
         from transformers import AutoModelForCausalLM
@@ -146,15 +147,16 @@ def router(checkpoint) -> Router:
 
 
 def summed(ref: RouteRef, record: RouteRecord) -> bool:
-    """Whether the record is what left the engine's buffer, as the reference has it."""
+    """Whether the record's checksum equals that of the reference, taken at the engine's buffer."""
     return signed(ref, record.routes, record.layers, record.token_ids).source_sum == ref.source_sum
 
 
 def agree(outcome: Outcome, router: Router, *, act: int = 0, version: int = 0) -> int:
-    """Every completion of an act: valid, from its tokens, and routed as `transformers` routes, but for ties.
+    """Check that every completion of an act is valid and routed as in `transformers`, except for ties.
 
-    Behind a tie that fell otherwise the hidden states differ, and later choices of that sequence may follow; they are
-    counted and bounded. Returns the rows compared.
+    After a tie that fell differently the hidden states differ, and later choices of the sequence may differ too; these
+    are
+    counted and bounded. Returns the number of rows compared.
     """
     rows = differing = 0
     explained = True
@@ -191,7 +193,7 @@ def requests(groups: int, size: int, *, prompt=70, max_tokens=24, seed=1, **more
 
 
 def provenance(outcome: Outcome, completion: dict) -> list[tuple[int, int, str]]:
-    """(rows, weight version, how) of a completion's record, run by run."""
+    """Return (rows, weight version, provenance) of a completion's record, span by span."""
     record = outcome.store.read(outcome.ref(completion))
     return [(span.rows, span.weight_version, Provenance(span.provenance).name) for span in record.spans]
 
@@ -231,7 +233,7 @@ def test_what_requests_do(play, router):
 
 @pytest.mark.long
 def test_worker_class_without_a_patch(play, router, tmp_path):
-    """The same recorder through `worker_cls`, in a copy of vLLM that was given back as it was published."""
+    """The same recorder is attached by `worker_cls`, in a copy of vLLM restored to its released files."""
     from moe_rl.vllm import patches
 
     outcome = play(
@@ -249,7 +251,7 @@ def test_worker_class_without_a_patch(play, router, tmp_path):
 
 
 def _pristine(tmp_path, patches) -> dict[str, str]:
-    """An unpatched vLLM before the installed one on the path: its touched files are its own, the rest are links."""
+    """Put an unpatched vLLM first on the path: the changed files are copies, all others are links."""
     source = patches.find_vllm()
     target = tmp_path / "site" / "vllm"
 
@@ -283,7 +285,7 @@ def test_chunked_prefill_with_few_tokens_a_step(play, router):
 
 @pytest.mark.parametrize("chunked", [pytest.param(False, marks=pytest.mark.long), True])
 def test_preemption_keeps_what_was_sampled_from(play, router, chunked):
-    """A KV cache too small for what runs at once: requests lose their blocks and are computed again."""
+    """The KV cache is too small for the running requests, so some lose their blocks and are computed again."""
     engine = {"num_gpu_blocks_override": 24, "max_num_seqs": 16}
     engine |= {"enable_chunked_prefill": True, "max_num_batched_tokens": 64} if chunked else {}
     outcome = play([{"sample": requests(8, 2, prompt=40, max_tokens=80), "sink": "s"}], engine=engine)
@@ -294,7 +296,7 @@ def test_preemption_keeps_what_was_sampled_from(play, router, chunked):
 @pytest.mark.long
 @pytest.mark.parametrize("preempt", [False, True])
 def test_asynchronous_scheduling(play, router, preempt):
-    """The next step is decided before this one's tokens are known; a stop then comes a token too late."""
+    """The next step is scheduled before this step's tokens are known, so a stop takes effect one token late."""
     engine = {"num_gpu_blocks_override": 24, "max_num_seqs": 16} if preempt else {}
     outcome = play(
         [{"sample": requests(8, 2, prompt=40, max_tokens=80, stop_token_ids=STOPS), "sink": "s"}],
@@ -312,7 +314,7 @@ def test_asynchronous_scheduling(play, router, preempt):
 
 @pytest.mark.long
 def test_a_weight_update_between_two_requests(play, router, other_checkpoint, tmp_path):
-    """The prefix cache is kept: rows of the old weights stay under a prompt, and say so."""
+    """The prefix cache is kept: the prompt keeps rows of the old weights, marked with the old version."""
     from safetensors.torch import load_file
 
     update = msgspec.to_builtins(by_disk(tmp_path, load_file(other_checkpoint / "model.safetensors"), version=5))
@@ -339,7 +341,7 @@ def test_a_weight_update_between_two_requests(play, router, other_checkpoint, tm
 
 @pytest.mark.long
 def test_compiled(play, router):
-    """The capture is in the graph; a graph compiled without it must never be taken from the cache for it."""
+    """The capture is part of the compiled graph; a graph without it must never be reused from the cache."""
     outcome = play([{"sample": requests(4, 4), "sink": "s"}], engine={"enforce_eager": False}, timeout=600)
     agree(outcome, router)
     recording, off = outcome.result["compile_cache_keys"]
@@ -348,7 +350,7 @@ def test_compiled(play, router):
 
 @pytest.mark.long
 def test_a_short_first_request_in_bfloat16(play):
-    """On a CPU with AMX nothing before its attention has asked the kernel for tiles, and vLLM alone dies of SIGILL."""
+    """On a CPU with AMX, nothing before the attention asked the kernel for tiles; unpatched vLLM dies of SIGILL."""
     outcome = play([{"sample": requests(1, 1, prompt=3), "sink": "s"}], engine={"dtype": "bfloat16"})
     (one,) = outcome.completions()
     assert one["rows"] == 3 + len(one["token_ids"]) - 1 > 3
@@ -370,9 +372,9 @@ def test_pipeline_stages_record_their_own_layers(play, router):
 @pytest.mark.long
 @pytest.mark.parametrize("preempt", [False, True])
 def test_speculative_decoding_records_accepted_rows(play, router, checkpoint, preempt):
-    """The draft is the model itself: right for the greedy half of the requests, mostly wrong for the random one."""
+    """The draft model is the model itself: right for the greedy requests, mostly wrong for the random ones."""
     draft = {"method": "draft_model", "model": str(checkpoint), "num_speculative_tokens": 3}
-    # Processed log-probabilities of drafted tokens come back as nan from vLLM 0.32; raw ones are right.
+    # vLLM 0.32 returns nan for processed log-probabilities of drafted tokens; raw ones are right.
     engine = {"speculative_config": draft, "logprobs_mode": "raw_logprobs"}
     engine |= {"num_gpu_blocks_override": 14, "max_model_len": 128} if preempt else {}
     greedy = [one | {"key": "greedy" + one["key"]} for one in requests(3, 2, prompt=40, seed=2, temperature=0)]
@@ -386,7 +388,7 @@ def test_speculative_decoding_records_accepted_rows(play, router, checkpoint, pr
 
 @pytest.mark.long
 def test_a_model_with_sliding_and_full_attention(play, tmp_path):
-    """gpt-oss: its KV cache is in two groups of blocks, of which the sliding one gives blocks back."""
+    """gpt-oss has two groups of KV blocks; the sliding group frees blocks that leave its window."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
     torch.manual_seed(0)
@@ -453,7 +455,8 @@ def test_extras(play, router):
 
 
 def test_rows_that_are_not_what_the_routers_saw_are_refused(play, router):
-    """Faults between router and slots that leave well-formed rows; each is named, and before and after nothing is."""
+    """Faults between router and slots leave well-formed rows. Each fault is reported, and nothing before or after it
+    is."""
     faults = {
         "late": r"request p0/c0, position \d+, layer 0\)",
         "constant": r"layer 1\): got experts \[0, 1, 2, 3\]",

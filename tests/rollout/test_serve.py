@@ -1,4 +1,4 @@
-"""Checks what is refused before a recording server starts: arguments, addresses, readable token files. Starts no server."""
+"""Tests what is refused before a recording server starts: arguments, addresses, readable token files. Starts none."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_other_machines_are_listened_to_only_when_told(capsys):
 
 @pytest.fixture
 def refused(checkpoint, tmp_path, capsys):
-    """Calls the tool's main with bad arguments; what it says."""
+    """Call the tool's main with bad arguments and return its message."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     tokens = tmp_path / "token"
 

@@ -1,4 +1,4 @@
-"""A recording server, reached through HTTP: right routes, nothing without the token, and no call that breaks it.
+"""Tests a recording server over HTTP: right routes, nothing without the token, and no call that breaks the server.
 
 One server runs for all of the module; the last test ends it.
 """
@@ -64,7 +64,7 @@ def grow(requests, max_tokens: int) -> list[GenerateRequest]:
 
 
 def test_groups_of_eight_clients_agree_with_transformers(server, router, requests_of):
-    """Each client samples its own groups, all at once; the groups share prompts within and between clients."""
+    """Each client samples its own groups, all at once; groups share prompts within and between clients."""
     requests = requests_of(2, 4, max_tokens=16)
     before = server.client().stats()[0]
     with ThreadPoolExecutor(8) as clients:
@@ -74,7 +74,7 @@ def test_groups_of_eight_clients_agree_with_transformers(server, router, request
     for completions in results:
         assert [one.key for one in completions] == [request.key for request in requests]
         assert all(one.finish_reason == "length" and one.weight_version == 0 for one in completions)
-    # What a client got does not depend on the others, but for ties of the sampler: compared where it is cheap.
+    # A client's result depends on the other clients only through the sampler's ties; compared where that is cheap.
     agree(server.store, router, results[0] + results[7])
     assert {tuple(one.token_ids for one in completions) for completions in results} == {
         tuple(one.token_ids for one in results[0])
@@ -107,7 +107,7 @@ def test_what_a_request_asks_for(server, router, requests_of):
 
 
 def test_rows_from_a_position_on(server, router, requests_of):
-    """As long as the prompt's rows are not stored, the reference says so; behind a parent its rows are there."""
+    """While the prompt's rows are not stored, the reference says so; with a parent its rows are there."""
     (request,) = requests_of(1, 1, max_tokens=6)
     late = replace(request, record_from=len(request.prompt_token_ids))
     (one,) = server.client().generate([late], shard="late-rows")
@@ -135,7 +135,7 @@ def test_enough_aborts_the_rest_and_keeps_their_rows(server, router, requests_of
 
 
 def test_a_client_that_goes_away_leaves_the_rows_of_the_tokens_it_saw(server, router):
-    """By hand: a stream is dropped in the middle; whoever knows its tokens publishes them, and the engine is freed."""
+    """A stream is dropped midway; whoever knows its tokens can publish them, and the engine is freed."""
     prompt, headers = list(range(100, 160)), {"Authorization": f"Bearer {server.token}"}
     assert server.control("open", {"sink": "gone"}).status_code == 200
     asked = {"moe_rl_key": "left", "moe_rl_sink": "gone"}
@@ -162,7 +162,7 @@ def test_a_client_that_goes_away_leaves_the_rows_of_the_tokens_it_saw(server, ro
 
 
 def test_new_weights_are_sampled_scored_and_remembered(server, router, checkpoint, other_checkpoint, requests_of):
-    """Adopted, the server samples nothing; updated, it is another model; what is refused leaves it as it was."""
+    """After adoption the server samples nothing; after an update it uses the new model; a refusal changes nothing."""
     client, requests = server.client(), requests_of(1, 3, max_tokens=8)
     first = client.generate(requests, shard="before-update")
     started = client.recording()
@@ -187,7 +187,7 @@ def test_new_weights_are_sampled_scored_and_remembered(server, router, checkpoin
         other = Router(other_checkpoint)
         agree(server.store, other, completions, version=5)
         assert all(one.weight_version == 5 for one in completions)
-        # Nothing of the old weights' prefix cache, though the prompts are the same ones.
+        # Nothing comes from the old weights' prefix cache, although the prompts are the same.
         for one in completions:
             assert {span.weight_version for span in server.store.read(one.routes).spans} == {5}
         assert [one.token_ids for one in completions] != [one.token_ids for one in first]
@@ -204,7 +204,7 @@ def test_new_weights_are_sampled_scored_and_remembered(server, router, checkpoin
 
 
 def test_alone_the_same_requests_give_the_same_bytes(server, requests_of):
-    """Tokens, logprobs and shards, however the connections came; what others left running is aborted first."""
+    """Tokens, log-probabilities and shards do not depend on the connections; leftover requests are aborted first."""
     requests = requests_of(3, 4, max_tokens=12)
     client = server.client(alone=True, timeout_seconds=60)
     seen = []
@@ -229,7 +229,7 @@ def test_alone_the_same_requests_give_the_same_bytes(server, requests_of):
 
 
 def test_a_second_run_takes_the_server_and_the_first_is_told(server, router, checkpoint, requests_of):
-    """While the first trains and while it samples; the second has what it asked for, in a store of its own."""
+    """While the first run trains and while it samples; the second gets its own results, in a store of its own."""
     root, requests = Path(server.ready["trace_root"]), requests_of(2, 4, max_tokens=100)
 
     def begun(name: str) -> ServerFleet:
@@ -276,7 +276,7 @@ def test_a_second_run_takes_the_server_and_the_first_is_told(server, router, che
 
 
 def test_a_request_that_is_refused_leaves_nothing_waiting(server, requests_of):
-    """Alone, requests wait for each other: one that never comes ends the call, not the server."""
+    """With `alone`, requests wait for each other: if one never comes, the call fails and the server goes on."""
     requests, odd = requests_of(2, 2), RouteRef("a", 3, (RoutePart("../x", "0" * 16),))
     with refused(EngineError, url=server.url, got=("HTTP 400", "shard name")):
         server.client(alone=True).generate([*requests[:3], replace(requests[3], parent=odd)], shard="one-bad")
@@ -312,7 +312,7 @@ def test_both_sides_prove_that_they_see_one_folder(server, tmp_path):
 
 
 def test_what_a_run_needs_otherwise_is_told_for_each_server(server, checkpoint, tmp_path):
-    """The same server by two addresses, with a config that differs from it in many ways."""
+    """Two addresses of the same server, with a config that differs from the server in many ways."""
     named = server.url.replace("127.0.0.1", "localhost")
     settings = {
         "model.path": checkpoint,
@@ -361,7 +361,7 @@ def test_what_a_run_needs_otherwise_is_told_for_each_server(server, checkpoint, 
 
 
 def test_every_route_wants_the_token(server):
-    """All that the server offers, and what it does not; the same calls with the token are the witness."""
+    """Every route, existing or not, needs the token; the same calls with the token are the witness."""
     documented = server.http("GET", "/openapi.json", token=server.token).json()["paths"]
     routes = [(method.upper(), path) for path, methods in documented.items() for method in methods]
     assert len(routes) > 15 and ("POST", "/inference/v1/generate") in routes
@@ -460,7 +460,7 @@ def test_a_wrong_control_call_is_refused(server, path, body, status, message):
 
 
 def test_a_wrong_control_call_breaks_nothing(server, requests_of):
-    """Behind all those refusals, and some that are no JSON at all or never end, the server samples and records."""
+    """After all these refusals, and calls that are not JSON or never end, the server samples and records."""
     for content in (b"", b"{", b"\xff\xfe", b"[" * 50_000):
         assert server.http("POST", "/moe_rl/open", token=server.token, content=content).status_code == 400
     host, port = server.url.removeprefix("http://").split(":")
@@ -480,7 +480,7 @@ def test_a_wrong_control_call_breaks_nothing(server, requests_of):
 
 
 def test_the_worst_that_can_be_asked_leaves_a_server_that_samples(server, checkpoint, tmp_path):
-    """What tests/vllm/test_gate.py asks of a stub: anything in any field; and what else there is no answer for."""
+    """Sends what tests/vllm/test_gate.py sends to a stub, anything in any field, and calls that have no answer."""
     log = server.log.stat().st_size
     for path, place, value in CHANGES + [(GENERATE, ("token_ids", 0), 512), ("/moe_rl/score", ("runs", 0, 2), 512)]:
         if path != "/moe_rl/release":  # which waits for requests to come
@@ -500,7 +500,7 @@ def test_the_worst_that_can_be_asked_leaves_a_server_that_samples(server, checkp
 
 
 def test_a_shard_waits_for_the_requests_that_still_add_to_it(server):
-    """Published in the middle of a request, which would else be lost."""
+    """The shard is published while a request runs, whose rows would otherwise be lost."""
     params = {"max_tokens": 200, "ignore_eos": True, "detokenize": False}
     params["extra_args"] = {"moe_rl_key": "slow", "moe_rl_sink": "waits"}
     body = {"token_ids": [5] * 40, "stream": True, "sampling_params": params}
@@ -544,7 +544,7 @@ def test_clients_say_what_is_wrong(server, requests_of, tmp_path):
 
 
 def test_many_threads_may_be_the_first_to_read_an_answer():
-    """msgspec looks a type up when it first decodes into it, and dies of two threads that do so at once."""
+    """msgspec looks a type up on first use, and crashes when two threads do so at once."""
     script = """
 import importlib, sys, threading
 from moe_rl.rollout import server
@@ -576,8 +576,10 @@ assert read == [[5]] * 320, len(read)
 
 @pytest.mark.long
 def test_a_run_on_two_nodes_ends_with_its_server(server, checkpoint, tmp_path):
-    """The last test of the module: two torchrun agents of one rank each, this server as their sampler, ended by SIGTERM
-    with requests under way. Nothing of it is left, and the run says who is missing."""
+    """Two torchrun agents of one rank each sample from this server, which SIGTERM ends with requests in flight.
+
+    No process is left, and the run says which server is missing. This is the last test of the module.
+    """
     processes = server.processes()
     assert len(processes) > 2
     (scratch,) = server.temporary.glob("moe_rl-engine-*")

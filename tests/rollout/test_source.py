@@ -1,4 +1,4 @@
-"""vLLM's own capture as a source. It runs on GPUs only: here its arrays are made up, all behind them is real."""
+"""Tests vLLM's own capture as a source. It runs only on GPUs: here its arrays are made up, the rest is real."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def source(tmp_path) -> NativeSource:
 
 
 def captured(tokens: int) -> np.ndarray:
-    """Routes [tokens - 1, 5, K] as vLLM returns them: zeros where a layer has no experts."""
+    """Make routes [tokens - 1, 5, K] as vLLM returns them: zeros where a layer has no experts."""
     rng = np.random.default_rng(tokens)
     routes = np.zeros((tokens - 1, 5, TOP_K), np.uint8)
     routes[:, LAYERS] = np.argsort(rng.random((tokens - 1, 2, EXPERTS)), -1)[..., :TOP_K]
@@ -40,7 +40,7 @@ def captured(tokens: int) -> np.ndarray:
 
 
 def result(routes, *, cached=0):
-    """An output of vLLM with these routes, of whose prompt `cached` rows were in the prefix cache."""
+    """Make an output of vLLM with these routes; `cached` rows of its prompt came from the prefix cache."""
     return SimpleNamespace(outputs=[SimpleNamespace(routed_experts=routes)], num_cached_tokens=cached)
 
 

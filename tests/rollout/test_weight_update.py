@@ -1,4 +1,4 @@
-"""Weights into the running engine: exactly what was sent, or refused before a token is sampled from anything else."""
+"""Tests updates of the running engine: it loads exactly what was sent, or refuses before it samples any token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def others(other_checkpoint):
 
 
 class Sent:
-    """The shared engine and how to send to it: `way` puts tensors somewhere and gives the parts of an update."""
+    """Sends updates to the shared engine; `way` puts tensors in place and returns the parts of an update."""
 
     def __init__(self, engine, requests_of, folder: Path):
         self.engine, self.requests_of, self.folder = engine, requests_of, folder
@@ -54,7 +54,7 @@ class Sent:
             self.engine.update_weights(one)
 
     def refused(self, parts, message):
-        """The refusal by the last of the parts."""
+        """Send the parts and return the refusal of the last one."""
         for one in parts[:-1]:
             self.engine.update_weights(one)
         with pytest.raises(WeightSyncError, match=f"(?s){message}.*pid {self.engine.pid}") as refusal:
@@ -68,7 +68,7 @@ class Sent:
 
 @pytest.fixture
 def send(engine, weights, requests_of, tmp_path):
-    """Gives the engine its first weights back when the test is over; its version has then risen."""
+    """Sends updates, and restores the engine's first weights after the test, with a higher version."""
     sent = Sent(engine, requests_of, tmp_path)
     with sent.stack:
         before = sent.version()
@@ -102,7 +102,7 @@ def test_new_weights_are_sampled_from(send, others, other_reference, settings, r
     routes, logprobs = other_reference(CANARY)
     np.testing.assert_allclose(engine.score([CANARY])[0].logprobs[0], logprobs, rtol=0, atol=1e-4)
     assert np.abs(before - logprobs).mean() > 0.1
-    # The same prompts were cached under the old weights: none of their rows may come back.
+    # The same prompts were cached under the old weights: none of those rows may come back.
     for completion in engine.generate(requests_of(4, 4), shard=next(SHARDS)):
         tokens = completion.prompt_token_ids + completion.token_ids
         record = TraceStore(settings.trace_root).read(completion.routes)
@@ -111,7 +111,7 @@ def test_new_weights_are_sampled_from(send, others, other_reference, settings, r
 
 
 def test_a_trainer_fills_its_segment_again_once_a_part_is_loaded(send, others, other_reference):
-    """vLLM loads a layer when its last tensor has come: what it keeps until then must not be the trainer's memory."""
+    """vLLM loads a layer when its last tensor has come; tensors that it keeps until then must be copies."""
     writer, names, version = SegmentWriter(), sorted(others), send.version()
     runs = [names[at::5] for at in range(5)]  # tensors of every layer in every part
     for number, run in enumerate(runs):
@@ -127,7 +127,7 @@ def test_a_trainer_fills_its_segment_again_once_a_part_is_loaded(send, others, o
 
 
 def test_one_changed_expert_is_seen_by_the_canary(send, reference, weights):
-    """Moving the weights of a single expert moves the canary, if its tokens go there at all."""
+    """A change of a single expert changes the canary's scores, if any of its tokens uses that expert."""
     before = send.engine.score([CANARY])[0].logprobs[0]
     expert = np.bincount(reference(CANARY)[0][:, 2].ravel()).argmax()
     name = f"model.layers.2.mlp.experts.{expert}.down_proj.weight"
@@ -139,7 +139,7 @@ def test_one_changed_expert_is_seen_by_the_canary(send, reference, weights):
 
 
 def another(update, name):
-    """The update with another digest for one tensor, as if a bit of it had been flipped on the way."""
+    """Change one tensor's digest in the update, as if a bit had flipped on the way."""
     tensors = [msgspec.structs.replace(i, digest="0" * 32) if i.name == name else i for i in update.tensors]
     assert tensors != update.tensors
     return msgspec.structs.replace(update, tensors=tensors)
@@ -170,7 +170,7 @@ def test_a_torn_update_leaves_an_engine_that_samples_nothing_until_a_whole_one(s
 
 
 def test_a_broadcast_is_loaded_bucket_by_bucket(send, weights, others, other_reference):
-    """In vLLM's packed buckets, over gloo; one that breaks off is as any torn update."""
+    """Uses vLLM's packed buckets over gloo; a broadcast that breaks off leaves incomplete weights."""
     from moe_rl.weights.broadcast import Sender
 
     engine, version = send.engine, send.version()
@@ -204,7 +204,7 @@ def test_an_engine_that_sleeps_answers_nothing_until_it_is_awake(send, weights, 
     engine.wake("kv_cache")
     assert send.goes_on(before, version)
     assert log.read_text().count("sleep mode is not supported on CPU") == seen + 3, "vLLM was not asked"
-    # Level 2 gives the weights away: only an update brings them back.
+    # Level 2 discards the weights: only an update brings them back.
     engine.sleep(2)
     engine.wake("weights")
     engine.wake("kv_cache")

@@ -8,7 +8,7 @@ from moe_rl.types import Provenance, Span
 
 
 def _random_routes(spec, rows, seed=0, layers=None):
-    """Routes [rows, L, K] of distinct ascending ids, uint16."""
+    """Return routes [rows, L, K] of distinct ascending ids, uint16."""
     rng = np.random.default_rng(seed)
     scores = rng.random((rows, len(spec.moe_layers) if layers is None else layers, spec.num_experts))
     return np.sort(np.argsort(scores, axis=-1)[..., : spec.top_k]).astype(np.uint16)
@@ -25,7 +25,7 @@ def random_routes():
 
 @pytest.fixture(scope="session")
 def decoded():
-    """The spans of so many rows that one version of the weights decoded."""
+    """Return the spans of `rows` rows that one version of the weights decoded."""
     return _decoded
 
 
@@ -36,8 +36,12 @@ def spec():
 
 @pytest.fixture(scope="session")
 def write_shard():
-    """Publish a shard of records of the given lengths, the last of which continues the first one's first two rows and
-    has an aux array. Chunks are of 2 layers and 2 tokens. Returns its path, references, and what should be read."""
+    """Publish a shard of records with the given lengths, in chunks of 2 layers and 2 tokens.
+
+    The last record continues the first two rows of the first one and has an aux array. Returns the path, the references
+    and
+    the expected content.
+    """
 
     def write(root, name, spec, lengths=(3, 2, 0, 3), seed=0, prefix="step1/prompt", **layout):
         layout = {"layer_group": 2, "token_block": 2} | layout
@@ -71,7 +75,7 @@ def write_shard():
 
 @pytest.fixture(scope="session")
 def assert_holds():
-    """Every reference of a written shard reads back as it was written."""
+    """Check that every reference of a written shard reads back as it was written."""
 
     def check(store, shard):
         for ref, routes, tokens in zip(shard.refs, shard.routes, shard.tokens, strict=True):

@@ -1,4 +1,4 @@
-"""read_batch: many slices at once into the caller's array, the same as one by one, by few and exact reads."""
+"""Tests read_batch: it fills an array with many slices, equal to single reads, with few and exact reads of the file."""
 
 import os
 from dataclasses import replace
@@ -17,7 +17,7 @@ SPEC = TraceSpec("m", 32, 4, "mdmmmmm")
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory, random_routes, decoded):
-    """Two shards of three records each, a shared prompt among them; references and routes."""
+    """Two shards of three records each, some with a shared prompt; references and routes."""
     root = tmp_path_factory.mktemp("store")
     refs, routes = [], []
     for shard in range(2):
@@ -50,7 +50,7 @@ def test_batch_equals_single_reads(filled, data):
         expected.append(routes[i][first:last, columns])
     expected = np.concatenate(expected)
     store = TraceStore(root)
-    # As a replay session wants it: a view of an [L, T, K] array, of a wider type; and plain.
+    # Once as a replay session uses it, a view of an [L, T, K] array of a wider type, and once plain.
     for out in (
         np.full((len(columns), len(expected), 4), -1, np.int64).transpose(1, 0, 2),
         np.full(expected.shape, 255, np.uint8),

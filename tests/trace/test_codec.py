@@ -1,4 +1,4 @@
-"""Every codec gives back what it was given, and nothing but valid sets comes out of anything else.
+"""Tests that every codec returns what it was given, and that damaged input never decodes to invalid sets.
 
 Legend for shapes: T tokens, L layers, K top-k.
 """
@@ -25,7 +25,7 @@ def id_dtype(num_experts):
 
 
 def random_routes(tokens, layers, top_k, num_experts, seed=0, kinds=None):
-    """Distinct ids in random order. kinds: how many sets to choose from; None for a new one every time."""
+    """Return distinct ids in random order. `kinds` is the number of sets to choose from; None makes each set anew."""
     rng = np.random.default_rng(seed)
     sets = tokens * layers
     kinds = sets if kinds is None else min(kinds, sets)
@@ -38,8 +38,10 @@ def random_routes(tokens, layers, top_k, num_experts, seed=0, kinds=None):
 
 
 def skewed_routes(tokens, layers, top_k, num_experts, exponent, seed=0):
-    """Sets drawn without replacement, the i-th most popular expert of a layer, in an order of its own, with weight
-    i**-exponent."""
+    """Draw sets without replacement; the i-th most popular expert of a layer has weight i**-exponent.
+
+    Every layer has its own order of popularity.
+    """
     rng = np.random.default_rng(seed)
     weights = np.arange(1, num_experts + 1) ** -float(exponent)
     log_weights = np.log([rng.permutation(weights) for _ in range(layers)])
@@ -48,7 +50,7 @@ def skewed_routes(tokens, layers, top_k, num_experts, exponent, seed=0):
 
 
 def all_encodings(routes, num_experts):
-    """What every codec that applies makes of a chunk: (codec, keep_order, bytes)."""
+    """Return the encodings of a chunk by every codec that applies: (codec, keep_order, bytes)."""
     top_k = routes.shape[2]
     ascending = np.sort(routes, axis=-1).reshape(-1, top_k)
     encodings = [(Codec.RAW, False, ascending.tobytes()), (Codec.RAW, True, routes.tobytes())]
@@ -64,12 +66,12 @@ def all_encodings(routes, num_experts):
 
 
 def gap_chunk(skips, num_experts):
-    """A GAP chunk of hand-made skips [T, L, K]."""
+    """Make a GAP chunk of hand-made skips [T, L, K]."""
     return codec._compress(np.array(skips, id_dtype(num_experts)).reshape(-1, np.shape(skips)[-1]))
 
 
 def ranked_chunk(levels, skips):
-    """A RANKED chunk of hand-made levels [L, E] and skips [T, L, K]."""
+    """Make a RANKED chunk of hand-made levels [L, E] and skips [T, L, K]."""
     planes = np.array(skips, np.uint8).transpose(2, 1, 0)
     return codec._compress_blocks([np.array(levels, np.uint8), np.ascontiguousarray(planes)])
 
@@ -100,15 +102,15 @@ CORNERS = [
     (random_routes(3, 3, 40, 200), 200),
     (random_routes(3, 3, 62, 64), 64),
     (random_routes(3, 3, 4, 65536), 65536),
-    # Several zstd blocks.
+    # Large enough for several zstd blocks.
     (random_routes(2500, 12, 8, 128), 128),
     (random_routes(1500, 12, 8, 384), 384),
-    # Ranked ones.
+    # Chunks for which RANKED is chosen.
     (skewed_routes(130, 5, 8, 128, 1.5), 128),
     (skewed_routes(500, 2, 8, 256, 1.5), 256),
     (skewed_routes(500, 2, 32, 256, 1.5), 256),
     (skewed_routes(1100, 1, 4, 60, 1.5), 60),
-    # Too short to be tried, and without two picks in a layer to tell skew by.
+    # Too short to try RANKED, and without two choices in a layer to measure skew.
     (skewed_routes(500, 1, 8, 128, 1.2), 128),
     (random_routes(5, 900, 1, 128), 128),
 ]
@@ -133,7 +135,7 @@ def test_what_goes_in_comes_out(chunk):
         expected = routes if keep_order else np.sort(routes, axis=-1)
         assert again.dtype == routes.dtype and again.flags.writeable
         np.testing.assert_array_equal(again, expected)
-        # Sets that are sorted already are coded the same.
+        # Sets that are already sorted are encoded identically.
         if not keep_order:
             assert encode_chunk(expected, num_experts) == (kind, data)
 
@@ -151,7 +153,7 @@ def test_every_codec_round_trips_and_the_smallest_is_taken(chunk):
     for keep_order, by_kind in sizes.items():
         kind, data = encode_chunk(routes, num_experts, keep_order=keep_order)
         assert len(data) == by_kind[kind]
-        # Not tried where it looks like saving nothing.
+        # RANKED is not tried where no saving is expected.
         ranked_size = by_kind.pop(Codec.RANKED, None)
         if kind is Codec.RANKED:
             assert routes.nbytes > 4096 and ranked_size < min(by_kind.values()) * 15 / 16
@@ -240,7 +242,7 @@ def test_ranked_routes_of_great_skew_take_a_fifth_less():
 
 
 def test_repeated_sets_are_not_ranked_however_skewed():
-    """The planes hide that whole sets come again, which GAP finds."""
+    """The planes hide repetitions of whole sets, which GAP finds."""
     few = skewed_routes(6, 1, 8, 128, 1.5)
     routes = few[np.random.default_rng(0).integers(0, 6, 1000)]
     sizes = {kind: len(data) for kind, keep_order, data in all_encodings(routes, 128) if not keep_order}
@@ -375,7 +377,7 @@ def test_raw_and_ordered_ids_that_are_no_sets_are_refused(ids, num_experts, keep
     [
         ([128, 0], 128),
         ([0, 127], 128),
-        # Sums that pass 2**8 or 2**16 and come back into range, with and without words that sum at once.
+        # Sums that wrap past 2**8 or 2**16 into range, for K with and without the one-multiplication path.
         ([100, 200], 128),
         ([200, 100, 0], 128),
         ([0, 255], 256),
@@ -413,8 +415,9 @@ def test_skips_are_refused_exactly_when_they_leave_the_experts(skips, data):
 
 
 def test_a_ranked_chunk_of_stored_bytes():
-    """Read blocks that zstd did not compress, as docs/reference/trace_format.md lays them out: 2 tokens, 2 layers, 2 of
-    4 experts."""
+    """Decode blocks that zstd stored uncompressed, as docs/reference/trace_format.md describes: 2 tokens, 2 layers, K
+    2, E 4.
+    """
 
     def block(content, last):
         return (last | len(content) << 3).to_bytes(3, "little") + bytes(content)
@@ -429,7 +432,7 @@ def test_a_ranked_chunk_of_stored_bytes():
 
 
 def ranked_by_the_book(levels, skips):
-    """What a RANKED chunk of these means, one set at a time; None if a set is none."""
+    """Decode a RANKED chunk one set at a time; None if a set is invalid."""
     routes = np.empty(np.shape(skips), np.uint8)
     for t, layer in np.ndindex(routes.shape[:2]):
         order = sorted(range(len(levels[layer])), key=lambda expert: (levels[layer][expert], expert))
@@ -448,7 +451,7 @@ def test_any_bytes_are_a_ranked_chunk_or_refused(data):
     top_k = data.draw(st.integers(1, min(num_experts, 4)))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     levels = rng.integers(0, data.draw(st.sampled_from([1, 3, 256])), (layers, num_experts))
-    # Skips of any size, so that sums pass 255 and come back.
+    # Skips of any size, so that sums wrap past 255.
     skips = rng.integers(0, data.draw(st.sampled_from([1, 2, 60, 256])), (tokens, layers, top_k))
     chunk, expected = ranked_chunk(levels, skips), ranked_by_the_book(levels, skips)
     if expected is None:
@@ -494,7 +497,7 @@ def test_a_zip_bomb_costs_no_memory():
 
 
 def check_error_or_sets(kind, data, shape, num_experts, keep_order):
-    """True when refused. Anything that is not refused must be sets of experts."""
+    """Return True if decoding is refused; otherwise check that the result consists of valid sets."""
     try:
         routes = decode_chunk(kind, data, shape, num_experts, keep_order=keep_order)
     except TraceError:

@@ -1,4 +1,4 @@
-"""Durable publish: kill -9, a full or failing disk leave the complete shard or none, earlier shards as they were."""
+"""Tests durable publishing: after kill -9 or a full or failing disk a shard is complete or absent, others unchanged."""
 
 import errno
 import fcntl
@@ -55,7 +55,7 @@ def _entries(root):
 
 @pytest.fixture
 def write_plain(random_routes, decoded):
-    """Write the victim's shard, to its last byte; returns path, references, routes."""
+    """Write the victim's shard to its last byte; return path, references and routes."""
 
     def write(root, name, spec):
         refs, routes = [], [random_routes(spec, n, i) for i, n in enumerate((3, 2, 1))]
@@ -115,7 +115,7 @@ def test_kill_9_at_every_file_system_call(tmp_path, spec, write_shard, write_pla
         assert child.returncode == -signal.SIGKILL and child.stdout.startswith("killed before"), child.stderr
         seen.setdefault(child.stdout.split()[-1], []).append((published, bool(leftovers)))
     assert child.returncode == 0 and published and not leftovers
-    # The kill fired before every kind of call, and both outcomes occurred, also the one between link and unlink.
+    # The kill happened before every kind of call, both outcomes occurred, and one kill fell between link and unlink.
     assert set(seen) == set(_CALLS)
     assert seen["link"] == [(False, True)] and seen["unlink"] == [(True, True)]
     assert all(not published for published, _ in seen["pwrite"]) and len(seen["pwrite"]) == 7
@@ -205,7 +205,7 @@ def test_a_shard_is_removed_from_a_full_disk(tmp_path, spec, write_shard, assert
         patch.setattr(os, "pwrite", full)
         store.remove("s")
     assert fired and store.shards() == [] and (tmp_path / MANIFEST).read_bytes() == manifest
-    # The stale line does no harm: the name is free.
+    # The stale manifest line does no harm: the name can be used.
     assert_holds(store, write_shard(tmp_path, "s", spec, seed=3))
     with refused(TraceError, fault="absent record", shard="s"):
         store.read(shard.refs[0])

@@ -1,4 +1,4 @@
-"""No silent bad trace: whatever happens to the bytes, a read gives what was written or an error."""
+"""Tests that damage is never silent: whatever happens to the bytes, a read returns what was written or an error."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from tests.support.refusals import refused, tells
 
 
 def _checks(shard):
-    """name -> a read of the store that returns whether what it got is right. Between them they use every byte."""
+    """Return name -> a read that says whether its result is right. Together the reads use every byte."""
     refs, routes, tokens = shard.refs, shard.routes, shard.tokens
 
     def whole(i):
@@ -67,7 +67,8 @@ def _checks(shard):
 
 
 def _outcomes(root, checks):
-    """name -> None if refused (the message names shard and record, or the file), else whether the data are right."""
+    """Return name -> None if refused (with shard and record, or the file, in the message), else whether the data are
+    right."""
     store, outcomes = TraceStore(root), {}
     for name, check in checks.items():
         try:
@@ -80,7 +81,7 @@ def _outcomes(root, checks):
 
 @pytest.fixture
 def small(tmp_path, spec, write_shard, monkeypatch):
-    """A small shard with everything in it that a shard can have, and its checks."""
+    """A small shard with every feature that a shard can have, and its checks."""
     monkeypatch.setattr(frame, "COUNTS_FROM", 0)
     shard = write_shard(tmp_path, "s", spec, lengths=(2, 1, 2))
     return shard, _checks(shard)
@@ -97,7 +98,7 @@ def _parts(path):
 
 
 def _reseal(path, header, frames, entries, parents=()):
-    """Write the parts, with right checksums of index and header, and no manifest: damage by a program."""
+    """Write the parts with correct checksums in index and header, without a manifest: damage done by a program."""
     index = index_bytes(parents, entries)
     header = replace(
         header,
@@ -124,7 +125,9 @@ def test_every_single_bit_flip_is_an_error(tmp_path, small, bits):
             for bit in (number % 8 for number in range(at, at + bits)):
                 os.pwrite(file.fileno(), bytes([raw[at] ^ 1 << bit]), at)
                 flips += 1
-                # A flip in a frame costs what uses it; anywhere else, the shard: three of the reads in turn show it.
+                # A bit flip in a frame damages what uses the frame; anywhere else it damages the whole shard. Each flip
+                # is tested with
+                # three of the reads, in turn.
                 in_frames = start <= at < end
                 some = checks if in_frames else {name: checks[name] for name in names[flips % 3 :: 3]}
                 outcomes = _outcomes(tmp_path, some)
@@ -180,8 +183,8 @@ def test_a_file_cut_or_damaged_after_its_index_was_cached(tmp_path, spec, write_
 
 
 def test_moved_frames_and_sections_are_refused_even_when_resealed(tmp_path, spec, write_shard):
-    # Records 0 and 1 have frames of the same length. 6 tokens in blocks of 2, 3 layers in groups of 1: 9 chunks of one
-    # size in a frame.
+    # Records 0 and 1 have frames of equal length: 6 tokens in blocks of 2 and 3 layers in groups of 1 give 9 equal
+    # chunks.
     shard = write_shard(tmp_path, "s", spec, lengths=(6, 6, 2), layer_group=1)
     checks = _checks(shard)
     header, frames, entries = _parts(shard.path)
@@ -197,7 +200,7 @@ def test_moved_frames_and_sections_are_refused_even_when_resealed(tmp_path, spec
 
     swapped = outcomes([frames[1], frames[0], frames[2]], entries)
     assert [swapped[f"read {i}"] for i in range(3)] == [None, None, None]
-    # Moved with their entries they are the same records, in another order.
+    # Moved together with their entries they are the same records in another order.
     _reseal(shard.path, header, [frames[1], frames[0], frames[2]], [entries[1], entries[0], entries[2]])
     result = _outcomes(tmp_path, {name: check for name, check in checks.items() if name != "records"})
     assert set(result.values()) == {True}
@@ -217,7 +220,7 @@ def test_moved_frames_and_sections_are_refused_even_when_resealed(tmp_path, spec
                 assert (result["read 0"], result["read 1"]) == (None, True)
                 assert result["batch"] is (True if one in parsed.tokens else None)
     assert same_size >= 36
-    # A chunk of another record, of the same place and size.
+    # A chunk of another record, at the same place and of the same size.
     bad = bytearray(frames[0])
     chunk = parsed.chunks[4]
     bad[chunk.start : chunk.start + chunk.size] = frames[1][chunk.start : chunk.start + chunk.size]
@@ -226,7 +229,7 @@ def test_moved_frames_and_sections_are_refused_even_when_resealed(tmp_path, spec
 
 
 def test_every_field_of_a_head_is_bound_to_its_record(tmp_path, spec, write_shard):
-    """Heads changed by a program that also mends frame, index and header: only the reference can tell, and does."""
+    """A program changes a head and also fixes frame, index and header: only the reference can reveal that, and does."""
     shard = write_shard(tmp_path, "s", spec, lengths=(3,))
     header, (good,), ((size, head_bytes, aborted, digest),) = _parts(shard.path)
     changed = 0
@@ -267,7 +270,7 @@ def test_splices_from_other_shards_are_refused(tmp_path, spec, write_shard):
     shutil.copy(other.path, shard.path)
     result = _outcomes(tmp_path, checks)
     assert [result[f"read {i}"] for i in range(4)] == [None, None, True, None]
-    # Those of another model with the same sizes, or cut otherwise: every record is bound to what its bytes mean.
+    # Shards of another model with the same sizes, or cut differently: each record is bound to the meaning of its bytes.
     for change in (
         {"spec": replace(spec, layer_map="mmmd"), "layers": (0, 1, 2)},
         {"spec": replace(spec, layer_map="mmhm")},
@@ -319,7 +322,7 @@ def test_duplicated_dropped_and_wrong_index_entries_are_refused(tmp_path, spec, 
 
 
 def _forged(header, key, **parts):
-    """A frame of one row whose checksums are all right but whose fields are as given."""
+    """Make a frame of one row with the given fields and correct checksums."""
     fields = {
         "spans": varint(1) + varint(1 << 2 | 1) + varint(7),
         "parent": varint(0),
@@ -341,7 +344,7 @@ def _forged(header, key, **parts):
 
 
 def _zstd_bomb(size):
-    """A zstd frame that is a few bytes long and says that it holds `size`."""
+    """Make a zstd frame of a few bytes that claims to hold `size` bytes."""
     return b"\x28\xb5\x2f\xfd\xe0" + size.to_bytes(8, "little") + b"\x03\x00\x00\x00"
 
 

@@ -1,6 +1,7 @@
-"""Arrays and replies of other samplers: read exactly or refused, whatever they claim. And the linter on planted faults.
+"""Tests that arrays and replies of other samplers are read exactly or refused, and that the linter finds planted
+faults.
 
-The fixtures' README says which upstream code each follows.
+The fixtures' README says which upstream code each one follows.
 """
 
 import base64
@@ -69,7 +70,7 @@ def test_vllm_reply_gives_routes_versions_and_rows():
     record = from_vllm(choice, SPEC, key="a", prompt_token_ids=prompt)
     np.testing.assert_array_equal(record.routes, ROUTES[:10])
     assert record.token_ids.tolist() == TOKENS[:10] and record.layers == (1, 2, 4) and record.first_row == 0
-    # Sampled tokens 0 and 1 are of version 3: rows 5 and 6, and the prompt before them.
+    # Sampled tokens 0 and 1 have version 3: rows 5 and 6, and the prompt rows before them.
     assert record.spans == (Span(6, 3, PREFILL), Span(1, 3, DECODE), Span(3, 4, DECODE))
     record = from_vllm(
         second["response"]["choices"][0], SPEC, key="b", prompt_token_ids=second["prompt_token_ids"], start=10
@@ -91,7 +92,7 @@ def test_sglang_reply_tells_cached_rows():
     record = from_sglang(line["response"], SPEC, key="a", prompt_token_ids=line["prompt_token_ids"])
     np.testing.assert_array_equal(record.routes, ROUTES[:10])
     assert record.spans == (Span(4, 3, CACHED), Span(2, 3, PREFILL), Span(1, 3, DECODE), Span(3, 4, DECODE))
-    # Before 0.5.15 there was one version for the reply.
+    # Before 0.5.15 a reply had a single version.
     del line["response"]["meta_info"]["weight_versions"]
     record = from_sglang(line["response"], SPEC, key="a", prompt_token_ids=line["prompt_token_ids"])
     assert {span.weight_version for span in record.spans} == {4}
@@ -123,7 +124,7 @@ def test_files_are_imported_and_read_back(tmp_path, form):
     record = store.read(refs[-1])
     np.testing.assert_array_equal(record.routes, np.sort(ROUTES))
     assert record.token_ids.tolist() == TOKENS
-    # summed up from what was sent, also where a turn continues another one
+    # The source sum is computed from what was sent, also when a turn continues another one.
     assert all(summed(store, ref) for ref in refs)
     if form != "lists":
         # The second turn stores its own rows only.

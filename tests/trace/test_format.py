@@ -1,4 +1,4 @@
-"""The bytes of docs/reference/trace_format.md: read here by a parser of its own, and frozen by a digest."""
+"""Tests the bytes of docs/reference/trace_format.md with an independent parser, and freezes them with a digest."""
 
 import json
 import struct

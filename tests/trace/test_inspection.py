@@ -1,4 +1,4 @@
-"""Facts of a store against counts by hand, faults that only the whole store shows, and comparisons of two stores."""
+"""Tests facts of a store against counts by hand, faults that show only in the whole store, and comparisons."""
 
 import itertools
 import math
@@ -20,7 +20,7 @@ from tests.support.refusals import refused
 
 @pytest.fixture
 def store(tmp_path, spec, write_shard):
-    """Two shards; the last record of each continues the first."""
+    """Two shards; the last record of each continues its first."""
     return [write_shard(tmp_path, f"s{n}", spec, seed=10 * n, prefix=f"step{n}/p") for n in range(2)]
 
 
@@ -32,7 +32,7 @@ def pairs_by_hand(routes, num_experts):
 
 
 def own_rows(store):
-    """Own rows of every record: those that continue another leave out its first two."""
+    """Return the own rows of every record: a record that continues another lacks its first two."""
     return np.concatenate([routes[2 if at == 3 else 0 :] for shard in store for at, routes in enumerate(shard.routes)])
 
 
@@ -60,7 +60,7 @@ def test_facts_are_those_of_the_records(tmp_path, spec, store):
 
 
 def test_stored_counts_and_decoded_ones_are_added_alike(tmp_path, spec, random_routes, decoded):
-    """Long records have counts in their metadata, short ones do not."""
+    """Long records store their counts; short ones do not."""
     lengths = (400, 3)
     routes = [random_routes(spec, rows, seed=rows) for rows in lengths]
     with ShardWriter(tmp_path, "s", spec) as writer:
@@ -94,7 +94,7 @@ def test_coactivation_counts_pairs(tmp_path, spec, store):
 
 
 def test_order0_entropy_is_that_of_the_fitted_distribution():
-    """Against all sets listed: the maximum-entropy distribution with these marginals is P ~ product of weights."""
+    """All sets are listed: the maximum-entropy distribution with these marginals has P ~ product of weights."""
     weights = np.array([5.0, 3.0, 1.0, 0.5, 0.2, 0.0])
     sets = list(itertools.combinations(range(6), 3))
     chance = np.array([weights[list(s)].prod() for s in sets])
@@ -141,7 +141,7 @@ def test_records_are_selected_by_pattern(tmp_path, store):
 
 
 def changed(routes, places, num_experts=32):
-    """Another expert in place of the last one of each set (token, layer)."""
+    """Replace the last expert of each set (token, layer)."""
     routes = routes.copy()
     for token, layer in places:
         routes[token, layer, -1] = next(e for e in reversed(range(num_experts)) if e not in routes[token, layer])

@@ -1,4 +1,4 @@
-"""What was published and removed, in order, by the store's own account; and what follows from it."""
+"""Tests the manifest: what was published and removed, in order, and what follows from it."""
 
 import fcntl
 import json
@@ -43,7 +43,7 @@ def test_a_shard_that_is_not_the_published_one_is_refused(tmp_path, spec, write_
     shutil.copy(other.path, tmp_path / "s.safetensors")
     with refused(TraceError, TraceStore(tmp_path).manifest().published["s"].digest, fault="damaged shard", shard="s"):
         TraceStore(tmp_path).read(other.refs[0])
-    # Brought there under a name that was never published here: readable, and not in the manifest.
+    # Copied here under a name that was never published: readable, but not in the manifest.
     (tmp_path / "s.safetensors").unlink()
     third = write_shard(tmp_path / "third", "t", spec, seed=2)
     shutil.copy(third.path, tmp_path / "t.safetensors")

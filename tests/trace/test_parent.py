@@ -1,4 +1,4 @@
-"""Records that continue others: a group's prompt and earlier turns are stored once."""
+"""Tests records that continue others: a group's prompt and earlier turns are stored once."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ def test_a_groups_prompt_is_stored_once(tmp_path, spec, random_routes, decoded):
 
 
 def test_every_prefix_of_turns_over_shards(tmp_path, spec, random_routes, decoded):
-    """Three turns in three shards that are cut into chunks differently, each from the middle of the one before."""
+    """Three turns in three shards with different chunk sizes; each turn starts in the middle of the previous one."""
     expected, tokens, ref = np.empty((0, 3, 4), np.uint16), [], None
     for turn, (keep, rows) in enumerate([(0, 7), (5, 6), (9, 4)]):
         own = random_routes(spec, rows, turn)
@@ -59,7 +59,7 @@ def test_every_prefix_of_turns_over_shards(tmp_path, spec, random_routes, decode
 
 
 def test_any_rows_of_a_record_that_continues_a_shorter_block(tmp_path, spec, random_routes, decoded):
-    """A block of the parent has more rows than the record takes of it: rows behind these are none of the parent's."""
+    """A block of the parent has more rows than the record uses; the later rows are not part of the sequence."""
     prompt, own = random_routes(spec, 6), random_routes(spec, 3, 1)
     with ShardWriter(tmp_path, "s", spec, token_block=4) as writer:
         first = writer.add("p", prompt, range(6), decoded(6))

@@ -1,4 +1,4 @@
-"""One sequence recorded by several pipeline stages, each with its own layers, joined by the reader."""
+"""Tests sequences recorded by several pipeline stages, each with its own layers, and joined by the reader."""
 
 from dataclasses import replace
 
@@ -24,11 +24,11 @@ def _columns(layers):
 
 @pytest.fixture(params=STAGES)
 def stages(request, tmp_path, random_routes, decoded):
-    """A prompt and its continuation, recorded by three stages; store, references and routes."""
+    """A prompt and its continuation recorded by three stages; store, references and routes."""
     prompt, more = random_routes(SPEC, 9, 1), random_routes(SPEC, 6, 2)
     refs = []
     for number, layers in enumerate(STAGES[request.param]):
-        # Stages may cut their chunks differently.
+        # Stages may use different chunk sizes.
         layout = {"layer_group": 1 + number % 2, "token_block": 4 + number // 2}
         with ShardWriter(tmp_path, f"stage{number}", SPEC, layers=layers, **layout) as writer:
             first = writer.add("p", prompt[:, _columns(layers)], range(9), decoded(9))
@@ -128,7 +128,7 @@ def test_parts_of_different_sequences_are_refused(tmp_path, random_routes, decod
 
 
 def test_stages_that_continue_different_records(tmp_path, random_routes, decoded):
-    """One stage stored the prompt apart, another as part of the sequence, a third cut it elsewhere."""
+    """One stage stored the prompt separately, one as part of the sequence, and one split it at another row."""
     refs, routes = [], random_routes(SPEC, 9)
     for number, (layers, cut) in enumerate([((0, 2), 0), ((3, 4), 5), ((5,), 3)]):
         some = routes[:, _columns(layers)]

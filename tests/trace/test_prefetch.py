@@ -1,4 +1,4 @@
-"""Reading ahead: the same records, from memory, within a bound."""
+"""Tests reading ahead: the same records, served from memory, within a memory bound."""
 
 import os
 import threading
@@ -45,7 +45,7 @@ def test_later_reads_are_served_from_memory(filled, monkeypatch):
     store.read_batch([(refs[0], None), (refs[1], (50, 100))], out, layers=[1, 3])
     np.testing.assert_array_equal(out, np.concatenate([routes[0], routes[1][50:]])[:, 1:])
     assert seen == []
-    # Once each; other layers and other records come from the file.
+    # Each record is served once; other layers and records are read from the file.
     store.read(refs[2], layers=[1, 3])
     store.read_batch([(refs[3], None), (refs[5], None)], np.empty((200, 2, 4), np.uint8), layers=[1, 3])
     np.testing.assert_array_equal(store.read(refs[3]).routes, routes[3])

@@ -1,4 +1,4 @@
-"""What a dead writer left: every complete record before the first damaged byte, nothing else."""
+"""Tests recovery after a dead writer: every complete record before the first damaged byte, and nothing else."""
 
 import errno
 import os
@@ -15,7 +15,7 @@ from tests.support.refusals import refused, tells
 
 @pytest.fixture
 def left(tmp_path, spec, random_routes, decoded):
-    """The file of a writer that died, in a copy; where its frames end; what was in them."""
+    """A copy of a dead writer's file, the end of each frame, and the frames' content."""
     lengths = (3, 2, 5)
     routes = [random_routes(spec, rows, rows) for rows in lengths]
     writer = ShardWriter(tmp_path, "s", spec, layer_group=2, token_block=2)
@@ -37,7 +37,7 @@ def left(tmp_path, spec, random_routes, decoded):
 def _expect(store, recovered, name, refs, routes):
     assert [ref.key for ref in recovered.records] == [ref.key for ref in refs]
     for ref, old, one in zip(recovered.records, refs, routes, strict=True):
-        # The digests do not change: a reference of before needs the new shard's name only.
+        # Digests stay the same: an old reference only needs the new shard's name.
         assert ref == replace(old, parts=(replace(old.parts[0], shard=name),))
         np.testing.assert_array_equal(store.read(ref).routes, one)
         assert len(store.aux(ref, "logprobs")) == store.info(ref).own_rows

@@ -1,4 +1,4 @@
-"""Stores behind an fsspec URL: the same records by the same exact ranges; nothing is written there."""
+"""Tests stores behind an fsspec URL: the same records by the same exact ranges, and no writes."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ fsspec = pytest.importorskip("fsspec")
 
 @pytest.fixture(params=["file", "memory"])
 def url(request, tmp_path, spec, write_shard):
-    """A store copied to where the URL points, and what is in it."""
+    """A store copied to where the URL points, and its content."""
     shards = [write_shard(tmp_path / "store", f"s{i}", spec, seed=i) for i in range(2)]
     if request.param == "file":
         return f"file://{tmp_path}/store", shards, tmp_path / "store"

@@ -1,4 +1,4 @@
-"""The number of what left the sampler's engine: it adds up, and any change on the way changes it."""
+"""Tests the checksum of what left the sampler's engine: parts add up, and any change on the way changes it."""
 
 import numpy as np
 from hypothesis import given, settings

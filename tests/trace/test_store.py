@@ -1,4 +1,4 @@
-"""Round trips, names, retention, and what a read touches."""
+"""Tests round trips, names, retention, and which bytes a read touches."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Every planted fault is refused, with a message that names request, token and layer."""
+"""Tests that every planted fault is refused, with request, token and layer in the message."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ TOKENS = [5, 6, 7, 8, 9]
 
 @pytest.fixture
 def stored(tmp_path, spec, random_routes):
-    """A good record as the store gives it, and its reference. Layers 0, 1, 3; 5 tokens; weight version 7."""
+    """A valid record as the store returns it, and its reference. Layers 0, 1, 3; 5 tokens; weight version 7."""
     with ShardWriter(tmp_path, "s", spec) as writer:
         ref = writer.add("step1/p0:0", random_routes(spec, 5), TOKENS, [Span(5, 7, Provenance.DECODE)])
     return TraceStore(tmp_path).read(ref), ref
@@ -249,7 +249,7 @@ def test_constant_buffers_are_refused(spec, random_routes):
     one_expert = TraceSpec("m", 32, 1, "mm")
     with refused(RouteValidationError, fault="equal tokens", got=("[0]",)):
         check(np.zeros((8, 2, 1), np.uint8), spec=one_expert)
-    # What may well be: short or one-token runs, models whose router has no choice, and all that varies at all.
+    # Valid cases: short or one-token sequences, models whose router has no choice, and any variation at all.
     check(same_rows[:7], tokens[:7])
     check(same_rows, [1] * 8)
     check(np.tile(np.arange(4, dtype=np.uint8), (8, 3, 1)), spec=TraceSpec("m", 4, 4, "mmdm"))

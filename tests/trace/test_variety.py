@@ -1,4 +1,5 @@
-"""Which well-formed routes no router made; none is refused that a router may have made, a collapsed one too."""
+"""Tests which well-formed routes are refused as impossible. Routes of a real router, even a collapsed one, are
+accepted."""
 
 import numpy as np
 import pytest
@@ -92,7 +93,7 @@ def test_a_stuck_whole_of_many_layers_needs_four_rows(random_routes):
 @settings(max_examples=200)
 @given(st.data())
 def test_routers_are_not_refused_healthy_or_collapsed(data):
-    """Routers of one to all sets, each with numbers of its own for its experts, over tokens that repeat."""
+    """Routers with one to all sets, each with its own numbering of experts, over tokens that repeat."""
     experts = data.draw(st.sampled_from([16, 32, 64]), "experts")
     top_k = data.draw(st.integers(2, 6), "top_k")
     layers = data.draw(st.integers(1, 12), "layers")
@@ -100,7 +101,7 @@ def test_routers_are_not_refused_healthy_or_collapsed(data):
     tokens = rng.integers(0, data.draw(st.integers(2, 50), "vocabulary"), data.draw(st.integers(0, 40), "rows"))
     routes = np.empty((len(tokens), layers, top_k), np.uint8)
     for layer in range(layers):
-        # The same tokens may fall into the same classes in several layers, as the collapsed ones of a small model do.
+        # The same tokens may fall into the same classes in several layers, as in the collapsed layers of a small model.
         sets = data.draw(st.sampled_from([1, 2, 3, 8, 60]), "sets")
         chosen = np.argsort(rng.random((sets, experts)), -1)[:, :top_k]
         if sets == 1 and (np.ptp(chosen) == top_k - 1):  # one of the two sets that a collapsed router must not have

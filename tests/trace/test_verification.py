@@ -1,4 +1,4 @@
-"""verify() finds every damage, and nothing in a good shard."""
+"""Tests that verify() finds every damage, and nothing in an intact shard."""
 
 import os
 

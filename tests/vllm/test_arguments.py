@@ -1,4 +1,4 @@
-"""The engine in a child process and a server start vLLM with the same arguments, but for those that have a reason."""
+"""Tests that the engine in a child process and a server start vLLM alike; each difference has a stated reason."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Started(Exception):
 
 @pytest.fixture
 def of_engine(tmp_path):
-    """What the engine of a run is started with."""
+    """Return the arguments that a run's engine starts with."""
 
     def start(*overrides: str) -> dict[str, object]:
         import vllm
@@ -45,7 +45,7 @@ def of_engine(tmp_path):
 
 @pytest.fixture
 def of_server(tmp_path):
-    """What a server of the run is started with, or one that serves `model`; further: arguments behind "--"."""
+    """Return the arguments of a run's server, or of one that serves `model`; `further` are arguments after "--"."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def start(*overrides: str, further: tuple[str, ...] = (), model: str = "") -> dict[str, object]:
@@ -101,6 +101,6 @@ def test_what_the_config_decides_may_be_replaced_for_one_server(of_server):
     ],
 )
 def test_a_server_of_a_model_starts_on_a_cpu_that_others_use_too(of_server, further, cache, share):
-    """Without a size vLLM wants 0.92 of the memory to be free."""
+    """Without a size, vLLM requires 0.92 of the memory to be free."""
     server = of_server(further=further, model="assets/tiny_moe/policy")
     assert (server["kv_cache_memory_bytes"], server["gpu_memory_utilization"]) == (cache, share)

@@ -1,4 +1,4 @@
-"""What the patched vLLM does on CPUs with AMX and without: which back end, and whose permission for tiles."""
+"""Tests the patched vLLM on CPUs with and without AMX: which back end it uses, and who asks for AMX tiles."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[2]
 
-# In a process of its own, because it loads vLLM's platform again and again. The answers to "does this CPU have AMX" and
-# "does the kernel grant it" are made up, so that each kind of CPU is met on every CPU; "real" asks both in earnest.
+# Runs in a process of its own, because it loads vLLM's platform repeatedly. The answers to "does this CPU have AMX" and
+# "does the kernel grant it" are faked, so that every kind of CPU is tested on every CPU; "real" asks the real machine.
 SCRIPT = """
 import ctypes, importlib, json, types
 import torch, vllm.platforms.cpu as cpu
@@ -54,7 +54,7 @@ print("ANSWER", json.dumps(answer))
 
 @pytest.fixture(scope="module")
 def told() -> tuple[dict, str]:
-    """What SCRIPT found, and all that it printed."""
+    """Return what SCRIPT found, and everything that it printed."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
@@ -154,7 +154,7 @@ os._exit(0)
 
 
 def test_the_amx_back_end_takes_updates(tmp_path):
-    """It packs weights and samples nothing here, which takes no AMX."""
+    """Only packs weights and samples nothing, which needs no AMX."""
     from safetensors.torch import load_file
 
     from moe_rl.weights.update import encode

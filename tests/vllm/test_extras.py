@@ -1,4 +1,4 @@
-"""The sampler's hook driven by hand: whose support is kept, and what is said of a token whose draw was not seen."""
+"""Tests the sampler's hook, driven by hand: whose support is kept, and the error for a draw that was not seen."""
 
 from itertools import count
 from types import SimpleNamespace

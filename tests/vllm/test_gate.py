@@ -1,7 +1,7 @@
-"""The gate in front of a stub of vLLM: whatever is asked of any route, the answer says what is wrong with it or vLLM is
-asked something that it can do, and the server answers the next call as before.
+"""Tests the gate in front of a stub of vLLM.
 
-tests/rollout/test_server.py asks a real server the worst of it.
+For any call of any route, either the answer says what is wrong, or vLLM is asked for something it can do. Afterwards
+the server answers the next call as before. tests/rollout/test_server.py sends the worst calls to a real server.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ OTHERS = [
 
 
 class Engine:
-    """What the gate asks of vLLM's engine; it dies of what a real one dies of."""
+    """Stands in for vLLM's engine behind the gate; it dies of whatever a real engine dies of."""
 
     errored, dead_error = False, RuntimeError("dead")
 
@@ -145,7 +145,7 @@ class Engine:
 
 
 class Vllm:
-    """vLLM's own routes: an answer that says what reached them."""
+    """Stands in for vLLM's own routes; its answer says what reached them."""
 
     def __init__(self, engine: Engine):
         self.engine, self.asked = engine, []
@@ -170,7 +170,7 @@ class Vllm:
 
 
 class Server:
-    """Gate and stub, as one ASGI application."""
+    """Runs gate and stub as one ASGI application."""
 
     def __init__(self, folder: Path):
         (folder / "token").write_text(TOKEN)
@@ -183,7 +183,7 @@ class Server:
         self.app = lambda scope, receive, send: self.gate(scope | {"app": app}, receive, send)
 
     def ask(self, method: str, path: str, content: bytes = b"", headers: dict | None = None) -> httpx.Response:
-        """The answer, by a client that has the token."""
+        """Return the answer to a call with the token."""
         return asyncio.run(self._ask(method, path, content, {"Authorization": f"Bearer {TOKEN}"} | (headers or {})))
 
     async def _ask(self, method: str, path: str, content: bytes, headers: dict) -> httpx.Response:
@@ -192,7 +192,7 @@ class Server:
             return await asyncio.wait_for(client.request(method, path, content=content, headers=headers), 20)
 
     def answers(self, method: str, path: str, content: bytes = b"", headers: dict | None = None) -> httpx.Response:
-        """As `ask`; what must hold of every answer, and of the server behind it, does."""
+        """Call as `ask` does, and check what must hold for every answer and for the server afterwards."""
         began = time.monotonic()
         answer = self.ask(method, path, content, headers)
         assert answer.status_code in DOCUMENTED, answer.text
@@ -204,7 +204,7 @@ class Server:
         return answer
 
     def alive(self) -> None:
-        """It samples and scores, once it is let and has weights."""
+        """Check that the server samples and scores, once it is released and has weights."""
         self.answers("POST", "/moe_rl/release", b'{"requests": 0}')
         whole = UPDATE | {"source": {"type": "files", "paths": ["v1"]}}
         assert self.answers("POST", "/moe_rl/update", json.dumps(whole).encode()).status_code == 200
@@ -232,7 +232,7 @@ def server(tmp_path_factory):
 
 
 def planted(body: object, path: tuple, value: object) -> object:
-    """A copy of `body` with another value at `path`."""
+    """Return a copy of `body` with another value at `path`."""
     if not path:
         return value
     body = copy.deepcopy(body)
@@ -244,7 +244,7 @@ def planted(body: object, path: tuple, value: object) -> object:
 
 
 def places(body: object, path: tuple = ()) -> list[tuple]:
-    """Paths of everything in a JSON value, itself included."""
+    """Return the paths of everything in a JSON value, itself included."""
     inner = body.items() if isinstance(body, dict) else enumerate(body) if isinstance(body, list) else ()
     return [path, *(place for step, value in inner for place in places(value, (*path, step)))]
 
@@ -265,12 +265,12 @@ CHANGES = [
 
 
 def asked(path: str, place: tuple, value: object) -> bytes:
-    """The body of a call of `path` with another value at `place`."""
+    """Return the body of a call of `path` with another value at `place`."""
     return json.dumps(planted(BODIES[path], place, value)).encode()
 
 
 def test_a_healthy_call_of_every_route_is_answered(server):
-    """The witness: what the others change is else answered, or refused for the one thing that a stub does not have."""
+    """This is the witness for the other tests: the calls that they change are answered or need what a stub lacks."""
     for path, body in BODIES.items():
         method = "GET" if path in ("/moe_rl/stats", "/moe_rl/recording") else "POST"
         answer = server.answers(method, path, b"" if body is None else json.dumps(body).encode())
@@ -284,7 +284,7 @@ def test_a_healthy_call_of_every_route_is_answered(server):
 
 
 def test_every_field_of_every_route_may_hold_anything(server):
-    """Each value that is often not thought of, in each place of each body: some 4000 calls."""
+    """Tries each commonly forgotten value in each place of each body: some 4000 calls."""
     counts = {}
     for path, place, value in CHANGES:
         status = server.answers("POST", path, asked(path, place, value)).status_code
@@ -335,7 +335,7 @@ def test_any_call_is_answered(server, method, path, content, headers):
 
 @pytest.mark.parametrize("path", [path for path, body in BODIES.items() if body is not None])
 def test_a_body_that_does_not_come_is_refused_in_time(server, path):
-    """Half a body and then nothing; half a body and then no client."""
+    """Half a body and then silence; half a body and then a disconnect."""
 
     async def ask(rest: dict | None) -> list[dict]:
         come = [{"type": "http.request", "body": b'{"sink":', "more_body": True}]
@@ -399,7 +399,7 @@ def test_routes_of_vllm_that_the_gate_does_not_know_are_not_reached(server, path
 
 
 def test_only_the_run_that_took_the_server_last_is_answered(server):
-    """What the former asks would hold, abandon or publish what the other samples; who is no run asks as ever."""
+    """An earlier run's calls could hold, abandon or publish the later run's samples. Calls without a run still work."""
     former, now = {"moe-rl-run": "a"}, {"moe-rl-run": "b"}
     for run in (former, now):
         assert server.answers("POST", "/moe_rl/adopt", headers=run).status_code == 200

@@ -1,4 +1,5 @@
-"""Routes of an offline LLM, from a plain script without a guard, are what the engine of a run records."""
+"""Tests that an offline LLM in a plain script, without a `__main__` guard, records the same routes as a run's
+engine."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ np.savez(sys.argv[2], layers=found[0].layers, **arrays)
 
 @pytest.mark.parametrize("given", [{}, {"gpu_memory_utilization": 0.1}, {"kv_cache_memory_bytes": 64 << 20}])
 def test_a_kv_cache_that_nobody_sizes_is_small_on_a_cpu(given):
-    """vLLM would take most of the machine's memory, and end with a long traceback where it is not free."""
+    """vLLM would take most of the machine's memory, and end with a long traceback if that is not free."""
     import vllm
 
     with patch.object(vllm, "LLM", side_effect=InterruptedError) as llm, pytest.raises(InterruptedError):

@@ -1,4 +1,5 @@
-"""Patch series: exact both ways on vLLM's own files, and every state told apart on a series made for the test."""
+"""Tests the patch series: applied and reverted exactly on vLLM's own files; every state recognised on a made-up
+series."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def digests(root: Path) -> dict[str, str]:
 
 
 def copy_installed(root: Path, *, built: bool) -> Path:
-    """An unpatched copy of the files that the series of the installed vLLM touches, and a bystander."""
+    """Copy the files that the installed vLLM's series changes, unpatched, and one file that it does not change."""
     installed = patches.inspect()
     for path in (*["_version.py"] * built, *installed.files):
         (root / path).parent.mkdir(parents=True, exist_ok=True)
@@ -48,13 +49,13 @@ def copy_installed(root: Path, *, built: bool) -> Path:
 
 @pytest.fixture
 def tree(tmp_path):
-    """As an installed package: the folder itself, with the _version.py of its build."""
+    """An installed package: the folder itself, with the _version.py of its build."""
     return copy_installed(tmp_path / "vllm", built=True)
 
 
 @pytest.fixture
 def checkout(tmp_path):
-    """As a git checkout that was never built: vllm/ inside, no _version.py, everything in git's index."""
+    """A git checkout that was never built: vllm/ inside, no _version.py, everything in git's index."""
     copy_installed(tmp_path / "source" / "vllm", built=False)
     git(tmp_path / "source", "init", "--quiet")
     git(tmp_path / "source", "add", ".")
@@ -186,7 +187,7 @@ def test_looking_does_not_import_vllm():
 
 @pytest.mark.long
 def test_the_patched_worker_does_not_need_moe_rl():
-    """That the hook is found where moe_rl is installed is what every test with an engine shows."""
+    """Every test with an engine shows that the hook is found where moe_rl is installed."""
     patches.check()
     code = "import sys; sys.modules['moe_rl'] = None\n"
     code += "from vllm.v1.worker import gpu_worker; print('hook', gpu_worker.attach_recorder)"
@@ -258,7 +259,7 @@ def diff(path: str, before: bytes, after: bytes) -> str:
 
 
 def write_series(folder: Path, version: str, changes: dict[str, list], ran: str | None = "a test") -> None:
-    """changes: patch name -> (path, before, after) of every file it changes."""
+    """Write a series. `changes` maps a patch name to (path, before, after) of every file it changes."""
     (folder / version).mkdir(parents=True)
     base = []
     for name, files in changes.items():
@@ -338,7 +339,7 @@ def test_every_state_is_told_refused_or_undone(shipped, tmp_path, a, b, summary,
 
 
 def test_the_files_decide_the_version_of_a_checkout(shipped, tmp_path):
-    """Releases share files: only what tells them apart counts, patched or not."""
+    """Releases share files, so only the files that differ count, patched or not."""
     other = A0.replace(b"a20\n", b"a20 of 9.9.1\n")
     write_series(shipped, "9.9.1", {"1.patch": [("a.py", other, other + b"end\n"), ("sub/b.py", B0, B1)]})
     for at, (a, b, version) in enumerate(

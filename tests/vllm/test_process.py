@@ -1,4 +1,4 @@
-"""The temporary folder of vLLM: its own while its process lives, removed by the next one when that was killed."""
+"""Tests vLLM's temporary folder: locked while its process lives, removed by the next process after a kill."""
 
 import os
 import secrets
@@ -40,7 +40,7 @@ def test_the_next_one_removes_what_a_killed_process_left_and_nothing_else(tmp_pa
 
 
 def test_memory_that_workers_shared_goes_with_it(tmp_path, monkeypatch):
-    """vLLM names it after the file by which its workers met. Another engine's stays."""
+    """vLLM names shared memory after the file by which its workers met. Another engine's memory stays."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     mine, other = (f"vllm_dist_{secrets.token_hex(16)}" for _ in range(2))
     shared = [Path("/dev/shm") / f"{name}-tp:0-[0-1]-cpushm_0" for name in (mine, other)]
@@ -57,7 +57,7 @@ def test_memory_that_workers_shared_goes_with_it(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("outlive", [True, False])
 def test_a_process_does_not_die_of_what_it_prints_on_a_full_disk(tmp_path, outlive):
-    """The engine that cannot write its log must still tell the trainer that the disk is full."""
+    """An engine that cannot write its log must still report the full disk to the trainer."""
     code = (
         "import resource, sys, traceback; from moe_rl.vllm.process import outlive_a_full_log\n"
         f"{'outlive_a_full_log()' if outlive else ''}\n"

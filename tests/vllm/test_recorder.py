@@ -1,4 +1,4 @@
-"""The recorder driven by hand: what real vLLM on a CPU does rarely, or never, but may do elsewhere.
+"""Tests the recorder, driven by hand, in cases that real vLLM on a CPU rarely or never produces.
 
 Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
 """
@@ -27,7 +27,7 @@ LAYERS, EXPERTS, TOP_K, BLOCK = (1, 3), 8, 2, 4
 
 
 class FakeCapture:
-    """The buffer, without a model to bind it to."""
+    """Holds the capture buffer, without a model to bind it to."""
 
     layers = LAYERS
 
@@ -40,7 +40,7 @@ class FakeCapture:
 
 
 class LateEvent:
-    """A copy that has not arrived until it is told to, or waited for."""
+    """Stands for a copy that arrives only when told to, or when waited for."""
 
     def __init__(self, waits: list):
         self.arrived, self._waits = False, waits
@@ -54,7 +54,7 @@ class LateEvent:
 
 
 class Engine:
-    """As much of vLLM's worker and runner as the recorder looks at. Routes depend on token, position and pass."""
+    """Stands for vLLM's worker and runner as the recorder sees them. Routes depend on token, position and pass."""
 
     def __init__(self, root, monkeypatch, *, blocks: int = 16, speculates: bool = False):
         self.tables = SimpleNamespace(slot_mapping=SimpleNamespace(gpu=torch.zeros(64, dtype=torch.int64)))
@@ -84,11 +84,18 @@ class Engine:
         self, *, new=(), cached=(), resumed=(), finished=(), preempted=(), copies=(), silent=None, spoil=None,
         shift=0, hooks=("before", "after"), drafts=(),
     ) -> None:  # fmt: skip
-        """One step. new: (id, key, blocks, computed, tokens). cached, resumed: (id, blocks, computed, tokens, table).
+        """Run one step.
 
-        table: the whole block table of a cached request, to know where its tokens go. silent: a layer that reports
-        nothing. spoil: an expert id to report instead. shift: added to every slot. hooks: those that are called.
-        drafts: id -> drafted tokens among those forwarded.
+        Args:
+            new: (id, key, blocks, computed, tokens) of each new request.
+            cached, resumed: (id, blocks, computed, tokens, table); `table` is the request's whole block table, which
+                says where
+                its tokens go.
+            silent: a layer that reports nothing.
+            spoil: an expert id to report instead.
+            shift: added to every slot.
+            hooks: the hooks that are called.
+            drafts: id -> drafted tokens among those forwarded.
         """
         forwarded, slots, positions = [], [], []
         for table, computed, tokens in [(b, c, t) for _, _, b, c, t in new] + [(b, c, t) for *_, c, t, b in cached]:
@@ -140,13 +147,13 @@ class Engine:
 
     @staticmethod
     def routes(tokens, positions, passes) -> np.ndarray:
-        """[T, L, K] int32 with distinct experts in a row, other ones in every pass."""
+        """Return routes [T, L, K] int32 with distinct experts in a row, different in every pass."""
         first = np.asarray(tokens, np.int32) + 3 * np.asarray(positions, np.int32) + 5 * passes
         chosen = [np.stack([(first + layer) % 8, (first + layer + 3) % 8], -1) for layer in LAYERS]
         return np.stack(chosen, 1).astype(np.int32)
 
     def check(self, key: str, tokens, routes, *, versions=None) -> None:
-        """Publish what is open and compare the record of `key`."""
+        """Publish the open shard and compare the record of `key`."""
         (ref,) = self.recorder.publish("shard", {key: tokens}).values()
         self.compare(key, ref, tokens, routes, versions)
 
@@ -173,7 +180,7 @@ def test_prefix_chunks_and_a_surplus_row(fake):
     fake.step(new=[("a", "key/a", [5, 2], 0, a[:6])])
     fake.step(cached=[("a", None, 6, a[6:], [5, 2])], new=[("b", "key/b", [5, 9], 4, b[4:])])
     fake.step(cached=[("b", None, 5, [99], [5, 9])])
-    # The blocks of both are someone else's in the very step in which their end is told.
+    # The blocks of both requests get new owners in the same step in which their end is reported.
     fake.step(new=[("c", None, [5, 2], 0, [1] * 8)], finished=["a", "b"])
     refs = fake.recorder.publish("shard", {"key/a": a, "key/b": b})
     first, second = fake.routes(a, range(7), 0), fake.routes(a, range(7), 1)
@@ -185,7 +192,8 @@ def test_prefix_chunks_and_a_surplus_row(fake):
 
 
 def test_a_block_may_be_shared_in_the_step_it_is_given_out(fake):
-    """a, already running, gets block 2 and fills it; b, new in this step, hits it: vLLM decides so, in that order."""
+    """a, already running, gets block 2 and fills it; b, new in this step, hits that block. vLLM decides in this
+    order."""
     a = [11, 12, 13, 14, 15, 16, 17, 18]
     fake.step(new=[("old", None, [2, 5], 0, [1] * 8)])
     fake.step(new=[("a", "a", [1], 0, a[:4])], finished=["old"])
@@ -225,7 +233,7 @@ def test_a_request_may_end_while_it_is_preempted(fake):
 
 
 def test_rejected_drafts_are_written_over(tmp_path, monkeypatch):
-    """Two of three drafts are rejected: their rows stay until the right tokens come to their positions."""
+    """Two of three drafts are rejected: their rows stay until the right tokens reach their positions."""
     fake = Engine(tmp_path / "trace", monkeypatch, speculates=True)
     fake.step(new=[("a", "a", [1, 2], 0, [8, 9])])
     fake.step(cached=[("a", None, 2, [10, 50, 51, 52], [1, 2])])
@@ -237,7 +245,7 @@ def test_rejected_drafts_are_written_over(tmp_path, monkeypatch):
 
 
 def test_rejected_drafts_are_not_kept_over_a_preemption(tmp_path, monkeypatch):
-    """Preempted right after a step whose drafts were rejected; vLLM has not said so when the rows are saved."""
+    """A preemption follows a step with rejected drafts; vLLM has not reported the rejection when the rows are saved."""
     fake = Engine(tmp_path / "trace", monkeypatch, speculates=True)
     fake.step(new=[("a", "a", [1, 2], 0, [8, 9])])
     fake.step(cached=[("a", None, 2, [10, 50, 51], [1, 2])], drafts={"a": [50, 51]})
@@ -262,7 +270,7 @@ def test_a_block_copied_for_a_partial_hit(fake):
 
 
 def test_late_copies_are_waited_for_in_order(fake, monkeypatch):
-    """As on an accelerator: the copy of a step arrives after its blocks have gone to another request."""
+    """As on an accelerator, the copy of a step arrives after its blocks went to another request."""
     events, waits = [], []
 
     def to_host(tensors):
@@ -314,7 +322,7 @@ def test_a_dropped_step_is_an_error(fake):
 
 
 def test_a_step_that_nobody_announced_is_missed(fake):
-    """Both hooks skipped for a step: its token is missing, though the slot is in the request's block."""
+    """Both hooks are skipped for a step: its token is missing although its slot is in the request's block."""
     fake.step(new=[("a", "a", [1], 0, [8, 9])])
     fake.step(cached=[("a", None, 2, [10], [1])], hooks=())
     fake.step(cached=[("a", None, 3, [11], [1])])
@@ -339,7 +347,7 @@ def test_a_wrong_offset_is_an_error(fake):
 
 
 def test_a_reused_block_is_refused_for_its_request_alone(fake):
-    """The scheduler gives a block away while its owner is still running: a bug elsewhere, seen here."""
+    """The scheduler gives a block away while its owner is still running: a bug elsewhere that shows here."""
     fake.step(new=[("a", "a", [1], 0, [8, 9]), ("b", "b", [2], 0, [8, 9])])
     fake.step(new=[("c", None, [1], 0, [8, 9])])
     fake.step(finished=["a", "b"])
@@ -397,7 +405,7 @@ def test_other_tokens_than_the_sampler_returned_are_an_error(fake):
     ],
 )
 def test_a_request_that_asks_for_the_impossible_is_told_when_its_routes_are_wanted(fake, asks, reason):
-    """It is sampled all the same: a client's mistake must not end an engine that others use."""
+    """The request is sampled anyway: a client's mistake must not end an engine that others use."""
     fake.step(new=[("a", asks, [1], 0, [8, 9, 10]), ("b", "b", [2], 0, [8, 9, 10])])
     fake.step(finished=["a", "b"])
     sink = asks.get("moe_rl_sink", "None")
@@ -447,7 +455,7 @@ def test_layouts_that_would_record_wrongly_are_refused(changes, message):
 
 
 def test_a_worker_that_nobody_could_ask_for_routes_is_refused():
-    """An LLM(additional_config={"moe_rl": ...}) without our worker extension."""
+    """Tests an LLM(additional_config={"moe_rl": ...}) without our worker extension."""
     worker = SimpleNamespace(vllm_config=vllm_config(additional_config={"moe_rl": {"trace_root": "routes"}}))
     with refused(EngineError, "moe_rl.record", argument="additional_config"):
         attach_recorder(worker)
@@ -461,7 +469,7 @@ def test_an_engine_that_does_not_ask_gets_no_recorder(additional):
 
 
 def test_a_shard_whose_disk_is_full_is_told_as_that_whatever_is_asked_for(fake, monkeypatch):
-    """Requests that end after it would have said that the shard is closed, which is what came of it, not why."""
+    """Requests that end later must report the full disk, not the closed shard that resulted from it."""
     real, fired = os.pwrite, []
 
     def full(descriptor, data, at):
@@ -484,7 +492,7 @@ def test_a_shard_whose_disk_is_full_is_told_as_that_whatever_is_asked_for(fake, 
 
 
 def test_the_sum_is_of_the_rows_that_the_reference_names(fake):
-    """b stores its last rows only. c continues a and computes some of its rows again: stored are those of a."""
+    """b stores only its last rows. c continues a and computes some of a's rows again; a's version is stored."""
     a, b = [11, 12, 13, 14, 15, 16, 17], [21, 22, 23, 24, 25]
     fake.step(new=[("a", "a", [5, 2], 0, a)])
     fake.step(new=[("b", {"moe_rl_key": "b", "moe_rl_sink": "shard", "moe_rl_start": 2}, [3, 4], 0, [*b, 99])])
@@ -509,7 +517,7 @@ def test_the_sum_is_of_the_rows_that_the_reference_names(fake):
 
 @pytest.fixture
 def replayed(fake):
-    """Sample two requests of equal length with a fault, and give the trainer what was published."""
+    """Sample two requests of equal length with a fault, and pass what was published to the trainer."""
 
     def run(plant=lambda fake: None):
         a, b = [11, 12, 13, 14, 15, 16], [21, 22, 23, 24, 25, 26]
@@ -539,7 +547,7 @@ def test_what_left_the_buffer_is_what_is_replayed(replayed):
 
 
 def exchange(*columns):
-    """In the mirror of the KV cache, the columns of the first rows of both requests."""
+    """Exchange two columns of the first rows of both requests in the mirror of the KV cache."""
 
     def plant(fake):
         for column in columns:
@@ -550,7 +558,7 @@ def exchange(*columns):
 
 
 def shift(fake):
-    """One row late, in the mirror."""
+    """Shift the rows in the mirror by one."""
     fake.recorder._slots._routes[5 * BLOCK : 6 * BLOCK] = np.roll(
         fake.recorder._slots._routes[5 * BLOCK :][:BLOCK], 1, 0
     )
@@ -561,7 +569,7 @@ def permute(fake):
 
 
 def in_the_sink(*columns):
-    """The rows of one request are added under the other's key and tokens."""
+    """Add the rows of one request under the other request's key and tokens."""
 
     def plant(fake):
         sinks, held = fake.recorder.sinks, []

@@ -1,4 +1,4 @@
-"""What logits allow a router to choose, and which row of a step is whose."""
+"""Tests which experts logits allow a router to choose, and how rows of a step are assigned to requests."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ EPS = {torch.float32: torch.finfo(torch.float32).eps, torch.bfloat16: torch.finf
 
 
 def choose(logits, ranking):
-    """As vLLM's grouped_topk, in the precision of the logits."""
+    """Choose as vLLM's grouped_topk does, in the precision of the logits."""
     scores = logits.sigmoid() if ranking.sigmoid else logits.softmax(-1)
     if ranking.bias is not None:
         scores = scores + torch.from_numpy(ranking.bias).to(logits.dtype)
@@ -56,7 +56,7 @@ def test_equal_logits_leave_every_choice_open():
 
 
 class CPURouter:
-    """As much of vLLM's as is looked at."""
+    """Stands for vLLM's router as the witness sees it."""
 
     scoring_func, use_grouped_topk, custom_routing_function = "softmax", False, None
     e_score_correction_bias = _hash_indices_table = None
@@ -81,7 +81,7 @@ def made(worker, stages=1, layers=(1, 3)):
 
 
 def forward(routers, witness, requests, logits, seed="s"):
-    """One step: the routers run, and what the witness took of it is kept."""
+    """Run one step: the routers run, and the witness's data are kept."""
     tokens = sum(count for _, count in requests)
     witness.begin_step(tokens, seed)
     chosen = [router._compute_routing(None, logits[at])[1] for at, router in enumerate(routers.values())]
@@ -99,7 +99,7 @@ def rows_of(routes):
 
 
 def test_rows_are_followed_to_their_requests(worker):
-    """40 tokens: 5 behind 3 of one request, 30 of a prompt, 1 that nobody records, 4 of another prompt."""
+    """40 tokens: 5 after 3 of one request, 30 of a prompt, 1 that is not recorded, 4 of another prompt."""
     routers, witness = made(worker)
     logits = torch.randn(2, 40, 8, generator=torch.Generator().manual_seed(0))
     old, long, free, short = request(0, 8), request(1, 30), request(2, 9, key=""), request(3, 4)

@@ -1,4 +1,4 @@
-"""What may be asked of vLLM, and what is made of its answers."""
+"""Tests which requests vLLM accepts, and how its answers become completions."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_completion_is_of_all_that_came():
 def test_tokens_of_no_or_several_versions_are_no_completion(versions):
     with refused(EngineError, request="a", fault="versions"):
         grown(2, versions=versions).completion(request(), 9, {})
-    # vLLM tells none for an aborted request: the engine's own holds, whose weights do not change meanwhile.
+    # vLLM reports no version for an aborted request; the engine's current version is used.
     assert grown(2, finish="abort", versions=versions).completion(request(), 9, {}).weight_version == 9
 
 
@@ -85,7 +85,7 @@ def test_the_stop_token_that_ended_a_completion_is_told(finish, stops, ended_by)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -9999.0, 1e39])
 @pytest.mark.parametrize("finish", ["stop", "abort"])
 def test_a_logprob_that_no_sampled_token_has_is_refused(bad, finish):
-    """-9999 stands for -inf in vLLM's JSON; 1e39 is none in float32."""
+    """-9999 stands for -inf in vLLM's JSON; 1e39 does not fit in float32."""
     sample = grown(2, finish=finish)
     sample.logprobs[1] = float(bad)
     with refused(EngineError, request="a", token=1, got=f"{np.float32(bad):g}"):

@@ -1,4 +1,4 @@
-"""The mirror of the KV cache on its own: a row is handed out only to whom it belongs.
+"""Tests the mirror of the KV cache alone: a row is returned only to its owner.
 
 Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
 """
@@ -23,7 +23,7 @@ def table_of(slots: SlotTable, blocks: list[int], *, cached: int = 0) -> BlockTa
 
 
 def write(slots: SlotTable, table: BlockTable, start: int, tokens: list[int], version: int = 0, **options) -> None:
-    """Write rows of consecutive positions, whose routes tell position and token."""
+    """Write rows of consecutive positions, with routes that encode token and position."""
     positions = np.arange(start, start + len(tokens))
     at = np.asarray(table.blocks)[positions // BLOCK] * BLOCK + positions % BLOCK
     write_at(slots, at, positions, tokens, version, **options)
@@ -61,7 +61,7 @@ def test_a_cached_block_keeps_its_rows(slots):
 
 
 def test_a_block_given_away_is_never_served(slots):
-    """The new owner has the same tokens at the same positions: only the ownership tells."""
+    """The new owner has the same tokens at the same positions, so only the ownership differs."""
     first = table_of(slots, [5])
     write(slots, first, 0, [10, 11, 12])
     second = table_of(slots, [5])

@@ -1,4 +1,4 @@
-"""Tensors of a small checkpoint, and a sampler without an engine that starts from it."""
+"""Provides tensors of a small checkpoint, and a sampler without an engine that starts from them."""
 
 import pytest
 import torch

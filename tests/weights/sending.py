@@ -1,4 +1,4 @@
-"""Updates as a trainer with one rank would send them, of tensors that a test has made."""
+"""Sends updates as a trainer with one rank would, with tensors made by a test."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from moe_rl.weights.shared_disk import write_part
 from moe_rl.weights.shared_memory import SegmentWriter
 from moe_rl.weights.update import Files, Received, SharedMemory, TensorInfo, WeightUpdate
 
-# The only rank of a trainer.
+# A trainer with a single rank.
 ALONE = SimpleNamespace(gather=lambda message, kind: [message], device=lambda: torch.device("cpu"))
 
 
 def part(tensors, source, *, version, replaces=0, number=0, final=True, changed=True) -> WeightUpdate:
-    """One part of an update that brings `tensors`."""
+    """Make one part of an update that brings `tensors`."""
     infos = [info_of(name, tensor) for name, tensor in tensors.items()]
     return WeightUpdate(version, replaces, number, final, changed, infos, source)
 
 
 def by_disk(folder, tensors, *, files=2, **about) -> WeightUpdate:
-    """The tensors written to `files` files in the folder."""
+    """Write the tensors to `files` files in the folder, and return an update from them."""
     paths = [folder / f"v{about['version']}-{at}.safetensors" for at in range(files)]
     for at, path in enumerate(paths):
         write_part(path, dict(list(tensors.items())[at::files]))
@@ -34,7 +34,7 @@ def by_disk(folder, tensors, *, files=2, **about) -> WeightUpdate:
 
 
 def by_memory(tensors, *, parts=1, **about) -> list:
-    """An update in so many parts, each a context in which its two segments exist."""
+    """Return an update in `parts` parts, each a context manager; its two segments exist only inside its context."""
     names = list(tensors)
     size = -(-len(names) // parts)
     runs = [names[start : start + size] for start in range(0, len(names), size)]
@@ -59,7 +59,10 @@ def _in_memory(tensors, **about) -> Iterator[WeightUpdate]:
 
 
 def broadcast(sampler, sender, tensors, *, stream=None, **about) -> bool:
-    """An update over `sender`. stream: what is really sent, (name, tensor) in turn. Returns whether anything was."""
+    """Broadcast an update over `sender`; `stream` replaces the (name, tensor) pairs that are really sent.
+
+    Returns whether anything was sent.
+    """
     stopped, sent, parts = threading.Event(), [], about.pop("parts", 2)
     whole = part(tensors, Received(), number=1, **about)
     infos = [TensorInfo(info.name, info.dtype, info.shape) for info in whole.tensors]

@@ -1,4 +1,4 @@
-"""A sampler that keeps the weights it gets, with the checks of a real one and no engine; and who sends to it."""
+"""Provides a sampler that keeps its weights and checks them as a real one does, without an engine, and its sender."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Taker:
 
 
 def sender_of(policy, folder: Path, way: str, ranks=None, **settings):
-    """A WeightSender of these ranks. ranks: in place of megatron's own. settings: of rollout."""
+    """Make a WeightSender of these ranks (default: megatron's own), with settings of the rollout section."""
     from moe_rl.megatron import world
     from moe_rl.weights.sender import WeightSender
 
@@ -67,7 +67,10 @@ def sender_of(policy, folder: Path, way: str, ranks=None, **settings):
 
 
 def taken(policy, checkpoint: Path, folder: Path, way: str = "disk", **settings) -> Taker | None:
-    """What the policy's ranks, which all call it, send to a new Taker; on rank 0. settings: of rollout."""
+    """Send a policy's weights to a new Taker, which rank 0 returns. All ranks call this together.
+
+    `settings` are of the rollout section.
+    """
     taker = Taker(checkpoint) if dist.get_rank() == 0 else None
     sender_of(policy, folder, way, **settings).send(taker, 1)
     return taker

@@ -1,4 +1,4 @@
-"""What several workers of a sampler say that they hold, and what is made of it."""
+"""Tests how the answers of a sampler's workers are combined."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_one_that_is_not_whole_makes_nothing_whole():
 
 @pytest.mark.parametrize("answers", [[NEW, OLD], [OLD, NEW], [NEW, Holding(2, "c" * 32, True)]])
 def test_workers_that_hold_different_weights_hold_nothing(answers):
-    """The first or the second kept the old ones, or took others under the same number."""
+    """One worker kept its old weights, or loaded other weights under the same version."""
     agreed = agreement(answers)
     assert not agreed.whole and "workers of one sampler hold different weights" in agreed.refused
     assert all(f"version {one.version}, digest {one.digest}" in agreed.refused for one in answers)

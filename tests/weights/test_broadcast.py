@@ -1,4 +1,4 @@
-"""Broadcasts in vLLM's own packed buckets, over gloo: order, buckets, digests, and one that breaks off."""
+"""Tests broadcasts in vLLM's packed buckets over gloo: order, buckets, digests, and broadcasts that break off."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_every_tensor_comes_in_buckets_update_after_update(taker, open_sender, w
 
 
 def test_buckets_follow_each_other_on_one_stream(taker, open_sender, others, monkeypatch):
-    """On a GPU. With two, what vLLM keeps of a bucket is read on one while the other fills its memory again."""
+    """On a GPU. With two streams, vLLM could read a bucket on one while the other refills its memory."""
     from vllm.distributed.weight_transfer import packed_tensor
 
     sender, asked, used = open_sender(), Counter(), []
@@ -77,7 +77,7 @@ def test_other_bytes_than_the_trainer_meant_are_refused(taker, open_sender, othe
 
 @pytest.mark.parametrize("fault", ["another order", "one too many", "one too few"])
 def test_a_stream_that_is_not_what_was_announced_is_broken_off(taker, open_sender, others, fault):
-    """Both ends cut by their own lists: what came would be taken for something else."""
+    """Each end cuts the stream by its own list, so the sampler would take the bytes for other tensors."""
     items = list(others.items())
     more = [*items, ("more", torch.ones(1))]
     stream = {"another order": items[::-1], "one too many": more, "one too few": items[:-1]}
@@ -125,7 +125,7 @@ def test_a_refused_update_is_not_even_begun(taker, open_sender, others, about):
 
 
 def test_several_workers_get_the_same(taker, open_sender, others, weights, tmp_path):
-    """As those of a tensor-parallel sampler, or of several samplers."""
+    """The workers belong to a tensor-parallel sampler, or to several samplers."""
     from moe_rl.weights.update import agreement
     from tests.weights.taking import Taker
 
@@ -193,7 +193,7 @@ def test_weights_are_announced_as_changed_after_an_update_alone(tmp_path, monkey
     "sampler_says", [WeightSyncError("vLLM did not load all new weights"), SamplerGone("server 1 is gone"), None]
 )
 def test_of_a_broadcast_that_failed_both_ends_tell(sampler_says):
-    """When a server dies the sender fails of it too: the run must end for the server."""
+    """When a server dies, the trainer's broadcast fails too: the run must report the server's error."""
     closed = threading.Event()
 
     def send(*_):
@@ -238,7 +238,7 @@ def test_what_a_rank_hands_over_is_what_it_announced(monkeypatch):
 
 
 def test_a_trainer_that_is_gone_does_not_hold_the_worker_up(monkeypatch):
-    """Nor may a source name what no socket takes."""
+    """A source with an address that no socket accepts is refused as well."""
     from moe_rl.weights.broadcast import Receiver
 
     monkeypatch.setattr("moe_rl.weights.broadcast._REACHED", timedelta(seconds=1))

@@ -1,6 +1,6 @@
-"""The way of CUDA IPC without a GPU: the buffer is of this process, and its handle leads back to it.
+"""Tests updates by CUDA IPC without a GPU: the buffer belongs to this process, and its handle leads back to it.
 
-Everything else is as on one: vLLM's producer and consumer, the parts, the digests. That a GPU maps it was never tried.
+vLLM's producer and consumer, the parts and the digests are the real ones. Mapping the buffer on a GPU was never tried.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BUCKET = 400  # bytes
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """opened: buffers that were mapped, one for each time. made: those that were exported."""
+    """Replace CUDA's buffers. `opened` lists the buffers mapped, once for each time; `made` lists the exported ones."""
     from torch.multiprocessing import reductions
     from vllm.distributed.weight_transfer import packed_tensor
 
@@ -58,7 +58,7 @@ def gpu(monkeypatch):
 
 @pytest.fixture
 def send(taker):
-    """send(tensors, version): what rank 0, alone, makes of an update; who got it, with the parts."""
+    """send(tensors, version) sends an update from rank 0 alone, and returns the receiver and the parts."""
 
     class Watched:
         def update_weights(self, update):
@@ -84,14 +84,14 @@ def test_parts_come_through_one_buffer_that_is_opened_once_an_update(gpu, send, 
         assert sampler.settled == [len(parts) - 1], "what was exported is judged once, before the final part"
         assert [part.number for part in parts] == list(range(len(parts))) and len(parts) > 3
         assert [part.final for part in parts] == [False] * (len(parts) - 1) + [True]
-        # each tensor copied before the buffer was filled again, and all of them let go of
+        # Each tensor was copied before the buffer was refilled, and none is still referenced.
         assert equal(taker.weights, tensors) and taker.intake.holding().version == version
         assert len(gpu.made) == len(gpu.opened) == version
         assert taker.reader._importer._entry is None, "the trainer could not free its buffer"
 
 
 def test_a_buffer_that_was_filled_too_early_is_refused(gpu, send, taker, others):
-    """The trainer goes on before the sampler has copied."""
+    """The trainer refills the buffer before the sampler has copied it."""
 
     def spoil(update: WeightUpdate) -> WeightUpdate:
         assert isinstance(update.source, CudaIpc)

@@ -1,4 +1,4 @@
-"""Digests: every difference of two tensors is one of their digests, on the host and in the way of a device."""
+"""Tests that any difference between two tensors changes the digest, by the host's and by the device's formula."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_flipped_bit_is_seen(digest, data):
     tensor = some_tensors()[data.draw(st.sampled_from(sorted(some_tensors())))]
     before, octets = digest(tensor), tensor.reshape(-1).view(torch.uint8)
     at = st.tuples(st.integers(0, len(octets) - 1), st.integers(0, 7))
-    # also two: the highest bits of two words would cancel in a sum modulo 2**32
+    # Two changes as well: the highest bits of two words would cancel in a sum modulo 2**32.
     for byte, bit in data.draw(st.sets(at, min_size=1, max_size=2)):
         octets[byte] ^= 1 << bit
     assert digest(tensor) != before
@@ -65,7 +65,7 @@ def test_every_other_difference_is_seen(change):
 
 
 def test_words_that_changed_places_are_seen_within_and_between_runs():
-    """As the digest of a device takes them: a run has 2**20 words."""
+    """With the device's formula, which sums the words in blocks of 2**20."""
     words = torch.arange(3 << 20, dtype=torch.int32)
     before = of_device(words)
     for one, other in ((0, 1), (5, (1 << 20) + 5), (1 << 20, 2 << 20), (17, (3 << 20) - 1)):
@@ -77,7 +77,7 @@ def test_words_that_changed_places_are_seen_within_and_between_runs():
 
 
 def test_the_sum_of_a_device_is_what_it_is_said_to_be():
-    """Written out in plain integers, with the last word padded."""
+    """The definition is computed here in plain integers, with the last word padded."""
     import numpy as np
 
     octets = torch.tensor([1, 0, 0, 128, 255, 7], dtype=torch.uint8)
@@ -87,7 +87,7 @@ def test_the_sum_of_a_device_is_what_it_is_said_to_be():
 
 
 def test_the_sum_of_a_device_copies_no_tensor_that_it_can_read_in_place():
-    """On a GPU that the model fills there is no room for another of its largest tensors."""
+    """A GPU filled by the model has no room for a copy of its largest tensor."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 

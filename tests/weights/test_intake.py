@@ -1,6 +1,6 @@
-"""Every way in which an update can be wrong, one by one, each with a witness: refused, and nothing taken for whole.
+"""Tests every wrong update: each is refused, and incomplete weights never count as whole. Each fault has a witness.
 
-The tensors travel as they do in a run, by files and by shared memory; the engine is left out (tests/rollout).
+The tensors travel by files and by shared memory, as in a run. Tests with an engine are in tests/rollout.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WAYS = ("disk", "memory")
 
 @pytest.fixture
 def put(tmp_path):
-    """put(way, tensors, ...) -> parts of an update whose tensors lie where it says."""
+    """put(way, tensors, ...) puts the tensors in place and returns the parts of the update."""
     with ExitStack() as stack:
 
         def put(way, tensors, *, parts=1, version=1, **about):
@@ -44,7 +44,7 @@ def equal(ours, theirs):
 
 
 def is_refused(taker, parts, *, whole=True, **facts):
-    """The last part is; the others are not. whole: whether the old weights still are, of the version before."""
+    """Check that the last part is refused, and no earlier one. `whole`: the old weights must remain whole."""
     version = taker.intake.holding().version
     for one in parts[:-1]:
         taker.update_weights(one)
@@ -94,7 +94,7 @@ def test_another_set_of_tensors_is_refused_before_anything_is_touched(taker, put
 
 
 def swapped(tensors, one, other):
-    """What lies under two names has changed places."""
+    """Exchange the tensors of two names."""
     return {name: tensors[{one: other, other: one}.get(name, name)] for name in tensors}
 
 
@@ -119,7 +119,7 @@ BYTES = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("fault", BYTES)
 def test_other_bytes_than_the_trainer_meant_are_refused(taker, put, others, way, fault):
-    """The trainer's digests are right, what lies there is not."""
+    """The trainer's digests are right, but the bytes at the source are not."""
     (meant,), (update,) = put(way, others), put(way, BYTES[fault](others))
     wrong = [a.name for a, b in zip(meant.tensors, update.tensors, strict=True) if a.digest != b.digest]
     assert 1 <= len(wrong) <= 2, "the fault was not planted"
@@ -129,7 +129,7 @@ def test_other_bytes_than_the_trainer_meant_are_refused(taker, put, others, way,
 
 @pytest.mark.parametrize("way", WAYS)
 def test_names_that_changed_places_on_the_way_are_seen(taker, put, others, way):
-    """The bytes and digests stay, the names above them are exchanged: a digest is of its name too."""
+    """Bytes and digests stay while the names are exchanged: a digest depends on the name too."""
     (update,) = put(way, others)
     one, other = EXPERT.format(0, 2), EXPERT.format(0, 4)
     names = {one: other, other: one}
@@ -227,7 +227,7 @@ def test_the_weights_it_starts_with_may_be_replaced_under_their_number(taker, pu
 
 
 def misstated(infos):
-    """The first of the digests is another."""
+    """Replace the first digest."""
     return [TensorInfo(infos[0].name, infos[0].dtype, infos[0].shape, "0" * 32), *infos[1:]]
 
 
@@ -282,7 +282,7 @@ def test_a_part_after_one_that_could_not_be_read_continues_nothing(taker, put, o
 
 
 def test_a_sampler_takes_no_weights_of_less_precision_than_it_computes_in(weights, others, put, taker, tmp_path):
-    """Digests and kinds agree: the trainer rounded before it announced."""
+    """Digests and dtypes agree: the trainer rounded before it announced."""
     float32 = Taker(tmp_path / "checkpoint", "float32")
     as_float32 = {name: tensor.float() for name, tensor in others.items()}
     rounded = as_float32 | {"model.norm.weight": as_float32["model.norm.weight"].bfloat16()}
@@ -301,7 +301,7 @@ def test_a_trainer_that_is_gone_in_the_middle_leaves_nothing_whole(taker, put, o
 
 
 def test_digests_that_come_after_the_bytes_are_compared(taker, others):
-    """As with a broadcast."""
+    """The digests come in a later part, as with a broadcast."""
     infos = [TensorInfo(i.name, i.dtype, i.shape) for i in part(others, Received(), version=1).tensors]
     stream = Broadcast("127.0.0.1", 1, 2, 1, 1 << 20)
     announced = changed(part(others, stream, version=1, final=False), tensors=infos)
@@ -337,7 +337,7 @@ def test_an_update_is_plain_values(put, others):
 
 
 def test_the_handle_of_a_cuda_buffer_travels_without_pickle():
-    """As torch makes it for a run of bytes; that a GPU maps it was never tried."""
+    """The handle has the fields that torch makes for a run of bytes. Mapping it on a GPU was never tried."""
     from moe_rl.weights.cuda_ipc import arguments_of, buffer_of
     from moe_rl.weights.update import CudaIpc
 

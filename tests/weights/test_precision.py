@@ -1,4 +1,4 @@
-"""Float8 as the sampler would hold it: every value the nearest that float8 has at its block's scale."""
+"""Tests float8 rounding: every value becomes the nearest one that float8 holds at its block's scale."""
 
 import math
 

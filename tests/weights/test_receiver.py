@@ -1,4 +1,4 @@
-"""The receiver in a worker, of which vLLM's part is left out: what is left after a load that failed."""
+"""Tests the receiver in a worker, without vLLM's part: its state after a failed load."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.weights.test_intake import equal
 
 
 class Worker:
-    """How vLLM's worker keeps count of an update."""
+    """Tracks an update as vLLM's worker does."""
 
     moe_rl_recorder, active = None, False
 
@@ -42,7 +42,7 @@ class Worker:
 
 @pytest.fixture
 def worker(taker, tmp_path, monkeypatch):
-    """taker: for its checkpoint. model.loaded: what came; model.fault: raised instead of loading."""
+    """Make a worker. `model.loaded` lists what was loaded; `model.fault` is raised instead of loading."""
     from moe_rl.weights import receiver
 
     opened = []

@@ -1,4 +1,4 @@
-"""Parts of weights on a disk: complete or not there, and nothing else is left."""
+"""Tests files of weights on a disk: each is complete or does not exist, and nothing else is left behind."""
 
 from __future__ import annotations
 

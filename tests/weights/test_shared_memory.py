@@ -1,4 +1,4 @@
-"""Shared memory: what is written is read, and nothing of it is left whoever is killed."""
+"""Tests shared memory: the sampler reads what was written, and no memory is left whichever process is killed."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SIZE = 32 << 20
 
 
 def trainer(pipe):
-    """Puts tensors into shared memory, says where, and stays."""
+    """Put tensors into shared memory, report where, and stay alive."""
     with by_memory({"a": torch.full((SIZE // 4,), 7.0), "b": torch.ones(5)}, version=1)[0] as update:
         pipe.send_bytes(encode(update))
         time.sleep(600)
 
 
 def sampler(pipe):
-    """Maps what it is told of, says what it read, and stays."""
+    """Map the reported segments, report what was read, and stay alive."""
     tensors = dict(placed(decode(pipe.recv_bytes())))
     pipe.send_bytes(str(float(tensors["a"].sum())).encode())
     time.sleep(600)
@@ -64,7 +64,7 @@ def test_a_writer_that_goes_takes_its_segment_along():
 
 
 def segments(pid) -> list[str]:
-    """Descriptors of a process's segments; none of a process that is gone."""
+    """Return the descriptors of a process's segments, [] for a process that is gone."""
     found = []
     for link in Path(f"/proc/{pid}/fd").glob("*"):
         try:
@@ -80,7 +80,7 @@ def mapped(pid) -> bool:
 
 
 def start(role):
-    """A process in this role, and the pipe to it."""
+    """Start a process in this role; return it and a pipe to it."""
     ours, theirs = FORK.Pipe()
     process = FORK.Process(target=role, args=(theirs,), daemon=True)
     process.start()
@@ -97,7 +97,7 @@ def test_nothing_is_left_in_memory_when_processes_are_killed(first):
         to_sampler.send_bytes(update)
         assert float(to_sampler.recv_bytes()) == 7.0 * (SIZE // 4)
         pids = {name: process.pid for name, process in processes.items()}
-        # the witness: the memory is there, in both, and under no name
+        # Witness: the memory exists in both processes, and under no name.
         assert len(segments(pids["trainer"])) == 2 and mapped(pids["sampler"])
         assert not {name for name in os.listdir("/dev/shm") if "moe_rl" in name} - before
         kill(processes[first])
