@@ -142,5 +142,5 @@ def abandon_newer(folder: Path, step: int) -> list[Path]:
             shutil.rmtree(aside[-1], ignore_errors=True)
             path.rename(aside[-1])
     if aside:
-        sync(folder)  # the ledger is truncated next, and must not do so while a newer checkpoint can reappear
+        sync(folder)  # before the ledger is truncated: after a crash no newer checkpoint may reappear
     return aside

@@ -61,8 +61,7 @@ class RouteRef:
         parts: one part, or one per pipeline stage of the sampler, each with its own layers.
         start: position of the first row. It is above 0 when the request asked for no earlier rows.
         source_sum: checksum of these rows as they left the sampler's engine, 16 hex digits, see trace.source_sum. ""
-            means
-            unknown; such a reference cannot be replayed.
+            means unknown; such a reference cannot be replayed.
     """
 
     key: str
@@ -133,11 +132,9 @@ class ScoredTokens:
 
     Attributes:
         logprobs: for each sequence of n tokens, natural log-probabilities [n - 1] float32 at temperature 1 of all
-            tokens
-            but the first, each given the tokens before it.
+            tokens but the first, each given the tokens before it.
         routes: for each sequence, the location of the routes of all tokens but the last; empty when not requested, or
-            when
-            the sampler does not record.
+            when the sampler does not record.
         by: the sampler's name, for messages.
     """
 

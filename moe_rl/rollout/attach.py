@@ -77,7 +77,7 @@ def _unknown(answer: object) -> bool:
 
 
 def _differences(config: Config, facts: ModelFacts, url: str, served: Served) -> Iterator[Problem]:
-    """Yield what this server has that the run needs otherwise."""
+    """Yield the settings in which this server differs from what the run needs."""
     rollout = config.rollout
     spec = TraceSpec.of(facts)
     needed: dict[str, tuple[object, object]] = {

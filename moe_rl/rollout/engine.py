@@ -96,8 +96,7 @@ class VllmEngine:
             requests: what to sample.
             shard: name of the new trace shard.
             enough: number of finished completions to wait for. The other requests are then aborted; they return the
-                tokens so
-                far, with finish_reason "abort" and their routes marked.
+                tokens so far, with finish_reason "abort" and their routes marked.
 
         Raises:
             EngineError: a request exceeds the model's length, a key is repeated, or the shard exists.

@@ -94,8 +94,7 @@ class ServerFleet:
         """Take the config's servers for the run that keeps its traces in `trace`.
 
         The servers' old weights no longer count: they must receive an update first. Raises EngineError if a server
-        cannot be
-        reached or does not see the trace folder.
+        cannot be reached or does not see the trace folder.
         """
         root = trace.parent.parent
         folder = str(trace.relative_to(root))
@@ -289,8 +288,7 @@ class ServerFleet:
         """Run all calls concurrently and return their results by server number, without servers lost meanwhile.
 
         The first refusal, or the first failure beyond the allowed losses, cancels the other calls. `spares` says
-        whether any
-        server may be lost.
+        whether any server may be lost.
         """
         tasks = {asyncio.ensure_future(call(number)): number for number, call in calls.items()}
         results: dict[int, T] = {}

@@ -11,8 +11,7 @@ from moe_rl.weights.update import WeightUpdate
 
 
 class Sampler(Protocol):
-    """Samples completions. Every call raises EngineError if the sampler is dead, hangs or refuses; its state then
-    stays.
+    """Samples completions. A call raises EngineError, and changes nothing, if the sampler is dead, hangs or refuses.
 
     A sampler with incomplete weights refuses `generate` and `score` with WeightSyncError; a sleeping one with
     EngineError.
@@ -48,8 +47,7 @@ class Sampler(Protocol):
         Args:
             runs: token ids of each sequence, at least 2 each.
             shard: trace shard for the routes of these forward passes; with several engines, each publishes one of its
-                own,
-                named after it. None: no routes are recorded.
+                own, named after it. None: no routes are recorded.
 
         Returns:
             One element per engine that samples.
@@ -65,13 +63,11 @@ class Sampler(Protocol):
         """Load one part of an update, see `weights.update`; returns when it is loaded.
 
         May be called from another thread than the one that broadcasts the bytes. After the final part everything
-        sampled
-        carries its version.
+        sampled carries its version.
 
         Raises:
             WeightSyncError: a worker refuses the part, or workers then hold different weights; the message says whether
-                the
-                sampler keeps its old weights.
+                the sampler keeps its old weights.
         """
         ...
 

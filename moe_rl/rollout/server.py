@@ -78,15 +78,12 @@ class VllmServer:
         token_file: file with the run's token.
         connections: most requests in flight at once.
         timeout_seconds: silence after which the server counts as hung. A completion sends nothing before it is
-            finished,
-            unless `enough` is given.
+            finished, unless `enough` is given.
         folder: of the trace store, below the server's trace root.
         alone: nobody else uses the server. Each `generate` then aborts leftover requests, empties the prefix cache and
             starts all requests together in their order, so that the result depends only on weights and requests. It
-            also
-            watches progress: a server that samples nothing for timeout_seconds counts as hung, however long a
-            completion
-            takes.
+            also watches progress: a server that samples nothing for timeout_seconds counts as hung, however long a
+            completion takes.
     """
 
     def __init__(
@@ -111,8 +108,7 @@ class VllmServer:
         """Sample one completion per request, in request order, and publish the routes as trace shard `shard`.
 
         Differs from VllmEngine.generate unless the client is `alone`: the server keeps its prefix cache and may serve
-        others at
-        the same time.
+        others at the same time.
 
         enough: number of finished completions to wait for; the other requests are aborted and return the tokens so far.
         """

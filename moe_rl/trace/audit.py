@@ -18,8 +18,7 @@ def verify(store: TraceStore, shard: str) -> list[str]:
     """Read everything in a shard, and all records that its records continue. Returns the problems found, [] if none.
 
     A shard that the manifest does not list is a problem too, although readers accept it: someone copied it there, or
-    its
-    manifest line is damaged.
+    its manifest line is damaged.
     """
     problems = []
     if check_name(shard) not in store.manifest().published:
@@ -50,8 +49,7 @@ def faults(selection: Selection) -> list[str]:
     """Return everything wrong with the shards and, for a whole store, with its manifest; [] if nothing is.
 
     This covers every checksum, routes that no router produces (the validator's rules), shards that the manifest lists
-    but
-    the folder lacks, and damaged lines of the manifest.
+    but the folder lacks, and damaged lines of the manifest.
     """
     problems = []
     if selection.whole:

@@ -85,8 +85,7 @@ def encode_chunk(routes: np.ndarray, num_experts: int, *, keep_order: bool = Fal
 
     Args:
         routes: [T, L, K] ids below num_experts, distinct within a set, in any order; uint8 when num_experts <= 256,
-            else
-            uint16.
+            else uint16.
         num_experts: E.
         keep_order: decode each set in the order given; otherwise ascending.
 

@@ -50,8 +50,7 @@ def compare(here: Selection, there: Selection) -> Disagreement:
 
     Raises:
         TraceError: no sequence is in both stores, or two records of a key have different numbers of experts or no layer
-            in
-            common.
+            in common.
     """
     ours, theirs = _by_key(here), _by_key(there)
     common = [key for key in ours if key in theirs]

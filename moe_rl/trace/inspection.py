@@ -258,8 +258,8 @@ def popularity(counts_LE: np.ndarray, layers: Sequence[int], top_k: int) -> list
 
     Returns:
         Per layer: the busiest expert, its load relative to the mean, the number of experts never chosen, and the
-        evenness
-        of the load (entropy of the choices over its largest value; 1 when all experts are chosen equally often).
+        evenness of the load (entropy of the choices over its largest value; 1 when all experts are chosen equally
+        often).
     """
     facts = []
     for layer, counts in zip(layers, counts_LE, strict=True):
@@ -287,8 +287,7 @@ def measure(selection: Selection, *, max_bytes: int = 64 << 20) -> dict[str, obj
 
     encode and decode use chunks of 512 tokens x 12 layers and processor time of one core; best of 3. read is
     TraceStore.read of whole records in wall time with every checksum, first cold (as far as the page cache is), then
-    best
-    of 3. Raises TraceError when there is nothing to read.
+    best of 3. Raises TraceError when there is nothing to read.
     """
     store, refs, size = selection.store, [], 0
     records = []

@@ -269,7 +269,7 @@ def read_header(file: File) -> tuple[ShardHeader, str, int]:
         (raw,) = file.fetch([(0, 8)])
         length = int.from_bytes(raw, "little")
     if length > min(MAX_HEADER, size - 8):
-        raise TraceError(f"it is cut short or no shard: header of {length} bytes in a file of {size}")
+        raise TraceError(f"it is truncated or not a shard: header of {length} bytes in a file of {size}")
     (raw,) = file.fetch([(0, 8 + length)])
     return *parse_header(bytes(raw)), 8 + length
 
@@ -312,7 +312,7 @@ def _check_continues(child: Found, parent: Found, where: About) -> None:
     if link.depth != parent.frame.depth + 1 or link.rows > parent.frame.rows:
         raise TraceError(
             describe(
-                "record does not fit the one that it continues",
+                "record does not match the record that it continues",
                 where=where,
                 got=f"{parent.frame.rows} rows at depth {parent.frame.depth} in shard {theirs.name}",
                 expected=f"{link.rows} rows at depth {link.depth - 1}",

@@ -30,9 +30,8 @@ def export_parquet(selection: Selection, path: Path, *, pattern: str = "*", per:
         path: the file to write.
         pattern: shell pattern of keys.
         per: "layer" writes one row per token and MoE layer: key, position, token_id, weight_version, provenance,
-            aborted,
-            layer, experts (list of K). "token" writes one row per token, with a column `layer_<n>` (list of K) for each
-            layer in place of the last two.
+            aborted, layer, experts (list of K). "token" writes one row per token, with a column `layer_<n>` (list of K)
+            for each layer in place of the last two.
 
     Raises:
         TraceError: pyarrow is not installed, or the records are of several models.

@@ -16,9 +16,8 @@ class Prefetcher:
     """Reads the records of one plan in order, and pauses while `limit` bytes wait to be taken.
 
     A new plan replaces the old one. Every record is handed out once. A record that could not be read is left to the
-    caller,
-    which then sees the error itself. `read` is called as read(ref, layers=layers); like any caller, it may call take()
-    first.
+    caller, which then sees the error itself. `read` is called as read(ref, layers=layers); like any caller, it may call
+    take() first.
     """
 
     def __init__(self, read: Callable[..., RouteRecord], limit: int):

@@ -43,10 +43,8 @@ def expected_bits(routes: np.ndarray, num_experts: int) -> float:
     The rate at which two choices in a layer are the same expert gives the collision entropy of its popularity.
     Measured:
     for each of a set's K choices, ranked chunks save half of the gap between log2 E and that entropy on Zipf
-    popularity,
-    and 0.7 of it on log-normal. On even routes skips and Huffman codes cost 4%; levels and zstd's tables cost about 3
-    bits
-    an expert.
+    popularity, and 0.7 of it on log-normal. On even routes skips and Huffman codes cost 4%; levels and zstd's tables
+    cost about 3 bits an expert.
     """
     tokens, layers, top_k = routes.shape
     sample = routes[::_SAMPLE]

@@ -143,8 +143,7 @@ class RouteRecord:
 
     Attributes:
         routes: [T, L, K] logical expert ids, uint8 when num_experts <= 256 else uint16, read-only; every set is
-            ascending
-            unless its shard keeps order.
+            ascending unless its shard keeps order.
         token_ids: [T] int32, the forwarded tokens, read-only.
         spans: cover the T rows.
         aborted: whether the sampler aborted the sequence.

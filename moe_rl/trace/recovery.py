@@ -37,8 +37,7 @@ def recover(path: Path | str, name: str) -> Recovered:
     """Publish the records of an unsealed shard file, up to the first damaged one, as shard `name` in the same folder.
 
     Every checksum is verified. A file has no marks of aborted records before it is sealed, so the new records have
-    none.
-    The old file is not changed; collect_garbage() removes it.
+    none. The old file is not changed; collect_garbage() removes it.
 
     Args:
         path: a hidden .tmp file of a store.

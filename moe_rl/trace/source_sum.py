@@ -67,8 +67,7 @@ def rows_of(routes: np.ndarray, layers: Sequence[int], token_ids: np.ndarray, st
     """Return `placed_rows`, uint64 [T], for routes that another program recorded.
 
     The sum protects the routes only from here on. routes [T, L, K] are expert ids of `layers`; `start` is the position
-    of
-    the first row.
+    of the first row.
     """
     experts = int(routes.max(initial=0)) + 1
     sums = np.zeros(len(routes), np.uint64)

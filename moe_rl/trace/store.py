@@ -39,8 +39,7 @@ class TraceStore:
     """Reads published shards. Thread-safe; keeps no file open.
 
     The indexes of the last 64 shards are cached. A read touches only the bytes of its own rows and layers, and checks
-    every
-    byte that it uses against the digest in the reference.
+    every byte that it uses against the digest in the reference.
 
     Args:
         root: a local folder, or any URL that fsspec reads (shards cannot be removed there).
@@ -93,8 +92,7 @@ class TraceStore:
         """Fill out [sum T, L, K] with the rows of all items, one item after the other.
 
         All reads are planned together: adjacent bytes are read together, and what items share is decoded once. Token
-        ids are
-        not read, so check a microbatch against its tokens elsewhere.
+        ids are not read, so check a microbatch against its tokens elsewhere.
 
         Args:
             items: references, each with the wanted rows [first, last), or None for all.
@@ -130,8 +128,7 @@ class TraceStore:
         """Read these whole records in the background, in this order; later reads are then served from memory.
 
         Only reads with the same `layers` are served, each record once. Memory is bounded by prefetch_bytes plus one
-        record. A
-        later call replaces an earlier one and drops its records; a call without refs only drops.
+        record. A later call replaces an earlier one and drops its records; a call without refs only drops.
         """
         self._prefetcher.start(refs, None if layers is None else tuple(layers))
 
@@ -293,8 +290,7 @@ class TraceStore:
         """Delete the files of dead writers and return their names. Files of living writers, on any host, are kept.
 
         A writer holds a lock on its file, which the kernel releases when the writer dies. Files that cannot be locked
-        or
-        removed stay. Records that recover() could have saved are lost.
+        or removed stay. Records that recover() could have saved are lost.
         """
         removed = []
         for path in sorted(self._local().glob(f".*.????????{TMP}")):

@@ -34,8 +34,7 @@ def validate(
     Args:
         record: the routes.
         token_ids: [T] tokens that the trainer feeds with the record's rows: for a whole sequence all but the last
-            sampled
-            one, for a slice those of its rows.
+            sampled one, for a slice those of its rows.
         spec: the model being trained.
         weight_version: the trainer's current version; no row may be newer, or more than `max_staleness` older.
         max_staleness: in versions.

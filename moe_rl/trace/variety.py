@@ -36,28 +36,23 @@ def check_variety(
     """Refuse routes [T, L, K] that do not vary as a model's routers vary. token_ids [T] are their tokens.
 
     layers [L] are global numbers; `where` names the sequence. Nothing is refused for fewer than 8 rows, one repeated
-    token,
-    or routers that use all experts. Raises RouteValidationError, with layers and tokens, for
+    token, or routers that use all experts. Raises RouteValidationError, with layers and tokens, for
 
     - every token having the same routes in all layers, or every layer having the same routes for all tokens;
     - two layers that are equal in all rows. A layer's experts are numbered by the model's random initialisation. If one
       of the two layers were renumbered at random, its sets would equal the other's with a probability that is the
-      product
-      of a! / E! over the classes of a experts that no set tells apart. The layers are refused if that probability, over
-      all
-      pairs, is below one in a million. For 4 of 32 experts this takes three different sets, so two layers that both
-      collapsed to one set are not refused;
+      product of a! / E! over the classes of a experts that no set tells apart. The layers are refused if that
+      probability, over all pairs, is below one in a million. For 4 of 32 experts this takes three different sets, so
+      two layers that both collapsed to one set are not refused;
     - a layer that sends 8 different tokens, and all others, to the K first or the K last experts, as a top-k of equal
       numbers does. A router that collapsed to one set has one of these two in 2 of C(E, K) cases; with fewer than 1000
       possible sets nothing is refused;
     - consecutive rows with d >= 4 different tokens that are equal in all layers, and that occur nowhere else among at
       least
       4 different rows, if (d - 1) x (number of layers that vary) is at least 40. If neighbouring different tokens share
-      all
-      K experts of a layer half of the time, the chance is 2^-40 for each place; in the demo they do in 1 to 5% of cases
-      by
-      layer, and never in all 8 layers. Layers that collapsed to the same few classes of tokens are not refused wrongly:
-      their rows occur again elsewhere, or there are fewer than 4.
+      all K experts of a layer half of the time, the chance is 2^-40 for each place; in the demo they do in 1 to 5% of
+      cases by layer, and never in all 8 layers. Layers that collapsed to the same few classes of tokens are not refused
+      wrongly: their rows occur again elsewhere, or there are fewer than 4.
     """
     rows, columns, top_k = routes.shape
     if rows < _ROWS or top_k == num_experts or not columns or (token_ids == token_ids[0]).all():

@@ -42,8 +42,7 @@ class ShardWriter:
     """Writes one shard. Records go to a hidden temporary file as they arrive; publish() turns it into a shard.
 
     As a context manager it publishes on a clean exit (unless already published) and abandons the shard on an exception.
-    Not
-    thread-safe.
+    Not thread-safe.
 
     Args:
         root: folder of the store.
@@ -51,8 +50,7 @@ class ShardWriter:
         spec: the model.
         layers: global numbers of the MoE layers that this writer records, e.g. one pipeline stage; None: all.
         layer_group, token_block: layers and tokens of a chunk, the smallest unit that is read. If the layer group
-            divides
-            the trainer's pipeline stages, each stage is one contiguous range.
+            divides the trainer's pipeline stages, each stage is one contiguous range.
         keep_order: keep the order of the experts in a set; otherwise sets are stored ascending, which is smaller.
 
     Raises:
@@ -121,8 +119,7 @@ class ShardWriter:
             token_ids: [T].
             spans: cover the T rows.
             parent: a record of this shard, or published in this store with the same layers. The sequence is then the
-                first
-                parent.rows rows of the parent followed by these rows.
+                first parent.rows rows of the parent followed by these rows.
             aux: named arrays (a-z and _) stored with the record: bool, integers, float16/32 of 0 to 3 dimensions.
 
         Returns:

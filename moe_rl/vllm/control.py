@@ -135,8 +135,7 @@ class Served(msgspec.Struct, frozen=True):
         start: a random id of this start of the server.
         updates: attempted changes of the weights since the start.
         weight_version, weight_digest: of the last complete weights that the server held; the digest of its first
-            weights
-            is "".
+            weights is "".
         weights_whole: whether the server still holds them.
     """
 

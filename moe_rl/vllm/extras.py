@@ -148,8 +148,7 @@ class Extras:
         """Store the supports of the sampled tokens.
 
         inputs[0] holds the logits [R, V], masked or, if the sampler masks them itself, not yet masked. output[1] holds
-        the
-        log-probabilities [R, V] of the sampling distribution, -inf for removed tokens.
+        the log-probabilities [R, V] of the sampling distribution, -inf for removed tokens.
         """
         logprobs = output[1]
         if logprobs is None:

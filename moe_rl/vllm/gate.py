@@ -378,7 +378,7 @@ async def _body(request: Request, longest: int) -> bytearray:
                 if len(body) > longest:
                     raise RefusedCall(413, f"a body of more than {longest} bytes")
     except TimeoutError:
-        raise RefusedCall(408, f"{len(body)} bytes of a body in {_BODY_SECONDS:g} s, expected all of it") from None
+        raise RefusedCall(408, f"only {len(body)} bytes of the body arrived in {_BODY_SECONDS:g} s") from None
     return body
 
 
@@ -438,7 +438,7 @@ def _inside(root: Path, path: str) -> Path:
         resolved = (root / path).resolve()
         resolved.is_dir()
     except (OSError, ValueError, RuntimeError) as error:
-        raise RefusedCall(400, f"{path[:200]!r} is no path: {error}") from None
+        raise RefusedCall(400, f"{path[:200]!r} is not a valid path: {error}") from None
     if not resolved.is_relative_to(root.resolve()):
         raise RefusedCall(403, f"{path!r} is not below the trace root {root}")
     return resolved

@@ -9,10 +9,8 @@ def attach_recorder(worker) -> None:
     """Give `worker` (vLLM's Worker, its model just loaded) a recorder if its config asks for one.
 
     The config asks with `LLM(additional_config={"moe_rl": {"trace_root": ..., "model_fingerprint": ...}})`. This is
-    part of
-    vLLM's config and therefore of the key of vLLM's compile cache, so a graph traced without the capture is never
-    reused
-    with a recorder. Tensor-parallel workers all route alike, so only the first one records.
+    part of vLLM's config and therefore of the key of vLLM's compile cache, so a graph traced without the capture is
+    never reused with a recorder. Tensor-parallel workers all route alike, so only the first one records.
 
     Raises EngineError for a worker without moe_rl's control methods: nobody could publish what it records.
     """

@@ -88,8 +88,7 @@ def apply(path: Path | None = None) -> State:
     """Patch the package and return its new state. Does nothing if it is patched already.
 
     Raises PatchError, before anything is written, if a file is neither pristine nor patched, only some files are
-    patched,
-    or there is no series for this version.
+    patched, or there is no series for this version.
     """
     state = inspect(path)
     if state.summary == "patched":

@@ -1,18 +1,15 @@
 """Records the experts of every forwarded token inside vLLM's worker. hooks.py shows what calls it.
 
-        vLLM's scheduler output --- before_step ---> which KV blocks belong to whom, which requests finished or were
-        preempted
-        the routers ------------- capture.py ------> experts of the step's tokens (device)
-        the forward pass -------- after_forward ---> one sum per token, taken on the device (trace/source_sum.py);
-                                                     experts copied to the host, stored under their KV slots (slots.py)
-        a finished request ------------------------> its rows, appended to a trace shard
+    vLLM's scheduler output --- before_step ---> owners of the KV blocks; finished and preempted requests
+    the routers ------------- capture.py ------> experts of the step's tokens (device)
+    the forward pass -------- after_forward ---> one sum per token, taken on the device (trace/source_sum.py);
+                                                 experts copied to the host, stored under their KV slots (slots.py)
+    a finished request ------------------------> its rows, appended to a trace shard
 
-    Every read and write of the slots goes through one journal, in the order in which vLLM decided it. On an accelerator
-    a
-    step's experts reach the host after vLLM's next decisions. The journal entries wait for that copy; the step does
-    not.
-    When a finished request's rows are taken, its blocks therefore still hold its own rows, even if vLLM has given the
-    blocks away in the next step.
+Every read and write of the slots goes through one journal, in the order in which vLLM decided it. On an accelerator a
+step's experts reach the host after vLLM's next decisions. The journal entries wait for that copy; the step does not.
+When a finished request's rows are taken, its blocks therefore still hold its own rows, even if vLLM has given the
+blocks away in the next step.
 
 Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
 """
@@ -71,8 +68,8 @@ class Recorder:
         sinks: the shards being filled.
         weight_version: of the model's current weights.
         stats: counts since the start: steps, tokens forwarded, requests, recorded requests, preemptions, refused
-            requests,
-            waits for a copy, and rows confirmed by their routers' logits (0 if not possible, see router_witness.py).
+            requests, waits for a copy, and rows confirmed by their routers' logits (0 if not possible, see
+            router_witness.py).
 
     Raises:
         EngineError: the model has no MoE layers.
@@ -148,7 +145,7 @@ class Recorder:
             raise EngineError(
                 describe(
                     "A step was not recorded",
-                    got="a new step, with nothing heard of the routes of the one before",
+                    got="a new step before the routes of the previous one were reported",
                     do="check the patch series: moe-rl patch --check",
                     fault="step lost",
                 )
@@ -261,9 +258,8 @@ class Recorder:
         """Save the rows of a preempted request.
 
         vLLM later forwards the same tokens again in other batches, where near ties may be routed differently, but the
-        sampled
-        tokens came from the first pass. Rows of drafts that may have been rejected are not saved; their second pass is
-        right.
+        sampled tokens came from the first pass. Rows of drafts that may have been rejected are not saved; their second
+        pass is right.
         """
         table, forwarded = request.table, request.forwarded - request.drafts
         request.table, request.forwarded = BlockTable(), 0
@@ -410,4 +406,6 @@ def _attention_group(config) -> tuple[int, int, int]:
         # RSWASpec is a FullAttentionSpec too, but frees blocks that leave its window.
         if isinstance(spec, FullAttentionSpec) and not isinstance(spec, RSWASpec):
             return at, config.num_blocks, spec.block_size
-    raise EngineError(describe("Recording needs full attention", got="a model without", do="turn recording off"))
+    raise EngineError(
+        describe("Recording needs full attention", got="a model without full attention", do="turn recording off")
+    )

@@ -32,8 +32,7 @@ class Ranking:
     Attributes:
         bias: [E] float32, or None.
         groups, kept: experts are chosen only from the `kept` best of `groups` groups. A group's score is that of its
-            best
-            expert, or, with a bias, the sum of its best two.
+            best expert, or, with a bias, the sum of its best two.
         exactness: relative error of a score, since the router may compute it in the precision of its logits.
     """
 
@@ -121,8 +120,7 @@ class RouterWitness:
         """Make the witness, or return None where it is not possible.
 
         A compiled forward pass does not call the hooks. With pipeline stages or speculative decoding the rows of a step
-        are not
-        those of one pass. And every router must be of a known kind.
+        are not those of one pass. And every router must be of a known kind.
         """
         config = worker.vllm_config
         if not modules:

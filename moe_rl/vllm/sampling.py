@@ -111,8 +111,7 @@ def check(requests: Sequence[GenerateRequest], *, max_model_len: int, vocabulary
     """Raise EngineError for requests that vLLM would truncate or change silently, or that would crash it.
 
     vLLM does not check token ids against its embeddings. `vocabulary` is the number of rows of the embeddings, which
-    may
-    exceed the tokenizer's number of ids.
+    may exceed the tokenizer's number of ids.
     """
     seen = set()
     for request in requests:

@@ -225,8 +225,7 @@ def _with_sum_of(parent: RouteRef, rows: Rows, *, first_stage: bool) -> np.ndarr
     """Return the rows' sums, with the parent's sums for the rows that the parent has.
 
     This request may have computed the parent's rows again with other routes, which are not stored. The parent's sums
-    are
-    over all pipeline stages, so only the first stage counts them.
+    are over all pipeline stages, so only the first stage counts them.
     """
     sums = rows.sums.copy()
     sums[: parent.rows] = 0

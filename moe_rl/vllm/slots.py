@@ -163,7 +163,7 @@ class SlotTable:
                         "A row was recorded twice",
                         where={"token": at, "position": positions[at], "slot": slots[at]},
                         got=f"a slot that holds position {self._positions[slots[at]]}",
-                        expected="a slot that nothing was written to since its block got its owner",
+                        expected="a slot not written since its block got its owner",
                         do="look for a step that ran twice",
                         fault="twice",
                     )

@@ -91,8 +91,7 @@ class RecorderControl:
         """Call `method` and return {"value": result}, {"refused": message}, or {"failed": message} for a bug.
 
         For engines in other processes: there an exception arrives as text without its type, and if one of several
-        workers
-        raises, vLLM takes the other workers' answers for those to the next call.
+        workers raises, vLLM takes the other workers' answers for those to the next call.
         """
         try:
             return {"value": getattr(self, method)(*args)}

@@ -47,8 +47,7 @@ class Intake:
 
         Raises:
             WeightSyncError: the part is out of order, or has tensors that the model lacks, that came before, or that
-                are
-                missing. The update is then over.
+                are missing. The update is then over.
         """
         before, self._update = self._update, None
         self._check_order(update, before)

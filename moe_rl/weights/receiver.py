@@ -174,10 +174,8 @@ def not_loaded(model: torch.nn.Module) -> list[str]:
 
     Call this after the last `load_weights` and before `finalize_layerwise_reload`. That function would restore the old
     values, or keep memory that was never written, and report success. vLLM counts only what passes through a
-    parameter's
-    loader, so anything a model's `load_weights` copies directly is lost. Fully loaded layers are already closed.
-    Buffers
-    and an attention layer's scales are computed, not loaded, so they are not checked.
+    parameter's loader, so anything a model's `load_weights` copies directly is lost. Fully loaded layers are already
+    closed. Buffers and an attention layer's scales are computed, not loaded, so they are not checked.
     """
     lost = []
     for name, layer in model.named_modules():

@@ -58,9 +58,8 @@ class WeightSender:
     """Sends the trainer's weights to samplers. All ranks call it together; only rank 0 has samplers.
 
     One rank of one replica exports each tensor, in rounds. In each round, every rank puts one bucket of its tensors
-    where
-    the sampler finds it, and rank 0 has the sampler load these buckets. A rank therefore holds one bucket at a time,
-    whatever the size of the model and of its share. For broadcasts and CUDA IPC see `stream`.
+    where the sampler finds it, and rank 0 has the sampler load these buckets. A rank therefore holds one bucket at a
+    time, whatever the size of the model and of its share. For broadcasts and CUDA IPC see `stream`.
     """
 
     def __init__(self, policy: Exporter, rollout: RolloutConfig, folder: Path, ranks: Ranks, *, way: Way | None = None):
@@ -72,8 +71,7 @@ class WeightSender:
             folder: on a disk shared by trainer and samplers; only the transport "disk" uses it.
             ranks: the trainer's ranks.
             way: the transport. None: the one that `rollout.weight_transfer` selects for these ranks and a sampler
-                beside
-                rank 0.
+                beside rank 0.
 
         Raises:
             ConfigError: there is no such transport.
@@ -107,8 +105,7 @@ class WeightSender:
 
         Raises:
             WeightSyncError: on rank 0, the sampler received something else than was sent; on all ranks, before the
-                sampler may
-                use the weights, the exported weights differ from those that the ranks hold.
+                sampler may use the weights, the exported weights differ from those that the ranks hold.
         """
         changed = self._policy.moves > self._moves
         held = self._policy.content(self._dtype, updated=changed)
@@ -194,9 +191,8 @@ def fp8_rounded(weight: Tensor) -> Tensor:
     """Round weight [rows, columns] to the nearest values in float8 e4m3; returned contiguous, in the weight's dtype.
 
     This emulates the weights of a sampler with lower precision than the trainer on machines without float8 kernels.
-    Float8
-    activations are not emulated. Each block of 128 x 128 has a float32 scale that maps its largest |value| to 448
-    (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
+    Float8 activations are not emulated. Each block of 128 x 128 has a float32 scale that maps its largest |value| to
+    448 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
 
     Raises:
         ValueError: the tensor is not a matrix or not finite.

@@ -177,8 +177,7 @@ def by_cuda_ipc(
     buffer.
 
     Arguments and errors are those of `broadcast`. The sampler has copied the buffer when it answers a call. Never run
-    on a
-    GPU.
+    on a GPU.
     """
     # Imported here: vLLM's packed buckets take seconds to import, and only this way needs them.
     from moe_rl.weights.cuda_ipc import packed

@@ -1,8 +1,7 @@
 """Runs engines in processes of their own, each started as a test asks and driven step by step.
 
 `python scenario.py` imports vLLM once, which takes longer than most scenarios, then forks for every line of its input,
-an
-object with the paths spec, result and log, and answers with the exit status of each.
+an object with the paths spec, result and log, and answers with the exit status of each.
 
 spec (JSON): engine: arguments of vllm.LLM; recording: of additional_config["moe_rl"]; capture: patch | worker;
 asynchronous: whether to schedule asynchronously, which vLLM's CPU platform switches off; amx: whether vLLM is

@@ -155,8 +155,7 @@ def agree(outcome: Outcome, router: Router, *, act: int = 0, version: int = 0) -
     """Check that every completion of an act is valid and routed as in `transformers`, except for ties.
 
     After a tie that fell differently the hidden states differ, and later choices of the sequence may differ too; these
-    are
-    counted and bounded. Returns the number of rows compared.
+    are counted and bounded. Returns the number of rows compared.
     """
     rows = differing = 0
     explained = True

@@ -39,8 +39,7 @@ def write_shard():
     """Publish a shard of records with the given lengths, in chunks of 2 layers and 2 tokens.
 
     The last record continues the first two rows of the first one and has an aux array. Returns the path, the references
-    and
-    the expected content.
+    and the expected content.
     """
 
     def write(root, name, spec, lengths=(3, 2, 0, 3), seed=0, prefix="step1/prompt", **layout):

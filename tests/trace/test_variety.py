@@ -30,7 +30,7 @@ def test_a_layer_with_the_rows_of_another_is_refused(routes):
     routes[:, 2] = routes[:, 3]  # columns of layers 3 and 4
     with refused(RouteValidationError, fault="equal pair", request="r", layers="3 and 4", got=("12",)):
         check(routes)
-    routes[11, 2] = [1, 2, 3, 5]  # one row of the layer's own
+    routes[11, 2] = [1, 2, 3, 5]  # one row differs from the other layer
     check(routes)
 
 

@@ -270,7 +270,7 @@ def asked(path: str, place: tuple, value: object) -> bytes:
 
 
 def test_a_healthy_call_of_every_route_is_answered(server):
-    """This is the witness for the other tests: the calls that they change are answered or need what a stub lacks."""
+    """Witness for the other tests: unchanged calls succeed, or are refused only for what the stub lacks."""
     for path, body in BODIES.items():
         method = "GET" if path in ("/moe_rl/stats", "/moe_rl/recording") else "POST"
         answer = server.answers(method, path, b"" if body is None else json.dumps(body).encode())
@@ -358,7 +358,10 @@ def test_a_body_that_does_not_come_is_refused_in_time(server, path):
 
     late, gone = asyncio.run(ask(None)), asyncio.run(ask({"type": "http.disconnect"}))
     assert (late[0]["status"], gone[0]["status"]) == (408, 400)
-    assert b"8 bytes of a body in 0.2 s" in late[1]["body"] and (b"connection", b"close") in late[0]["headers"]
+    assert (
+        b"only 8 bytes of the body arrived in 0.2 s" in late[1]["body"]
+        and (b"connection", b"close") in late[0]["headers"]
+    )
     server.alive()
 
 

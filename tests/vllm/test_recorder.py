@@ -89,8 +89,7 @@ class Engine:
         Args:
             new: (id, key, blocks, computed, tokens) of each new request.
             cached, resumed: (id, blocks, computed, tokens, table); `table` is the request's whole block table, which
-                says where
-                its tokens go.
+                says where its tokens go.
             silent: a layer that reports nothing.
             spoil: an expert id to report instead.
             shift: added to every slot.

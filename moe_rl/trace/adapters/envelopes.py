@@ -8,9 +8,8 @@ SGLang   base64 of bare little-endian int32. Read at sgl-project/sglang 024911f2
          [tokens - 1 - start, all decoder layers, K] flattened, without its shape; layers without a router are zero.
 NeMo-RL  text "nrlre1:<int8|int16|int32>:<S>x<L>x<K>:<base64 of the ids, C order>". Read at NVIDIA-NeMo/RL 0cbe0ac1:
          `nemo_rl/utils/routed_experts_codec.py` (PR 3292), `models/generation/vllm/utils.py`.
-                  One row for every token. The last sampled token's row is a filler (0, 1, ..., K - 1). A set of -1
-                  means that
-                  no route was captured.
+         One row for every token. The last sampled token's row is a filler (0, 1, ..., K - 1). A set of -1 means that
+         no route was captured.
 plain    a .npy file, or nested lists of integers, [T, layers, K].
 
 Payloads may be hostile. Before an array is allocated, the payload must prove to have its bytes. Nothing is unpickled.

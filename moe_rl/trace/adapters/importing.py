@@ -244,7 +244,7 @@ def _before(
     if parent is None or parent not in refs:
         raise TraceError(
             describe(
-                f"rows before {start} are in no record",
+                f"no record has the rows before {start}",
                 where=where,
                 got=f"parent {parent!r}",
                 expected="the key of an earlier line",

@@ -236,8 +236,7 @@ def _agreement(sets: np.ndarray, token_ids: np.ndarray, empty: np.ndarray, shift
     """Return the mean share of experts that equal tokens have in common, and its standard error.
 
     Assumes that row i + shift belongs to token i. sets is [T, K] of one layer. Each token is compared only with its
-    next
-    occurrence, so that frequent tokens do not dominate.
+    next occurrence, so that frequent tokens do not dominate.
     """
     rows = np.arange(max(0, -shift), min(len(token_ids), len(sets) - max(0, shift)))
     if not len(rows):
