@@ -346,7 +346,9 @@ class Recorder:
             got = int(routes[token, layer, choice])
             raise EngineError(
                 describe(
-                    "A router reported no expert" if got == NOT_REPORTED else "A router reported an expert out of range",
+                    "A router reported no expert"
+                    if got == NOT_REPORTED
+                    else "A router reported an expert out of range",
                     where={"layer": self._capture.layers[layer], "token": token},
                     got=got,
                     expected=f"0 to {self.spec.num_experts - 1}",

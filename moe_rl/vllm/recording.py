@@ -114,7 +114,11 @@ def parse(extra_args: dict | None, request_id: str) -> RecordingRequest | None:
         numbered = _SAMPLE.match(request_id)
         if numbered is None or int(numbered[1]) >= samples:
             raise TraceError(
-                describe("the request id does not name one of the samples", where={"request": request_id}, got=f"{samples} samples")
+                describe(
+                    "the request id does not name one of the samples",
+                    where={"request": request_id},
+                    got=f"{samples} samples",
+                )
             )
         key = check_key(f"{key}/{numbered[1]}")
     parent = _parent(given.get("moe_rl_parent"), request_id)

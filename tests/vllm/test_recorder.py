@@ -381,7 +381,7 @@ def test_other_tokens_than_the_sampler_returned_are_an_error(fake):
         ({"moe_rl_key": "a", "moe_rl_sink": "shard", "moe_rl_kye": 1}, "cannot be recorded.*moe_rl_kye"),
         ({"moe_rl_key": "a b", "moe_rl_sink": "shard"}, "record key"),
         ({"moe_rl_key": "a", "moe_rl_sink": "../shard"}, "shard name"),
-        ({"moe_rl_key": "a", "moe_rl_sink": "shard", "moe_rl_samples": 2}, "no sample of several"),
+        ({"moe_rl_key": "a", "moe_rl_sink": "shard", "moe_rl_samples": 2}, "does not name one of the samples"),
         ({"moe_rl_key": "a", "moe_rl_sink": "shard", "moe_rl_start": -1}, "moe_rl_start.*got -1"),
         ({"moe_rl_key": "a", "moe_rl_sink": "shard", "moe_rl_parent": "x"}, "not a valid reference to a record"),
         (

@@ -47,7 +47,7 @@ def test_without_its_patch_a_family_is_refused(what, on_cpu, amx, patch, monkeyp
     if patch is None:
         refuse_unpatched(config, set(), on_cpu=on_cpu)
         return
-    with pytest.raises(EngineError, match=f"wrong about .*patch {patch}"):
+    with pytest.raises(EngineError, match=f"wrongly.*patch {patch}"):
         refuse_unpatched(config, set(), on_cpu=on_cpu)
-    with pytest.raises(EngineError, match=f"wrong about .*patch {patch}"):
+    with pytest.raises(EngineError, match=f"wrongly.*patch {patch}"):
         refuse_unpatched(config, REPAIRS - {patch}, on_cpu=on_cpu)
