@@ -385,12 +385,12 @@ def test_patches_that_never_ran_start_no_engine(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "damage, message",
     [
-        (lambda text: text.replace(" a4\n", "a4\n"), r"A patch is damaged .*1\.patch, line \d+"),
-        (lambda text: text.replace(" y = 2\n", ""), r"A patch is damaged .*1\.patch, line \d+"),
+        (lambda text: text.replace(" a4\n", "a4\n"), r"A patch is damaged .*1\.patch:\d+"),
+        (lambda text: text.replace(" y = 2\n", ""), r"A patch is damaged .*1\.patch:\d+"),
         (lambda text: text.replace(" a6\n", ""), "does not have the digest in BASE .*changes in a.py"),
         (lambda text: text.replace("+first\n", "+fIrst\n"), "does not have the digest in BASE .*got another a.py"),
-        (lambda text: text.replace("@@ -4,", "@@ -5,"), "A patch does not fit .*a.py, line 5"),
-        (lambda text: text.replace(" a6\n", " A6\n"), "A patch does not fit .*a.py, line 4"),
+        (lambda text: text.replace("@@ -4,", "@@ -5,"), "A patch does not fit .*a.py:5"),
+        (lambda text: text.replace(" a6\n", " A6\n"), "A patch does not fit .*a.py:4"),
         (
             lambda text: text.replace("vllm/sub/b.py", "vllm/sub/c.py"),
             "does not have the digest in BASE .*changes in a.py, sub/c.py",
