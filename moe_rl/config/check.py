@@ -58,7 +58,7 @@ def _model_problems(config: Config, facts: ModelFacts) -> Iterator[Problem]:
         )
     if config.rollout.weights != "exact" and facts.linear_bias:
         yield describe(
-            "this model's experts share tensors that are not matrices, which are not rounded",
+            "fp8_e4m3 does not support this model, whose experts are stacked in shared tensors",
             where={"key": "rollout.weights", **where},
             got=config.rollout.weights,
             expected="exact",

@@ -158,7 +158,7 @@ class ObjectiveConfig(Section):
             for key in ("kl_estimator", "kl_unbiased", "kl_in"):
                 if (value := getattr(self, key)) != ObjectiveConfig.model_fields[key].default:
                     yield describe(
-                        "without effect where objective.kl_coef is 0",
+                        "has no effect while objective.kl_coef is 0",
                         where={"key": f"objective.{key}"},
                         got=str(value).lower(),
                         do="remove it, or set objective.kl_coef",
@@ -173,7 +173,7 @@ class ObjectiveConfig(Section):
                 )
             if self.kl_unbiased:
                 yield describe(
-                    "is about a gradient, and none flows through a reward",
+                    "concerns a gradient, and a KL in the reward has none",
                     where={"key": "objective.kl_unbiased", "given": "objective.kl_in is reward"},
                     got="true",
                     expected="false",
@@ -352,7 +352,7 @@ def _bound_problems(key: str, correction: CorrectionConfig) -> Iterator[Problem]
         yield describe(f"{rule} needs it", where={"key": f"{key}.{bound}"}, got="no value")
     for bound in sorted(given - needed - allowed):
         yield describe(
-            f"{rule} does not take it",
+            f"rule {rule} has no such bound",
             where={"key": f"{key}.{bound}"},
             got=getattr(correction, bound),
             expected=f"only {' and '.join(sorted(needed))}",
@@ -365,7 +365,7 @@ def _bound_problems(key: str, correction: CorrectionConfig) -> Iterator[Problem]
         )
     if rule == "veto" and correction.level != "token":
         yield describe(
-            "a veto looks at single tokens",
+            "a veto works on single tokens",
             where={"key": f"{key}.level"},
             got=correction.level,
             expected="token",

@@ -98,7 +98,7 @@ class RolloutConfig(Section):
             )
         if self.keep_sampling_mask and not asked:
             yield describe(
-                "nothing is removed, so there is no mask to keep",
+                "no token is removed, so there is no mask to keep",
                 where={"key": "rollout.keep_sampling_mask"},
                 got="true",
                 expected="rollout.top_k above 0, rollout.top_p below 1 or rollout.min_p above 0",
@@ -106,7 +106,7 @@ class RolloutConfig(Section):
             )
         if self.keep_sampling_mask and self.capture == "native":
             yield describe(
-                "vLLM's own capture records routes only",
+                "vLLM's own capture records only routes",
                 where={"key": "rollout.keep_sampling_mask", "given": "rollout.capture is native"},
                 got="true",
                 expected="rollout.capture patch or worker",
@@ -125,7 +125,7 @@ class RolloutConfig(Section):
         for key, value in (("token_file", self.token_file), ("max_lost_servers", self.max_lost_servers)):
             if value and not count:
                 yield describe(
-                    "is of rollout.servers, and there are none",
+                    "is only for rollout.servers, which is empty",
                     where={"key": f"rollout.{key}"},
                     got=value,
                     do="name them, or remove it",
@@ -142,21 +142,21 @@ class RolloutConfig(Section):
                 )
         if self.token_file is None:
             yield describe(
-                "the servers let nobody in without their token",
+                "the servers refuse requests without their token",
                 where={"key": "rollout.token_file"},
                 got="null",
                 expected="the file that serve_vllm.py --token-file made",
             )
         if self.max_lost_servers >= count:
             yield describe(
-                "none would be left",
+                "must be less than the number of servers",
                 where={"key": "rollout.max_lost_servers"},
                 got=self.max_lost_servers,
                 expected=f"less than {count}, the number of servers",
             )
         if self.capture == "native":
             yield describe(
-                "a server cannot record by vLLM's own capture",
+                "a server cannot use vLLM's own capture of routes",
                 where={"key": "rollout.capture"},
                 got="native",
                 expected="rollout.capture patch or worker",
@@ -217,7 +217,7 @@ class ReplayConfig(Section):
     def problems(self) -> Iterator[Problem]:
         if self.mode == "off" and self.plan:
             yield describe(
-                "without replay no route is known before its layer runs",
+                "without replay the routes are not known in advance",
                 where={"key": "replay.plan", "given": "replay.mode is off"},
                 got=True,
                 expected="false or null",
@@ -225,7 +225,7 @@ class ReplayConfig(Section):
         if self.overlap_chunks and (self.mode == "off" or self.plan is False):
             key, value = ("replay.mode", "off") if self.mode == "off" else ("replay.plan", False)
             yield describe(
-                "rows are sent before the router has run by dispatch plans only, which replayed routes have",
+                "only dispatch plans can send rows before the router has run",
                 where={"key": key, "given": f"replay.overlap_chunks is {self.overlap_chunks}"},
                 got=value,
                 expected="r3 or r2" if value == "off" else "true or null",
@@ -239,7 +239,7 @@ class ReplayConfig(Section):
         }
         if self.max_rows is not None and any(unknown.values()):
             yield describe(
-                "not all rows are counted before the step",
+                "some rows cannot be counted before the step",
                 where={"key": "replay.max_rows", "given": ", ".join(why for why, holds in unknown.items() if holds)},
                 got=self.max_rows,
                 expected="null, or a plan that covers every row",
@@ -247,7 +247,7 @@ class ReplayConfig(Section):
         falls_back = self.missing != "refuse" or self.stale == "native"
         if falls_back != (self.max_fallback_fraction > 0):
             yield describe(
-                "bounds what replay.missing and replay.stale let pass, and only that",
+                "limits only what replay.missing and replay.stale allow",
                 where={
                     "key": "replay.max_fallback_fraction",
                     "given": f"replay.missing is {self.missing}, replay.stale is {self.stale}",
@@ -257,7 +257,7 @@ class ReplayConfig(Section):
             )
         if (self.stale != "refuse") != (self.max_staleness > 0):
             yield describe(
-                "says how old the routes may be that replay.stale lets pass",
+                "limits only the routes that replay.stale allows",
                 where={"key": "replay.max_staleness", "given": f"replay.stale is {self.stale}"},
                 got=self.max_staleness,
                 expected="at least 1" if self.stale != "refuse" else 0,

@@ -89,5 +89,5 @@ def test_the_help_says_what_the_exit_status_means(capsys):
         main(["--help"])
     assert ended.value.code == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "the 95% interval of the policy KL k3 under replay lies below the one of native routing" in said
+    assert "the 95% interval of the policy KL k3 under replay lies below that of native routing" in said
     assert "self-test passes" in said and "3 if not. 2 for bad input." in said
