@@ -39,7 +39,7 @@ def expert_salts(layer: int, experts: int) -> np.ndarray:
 
 
 def place_salts(positions: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
-    """Return odd uint64 [T] by position in the sequence and token id, both integers [T]."""
+    """Return an odd salt for each row, uint64 [T], from its position in the sequence and its token id, integers [T]."""
     return _mixed(_mixed(np.asarray(positions).astype(np.uint64)) ^ np.asarray(token_ids).astype(np.uint64)) | _ODD
 
 

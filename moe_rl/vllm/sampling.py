@@ -126,8 +126,7 @@ def check(requests: Sequence[GenerateRequest], *, max_model_len: int, vocabulary
 
 
 def check_scored(token_ids: Sequence[int], *, max_model_len: int, vocabulary: int) -> None:
-    """Raise EngineError for tokens that cannot be scored: vLLM samples one more token after them. Otherwise as
-    `check`."""
+    """Raise EngineError for tokens that vLLM cannot score. They must leave room for one token that it samples."""
     if not 2 <= len(token_ids) < max_model_len:
         within = f"2 to {max_model_len - 1}"
         raise EngineError(

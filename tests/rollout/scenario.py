@@ -3,14 +3,19 @@
 `python scenario.py` imports vLLM once, which takes longer than most scenarios, then forks for every line of its input,
 an object with the paths spec, result and log, and answers with the exit status of each.
 
-spec (JSON): engine: arguments of vllm.LLM; recording: of additional_config["moe_rl"]; capture: patch | worker;
-asynchronous: whether to schedule asynchronously, which vLLM's CPU platform switches off; amx: whether vLLM is
-told that this CPU has AMX; acts: list of
-  {"sample": [request, ...], "sink": name, "abort_after": steps}   request: key, prompt, seed, max_tokens, ...
-  the same with "fault": what the recorder's buffer does from then on, see _break; "failed" is what was said
-  {"update": a WeightUpdate, "lost": tensor that the model drops}
-result (JSON): acts: per "sample", the completions and references; stats of the recorder, prefix hits, and what else the
-tests want as a witness that a scenario took place.
+spec is a JSON object:
+  engine        arguments of vllm.LLM
+  recording     fields of additional_config["moe_rl"]
+  capture       "patch" or "worker"
+  asynchronous  schedule asynchronously, which vLLM's CPU platform switches off
+  amx           tell vLLM that this CPU has AMX
+  acts          a list of acts:
+                {"sample": [request, ...], "sink": name, "abort_after": steps}; a request has key, prompt, seed, ...
+                the same with "fault": how the recorder's buffer is spoiled from then on, see _break
+                {"update": a WeightUpdate, "lost": tensor that the model drops}
+
+result is a JSON object. For each "sample" it has the completions and references ("failed" has the error instead). It
+also has the recorder's stats, the prefix hits, and the witnesses by which tests see that a scenario took place.
 """
 
 from __future__ import annotations
