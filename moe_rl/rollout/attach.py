@@ -97,7 +97,7 @@ def _differences(config: Config, facts: ModelFacts, url: str, served: Served) ->
     for what, (got, expected) in needed.items():
         if got != expected:
             yield describe(
-                f"a server has another value of {what}",
+                f"a server differs from the config in {what}",
                 where={"key": "rollout.servers", "url": url},
                 got=got,
                 expected=expected,
@@ -106,7 +106,7 @@ def _differences(config: Config, facts: ModelFacts, url: str, served: Served) ->
     longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
     if served.max_model_len < longest:
         yield describe(
-            "a server takes shorter sequences only",
+            "a server's longest sequence is too short",
             where={"key": "rollout.servers", "url": url},
             got=f"max_model_len {served.max_model_len}",
             expected=f"at least rollout.max_prompt_tokens + rollout.max_completion_tokens = {longest}",
@@ -117,12 +117,17 @@ def _among_each_other(served: dict[str, Served]) -> Iterator[Problem]:
     starts: dict[str, str] = {}
     for url, answer in served.items():
         if (other := starts.setdefault(answer.start, url)) != url:
-            yield describe("two addresses of one server", where={"key": "rollout.servers"}, got=f"{other} and {url}")
+            yield describe(
+                "two addresses lead to the same server", where={"key": "rollout.servers"}, got=f"{other} and {url}"
+            )
     versions = {answer.vllm for answer in served.values()}
     if len(versions) > 1:
         got = ", ".join(f"{url} {answer.vllm}" for url, answer in served.items())
         yield describe(
-            "they run different versions of vLLM", where={"key": "rollout.servers"}, got=got, expected="the same on all"
+            "the servers run different versions of vLLM",
+            where={"key": "rollout.servers"},
+            got=got,
+            expected="the same on all",
         )
 
 

@@ -83,7 +83,9 @@ class Transport:
             ) as response:
                 if not response.is_success:
                     got = f"HTTP {response.status_code}: {_message(await response.aread())}"
-                    raise EngineError(describe("The vLLM server refused a call", where=where, got=got))
+                    raise EngineError(
+                        describe(f"The vLLM server refused {method} {path}", where={"url": self.url}, got=got)
+                    )
                 yield response
         except httpx.TimeoutException:
             got = f"no sign of life for {seconds or self.timeout:g} s"

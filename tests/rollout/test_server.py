@@ -346,7 +346,7 @@ def test_what_a_run_needs_otherwise_is_told_for_each_server(server, checkpoint, 
         (replace(facts, num_experts=8), "experts"),
         (replace(facts, layers=5), "layers"),
     ):
-        assert any(re.search(f"value of .*{said}", problem) for problem in problems(other, **one))
+        assert any(re.search(f"differs from the config in .*{said}", problem) for problem in problems(other, **one))
     (tmp_path / "token").write_text("x" * 43)
     (tmp_path / "token").chmod(0o644)
     assert "readable by others" in problems(**one | {"rollout.token_file": tmp_path / "token"})[0]
