@@ -109,13 +109,17 @@ def _largest(sample: SampleLine) -> Iterable[str]:
     yield "  token     text             sampler  trainer  difference layers that differ"
     sizes = [math.inf if math.isnan(value) else abs(value) for value in differences]
     for at in sorted(sorted(range(len(sizes)), key=lambda at: -sizes[at])[:_TOKENS]):
-        layers, trainer = sample.layers_at(at), sample.trainer_logprobs[at]
+        layers = sample.layers_at(at)
         cells = [
             f"{at:<9}",
             f"{sample.pieces[at]!r:<15}",
-            f"{sample.sampler_logprobs[at]:>8.3f}",
-            f"{'-' if trainer is None else f'{trainer:.3f}':>8}",
+            f"{_number(sample.sampler_logprobs[at]):>8}",
+            f"{_number(sample.trainer_logprobs[at]):>8}",
             f"{differences[at]:>+11.4f}",
             "-" if layers is None else str(layers),
         ]
         yield "  " + " ".join(cells)
+
+
+def _number(value: float | None) -> str:
+    return "nan" if value is None else f"{value:.3f}"

@@ -30,7 +30,8 @@ class SampleLine:
         weight_version: version of the weights that sampled it.
         prompt_tokens: number of tokens in the prompt.
         pieces: text of each sampled token [T], the stop token included.
-        sampler_logprobs: log-probabilities [T] of the sampled tokens in the sampler, in nats.
+        sampler_logprobs: log-probabilities [T] of the sampled tokens in the sampler, in nats; None where it is
+            not finite.
         trainer_logprobs: the same in the trainer, in the pass that runs on the sampler's weights. Empty if the sequence
             was not in that pass.
         differing_layers: for each forwarded token (prompt and completion without the last token), the number of MoE
@@ -48,7 +49,7 @@ class SampleLine:
     weight_version: int
     prompt_tokens: int
     pieces: list[str]
-    sampler_logprobs: list[float]
+    sampler_logprobs: list[float | None]
     trainer_logprobs: list[float | None]
     differing_layers: list[int]
 
@@ -56,7 +57,7 @@ class SampleLine:
     def differences(self) -> list[float]:
         """Trainer minus sampler log-probability of each sampled token, in nats; NaN where a value is not finite."""
         pairs = zip(self.trainer_logprobs, self.sampler_logprobs, strict=True) if self.trainer_logprobs else ()
-        return [math.nan if ours is None else ours - theirs for ours, theirs in pairs]
+        return [math.nan if ours is None or theirs is None else ours - theirs for ours, theirs in pairs]
 
     @property
     def mismatch(self) -> float:

@@ -6,6 +6,7 @@ Rank 0 chooses the sequences when it samples. Every rank then adds the rows and 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -111,7 +112,12 @@ def _line(step: int, sample: KeptSample, sequence: Sequence, views: Seq[View]) -
         weight_version=sequence.weight_version,
         prompt_tokens=len(sequence.prompt_token_ids),
         pieces=sample.pieces,
-        sampler_logprobs=[round(float(value), 6) for value in sequence.rollout_logprobs],
-        trainer_logprobs=[round(v, 6) if math.isfinite(v) else None for v in (spoken[0].logprobs if spoken else ())],
+        sampler_logprobs=_finite(sequence.rollout_logprobs.tolist()),
+        trainer_logprobs=_finite(spoken[0].logprobs if spoken else ()),
         differing_layers=differing,
     )
+
+
+def _finite(logprobs: Iterable[float]) -> list[float | None]:
+    """Round the values to 1e-6. JSON has no numbers for those that are not finite: they become None."""
+    return [round(value, 6) if math.isfinite(value) else None for value in logprobs]

@@ -62,6 +62,13 @@ def test_rows_without_a_record_count_nothing(monkeypatch):
     assert (view.positions, view.differing) == ([0, 2], [1, 1]) and view.logprobs == [] and view.advantage is None
 
 
+def test_a_log_probability_that_is_not_finite_is_kept_as_none():
+    one = sequence("a", 2)
+    one.rollout_logprobs[1] = math.nan
+    (line,) = samples.lines(1, [KeptSample("a", "p", "c", ["x"] * 2, {}, "stop")], [one], {})
+    assert line.sampler_logprobs == [-0.5, None]
+
+
 def test_a_sequence_that_no_pass_had_is_kept_without_numbers():
     (line,) = samples.lines(1, [KeptSample("a", "p", "c", ["x"], {}, "length")], [sequence("a", 1)], {})
     assert line.trainer_logprobs == [] and line.differing_layers == [] and line.advantage is None
