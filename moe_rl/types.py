@@ -5,8 +5,10 @@ Legend for shapes: T tokens, L MoE layers, K top-k experts per token.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 
@@ -16,13 +18,25 @@ LARGEST_REWARD = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A task instance. `answer` is passed only to a reward function with a parameter of that name."""
+    """Holds one task instance.
+
+    Attributes:
+        id: a name that no other prompt of the same set has.
+        text: what the sampler gets, as text.
+        token_ids: what the sampler gets.
+        columns: all columns of the prompt's row, as JSON values. The model never sees them; a reward function gets
+            those that it names.
+        messages: the chat that the text was rendered from, as a list of {"role": ..., "content": ..., ...}. None for a
+            prompt of plain text.
+        level: a class of difficulty; pass rates are logged for each. None: the prompt has none.
+    """
 
     id: str
     text: str
-    answer: str
-    level: str
     token_ids: tuple[int, ...] = ()
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    level: str | None = None
 
 
 class Provenance(IntEnum):

@@ -113,7 +113,7 @@ def load_prompts(path: Path | str, tokenizer_file: Path | str, *, max_prompt_tok
         except ValueError as error:
             problems.append(describe(str(error), where={"file": path, "line": number}))
         else:
-            prompts.append(Prompt(record["id"], record["prompt"], record["answer"], record["level"], token_ids))
+            prompts.append(Prompt(record["id"], record["prompt"], token_ids, record, level=record["level"]))
     if problems:
         rest = len(problems) - _MAX_PROBLEMS
         raise DataError(problems[:_MAX_PROBLEMS] + ([f"{path}: and {rest} more"] if rest > 0 else []))

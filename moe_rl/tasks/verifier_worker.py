@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from msgspec.msgpack import Decoder
 
@@ -41,7 +42,7 @@ class Call(Message, frozen=True):
     """Sent by the pool: call one reward function, with only the arguments that it names."""
 
     reward: str
-    arguments: dict[str, str | int | None]
+    arguments: dict[str, Any]
 
 
 class Begun(Message, frozen=True):

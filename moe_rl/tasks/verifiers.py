@@ -22,8 +22,9 @@ from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import moe_rl
 from moe_rl.config.check_files import dotted_path_problem
@@ -60,14 +61,18 @@ _ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "L
 @dataclass(frozen=True, slots=True)
 class RewardItem:
     """Holds one completion to verify. `completion` is its text without the stop token; other fields are as in
-    `Completion`.
+    `Completion`, and columns as in `Prompt`.
     """
 
     prompt: str
     completion: str
-    answer: str
+    columns: Mapping[str, Any] = field(default_factory=dict)
     finish_reason: str = "stop"
     stop_token_id: int | None = None
+
+    def argument(self, name: str) -> Any:
+        """Return the value of a reward function's parameter: a field, or else the column of that name."""
+        return getattr(self, name) if hasattr(self, name) else self.columns[name]
 
 
 def check_failed_fraction(verdicts: SequenceOf[Verdict], limit: float) -> None:
@@ -292,7 +297,7 @@ class _Place:
         assert process is not None  # `start` ran before, and whoever removes a worker starts another or ends the pool
         for reward, names in self._arguments.items():
             try:
-                process.send(Call(reward, {name: getattr(item, name) for name in names}), deadline)
+                process.send(Call(reward, {name: item.argument(name) for name in names}), deadline)
                 if (answer := process.receive(deadline)) != Begun(reward):
                     raise ValueError(f"an unexpected {type(answer).__name__}")
                 if not begun:

@@ -232,7 +232,8 @@ class Rollouts:
             passed[name] = [self._passes(v) for v in self._judge(self.heldout, completions)]
         levels: dict[str, list[float | None]] = {}
         for prompt, result in zip(self.heldout, passed["sampled"], strict=True):
-            levels.setdefault(prompt.level, []).append(result)
+            if prompt.level is not None:
+                levels.setdefault(prompt.level, []).append(result)
         return {
             "eval/pass_rate": _mean(passed["sampled"]),
             "eval/pass_rate_greedy": _mean(passed["greedy"]),
@@ -258,7 +259,7 @@ class Rollouts:
                 RewardItem(
                     prompt=p.text,
                     completion=self.codec.decode(c.text_token_ids),
-                    answer=p.answer,
+                    columns=p.columns,
                     finish_reason=c.finish_reason,
                     stop_token_id=c.stop_token_id,
                 )

@@ -91,8 +91,8 @@ def test_load_prompts(tmp_path, tokenizer_file, codec):
     path = write(tmp_path / "p.jsonl", record(), unescaped)
     prompts = load_prompts(path, tokenizer_file, max_prompt_tokens=40)
     assert prompts == [
-        Prompt("a", "1+1=", "2", "easy", codec.encode("1+1=")),
-        Prompt("b", strange, "2", "easy", codec.encode(strange)),
+        Prompt("a", "1+1=", codec.encode("1+1="), record(), level="easy"),
+        Prompt("b", strange, codec.encode(strange), record(id="b", prompt=strange), level="easy"),
     ]
     path.write_bytes(path.read_bytes().removesuffix(b"\n"))
     assert load_prompts(path, tokenizer_file, max_prompt_tokens=40) == prompts
@@ -151,7 +151,7 @@ def test_no_prompts(tmp_path, tokenizer_file):
 
 
 def source(count, seed=1):
-    return PromptSource([Prompt(str(i), "", "", "") for i in range(count)], seed)
+    return PromptSource([Prompt(str(i), "") for i in range(count)], seed)
 
 
 def ids(prompts):

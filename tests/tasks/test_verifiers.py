@@ -14,11 +14,11 @@ from moe_rl.tasks.verifiers import RewardItem, check_failed_fraction
 from moe_rl.types import Verdict
 from tests.support.refusals import refused
 
-HEALTHY = RewardItem("", "healthy", "")
+HEALTHY = RewardItem("", "healthy", {"answer": ""})
 
 
 def faulty(fault: str, witness: Path) -> RewardItem:
-    return RewardItem("", f"{fault} {witness}", "")
+    return RewardItem("", f"{fault} {witness}", {"answer": ""})
 
 
 # What a healthy pool does
@@ -27,7 +27,9 @@ def faulty(fault: str, witness: Path) -> RewardItem:
 def test_scores_are_the_weighted_sum_in_order(make_pool):
     rewards = ("moe_rl.tasks.rewards.exact_match", "moe_rl.tasks.rewards.answer_format")
     with make_pool(*rewards, weights=dict(zip(rewards, (1.0, 0.125), strict=True)), workers=2) as pool:
-        items = [RewardItem("", f"<answer>{i}</answer>" if i % 3 else "?", str(i - i % 2)) for i in range(50)]
+        items = [
+            RewardItem("", f"<answer>{i}</answer>" if i % 3 else "?", {"answer": str(i - i % 2)}) for i in range(50)
+        ]
         verdicts = pool.score(items)
         assert pool.score([]) == []
     for i, verdict in enumerate(verdicts):
@@ -37,27 +39,29 @@ def test_scores_are_the_weighted_sum_in_order(make_pool):
 
 def test_functions_get_the_arguments_they_name(make_pool):
     with make_pool("all_arguments", "optional", "no_arguments") as pool:
-        [verdict] = pool.score([RewardItem("the prompt", "the completion", "the answer")])
+        [verdict] = pool.score([RewardItem("the prompt", "the completion", {"answer": "the answer"})])
     assert verdict.parts == {"all_arguments": 1.0, "optional": 2.0, "no_arguments": 0.25}
 
 
 def test_a_function_may_ask_how_the_completion_ended(make_pool):
     with make_pool("how_it_ended") as pool:
-        ended, cut = pool.score([RewardItem("", "x", "", "stop", 7), RewardItem("", "x", "", "length", None)])
+        ended, cut = pool.score(
+            [RewardItem("", "x", {"answer": ""}, "stop", 7), RewardItem("", "x", {"answer": ""}, "length", None)]
+        )
     assert (ended.reward, cut.reward) == (7.0, -1.0)
 
 
 def test_a_function_that_does_not_ask_cannot_find_the_answer(make_pool):
     # The second function is given the answers in the same process, before and after the first looks for them.
     with make_pool("nosy", "nosy_with_answer") as pool:
-        verdicts = pool.score([RewardItem("", f"question {i}", f"hidden {i}") for i in range(20)])
+        verdicts = pool.score([RewardItem("", f"question {i}", {"answer": f"hidden {i}"}) for i in range(20)])
     assert [verdict.detail for verdict in verdicts] == [""] * 20
     assert all(verdict.parts == {"nosy": 1.0, "nosy_with_answer": 1.0} for verdict in verdicts)
 
 
 def test_256_items_are_fast(make_pool):
     rewards = ("moe_rl.tasks.rewards.exact_match", "moe_rl.tasks.rewards.answer_format")
-    items = [RewardItem("p" * 200, "<answer>4</answer>", "4")] * 256
+    items = [RewardItem("p" * 200, "<answer>4</answer>", {"answer": "4"})] * 256
     seconds = []
     with make_pool(*rewards) as pool:
         for _ in range(5):
@@ -70,7 +74,9 @@ def test_256_items_are_fast(make_pool):
 def test_long_texts_pass_both_ways(make_pool):
     with make_pool("moe_rl.tasks.rewards.exact_match") as pool:
         text = "x\u20ac\0" * 1_000_000
-        verdicts = pool.score([RewardItem("", text, text)] * 3 + [RewardItem("", "<answer>1</answer>", "1")])
+        verdicts = pool.score(
+            [RewardItem("", text, {"answer": text})] * 3 + [RewardItem("", "<answer>1</answer>", {"answer": "1"})]
+        )
     assert [verdict.reward for verdict in verdicts] == [0.0, 0.0, 0.0, 1.0]
 
 
@@ -232,7 +238,7 @@ def test_wall_clock_jumps_do_not_matter(make_pool, monkeypatch):
 
 def test_text_that_is_not_unicode_fails_alone(make_pool):
     with make_pool("good") as pool:
-        verdicts = pool.score([HEALTHY, RewardItem("", "half a pair \ud800", ""), HEALTHY])
+        verdicts = pool.score([HEALTHY, RewardItem("", "half a pair \ud800", {"answer": ""}), HEALTHY])
     assert [verdict.status for verdict in verdicts] == ["scored", "failed", "scored"]
     assert "surrogates" in verdicts[1].detail
 
@@ -301,7 +307,7 @@ from moe_rl.tasks.verifiers import RewardItem, VerifierPool
 sys.path.insert(0, sys.argv[1])
 pool = VerifierPool({"r": RewardConfig(function="bad_rewards.misbehave")}, timeout_seconds=1000, workers=2)
 print(*pool.pids, flush=True)
-pool.score([RewardItem("", f"{sys.argv[2]} {sys.argv[3]}", "")] if sys.argv[2] != "idle" else [])
+pool.score([RewardItem("", f"{sys.argv[2]} {sys.argv[3]}", {"answer": ""})] if sys.argv[2] != "idle" else [])
 input()
 """
 

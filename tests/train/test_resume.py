@@ -23,7 +23,7 @@ class Left:
 
     def __init__(self, folder, *, version=DONE):
         (folder / "trace").mkdir()
-        self.source = PromptSource([Prompt(f"p{n}", "?", "!", "1", (1, 2)) for n in range(8)], seed=1)
+        self.source = PromptSource([Prompt(f"p{n}", "?", (1, 2)) for n in range(8)], seed=1)
         self.ledger = PromptLedger(folder / "prompts.jsonl")
         self.kept = KeptRollouts(folder / "rollouts", TraceStore(folder / "trace"))
         ids = [prompt.id for prompt in self.source.take(4)]

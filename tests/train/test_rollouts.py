@@ -184,7 +184,7 @@ def test_tokens_are_removed_where_the_policy_is_sampled_and_not_where_it_is_gree
         rollout=SimpleNamespace(max_completion_tokens=5, top_k=8, top_p=0.9, min_p=0.1),
     )
     rollouts.stop_tokens = (1,)
-    prompt = Prompt("p", "text", "answer", "1", (4, 5))
+    prompt = Prompt("p", "text", (4, 5), {"answer": "four", "unit": ["m", 2]})
     sampled, greedy = (rollouts._request(f"t{t}", prompt, t) for t in (0.7, 0.0))
     assert (sampled.top_k, sampled.top_p, sampled.min_p) == (8, 0.9, 0.1)
     assert (greedy.top_k, greedy.top_p, greedy.min_p) == (0, 1.0, 0.0)
@@ -218,7 +218,7 @@ def test_a_reward_sees_the_text_without_the_stop_token_that_ended_it(tmp_path, t
     rollouts._judge([prompt], [sampled.completion(asked, 0, {})])
     (item,) = scored
     assert (item.completion, item.finish_reason, item.stop_token_id) == (seen, finish, stop)
-    assert (item.prompt, item.answer) == (prompt.text, prompt.answer)
+    assert (item.prompt, item.columns) == (prompt.text, prompt.columns)
 
 
 def test_every_request_has_a_randomness_of_its_own_and_a_resumed_run_the_same(tmp_path):
