@@ -28,3 +28,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if path.parts[0] == "end_to_end" and path.name in _APART:
             group = f"{path} {number}"
         item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Refuse to go on if xdist was asked for groups and made none: every worker would start its own ranks and engines."""
+    if getattr(session.config.option, "loadgroup", False) and any("@" not in item.nodeid for item in session.items):
+        raise pytest.UsageError("pytest-xdist ignores xdist_group under this pytest: install the pinned requirements")

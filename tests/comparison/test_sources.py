@@ -44,7 +44,7 @@ def test_the_newest_step_whose_own_weights_are_kept(folder, steps, checkpoints, 
 @pytest.mark.parametrize(("steps", "checkpoints"), [([], [2]), ([4, 5], [2]), ([], [])])
 def test_without_such_a_step_there_is_nothing_to_compare(folder, steps, checkpoints):
     run = folder(steps, checkpoints)
-    with refused(DataError, folder=run, got=(f"steps {steps}", f"steps {checkpoints}")):
+    with refused(DataError, folder=run.path, got=(f"steps {steps}", f"steps {checkpoints}")):
         of_run(run)
 
 

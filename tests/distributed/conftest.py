@@ -26,17 +26,26 @@ def checkpoint(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
+_WORLDS: dict[int, World] = {}
+
+
 @pytest.fixture(scope="session")
 def on_ranks(tmp_path_factory):
     """on_ranks(N, job, *arguments) -> what each of N ranks returned. Ranks are started once for each N."""
-    worlds, folder = {}, tmp_path_factory.mktemp("ranks")
+    folder = tmp_path_factory.mktemp("ranks")
 
     def run(number, job, *arguments):
-        return worlds.setdefault(number, World(number, folder)).run(job, *arguments)
+        return _WORLDS.setdefault(number, World(number, folder)).run(job, *arguments)
 
-    yield run
-    for world in worlds.values():
-        world.close()
+    return run
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """End the ranks behind the last test of this folder: ranks that wait take a quarter of a core from other tests."""
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        for world in _WORLDS.values():
+            world.close()
 
 
 class Proven:

@@ -285,7 +285,7 @@ def test_a_wrong_checkpoint_is_refused_by_all_ranks_alike(seen):
     assert f"renamed/{checkpoints.name_of(STEP + 1)}): got step {STEP}" in told["renamed"]
     assert f"forged/{folder}/.metadata): got posix.mkdir" in told["forged"] and "is not read" in told["forged"]
     assert not any(rank["canary"] for rank in seen("refusals"))
-    assert "is not of this model" in told["model"] and f"two/{folder}" in told["model"]
+    assert "belongs to another model" in told["model"] and f"two/{folder}" in told["model"]
     assert all(equal(*rank["weights"]) for rank in seen("refusals"))
 
 

@@ -296,8 +296,8 @@ def test_packing_by_load_knows_nothing_of_tokens_without_routes(steps):
 
 def test_missing_routes_are_refused_by_default(steps):
     for rank in steps["missing-refused"]:
-        assert "ReplayError" in rank and "request s3" in rank and "9 of 9 tokens" in rank
-        assert "got 1 of 13 sequences, expected at most 0.00%" in rank
+        assert "ReplayError" in rank and "request s3" in rank
+        assert "got 1 of 13 sequences, 9 tokens of this one, expected at most 0.00%" in rank
 
 
 def test_missing_routes_are_left_to_the_router_within_the_bound(steps):
@@ -358,8 +358,8 @@ def test_above_the_bound_every_rank_refuses_before_any_pass(steps):
         assert rank.startswith("ReplayError: too much of a step would be routed natively")
         assert f"got {native} of {total} (token, layer) positions" in rank
     for rank in steps["missing-dropped-too-many"]:
-        assert "ReplayError" in rank and "request s3" in rank and "9 of 9 tokens" in rank
-        assert "got 3 of 13 sequences, expected at most 20.00%" in rank
+        assert "ReplayError" in rank and "request s3" in rank
+        assert "got 3 of 13 sequences, 9 tokens of this one, expected at most 20.00%" in rank
 
 
 def test_sequences_without_routes_are_dropped_and_counted(steps):
@@ -465,7 +465,7 @@ def test_a_support_that_cannot_be_right_is_refused_before_any_pass(steps):
         ("unsupported", "(request s3, token 5): got"),
         ("uncounted", "(request s4): got supports for 2 tokens, expected 3"),
     ):
-        mine = [rank.startswith(f"SupportError: {message}") for rank in steps[case]]
+        mine = [rank.startswith("SupportError: ") and message in rank for rank in steps[case]]
         assert sorted(mine) == [False, True], steps[case]
         assert (
             f"another rank refused the recorded routes of its sequences: got rank {mine.index(True)}"

@@ -4,8 +4,9 @@
 
 Job n is the file FOLDER/<n>.job: a pickled function and its arguments. Rank r writes what the function returns to
 FOLDER/<n>-rank<r>.pt, or its traceback to FOLDER/<n>-rank<r>.error, and then ends. A rank that ends behind its result
-makes FOLDER/<n>-rank<r>.left. A job lays out its own parallel
-groups. PID: of the process that gives the jobs; without it the rank ends.
+makes FOLDER/<n>-rank<r>.left. A job lays out its own parallel groups.
+
+PID: of the process that gives the jobs; without it the rank ends.
 """
 
 import itertools
@@ -37,6 +38,7 @@ def main():
             run, arguments = pickle.loads(job.read_bytes())
             found = run(*arguments)
             dist.barrier()
+            world.clear()  # the groups of this job would take CPU time from the next ones
         except Leave as leave:
             found, leaves = leave.found, True
         except BaseException:

@@ -42,7 +42,7 @@ def test_dynamic_sampling_may_take_more_prompts_and_disk(plan_of):
     once, thrice = plan_of(), plan_of("rollout.dynamic_sampling_rounds=3")
     assert thrice.storage.max_routes_bytes_per_step == 3 * once.storage.max_routes_bytes_per_step
     assert thrice.batch.sequences_per_step == once.batch.sequences_per_step and thrice.batch.epochs == once.batch.epochs
-    assert "3.00  to 3 times that" in render(thrice) and "times that" not in render(once)
+    assert "3.00  up to 3 times that" in render(thrice) and "times that" not in render(once)
 
 
 def test_route_ids_take_two_bytes_above_256_experts(plan_of, config_file):
