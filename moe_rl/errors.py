@@ -32,6 +32,7 @@ Fact = Literal[
     "url",
     "call",  # method and path of a request to a server
     "server",  # its number
+    "sampler",  # its name
     "pid",
     "log",  # file
     "run",  # what the replay session is for: "step 3 update 0"
@@ -69,7 +70,7 @@ Fact = Literal[
 About = Mapping[Fact, object]
 
 _LEADING = ("key", "option", "argument", "setting", "part")
-_BARE = ("given", "field", "file", "folder", "host", "url", "run")
+_BARE = ("given", "field", "file", "folder", "host", "url", "run", "sampler")
 _NOTHING: dict[Fact, int | str] = {}
 
 
@@ -89,7 +90,7 @@ class Problem(str):
 def describe(
     what: str,
     *,
-    where: About | str = "",
+    where: About | None = None,
     got: object = None,
     expected: object = None,
     do: str = "",
@@ -97,12 +98,11 @@ def describe(
 ) -> Problem:
     """Lay out one message: key: what (where): got X, expected Y. Do Z.
 
-    where: named facts, or free text where there are none. fault: constant name, for faults that share the exception
-    type and `where`.
+    where: named facts. fault: constant name, for faults that share the exception type and `where`.
     """
-    about = {} if isinstance(where, str) else {name: _plain(value) for name, value in where.items()}
+    about = {name: _plain(value) for name, value in (where or {}).items()}
     lead = "".join(f"{value}: " for name, value in about.items() if name in _LEADING)
-    place = where if isinstance(where, str) else _place(about)
+    place = _place(about)
     text = f"{lead}{what} ({place})" if place else f"{lead}{what}"
     facts = []
     if got is not None:

@@ -32,6 +32,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Refuse to go on if xdist was asked for groups and made none: every worker would start its own ranks and engines."""
+    """Refuse to run ungrouped if groups were asked for: every worker would start its own ranks and engines."""
     if getattr(session.config.option, "loadgroup", False) and any("@" not in item.nodeid for item in session.items):
         raise pytest.UsageError("pytest-xdist ignores xdist_group under this pytest: install the pinned requirements")

@@ -83,7 +83,9 @@ def _settings(options: argparse.Namespace) -> ServerSettings:
         if options.overrides or options.model is None or options.trace_root is None:
             got = " ".join(options.overrides) or "neither --config nor both --model and --trace-root"
             raise EngineError(
-                describe("It is not said what to serve", where={"option": "--config"}, got=got, do="give --config FILE")
+                describe(
+                    "nothing says which model to serve", where={"option": "--config"}, got=got, do="give --config FILE"
+                )
             )
         return ServerSettings(
             model=options.model,

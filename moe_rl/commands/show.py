@@ -55,7 +55,7 @@ def choose(samples: list[SampleLine], options: argparse.Namespace) -> list[Sampl
         raise DataError(
             describe(
                 "the run has no samples",
-                where=str(options.run / FILE),
+                where={"file": options.run / FILE},
                 expected="the folder of a run with report.samples_per_step above 0 that has ended a step",
             )
         )
@@ -69,7 +69,7 @@ def choose(samples: list[SampleLine], options: argparse.Namespace) -> list[Sampl
             raise DataError(
                 describe(
                     "the run has no samples of this step",
-                    where=str(options.run / FILE),
+                    where={"file": options.run / FILE},
                     got=f"--step {step}",
                     expected=f"{steps[0]} to {steps[-1]}",
                 )

@@ -110,7 +110,7 @@ class ObjectiveConfig(Section):
         weighing = [one for one in self.corrections if one.rule in _WEIGH]
         if len(weighing) > 1:
             yield describe(
-                "more than one of them weighs by the ratio to the sampler, which would count twice",
+                "more than one correction weighs by the ratio to the sampler; the ratio would count twice",
                 where={"key": "objective.corrections"},
                 got=" and ".join(f"{one.level} {one.rule}" for one in weighing),
                 expected="at most one truncate or mask",

@@ -89,8 +89,8 @@ class RolloutConfig(Section):
         asked = ", ".join(f"rollout.{name} {getattr(self, name)}" for name, removes in removing.items() if removes)
         if asked and not self.keep_sampling_mask:
             yield describe(
-                "the sampler's log-probabilities would be of the tokens that were left to draw from, the trainer's of "
-                "all, and every ratio of the two wrong",
+                "the sampler would normalize over the tokens that were left to draw from, and the trainer over all "
+                "tokens, so every ratio between them would be wrong",
                 where={"key": "rollout.keep_sampling_mask", "given": asked},
                 got="false",
                 expected="true",

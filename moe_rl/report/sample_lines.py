@@ -110,7 +110,7 @@ def read_samples(run_dir: Path) -> list[SampleLine]:
             raise MoeRLError(
                 describe(
                     "the file of samples is damaged",
-                    where=f"{path}:{number}",
+                    where={"file": path, "line": number},
                     got=error,
                     expected="one sample as a JSON object",
                     do="delete that line",

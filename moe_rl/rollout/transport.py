@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from moe_rl.errors import EngineError, describe
+from moe_rl.errors import About, EngineError, describe
 from moe_rl.vllm.control import RUN_HEADER, read_token
 
 # A server closes connections that were idle for 5 s. Reusing one at that moment fails, so idle ones are dropped
@@ -74,7 +74,7 @@ class Transport:
 
         Raises EngineError for every status but success.
         """
-        where = f"{method} {self.url}{path}"
+        where: About = {"call": f"{method} {self.url}{path}"}
         timeout = httpx.Timeout(self.timeout, read=seconds, pool=None)
         try:
             headers = {"Content-Type": "application/json"}

@@ -145,7 +145,10 @@ class Canary:
         if (witness < 0).any():
             layer, row, _ = np.argwhere(witness < 0)[0].tolist()
             raise WeightSyncError(
-                describe("no rank routed a token", where=f"canary, token {row}, layer {self.spec.moe_layers[layer]}")
+                describe(
+                    "no rank routed a token of the canary",
+                    where={"token": row, "layer": self.spec.moe_layers[layer]},
+                )
             )
         return logprobs.cpu().numpy(), witness
 
@@ -174,7 +177,7 @@ class Canary:
             raise WeightSyncError(
                 describe(
                     "sampler and trainer route the canary differently",
-                    where=f"after the sync of version {version}, {scored.by}",
+                    where={"version": version, "sampler": scored.by},
                     got="; ".join(found),
                     expected="in each layer the experts that the trainer's routers choose",
                     do="look at the export of these layers, the first of them first: its router, and all before it; "

@@ -228,8 +228,8 @@ def difference(exported: Content, held: Content, before: tuple[int, Content] | N
         found.append(f"{place(names[at])}: {what}")
     return describe(
         "what is exported is not what the trainer holds",
-        where=f"version {version}, {len(wrong)} of {len(names)} parts of the model",
-        got=first_of(found),
+        where={"version": version},
+        got=f"{len(wrong)} of {len(names)} parts of the model wrong: {first_of(found)}",
         expected="every part as the trainer holds it",
         do="look for what names, gathers or keeps these tensors between the optimizer and the sampler, as "
         "moe_rl/megatron/hf_map.py does; nothing has been sampled from them",

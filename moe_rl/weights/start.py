@@ -60,7 +60,7 @@ def check_start(rounds: Iterable[Round], checkpoint: Checkpoint, ranks: Ranks) -
         raise WeightSyncError(
             describe(
                 "what the trainer exports before its first update is not the checkpoint",
-                where="version 0",
+                where={"version": 0},
                 got="; ".join(wrong),
                 expected="every trained tensor as model.path has it, bit for bit",
                 do="look at how moe_rl/megatron/hf_map.py loads and exports these tensors, and whether the files "

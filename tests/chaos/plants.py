@@ -56,7 +56,7 @@ class Witness:
 
 
 def witnesses(control: Path, fault: str) -> list[Witness]:
-    """Of each time that the fault happened."""
+    """Return a witness of each time that the fault happened."""
     with suppress(FileNotFoundError):
         lines = [line.split("\t") for line in Path(f"{control}.fired").read_text().splitlines()]
         return [Witness(name, harmed, who, float(at)) for name, harmed, who, at in lines if name == fault]

@@ -206,7 +206,7 @@ MUTANTS: list[Mutant] = [
             "qwen3_moe.py",
             "(n + 1) % step == 0",
             "n % step == 0",
-            "Of a model with some dense layers the wrong ones are taken for layers with experts.",
+            "If a model has some dense layers, the wrong ones are taken for layers with experts.",
             "tests/models/test_hf.py",
         ),
         (

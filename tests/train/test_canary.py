@@ -7,6 +7,7 @@ from moe_rl.errors import RouteValidationError, WeightSyncError
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
 from moe_rl.train.canary import Canary, confused_experts
 from moe_rl.types import Provenance, ScoredTokens, Span
+from tests.support.refusals import tells
 
 SPEC = TraceSpec("m", 32, 4, "mmmmmmmm")
 LENGTHS = (36,) * 7
@@ -102,7 +103,8 @@ def test_a_wrong_layer_is_named_and_its_routes_are_kept(hear, witness, rng, name
     change, said = FAULTS[name]
     with pytest.raises((WeightSyncError, RouteValidationError), match=said) as raised:
         hear((near_ties(change(witness), rng, share), None))
-    assert name == "one layer twice" or "after the sync of version 3, canary-version000003-server0" in str(raised.value)
+    if name != "one layer twice":
+        tells(raised.value, version=3, sampler="canary-version000003-server0")
     assert hear.store.shards() == ["canary-version000003-server0"]
     assert hear((witness, None)).mismatch == 0  # the kept shard is removed first
 
