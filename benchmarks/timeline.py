@@ -54,7 +54,7 @@ class Timeline:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """The pass to record runs inside this context."""
+        """Return the pass to record runs inside this context."""
         moe, computed = self.moe, 0
         parts = {"router": moe.router, "shared experts": moe.shared_experts, "experts": moe.experts}
         parts = {name: part for name, part in parts.items() if part is not None}

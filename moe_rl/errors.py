@@ -150,7 +150,7 @@ class MoeRLError(Exception):
 
     @property
     def message(self) -> Problem:
-        """The message with its parts; without parts where it was raised with a plain text."""
+        """Return the message with its parts; without parts where it was raised with a plain text."""
         text = self.args[0] if self.args else ""
         return text if isinstance(text, Problem) else Problem(text)
 
@@ -173,7 +173,7 @@ class _Problems(MoeRLError):
 
     @property
     def message(self) -> Problem:
-        """The first problem."""
+        """Return the first problem."""
         return self.problems[0] if self.problems else Problem()
 
 

@@ -49,7 +49,7 @@ class Provenance(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A run of at least one row that share the same weight version and provenance."""
+    """Describes a run of at least one row that share the same weight version and provenance."""
 
     rows: int
     weight_version: int
@@ -225,5 +225,6 @@ class Sequence:
 
     @property
     def forwarded(self) -> int:
-        """Number of tokens that the sampler forwarded, hence rows of routes: all tokens but the last sampled one."""
+        """Return the number of tokens that the sampler forwarded, hence rows of routes: all tokens but the last sampled
+        one."""
         return len(self.prompt_token_ids) + len(self.token_ids) - 1

@@ -102,7 +102,7 @@ def _indented(name: str, value: str) -> str:
 
 
 def _largest(sample: SampleLine) -> Iterable[str]:
-    """The tokens whose log-probabilities differ most, or whose routers do, one line each."""
+    """Yield a line for each token whose log-probabilities differ most, or whose routers differ."""
     differences = sample.differences
     if not differences:
         return

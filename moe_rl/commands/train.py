@@ -259,8 +259,10 @@ def _plan(config: Config, world_size: int, trace: str | None, file: Path | None)
 
 
 def _model_to_plan(config: Config, world_size: int) -> tuple[ModelFacts | None, list[Problem], list[Problem]]:
-    """The model, None when it cannot be read; what is wrong; and, where it is planned without its checkpoint, what else
-    this machine lacks, which then is another matter."""
+    """Return the model (None if it cannot be read), what is wrong, and what this machine lacks to start the run.
+
+    The last list is not empty only where a run is planned without its checkpoint.
+    """
     installed = installation_problems(config)
     if config.model.published is not None and not config.model.path.is_dir():
         facts = read_published(find_file(config.model.published))
@@ -291,7 +293,7 @@ def _problems(config: Config, folder: RunFolder | None, world_size: int, *, firs
 
 
 def _data_problems(config: Config, facts: ModelFacts) -> list[Problem]:
-    """What is wrong with the lines of the prompt files, and with the tokenizer."""
+    """Return what is wrong with the lines of the prompt files, and with the tokenizer."""
     tokenizer, limit, found = config.model.path / "tokenizer.json", config.rollout.max_prompt_tokens, []
     for key, path in (("train", config.task.train), ("heldout", config.task.heldout)):
         try:
@@ -306,7 +308,7 @@ def _data_problems(config: Config, facts: ModelFacts) -> list[Problem]:
 
 
 def _checkpoint_problems(folder: RunFolder | None, step: int | None) -> list[Problem]:
-    """What --resume wants to go on from is not there, or the lines that it goes on with are damaged."""
+    """Return what --resume needs and does not find, and which lines that it goes on with are damaged."""
     if folder is None:
         return []
     try:

@@ -45,7 +45,7 @@ LOGGED = (
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What to compare.
+    """Says what to compare.
 
     Attributes:
         run: The folder of a run; None samples now.
@@ -61,7 +61,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Detail:
-    """What the plots need in addition to the result: the passes of the first three rows, and their tokens."""
+    """Holds what the plots need beside the result: the passes of the first three rows, and their tokens."""
 
     owners: TokenOwners
     before: Pass

@@ -32,7 +32,7 @@ FAULTS = SHIFTED, PERMUTED, SWAPPED = "routes shifted by one token", "layers per
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What happened to one fault in one place.
+    """Tells what happened to one fault in one place.
 
     Attributes:
         where: The place, in words.

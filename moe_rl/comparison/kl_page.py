@@ -63,7 +63,7 @@ WHEN = ("before", "after", "before_less_after")
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A number in a table, with its interval below it."""
+    """Format a number of a table, with its interval below it."""
 
     value: str
     under: str = ""

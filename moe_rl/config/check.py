@@ -31,7 +31,7 @@ def problems(config: Config, world_size: int) -> list[Problem]:
 
 
 def config_problems(config: Config, facts: ModelFacts | None, world_size: int) -> list[Problem]:
-    """Those that are the same on every machine. facts: of the model, None when they are not known."""
+    """Return the problems that are the same on every machine. facts: of the model, None if they are not known."""
     return [
         *(_model_problems(config, facts) if facts is not None else ()),
         *config.task.problems(),

@@ -40,7 +40,7 @@ def has_servers(config: Config) -> bool:
 
 
 def start_problems(config: Config) -> Iterator[Problem]:
-    """What may be planned, but not started."""
+    """Return the problems of a config that may be planned, but not started."""
     cluster = config.cluster
     if cluster is not None and has_servers(config) and not config.rollout.servers:
         yield describe(

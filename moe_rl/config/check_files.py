@@ -29,7 +29,7 @@ NOT_COMPARED = ("fingerprint", "dtype", "eos_token_ids")
 
 
 def file_problems(config: Config, facts: ModelFacts | None) -> list[Problem]:
-    """One message each. facts: of the checkpoint, None when they could not be read."""
+    """Return one message for each problem. facts: of the checkpoint, None if they could not be read."""
     return [
         *(_checkpoint_problems(config, facts) if facts is not None else ()),
         *absent_problems(config),
@@ -38,8 +38,8 @@ def file_problems(config: Config, facts: ModelFacts | None) -> list[Problem]:
 
 
 def absent_problems(config: Config) -> list[Problem]:
-    """What a config names and this machine lacks: prompt files, reward functions, a folder for runs. The machine that
-    runs it may have them."""
+    """Return what a config names and this machine lacks: prompt files, reward functions, a folder for runs. The machine
+    that runs it may have them."""
     prompts = {"train": config.task.train, "heldout": config.task.heldout}
     return [
         *(
@@ -102,7 +102,7 @@ def _other_model(config: Config, facts: ModelFacts, published: ModelFacts) -> It
 
 
 def prompt_problems(config: Config) -> Iterator[Problem]:
-    """What is wrong with the prompt files that can be read."""
+    """Return what is wrong with the prompt files that can be read."""
     task = config.task
     counts = {}
     for key, path in (("train", task.train), ("heldout", task.heldout)):

@@ -31,7 +31,7 @@ class Layout:
 
     @property
     def dense_copies(self) -> int:
-        """Number of ranks with the same dense parameters. They share the optimizer state."""
+        """Return the number of ranks with the same dense parameters. They share the optimizer state."""
         return self.data * self.context
 
 

@@ -90,7 +90,7 @@ class ObjectiveConfig(Section):
 
     @property
     def corrected(self) -> bool:
-        """Whether any correction gives tokens weights."""
+        """Return whether any correction gives tokens weights."""
         return bool(self.corrections) or self.off_policy_delta is not None
 
     @property

@@ -61,7 +61,7 @@ for _tag, (_pattern, _) in _SCALARS.items():
 
 
 class _Refused(Exception):
-    """What is wrong at a place of the document; `parse` adds the document's name."""
+    """Says what is wrong at a place of the document; `parse` adds the document's name."""
 
     def __init__(self, mark: yaml.Mark, what: str, key: str = "", do: str = ""):
         super().__init__(what)

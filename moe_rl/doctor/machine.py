@@ -73,7 +73,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What was found on this machine.
+    """Holds what was found on this machine.
 
     Attributes:
         found: {name of the part: version}; "" if it is missing.

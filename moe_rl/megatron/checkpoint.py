@@ -1,4 +1,5 @@
-"""The contents of a checkpoint: Megatron's torch_dist format for weights and optimizer, our own files for the rest.
+"""Defines the contents of a checkpoint: Megatron's torch_dist format for weights and optimizer, our own files for the
+rest.
 
 A checkpoint is a folder with Megatron's files, one `rng-rank<r>.safetensors` per rank, an optional `run.safetensors`
 with tensors of the run, and `state.json`. The last holds the other state of the run, the parallel layout that wrote the
@@ -104,7 +105,7 @@ def load_weights(path: Path, policy: Policy | ReferencePolicy) -> dict:
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """What rank 0 tells the other ranks about a checkpoint: its state, or what is wrong."""
+    """Tells the other ranks what rank 0 knows of a checkpoint: its state, or what is wrong."""
 
     error: str = ""
     state: dict = field(default_factory=dict)

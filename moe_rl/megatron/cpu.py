@@ -27,7 +27,7 @@ HOST = torch.device("cpu")
 
 
 class Stream:
-    """The only stream. Work is finished when a call returns."""
+    """Stands for the only stream. Work is finished when a call returns."""
 
     def __init__(self, *args, **kwargs):
         pass

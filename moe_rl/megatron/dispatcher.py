@@ -32,7 +32,8 @@ class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
 
     @property
     def plan(self) -> LayerPlan | None:
-        """The plan of the next dispatch. Setting a plan for another placement of the experts raises ReplayError."""
+        """Return the plan of the next dispatch. Setting a plan for another placement of the experts raises
+        ReplayError."""
         return self._plan
 
     @plan.setter

@@ -88,7 +88,7 @@ class CheckpointReader:
 
 
 class Trained:
-    """The trained tensors of a checkpoint, in the precision in which a policy of `dtype` holds them."""
+    """Reads the trained tensors of a checkpoint, in the precision in which a policy of `dtype` holds them."""
 
     def __init__(self, path: str | Path, facts: ModelFacts, dtype: torch.dtype):
         self._reader, self._dtype = CheckpointReader(path, facts), dtype

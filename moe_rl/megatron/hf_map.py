@@ -30,7 +30,7 @@ from moe_rl.weights.stream import Round
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A weight on this rank.
+    """Describes a weight on this rank.
 
     Attributes:
         parameters: One parameter; for stacked experts, the parameters of this rank's experts in order.
@@ -55,7 +55,7 @@ class Entry:
 
     @property
     def whole(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of the Hugging Face tensors."""
+        """Return the names and shapes of the Hugging Face tensors."""
         return zip(self.names, self.weight.tensors.values(), strict=True)
 
 

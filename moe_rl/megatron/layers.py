@@ -44,7 +44,7 @@ class WholeLinear(torch.nn.Linear):
 
 
 class ExpertOutput(RowParallelLinear):
-    """The output projection of an expert, which may have a bias.
+    """Computes the output projection of an expert, which may have a bias.
 
     Megatron's torch linear layer does not support that bias: it adds the bias in place to what autograd considers a
     view of another tensor, and marks it to be summed over tensor-parallel ranks, which hold different experts.

@@ -76,7 +76,7 @@ _OF_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Owned:
-    """A parameter or an expert bias of this rank, with the parts of the model in it.
+    """Holds a parameter or an expert bias of this rank, with the parts of the model in it.
 
     Attributes:
         parts: Names of the parts.

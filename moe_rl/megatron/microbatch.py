@@ -1,4 +1,4 @@
-"""A microbatch: sequences packed end to end, as tensors on this rank's device.
+"""Defines a microbatch: sequences packed end to end, as tensors on this rank's device.
 
 Legend: T rows of this context-parallel rank, with padding; N completion tokens, n of them predicted on this rank; B
 sequences.

@@ -135,7 +135,7 @@ def _end(exchange: tuple[torch.Tensor, Exchange]) -> torch.Tensor:
 
 
 class Exchange:
-    """One all-to-all of rows among the ranks of a group, and later one of their gradients, each with a begin and a
+    """Runs one all-to-all of rows among the ranks of a group, and later one of their gradients, each with a begin and a
     wait."""
 
     def __init__(self, group: dist.ProcessGroup, sent: list[int], got: list[int]):

@@ -1,4 +1,4 @@
-"""The trained policy, with its logprobs, optimizer updates and weights, and the frozen reference policy."""
+"""Holds the trained policy, with its logprobs, optimizer updates and weights, and the frozen reference policy."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def learning_rate(settings: OptimizerConfig, update: int) -> float:
 
 
 class Policy:
-    """A GPTModel with replay, its optimizer, and the passes that the loop needs. All ranks call every method
+    """Holds a GPTModel with replay, its optimizer, and the passes that the loop needs. All ranks call every method
     together."""
 
     def __init__(
@@ -93,7 +93,7 @@ class Policy:
 
     @property
     def recomputed_layers(self) -> frozenset[int]:
-        """The layers among `layers` that an update runs a second time, in its backward pass."""
+        """Return the layers among `layers` that an update runs a second time, in its backward pass."""
         return recomputed_layers(self.chunks)
 
     def plan_dispatch(
@@ -256,8 +256,8 @@ class Policy:
 
     @property
     def optimizers(self) -> list[MegatronOptimizer]:
-        """The optimizers: one for all parameters, or one for the dense parameters and one for the experts, depending on
-        the layout."""
+        """Return the optimizers: one for all parameters, or one for the dense parameters and one for the experts,
+        depending on the layout."""
         return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
     @property
@@ -318,7 +318,7 @@ class Policy:
         return parts_of(expected_tensors(self.facts))
 
     def content(self, dtype: torch.dtype, *, updated: bool) -> Content:
-        """What all ranks hold of each part of the model, see `LiveWeights.content`."""
+        """Return what all ranks hold of each part of the model, see `LiveWeights.content`."""
         return self._live.content(dtype, self.optimizers, updated=updated)
 
     def export(self, dtype: torch.dtype, *, dense: bool, experts: bool) -> Iterator[tuple[str, torch.Tensor]]:

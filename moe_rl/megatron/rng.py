@@ -1,5 +1,5 @@
-"""The random generators of a rank: of the host, of the device, and the streams that Megatron derives from the
-latter."""
+"""Saves and restores the random generators of a rank: of the host, of the device, and the streams that Megatron derives
+from the latter."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ _LOOK_SECONDS = 0.05
 
 
 class Checkpoints:
-    """The checkpoints that a run writes into `folder`, one at a time. All ranks call every method but `settle`
+    """Writes the checkpoints of a run into `folder`, one at a time. All ranks call every method but `settle`
     together.
 
     Attributes:
@@ -238,7 +238,7 @@ class _Lying:
 
 @dataclass(frozen=True, slots=True)
 class _HandedIn:
-    """What a rank hands in: the digest of each of its files, and the items in Megatron's files."""
+    """Holds what a rank hands in: the digest of each of its files, and the items in Megatron's files."""
 
     digests: dict[str, str]
     items: list[_Lying]

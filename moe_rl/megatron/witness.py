@@ -26,7 +26,7 @@ _STAGES = ("route", "preprocess", "dispatch", "routed_experts_compute", "combine
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dispatch:
-    """One dispatch.
+    """Records one dispatch.
 
     Attributes:
         with_grad: Whether gradients were enabled. In the first pass of a recomputed layer they are not.

@@ -1,4 +1,4 @@
-"""The ranks of a run: process groups, and small messages between ranks that are not pickled."""
+"""Sets up the ranks of a run: process groups, and small messages between ranks that are not pickled."""
 
 from __future__ import annotations
 

@@ -66,15 +66,14 @@ class Activations:
 
     @property
     def peak_bytes(self) -> int:
-        """The peak: all other microbatches in flight, plus one at the end of its forward pass or inside its backward
-        pass.
-        """
+        """Return the peak: all other microbatches in flight, plus one at the end of its forward pass or inside its
+        backward pass."""
         others = round(self.kept_bytes * (self.in_flight - 1))
         return others + max(self.kept_bytes + self.head_bytes, self.backward_bytes)
 
 
 def norm_bytes(width: int, rows: int, shape: Shape) -> int:
-    """Bytes of a norm: rows x width x (8 + b) + 4 rows.
+    """Return the bytes of a norm: rows x width x (8 + b) + 4 rows.
 
     bfloat16 keeps the input and the normalised input in float32, and the output. float32 keeps the input and two
     products.
@@ -83,9 +82,8 @@ def norm_bytes(width: int, rows: int, shape: Shape) -> int:
 
 
 def head_norm_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
-    """Bytes of the norms of queries and keys: T x 8 for each number, plus a factor for each head; 0 without these
-    norms.
-    """
+    """Return the bytes of the norms of queries and keys: T x 8 for each number, plus a factor for each head; 0 without
+    these norms."""
     if not facts.qk_norm:
         return 0
     heads = (facts.heads + facts.kv_heads) // layout.tensor
@@ -93,7 +91,7 @@ def head_norm_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
 
 
 def attention_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
-    """Bytes of attention.
+    """Return the bytes of attention.
 
     T x b x (output of the projections q + k + v, rotated q and k, the attention output, rotary angles of 4 head
     dimensions). For the padded rectangles add b x (q, its output, context x (k + v)), one number wider per head for
@@ -122,7 +120,8 @@ def attention_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
 
 
 def mlp_bytes(width: int, rows: int, shape: Shape) -> int:
-    """Bytes of an MLP: rows x width x b x 5, for gate, up, silu of the gate, the shifted up, and their product."""
+    """Return the bytes of an MLP: rows x width x b x 5, for gate, up, silu of the gate, the shifted up, and their
+    product."""
     return 5 * rows * width * shape.bytes_each
 
 
@@ -135,7 +134,7 @@ def dispatched_rows(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
 
 
 def expert_row_bytes(facts: ModelFacts, expert_tensor: int, bytes_each: int) -> int:
-    """Bytes of one dispatched row: b x (hidden + 6 x the expert's width).
+    """Return the bytes of one dispatched row: b x (hidden + 6 x the expert's width).
 
     These are its input, what the MLP keeps, and the product with the router's weight. A clamped SwiGLU has 8 instead of
     6.
@@ -145,37 +144,36 @@ def expert_row_bytes(facts: ModelFacts, expert_tensor: int, bytes_each: int) -> 
 
 
 def experts_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
-    """Bytes that the experts keep of all rows dispatched to a rank."""
+    """Return the bytes that the experts keep of all rows dispatched to a rank."""
     return dispatched_rows(facts, layout, shape) * expert_row_bytes(facts, layout.expert_tensor, shape.bytes_each)
 
 
 def router_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
-    """Bytes of the router: S x experts x (weights 4, order 8, map 1, sigmoid scores 4) + S x top_k x (ids 8, positions
-    8).
-    """
+    """Return the bytes of the router: S x experts x (weights 4, order 8, map 1, sigmoid scores 4) + S x top_k x (ids 8,
+    positions 8)."""
     scores = FLOAT32 * (facts.score_function == "sigmoid")
     per_row = facts.num_experts * (FLOAT32 + INT64 + 1 + scores) + 2 * INT64 * facts.top_k
     return -(-shape.rows // layout.tensor) * per_row
 
 
 def held_by_router_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
-    """Bytes of the router that remain when the layer is recomputed: S x (5 experts + 8 top_k)."""
+    """Return the bytes of the router that remain when the layer is recomputed: S x (5 experts + 8 top_k)."""
     return -(-shape.rows // layout.tensor) * (facts.num_experts * (FLOAT32 + 1) + INT64 * facts.top_k)
 
 
 def hidden_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
-    """Bytes passed from layer to layer: S x hidden x b."""
+    """Return the bytes passed from layer to layer: S x hidden x b."""
     return -(-shape.rows // layout.tensor) * facts.hidden_size * shape.bytes_each
 
 
 def moe_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
-    """Bytes behind the second norm of a layer with experts."""
+    """Return the bytes behind the second norm of a layer with experts."""
     shared = mlp_bytes(facts.shared_intermediate_size // layout.tensor, shape.rows, shape)
     return router_bytes(facts, layout, shape) + experts_bytes(facts, layout, shape) + shared
 
 
 def layer_bytes(facts: ModelFacts, layout: Layout, shape: Shape, *, has_experts: bool) -> int:
-    """Bytes that a layer keeps when nothing in it is recomputed."""
+    """Return the bytes that a layer keeps when nothing in it is recomputed."""
     norms = 2 * norm_bytes(facts.hidden_size, -(-shape.rows // layout.tensor), shape)
     attention = head_norm_bytes(facts, layout, shape) + attention_bytes(facts, layout, shape)
     if has_experts:
@@ -184,7 +182,8 @@ def layer_bytes(facts: ModelFacts, layout: Layout, shape: Shape, *, has_experts:
 
 
 def head_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
-    """Bytes of the head: the last norm, plus vocabulary / tensor x max(20 predicted rows, 8 T + 4 predicted rows).
+    """Return the bytes of the head: the last norm, plus vocabulary / tensor x max(20 predicted rows, 8 T + 4 predicted
+    rows).
 
     20 per predicted row are five float32 of each logit between the softmax and its gradient. 8 T + 4 per predicted row
     is the gradient when it is spread over all rows. Entropies (objective.entropy_coef) are not counted.
@@ -196,7 +195,7 @@ def head_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
 
 
 def passing_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
-    """Bytes in flight inside a layer with experts: b x hidden x (3 x dispatched rows + 4 S).
+    """Return the bytes in flight inside a layer with experts: b x hidden x (3 x dispatched rows + 4 S).
 
     The three copies of dispatched rows are those before the experts, after them, and sorted back.
     """
@@ -205,7 +204,8 @@ def passing_bytes(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
 
 
 def in_flight(layout: Layout, stage: int, microbatches: int) -> float:
-    """Number of microbatches of a stage whose backward pass is still to come, as fractions of the stage's layers.
+    """Return the number of microbatches of a stage whose backward pass is still to come, as fractions of the stage's
+    layers.
 
     1F1B: pipeline - stage, at most all microbatches. Interleaved schedule, in runs of layers: 2 (pipeline - stage - 1)
     + (runs - 1) x pipeline + 1 passes of one run each. Runs of different lengths are treated as equally long.

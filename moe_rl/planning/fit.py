@@ -17,7 +17,7 @@ def transfer_problems(plan: Plan) -> list[Problem]:
 
 
 def memory_problems(plan: Plan) -> list[Problem]:
-    """What is larger than a GPU, one message each; empty when everything fits or no cluster is given."""
+    """Return what is larger than a GPU, one message each; empty when everything fits or no cluster is given."""
     limit = plan.limit_bytes
     if limit is None:
         return []
@@ -78,7 +78,7 @@ def _remedy(plan: Plan, stage: Stage) -> str:
 
 
 def disk_problems(config: Config, plan: Plan) -> Iterator[Problem]:
-    """The disk that run.runs_dir will be on is too full for one checkpoint."""
+    """Tell if the disk of run.runs_dir is too full for one checkpoint."""
     free = shutil.disk_usage(existing_folder(config.run.runs_dir)).free
     if free < plan.storage.checkpoint_bytes:
         yield describe(

@@ -37,12 +37,13 @@ class StageMemory:
 
     @property
     def model_bytes(self) -> int:
-        """The sum of all parts. Activations are not included."""
+        """Return the sum of all parts. Activations are not included."""
         return self.parameter_bytes + self.main_grad_bytes + self.optimizer_bytes + self.reference_bytes
 
 
 def state_bytes(dtype: str) -> int:
-    """Bytes of optimizer state per parameter: Adam's two moments, and a float32 copy of parameters in another dtype."""
+    """Return the bytes of optimizer state per parameter: Adam's two moments, and a float32 copy of parameters in
+    another dtype."""
     return ADAM_MOMENTS_BYTES + (4 if DTYPE_BYTES[dtype] < 4 else 0)
 
 
@@ -52,17 +53,17 @@ def buffer_elements(buffer: Buffer, train: TrainConfig) -> int:
 
 
 def parameter_bytes(buffers: list[Buffer], train: TrainConfig) -> int:
-    """Bytes of parameters: bytes of a number x elements of the buffers."""
+    """Return the bytes of parameters: bytes of a number x elements of the buffers."""
     return DTYPE_BYTES[train.dtype] * sum(buffer_elements(buffer, train) for buffer in buffers)
 
 
 def main_grad_bytes(buffers: list[Buffer], train: TrainConfig) -> int:
-    """Bytes of gradients: 4 x elements of the buffers, because gradients are summed in float32."""
+    """Return the bytes of gradients: 4 x elements of the buffers, because gradients are summed in float32."""
     return MAIN_GRAD_BYTES * sum(buffer_elements(buffer, train) for buffer in buffers)
 
 
 def optimizer_bytes(buffers: list[Buffer], train: TrainConfig, ranks: int) -> list[int]:
-    """Bytes of optimizer state on each of the `ranks` of a stage.
+    """Return the bytes of optimizer state on each of the `ranks` of a stage.
 
     `state_bytes` x the parameters in the rank's piece of each buffer, or in all buffers without the distributed
     optimizer.

@@ -44,7 +44,7 @@ class Buffer:
 
     @property
     def elements(self) -> int:
-        """Number of elements without padding."""
+        """Return the number of elements without padding."""
         return sum(self.sizes)
 
     def gaps(self) -> Iterator[tuple[int, int]]:
@@ -59,7 +59,7 @@ class Buffer:
 
     @property
     def padded_elements(self) -> int:
-        """Number of elements with padding."""
+        """Return the number of elements with padding."""
         return self.elements + sum(end - start for start, end in self.gaps())
 
     def owned(self) -> list[int]:

@@ -40,13 +40,14 @@ class SamplerMemory:
 
 
 def weight_bytes(facts: ModelFacts, dtype: str, gpus: int) -> int:
-    """Bytes of weights on a GPU: norms and routers in full, and the GPU's part of all matrices and experts."""
+    """Return the bytes of weights on a GPU: norms and routers in full, and the GPU's part of all matrices and
+    experts."""
     count = parameter_count(facts)
     return DTYPE_BYTES[dtype] * (count.dense - count.cut + -(-(count.cut + count.expert) // gpus))
 
 
 def kv_bytes_per_token(facts: ModelFacts, dtype: str, gpus: int) -> int:
-    """Bytes of the KV cache per token: layers x numbers per token and layer x bytes of a number.
+    """Return the bytes of the KV cache per token: layers x numbers per token and layer x bytes of a number.
 
     Key-value heads are divided among the GPUs of an engine, at least one on each. The latents of MLA lie whole on each.
     Layers with a sliding window are counted as if they kept all tokens.

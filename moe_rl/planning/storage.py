@@ -35,7 +35,7 @@ class Storage:
 
 
 def routes_bytes_per_token(facts: ModelFacts) -> int:
-    """Bytes of routes per token: MoE layers x top_k ids, one byte each up to 256 experts and two above."""
+    """Return the bytes of routes per token: MoE layers x top_k ids, one byte each up to 256 experts and two above."""
     return len(facts.moe_layers) * facts.top_k * (1 if facts.num_experts <= 256 else 2)
 
 
@@ -53,17 +53,18 @@ def node_share(layout: Layout, gpus_per_node: int) -> float:
 
 
 def checkpoint_bytes(facts: ModelFacts, dtype: str) -> int:
-    """Bytes of a checkpoint: every parameter and its optimizer state, once."""
+    """Return the bytes of a checkpoint: every parameter and its optimizer state, once."""
     return parameter_count(facts).total * (DTYPE_BYTES[dtype] + state_bytes(dtype))
 
 
 def weight_sync_bytes(facts: ModelFacts, dtype: str) -> int:
-    """Bytes of a weight transfer to one engine: every parameter once, in the sampler's precision."""
+    """Return the bytes of a weight transfer to one engine: every parameter once, in the sampler's precision."""
     return parameter_count(facts).total * DTYPE_BYTES[dtype]
 
 
 def weight_bucket_bytes(facts: ModelFacts, dtype: str, bucket_mib: float) -> int:
-    """Bytes of the bucket, or of the largest weight, which is not divided; at most all weights of the model."""
+    """Return the bytes of the bucket, or of the largest weight, which is not divided; at most all weights of the
+    model."""
     largest = max(math.prod(shape) for shape in expected_tensors(facts).values())
     return min(max(int(bucket_mib * 2**20), largest * DTYPE_BYTES[dtype]), weight_sync_bytes(facts, dtype))
 

@@ -1,4 +1,4 @@
-"""The batch and the model of a proof: small, random, and the same in every process."""
+"""Makes the batch and the model of a proof: small, random, and the same in every process."""
 
 from __future__ import annotations
 

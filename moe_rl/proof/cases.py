@@ -1,4 +1,4 @@
-"""The layouts, schedules and precisions for which replay is proven, each with a fixed small batch."""
+"""Lists the layouts, schedules and precisions for which replay is proven, each with a fixed small batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MICROBATCH_TOKENS = 40
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One run on `ranks` processes.
+    """Describes one run on `ranks` processes.
 
     Attributes:
         parallel, train: What differs from the defaults of these config sections.
@@ -42,7 +42,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Name such as "TP2 EP2 PP2 recompute=uniform r2", unique among the cases with this number of ranks."""
+        """Return a name such as "TP2 EP2 PP2 recompute=uniform r2", unique among the cases with this number of
+        ranks."""
         words = [self.layout_name]
         words += [self.mode] if self.mode != "r3" else []
         words += ["unplanned"] if not self.plan else []
@@ -52,7 +53,7 @@ class Case:
 
     @property
     def layout_name(self) -> str:
-        """The part of the name that describes the layout."""
+        """Return the part of the name that describes the layout."""
         short = {
             "tensor": "TP",
             "context": "CP",
@@ -71,7 +72,7 @@ class Case:
 
     @property
     def copies(self) -> int:
-        """Number of data-parallel replicas."""
+        """Return the number of data-parallel replicas."""
         sharing = ("tensor", "context", "pipeline")
         return self.ranks // math.prod(self.parallel.get(key, 1) for key in sharing)
 

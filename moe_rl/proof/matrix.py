@@ -54,14 +54,14 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Proved:
-    """An outcome under replay, with its control without replay (for r3)."""
+    """Holds an outcome under replay, with its control without replay (for r3)."""
 
     outcome: Outcome
     control: Outcome | None
 
     @property
     def exact(self) -> bool:
-        """Whether replay is exact and the control is not.
+        """Return whether replay is exact and the control is not.
 
         Exact means: gradients equal the reference to 1e-6, no map and no received count is wrong, and each route was
         taken once. Without replay, gradients must differ by more than 1e-2 and all maps must be wrong.

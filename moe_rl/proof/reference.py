@@ -1,4 +1,5 @@
-"""The independent reference: `transformers` in one process and float32. Only the choice of experts is replaced."""
+"""Computes the independent reference: `transformers` in one process and float32. Only the choice of experts is
+replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The work of one rank of the proof: its microbatches and routes, its passes, and the check of what was dispatched."""
+"""Does the work of one rank of the proof: its microbatches and routes, its passes, and the check of what was
+dispatched."""
 
 from __future__ import annotations
 

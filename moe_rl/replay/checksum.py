@@ -1,4 +1,5 @@
-"""The trainer's side of the route checksums of `trace.source_sum`, computed in two ways that share no memory layout.
+"""Computes the trainer's side of the route checksums of `trace.source_sum`, computed in two ways that share no memory
+layout.
 
 `expected` sums the routes as they were read, sequence by sequence. `RowSalts.applied` sums the rows that were fed to
 the model, with the routing map that reached the dispatcher. If the two differ, the trainer lost a route. If they agree,

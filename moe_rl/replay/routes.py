@@ -26,8 +26,8 @@ PADDING = "padding"
 
 @dataclass(frozen=True, slots=True)
 class RowPolicy:
-    """What to do about tokens without a route, and about routes of older weights. Damaged or wrong routes are always
-    refused.
+    """Says what to do about tokens without a route, and about routes of older weights. Damaged or wrong routes are
+    always refused.
 
     Attributes:
         missing: For tokens without a recorded route: "refuse", or "native" to let the router choose.

@@ -20,7 +20,7 @@ _PIECE = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowPlaces:
-    """The places of a microbatch's rows in their sequences. Host memory.
+    """Holds the places of a microbatch's rows in their sequences, in host memory.
 
     Attributes:
         sequence, position: int64 [R], number of the sequence, and position in it.

@@ -377,7 +377,7 @@ class ReplaySession:
 
     @property
     def place(self) -> About:
-        """The pass and the rank, for messages."""
+        """Return the pass and the rank, for messages."""
         return {"run": self.name, "rank": self.rank}
 
     def _where(self, microbatch: int, layer: int) -> About:
@@ -428,7 +428,8 @@ def refuse_lost_key(layer: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchHandle:
-    """A session and the number of one of its microbatches. Routers and MoE layers look up their routes with it."""
+    """Holds a session and the number of one of its microbatches. Routers and MoE layers look up their routes with
+    it."""
 
     session: ReplaySession
     microbatch: int

@@ -53,15 +53,15 @@ class MicrobatchRoutes:
 
     @property
     def read(self) -> torch.Tensor:
-        """The part of `source` that this rank read, in its rows and layers, int64."""
+        """Return the part of `source` that this rank read, in its rows and layers, int64."""
         assert self.source is not None
         return torch.stack([self.unreplayed, *self.checksums.values()]).sum(0)[: len(self.source)]
 
 
 @dataclass(slots=True)
 class Tally:
-    """What a finished session counted: integers summed over this rank's microbatches. The native counts leave padding
-    out.
+    """Holds what a finished session counted: integers summed over this rank's microbatches. The native counts leave
+    padding out.
 
     Attributes:
         consumed, expected: How often routes of a (microbatch, layer) were taken, and should be; recomputations count.
@@ -95,8 +95,8 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compared:
-    """A router's own choice of K experts compared with the record, for L layers and the N rows that have a record. For
-    a single layer the first axis is missing.
+    """Compares a router's own choice of K experts with the record, for L layers and the N rows that have a
+    record. For a single layer the first axis is missing.
 
     Attributes:
         differs: bool [L, N], whether the two sets differ.

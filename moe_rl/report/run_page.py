@@ -171,7 +171,8 @@ def _samples(samples: list[SampleLine]) -> list[tuple[str, list[tuple[SampleLine
 
 
 def _tokens(sample: SampleLine) -> list[dict[str, Any]]:
-    """The sampled tokens with their colours: how far the engines differ, and in how many layers the routers do."""
+    """Return the sampled tokens with their colours: how far the engines differ, and in how many layers the routers
+    do."""
     differences: list[float] | list[None] = sample.differences or [None] * len(sample.pieces)
     tokens = []
     for at, (piece, difference) in enumerate(zip(sample.pieces, differences, strict=True)):

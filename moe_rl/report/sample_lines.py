@@ -66,8 +66,8 @@ class SampleLine:
         return sum(sizes) / len(sizes) if sizes else math.nan
 
     def layers_at(self, token: int) -> int | None:
-        """Number of layers that differ at sampled token `token`. None for the last one, which is not forwarded, and
-        where nothing was measured."""
+        """Return the number of layers that differ at sampled token `token`. None for the last one, which is not
+        forwarded, and where nothing was measured."""
         row = self.prompt_tokens + token
         return self.differing_layers[row] if row < len(self.differing_layers) else None
 

@@ -37,7 +37,8 @@ _LOG_TAIL_LINES = 15
 
 
 class VllmEngine:
-    """A running engine. Every call raises SamplerGone, with process and log, once the engine is dead or hung."""
+    """Talks to a running engine. Every call raises SamplerGone, with process and log, once the engine is dead or
+    hung."""
 
     def __init__(
         self,
@@ -130,7 +131,7 @@ class VllmEngine:
         self._call(wire.Wake(part), wire.Awake)
 
     def alive(self) -> bool:
-        """Whether the process runs and no call has failed for good."""
+        """Return whether the process runs and no call has failed for good."""
         return not self._failure and self._process.poll() is None
 
     def close(self) -> None:

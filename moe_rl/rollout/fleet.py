@@ -51,7 +51,7 @@ class _UpdateRefused(WeightSyncError):
 
 
 class ServerFleet:
-    """A `Sampler`. A server's number is its index in rollout.servers.
+    """Combines servers into one `Sampler`. A server's number is its index in rollout.servers.
 
     Attributes:
         vllm_version: the servers' common version of vLLM.
@@ -122,12 +122,12 @@ class ServerFleet:
 
     @property
     def workers(self) -> int:
-        """Number of processes that hold weights, over all servers that are not lost."""
+        """Return the number of processes that hold weights, over all servers that are not lost."""
         return sum(self._workers[number] for number in self._servers)
 
     @property
     def address(self) -> str:
-        """The address by which the servers reach this host."""
+        """Return the address by which the servers reach this host."""
         urls = (urlsplit(server.url) for server in self._servers.values())
         # The config's checks require a host and a port in each URL.
         return reached_by_all([(url.hostname, url.port) for url in urls if url.hostname and url.port])

@@ -21,7 +21,7 @@ class Sampler(Protocol):
 
     @property
     def workers(self) -> int:
-        """Number of processes that hold weights.
+        """Return the number of processes that hold weights.
 
         With several engines, each gets ranks of its own in a broadcast, starting at `Broadcast.first_rank`.
         """
@@ -29,7 +29,7 @@ class Sampler(Protocol):
 
     @property
     def address(self) -> str:
-        """The address by which these processes reach this host."""
+        """Return the address by which these processes reach this host."""
         ...
 
     def generate(
@@ -87,7 +87,7 @@ class Sampler(Protocol):
         ...
 
     def alive(self) -> bool:
-        """Whether the sampler runs and no call has failed for good."""
+        """Return whether the sampler runs and no call has failed for good."""
         ...
 
     def close(self) -> None:

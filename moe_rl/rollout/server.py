@@ -68,7 +68,7 @@ _TEXT = msgspec.json.Decoder(str)
 
 
 class VllmServer:
-    """A client of a running server. Each call runs its own event loop; calls may come from several threads or
+    """Calls a running server. Each call runs its own event loop; calls may come from several threads or
     processes.
 
     Every call raises EngineError if the server cannot be reached, refuses, or hangs.

@@ -188,7 +188,10 @@ class PromptLedger:
         return lines, tail
 
     def _entries(self, lines: Sequence[bytes]) -> Iterator[StepPrompts]:
-        """The lines' entries, each proved whole and contiguous with the one before; DataError names the first wrong."""
+        """Return the entries of the lines, each proved whole and contiguous with the one before.
+
+        Raises DataError, which names the first wrong line.
+        """
         cursor = 0
         for number, line in enumerate(lines, start=1):
             try:

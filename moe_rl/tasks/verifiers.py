@@ -162,7 +162,7 @@ class VerifierPool:
         """
         if self._closed:
             raise RewardError(describe("the verifier pool is closed, or an earlier score() raised", fault="closed"))
-        todo, verdicts = iter(list(enumerate(items))), {}  # the interpreter's lock makes its next() one step
+        todo, verdicts = iter(list(enumerate(items))), {}  # threads may share it: next() of a list iterator is atomic
 
         def serve(place: _Place) -> None:
             try:

@@ -290,7 +290,7 @@ def _sum_skips(skips_NK: np.ndarray) -> np.ndarray:
 
 
 def _ascending(ids_NK: np.ndarray) -> bool:
-    """Whether every set is strictly ascending."""
+    """Return whether every set is strictly ascending."""
     rises_NK = np.empty(ids_NK.shape, np.bool_)
     ids, rises = ids_NK.reshape(-1), rises_NK.reshape(-1)
     np.less(ids[:-1], ids[1:], out=rises[:-1])

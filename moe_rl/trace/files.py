@@ -27,7 +27,7 @@ Range = tuple[int, int]
 
 
 class File(Protocol):
-    """An open file. `identity` differs after the file is replaced or changed; `size` is in bytes."""
+    """Holds an open file. `identity` differs after the file is replaced or changed; `size` is in bytes."""
 
     identity: tuple
     size: int

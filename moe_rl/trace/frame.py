@@ -30,7 +30,8 @@ MAX_HEAD = 1 << 20
 MAX_DEPTH = 64
 MAX_AUX = 64
 MAX_AUX_BYTES = 1 << 26
-# Counts are stored from this mean count per expert on. For fewer rows decoding is as fast, and counts cost over 5%.
+# Counts are stored if a frame has at least this many rows per expert on average. For fewer rows, decoding is as fast
+# without counts, and they would cost over 5% of the bytes.
 COUNTS_FROM = 16
 
 _AUX_NAME = re.compile(r"[a-z_]{1,64}", re.ASCII)
@@ -42,7 +43,8 @@ _CHECKSUM = 8
 
 @dataclass(frozen=True, slots=True)
 class FrameSection:
-    """A range of stored bytes in a frame. `kind` says how they are packed; `start` is relative to the frame."""
+    """Describes a range of stored bytes in a frame. `kind` says how they are packed; `start` is relative to the
+    frame."""
 
     kind: int
     start: int

@@ -33,7 +33,8 @@ _SAMPLE = 13
 
 
 def applies(num_experts: int, top_k: int) -> bool:
-    """Whether sets of this kind can be ranked: ids and numbers fit in single bytes, and sets are sorted by columns."""
+    """Return whether sets of this kind can be ranked: ids and numbers fit in single bytes, and sets are sorted by
+    columns."""
     return num_experts <= 256 and top_k <= MAX_COLUMNS
 
 

@@ -98,7 +98,7 @@ class ShardWriter:
 
     @property
     def closed(self) -> bool:
-        """Whether the shard was published or abandoned."""
+        """Return whether the shard was published or abandoned."""
         return self._fd is None
 
     def add(

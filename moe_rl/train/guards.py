@@ -55,7 +55,7 @@ class Guards:
         self.canary = [(int(version), float(value)) for version, value in state["canary"]]
 
     def after_update(self, result: UpdateResult, *, step: int, update: int) -> None:
-        """Raises NonFiniteError when this update was the last of too many in a row that were skipped.
+        """Count skipped updates. Raises NonFiniteError after too many in a row.
 
         step: from 1. update: number of the update in the step, from 0.
         """
@@ -113,7 +113,7 @@ class Guards:
         return limit, f"at most guards.max_canary_difference, by default {limit:g} for {precisions}"
 
     def after_step(self, step: int, metrics: dict[str, float]) -> CollapseError | None:
-        """What to end the run with after this step, or None. metrics: of the step, see report/metrics.py."""
+        """Return the error that ends the run after this step, or None. metrics: those of the step."""
         reasons = self._reasons(metrics)
         self.lost = self.lost + 1 if reasons else 0
         limit = self.settings.collapse_steps
@@ -148,7 +148,7 @@ class Guards:
 
 
 def computes_alike(config: Config) -> bool:
-    """Whether sampler and trainer both compute in float32, on the same weights."""
+    """Return whether sampler and trainer both compute in float32, on the same weights."""
     return config.train.dtype == config.rollout.dtype == "float32" and config.rollout.weights == "exact"
 
 

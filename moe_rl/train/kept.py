@@ -1,4 +1,4 @@
-"""The rollouts that a run keeps, so that what a step trained on can be inspected and scored again.
+"""Keeps the rollouts of a run, so that what a step trained on can be inspected and scored again.
 
 `rollouts/step000012.rollout` holds everything that step 12 trained on except the routes, which are in the step's trace
 shards: keys, tokens, sampler logprobs, rewards, weight versions and route references. The file starts with the line
@@ -42,7 +42,7 @@ class KeptSample:
 
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
-    """What one step trains on. Sequences whose verification failed are left out.
+    """Holds what one step trains on. Sequences whose verification failed are left out.
 
     Attributes:
         group_ids: For each sequence, the number of its prompt.

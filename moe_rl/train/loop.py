@@ -1,4 +1,4 @@
-"""The main loop of a training run, from start to report.
+"""Runs the main loop of a training run, from start to report.
 
 All ranks train. Rank 0 also owns the sampler (a vLLM engine in a child process, or vLLM servers), the reward verifiers,
 the prompts and the log. Each step samples completions and records their routes, scores them with rewards, trains on

@@ -1,4 +1,5 @@
-"""The loss of one optimizer update: the objective's policy loss with its corrections, KL penalty and entropy bonus."""
+"""Computes the loss of one optimizer update: the objective's policy loss with its corrections, KL penalty and entropy
+bonus."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class LossSums:
 
 
 class UpdateLoss:
-    """The loss of this rank's share of an update, called once per microbatch. It is a `megatron.schedule.LossFunction`.
+    """Computes the loss of this rank's share of an update, called once per microbatch. It is a
+    `megatron.schedule.LossFunction`.
 
     Attributes:
         sums: Each call adds to these sums.

@@ -220,7 +220,7 @@ class Peers:
 
     @property
     def asked(self) -> bool:
-        """Whether this rank was asked to stop. Ranks learn of a request at different times."""
+        """Return whether this rank was asked to stop. Ranks learn of a request at different times."""
         return self._asked is not None
 
     @contextmanager

@@ -36,7 +36,7 @@ _ROWS = RowPolicy(missing="native", stale="refuse", max_staleness=0)
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """What rank 0 tells the other ranks about the run folder: its path and the step to continue from, or the
+    """Tells the other ranks what rank 0 found in the run folder: its path and the step to continue from, or the
     problem."""
 
     path: str = ""

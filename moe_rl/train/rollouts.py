@@ -1,5 +1,6 @@
-"""The sampling half of a step, on rank 0: sample completions for prompts, verify them, and turn them into sequences
-with rewards. Also starts the sampler: a vLLM engine in a child process, or the servers that the config names."""
+"""Does the sampling half of a step, on rank 0: sample completions for prompts, verify them, and turn them into
+sequences with rewards. Also starts the sampler: a vLLM engine in a child process, or the servers that the config
+names."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def engine_settings(config: Config, facts: ModelFacts, folder: RunFolder) -> Eng
 
 @dataclass(frozen=True, slots=True)
 class PromptGroup:
-    """The completions of one prompt with their verdicts and rewards.
+    """Holds the completions of one prompt with their verdicts and rewards.
 
     Attributes:
         number: Index of the prompt within its step.
@@ -79,12 +80,12 @@ class PromptGroup:
 
     @property
     def scored(self) -> int:
-        """Number of completions that have a reward."""
+        """Return the number of completions that have a reward."""
         return sum(reward is not None for reward in self.rewards)
 
     @property
     def informative(self) -> bool:
-        """Whether the rewards differ, so that group-relative advantages are not all zero."""
+        """Return whether the rewards differ, so that group-relative advantages are not all zero."""
         return has_spread(self.rewards)
 
 
@@ -168,7 +169,7 @@ class Rollouts:
         return RolloutBatch(sequences, [group.number for group, _ in trained], metrics, digest, samples)
 
     def _sample_of(self, group: PromptGroup, index: int) -> KeptSample:
-        """What samples.jsonl shows of a completion."""
+        """Return what samples.jsonl shows of a completion."""
         completion = group.completions[index]
         return KeptSample(
             key=completion.key,

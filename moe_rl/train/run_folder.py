@@ -1,4 +1,4 @@
-"""The folder of a run: its contents, how it is created, and how it is reopened.
+"""Defines the folder of a run: its contents, how it is created, and how it is reopened.
 
 config.yaml     resolved config           metrics.jsonl   one line a step       prompts.jsonl   the prompt ledger
 trace/          routing-trace shards      sync/           weights in transit    checkpoints/    step-<n>

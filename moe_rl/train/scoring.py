@@ -1,4 +1,5 @@
-"""What a step does before its updates, one function each: make dispatch plans, and run the passes without gradients.
+"""Does what a step does before its updates, one function each: make dispatch plans, and run the passes without
+gradients.
 
 All ranks call these functions together. Each puts its results into the microbatches' work and into `Shown`.
 """

@@ -26,7 +26,7 @@ from moe_rl.types import SamplingSupport, Sequence
 
 @dataclass(slots=True, eq=False)
 class MicrobatchWork:
-    """A microbatch of this rank, and everything that a step computes for it.
+    """Holds a microbatch of this rank, and everything that a step computes for it.
 
     Attributes:
         table: The routes that its passes take or are compared with.

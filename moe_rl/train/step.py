@@ -1,4 +1,4 @@
-"""One training step on one rank: pack the batch, read the routes, compare sampler and trainer, update the policy.
+"""Does one training step on one rank: pack the batch, read the routes, compare sampler and trainer, update the policy.
 
 Every rank holds the tokens of the whole batch, but reads the routes of its own sequences only.
 """
@@ -25,7 +25,7 @@ from moe_rl.types import Sequence
 
 
 class TrainStep:
-    """The training half of a step on one rank."""
+    """Does the training half of a step on one rank."""
 
     def __init__(
         self, config: Config, policy: Policy, reference: ReferencePolicy | None, store: TraceStore, spec: TraceSpec

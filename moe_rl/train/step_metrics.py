@@ -71,7 +71,7 @@ class Clock:
 
 @dataclass(slots=True)
 class Shown:
-    """What the passes of a step measured on this rank.
+    """Holds what the passes of a step measured on this rank.
 
     Attributes:
         mismatch, entropies: Measured in the pass that ran on the sampler's weights.

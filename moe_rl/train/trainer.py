@@ -1,4 +1,4 @@
-"""The objects that a rank holds during a run, and the steps that the loop calls on them.
+"""Defines the objects that a rank holds during a run, and the steps that the loop calls on them.
 
 All ranks hold the policy. Rank 0 also owns the sampler (a vLLM engine in a child process, or vLLM servers), the reward
 verifiers, the prompts and the log.
@@ -44,7 +44,7 @@ _TRAINING = ("placement", "routes", "logprobs", "train", "sync")
 
 @dataclass(slots=True)
 class RankZero:
-    """The objects that only rank 0 has.
+    """Holds the objects that only rank 0 has.
 
     Attributes:
         left_behind: Rollouts of the next step, sampled by an earlier process of this run.

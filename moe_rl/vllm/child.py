@@ -126,7 +126,7 @@ class ChildEngine:
         self._llm.update_weight_version("0")
 
     def is_idle(self) -> bool:
-        """Whether nothing is left of a failed call, so that the next call may start."""
+        """Return whether nothing is left of a failed call, so that the next call may start."""
         return not self._llm.llm_engine.has_unfinished_requests()
 
     def answer(self, call: wire.Call) -> wire.Reply:

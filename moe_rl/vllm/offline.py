@@ -175,7 +175,8 @@ def record(
 
 
 def _with_recording(params: Any, ask: RecordingRequest) -> Any:
-    """A copy of vLLM's SamplingParams that asks for its routes, and for the log-probabilities of sampled tokens."""
+    """Return a copy of vLLM's SamplingParams that asks for its routes, and for the log-probabilities of sampled
+    tokens."""
     params = params.clone()
     if params.logprobs is None:
         params.logprobs = 0

@@ -39,7 +39,7 @@ _BUFFERS = 1
 
 
 class Communicator(Protocol):
-    """The part of a communicator that vLLM's packed code uses."""
+    """Implements the part of a communicator that vLLM's packed code uses."""
 
     def broadcast(self, tensor: Tensor, src: int) -> None: ...
 

@@ -112,7 +112,7 @@ class Intake:
 
     @property
     def complete(self) -> bool:
-        """Whether the final part was admitted, and no part was refused."""
+        """Return whether the final part was admitted, and no part was refused."""
         return self._update is not None and self._update.final
 
     def finish(self) -> None:

@@ -205,7 +205,7 @@ def _lacking(layer: torch.nn.Module, info: LayerReloadingInfo, own: list[str]) -
 
 
 def _lacks_experts(layer: RoutedExperts, info: LayerReloadingInfo, key: str) -> bool:
-    """Whether a parameter loaded expert by expert lacks an expert, or the gate or up half of one.
+    """Return whether a parameter loaded expert by expert lacks an expert, or the gate or up half of one.
 
     The calls include the experts of other ranks.
     """

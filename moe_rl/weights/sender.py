@@ -180,7 +180,7 @@ def _as_fp8(item: tuple[str, Tensor]) -> tuple[str, Tensor]:
 
 
 def is_rounded(name: str) -> bool:
-    """Whether a Hugging Face tensor is rounded to float8: the matrices of attention, experts and dense layers.
+    """Return whether a Hugging Face tensor is rounded to float8: the matrices of attention, experts and dense layers.
 
     Routers, embeddings, the output head and norms keep their precision.
     """

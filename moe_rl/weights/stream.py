@@ -34,7 +34,7 @@ class Round:
 
 
 class Ranks(Protocol):
-    """The operations on the trainer's ranks that an update uses: `megatron.world`."""
+    """Lists the operations on the trainer's ranks that an update uses: `megatron.world`."""
 
     def gather(self, message: object, kind: type) -> list[Any]:
         """Return one value of each rank, in rank order, on all ranks. `kind` is the type to decode to."""
@@ -46,7 +46,7 @@ class Ranks(Protocol):
 
 
 class Recipient(Protocol):
-    """The operations of a sampler that an update uses, see `rollout.sampler.Sampler`."""
+    """Lists the operations of a sampler that an update uses, see `rollout.sampler.Sampler`."""
 
     @property
     def workers(self) -> int: ...
