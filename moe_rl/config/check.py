@@ -38,6 +38,7 @@ def config_problems(config: Config, facts: ModelFacts | None, world_size: int) -
         *config.rollout.problems(),
         *config.objective.problems(),
         *config.replay.problems(),
+        *config.train.optimizer.problems(),
         *_batch_problems(config),
         *_replay_problems(config),
         *engine_problems(config),
@@ -113,12 +114,23 @@ def _batch_problems(config: Config) -> Iterator[Problem]:
             got=train.microbatch_tokens,
             expected=f"at least rollout.max_prompt_tokens + rollout.max_completion_tokens = {longest}",
         )
-    if train.optimizer.warmup_steps > config.run.steps * train.updates_per_step:
+    optimizer, updates = train.optimizer, config.run.steps * train.updates_per_step
+    if optimizer.warmup_steps > updates:
         yield describe(
             "the run ends before the warm-up does",
             where={"key": "train.optimizer.warmup_steps"},
-            got=train.optimizer.warmup_steps,
-            expected=f"at most run.steps * train.updates_per_step = {config.run.steps * train.updates_per_step}",
+            got=optimizer.warmup_steps,
+            expected=f"at most run.steps * train.updates_per_step = {updates}",
+        )
+    falls = optimizer.schedule != "constant" and optimizer.min_lr == 0
+    if falls and optimizer.decay_steps is not None and optimizer.decay_steps < updates:
+        yield describe(
+            "the run goes on with a learning rate of 0",
+            where={"key": "train.optimizer.min_lr"},
+            got=optimizer.min_lr,
+            expected=f"above 0: the run makes {updates} updates, and train.optimizer.decay_steps is "
+            f"{optimizer.decay_steps}",
+            do="set train.optimizer.min_lr, or raise train.optimizer.decay_steps",
         )
 
 

@@ -87,16 +87,50 @@ class OptimizerConfig(Section):
 
     lr: Positive
     """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes on after the warm-up. linear and cosine: it falls to `min_lr`."""
     warmup_steps: Whole = 0
-    """Number of updates over which the learning rate rises linearly. After them it is constant."""
+    """Number of updates over which the learning rate rises linearly from 0 to `lr`."""
+    decay_steps: Count | None = None
+    """Number of updates, warm-up included, over which a linear or cosine schedule falls. All later updates use
+    `min_lr`. null: all updates of the run, run.steps x train.updates_per_step."""
+    min_lr: NotNegative = 0.0
+    """Learning rate to which a linear or cosine schedule falls."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
     """Decay rates of Adam's running averages of the gradient and of its square."""
     eps: Annotated[float, Field(ge=1e-30, le=1.0)] = 1e-8
     """Term added to Adam's denominator to avoid a division by 0."""
     weight_decay: NotNegative = 0.0
-    """Decoupled weight decay: each update subtracts this times the learning rate times the weight."""
+    """Decoupled weight decay: each update subtracts this times the learning rate times the weight. Biases and the
+    weights of norms do not decay."""
     clip_grad: Positive = 1.0
     """Largest global gradient norm. Larger gradients are scaled down to it."""
+
+    def problems(self) -> Iterator[Problem]:
+        if self.schedule == "constant":
+            for key, value, unset in (("decay_steps", self.decay_steps, None), ("min_lr", self.min_lr, 0.0)):
+                if value != unset:
+                    yield describe(
+                        "a constant learning rate does not fall",
+                        where={"key": f"train.optimizer.{key}"},
+                        got=value,
+                        expected="train.optimizer.schedule linear or cosine",
+                        do="remove it, or set the schedule",
+                    )
+        if self.min_lr > self.lr:
+            yield describe(
+                "the learning rate would rise to its minimum",
+                where={"key": "train.optimizer.min_lr"},
+                got=self.min_lr,
+                expected=f"at most train.optimizer.lr = {self.lr}",
+            )
+        if self.decay_steps is not None and self.warmup_steps > self.decay_steps:
+            yield describe(
+                "the learning rate would fall before the warm-up ends",
+                where={"key": "train.optimizer.decay_steps"},
+                got=self.decay_steps,
+                expected=f"at least train.optimizer.warmup_steps = {self.warmup_steps}",
+            )
 
 
 class TrainConfig(Section):

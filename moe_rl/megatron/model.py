@@ -15,6 +15,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -310,6 +311,7 @@ def wrap_for_training(
         OptimizerConfig(
             optimizer="adam",
             lr=settings.lr,
+            min_lr=settings.min_lr,
             adam_beta1=settings.betas[0],
             adam_beta2=settings.betas[1],
             adam_eps=settings.eps,
@@ -323,6 +325,33 @@ def wrap_for_training(
         chunks,
     )
     return chunks, optimizer
+
+
+def learning_rate_schedule(
+    optimizer: MegatronOptimizer, train: TrainConfig, run_updates: int
+) -> OptimizerParamScheduler:
+    """Return Megatron's schedule, which sets the learning rate and the weight decay of each parameter group.
+
+    Its count starts at 0 and is the number of the update that it has set up, so step it before the update.
+
+    Args:
+        run_updates: Number of updates of the run, over which the rate falls if no `decay_steps` are set.
+    """
+    settings = train.optimizer
+    falls_over = settings.decay_steps or max(run_updates, settings.warmup_steps)
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=settings.warmup_steps,
+        lr_decay_steps=falls_over + 1,  # Megatron has reached the minimum at this update
+        lr_decay_style=settings.schedule,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
 
 
 def unwrap(model: torch.nn.Module) -> GPTModel:

@@ -16,7 +16,7 @@ import xxhash
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from moe_rl.config.training import OptimizerConfig, ParallelConfig, TrainConfig
+from moe_rl.config.training import ParallelConfig, TrainConfig
 from moe_rl.errors import ReplayError, describe
 from moe_rl.megatron import hf_map, rng, schedule, world
 from moe_rl.megatron.expert_order import checksum, move
@@ -24,6 +24,7 @@ from moe_rl.megatron.live_weights import LiveWeights
 from moe_rl.megatron.microbatch import Microbatch
 from moe_rl.megatron.model import (
     build_model,
+    learning_rate_schedule,
     moe_layers,
     recomputed_layers,
     replay_session,
@@ -64,27 +65,39 @@ class UpdateResult:
         return not self.nonfinite
 
 
-def learning_rate(settings: OptimizerConfig, update: int) -> float:
-    """Return the learning rate: linear warm-up over `warmup_steps` updates, then constant. `update` counts from 0."""
-    return settings.lr * min(1.0, (update + 1) / max(1, settings.warmup_steps))
-
-
 class Policy:
     """Holds a GPTModel with replay, its optimizer, and the passes that the loop needs. All ranks call every method
     together."""
 
     def __init__(
-        self, facts: ModelFacts, train: TrainConfig, parallel: ParallelConfig, checkpoint, *, temperature: float
+        self,
+        facts: ModelFacts,
+        train: TrainConfig,
+        parallel: ParallelConfig,
+        checkpoint,
+        *,
+        temperature: float,
+        run_updates: int = 1,
     ):
+        """Args: `run_updates` is the number of updates of the run, over which the learning rate may fall."""
         self.facts = facts
         self.temperature = temperature
-        self.settings = train.optimizer
         self.balances = train.router_aux_loss > 0
         config = transformer_config(facts, train, parallel)
         self.chunks, self.optimizer = wrap_for_training(build_model(facts, config, checkpoint), config, train)
         self.placement = natural_order(len(facts.moe_layers), facts.num_experts)
-        self.updates = self.moves = 0
+        self.schedule = learning_rate_schedule(self.optimizer, train, run_updates)
+        self.moves = 0
         self._live = LiveWeights(map(unwrap, self.chunks), facts, self.parts)
+
+    @property
+    def updates(self) -> int:
+        """Number of optimizer updates since the start of the run. The learning rate follows from it."""
+        return self.schedule.num_steps
+
+    @updates.setter
+    def updates(self, made: int) -> None:
+        self.schedule.step(made - self.schedule.num_steps)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -172,7 +185,8 @@ class Policy:
         )
         if session is not None:
             session.conclude()  # nothing is learned from a pass that took wrong routes
-        lr = learning_rate(self.settings, self.updates)
+        self.updates += 1
+        lr = self.schedule.get_lr({})
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         # Megatron's step would scale by a non-finite norm and so write it into every weight.
@@ -181,11 +195,9 @@ class Policy:
             for bias, before in biases:
                 bias.copy_(before)
             rng.set_state(generators)
+            self.updates -= 1
         else:
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
             self.optimizer.step()
-            self.updates += 1
             self.moves += grad_norm > 0
         return UpdateResult(grad_norm=grad_norm, lr=lr, nonfinite=nonfinite, aux_loss=self._finish_aux_loss())
 

@@ -94,7 +94,8 @@ class Trainer:
                 log, SampleFile(folder.path), Rollouts(config, self.facts, engine, verifiers, folder.path, self.store)
             )
         build = (self.facts, config.train, config.parallel, config.model.path)
-        self.policy = Policy(*build, temperature=config.rollout.temperature)
+        updates = config.run.steps * config.train.updates_per_step
+        self.policy = Policy(*build, temperature=config.rollout.temperature, run_updates=updates)
         reference = None
         if config.objective.kl_coef > 0:
             reference = ReferencePolicy(*build, temperature=config.rollout.temperature)

@@ -94,6 +94,25 @@ def test_a_good_config_has_no_problems(found):
         (["objective.name=grpo", "objective.clip_low=0.2"], ["objective.clip_high"]),
         (["train.optimizer.betas=[0.9, 1.0]"], ["train.optimizer.betas.1", "got 1.0"]),
         (["train.optimizer.warmup_steps=13"], ["train.optimizer.warmup_steps", "= 12"]),
+        (["train.optimizer.min_lr=1e-9"], ["train.optimizer.min_lr", "linear or cosine"]),
+        (["train.optimizer.decay_steps=9"], ["train.optimizer.decay_steps", "linear or cosine"]),
+        (
+            ["train.optimizer.schedule=linear", "train.optimizer.min_lr=1e-3"],
+            ["train.optimizer.min_lr", "train.optimizer.lr = 1e-06"],
+        ),
+        (
+            [
+                "train.optimizer.schedule=linear",
+                "train.optimizer.decay_steps=2",
+                "train.optimizer.warmup_steps=3",
+                "train.optimizer.min_lr=1e-7",
+            ],
+            ["train.optimizer.decay_steps", "train.optimizer.warmup_steps = 3"],
+        ),
+        (
+            ["train.optimizer.schedule=cosine", "train.optimizer.decay_steps=11"],
+            ["train.optimizer.min_lr", "got 0.0", "12 updates"],
+        ),
         (["run.peer_timeout_seconds=1e-300"], ["run.peer_timeout_seconds", "to 1"]),
         (["checkpoint.grace_seconds=1e-300"], ["checkpoint.grace_seconds", "0.01"]),
         (["rollout.group_size=18446744073709551616"], ["rollout.group_size", "65536"]),
@@ -541,6 +560,8 @@ def test_the_demo_is_planned_and_checked_quickly_without_torch():
     [
         "train.microbatch_tokens=16",
         "train.optimizer.warmup_steps=12",
+        "train.optimizer={lr: 1e-6, schedule: cosine, decay_steps: 12, warmup_steps: 12}",
+        "train.optimizer={lr: 1e-6, schedule: linear, decay_steps: 11, min_lr: 1e-6}",
         "rollout.prompts_per_step=8",
         "eval.prompts=5",
         "task.overlong.cache_tokens=5",

@@ -3,13 +3,11 @@
 import dataclasses
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_rl.megatron.microbatch import pack
-from moe_rl.megatron.policy import learning_rate
 from moe_rl.planning.token_layout import PAD_MULTIPLE, padded_length
 from moe_rl.types import SamplingSupport, Sequence
 
@@ -121,11 +119,3 @@ def test_what_is_fed_is_read_off_the_rows_of_this_rank():
     # A rank that has the rows of another rank is detected too.
     shifted = dataclasses.replace(second, rows=first.rows)
     assert [part.tolist() for part in shifted.fed(sequences)] == [[3, 4, 3, 4, 5, 6]]
-
-
-@pytest.mark.parametrize(("update", "expected"), [(0, 0.25), (1, 0.5), (3, 1.0), (9, 1.0)])
-def test_learning_rate_warms_up_and_stays(update, expected):
-    from moe_rl.config.training import OptimizerConfig
-
-    assert learning_rate(OptimizerConfig(lr=2.0, warmup_steps=4), update) == pytest.approx(2.0 * expected)
-    assert learning_rate(OptimizerConfig(lr=2.0), update) == 2.0

@@ -1157,12 +1157,12 @@ MUTANTS: list[Mutant] = [
             "tests/megatron/test_overlap.py",
         ),
         (
-            "warm-up begins at zero",
-            "policy.py",
-            "settings.lr * min(1.0, (update + 1)",
-            "settings.lr * min(1.0, update",
-            "The first update has a learning rate of 0.",
-            "tests/megatron/test_microbatch.py",
+            "the learning rate falls an update too early",
+            "model.py",
+            "lr_decay_steps=falls_over + 1,",
+            "lr_decay_steps=falls_over,",
+            "The last update of a run whose rate falls to 0 changes no weight.",
+            "tests/megatron/test_learning_rate.py",
         ),
         (
             "Adam counts from zero after a resume",
