@@ -242,4 +242,5 @@ class CheckpointError(MoeRLError):
 
 
 class Stopped(MoeRLError):
-    """The run was asked to stop and did, with what it had done in a checkpoint. Tools exit 5."""
+    """The run ended behind a step before its last one, with what it had done in a checkpoint. It was asked to, or its
+    time was used. Tools exit 5."""

@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigError("--step and overrides of parallel.* need --run: a --model has no layout")
         if options.model is not None:
             return _from_model(options, options.dtype or "bfloat16")
-        folder, config = run_folder.reopen(options.run, options.overrides)
+        folder, config = run_folder.reopen(options.run, options.overrides, may_change=("parallel.",))
         if ranks == 1 and not any(text.startswith("parallel.") for text in options.overrides):
             config = config.model_copy(update={"parallel": ParallelConfig(), "train": one_rank(config.train)})
         facts = read_model(config.model.path)

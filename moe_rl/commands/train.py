@@ -40,6 +40,7 @@ from moe_rl.planning.fit import disk_problems, memory_problems, transfer_problem
 from moe_rl.planning.peaks import limit_problem, peaks
 from moe_rl.planning.peaks import render as render_peaks
 from moe_rl.planning.plan_table import render
+from moe_rl.report.history import read_history
 from moe_rl.report.lines import read_run
 from moe_rl.rollout.attach import attach_problems
 from moe_rl.tasks import prompt_ledger
@@ -53,7 +54,8 @@ SAMPLER_GONE, COLLAPSED = 3, 4
 _EPILOG = """
 Exit status of a rank: 0 done; 1 an unexpected error; 2 an error with an explanation; 3 another rank, torchrun or the
 sampler is gone; 4 the run has collapsed (see guards.*) and was ended with a checkpoint and a report; 5 it was asked to
-stop (SIGTERM) and did so: continue it with --resume. torchrun reports this status as exitcode and itself exits with 1.
+stop (SIGTERM) or run.max_hours was used, and it ended behind a step: continue it with --resume. torchrun reports this
+status as exitcode and itself exits with 1.
 """
 
 # A rank that torchrun has not ended after this time prints its own error.
@@ -111,7 +113,7 @@ def _add_rest(parser: argparse.ArgumentParser, where: str) -> None:
         "overrides",
         nargs="*",
         metavar="a.b=c",
-        help="replace single values of the config (--resume: only parallel.* and the addresses of servers)",
+        help="replace single values of the config (with --resume: those that docs/howto/steer.md lists)",
     )
 
 
@@ -126,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
         if options.plan:
             return _plan(config, world_size, options.trace, options.json)
         found = _problems(config, folder, world_size, first=rank == 0)
-        _refuse(found + _checkpoint_problems(folder, options.step))
+        _refuse(found + _checkpoint_problems(config, folder, options.step))
     except MoeRLError as error:
         # Every rank of a node finds the same problems, and the first one prints them. torchrun ends all ranks as soon
         # as one ends, so the others wait.
@@ -307,7 +309,7 @@ def _data_problems(config: Config, facts: ModelFacts) -> list[Problem]:
     return found
 
 
-def _checkpoint_problems(folder: RunFolder | None, step: int | None) -> list[Problem]:
+def _checkpoint_problems(config: Config, folder: RunFolder | None, step: int | None) -> list[Problem]:
     """Return what --resume needs and does not find, and which lines that it goes on with are damaged."""
     if folder is None:
         return []
@@ -318,9 +320,20 @@ def _checkpoint_problems(folder: RunFolder | None, step: int | None) -> list[Pro
         elif step:
             checkpoints.find(folder.checkpoints, step)
         read_run(folder.path)
+        read_history(folder.path)
         PromptLedger(folder.path / prompt_ledger.FILE).check(step)
     except MoeRLError as error:
         return [error.message]
+    if step > config.run.steps:
+        return [
+            describe(
+                "the run has made more steps",
+                where={"key": "run.steps"},
+                got=config.run.steps,
+                expected=f"at least {step}, the steps of the checkpoint",
+                do="raise it, or choose an earlier checkpoint with --step",
+            )
+        ]
     return []
 
 

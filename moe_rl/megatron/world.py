@@ -87,6 +87,11 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def device_name() -> str:
+    """Return the name of this rank's device, such as "NVIDIA H100 80GB HBM3"; "CPU" without a GPU."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
 def holds_first_replica() -> tuple[bool, bool]:
     """Return whether this rank's dense parameters, and whether its experts, belong to the first replica."""
     # Context-parallel ranks hold the same dense parameters. For experts, Megatron counts them among the replicas

@@ -11,6 +11,7 @@ import yaml
 from moe_rl.disk import write_whole
 from moe_rl.report import summary as summary_module
 from moe_rl.report.format import count, duration, percent, points, scientific, seconds
+from moe_rl.report.history import read_history
 from moe_rl.report.lines import RunLines, read_run
 from moe_rl.report.page import Tile, render
 from moe_rl.report.registry import METRICS, find
@@ -49,6 +50,7 @@ def write_report(run_dir: Path) -> Path:
         summary=summary,
         config=config and [(section, _flat(values)) for section, values in config.items()],
         samples=_samples(read_samples(run_dir)),
+        history=read_history(run_dir),
         **_proof(run, summary),
         **_levels(run),
         **_metrics(run),

@@ -103,8 +103,8 @@ def train(config: Config, folder: RunFolder | None, begin_after: int | None = No
             # Save last: once a checkpoint for this step appears on disk, the step is already in the log.
             done, last = step, step == config.run.steps or collapse is not None
             trainer.evaluate(step, last=last)
-            if collapse is None and trainer.asked_to_stop():
-                trainer.stop(done)
+            if collapse is None and (why := trainer.reason_to_stop(last=last)):
+                trainer.stop(done, why)
             if last or step % config.checkpoint.every_steps == 0:
                 trainer.save(step, whole=last)
             if collapse is not None:

@@ -21,6 +21,7 @@ from moe_rl.config.schema import Config
 from moe_rl.errors import CheckpointError, ConfigError, DataError, MoeRLError, describe
 from moe_rl.megatron import checkpoint, world
 from moe_rl.replay.routes import RowPolicy, read_routes
+from moe_rl.report import history
 from moe_rl.tasks.prompt_ledger import PromptLedger, StepPrompts
 from moe_rl.tasks.prompts import PromptSource
 from moe_rl.trace import TraceSpec
@@ -66,8 +67,10 @@ def open_folder(config: Config, folder: RunFolder | None, step: int | None, stac
             if resumed and step is None:
                 # `complete` is not empty: the command checked it
                 step, _ = checkpoints.complete(folder.checkpoints)[-1]
-            if resumed:
-                run_folder.take_over(folder, config)
+            changed = run_folder.take_over(folder, config) if resumed else {}
+            history.record(
+                folder.path, after=step or 0, ranks=dist.get_world_size(), device=world.device_name(), changed=changed
+            )
             opened = _Opened(str(folder.path), step or 0)
         except ConfigError as error:
             opened = _Opened(problem=str(error))

@@ -3,7 +3,7 @@
 config.yaml     resolved config           metrics.jsonl   one line a step       prompts.jsonl   the prompt ledger
 trace/          routing-trace shards      sync/           weights in transit    checkpoints/    step-<n>
 rollouts/       what steps trained on     engine.log      the sampler's output
-samples.jsonl   some sequences a step
+samples.jsonl   some sequences a step           history.jsonl   each start of the run
 summary.json, report.html                 run.lock        locked by every rank while it runs; says where rank 0 is
 
 A step's trace shards and its rollout file are kept or deleted together. Kept are those of the last `replay.keep_shards`
@@ -22,15 +22,35 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moe_rl import checkpoint_folder
 from moe_rl.config.load import dump_config, load_config
 from moe_rl.config.schema import Config
 from moe_rl.disk import refusal, write_whole
 from moe_rl.errors import ConfigError, DiskError, describe
+from moe_rl.report import summary
 
-# Keys that a resumed run may change: the layout of the training ranks, and the address of the servers.
-_MAY_CHANGE = ("parallel.", "rollout.servers=", "rollout.token_file=")
+# Keys that a resumed run may change. A name with a dot at its end stands for all keys of the section.
+MAY_CHANGE = (
+    "parallel.",
+    "rollout.servers",
+    "rollout.token_file",
+    "rollout.prompts_per_step",
+    "rollout.group_size",
+    "train.microbatch_tokens",
+    "train.optimizer.lr",
+    "train.optimizer.schedule",
+    "train.optimizer.warmup_steps",
+    "train.optimizer.decay_steps",
+    "train.optimizer.min_lr",
+    "run.steps",
+    "run.max_hours",
+    "run.peer_timeout_seconds",
+    "eval.",
+    "checkpoint.",
+    "report.",
+)
 # Seconds to wait for the ranks of an earlier process. Ranks whose peers died end within a second or two.
 _STILL_ENDING = 10.0
 
@@ -62,6 +82,10 @@ class RunFolder:
         return self.path / checkpoint_folder.FOLDER
 
     @property
+    def summary(self) -> Path:
+        return self.path / summary.FILE
+
+    @property
     def engine_log(self) -> Path:
         return self.path / "engine.log"
 
@@ -91,26 +115,18 @@ def create(config: Config) -> RunFolder:
     )
 
 
-def reopen(path: Path, overrides: Sequence[str] = ()) -> tuple[RunFolder, Config]:
+def reopen(
+    path: Path, overrides: Sequence[str] = (), may_change: Sequence[str] = MAY_CHANGE
+) -> tuple[RunFolder, Config]:
     """Open the folder of an earlier run, and load the config that it ran with.
 
     Args:
-        overrides: Config overrides. Only `parallel.*`, `rollout.servers` and `rollout.token_file` may change.
+        overrides: Config overrides.
+        may_change: Keys that these may change, and sections, which end with a dot.
 
     Raises:
-        ConfigError: `path` is not a run folder, or another key is overridden: that would be a different run.
+        ConfigError: `path` is not a run folder, or another key is changed: that would be a different run.
     """
-    others = [text for text in overrides if not text.startswith(_MAY_CHANGE)]
-    if others:
-        raise ConfigError(
-            describe(
-                "cannot change this part of the config",
-                where={"option": "--resume"},
-                got=" ".join(others),
-                expected="overrides of parallel.*, rollout.servers and rollout.token_file only",
-                do="start a new run to change the config",
-            )
-        )
     folder = RunFolder(path)
     if not folder.config.is_file():
         raise ConfigError(
@@ -122,7 +138,39 @@ def reopen(path: Path, overrides: Sequence[str] = ()) -> tuple[RunFolder, Config
                 do="give the run_dir that the run printed",
             )
         )
-    return folder, load_config(folder.config, overrides)
+    config = load_config(folder.config, overrides)
+    changed = changes(load_config(folder.config), config)
+    others = {key: values for key, values in changed.items() if not _among(key, may_change)}
+    if others:
+        listed = ", ".join(f"{key}*" if key.endswith(".") else key for key in may_change)
+        raise ConfigError(
+            describe(
+                "a run that exists cannot change this part of its config",
+                where={"option": "--resume, --run", "folder": path},
+                got=", ".join(f"{key} = {new} (was {old})" for key, (old, new) in others.items()),
+                expected=f"changes of {listed} alone",
+                do="start a new run to change the rest",
+            )
+        )
+    return folder, config
+
+
+def changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """Return (old, new) value of each key that differs, by dotted key. A key that one of them lacks has None there."""
+    before, after = (_flat(config.model_dump(mode="json")) for config in (old, new))
+    keys = dict.fromkeys([*before, *after])
+    return {key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
+
+
+def _among(key: str, names: Sequence[str]) -> bool:
+    return any(key.startswith(name) if name.endswith(".") else key == name for name in names)
 
 
 @contextmanager
@@ -162,11 +210,14 @@ def held(folder: RunFolder, *, first: bool) -> Iterator[None]:
         yield
 
 
-def take_over(folder: RunFolder, config: Config) -> RunFolder:
-    """Prepare the folder of an earlier process: write the new config, and delete weights that were in transit."""
+def take_over(folder: RunFolder, config: Config) -> dict[str, tuple[Any, Any]]:
+    """Prepare the folder of an earlier process: write the new config, and delete weights that were in transit and the
+    summary, which is written anew at the end. Return what the new config changes, see `changes`."""
     shutil.rmtree(folder.sync, ignore_errors=True)
+    folder.summary.unlink(missing_ok=True)
+    changed = changes(load_config(folder.config), config)
     _write_config(folder, config)
-    return folder
+    return changed
 
 
 def _write_config(folder: RunFolder, config: Config) -> None:

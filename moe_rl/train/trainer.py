@@ -40,6 +40,7 @@ from moe_rl.weights.sender import WeightSender
 
 # The timed parts of a step that every rank runs. A run that is asked to stop finishes these first.
 _TRAINING = ("placement", "routes", "logprobs", "train", "sync")
+_ASKED = "the run was asked to stop"
 
 
 @dataclass(slots=True)
@@ -63,6 +64,7 @@ class Trainer:
 
     def __init__(self, config: Config, folder: RunFolder, peers: Peers, stack: ExitStack):
         self.config, self.folder, self.peers = config, folder, peers
+        self.began = time.monotonic()
         self.facts = read_model(config.model.path)
         self.store = TraceStore(folder.trace)
         self.kept = KeptRollouts(folder.rollouts, self.store)
@@ -103,6 +105,7 @@ class Trainer:
         spec = TraceSpec.of(facts)
         self.train_step = TrainStep(config, self.policy, reference, self.store, spec)
         self.sender = WeightSender(self.policy, config.rollout, folder.sync, world)
+        self.longest_step, self.step_ended = 0.0, time.monotonic()
         self.train_seconds = 0.0  # duration of the last step, including its weight sync
         self.saving = Clock()  # time spent on checkpoints since the last step was logged
         runs = None if self.main is None else self.main.rollouts.canary_runs()
@@ -226,11 +229,21 @@ class Trainer:
             if self.main is not None:
                 self._retain_rollouts(step)
 
-    def asked_to_stop(self) -> bool:
-        """Return whether any rank was asked to stop. All ranks call this together and get the same answer."""
-        return bool(world.all_reduce([self.peers.asked], dist.ReduceOp.MAX)[0])
+    def reason_to_stop(self, *, last: bool) -> str:
+        """Return why the run ends behind this step with `Stopped`: a rank was asked to stop, or another step would not
+        fit into run.max_hours; else "".
 
-    def stop(self, done: int) -> NoReturn:
+        All ranks call this together, once a step, and get the same answer. `last`: no other step follows.
+        """
+        now, hours = time.monotonic(), self.config.run.max_hours
+        self.longest_step, self.step_ended = max(self.longest_step, now - self.step_ended), now
+        used = not last and hours is not None and now - self.began + self.longest_step > 3600 * hours
+        asked, late = world.all_reduce([self.peers.asked, used], dist.ReduceOp.MAX)
+        if asked:
+            return _ASKED
+        return f"the run was to end within run.max_hours = {hours:g}" if late else ""
+
+    def stop(self, done: int, why: str = _ASKED) -> NoReturn:
         """Save a checkpoint of the last finished step and end the run with `Stopped`."""
         if done not in (self.checkpoints.last, self.checkpoints.pending):
             self.save(done, whole=True)
@@ -238,7 +251,7 @@ class Trainer:
             self.checkpoints.finish()
         self.peers.stopped()
         kept = "a checkpoint" if done else "nothing to save yet"
-        raise Stopped(f"the run was asked to stop and did after step {done}, with {kept}")
+        raise Stopped(f"{why} and did after step {done}, with {kept}")
 
     def _retain_rollouts(self, step: int) -> None:
         self.kept.retain(kept_steps(step, self.config.replay.keep_shards, self.checkpoints.steps()))

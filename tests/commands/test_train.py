@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from moe_rl.commands import train
-from moe_rl.tasks.prompt_ledger import PromptLedger
+from moe_rl.tasks.prompt_ledger import PromptLedger, StepPrompts
 from moe_rl.trace import ShardWriter, TraceSpec
 from moe_rl.types import Provenance, Span
 
@@ -213,21 +213,29 @@ def test_lines_that_a_run_cannot_go_on_with_are_told_before_anything_starts(tmp_
         assert "NOT IMPORTED" in refused.stdout
 
 
-def test_a_run_is_resumed_with_other_ranks_and_nothing_else(tmp_path):
+def test_a_run_is_resumed_with_the_listed_keys_alone(tmp_path):
     (tmp_path / "config.yaml").write_text((ROOT / CONFIG).read_text())
     file = tmp_path / "plan.json"
     planned = launch("--resume", tmp_path, "--plan", "--json", file, "parallel.expert=4", ranks=4)
     assert planned.returncode == 0, planned.stdout + planned.stderr
     assert json.loads(file.read_text())["plan"]["layout"]["experts_per_rank"] == 8
-    refused = launch("--resume", tmp_path, "parallel.expert=4", "run.steps=9", "parallelism=2", ranks=4)
-    assert refused.returncode == 2
-    assert "got run.steps=9 parallelism=2" in refused.stderr and "parallel.*" in refused.stderr
+    refused = launch(
+        "--resume", tmp_path, "parallel.expert=4", "run.seed=9", "run.steps=9", "task.verifier_workers=2", ranks=4
+    )
+    assert refused.returncode == 2 and "NOT IMPORTED" in refused.stdout
+    assert "got run.seed = 9 (was 1), task.verifier_workers = 2 (was 1), expected" in refused.stderr
+    assert all(key in refused.stderr for key in ("parallel.*", "run.steps", "eval.*", "train.optimizer.lr"))
     unfit = launch("--resume", tmp_path, "parallel.expert=3", ranks=3)
     assert unfit.returncode == 2 and "parallel.expert" in unfit.stderr
     assert str(tmp_path / "checkpoints") in unfit.stderr and "--step 0" in unfit.stderr
     (tmp_path / "checkpoints/step-000004").mkdir(parents=True)
     absent = launch("--resume", tmp_path, "--step", "3", ranks=2)
     assert absent.returncode == 2 and "steps 4" in absent.stderr and "step-000003" in absent.stderr
+    PromptLedger(tmp_path / "prompts.jsonl").path.write_bytes(
+        b"".join(StepPrompts(step, step, ["a"], "digest").line() + b"\n" for step in range(4))
+    )
+    short = launch("--resume", tmp_path, "run.steps=3", "train.optimizer.warmup_steps=3", ranks=2)
+    assert short.returncode == 2 and "run.steps: " in short.stderr and "at least 4" in short.stderr
     alone = launch("--config", CONFIG, "--step", "3", ranks=2)
     assert alone.returncode == 2 and "--step" in alone.stderr and "--resume" in alone.stderr
 
