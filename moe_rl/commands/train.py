@@ -194,7 +194,10 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, i
     if options.step is not None and not options.resume:
         raise ConfigError(
             describe(
-                "is of --resume alone", where={"option": "--step"}, got=options.step, do="leave it out, or add --resume"
+                "is given without --resume",
+                where={"option": "--step"},
+                got=options.step,
+                do="leave it out, or add --resume",
             )
         )
     folder = None

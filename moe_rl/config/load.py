@@ -120,7 +120,12 @@ def _read(file: Path, extending: tuple[Path, ...] = ()) -> tuple[dict[str, Any],
     if base.resolve() in [one.resolve() for one in chain]:
         got = " -> ".join(map(str, (*chain, base)))
         raise ConfigError(
-            describe("leads back to itself", where={"key": "extends", **where}, got=got, do="take one of them out")
+            describe(
+                "the files extend each other in a circle",
+                where={"key": "extends", **where},
+                got=got,
+                do="take one of them out",
+            )
         )
     theirs, their_sources = _read(base, chain)
     return _merged(theirs, data), their_sources | sources

@@ -21,7 +21,7 @@ from moe_rl.vllm import patches
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """A piece of software that moe_rl builds on, and the version that it needs.
+    """Names a piece of software that moe_rl builds on, and the version that it needs.
 
     Attributes:
         distributions: Its names in package registries; the first one that is installed counts.

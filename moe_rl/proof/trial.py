@@ -85,8 +85,10 @@ class Trial:
         return logprobs, session, session.recorded_routes()
 
     def update(self, tables: list[MicrobatchRoutes], loss: LossFunction | None = None):
-        """Make one optimizer step under these tables. Returns the result and its session. By default with the
-        reference's loss."""
+        """Make one optimizer step under these tables, by default with the reference's loss.
+
+        Returns the result and its session.
+        """
         mode: Mode = "observe" if self.case.mode == "observe" else "replay"
         session = self.session(tables, mode, "update", training=True)
         with session:

@@ -22,7 +22,7 @@ class Checkpoint(Protocol):
     """Its tensors that are trained and therefore exported."""
 
     def whole(self, name: str) -> Tensor:
-        """Return one of its tensors, rounded to the precision of the training."""
+        """Return a tensor of the checkpoint, rounded to the precision of the training."""
         ...
 
 
@@ -38,7 +38,7 @@ def check_start(rounds: Iterable[Round], checkpoint: Checkpoint, ranks: Ranks) -
 
     rounds: what this rank exports, on the host. Each rank reads from the checkpoint the tensors that it exports, one at
     a time. It keeps none of them.
-    Raises WeightSyncError on all ranks for tensors that differ, that are missing, and that the checkpoint lacks.
+    Raises WeightSyncError on all ranks if a tensor differs, is not exported, or is not in the checkpoint.
     """
     names: list[str] = []
     problems: list[str] = []

@@ -119,7 +119,7 @@ ROUTES = (
     *(
         _in_lab(f"recorder: {what}{UNWATCHED}", "P7", _BUFFER, _VALIDATOR, "RouteValidationError", *says)
         for what, *says in (
-            ("one layer constant", f"layer {LAYER} has the same routes for every token", "got [0, 1, 2, 3]"),
+            ("one layer constant", "a layer has the same routes for every token", f"layer {LAYER}", "got [0, 1, 2, 3]"),
             (
                 "a layer gets the next one's rows",
                 "two layers have the same routes",

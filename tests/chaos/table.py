@@ -29,7 +29,7 @@ HEAD = """\
 
 This page lists every fault that the tests plant, for anyone who wants to know what moe_rl detects, how soon, and what
 happens then. `make chaos` plants faults into real runs: the small policy, a real vLLM engine, Megatron ranks. It takes
-minutes on two idle cores. Every fault records that it really did harm; a row fails if it did not.
+12 minutes on two cores. Every fault records that it really did harm; a row fails if it did not.
 
 The last column names the test that plants the fault, or a scene in `tests/chaos`:
 

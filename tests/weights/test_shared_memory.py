@@ -19,7 +19,7 @@ from moe_rl.weights.update import decode, encode
 from tests.weights.sending import by_memory
 from tests.weights.test_digest import some_tensors
 
-FORK = get_context("fork")
+SPAWN = get_context("spawn")  # a fork would inherit the locks of torch's threads
 SIZE = 32 << 20
 
 
@@ -81,8 +81,8 @@ def mapped(pid) -> bool:
 
 def start(role):
     """Start a process in this role; return it and a pipe to it."""
-    ours, theirs = FORK.Pipe()
-    process = FORK.Process(target=role, args=(theirs,), daemon=True)
+    ours, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=role, args=(theirs,), daemon=True)
     process.start()
     return process, ours
 
