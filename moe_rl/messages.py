@@ -15,18 +15,6 @@ import msgspec
 
 from moe_rl.errors import Problem, describe
 
-# The parameters that a reward function may have: the fields of tasks.verifiers.RewardItem.
-REWARD_ARGUMENTS = ("prompt", "completion", "answer", "finish_reason", "stop_token_id")
-
-
-def unknown_argument(function: str, parameter: str) -> str:
-    """Return the error text for a reward function with a parameter that is never passed."""
-    return (
-        f"{function} has the parameter {parameter!r}: expected only {', '.join(REWARD_ARGUMENTS)}, given by name. "
-        "Rename it or give it a default"
-    )
-
-
 _HEADER_BYTES = 8
 _LONGEST_FRAME = 1 << 30
 

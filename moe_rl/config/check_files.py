@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moe_rl.config.load import find_file
+from moe_rl.config.reward_arguments import Columns, RewardParameters, argument_problems
+from moe_rl.config.reward_kinds import FunctionReward
 from moe_rl.config.schema import Config
 from moe_rl.errors import ConfigError, Problem, describe
-from moe_rl.messages import REWARD_ARGUMENTS, unknown_argument
 from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import (
     checkpoint_tensors,
@@ -140,9 +141,27 @@ def prompt_problems(config: Config) -> Iterator[Problem]:
 
 
 def _reward_problems(config: Config) -> Iterator[Problem]:
+    rewards = {}
     for name, reward in config.task.rewards.items():
-        if reason := dotted_path_problem(reward.function) or signature_problem(reward.function):
-            yield describe(reason, where={"key": f"task.rewards.{name}.function"}, got=reward.function)
+        if reward.library is not None and importlib.util.find_spec(reward.library[0]) is None:
+            yield describe(
+                f"the library {reward.library[0]} is not installed",
+                where={"key": f"task.rewards.{name}.kind"},
+                got=reward.kind,
+                do=f"pip install 'moe_rl[{reward.library[1]}]'",
+                fault="no library",
+            )
+        parameters: RewardParameters | str | None
+        if isinstance(reward, FunctionReward):
+            parameters = dotted_path_problem(reward.function) or parameters_in_source(reward.function)
+            if isinstance(parameters, str):
+                yield describe(parameters, where={"key": f"task.rewards.{name}.function"}, got=reward.function)
+        else:
+            parameters = RewardParameters(reward.arguments_named)
+        if isinstance(parameters, RewardParameters):
+            rewards[name] = parameters
+    columns = Columns(dict.fromkeys(("id", "prompt", "answer", "level")))
+    yield from argument_problems(rewards, {"task.train": columns})
 
 
 def _folder_problems(runs_dir: Path) -> Iterator[Problem]:
@@ -182,12 +201,12 @@ def dotted_path_problem(dotted: str) -> str | None:
     return f"module {dotted.removesuffix(f'.{name}')} has no {name}{hint}"
 
 
-def signature_problem(dotted: str) -> str | None:
-    """Return why the definition in the source is no reward function; None if there is no fault or no plain
-    definition.
+def parameters_in_source(dotted: str) -> RewardParameters | str | None:
+    """Return the parameters of a reward function, read from its source; as a text, why it cannot be one; None if the
+    source has no plain definition.
     """
     _, module = _read_module(dotted)
-    return None if module is None else _signature_problem(module, dotted.rpartition(".")[2])
+    return None if module is None else _parameters(module, dotted.rpartition(".")[2])
 
 
 def _read_module(dotted: str) -> tuple[str | None, ast.Module | None]:
@@ -217,22 +236,23 @@ def _read_module(dotted: str) -> tuple[str | None, ast.Module | None]:
         return f"module {'.'.join(parts[:-1])} cannot be read: {error}", None
 
 
-def _signature_problem(module: ast.Module, name: str) -> str | None:
-    """Return why a function defined in its module is no reward function, or None. `name` may also be no function."""
+def _parameters(module: ast.Module, name: str) -> RewardParameters | str | None:
+    """Return what `parameters_in_source` does, for a name that may also be no function."""
     bound = [node for node in module.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
     found = [node for node in bound if node.name == name]
     if len(found) != 1 or isinstance(found[0], ast.ClassDef) or found[0].decorator_list:
         return None
-    if isinstance(found[0], ast.AsyncFunctionDef):
-        return f"{name} is a coroutine function. Make it a plain function"
     takes = found[0].args
     by_place = [*takes.posonlyargs, *takes.args]
     needed = by_place[: len(by_place) - len(takes.defaults)]
-    needed += [one for one, default in zip(takes.kwonlyargs, takes.kw_defaults, strict=True) if default is None]
-    for parameter in needed:
-        if parameter in takes.posonlyargs or parameter.arg not in REWARD_ARGUMENTS:
-            return unknown_argument(name, parameter.arg)
-    return None
+    optional = by_place[len(needed) :]
+    for one, default in zip(takes.kwonlyargs, takes.kw_defaults, strict=True):
+        (needed if default is None else optional).append(one)
+    for parameter in takes.posonlyargs:
+        if parameter in needed:
+            return f"{name} has the parameter {parameter.arg!r}, which cannot be given by name"
+    by_name = [one.arg for one in optional if one not in takes.posonlyargs]
+    return RewardParameters(tuple(one.arg for one in needed), tuple(by_name))
 
 
 def _top_level_names(module: ast.Module) -> set[str] | None:

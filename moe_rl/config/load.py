@@ -14,11 +14,12 @@ from pathlib import Path
 from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Tag, ValidationError
 from pydantic_core import ErrorDetails
 
 from moe_rl.config import strict_yaml
 from moe_rl.config.objective import LOSS_PARAMETERS, LOSSES, ObjectiveConfig, without_nulls
+from moe_rl.config.reward_kinds import KINDS, RewardConfig
 from moe_rl.config.schema import Config
 from moe_rl.errors import About, ConfigError, Problem, describe
 from moe_rl.shipped import shipped
@@ -178,10 +179,11 @@ def _override(data: dict[str, Any], text: str, sources: Sources) -> Problem | No
 def _message(error: ErrorDetails, sources: Sources) -> Problem:
     (loc, holder), given = _place(error["loc"]), error["input"]
     expected = error["msg"].removeprefix("Input should be ").replace("object", "mapping")
-    if error["type"] == "union_tag_not_found":  # there is no loss with this name
+    if error["type"] == "union_tag_not_found":  # there is no loss with this name, or no such kind of reward
+        leaf, known_names = ("name", LOSSES) if loc == ("objective",) else ("kind", KINDS)
         named = isinstance(given, dict)
-        loc, given = ((*loc, "name"), given["name"]) if named else (loc, given)
-        expected = f"one of {', '.join(LOSSES)}" if named else "a mapping"
+        loc, given = ((*loc, leaf), given[leaf]) if named else (loc, given)
+        expected = f"one of {', '.join(known_names)}" if named else "a mapping"
     known = loc
     while known and known not in sources:
         known = known[:-1]
@@ -190,6 +192,8 @@ def _message(error: ErrorDetails, sources: Sources) -> Problem:
     loss = _loss_name(holder)
     if loss:
         where = {**where, "given": f"objective.name is {loss}"}
+    elif isinstance(holder, type) and issubclass(holder, RewardConfig):
+        where = {**where, "given": f"kind is {_kind_of(holder)}"}
     if error["type"] == "extra_forbidden":
         others = [name for name, keys in LOSS_PARAMETERS.items() if leaf in keys]
         if loss and others:
@@ -216,20 +220,36 @@ def _shown(value: Any, limit: int = 80) -> str:
 
 
 def _place(loc: tuple[str | int, ...]) -> tuple[tuple[str | int, ...], Any]:
-    """Return the key of a pydantic error without the loss name that pydantic adds behind `objective`, and its class."""
+    """Return the key of a pydantic error, and its class. Behind a union, pydantic's place names the member: leave that
+    out.
+    """
     holder: Any = Config
+    members: dict[str, type[BaseModel]] = {}
     key: list[str | int] = []
     for depth, part in enumerate(loc):
-        if key == ["objective"] and part in LOSSES:
-            holder = LOSSES[str(part)]
+        if part in members:
+            holder, members = members[str(part)], {}
             continue
         key.append(part)
         if depth < len(loc) - 1 and holder is not None:
             if get_origin(holder) in (dict, tuple):
-                holder = _section(get_args(holder)[1 if get_origin(holder) is dict else 0])
+                annotation = get_args(holder)[1 if get_origin(holder) is dict else 0]
             else:
-                holder = _section(_names(holder).get(str(part)))
+                annotation = _names(holder).get(str(part))
+            holder, members = _section(annotation), _members(annotation)
     return tuple(key), holder
+
+
+def _members(annotation: Any) -> dict[str, type[BaseModel]]:
+    """Return the members of a union of tagged sections; none for any other annotation."""
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    tagged = [get_args(one) for one in get_args(annotation) if get_origin(one) is Annotated]
+    return {one[1].tag: one[0] for one in tagged if isinstance(one[1], Tag)}
+
+
+def _kind_of(holder: Any) -> str:
+    return next(name for name, kind in KINDS.items() if kind is holder)
 
 
 def _loss_name(holder: Any) -> str:

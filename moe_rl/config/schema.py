@@ -13,6 +13,7 @@ from typing import Annotated
 from pydantic import Field
 
 from moe_rl.config.objective import AnyObjective, GspoConfig
+from moe_rl.config.reward_kinds import AnyReward
 from moe_rl.config.sampling_keys import ReplayConfig, RolloutConfig
 from moe_rl.config.section import (
     Count,
@@ -21,7 +22,6 @@ from moe_rl.config.section import (
     Location,
     NotNegative,
     Positive,
-    Reward,
     Seconds,
     Section,
     Share,
@@ -64,16 +64,6 @@ class ModelConfig(Section):
     it where `path` is not on this machine. Where `path` is there, both must describe the same model."""
 
 
-class RewardConfig(Section):
-    """Names a reward function and its weight."""
-
-    function: str
-    """Dotted path of a function that returns a number. It may name any of the parameters prompt, completion, answer,
-    finish_reason and stop_token_id, and gets those that it names."""
-    weight: Reward = 1.0
-    """Weight of this function in the reward, which is the weighted sum of all functions."""
-
-
 class OverlongConfig(Section):
     """Sets DAPO's soft penalty for completions near the length limit."""
 
@@ -93,10 +83,10 @@ class TaskConfig(Section):
     train_prompts: Count | None = None
     """Number of prompts that `train` must have. --plan uses it where the file is not on this machine. null: any
     number."""
-    rewards: Annotated[dict[str, RewardConfig], Field(min_length=1)]
-    """Reward functions by name."""
+    rewards: Annotated[dict[str, AnyReward], Field(min_length=1)]
+    """Rewards by name."""
     pass_reward: str
-    """Name of the reward function that decides whether a completion passes: it passes when the function returns 1."""
+    """Name of the reward that decides whether a completion passes: it passes when the reward is 1."""
     verifier_timeout_seconds: Seconds = 5.0
     """Time limit of a verification. A slower one is killed and counts as failed."""
     verifier_workers: Few = 1

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from moe_rl.config.objective import LOSSES, ObjectiveConfig
+from moe_rl.config.reward_kinds import KINDS, RewardConfig
 from moe_rl.config.schema import Config
 
 _HEAD = """\
@@ -54,7 +55,7 @@ def _section(path: str, field: FieldInfo) -> Iterator[str]:
         if _inner(one.annotation)[0] is not None:
             deeper = _inner(one.annotation, f"{inside}.{name}")[1]
             yield f"### {deeper}\n"
-            yield from _section(f"{inside}.{name}", one)
+            yield from _rewards() if name == "rewards" else _section(f"{inside}.{name}", one)
 
 
 def _objective() -> Iterator[str]:
@@ -72,6 +73,16 @@ unless it is null. docs/concepts/objectives.md gives formulas and denominators.
         yield f"### name: {name}\n"
         yield f"{_text(loss)}\n"
         yield _table({key: loss.model_fields[key] for key in loss.__annotations__ if key != "name"})
+
+
+def _rewards() -> Iterator[str]:
+    yield _table(RewardConfig.model_fields)
+    for name, kind in KINDS.items():
+        yield f"#### kind: {name}\n"
+        yield f"{_text(kind)}\n"
+        own = {key: field for key, field in kind.model_fields.items() if key not in RewardConfig.model_fields}
+        if own:
+            yield _table(own)
 
 
 def _table(fields: dict[str, FieldInfo]) -> str:
@@ -118,7 +129,7 @@ def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     elif origin is dict:
         words = f"names, each with: {_type(arguments[1])}"
     elif arguments:
-        words = ", or ".join(map(_type, arguments))
+        words = ", or ".join(dict.fromkeys(map(_type, arguments)))
     elif issubclass(annotation, BaseModel):
         words = "section"
     else:

@@ -1,17 +1,18 @@
-"""Runs as the verifier process: imports the reward functions and calls them, one at a time, for a `VerifierPool`.
+"""Runs as the verifier process: imports the reward functions and calls them, one call at a time, for a `VerifierPool`.
 
 It is started as `python -m moe_rl.tasks.verifier_worker SOCKET_FD PARENT_PID`, in a session of its own. It reads one
 call at a time and never ahead, so while a function runs, the process holds only the data of that call.
 
-A reward function is a plain callable. It gets those of `REWARD_ARGUMENTS` that it names as parameters, and nothing
-else. A parameter with another name must have a default.
+A reward function is a plain or async callable. It gets the arguments that it names as parameters, and nothing else.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import importlib
 import inspect
+import json
 import numbers
 import os
 import resource
@@ -23,26 +24,39 @@ from typing import Any
 
 from msgspec.msgpack import Decoder
 
-from moe_rl.messages import REWARD_ARGUMENTS, Channel, Message, decoder, unknown_argument
+from moe_rl.messages import Channel, Message, decoder
 
 _PR_SET_PDEATHSIG = 1
 _MAX_FILE_BYTES = 64 << 20
 _MAX_DETAIL = 500
 
 
+class RewardFunction(Message, frozen=True):
+    """Says what to import. settings: None for the function itself, otherwise arguments of a callable that returns it.
+
+    batched: whether each argument is a list with one item per row.
+    """
+
+    path: str
+    settings: dict[str, Any] | None
+    batched: bool
+
+
 class Load(Message, frozen=True):
     """Sent by the pool first: what to import, and how much address space the worker may map."""
 
     sys_path: list[str]
-    functions: dict[str, str]
+    functions: dict[str, RewardFunction]
     memory_limit_bytes: int
 
 
 class Call(Message, frozen=True):
-    """Sent by the pool: call one reward function, with only the arguments that it names."""
+    """Sent by the pool: call one reward function. Each row is a JSON object of only the arguments that it names. A
+    function that is not batched gets one row.
+    """
 
     reward: str
-    arguments: dict[str, Any]
+    rows: list[bytes]
 
 
 class Begun(Message, frozen=True):
@@ -51,10 +65,17 @@ class Begun(Message, frozen=True):
     reward: str
 
 
-class Loaded(Message, frozen=True):
-    """Sent by the worker: all functions are imported. Carries the arguments that each names."""
+class Signature(Message, frozen=True):
+    """Names the parameters of a function. The optional ones have a default."""
 
-    arguments: dict[str, list[str]]
+    needed: list[str]
+    optional: list[str]
+
+
+class Loaded(Message, frozen=True):
+    """Sent by the worker: all functions are imported."""
+
+    signatures: dict[str, Signature]
 
 
 class Unusable(Message, frozen=True):
@@ -64,11 +85,13 @@ class Unusable(Message, frozen=True):
 
 
 class Returned(Message, frozen=True):
-    value: float
+    """Sent by the worker: for each row the number, or why there is none."""
+
+    values: list[float | str]
 
 
 class Raised(Message, frozen=True):
-    """Sent by the worker: the function raised an exception, or did not return a number."""
+    """Sent by the worker: the function raised an exception, or did not return what it should."""
 
     detail: str
 
@@ -78,6 +101,49 @@ Answer = Begun | Loaded | Unusable | Returned | Raised
 ANSWERS: Decoder[Answer] = decoder(Answer)
 
 
+class _Function:
+    """A loaded reward function."""
+
+    def __init__(self, load: RewardFunction):
+        """Import the function.
+
+        Raises:
+            ValueError: with a message for the user. Exceptions of the imported module pass through.
+        """
+        self._batched = load.batched
+        named: Any = _resolve(load.path)
+        self._function: Callable[..., object] = named if load.settings is None else named(**load.settings)
+        self.signature = _signature(load.path, self._function)
+
+    def __call__(self, rows: list[dict[str, Any]], runner: asyncio.Runner) -> Returned | Raised:
+        arguments = {name: [row[name] for row in rows] for name in rows[0]} if self._batched else rows[0]
+        value = self._function(**arguments)
+        if inspect.isawaitable(value):
+            value = runner.run(_wait_for(value))
+        if not self._batched:
+            return Returned([_number(value)])
+        if not isinstance(value, list | tuple) or len(value) != len(rows):
+            got = f"{len(value)} items" if isinstance(value, list | tuple) else type(value).__name__
+            return Raised(f"returned {got}, expected a list of {len(rows)} numbers")
+        return Returned([_number(one) for one in value])
+
+
+async def _wait_for(awaitable: Any) -> object:
+    return await awaitable
+
+
+def _number(value: object) -> float | str:
+    """Return a reward as float, or say why it is none."""
+    if isinstance(value, BaseException):
+        return _sentence(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except Exception as error:
+            return f"raised {_sentence(error)}"
+    return f"returned {type(value).__name__}, expected a finite number"
+
+
 def main(socket_fd: int, parent_pid: int) -> None:
     _die_with(parent_pid)
     # Schedulers send SIGTERM to every process of a job. The trainer decides when this one ends.
@@ -85,9 +151,10 @@ def main(socket_fd: int, parent_pid: int) -> None:
     os.set_inheritable(socket_fd, False)
     channel = Channel(socket.socket(fileno=socket_fd), QUESTIONS)
     pid = os.getpid()
+    runner = asyncio.Runner()  # one event loop for all calls, so that a function may keep its connections
     try:
         load = channel.receive()
-        assert isinstance(load, Load)  # the pool sends Setup first, and only calls after it
+        assert isinstance(load, Load)  # the pool sends Load first, and only calls after it
         _limit(load.memory_limit_bytes)
         sys.path[:] = load.sys_path
         answer: Answer
@@ -98,7 +165,7 @@ def main(socket_fd: int, parent_pid: int) -> None:
             call = channel.receive()
             assert isinstance(call, Call)
             channel.send(Begun(call.reward))
-            answer = _answer(functions[call.reward], call)
+            answer = _answer(functions[call.reward], call, runner)
             if os.getpid() != pid:  # a child that the function forked has returned into this loop
                 os._exit(1)
     except EOFError:  # the pool has closed the socket
@@ -125,50 +192,51 @@ def _limit(memory_bytes: int) -> None:
         resource.setrlimit(which, (value, value))
 
 
-def _load(channel: Channel, functions: dict[str, str]) -> tuple[dict[str, Callable[..., object]], Unusable | Loaded]:
-    loaded, arguments, problems = {}, {}, {}
-    for reward, path in functions.items():
+def _load(channel: Channel, functions: dict[str, RewardFunction]) -> tuple[dict[str, _Function], Unusable | Loaded]:
+    loaded, problems = {}, {}
+    for reward, function in functions.items():
         channel.send(Begun(reward))
         try:
-            loaded[reward], arguments[reward] = _resolve(path)
+            loaded[reward] = _Function(function)
         except ValueError as error:
             problems[reward] = str(error)
         except BaseException as error:  # importing runs user code, which may raise anything, even SystemExit
-            problems[reward] = f"importing {path} raised {_sentence(error)}"
-    return loaded, Unusable(problems) if problems else Loaded(arguments)
+            problems[reward] = f"importing {function.path} raised {_sentence(error)}"
+    if problems:
+        return loaded, Unusable(problems)
+    return loaded, Loaded({reward: function.signature for reward, function in loaded.items()})
 
 
-def _resolve(path: str) -> tuple[Callable[..., object], list[str]]:
-    """Import a reward function; return it with the `REWARD_ARGUMENTS` that it names.
-
-    Raises:
-        ValueError: with a message for the user. Exceptions of the imported module pass through.
-    """
+def _resolve(path: str) -> Callable[..., object]:
+    """Import a callable. Raises ValueError with a message for the user."""
     module_name, _, name = path.rpartition(".")
     function = getattr(importlib.import_module(module_name), name, None)
     if function is None:
         raise ValueError(f"module {module_name} has no {name!r}")
     if not callable(function):
         raise ValueError(f"{path} is not callable: got {type(function).__name__}")
-    if inspect.iscoroutinefunction(function):
-        raise ValueError(f"{path} is a coroutine function. Make it a plain function")
-    wanted = []
+    return function
+
+
+def _signature(path: str, function: Callable[..., object]) -> Signature:
+    """Return the parameters that can be given by name. Raises ValueError for one that cannot, and has no default."""
+    needed, optional = [], []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        if parameter.name in REWARD_ARGUMENTS and parameter.kind is not parameter.POSITIONAL_ONLY:
-            wanted.append(parameter.name)
-        elif parameter.default is parameter.empty:
-            raise ValueError(unknown_argument(path, parameter.name))
-    return function, wanted
+        if parameter.default is not parameter.empty:
+            if parameter.kind is not parameter.POSITIONAL_ONLY:
+                optional.append(parameter.name)
+        elif parameter.kind is parameter.POSITIONAL_ONLY:
+            raise ValueError(f"{path} has the parameter {parameter.name!r}, which cannot be given by name")
+        else:
+            needed.append(parameter.name)
+    return Signature(needed, optional)
 
 
-def _answer(function: Callable[..., object], call: Call) -> Returned | Raised:
+def _answer(function: _Function, call: Call, runner: asyncio.Runner) -> Returned | Raised:
     try:
-        value = function(**call.arguments)
-        if isinstance(value, numbers.Real) and not isinstance(value, bool):
-            return Returned(float(value))
-        return Raised(f"returned {type(value).__name__}, expected a finite number")
+        return function([json.loads(row) for row in call.rows], runner)
     except BaseException as error:  # any exception, even SystemExit, is a failure of this call alone
         return Raised(f"raised {_sentence(error)}")
 

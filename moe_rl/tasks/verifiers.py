@@ -1,7 +1,8 @@
 """Runs reward functions in separate processes, so that no fault of a function stops the run or changes another reward.
 
 If a function raises, hangs, dies or returns no finite number, its item gets a failed `Verdict`; other items are not
-affected. A failed verdict has no reward. Counting it as a wrong answer would add noise to training.
+affected, except those of the same batch. A failed verdict has no reward. Counting it as a wrong answer would add noise
+to training.
 
 The process boundary contains accidents, not attacks: reward functions are the user's own code. The pool cannot reach a
 grandchild that a function moves into another session.
@@ -10,6 +11,7 @@ grandchild that a function moves into another session.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -19,7 +21,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -28,9 +30,10 @@ from typing import Any
 
 import moe_rl
 from moe_rl.config.check_files import dotted_path_problem
-from moe_rl.config.schema import RewardConfig
+from moe_rl.config.reward_arguments import BUILT_IN, Columns, RewardParameters, argument_problems
+from moe_rl.config.reward_kinds import FunctionReward, RewardConfig
 from moe_rl.errors import ConfigError, RewardError, describe
-from moe_rl.messages import REWARD_ARGUMENTS, Channel, Message
+from moe_rl.messages import Channel, Message
 from moe_rl.tasks.verifier_worker import (
     ANSWERS,
     Answer,
@@ -40,6 +43,7 @@ from moe_rl.tasks.verifier_worker import (
     Loaded,
     Raised,
     Returned,
+    RewardFunction,
     Unusable,
 )
 from moe_rl.types import LARGEST_REWARD, Verdict
@@ -60,8 +64,13 @@ _ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "L
 
 @dataclass(frozen=True, slots=True)
 class RewardItem:
-    """Holds one completion to verify. `completion` is its text without the stop token; other fields are as in
-    `Completion`, and columns as in `Prompt`.
+    """Holds one completion to verify.
+
+    Attributes:
+        completion: its text without the stop token.
+        columns, messages: as in `Prompt`.
+        finish_reason, stop_token_id: as in `Completion`.
+        completion_token_ids: the tokens of `completion`.
     """
 
     prompt: str
@@ -69,10 +78,20 @@ class RewardItem:
     columns: Mapping[str, Any] = field(default_factory=dict)
     finish_reason: str = "stop"
     stop_token_id: int | None = None
+    completion_token_ids: tuple[int, ...] = ()
+    messages: tuple[Mapping[str, Any], ...] | None = None
 
-    def argument(self, name: str) -> Any:
-        """Return the value of a reward function's parameter: a field, or else the column of that name."""
-        return getattr(self, name) if hasattr(self, name) else self.columns[name]
+    def arguments(self, parameters: RewardParameters) -> dict[str, Any]:
+        """Return the values of a function's parameters: built-in arguments, or else the columns of these names.
+
+        Raises:
+            ValueError: there is no column for a parameter without a default.
+        """
+        if absent := [name for name in parameters.needed if name not in BUILT_IN and name not in self.columns]:
+            raise ValueError(f"the prompt's row has no column {', '.join(absent)}")
+        built_in = {name: getattr(self, name) for name in BUILT_IN}
+        found = {**self.columns, **built_in}
+        return {name: found[name] for name in (*parameters.needed, *parameters.optional) if name in found}
 
 
 def check_failed_fraction(verdicts: SequenceOf[Verdict], limit: float) -> None:
@@ -101,10 +120,12 @@ class VerifierPool:
     Construction starts the workers. Workers end with the pool and with this process. The pool is not thread-safe.
 
     Args:
-        timeout_seconds: the time limit for all reward functions of one item together, by the monotonic clock.
+        timeout_seconds: the time limit, by the monotonic clock, for all functions of one item together that take one
+            item a call. A call with a batch of items has a limit of its own, of the same length unless its kind of
+            reward says another.
 
     Raises:
-        ConfigError: naming the config key, for a function that does not exist or has unknown parameters.
+        ConfigError: naming the config key, for a function that does not exist or has parameters without a name.
     """
 
     def __init__(
@@ -115,16 +136,17 @@ class VerifierPool:
         workers: int,
         memory_limit_mib: int = 4096,
     ):
-        problems = {name: dotted_path_problem(reward.function) for name, reward in rewards.items()}
-        _refuse({name: problem for name, problem in problems.items() if problem})
+        functions = {name: one.function for name, one in rewards.items() if isinstance(one, FunctionReward)}
+        problems = {name: dotted_path_problem(function) for name, function in functions.items()}
+        _refuse({name: problem for name, problem in problems.items() if problem}, functions)
+        self._rewards, self._timeout = dict(rewards), timeout_seconds
         load = Load(
             sys_path=[os.path.abspath(folder) for folder in sys.path],
-            functions={name: reward.function for name, reward in rewards.items()},
+            functions={name: _function(reward) for name, reward in rewards.items()},
             memory_limit_bytes=memory_limit_mib << 20,
         )
-        weights = {name: reward.weight for name, reward in rewards.items()}
-        arguments: dict[str, list[str]] = {}
-        self._places = [_Place(load, weights, arguments, timeout_seconds) for _ in range(workers)]
+        self._parameters: dict[str, RewardParameters] = {}
+        self._places = [_Place(load, self._parameters) for _ in range(workers)]
         # The threads live as long as the pool, because the kernel kills a worker when the thread that started it ends.
         self._threads = ThreadPoolExecutor(workers)
         self._closed = False
@@ -154,6 +176,18 @@ class VerifierPool:
         for place in self._places:
             place.bury()
 
+    def check_arguments(self, sources: Mapping[str, Columns]) -> None:
+        """Check that every reward function gets the arguments that it names.
+
+        Args:
+            sources: columns of each source of prompts, by a name for the message.
+
+        Raises:
+            ConfigError: naming each reward, argument and source.
+        """
+        if problems := [*argument_problems(self._parameters, sources)]:
+            raise ConfigError(problems)
+
     def score(self, items: SequenceOf[RewardItem]) -> list[Verdict]:
         """Return one verdict per item, in order. Takes at most about the time limit per item, even if verifiers hang.
 
@@ -162,12 +196,14 @@ class VerifierPool:
         """
         if self._closed:
             raise RewardError(describe("the verifier pool is closed, or an earlier score() raised", fault="closed"))
-        todo, verdicts = iter(list(enumerate(items))), {}  # threads may share it: next() of a list iterator is atomic
+        results: list[_Result] = [{} for _ in items]
+        todo = iter(list(self._jobs(items, results)))  # threads may share it: next() of a list iterator is atomic
 
         def serve(place: _Place) -> None:
             try:
-                for index, item in todo:
-                    verdicts[index] = place.score(item)
+                for job in todo:
+                    for index, result in zip(job.items, place.run(job), strict=True):
+                        results[index] |= result
             except BaseException:
                 list(todo)  # ends the other threads too
                 raise
@@ -177,15 +213,93 @@ class VerifierPool:
         except BaseException:
             self.close()
             raise
-        return [verdicts[index] for index in range(len(items))]
+        return [self._verdict(result) for result in results]
+
+    def _jobs(self, items: SequenceOf[RewardItem], results: list[_Result]) -> Iterator[_Job]:
+        """Yield the calls that score the items. An item that cannot be sent gets its result here, and no call."""
+        rows: list[dict[str, bytes]] = []
+        for item, result in zip(items, results, strict=True):
+            row = {}
+            for name in self._rewards:
+                try:
+                    row[name] = _encoded(item.arguments(self._parameters[name]))
+                except (ValueError, TypeError, RecursionError) as error:
+                    result[name] = f"cannot be sent to a verifier: {error}"
+            rows.append({} if result else row)
+        single = [name for name, reward in self._rewards.items() if reward.batch is None]
+        for index, row in enumerate(rows):
+            if row and single:
+                yield _Job([index], {name: [row[name]] for name in single}, self._timeout)
+        for name, reward in self._rewards.items():
+            if reward.batch is None:
+                continue
+            alike: dict[tuple[str, ...], list[int]] = {}  # rows of one call have the same arguments
+            for index, row in enumerate(rows):
+                if row:
+                    alike.setdefault(tuple(items[index].arguments(self._parameters[name])), []).append(index)
+            for indices in alike.values():
+                for start in range(0, len(indices), reward.batch):
+                    chunk = indices[start : start + reward.batch]
+                    yield _Job(chunk, {name: [rows[at][name] for at in chunk]}, reward.limit_seconds or self._timeout)
+
+    def _verdict(self, result: _Result) -> Verdict:
+        """Combine what the reward functions gave for one item."""
+        parts: dict[str, float] = {}
+        for name in self._rewards:
+            value = result.get(name)  # None: no function of an item is called when one of them cannot be
+            if isinstance(value, str):
+                return Verdict("failed", None, detail=f"{name}: {value}")
+            if value is not None:
+                parts[name] = value
+        reward = sum(one.weight * parts[name] for name, one in self._rewards.items())
+        if not abs(reward) <= LARGEST_REWARD:  # `not <=` also catches NaN
+            detail = f"the weighted sum of the rewards is {reward}, expected {_SIZE}: {parts}"
+            return Verdict("failed", None, detail=detail)
+        return Verdict("scored", reward, parts)
+
+
+_Result = dict[str, float | str]
+"""What the reward functions gave for one item: for each the value, or why there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Calls that one worker makes after one another, within one time limit.
+
+    Attributes:
+        items: indices of the items.
+        calls: for each reward, one row per item, as JSON.
+    """
+
+    items: list[int]
+    calls: dict[str, list[bytes]]
+    limit: float
+
+
+def _encoded(arguments: Mapping[str, Any]) -> bytes:
+    """Encode arguments as JSON. It keeps integers of any size, which msgpack does not."""
+    return json.dumps(arguments, ensure_ascii=False, default=_plain).encode()
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is no JSON value")
+
+
+def _function(reward: RewardConfig) -> RewardFunction:
+    batched = reward.batch is not None
+    if isinstance(reward, FunctionReward):
+        return RewardFunction(reward.function, None, batched)
+    return RewardFunction(reward.factory, reward.settings, batched)
 
 
 class _Lost(Exception):
-    """Signals that a worker died, hung or sent an invalid answer, and was removed. begun: whether it had started the
-    item.
+    """Signals that a worker died, hung or sent an invalid answer, and was removed. begun: the reward whose call it had
+    started; "" before the first.
     """
 
-    def __init__(self, reason: str, begun: bool):
+    def __init__(self, reason: str, begun: str):
         super().__init__(reason)
         self.begun = begun
 
@@ -193,11 +307,11 @@ class _Lost(Exception):
 class _Place:
     """Runs one worker and replaces it when it is lost. One thread uses it at a time; only `end` may come from another.
 
-    arguments: the argument names of each function, as reported by a worker. All places share them; empty until then.
+    parameters: those of each function, as reported by a worker. All places share them; empty until then.
     """
 
-    def __init__(self, load: Load, weights: dict[str, float], arguments: dict[str, list[str]], timeout: float):
-        self._load, self._weights, self._arguments, self._timeout = load, weights, arguments, timeout
+    def __init__(self, load: Load, parameters: dict[str, RewardParameters]):
+        self._load, self._parameters = load, parameters
         self._lock = threading.Lock()  # held while `process` changes
         self._ended = False
         self.process: _WorkerProcess | None = None
@@ -235,8 +349,9 @@ class _Place:
             problems = self._start()
             if self.process is not None:
                 return
-            if not self._arguments:
-                _refuse(problems)
+            if not self._parameters:
+                named = [name for name, one in self._load.functions.items() if one.settings is None]
+                _refuse(problems, named)
         raise RewardError(
             describe(
                 "no new verifier process starts, although an earlier one did",
@@ -262,64 +377,55 @@ class _Place:
             if isinstance(answer, Unusable):
                 self.bury()
                 return answer.problems
-            if not isinstance(answer, Loaded) or list(answer.arguments) != list(self._weights):
+            if not isinstance(answer, Loaded) or list(answer.signatures) != list(self._load.functions):
                 raise ValueError(f"an unexpected {type(answer).__name__}")
-            if not all(set(names) <= set(REWARD_ARGUMENTS) for names in answer.arguments.values()):
-                raise ValueError(f"unknown arguments: {answer.arguments}")
-            self._arguments.update(answer.arguments)
+            for reward, one in answer.signatures.items():
+                self._parameters[reward] = RewardParameters(tuple(one.needed), tuple(one.optional))
             return {}
         except (OSError, EOFError, ValueError) as error:
-            return dict.fromkeys([loading] if loading else self._weights, self.bury(error, _START_SECONDS))
+            return dict.fromkeys([loading] if loading else self._load.functions, self.bury(error, _START_SECONDS))
 
-    def score(self, item: RewardItem, *, again: bool = True) -> Verdict:
-        """Let the worker score an item. again: retry once with a new worker if this one is lost before it starts the
-        item.
+    def run(self, job: _Job, *, again: bool = True) -> list[_Result]:
+        """Let the worker make the calls of a job; return a result for each of its items.
+
+        again: retry once with a new worker if this one is lost before it starts the job.
         """
         try:
-            parts = self._ask(item)
-            reward = sum(weight * parts[name] for name, weight in self._weights.items())
-            if not abs(reward) <= LARGEST_REWARD:  # `not <=` also catches NaN
-                raise ValueError(f"the weighted sum of the rewards is {reward}, expected {_SIZE}: {parts}")
-            return Verdict("scored", reward, parts)
-        except ValueError as error:
-            return Verdict("failed", None, detail=str(error))
+            return self._ask(job)
         except _Lost as lost:
             self.start()
             if again and not lost.begun:
-                return self.score(item, again=False)
-            return Verdict("failed", None, detail=str(lost))
+                return self.run(job, again=False)
+            return [{lost.begun or next(iter(job.calls)): str(lost)} for _ in job.items]
 
-    def _ask(self, item: RewardItem) -> dict[str, float]:
-        """Return the value of each function. Raises ValueError with the reason if there is none, or _Lost."""
-        deadline = time.monotonic() + self._timeout
-        begun, parts, failure = "", {}, ""
+    def _ask(self, job: _Job) -> list[_Result]:
+        """Return a result for each item of a job. Raises _Lost."""
+        deadline = time.monotonic() + job.limit
+        begun, results = "", [_Result() for _ in job.items]
         process = self.process
         assert process is not None  # `start` ran before, and whoever removes a worker starts another or ends the pool
-        for reward, names in self._arguments.items():
+        for reward, rows in job.calls.items():
             try:
-                process.send(Call(reward, {name: item.argument(name) for name in names}), deadline)
+                process.send(Call(reward, rows), deadline)
                 if (answer := process.receive(deadline)) != Begun(reward):
                     raise ValueError(f"an unexpected {type(answer).__name__}")
                 if not begun:
-                    deadline = time.monotonic() + self._timeout
+                    deadline = time.monotonic() + job.limit
                 begun = reward
                 answer = process.receive(deadline)
                 if not isinstance(answer, Returned | Raised):
                     raise ValueError(f"an unexpected {type(answer).__name__}")
-            except UnicodeEncodeError as error:
-                raise ValueError(f"cannot be sent to a verifier: {error}") from error
+                values = answer.values if isinstance(answer, Returned) else [answer.detail] * len(rows)
+                if len(values) != len(rows):
+                    raise ValueError(f"{len(values)} values for {len(rows)} rows")
             except (OSError, EOFError, ValueError) as error:
-                reason = self.bury(error, self._timeout)
-                raise _Lost(f"{begun}: {reason}" if begun else reason, bool(begun)) from error
-            if isinstance(answer, Raised):
-                failure = failure or f"{reward}: {answer.detail}"
-            elif abs(answer.value) <= LARGEST_REWARD:
-                parts[reward] = answer.value
-            else:
-                failure = failure or f"{reward}: returned {answer.value}, expected {_SIZE}"
-        if failure:
-            raise ValueError(failure)
-        return parts
+                raise _Lost(self.bury(error, job.limit), begun) from error
+            for result, value in zip(results, values, strict=True):
+                if isinstance(value, str) or abs(value) <= LARGEST_REWARD:
+                    result[reward] = value
+                else:
+                    result[reward] = f"returned {value}, expected {_SIZE}"
+        return results
 
 
 class _WorkerProcess:
@@ -421,7 +527,8 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _refuse(problems: Mapping[str, str]) -> None:
+def _refuse(problems: Mapping[str, str], named: Container[str]) -> None:
+    """Raise ConfigError with these problems, {reward name: problem}. named: rewards whose config names a function."""
+    keys = {name: f"task.rewards.{name}{'.function' if name in named else ''}" for name in problems}
     if problems:
-        found = problems.items()
-        raise ConfigError([describe(text, where={"key": f"task.rewards.{name}.function"}) for name, text in found])
+        raise ConfigError([describe(text, where={"key": keys[name]}) for name, text in problems.items()])

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from moe_rl.config.reward_arguments import Columns
 from moe_rl.config.schema import Config
 from moe_rl.errors import RewardError, describe
 from moe_rl.models.hf import ModelFacts
@@ -117,9 +118,11 @@ class Rollouts:
         self.trace_root = run_dir / "trace"
         self.stop_tokens = facts.eos_token_ids
         self.codec = TextCodec(tokenizer, facts.eos_token_ids)
-        self.source = PromptSource(load_prompts(config.task.train, tokenizer, max_prompt_tokens=limit), config.run.seed)
+        train = load_prompts(config.task.train, tokenizer, max_prompt_tokens=limit)
+        self.source = PromptSource(train, config.run.seed)
         self.ledger = PromptLedger(run_dir / prompt_ledger.FILE)
         heldout = load_prompts(config.task.heldout, tokenizer, max_prompt_tokens=limit)
+        verifiers.check_arguments({"task.train": Columns.of(train), "task.heldout": Columns.of(heldout)})
         chosen = np.random.default_rng(config.run.seed).permutation(len(heldout))[: config.eval.prompts]
         self.heldout = [heldout[i] for i in chosen]
 
@@ -263,6 +266,8 @@ class Rollouts:
                     columns=p.columns,
                     finish_reason=c.finish_reason,
                     stop_token_id=c.stop_token_id,
+                    completion_token_ids=c.text_token_ids,
+                    messages=p.messages,
                 )
                 for p, c in zip(prompts, completions, strict=True)
             ]

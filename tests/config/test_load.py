@@ -105,6 +105,55 @@ def test_unknown_override_path_suggests(config_file, override, suggestion):
     assert override.startswith(problem.about["key"])
 
 
+REMOTE = "{kind: remote, url: 'http://host:1/score', arguments: [completion]"
+
+
+@pytest.mark.parametrize(
+    ("reward", "facts"),
+    [
+        ("{kind: nonsense}", {"key": "kind", "got": '"nonsense"', "expected": ("function", "remote")}),
+        ("{kind: 3}", {"key": "kind", "got": "3", "expected": ("function",)}),
+        ("{}", {"key": "function"}),
+        ("{kind: function}", {"key": "function"}),
+        ("{function: a.b, batch_size: 0}", {"key": "batch_size", "got": "0"}),
+        ("{function: a.b, batch: true}", {"key": "batch", "given": "kind is function"}),
+        ("{function: a.b, url: x}", {"key": "url", "given": "kind is function"}),
+        ("{kind: exact, function: a.b}", {"key": "function", "given": "kind is exact"}),
+        ("{kind: exact, answer_in: boxed}", {"key": "answer_in", "expected": ("box",)}),
+        ("{kind: numeric, tolerance: -1}", {"key": "tolerance", "got": "-1"}),
+        ("{kind: numeric, relative_tolerance: 1}", {"key": "relative_tolerance"}),
+        ("{kind: math_verify, answer_in: box}", {"key": "answer_in", "given": "kind is math_verify"}),
+        ("{kind: remote, arguments: [completion]}", {"key": "url"}),
+        ("{kind: remote, url: 'http://host:1/'}", {"key": "arguments"}),
+        ("{kind: remote, url: 'http://host:1/', arguments: []}", {"key": "arguments", "got": "[]"}),
+        ("{kind: remote, url: 'http://host:1/', arguments: [a, a]}", {"key": "arguments"}),
+        ("{kind: remote, url: 'http://host:1/', arguments: ['a b']}", {"key": "arguments"}),
+        ("{kind: remote, url: 'http://host:1/', arguments: [class]}", {"key": "arguments"}),
+        ("{kind: remote, url: 'ftp://host:1/', arguments: [a]}", {"key": "url", "got": '"ftp://host:1/"'}),
+        ("{kind: remote, url: 'http://', arguments: [a]}", {"key": "url"}),
+        ("{kind: remote, url: 'http://me:secret@host:1/', arguments: [a]}", {"key": "url"}),
+        ("{kind: remote, url: 'http://host:99999/', arguments: [a]}", {"key": "url"}),
+        ("{kind: remote, url: 'http://host:1/a b', arguments: [a]}", {"key": "url"}),
+        (REMOTE + ", timeout_seconds: 0}", {"key": "timeout_seconds"}),
+        (REMOTE + ", attempts: 11}", {"key": "attempts"}),
+        (REMOTE + ", concurrent_requests: 0}", {"key": "concurrent_requests"}),
+    ],
+)
+def test_a_wrong_reward_is_told_by_its_key(config_file, reward, facts):
+    (problem,) = problems(config_file, f"task.rewards.more={reward}")
+    tells(problem, **facts | {"key": f"task.rewards.more.{facts['key']}"})
+
+
+def test_rewards_are_read_back_from_the_resolved_config(config_file, tmp_path):
+    config = load_config(
+        config_file,
+        [f"task.rewards.a={REMOTE}}}", "task.rewards.b={kind: numeric, weight: 0.5}", "task.rewards.c={kind: exact}"],
+    )
+    (tmp_path / "resolved.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "resolved.yaml") == config
+    assert [reward.kind for reward in config.task.rewards.values()] == ["function", "remote", "numeric", "exact"]
+
+
 @pytest.mark.parametrize("key", ["run.steps", "train.optimizer.lr", "rollout.temperature"])
 @pytest.mark.parametrize("value", ["true", "'1'", ".nan", ".inf", "-.inf", "-1", "0", "", "[1]", "{a: 1}", "no"])
 def test_wrong_values_are_never_converted(config_file, key, value):

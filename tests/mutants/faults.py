@@ -712,8 +712,8 @@ MUTANTS: list[Mutant] = [
         (
             "the first box counts",
             "rewards.py",
-            'completion.rfind("\\\\boxed")',
-            'completion.find("\\\\boxed")',
+            'completion.rpartition("\\\\boxed{")',
+            'completion.partition("\\\\boxed{")',
             "A completion is paid for an answer that it took back.",
             "tests/tasks/test_rewards.py",
         ),
@@ -728,8 +728,8 @@ MUTANTS: list[Mutant] = [
         (
             "a worker's NaN",
             "verifiers.py",
-            "elif abs(answer.value) <= LARGEST_REWARD:",
-            "elif not abs(answer.value) > LARGEST_REWARD:",
+            "or abs(value) <= LARGEST_REWARD:",
+            "or not abs(value) > LARGEST_REWARD:",
             "A reward function that returns NaN is scored.",
             "tests/tasks/test_verifiers.py",
         ),

@@ -3,6 +3,7 @@
 A completion "<fault> <path>" makes `misbehave` write the witness file at <path> and then commit the fault.
 """
 
+import asyncio
 import ctypes
 import gc
 import os
@@ -184,7 +185,7 @@ def _search(reversed_secret):
         elif isinstance(thing, list | tuple | set):
             places += [(type(thing).__name__, value) for value in list(thing)]
     calls = [thing for _, thing in places if type(thing).__name__ == "Call"]  # which the collector may not track
-    places += [("Call", value) for call in calls for value in call.arguments.values()]
+    places += [("Call", row) for call in calls for row in call.rows]
     return [
         place
         for place, value in places
@@ -209,15 +210,57 @@ def no_arguments():
     return 0.25
 
 
-def wrong_parameter(completion, solution):
-    return 1.0
+def needs_solution(completion, solution):
+    return float(completion == solution)
 
 
 def positional(completion, /):
     return 1.0
 
 
-async def coroutine(completion):
+async def patient(completion):
+    await asyncio.sleep(0.01)
+    return misbehave(completion)
+
+
+_loops = set()
+
+
+async def same_loop(completion):
+    """Return how many event loops this function has seen."""
+    _loops.add(id(asyncio.get_running_loop()))
+    return float(len(_loops))
+
+
+def batch_sizes(completion, scale=None):
+    """Return the size of the batch for each of its items; a batch with a completion "<fault>" commits it."""
+    for one in completion:
+        misbehave(one)
+    return [float(len(completion)) if scale is None else float(one) for one in scale or completion]
+
+
+async def batch_with_bad_items(completion):
+    """Return 1 for each item but those named in ITEM_FAULTS."""
+    await asyncio.sleep(0)
+    return [ITEM_FAULTS.get(one, 1.0) for one in completion]
+
+
+ITEM_FAULTS = {"error": ValueError("planted"), "none": None, "nan": float("nan"), "str": "1.0", "huge": 10**400}
+
+
+def batch_answers(completion):
+    """Return what the first completion says instead of a list of numbers."""
+    return {"short": [1.0], "number": 1.0, "text": "11", "none": None, "long": [1.0] * 9}[completion[0]]
+
+
+def batch_rows(completion, answer, completion_token_ids, messages):
+    return [float(len(a) + sum(t) + len(m)) for a, t, m in zip(answer, completion_token_ids, messages, strict=True)]
+
+
+def everything(prompt, completion, completion_token_ids, finish_reason, stop_token_id, messages, tests, big):
+    got = (prompt, completion, completion_token_ids, finish_reason, stop_token_id, messages, tests, big)
+    wanted = ("p", "c", [5, 6], "stop", 7, [{"role": "user", "content": "p"}], [{"in": [1, None]}, 0.1], 10**30)
+    assert got == wanted, got
     return 1.0
 
 

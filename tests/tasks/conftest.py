@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from moe_rl.config.schema import RewardConfig
+from moe_rl.config.reward_kinds import FunctionReward
 from moe_rl.tasks.verifiers import VerifierPool
 
 
@@ -46,17 +46,22 @@ def helpers():
 
 @pytest.fixture
 def make_pool(monkeypatch):
-    """Opens pools over functions of bad_rewards.py (bare names) or by dotted path, closed at the end."""
+    """Opens pools over functions of bad_rewards.py (bare names) or by dotted path, closed at the end.
+
+    batch: the batch size of a function by name. kinds: further rewards of other kinds.
+    """
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     pools = []
 
-    def make(*functions: str, timeout: float = 2.0, workers: int = 1, weights=None, **more) -> VerifierPool:
+    def make(*functions: str, timeout=2.0, workers=1, weights=None, batch=None, kinds=None, **more) -> VerifierPool:
         rewards = {
-            path.rpartition(".")[2]: RewardConfig(
-                function=path if "." in path else f"bad_rewards.{path}", weight=(weights or {}).get(path, 1.0)
+            path.rpartition(".")[2]: FunctionReward(
+                function=path if "." in path else f"bad_rewards.{path}",
+                weight=(weights or {}).get(path, 1.0),
+                batch_size=(batch or {}).get(path),
             )
             for path in functions
-        }
+        } | (kinds or {})
         pool = VerifierPool(rewards, timeout_seconds=timeout, workers=workers, **more)
         pools.append(pool)
         return pool

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from moe_rl.config.reward_arguments import Columns
 from moe_rl.errors import ConfigError, RewardError
 from moe_rl.tasks import verifiers
 from moe_rl.tasks.verifiers import RewardItem, check_failed_fraction
-from moe_rl.types import Verdict
+from moe_rl.types import Prompt, Verdict
 from tests.support.refusals import refused
 
 HEALTHY = RewardItem("", "healthy", {"answer": ""})
@@ -86,6 +87,123 @@ def test_the_worker_knows_nothing_of_torchrun(make_pool, monkeypatch):
     with make_pool("environment") as pool:
         [verdict] = pool.score([HEALTHY])
     assert verdict == Verdict("scored", 1.0, {"environment": 1.0})
+
+
+def test_a_function_gets_every_argument_that_exists(make_pool):
+    item = RewardItem(
+        "p", "c", {"tests": [{"in": [1, None]}, 0.1], "big": 10**30, "prompt": "p"}, "stop", 7, (5, 6),
+        ({"role": "user", "content": "p"},),
+    )  # fmt: skip
+    with make_pool("everything") as pool:
+        assert pool.score([item]) == [Verdict("scored", 1.0, {"everything": 1.0})]
+
+
+def test_a_row_that_lacks_a_column_fails_alone(make_pool):
+    with make_pool("needs_solution") as pool:
+        verdicts = pool.score([RewardItem("", "x", {"solution": "x"}), RewardItem("", "x", {"answer": "x"})])
+    assert [verdict.status for verdict in verdicts] == ["scored", "failed"]
+    assert "solution" in verdicts[1].detail
+
+
+# Async functions and batches
+
+
+def test_an_async_function_scores_and_keeps_its_event_loop(make_pool):
+    with make_pool("patient", "same_loop") as pool:
+        assert [verdict.reward for verdict in pool.score([HEALTHY] * 4)] == [2.0] * 4
+
+
+@pytest.mark.parametrize("fault", ["raise", "exit", "none", "os_exit", "loop"])
+def test_a_fault_of_an_async_function_fails_its_item_alone(make_pool, tmp_path, fault):
+    with make_pool("patient", timeout=0.5) as pool:
+        verdicts = pool.score([HEALTHY, faulty(fault, tmp_path / "witness"), HEALTHY])
+    assert (tmp_path / "witness").exists()
+    assert [verdict.status for verdict in verdicts] == ["scored", "failed", "scored"]
+
+
+def test_batches_are_as_large_as_configured(make_pool):
+    with make_pool("batch_sizes", "good", batch={"batch_sizes": 4}, workers=2) as pool:
+        verdicts = pool.score([HEALTHY] * 10)
+    assert [verdict.parts["batch_sizes"] for verdict in verdicts] == [4.0] * 8 + [2.0] * 2
+    assert all(verdict.parts["good"] == 1.0 for verdict in verdicts)
+
+
+def test_a_batch_gets_lists_of_everything(make_pool):
+    items = [RewardItem("", "", {"answer": "a" * i}, completion_token_ids=(i,), messages=({},)) for i in range(5)]
+    with make_pool("batch_rows", batch={"batch_rows": 3}) as pool:
+        assert [verdict.reward for verdict in pool.score(items)] == [2.0 * i + 1.0 for i in range(5)]
+
+
+def test_rows_with_an_optional_column_are_batched_by_themselves(make_pool):
+    items = [RewardItem("", "healthy", {"scale": 7} if i % 2 else {}) for i in range(6)]
+    with make_pool("batch_sizes", batch={"batch_sizes": 6}) as pool:
+        assert [verdict.reward for verdict in pool.score(items)] == [3.0, 7.0] * 3
+
+
+@pytest.mark.parametrize("fault", ["raise", "exit", "os_exit", "segfault", "loop"])
+def test_a_batch_that_fails_fails_its_own_items(make_pool, tmp_path, fault):
+    witness = tmp_path / "witness"
+    with make_pool("good", "batch_sizes", batch={"batch_sizes": 2}, timeout=0.5) as pool:
+        verdicts = pool.score([HEALTHY, HEALTHY, HEALTHY, faulty(fault, witness), HEALTHY, HEALTHY])
+    assert witness.exists()
+    assert [verdict.status for verdict in verdicts] == ["scored"] * 2 + ["failed"] * 2 + ["scored"] * 2
+    assert all(verdict.detail.startswith("batch_sizes: ") for verdict in verdicts[2:4])
+
+
+@pytest.mark.parametrize("bad", ["error", "none", "nan", "str", "huge"])
+def test_a_bad_item_in_a_list_fails_alone(make_pool, bad):
+    items = [RewardItem("", one) for one in ("x", bad, "y", "z")]
+    with make_pool("batch_with_bad_items", batch={"batch_with_bad_items": 4}) as pool:
+        verdicts = pool.score(items)
+    assert [verdict.status for verdict in verdicts] == ["scored", "failed", "scored", "scored"]
+    assert "planted" in verdicts[1].detail or bad != "error"
+
+
+def test_text_that_is_not_unicode_leaves_its_batch(make_pool):
+    with make_pool("batch_sizes", batch={"batch_sizes": 4}) as pool:
+        verdicts = pool.score([HEALTHY, RewardItem("", "half a pair \ud800"), HEALTHY, HEALTHY])
+    assert [verdict.reward for verdict in verdicts] == [3.0, None, 3.0, 3.0]
+
+
+@pytest.mark.parametrize("answer", ["short", "number", "text", "none", "long"])
+def test_a_batch_without_one_number_per_item_fails(make_pool, answer):
+    with make_pool("batch_answers", batch={"batch_answers": 2}) as pool:
+        verdicts = pool.score([RewardItem("", answer)] * 2)
+    assert [verdict.status for verdict in verdicts] == ["failed"] * 2
+    assert all("a list of 2 numbers" in verdict.detail for verdict in verdicts)
+
+
+# Arguments that do not exist
+
+
+def test_an_argument_without_a_column_is_told_with_source_and_columns(make_pool):
+    rows = [Prompt("a", "p", columns={"answer": "1"}), Prompt("b", "p", columns={"answer": "1", "solution": "2"})]
+    with make_pool("needs_solution") as pool:
+        where = {"key": "task.rewards.needs_solution", "argument": "solution", "fault": "no column"}
+        with refused(ConfigError, **where, got=("train", "answer")):
+            pool.check_arguments({"train": Columns.of(rows[:1])})
+        with refused(ConfigError, **where, got=("heldout", "prompt a")):
+            pool.check_arguments({"heldout": Columns.of(rows)})
+        pool.check_arguments({"train": Columns.of(rows[1:])})
+
+
+@pytest.mark.parametrize(
+    ("columns", "told"),
+    [
+        ({"prompt": "p"}, False),  # the column that the prompt was made from
+        ({"prompt": "q"}, True),
+        ({"completion": "p"}, True),
+        ({"messages": "p"}, False),  # which the function does not name
+    ],
+)
+def test_a_column_with_the_name_of_a_built_in_argument(make_pool, columns, told):
+    sources = {"train": Columns.of([Prompt("a", "p", columns=columns | {"answer": "1"})])}
+    with make_pool("all_arguments") as pool:
+        if told:
+            with refused(ConfigError, argument=next(iter(columns)), fault="two meanings", got=("train",)):
+                pool.check_arguments(sources)
+        else:
+            pool.check_arguments(sources)
 
 
 # Faults
@@ -303,10 +421,10 @@ def test_restarts_leak_no_descriptor(make_pool, tmp_path):
 
 PARENT = """
 import sys
-from moe_rl.config.schema import RewardConfig
+from moe_rl.config.reward_kinds import FunctionReward
 from moe_rl.tasks.verifiers import RewardItem, VerifierPool
 sys.path.insert(0, sys.argv[1])
-pool = VerifierPool({"r": RewardConfig(function="bad_rewards.misbehave")}, timeout_seconds=1000, workers=2)
+pool = VerifierPool({"r": FunctionReward(function="bad_rewards.misbehave")}, timeout_seconds=1000, workers=2)
 print(*pool.pids, flush=True)
 pool.score([RewardItem("", f"{sys.argv[2]} {sys.argv[3]}", {"answer": ""})] if sys.argv[2] != "idle" else [])
 input()
@@ -340,9 +458,7 @@ def test_workers_die_with_their_parent(helpers, tmp_path, state):
 @pytest.mark.parametrize(
     ("function", "piece"),
     [
-        ("wrong_parameter", "parameter 'solution'"),
         ("positional", "parameter 'completion'"),
-        ("coroutine", "coroutine"),
         ("not_callable", "int"),
         ("absent", "absent"),
         ("bad_import.f", "RuntimeError: planted at import"),
@@ -363,10 +479,10 @@ def test_a_bad_function_is_refused_by_config_key(make_pool, helpers, function, p
 
 def test_all_bad_functions_are_named_at_once(make_pool):
     with pytest.raises(ConfigError) as caught:
-        make_pool("wrong_parameter", "good", "coroutine")
+        make_pool("positional", "good", "not_callable")
     assert [problem.about["key"] for problem in caught.value.problems] == [
-        "task.rewards.wrong_parameter.function",
-        "task.rewards.coroutine.function",
+        "task.rewards.positional.function",
+        "task.rewards.not_callable.function",
     ]
 
 

@@ -64,7 +64,9 @@ class Rig:
         )
         self.engine = Engine(folder / "trace")
         facts = SimpleNamespace(eos_token_ids=(1,))
-        self.rollouts = Rollouts(self.config, facts, self.engine, None, folder, None)
+        self.checked = {}
+        verifiers = SimpleNamespace(check_arguments=self.checked.update)
+        self.rollouts = Rollouts(self.config, facts, self.engine, verifiers, folder, None)
         self.informative, self.failed = informative, failed
         self.rollouts._judge = self.judge
 
@@ -209,7 +211,7 @@ def test_a_reward_sees_the_text_without_the_stop_token_that_ended_it(tmp_path, t
     rig = Rig(tmp_path, 1)
     facts = SimpleNamespace(eos_token_ids=(END, USER))
     scored = []
-    verifiers = SimpleNamespace(score=lambda items: scored.extend(items))
+    verifiers = SimpleNamespace(score=lambda items: scored.extend(items), check_arguments=lambda sources: None)
     rollouts = Rollouts(rig.config, facts, rig.engine, verifiers, tmp_path / "other", None)
     prompt = rollouts.heldout[0]
     asked = rollouts._request("s1/p0/c0", prompt, 1.0)
@@ -218,6 +220,12 @@ def test_a_reward_sees_the_text_without_the_stop_token_that_ended_it(tmp_path, t
     rollouts._judge([prompt], [sampled.completion(asked, 0, {})])
     (item,) = scored
     assert (item.completion, item.finish_reason, item.stop_token_id) == (seen, finish, stop)
+    assert rollouts.codec.decode(item.completion_token_ids) == seen
+    assert (item.columns, item.messages) == (prompt.columns, prompt.messages)
+    assert {name: set(columns.lacking) for name, columns in rig.checked.items()} == {
+        "task.train": {"id", "prompt", "answer", "level"},
+        "task.heldout": {"id", "prompt", "answer", "level"},
+    }
     assert (item.prompt, item.columns) == (prompt.text, prompt.columns)
 
 
