@@ -126,8 +126,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         config, folder, world_size = _configure(options)
         if options.plan:
-            return _plan(config, world_size, options.trace, options.json)
-        found = _problems(config, folder, world_size, first=rank == 0)
+            return _plan(config, folder, world_size, options.trace, options.json)
+        found = _problems(config, folder, world_size, first=rank == 0, again=options.step == 0)
         _refuse(found + _checkpoint_problems(config, folder, options.step))
     except MoeRLError as error:
         # Every rank of a node finds the same problems, and the first one prints them. torchrun ends all ranks as soon
@@ -236,8 +236,8 @@ def _typed() -> str:
     return " ".join([script, *arguments])
 
 
-def _plan(config: Config, world_size: int, trace: str | None, file: Path | None) -> int:
-    facts, found, absent = _model_to_plan(config, world_size)
+def _plan(config: Config, folder: RunFolder | None, world_size: int, trace: str | None, file: Path | None) -> int:
+    facts, found, absent = _model_to_plan(config, world_size, begins=folder is None)
     plan = asked = None
     if facts is not None:
         plan = make_plan(config, facts, world_size)
@@ -263,12 +263,17 @@ def _plan(config: Config, world_size: int, trace: str | None, file: Path | None)
     return 2 if found else 0
 
 
-def _model_to_plan(config: Config, world_size: int) -> tuple[ModelFacts | None, list[Problem], list[Problem]]:
+def _model_to_plan(
+    config: Config, world_size: int, *, begins: bool
+) -> tuple[ModelFacts | None, list[Problem], list[Problem]]:
     """Return the model (None if it cannot be read), what is wrong, and what this machine lacks to start the run.
 
-    The last list is not empty only where a run is planned without its checkpoint.
+    The last list is not empty only where a run is planned without its checkpoint. `begins`: the run makes its first
+    step, and needs the weights that it starts from.
     """
     installed = installation_problems(config)
+    if begins:
+        installed += run_folder.start_problems(config)
     if config.model.published is not None and not config.model.path.is_dir():
         facts = read_published(find_file(config.model.published))
         here = describe(
@@ -283,9 +288,12 @@ def _model_to_plan(config: Config, world_size: int) -> tuple[ModelFacts | None, 
         return None, found, []  # already among the problems
 
 
-def _problems(config: Config, folder: RunFolder | None, world_size: int, *, first: bool) -> list[Problem]:
-    """Everything that speaks against starting here. first: this is rank 0, which reads what only it will use."""
-    facts, found, absent = _model_to_plan(config, world_size)
+def _problems(config: Config, folder: RunFolder | None, world_size: int, *, first: bool, again: bool) -> list[Problem]:
+    """Everything that speaks against starting here.
+
+    first: this is rank 0, which reads what only it will use. again: a resumed run begins at its first step.
+    """
+    facts, found, absent = _model_to_plan(config, world_size, begins=folder is None or again)
     found += [*node_problems(os.environ), *start_problems(config)]
     if facts is not None:
         plan = make_plan(config, facts, world_size)

@@ -83,7 +83,7 @@ def compare(asked: Asked) -> tuple[dict[str, Any], Detail]:
     facts = read_model(config.model.path)
     spec = TraceSpec.of(facts)
     policy = Policy(facts, config.train, config.parallel, config.model.path, temperature=config.rollout.temperature)
-    step, weights = (0, [Weights(0, None)]) if asked.run is None else sources.of_run(asked.run)
+    step, weights = (0, [sources.initial(config)]) if asked.run is None else sources.of_run(asked.run, config)
     updates = _load(policy, weights[0])
     found = [] if asked.run is None else [sources.stored(config, asked.run, step)]
     prompts = [(s.key, s.prompt_token_ids) for s in found[0].sequences] if found else None
@@ -365,8 +365,9 @@ def _setup(asked: Asked, facts, measured: _Measured, step: int, budget: int | No
 
 
 def _load(policy: Policy, weights: Weights) -> int:
-    """Load these weights into the policy. Returns the number of optimizer updates that made them."""
-    return 0 if weights.path is None else checkpoint.load_weights(weights.path, policy)["updates"]
+    """Load these weights into the policy. Returns the number of the run's optimizer updates that made them."""
+    updates = 0 if weights.path is None else checkpoint.load_weights(weights.path, policy)["updates"]
+    return updates if weights.version else 0
 
 
 def _applied(one: Pass) -> dict[str, int]:

@@ -47,13 +47,21 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Weights that can score rollouts. `version` is the number of finished steps; `path` None is the initial model."""
+    """Weights that can score rollouts. `version` is the number of finished steps; `path` None is model.path."""
 
     version: int
     path: Path | None
 
 
-def of_run(folder: RunFolder) -> tuple[int, list[Weights]]:
+def initial(config: Config) -> Weights:
+    """Return the weights that a run of this config starts from. Raises CheckpointError: model.from_run has them not."""
+    start = config.model
+    if start.from_run is None:
+        return Weights(0, None)
+    return Weights(0, checkpoints.find(start.from_run / checkpoints.FOLDER, start.from_step))
+
+
+def of_run(folder: RunFolder, config: Config) -> tuple[int, list[Weights]]:
     """Find the newest step whose rollouts are kept together with the weights that sampled them.
 
     Returns:
@@ -76,7 +84,7 @@ def of_run(folder: RunFolder) -> tuple[int, list[Weights]]:
             )
         )
     step = scorable[-1]
-    first = Weights(step - 1, saved.get(step - 1))
+    first = Weights(step - 1, saved[step - 1]) if step > 1 else initial(config)
     return step, [first, *(Weights(done, path) for done, path in sorted(saved.items()) if done >= step)]
 
 
@@ -140,7 +148,8 @@ def sample(
             folder.trace.mkdir(parents=True)
             engine = VllmEngine.start(engine_settings(config, facts, folder))
         world.broadcast("ready" if engine else None, str)
-        if version or rollout.weights != "exact":  # otherwise the engine has read the initial model itself
+        other = config.model.from_run is not None or rollout.weights != "exact"
+        if version or other:  # otherwise the engine has read the initial model itself
             WeightSender(policy, rollout, folder.sync, world).send(engine, version)
         if engine is not None:
             requests = [

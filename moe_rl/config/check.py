@@ -34,6 +34,7 @@ def config_problems(config: Config, facts: ModelFacts | None, world_size: int) -
     """Return the problems that are the same on every machine. facts: of the model, None if they are not known."""
     return [
         *(_model_problems(config, facts) if facts is not None else ()),
+        *config.model.problems(),
         *config.task.problems(),
         *config.rollout.problems(),
         *config.objective.problems(),

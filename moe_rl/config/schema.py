@@ -62,6 +62,26 @@ class ModelConfig(Section):
     published: Location | None = None
     """File with the figures of the published config.json, such as those in configs/models. --plan reads the model from
     it where `path` is not on this machine. Where `path` is there, both must describe the same model."""
+    from_run: Location | None = None
+    """Folder of another run of the same model, whose trained weights this run starts from. The layouts may differ. The
+    reference policy of a KL stays the model in `path`."""
+    from_step: Count | None = None
+    """Number of steps after which the checkpoint in `from_run` was written. null: the newest one, whose number goes
+    into config.yaml of the run folder."""
+    from_optimizer: bool = False
+    """Whether the run also starts with the optimizer state of that checkpoint: float32 weights and Adam's moments. The
+    schedule of the learning rate begins anew."""
+
+    def problems(self) -> Iterator[Problem]:
+        for key in ("from_step", "from_optimizer"):
+            if self.from_run is None and (value := getattr(self, key)):
+                yield describe(
+                    "there is no run to take it from",
+                    where={"key": f"model.{key}"},
+                    got=value,
+                    expected="model.from_run",
+                    do=f"name the run, or remove model.{key}",
+                )
 
 
 class OverlongConfig(Section):

@@ -65,17 +65,50 @@ def load(path: Path, policy: Policy, *, parallel: ParallelConfig, seed: int) -> 
             policy is not changed.
     """
     state = _verified(path)
-    loaded = _read_tensors(path, sharded(policy, loading=True), StrictHandling.RAISE_ALL)
-    for number, chunk in enumerate(policy.chunks):
-        unwrap(chunk).load_state_dict(loaded[f"model{number}"], strict=True)
-    for number, optimizer in enumerate(policy.optimizers):
-        _set_state(optimizer, loaded["optimizer"][str(number)], state["optimizer_step"])
+    _restore(path, policy, state["optimizer_step"])
     policy.updates = state["updates"]
     if state["layout"] == layout(parallel):
         rng.set_state(load_file(path / f"rng-rank{dist.get_rank()}.safetensors"))
     else:
         rng.seed(seed, state["step"])
     return state
+
+
+def load_start(path: Path, policy: Policy, *, optimizer: bool) -> None:
+    """Give a new run the weights of another run's checkpoint. All ranks call this together.
+
+    Random generators, the count of updates and the learning rate stay those of a new run.
+
+    Args:
+        optimizer: Also take float32 weights and Adam's moments, and the count of updates that corrects these. Without
+            it, the optimizer starts from the weights that the forward passes used.
+
+    Raises:
+        CheckpointError: As `load`.
+    """
+    state = _verified(path)
+    if optimizer:
+        _restore(path, policy, state["optimizer_step"])
+        policy.updates = 0  # gives the optimizer its learning rate back
+    else:
+        _restore_weights(path, policy)
+        policy.optimizer.reload_model_params()
+    policy.moves += 1
+
+
+def _restore(path: Path, policy: Policy, optimizer_step: int) -> None:
+    """Restore weights and optimizer."""
+    loaded = _read_tensors(path, sharded(policy, loading=True), StrictHandling.RAISE_ALL)
+    for number, chunk in enumerate(policy.chunks):
+        unwrap(chunk).load_state_dict(loaded[f"model{number}"], strict=True)
+    for number, optimizer in enumerate(policy.optimizers):
+        _set_state(optimizer, loaded["optimizer"][str(number)], optimizer_step)
+
+
+def _restore_weights(path: Path, policy: Policy | ReferencePolicy) -> None:
+    loaded = _read_tensors(path, _sharded_model(policy), StrictHandling.RAISE_UNEXPECTED)
+    for number, chunk in enumerate(policy.chunks):
+        unwrap(chunk).load_state_dict(loaded[f"model{number}"], strict=True)
 
 
 def run_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -97,9 +130,7 @@ def load_weights(path: Path, policy: Policy | ReferencePolicy) -> dict:
         CheckpointError: As `load`.
     """
     state = _verified(path)
-    loaded = _read_tensors(path, _sharded_model(policy), StrictHandling.RAISE_UNEXPECTED)
-    for number, chunk in enumerate(policy.chunks):
-        unwrap(chunk).load_state_dict(loaded[f"model{number}"], strict=True)
+    _restore_weights(path, policy)
     return state
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from moe_rl import checkpoint_folder as checkpoints
+from moe_rl.config.load import load_config
 from moe_rl.config.schema import Config
 from moe_rl.errors import CheckpointError, CollapseError
 from moe_rl.megatron import world
@@ -61,6 +62,7 @@ def train(config: Config, folder: RunFolder | None, begin_after: int | None = No
         stack.callback(world.stop)
         resumed = folder is not None
         folder, done = open_folder(config, folder, begin_after, stack)
+        config = load_config(folder.config)  # the same on all ranks, and complete
         stack.enter_context(_saying_how_to_go_on(folder.path))
         peers = stack.enter_context(
             Peers(
@@ -77,7 +79,9 @@ def train(config: Config, folder: RunFolder | None, begin_after: int | None = No
             restore(trainer, done)
         if not done:
             trainer.check_start()
-        if done or config.rollout.weights != "exact" or config.rollout.servers:
+            trainer.take_start()
+        other = config.model.from_run is not None or config.rollout.weights != "exact"
+        if done or other or config.rollout.servers:
             trainer.sync(version=done)  # a new engine holds the base model's weights, and a server may hold any weights
         trainer.evaluate(done, last=done == config.run.steps)
         collapse, native_every = None, config.replay.native_every

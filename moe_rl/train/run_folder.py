@@ -19,7 +19,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ from moe_rl import checkpoint_folder
 from moe_rl.config.load import dump_config, load_config
 from moe_rl.config.schema import Config
 from moe_rl.disk import refusal, write_whole
-from moe_rl.errors import ConfigError, DiskError, describe
+from moe_rl.errors import About, ConfigError, DiskError, MoeRLError, Problem, describe
+from moe_rl.models.hf import expected_tensors, read_model
 from moe_rl.report import summary
 
 # Keys that a resumed run may change. A name with a dot at its end stands for all keys of the section.
@@ -106,7 +107,7 @@ def create(config: Config) -> RunFolder:
         except OSError as error:
             raise DiskError(refusal(error, "the run folder could not be created", path)) from error
         folder = RunFolder(path)
-        _write_config(folder, config)
+        _write_config(folder, _with_start(config))
         return folder
     raise ConfigError(
         describe(
@@ -153,6 +154,53 @@ def reopen(
             )
         )
     return folder, config
+
+
+def _with_start(config: Config) -> Config:
+    """Write into model.from_step which checkpoint of model.from_run is the newest now, if it names none."""
+    model = config.model
+    if model.from_run is None or model.from_step is not None:
+        return config
+    step, _ = checkpoint_folder.complete(model.from_run / checkpoint_folder.FOLDER)[-1]
+    return config.model_copy(update={"model": model.model_copy(update={"from_step": step})})
+
+
+def start_problems(config: Config) -> list[Problem]:
+    """Say what is wrong with the run that model.from_run names: it is none, lacks the checkpoint, or does not fit."""
+    start = config.model
+    if start.from_run is None:
+        return []
+    where: About = {"key": "model.from_run", "folder": start.from_run}
+    try:
+        theirs = load_config(RunFolder(start.from_run).config)
+        checkpoint_folder.find(start.from_run / checkpoint_folder.FOLDER, start.from_step)
+    except MoeRLError as error:
+        return [describe(str(error), where=where, expected="a run folder with this checkpoint")]
+    found = []
+    with suppress(ConfigError):  # a model that is not here any more: then the checkpoint itself tells what differs
+        tensors, ours = (expected_tensors(read_model(one.model.path)) for one in (theirs, config))
+        if wrong := [name for name in {**tensors, **ours} if tensors.get(name) != ours.get(name)]:
+            found.append(
+                describe(
+                    "that run trained another model",
+                    where=where,
+                    got=f"{wrong[0]} {tensors.get(wrong[0])}, and {len(wrong) - 1} other tensors that differ",
+                    expected=f"the tensors of {start.path}",
+                )
+            )
+    if start.from_optimizer:
+        for key in ("dtype", "distributed_optimizer"):
+            their, our = getattr(theirs.train, key), getattr(config.train, key)
+            if their != our:
+                found.append(
+                    describe(
+                        "the optimizer of that run has another form",
+                        where={"key": f"train.{key}", "given": "model.from_optimizer is true"},
+                        got=our,
+                        expected=f"{their}, as in {start.from_run}",
+                    )
+                )
+    return found
 
 
 def changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:

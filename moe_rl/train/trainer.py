@@ -14,9 +14,10 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from moe_rl import checkpoint_folder
 from moe_rl.config.schema import Config
 from moe_rl.errors import CollapseError, Stopped
-from moe_rl.megatron import world
+from moe_rl.megatron import checkpoint, world
 from moe_rl.megatron.hf_files import Trained
 from moe_rl.megatron.model import DTYPES
 from moe_rl.megatron.policy import Policy, ReferencePolicy
@@ -185,6 +186,17 @@ class Trainer:
         if self.main is not None:
             took = time.monotonic() - started
             self.main.log.note(f"version 0: {tensors} exported tensors are equal to the checkpoint's ({took:.1f} s)")
+
+    def take_start(self) -> None:
+        """Take the weights that model.from_run names, and the optimizer if asked, before the first step."""
+        start = self.config.model
+        if start.from_run is None:
+            return
+        path = checkpoint_folder.find(start.from_run / checkpoint_folder.FOLDER, start.from_step)
+        checkpoint.load_start(path, self.policy, optimizer=start.from_optimizer)
+        if self.main is not None:
+            what = "weights and optimizer" if start.from_optimizer else "weights"
+            self.main.log.note(f"version 0: the {what} of {path}")
 
     def sync(self, version: int) -> dict[str, float]:
         """Send the trainer's weights to the sampler as `version`, then let both score the canary with them."""

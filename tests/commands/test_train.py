@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from moe_rl.commands import train
+from moe_rl.config.load import dump_config, load_config
 from moe_rl.tasks.prompt_ledger import PromptLedger, StepPrompts
 from moe_rl.trace import ShardWriter, TraceSpec
 from moe_rl.types import Provenance, Span
@@ -238,6 +240,31 @@ def test_a_run_is_resumed_with_the_listed_keys_alone(tmp_path):
     assert short.returncode == 2 and "run.steps: " in short.stderr and "at least 4" in short.stderr
     alone = launch("--config", CONFIG, "--step", "3", ranks=2)
     assert alone.returncode == 2 and "--step" in alone.stderr and "--resume" in alone.stderr
+
+
+def test_a_run_to_start_from_is_checked_before_anything_starts(tmp_path):
+    def told(*overrides):
+        result = launch("--config", CONFIG, "run.steps=40", *overrides)
+        assert result.returncode == 2 and "NOT IMPORTED" in result.stdout
+        return result.stderr
+
+    other = f"model.from_run={tmp_path}"
+    assert "model.from_run" in told(other)  # no run folder
+    config = load_config(CONFIG, ["train.dtype=float32"])
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert "the run has no checkpoint" in told(other)
+    (tmp_path / "checkpoints/step-000004").mkdir(parents=True)
+    assert "step-000003" in told(other, "model.from_step=3")
+    form = told(other, "model.from_optimizer=true")
+    assert "train.dtype" in form and "got bfloat16, expected float32" in form
+    assert "model.from_step" in told("model.from_step=3")
+    assert "model.from_optimizer" in told("model.from_optimizer=true")
+    model = tmp_path / "model"
+    shutil.copytree(ROOT / "assets/tiny_moe/policy", model)
+    published = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(published | {"moe_intermediate_size": 24}))
+    (tmp_path / "config.yaml").write_text(dump_config(load_config(CONFIG, [f"model.path={model}"])))
+    assert "another model" in told(other) and "experts.0" in told(other)
 
 
 def test_an_unpatched_vllm_is_refused(monkeypatch, capsys):

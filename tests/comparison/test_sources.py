@@ -3,11 +3,14 @@
 import pytest
 
 from moe_rl.comparison import sources
-from moe_rl.comparison.sources import Weights, in_precision, of_run, precision_of
+from moe_rl.comparison.sources import Weights, in_precision, initial, of_run, precision_of
+from moe_rl.config.load import load_config
 from moe_rl.config.sampling_keys import RolloutConfig
-from moe_rl.errors import DataError
+from moe_rl.errors import CheckpointError, DataError
 from moe_rl.train.run_folder import RunFolder
 from tests.support.refusals import refused
+
+DEMO = load_config("tiny_moe_cpu")
 
 
 @pytest.fixture
@@ -36,16 +39,27 @@ def folder(tmp_path, monkeypatch):
 )
 def test_the_newest_step_whose_own_weights_are_kept(folder, steps, checkpoints, step, versions):
     run = folder(steps, checkpoints)
-    got, weights = of_run(run)
+    got, weights = of_run(run, DEMO)
     assert got == step and [w.version for w in weights] == versions
     assert weights[0] == Weights(step - 1, run.checkpoints / f"step-{step - 1:06d}" if step > 1 else None)
+
+
+def test_the_first_weights_are_those_of_the_run_that_it_started_from(folder):
+    run = folder([1], [2, 4])
+    start = DEMO.model.model_copy(update={"from_run": run.path, "from_step": 2})
+    begun = DEMO.model_copy(update={"model": start})
+    assert initial(begun) == Weights(0, run.checkpoints / "step-000002") and initial(DEMO) == Weights(0, None)
+    assert of_run(run, begun)[1][0] == initial(begun)
+    begun = DEMO.model_copy(update={"model": start.model_copy(update={"from_step": 3})})
+    with refused(CheckpointError, folder=run.checkpoints):
+        initial(begun)
 
 
 @pytest.mark.parametrize(("steps", "checkpoints"), [([], [2]), ([4, 5], [2]), ([], [])])
 def test_without_such_a_step_there_is_nothing_to_compare(folder, steps, checkpoints):
     run = folder(steps, checkpoints)
     with refused(DataError, folder=run.path, got=(f"steps {steps}", f"steps {checkpoints}")):
-        of_run(run)
+        of_run(run, DEMO)
 
 
 def test_a_precision_is_what_the_sampler_holds_and_computes_in():

@@ -29,6 +29,8 @@ ACTIONS = {
     "broken": ("broken_writers", SAVER, "float32", "two"),
     "refusals": ("refusals", SAVER, "float32", "two"),
     "skips": ("skips", "EP2", "bfloat16"),
+    "started": ("started", "EP2", "float32", "two", True),
+    "started by weights": ("started", "EP2", "bfloat16", "two-bfloat16", False),
     "without moments": ("without_moments", "EP2", "float32", "two"),
     # on one rank
     "one begins": ("begin", "one", "float32", "one"),
@@ -240,6 +242,24 @@ def test_weights_alone_load_in_another_layout_and_precision(seen, case, loaded):
         assert all(reader["updates"] == UPDATES for reader in readers)
         digests |= {reader["digest"] for reader in readers}
     assert len(digests) == 1
+
+
+def test_a_new_run_starts_from_weights_and_optimizer_of_another_layout(seen):
+    """It goes on as the other would have, and counts from 0."""
+    writers, readers = seen("begins"), seen("started")
+    assert equal(merged(writers, "weights"), merged(readers, "weights"))
+    for reader in readers:
+        assert reader["updates"] == 0 and reader["moves"] == 1 and reader["lr"] == 1e-3
+        assert reader["norms"] == pytest.approx(writers[0]["norms"], rel=1e-5)
+
+
+@pytest.mark.long
+def test_a_new_run_starts_from_weights_alone(seen):
+    writers, readers = seen("bfloat16 begins"), seen("started by weights")
+    assert equal(merged(writers, "weights"), merged(readers, "weights"))
+    for reader in readers:
+        assert reader["norms"][0] == pytest.approx(writers[0]["norms"][0], rel=1e-2)
+        assert reader["norms"][1] != pytest.approx(writers[0]["norms"][1], rel=1e-3)  # no moments
 
 
 @pytest.mark.long

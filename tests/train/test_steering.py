@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from moe_rl.config.load import load_config
 from moe_rl.report.history import read_history
 from moe_rl.report.lines import read_run
 from moe_rl.report.run_page import write_report
@@ -65,3 +66,18 @@ def test_the_history_and_the_report_say_what_was_changed(steered):
     assert third.changed == {"run.steps": (2, 4), "train.optimizer.lr": (1e-4, 2e-4)}
     page = write_report(run).read_text()
     assert "<code>rollout.prompts_per_step</code> from <code>2</code> to <code>4</code>" in page
+
+
+@LONG
+@pytest.mark.timeout(300)
+def test_a_new_run_starts_from_the_newest_checkpoint_of_another(steered, tmp_path):
+    """A rate of almost 0 shows whose weights and moments it has: Adam's count goes on, the run's own begins."""
+    run, _, _ = steered
+    start = (f"model.from_run={run}", "model.from_optimizer=true", "run.seed=7")
+    process, begun = begin(tmp_path, "run.steps=1", "train.optimizer.lr=1e-30", *start)
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert f"version 0: the weights and optimizer of {run / 'checkpoints/step-000004'}" in process.stdout
+    assert load_config(begun / "config.yaml").model.from_step == 4
+    states = [json.loads((one / "state.json").read_text()) for one in (*begun.glob("checkpoints/*"),)]
+    assert [(state["updates"], state["optimizer_step"]) for state in states] == [(1, 5)]
+    assert [start.after for start in read_history(begun)] == [0]

@@ -272,6 +272,17 @@ def scored(new, saved):
     }
 
 
+def started(new, saved, optimizer):
+    """A new run that starts from the checkpoint `saved`. What it computes with is what its optimizer has, else this
+    ends the worker."""
+    case = new()
+    checkpoint.load_start(checkpoints.find(case.out / saved), case.policy, optimizer=optimizer)
+    case.policy.content(torch.bfloat16, updated=True)
+    seen = {"weights": case.weights(), "updates": case.policy.updates, "moves": case.policy.moves}
+    seen["norms"] = [case.update() for _ in range(2)]
+    return seen | {"lr": case.policy.optimizer.param_groups[0]["lr"]}
+
+
 def copy(new, saved, name):
     """Load the checkpoint `saved` and save it again as `name`. What is computed with is what the optimizer has, then
     and after one more update; else this ends the worker."""
