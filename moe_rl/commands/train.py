@@ -17,9 +17,10 @@ from typing import Any, NoReturn
 from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.check import config_problems, problems
 from moe_rl.config.check_cluster import node_problems, several_nodes, start_problems
-from moe_rl.config.check_files import absent_problems, prompt_problems
+from moe_rl.config.check_files import absent_problems, prompt_problems, reward_parameters, vocabulary_problems
 from moe_rl.config.layout import least_ranks
 from moe_rl.config.load import find_file, load_config
+from moe_rl.config.reward_arguments import argument_problems
 from moe_rl.config.schema import Config
 from moe_rl.doctor.diagnosis import installation_problems
 from moe_rl.errors import (
@@ -45,7 +46,8 @@ from moe_rl.report.lines import read_run
 from moe_rl.rollout.attach import attach_problems
 from moe_rl.tasks import prompt_ledger
 from moe_rl.tasks.prompt_ledger import PromptLedger
-from moe_rl.tasks.prompts import TextCodec, load_prompts
+from moe_rl.tasks.prompts import TaskPrompts, load_task
+from moe_rl.tasks.tokenizer import TextCodec
 from moe_rl.train import run_folder
 from moe_rl.train.peers import STOPPED
 from moe_rl.train.run_folder import RunFolder
@@ -240,8 +242,12 @@ def _plan(config: Config, folder: RunFolder | None, world_size: int, trace: str 
     facts, found, absent = _model_to_plan(config, world_size, begins=folder is None)
     plan = asked = None
     if facts is not None:
-        plan = make_plan(config, facts, world_size)
+        task, wrong = (None, []) if absent else _read_task(config, facts, found)
+        found += wrong
+        plan = make_plan(config, facts, world_size, None if task is None else task.count)
         print(render(plan))
+        for line in task.notes() if task else ():
+            print(line)
         found += [*memory_problems(plan), *transfer_problems(plan)]
         (absent if absent else found).extend(disk_problems(config, plan))
     if facts is not None and trace and not found:
@@ -298,26 +304,29 @@ def _problems(config: Config, folder: RunFolder | None, world_size: int, *, firs
     if facts is not None:
         plan = make_plan(config, facts, world_size)
         found += [*memory_problems(plan), *transfer_problems(plan), *disk_problems(config, plan)]
-        if first and not absent + found:
-            found += _data_problems(config, facts)
+        if first and not absent:
+            found += _read_task(config, facts, found)[1]
         if config.rollout.servers and first and not absent + found:
             found += attach_problems(config, facts, folder.path.parent if folder else config.run.runs_dir)
     return absent + found
 
 
-def _data_problems(config: Config, facts: ModelFacts) -> list[Problem]:
-    """Return what is wrong with the lines of the prompt files, and with the tokenizer."""
-    tokenizer, limit, found = config.model.path / "tokenizer.json", config.rollout.max_prompt_tokens, []
-    for key, path in (("train", config.task.train), ("heldout", config.task.heldout)):
-        try:
-            load_prompts(path, tokenizer, max_prompt_tokens=limit)
-        except DataError as error:
-            found.append(describe(str(error), where={"key": f"task.{key}"}))
+def _read_task(config: Config, facts: ModelFacts, found: list[Problem]) -> tuple[TaskPrompts | None, list[Problem]]:
+    """Read the prompts as the run will. Return them, and what is wrong with them and was not found before.
+
+    Nothing is read if a problem of the task or the model was found: it would only be told again.
+    """
+    if any(str(problem.about.get("key", "")).startswith(("task.", "model.")) for problem in found):
+        return None, []
     try:
-        TextCodec(tokenizer, facts.eos_token_ids)
+        codec = TextCodec(config.model.path, facts.eos_token_ids)
+        wrong = list(vocabulary_problems(config, facts, codec.vocabulary))
+        if wrong:
+            return None, wrong
+        task = load_task(config, codec)
+        return task, list(argument_problems(reward_parameters(config), task.columns()))
     except DataError as error:
-        found.append(describe(str(error), where={"key": "model.path"}))
-    return found
+        return None, [problem for problem in error.problems if problem not in found]
 
 
 def _checkpoint_problems(config: Config, folder: RunFolder | None, step: int | None) -> list[Problem]:

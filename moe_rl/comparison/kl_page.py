@@ -14,7 +14,7 @@ from moe_rl.config.schema import Config
 from moe_rl.models.hf import read_model
 from moe_rl.report.format import count, percent, scientific, short
 from moe_rl.report.page import Tile, render
-from moe_rl.tasks.prompts import TextCodec
+from moe_rl.tasks.tokenizer import TextCodec
 
 Result = dict[str, Any]
 Form = Callable[[float | None], str]
@@ -72,7 +72,7 @@ class Cell:
 def page(result: Result, detail: Detail, config: Config) -> str:
     """Return the whole page as HTML."""
     setup, weights = result["setup"], result["weights"]
-    codec = TextCodec(config.model.path / "tokenizer.json", read_model(config.model.path).eos_token_ids)
+    codec = TextCodec(config.model.path, read_model(config.model.path).eos_token_ids)
     return render(
         "comparison.html",
         title="routing comparison - moe_rl",

@@ -19,7 +19,8 @@ from moe_rl.megatron.policy import Policy
 from moe_rl.models.hf import ModelFacts
 from moe_rl.replay.routes import missing_rows
 from moe_rl.rollout.engine import VllmEngine
-from moe_rl.tasks.prompts import PromptSource, load_prompts
+from moe_rl.tasks.prompts import PromptSource, load_task
+from moe_rl.tasks.tokenizer import TextCodec
 from moe_rl.trace import TraceStore
 from moe_rl.train.kept import KeptRollouts, RolloutBatch, shard_name
 from moe_rl.train.rollouts import engine_settings, generate_request
@@ -111,9 +112,8 @@ def in_precision(rollout: RolloutConfig, precision: str) -> RolloutConfig:
 def prompts_of_config(config: Config) -> list[tuple[str, tuple[int, ...]]]:
     """Return (key, prompt tokens) for each completion of the config's first step."""
     rollout = config.rollout
-    tokenizer = config.model.path / "tokenizer.json"
-    prompts = load_prompts(config.task.train, tokenizer, max_prompt_tokens=rollout.max_prompt_tokens)
-    chosen = PromptSource(prompts, config.run.seed).take(rollout.prompts_per_step)
+    task = load_task(config, TextCodec(config.model.path, ()))
+    chosen = PromptSource(task.train, config.run.seed).take(rollout.prompts_per_step)
     return [(f"s1/p{p}/c{c}", prompt.token_ids) for p, prompt in enumerate(chosen) for c in range(rollout.group_size)]
 
 

@@ -8,11 +8,12 @@ import difflib
 import importlib.machinery
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from moe_rl.config.load import find_file
-from moe_rl.config.reward_arguments import Columns, RewardParameters, argument_problems
+from moe_rl.config.prompt_sources import PromptSourceConfig
+from moe_rl.config.reward_arguments import RewardParameters
 from moe_rl.config.reward_kinds import FunctionReward
 from moe_rl.config.schema import Config
 from moe_rl.errors import ConfigError, Problem, describe
@@ -41,20 +42,24 @@ def file_problems(config: Config, facts: ModelFacts | None) -> list[Problem]:
 def absent_problems(config: Config) -> list[Problem]:
     """Return what a config names and this machine lacks: prompt files, reward functions, a folder for runs. The machine
     that runs it may have them."""
-    prompts = {"train": config.task.train, "heldout": config.task.heldout}
     return [
-        *(
-            describe(
-                "cannot read the prompt file",
-                where={"key": f"task.{key}", "file": path},
-                do="give the path of a JSONL file",
-            )
-            for key, path in prompts.items()
-            if count_prompts(path) is None
-        ),
+        *_absent_sources("train", config.task.train),
+        *_absent_sources("heldout", config.task.heldout),
         *_reward_problems(config),
         *_folder_problems(config.run.runs_dir),
     ]
+
+
+def _absent_sources(key: str, sources: Sequence[PromptSourceConfig]) -> Iterator[Problem]:
+    for at, source in enumerate(sources):
+        if source.kind == "generator" or source.may_be_on_the_hub:
+            continue
+        if not (os.path.isdir if source.kind == "dataset" else os.path.isfile)(source.data):
+            yield describe(
+                "cannot read the prompts",
+                where={"key": f"task.{key}.{at}.data", "file": source.data},
+                expected="a .jsonl file, a .parquet file, a data set's folder or hub name, or reasoning_gym:TASK",
+            )
 
 
 def _checkpoint_problems(config: Config, facts: ModelFacts) -> Iterator[Problem]:
@@ -72,15 +77,8 @@ def _checkpoint_problems(config: Config, facts: ModelFacts) -> Iterator[Problem]
     except ConfigError as error:
         yield from error.problems
     try:
-        vocabulary = tokenizer_vocabulary(path)
-        if vocabulary > facts.vocab:
-            yield describe(
-                "the tokenizer gives ids the model has no embedding for",
-                where={"key": "model.path", "folder": path},
-                got=f"{vocabulary} ids",
-                expected=f"at most vocab_size = {facts.vocab}",
-                do="take the tokenizer and the weights from the same checkpoint",
-            )
+        if (path / "tokenizer.json").is_file():  # the ids of another tokenizer are counted when it is loaded
+            yield from vocabulary_problems(config, facts, tokenizer_vocabulary(path))
     except ConfigError as error:
         yield from error.problems
     if config.model.published is not None:
@@ -88,6 +86,18 @@ def _checkpoint_problems(config: Config, facts: ModelFacts) -> Iterator[Problem]
             yield from _other_model(config, facts, read_published(find_file(config.model.published)))
         except ConfigError as error:
             yield from error.problems
+
+
+def vocabulary_problems(config: Config, facts: ModelFacts, vocabulary: int) -> Iterator[Problem]:
+    """Return what is wrong with the number of ids that the tokenizer can give."""
+    if vocabulary > facts.vocab:
+        yield describe(
+            "the tokenizer gives ids the model has no embedding for",
+            where={"key": "model.path", "folder": config.model.path},
+            got=f"{vocabulary} ids",
+            expected=f"at most vocab_size = {facts.vocab}",
+            do="take the tokenizer and the weights from the same checkpoint",
+        )
 
 
 def _other_model(config: Config, facts: ModelFacts, published: ModelFacts) -> Iterator[Problem]:
@@ -105,43 +115,59 @@ def _other_model(config: Config, facts: ModelFacts, published: ModelFacts) -> It
 def prompt_problems(config: Config) -> Iterator[Problem]:
     """Return what is wrong with the prompt files that can be read."""
     task = config.task
-    counts = {}
-    for key, path in (("train", task.train), ("heldout", task.heldout)):
-        counts[key] = count_prompts(path)
-        if counts[key] == 0:
-            yield describe("the prompt file is empty", where={"key": f"task.{key}", "file": path})
-    if counts["train"] is not None and counts["heldout"] is not None and os.path.samefile(task.train, task.heldout):
+    for key, sources in (("train", task.train), ("heldout", task.heldout)):
+        for at, source in enumerate(sources):
+            if count_prompts([source]) == 0:
+                yield describe("the prompt file is empty", where={"key": f"task.{key}.{at}", "file": source.data})
+    for at, ours in enumerate(task.heldout):
+        if same := next((source.name for source in task.train if _same_prompts(source, ours)), ""):
+            yield describe(
+                f"the same prompts as source {same} of task.train",
+                where={"key": f"task.heldout.{at}"},
+                got=ours.data,
+                do="give prompts that are never trained on",
+            )
+    yield from number_problems(config, count_prompts(task.train), [count_prompts([one]) for one in task.heldout])
+
+
+def number_problems(config: Config, train: int | None, heldout: Sequence[int | None]) -> Iterator[Problem]:
+    """Return what is wrong with the number of prompts of all training sources, and of each held-out source.
+
+    None: not known, or endless. 0 prompts are another problem.
+    """
+    task = config.task
+    if train and task.train_prompts not in (None, train):
         yield describe(
-            "the same file as task.train",
-            where={"key": "task.heldout"},
-            got=task.heldout,
-            do="give a file with prompts that are never trained on",
-        )
-    if counts["train"] and task.train_prompts not in (None, counts["train"]):
-        yield describe(
-            "the file has another number",
-            where={"key": "task.train_prompts", "file": task.train},
-            got=f"{counts['train']} prompts",
+            "the sources of task.train have another number",
+            where={"key": "task.train_prompts"},
+            got=f"{train} prompts",
             expected=task.train_prompts,
         )
-    if counts["train"] and counts["train"] < config.rollout.prompts_per_step:
+    if train and train < config.rollout.prompts_per_step:
         yield describe(
             "more prompts in one step than task.train has",
             where={"key": "rollout.prompts_per_step"},
             got=config.rollout.prompts_per_step,
-            expected=f"at most {counts['train']}",
+            expected=f"at most {train}",
         )
-    if counts["heldout"] and counts["heldout"] < config.eval.prompts:
-        yield describe(
-            "more than task.heldout has",
-            where={"key": "eval.prompts", "file": task.heldout},
-            got=config.eval.prompts,
-            expected=f"at most {counts['heldout']}",
-        )
+    for source, count in zip(task.heldout, heldout, strict=True):
+        if count and count < config.eval.prompts:
+            yield describe(
+                f"more than the source {source.name} of task.heldout has",
+                where={"key": "eval.prompts", "file": source.data},
+                got=config.eval.prompts,
+                expected=f"at most {count}",
+            )
+
+
+def _same_prompts(one: PromptSourceConfig, other: PromptSourceConfig) -> bool:
+    if one.kind in ("generator", "dataset") or other.kind != one.kind:
+        fields = ("data", "split", "config", "options", "seed")
+        return all(getattr(one, field) == getattr(other, field) for field in fields)
+    return os.path.isfile(one.data) and os.path.isfile(other.data) and os.path.samefile(one.data, other.data)
 
 
 def _reward_problems(config: Config) -> Iterator[Problem]:
-    rewards = {}
     for name, reward in config.task.rewards.items():
         if reward.library is not None and importlib.util.find_spec(reward.library[0]) is None:
             yield describe(
@@ -151,17 +177,23 @@ def _reward_problems(config: Config) -> Iterator[Problem]:
                 do=f"pip install 'moe_rl[{reward.library[1]}]'",
                 fault="no library",
             )
-        parameters: RewardParameters | str | None
         if isinstance(reward, FunctionReward):
-            parameters = dotted_path_problem(reward.function) or parameters_in_source(reward.function)
-            if isinstance(parameters, str):
-                yield describe(parameters, where={"key": f"task.rewards.{name}.function"}, got=reward.function)
+            wrong = dotted_path_problem(reward.function) or parameters_in_source(reward.function)
+            if isinstance(wrong, str):
+                yield describe(wrong, where={"key": f"task.rewards.{name}.function"}, got=reward.function)
+
+
+def reward_parameters(config: Config) -> dict[str, RewardParameters]:
+    """Return the parameters of each reward, without those that only an import of the function can tell."""
+    known = {}
+    for name, reward in config.task.rewards.items():
+        if isinstance(reward, FunctionReward):
+            parameters = parameters_in_source(reward.function)
+            if isinstance(parameters, RewardParameters):
+                known[name] = parameters
         else:
-            parameters = RewardParameters(reward.arguments_named)
-        if isinstance(parameters, RewardParameters):
-            rewards[name] = parameters
-    columns = Columns(dict.fromkeys(("id", "prompt", "answer", "level")))
-    yield from argument_problems(rewards, {"task.train": columns})
+            known[name] = RewardParameters(reward.arguments_named)
+    return known
 
 
 def _folder_problems(runs_dir: Path) -> Iterator[Problem]:
@@ -180,13 +212,19 @@ def existing_folder(path: Path) -> Path:
     return path
 
 
-def count_prompts(path: Path) -> int | None:
-    """Count the lines of a JSONL file that are not blank; None if it cannot be read."""
-    try:
-        with open(path, "rb") as stream:
-            return sum(1 for line in stream if line.strip())
-    except OSError:
-        return None
+def count_prompts(sources: Sequence[PromptSourceConfig]) -> int | None:
+    """Count the lines of JSONL files that are not blank; None if one cannot be read or rows of it are dropped, and
+    for other sources."""
+    total = 0
+    for source in sources:
+        if source.kind != "jsonl" or source.drop:
+            return None
+        try:
+            with open(source.data, "rb") as stream:
+                total += sum(1 for line in stream if line.strip())
+        except OSError:
+            return None
+    return total
 
 
 def dotted_path_problem(dotted: str) -> str | None:

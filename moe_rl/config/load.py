@@ -1,8 +1,9 @@
 """Turns a YAML file and `a.b=c` overrides into a `Config`, or into a message with every reason why that fails.
 
 A file may say `extends: FILE`, with a path relative to itself. Sections are merged key by key, and lists are replaced.
-Relative paths in a config (`model.path`, `task.train`, `run.runs_dir`, ...) are relative to the working directory of
-the command, never to the config file. Only files that moe_rl ships, `configs/...`, are found from any directory.
+Relative paths in a config (`model.path`, `run.runs_dir`, the data of prompt sources, ...) are relative to the working
+directory of the command, never to the config file. Only files that moe_rl ships, `configs/...`, are found from any
+directory.
 """
 
 from __future__ import annotations
@@ -149,23 +150,37 @@ def dump_config(config: Config) -> str:
 def _override(data: dict[str, Any], text: str, sources: Sources) -> Problem | None:
     """Apply one override in place, note its keys in `sources`; the problem with it, or None."""
     key, equals, raw = text.partition("=")
-    keys = tuple(key.split("."))
-    if not equals or not all(part and part == part.strip() for part in keys):
+    keys: strict_yaml.Path = tuple(key.split("."))
+    if not equals or not all(part and part == part.strip() for part in key.split(".")):
         return describe("an override is not of the form a.b=c", where={"override": repr(text)})
     origin: About = {"override": repr(text)}
     try:
         value, _ = strict_yaml.parse(raw, origin)
     except ConfigError as error:
         return error.message
-    node = data
-    for depth, part in enumerate(keys[:-1], start=1):
-        if node.get(part) is None:
+    node: Any = data
+    part: str | int
+    for depth, part in enumerate(keys):
+        if isinstance(node, list):
+            at = int(part) if str(part).isdecimal() else len(node)
+            if at >= len(node):
+                return describe(
+                    "an override names a place that the list does not have",
+                    where={"key": ".".join(map(str, keys[:depth])), **origin},
+                    got=part,
+                    expected=f"0 to {len(node) - 1}",
+                )
+            part = at
+            keys = (*keys[:depth], at, *keys[depth + 1 :])
+        if depth == len(keys) - 1:
+            break
+        if isinstance(node, dict) and node.get(part) is None:
             node[part] = {}
-            sources[keys[:depth]] = origin
-        if not isinstance(node[part], dict):
+            sources[keys[: depth + 1]] = origin
+        if not isinstance(node[part], dict | list):
             return describe(
                 "an override goes through a key that is no section",
-                where={"key": ".".join(keys[:depth]), **origin},
+                where={"key": ".".join(map(str, keys[: depth + 1])), **origin},
                 got=node[part],
             )
         node = node[part]

@@ -13,6 +13,7 @@ from typing import Annotated
 from pydantic import Field
 
 from moe_rl.config.objective import AnyObjective, GspoConfig
+from moe_rl.config.prompt_sources import ChatConfig, PromptSourceConfig, TrainSourceConfig, source_problems
 from moe_rl.config.reward_kinds import AnyReward
 from moe_rl.config.sampling_keys import ReplayConfig, RolloutConfig
 from moe_rl.config.section import (
@@ -57,7 +58,7 @@ class ModelConfig(Section):
     """Says which model is trained."""
 
     path: Location
-    """Folder of a Hugging Face checkpoint with config.json, safetensors files and tokenizer.json.
+    """Folder of a Hugging Face checkpoint with config.json, safetensors files and a tokenizer.
     docs/reference/models.md lists the model families."""
     published: Location | None = None
     """File with the figures of the published config.json, such as those in configs/models. --plan reads the model from
@@ -96,13 +97,16 @@ class OverlongConfig(Section):
 class TaskConfig(Section):
     """Says what the policy learns: the prompts, and how answers are rewarded."""
 
-    train: Location
-    """JSONL file of training prompts. Each line has the fields id, prompt, answer and level."""
-    heldout: Location
-    """JSONL file of evaluation prompts, in the same format. They are never trained on."""
+    train: tuple[TrainSourceConfig, ...]
+    """Sources of training prompts."""
+    heldout: tuple[PromptSourceConfig, ...]
+    """Sources of evaluation prompts. They are never trained on."""
     train_prompts: Count | None = None
-    """Number of prompts that `train` must have. --plan uses it where the file is not on this machine. null: any
-    number."""
+    """Number of prompts that the sources of `train` must have together. --plan uses it where the files are not on this
+    machine. null: any number."""
+    chat: ChatConfig | None = None
+    """Settings of the model's chat template. With this section, a prompt of plain text becomes the message of a user.
+    null: a prompt of plain text is given to the model as it is, and messages go through the template as they are."""
     rewards: Annotated[dict[str, AnyReward], Field(min_length=1)]
     """Rewards by name."""
     pass_reward: str
@@ -117,6 +121,8 @@ class TaskConfig(Section):
     """DAPO's soft penalty for completions near the length limit, added to the reward. null: no penalty."""
 
     def problems(self) -> Iterator[Problem]:
+        yield from source_problems("task.train", self.train)
+        yield from source_problems("task.heldout", self.heldout)
         if self.pass_reward not in self.rewards:
             close = get_close_matches(self.pass_reward, self.rewards, n=1)
             yield describe(

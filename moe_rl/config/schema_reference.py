@@ -29,7 +29,15 @@ replaces a value. A file may say `extends: FILE`, with a path relative to itself
 sections are merged key by key, and lists are replaced. All other paths are relative to the working directory. Unless
 the table says otherwise, whole numbers are below 2^31 and other numbers at most 1e30, the limits of the libraries.
 """
-_WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", Path: "path", NoneType: "null"}
+_WORDS = {
+    int: "whole number",
+    float: "number",
+    bool: "true or false",
+    str: "text",
+    Path: "path",
+    NoneType: "null",
+    Any: "any value",
+}
 _EVERYWHERE = (2**31 - 1, 1e30)  # the default limit, which the head of the page states
 _BOUNDS = {"ge": "from", "gt": "above", "le": "to", "lt": "below"}  # names used by annotated_types
 

@@ -14,7 +14,7 @@ from moe_rl.errors import Problem
 from moe_rl.types import LARGEST_REWARD
 
 
-def _possible(path: Path) -> Path:
+def possible(path: Path) -> Path:
     """Refuse a path that no file system accepts."""
     longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
     if "\0" in str(path) or longest > 255 or len(os.fsencode(path)) > 4000:
@@ -40,7 +40,7 @@ Whole = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Seconds = Annotated[float, Field(ge=0.01, le=2e6)]
 # Counts of things that cost a process, a request or a message each.
 Few = Annotated[int, Field(ge=1, le=2**16)]
-Location = Annotated[Path, AfterValidator(_possible)]
+Location = Annotated[Path, AfterValidator(possible)]
 Number = BeforeValidator(_no_boolean)
 """Added to a Literal of numbers, which would accept true as 1 without it."""
 Reward = Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]

@@ -25,6 +25,8 @@ from moe_rl.models.weight_table import Shape, Weight, ends
 FAMILIES = {family.ARCHITECTURE: family for family in (qwen3_moe, glm4_moe, deepseek_v3, gpt_oss)}
 FLOAT_DTYPES = ("F32", "BF16", "F16")
 MAX_JSON_BYTES = 256 << 20
+# What holds the vocabulary of a tokenizer. Files other than tokenizer.json are read through transformers.
+TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,14 @@ def read_model(path: str | Path) -> ModelFacts:
             )
         )
     problems = []
-    if not (folder / "tokenizer.json").is_file():
-        problems.append(describe("the checkpoint has no tokenizer.json", where={"key": "model.path", "folder": folder}))
+    if not any(next(folder.glob(name), None) for name in TOKENIZER_FILES):
+        problems.append(
+            describe(
+                "the checkpoint has no tokenizer",
+                where={"key": "model.path", "folder": folder},
+                expected=f"one of {', '.join(TOKENIZER_FILES)}",
+            )
+        )
     if not any(folder.glob("*.safetensors")):
         problems.append(describe("the checkpoint has no *.safetensors", where={"key": "model.path", "folder": folder}))
     if not (folder / "config.json").is_file():

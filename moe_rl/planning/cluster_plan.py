@@ -74,12 +74,14 @@ class Plan:
         return max(self.stages, key=lambda stage: stage.total_bytes)
 
 
-def make_plan(config: Config, facts: ModelFacts, world_size: int) -> Plan:
+def make_plan(config: Config, facts: ModelFacts, world_size: int, prompts: int | None = None) -> Plan:
     """Derive the numbers. Never fails: numbers that do not divide are rounded up here, and `check.problems` refuses
     them.
+
+    prompts: number of training prompts; None to count the lines of the files.
     """
     layout = make_layout(config.parallel, facts, world_size)
-    batch = make_batch(config, layout, count_prompts(config.task.train) or config.task.train_prompts)
+    batch = make_batch(config, layout, prompts or count_prompts(config.task.train) or config.task.train_prompts)
     count = parameter_count(facts)
     stages = _stages(config, facts, layout, batch)
     rows = stages[0].activations.dispatched_rows

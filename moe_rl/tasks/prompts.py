@@ -1,182 +1,310 @@
-"""Reads prompt files, turns text into token ids and back, and orders prompts as a pure function of a cursor."""
+"""Makes the prompts of a task from the rows of its sources, and orders them as a pure function of a cursor."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
-from moe_rl.errors import DataError, Problem, describe
+from moe_rl.config.check_files import number_problems
+from moe_rl.config.prompt_sources import PromptSourceConfig, TrainSourceConfig
+from moe_rl.config.reward_arguments import Columns
+from moe_rl.config.schema import Config
+from moe_rl.errors import About, DataError, Problem, describe, first_of
+from moe_rl.tasks.rows import open_generator, read_rows
+from moe_rl.tasks.tokenizer import ChatTemplate, TextCodec
 from moe_rl.types import Prompt
 
-_FIELDS = ("id", "prompt", "answer", "level")
-_MAX_PROBLEMS = 20
-# Shown for a sampled id that the tokenizer does not know. Such ids exist because models pad their vocabulary.
-_UNKNOWN = "\ufffd"
+# Items of a generator that are made and checked before a run starts.
+_TRIED = 64
+# How often a generator may be asked for another item in the place of one that is left out.
+_REDRAWS = 64
 
 
-def _read_tokenizer(file: Path | str) -> Tokenizer:
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception for every fault
-        raise DataError(
-            describe("not a readable tokenizer", where={"file": file}, got=error, fault="tokenizer")
-        ) from error
-    # A tokenizer.json may carry either; both would change prompts without a word.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """Holds the prompts of one source.
+
+    Attributes:
+        prompts: all of a finite source.
+        make: makes prompt n of an endless source; None for a finite one.
+        weight: share of the set in the prompts of a run, relative to other sets.
+        notes: what a user should know, such as how many rows were left out.
+    """
+
+    name: str
+    prompts: Sequence[Prompt] = ()
+    make: Callable[[int], Prompt] | None = None
+    weight: float = 1.0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def count(self) -> int | None:
+        """Number of prompts; None for an endless source."""
+        return None if self.make is not None else len(self.prompts)
+
+    def item(self, n: int) -> Prompt:
+        """Return prompt n of the source, in the source's own order."""
+        return self.make(n) if self.make is not None else self.prompts[n]
 
 
-def _encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
+@dataclass(frozen=True, slots=True)
+class TaskPrompts:
+    """Holds all prompts of a task."""
+
+    train: tuple[PromptSet, ...]
+    heldout: tuple[PromptSet, ...]
+
+    @property
+    def count(self) -> int | None:
+        """Number of training prompts; None if a source is endless."""
+        counts = [one.count for one in self.train]
+        return None if None in counts else sum(count or 0 for count in counts)
+
+    def columns(self) -> dict[str, Columns]:
+        """Return the columns of each source; of an endless one, the columns of its first items."""
+        return {
+            f"source {one.name} of task.{key}": Columns.of(one.prompts or [one.item(n) for n in range(_TRIED)])
+            for key, sets in (("train", self.train), ("heldout", self.heldout))
+            for one in sets
+        }
+
+    def notes(self) -> list[str]:
+        """Return a line about each source."""
+        return [
+            f"task.{key} {one.name}: " + "; ".join([f"{one.count or 'endless'} prompts", *one.notes])
+            for key, sets in (("train", self.train), ("heldout", self.heldout))
+            for one in sets
+        ]
+
+    def evaluated(self, each: int, seed: int) -> list[Prompt]:
+        """Return the `each` prompts of every held-out set that the evaluation uses, chosen by the seed."""
+        chosen = []
+        for one in self.heldout:
+            count = one.count
+            order = range(each) if count is None else np.random.default_rng(seed).permutation(count)[:each]
+            chosen += [one.item(at) for at in order]
+        return chosen
 
 
-class TextCodec:
-    """Converts text to token ids and back with a Hugging Face tokenizer.json. Adds no tokens and hides none."""
-
-    def __init__(self, tokenizer_file: Path | str, stop_token_ids: Iterable[int]):
-        """Load the tokenizer.
-
-        Raises:
-            DataError: the file is no tokenizer, or does not know one of the model's `stop_token_ids`.
-        """
-        self._tokenizer = _read_tokenizer(tokenizer_file)
-        self._known = frozenset(self._tokenizer.get_vocab(with_added_tokens=True).values())
-        if unknown := [token for token in stop_token_ids if token not in self._known]:
-            raise DataError(
-                describe(
-                    "a token that ends completions is not in the tokenizer",
-                    where={"file": tokenizer_file},
-                    got=", ".join(map(str, unknown)),
-                    do="use the model's tokenizer, or correct eos_token_id in config.json and generation_config.json",
-                )
-            )
-
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of the text, without a template or begin-of-sequence. Special tokens in the text are
-        recognised.
-        """
-        return _encode(self._tokenizer, text)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of all ids. Special tokens are spelt out, and unknown ids become U+FFFD.
-
-        A verifier must see exactly what the policy wrote. If special tokens were dropped, a completion with one inside
-        its answer would look well-formed. The caller leaves out the stop token (see `Completion.text_token_ids`).
-        """
-        spans: list[list[int]] = [[]]
-        for token in ids:
-            if token in self._known:
-                spans[-1].append(token)
-            else:
-                spans.append([])
-        return _UNKNOWN.join(self._tokenizer.decode(span, skip_special_tokens=False) if span else "" for span in spans)
-
-
-def load_prompts(path: Path | str, tokenizer_file: Path | str, *, max_prompt_tokens: int) -> list[Prompt]:
-    """Read a JSONL file of prompts. Each line is an object with exactly the strings id, prompt, answer and level.
-
-    Prompts are tokenised with `TextCodec.encode`.
+def load_task(config: Config, codec: TextCodec) -> TaskPrompts:
+    """Read all sources of a task and tokenise their prompts.
 
     Raises:
-        DataError: naming file and line of every problem, up to 20.
+        DataError: with every problem; equal problems of a source are one, with their number.
     """
-    path = Path(path)
-    tokenizer = _read_tokenizer(tokenizer_file)
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise DataError(
-            describe("cannot read the prompts", where={"file": path}, got=error.strerror, fault="unreadable")
-        ) from error
-    prompts: list[Prompt] = []
-    problems: list[Problem] = []
-    line_of: dict[str, int] = {}
-    # splitlines() would also split at U+2028 and similar characters, which JSON strings may contain.
-    lines = data.removesuffix(b"\n").split(b"\n") if data else []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = _parse(line)
-            if record["id"] in line_of:
-                raise ValueError(f"duplicate id {record['id']!r}, first on line {line_of[record['id']]}")
-            line_of[record["id"]] = number
-            token_ids = _encode(tokenizer, record["prompt"])
-            if not 0 < len(token_ids) <= max_prompt_tokens:
-                raise ValueError(
-                    f"prompt of {len(token_ids)} tokens, expected 1 to rollout.max_prompt_tokens = {max_prompt_tokens}"
-                )
-        except ValueError as error:
-            problems.append(describe(str(error), where={"file": path, "line": number}))
-        else:
-            prompts.append(Prompt(record["id"], record["prompt"], token_ids, record, level=record["level"]))
-    if problems:
-        rest = len(problems) - _MAX_PROBLEMS
-        raise DataError(problems[:_MAX_PROBLEMS] + ([f"{path}: and {rest} more"] if rest > 0 else []))
-    if not prompts:
-        raise DataError(
-            describe(
-                "no prompts",
-                where={"file": path},
-                got="an empty file",
-                expected="one JSON object a line",
-                fault="empty",
+    maker, found, sets = _PromptMaker(config, codec), list[Problem](), dict[str, list[PromptSet]]()
+    for key, sources in (("train", config.task.train), ("heldout", config.task.heldout)):
+        sets[key] = []
+        for at, source in enumerate(sources):
+            try:
+                sets[key].append(maker.read(source, f"task.{key}.{at}"))
+            except DataError as error:
+                found += error.problems
+    if found:
+        raise DataError(list(dict.fromkeys(found)))
+    task = TaskPrompts(tuple(sets["train"]), tuple(sets["heldout"]))
+    if found := list(number_problems(config, task.count, [one.count for one in task.heldout])):
+        raise DataError(found)
+    return task
+
+
+class _Unfit(ValueError):
+    """Says why a row is no prompt. kind: the name that `drop` has for it, "" for one that cannot be left out."""
+
+    def __init__(self, what: str, got: object = None, *, kind: str = "", expected: object = None):
+        super().__init__(what)
+        self.what, self.got, self.expected, self.kind = what, got, expected, kind
+
+
+def _unfit(error: ValueError) -> _Unfit:
+    what, _, got = str(error).partition(": ")
+    return _Unfit(what, got or None)
+
+
+@dataclass
+class _Faults:
+    """Collects what is wrong with the rows of a source: one message for each kind, with the number of rows."""
+
+    found: dict[str, tuple[_Unfit, list[About]]] = field(default_factory=dict)
+
+    def add(self, fault: _Unfit, where: About) -> None:
+        self.found.setdefault(fault.what, (fault, []))[1].append(where)
+
+    def problems(self) -> Iterator[Problem]:
+        for fault, places in self.found.values():
+            others = [_position(place) for place in places[1:]]
+            do = f"correct it, or leave such rows out with drop: [{fault.kind}]" if fault.kind else ""
+            if others:
+                do += ". " if do else ""
+                do += f"{len(others)} more have this fault: {first_of(others, separator=', ')}"
+            yield describe(
+                fault.what, where=places[0], got=fault.got, expected=fault.expected, do=do, fault=fault.kind or "row"
             )
+
+
+def _position(where: About) -> str:
+    return f"line {where['line']}" if "line" in where else f"row {where['row']}"
+
+
+class _PromptMaker:
+    """Makes prompts of rows with one tokenizer, one chat template and one limit."""
+
+    def __init__(self, config: Config, codec: TextCodec):
+        self._config, self._codec = config, codec
+        self._limit = config.rollout.max_prompt_tokens
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self._config.model.path, self._config.task.chat)
+
+    def read(self, source: PromptSourceConfig, key: str) -> PromptSet:
+        """Read one source. key: of the source, for messages. Raises DataError with every problem."""
+        weight = source.weight if isinstance(source, TrainSourceConfig) else 1.0
+        if source.kind == "generator":
+            return self._endless(source, key, weight)
+        prompts: list[Prompt] = []
+        faults, dropped, left_out, first = _Faults(), Counter[str](), set[str](), dict[str, str]()
+        for number, (where, row) in enumerate(read_rows(source, key, left_out)):
+            try:
+                if isinstance(row, ValueError):
+                    raise _unfit(row)
+                prompt = self._prompt(source, row, number)
+                place = _position(where)
+                if (earlier := first.setdefault(prompt.id, place)) != place:
+                    got = f"{row[source.id or '']!r}, as {earlier} has"
+                    raise _Unfit("an earlier row has the same id", got, kind="duplicate")
+                prompts.append(prompt)
+            except _Unfit as fault:
+                if fault.kind in source.drop:
+                    dropped[fault.kind] += 1
+                else:
+                    faults.add(fault, where)
+        if faults.found:
+            raise DataError(list(faults.problems()))
+        if not prompts:
+            got = f"{dropped.total()} rows, all left out" if dropped else "no row"
+            raise DataError(describe("no prompts", where={"key": key, "file": source.data}, got=got, fault="empty"))
+        notes = [f"left out {count} {kind.replace('_', ' ')}" for kind, count in sorted(dropped.items())]
+        notes += [f"columns without a JSON value, left out: {', '.join(sorted(left_out))}"] if left_out else []
+        return PromptSet(source.name, prompts, weight=weight, notes=tuple(notes))
+
+    def _endless(self, source: PromptSourceConfig, key: str, weight: float) -> PromptSet:
+        item = open_generator(source, key)
+        places = 1 << 24  # number of prompts after which redrawn items would meet others
+
+        def make(n: int) -> Prompt:
+            """Make prompt n. An item that is left out is replaced by one from a place of its own."""
+            for draw in range(_REDRAWS):
+                try:
+                    return self._prompt(source, item(n + draw * places), n)
+                except _Unfit as fault:
+                    if fault.kind not in source.drop:
+                        raise DataError(
+                            describe(
+                                fault.what,
+                                where={"key": key, "row": n},
+                                got=fault.got,
+                                expected=fault.expected,
+                                do=f"make the task easier, or leave such items out with drop: [{fault.kind}]"
+                                if fault.kind
+                                else "",
+                                fault=fault.kind or "row",
+                            )
+                        ) from fault
+            raise DataError(
+                describe(
+                    f"{_REDRAWS} items in a row are left out",
+                    where={"key": key, "row": n},
+                    got=f"drop: {', '.join(source.drop)}",
+                    do="make the task easier with options, or raise rollout.max_prompt_tokens",
+                    fault="redraws",
+                )
+            )
+
+        for n in range(_TRIED):
+            make(n)
+        return PromptSet(source.name, make=make, weight=weight)
+
+    def _prompt(self, source: PromptSourceConfig, row: dict[str, Any], number: int) -> Prompt:
+        """Return the prompt of a row. Raises _Unfit."""
+        for column in filter(None, (source.prompt, source.id, source.level)):
+            if row.get(column) is None:
+                lacks = f"the row lacks the column {column}"
+                raise _Unfit(
+                    lacks, f"only {', '.join(row) or 'no column'}" if column not in row else "null", kind="missing"
+                )
+        given = row[source.prompt]
+        if not isinstance(given, str | list):
+            raise _Unfit(f"the column {source.prompt} is no prompt", type(given).__name__, expected="text or messages")
+        messages = None
+        try:
+            if isinstance(given, list) or self._config.task.chat is not None:
+                if not given:
+                    raise _Unfit("the prompt is empty", "no text", kind="empty")
+                messages = self._template.messages(given)
+                text = self._template.render(messages)
+            else:
+                text = given
+            token_ids = self._codec.encode(text)
+        except UnicodeEncodeError as error:
+            raise _Unfit("the prompt contains half of a surrogate pair, which is not valid text") from error
+        except _Unfit:
+            raise
+        except ValueError as error:
+            raise _unfit(error) from error
+        if not token_ids:
+            raise _Unfit("the prompt is empty", "0 tokens", kind="empty")
+        if len(token_ids) > self._limit:
+            raise _Unfit(
+                "the prompt is longer than rollout.max_prompt_tokens",
+                f"{len(token_ids)} tokens",
+                expected=f"at most {self._limit}",
+                kind="too_long",
+            )
+        return Prompt(
+            id=f"{source.name}/{number if source.id is None else self._name(source.id, row)}",
+            text=text,
+            token_ids=token_ids,
+            columns=row,
+            messages=messages,
+            level=None if source.level is None else str(row[source.level]),
         )
-    return prompts
 
-
-def _parse(line: bytes) -> dict[str, str]:
-    """Parse one line. Raises ValueError with a message for the user."""
-    try:
-        record = json.loads(line.decode("utf-8"), object_pairs_hook=_unique)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 at byte {error.start} of the line") from error
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"not JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"not an object: got {type(record).__name__}")
-    missing = [name for name in _FIELDS if name not in record]
-    unknown = [name for name in record if name not in _FIELDS]
-    if missing or unknown:
-        wrong = [f"lacks {name}" for name in missing] + [f"has unknown {name!r}" for name in unknown]
-        raise ValueError(f"{', '.join(wrong)}: expected exactly {', '.join(_FIELDS)}")
-    for name, value in record.items():
-        if not isinstance(value, str):
-            raise ValueError(f"{name} is not a string: got {type(value).__name__}")
-        if any("\ud800" <= character <= "\udfff" for character in value):
-            raise ValueError(f"{name} contains half of a surrogate pair, which is not valid text")
-    if not record["id"]:
-        raise ValueError("id is empty")
-    return record
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        raise ValueError("a key occurs twice")
-    return record
+    def _name(self, column: str, row: dict[str, Any]) -> str:
+        value = row[column]
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            raise _Unfit(f"the column {column} is no id", type(value).__name__, expected="text or a whole number")
+        if value == "":
+            raise _Unfit(f"the column {column} is empty", kind="missing")
+        return str(value)
 
 
 class PromptSource:
-    """Yields prompts in an endless order. Every epoch is a new permutation, so no prompt repeats within an epoch.
+    """Yields the prompts of several sets in an endless order.
 
-    The order is a pure function of (prompts, seed, position). `cursor`, the number of prompts taken, is the whole
+    Every stretch of prompts holds the sets in proportion to their weights. Each finite set has epochs of its own, and
+    every epoch is a new permutation, so no prompt repeats within an epoch. An endless set gives its items in order.
+
+    The order is a pure function of (sets, weights, seed, position). `cursor`, the number of prompts taken, is the whole
     state. A run that seeks to a stored cursor continues exactly where it was.
     """
 
-    def __init__(self, prompts: list[Prompt], seed: int):
-        if not prompts:
-            raise DataError("a prompt source needs at least one prompt")
-        self._prompts = list(prompts)
+    def __init__(self, sets: Sequence[PromptSet], seed: int):
+        if not sets or any(one.count == 0 for one in sets):
+            raise DataError("a prompt source needs at least one prompt of each set")
+        self._sets = tuple(sets)
+        weights = [Fraction(one.weight) for one in sets]
+        self._shares = [weight / sum(weights) for weight in weights]
         self._seed = seed
         self._cursor = 0
-        self._epoch = -1
-        self._order = np.empty(0, np.int64)
+        self._epochs = [-1] * len(sets)
+        self._orders = [np.empty(0, np.int64)] * len(sets)
 
     @property
     def cursor(self) -> int:
@@ -199,15 +327,42 @@ class PromptSource:
         """Return the `count` prompts at `cursor` without taking them."""
         if cursor < 0 or count < 0:
             raise ValueError(describe("no such prompts", got=f"cursor {cursor}, count {count}", expected="0 or more"))
-        return [self._at(position) for position in range(cursor, cursor + count)]
+        taken, prompts = self._taken(cursor), []
+        for _ in range(count):
+            at = self._next(taken)
+            prompts.append(self._item(at, taken[at]))
+            taken[at] += 1
+        return prompts
 
-    def _at(self, position: int) -> Prompt:
-        epoch, place = divmod(position, len(self._prompts))
-        if epoch != self._epoch:
+    def _taken(self, cursor: int) -> list[int]:
+        """Return how many of the first `cursor` prompts are from each set.
+
+        Prompt n of a set with share s is due at position (n + 1/2) / s, so n = position * s + 1/2 of its prompts,
+        rounded down, are due by a position. All sets together are less than half a prompt for each set from the
+        position. The count starts one prompt for each set earlier and follows the last few one by one.
+        """
+        start = max(0, cursor - len(self._sets))
+        taken = [int(start * share + Fraction(1, 2)) for share in self._shares]
+        while sum(taken) < cursor:
+            taken[self._next(taken)] += 1
+        return taken
+
+    def _next(self, taken: list[int]) -> int:
+        """Return the number of the set whose next prompt is due first; the first of several."""
+        if len(taken) == 1:
+            return 0
+        return min(range(len(taken)), key=lambda at: ((2 * taken[at] + 1) / self._shares[at], at))
+
+    def _item(self, at: int, number: int) -> Prompt:
+        one = self._sets[at]
+        if one.count is None:
+            return one.item(number)
+        epoch, place = divmod(number, len(one.prompts))
+        if epoch != self._epochs[at]:
             # This sorts raw words of the bit generator instead of calling Generator.permutation. A resumed run needs
             # the same order, and numpy guarantees the streams of Philox and SeedSequence, but not the methods of
             # Generator.
-            seed = np.random.SeedSequence(self._seed, spawn_key=(epoch,))
-            words = np.random.Philox(seed).random_raw(len(self._prompts))
-            self._order, self._epoch = np.argsort(words, kind="stable"), epoch
-        return self._prompts[self._order[place]]
+            seed = np.random.SeedSequence(self._seed, spawn_key=(epoch, at) if at else (epoch,))
+            words = np.random.Philox(seed).random_raw(len(one.prompts))
+            self._orders[at], self._epochs[at] = np.argsort(words, kind="stable"), epoch
+        return one.item(self._orders[at][place])

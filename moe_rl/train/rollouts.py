@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from moe_rl.config.reward_arguments import Columns
 from moe_rl.config.schema import Config
 from moe_rl.errors import RewardError, describe
 from moe_rl.models.hf import ModelFacts
@@ -21,7 +20,8 @@ from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.sampler import Sampler
 from moe_rl.tasks import prompt_ledger
 from moe_rl.tasks.prompt_ledger import PromptLedger
-from moe_rl.tasks.prompts import PromptSource, TextCodec, load_prompts
+from moe_rl.tasks.prompts import PromptSource, load_task
+from moe_rl.tasks.tokenizer import TextCodec
 from moe_rl.tasks.verifiers import RewardItem, VerifierPool, check_failed_fraction
 from moe_rl.trace import TraceStore
 from moe_rl.train.kept import KeptSample, RolloutBatch, shard_name
@@ -112,19 +112,16 @@ class Rollouts:
         run_dir: Path,
         store: TraceStore,
     ):
-        tokenizer = config.model.path / "tokenizer.json"
-        limit = config.rollout.max_prompt_tokens
         self.config, self.engine, self.verifiers, self.store = config, engine, verifiers, store
         self.trace_root = run_dir / "trace"
         self.stop_tokens = facts.eos_token_ids
-        self.codec = TextCodec(tokenizer, facts.eos_token_ids)
-        train = load_prompts(config.task.train, tokenizer, max_prompt_tokens=limit)
-        self.source = PromptSource(train, config.run.seed)
+        self.codec = TextCodec(config.model.path, facts.eos_token_ids)
+        task = load_task(config, self.codec)
+        verifiers.check_arguments(task.columns())
+        self.notes = task.notes()
+        self.source = PromptSource(task.train, config.run.seed)
         self.ledger = PromptLedger(run_dir / prompt_ledger.FILE)
-        heldout = load_prompts(config.task.heldout, tokenizer, max_prompt_tokens=limit)
-        verifiers.check_arguments({"task.train": Columns.of(train), "task.heldout": Columns.of(heldout)})
-        chosen = np.random.default_rng(config.run.seed).permutation(len(heldout))[: config.eval.prompts]
-        self.heldout = [heldout[i] for i in chosen]
+        self.heldout = task.evaluated(config.eval.prompts, config.run.seed)
 
     def collect(self, step: int, clock: Clock) -> RolloutBatch:
         """Sample and verify the groups of one step, record them in the prompt ledger, and choose those to train on."""

@@ -93,9 +93,10 @@ class Trainer:
                 )
             )
             engine = stack.enter_context(closing(start_sampler(config, self.facts, folder)))
-            self.main = RankZero(
-                log, SampleFile(folder.path), Rollouts(config, self.facts, engine, verifiers, folder.path, self.store)
-            )
+            rollouts = Rollouts(config, self.facts, engine, verifiers, folder.path, self.store)
+            for note in rollouts.notes:
+                log.note(note)
+            self.main = RankZero(log, SampleFile(folder.path), rollouts)
         build = (self.facts, config.train, config.parallel, config.model.path)
         updates = config.run.steps * config.train.updates_per_step
         self.policy = Policy(*build, temperature=config.rollout.temperature, run_updates=updates)

@@ -55,7 +55,9 @@ def launch(*arguments, ranks=2, rank=0, watch="torch"):
             ["--config", CONFIG, "model.path=assets/nothing"], ["model.path", "assets/nothing"], marks=pytest.mark.long
         ),
         pytest.param(
-            ["--config", CONFIG, "task.train=missing.jsonl"], ["task.train", "missing.jsonl"], marks=pytest.mark.long
+            ["--config", CONFIG, "task.train.0.data=missing.jsonl"],
+            ["task.train.0.data", "missing.jsonl"],
+            marks=pytest.mark.long,
         ),
         pytest.param(
             ["--config", CONFIG, "task.pass_reward=nonsense"], ["task.pass_reward", "nonsense"], marks=pytest.mark.long
@@ -99,8 +101,8 @@ def test_the_first_rank_has_time_to_tell(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "line, words",
     [
-        ('{"id": "a", "prompt": "1+1=", "answer": 2, "level": "1"}', "int"),
-        pytest.param('{"id": "a", "prompt": "1+1=", "level": "1"}', "answer", marks=LONG),
+        ('{"id": ["a"], "prompt": "1+1=", "answer": "2", "level": "1"}', "list"),
+        pytest.param('{"id": "a", "prompt": "1+1=", "answer": "2"}', "level", marks=LONG),
         ('{"id": "a", "prompt": "' + "1+" * 99 + '", "answer": "2", "level": "1"}', "rollout.max_prompt_tokens"),
         pytest.param("{", "JSON", marks=LONG),
     ],
@@ -109,10 +111,10 @@ def test_what_is_wrong_in_a_prompt_file_is_told_before_anything_starts(tmp_path,
     """Only rank 0 checks these files, because only rank 0 uses them. The prompt file has enough lines."""
     good = (ROOT / "assets/tiny_moe/task/train.jsonl").read_text().splitlines()
     (tmp_path / "train.jsonl").write_text("\n".join([*good, line]) + "\n")
-    result = launch("--config", CONFIG, f"task.train={tmp_path / 'train.jsonl'}")
+    result = launch("--config", CONFIG, f"task.train.0.data={tmp_path / 'train.jsonl'}")
     assert result.returncode == 2 and "NOT IMPORTED" in result.stdout
     assert (
-        "task.train: " in result.stderr
+        "task.train.0: " in result.stderr
         and f"{tmp_path / 'train.jsonl'}:{len(good) + 1}" in result.stderr
         and words in result.stderr
     )

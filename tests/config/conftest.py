@@ -104,8 +104,10 @@ run:
 model:
   path: {root}/model
 task:
-  train: {root}/train.jsonl
-  heldout: {root}/heldout.jsonl
+  train:
+    - {{name: sums, data: {root}/train.jsonl}}
+  heldout:
+    - {{name: sums, data: {root}/heldout.jsonl}}
   rewards:
     exact: {{function: moe_rl.tasks.rewards.exact_match}}
   pass_reward: exact

@@ -10,9 +10,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from moe_rl.config.check import problems
-from moe_rl.config.check_files import dotted_path_problem
+from moe_rl.config.check_files import dotted_path_problem, reward_parameters
 from moe_rl.config.load import dump_config, load_config
 from moe_rl.config.objective import LOSS_PARAMETERS
+from moe_rl.config.reward_arguments import Columns, argument_problems
 from moe_rl.config.reward_kinds import MathVerifyReward
 from moe_rl.errors import ConfigError
 from tests.support.refusals import refused, tells
@@ -39,6 +40,17 @@ def model(tmp_path, write_model):
 
 
 @pytest.fixture
+def misnamed(config_file):
+    """Arguments of rewards that rows with these four columns cannot give."""
+
+    def check(*overrides):
+        columns = Columns(dict.fromkeys(("id", "prompt", "answer", "level")))
+        return [*argument_problems(reward_parameters(load_config(config_file, overrides)), {"task.train": columns})]
+
+    return check
+
+
+@pytest.fixture
 def found(config_file):
     def check(*overrides, world_size=2):
         try:
@@ -60,8 +72,8 @@ def test_a_good_config_has_no_problems(found):
     ("overrides", "parts"),
     [
         (["model.path=/nowhere"], ["model.path", "/nowhere"]),
-        (["task.train=/nowhere"], ["task.train", "/nowhere"]),
-        (["task.heldout=/nowhere"], ["task.heldout", "/nowhere"]),
+        (["task.train.0.data=/nowhere"], ["task.train.0.data", "/nowhere"]),
+        (["task.heldout.0.data=/nowhere"], ["task.heldout.0.data", "/nowhere"]),
         (
             ["rollout.max_completion_tokens=55", "train.microbatch_tokens=99"],
             [LENGTHS, "65", "max_position_embeddings = 64"],
@@ -121,7 +133,7 @@ def test_a_good_config_has_no_problems(found):
         (["parallel.tensor=true"], ["parallel.tensor", "got true"]),
         (["rollout.sleep_level=false"], ["rollout.sleep_level", "got false"]),
         (['model.path="\\0"'], ["model.path"]),
-        ([f"task.train={'a' * 256}"], ["task.train", "255"]),
+        ([f"task.train.0.data={'a' * 256}"], ["task.train.0.data", "255"]),
         ([f"run.runs_dir={'a/' * 2001}"], ["run.runs_dir"]),
         ([f"run.name={'a' * 101}"], ["run.name", "100"]),
         (["run.seed=-5"], ["run.seed", "got -5", "to 0"]),
@@ -369,14 +381,14 @@ def test_tokens_are_cut_into_even_parts_only(config_file):
 
 def test_the_same_file_twice_is_refused_also_through_a_link(found, tmp_path):
     os.symlink(tmp_path / "train.jsonl", tmp_path / "link.jsonl")
-    (message,) = found(f"task.heldout={tmp_path}/link.jsonl")
-    tells(message, "task.train", key="task.heldout", got=tmp_path / "link.jsonl")
+    (message,) = found(f"task.heldout.0.data={tmp_path}/link.jsonl")
+    tells(message, "task.train", key="task.heldout.0", got=tmp_path / "link.jsonl")
 
 
 def test_an_empty_prompt_file(found, tmp_path):
     (tmp_path / "heldout.jsonl").write_text("\n \n")
     (message,) = found()
-    tells(message, key="task.heldout", file=tmp_path / "heldout.jsonl")
+    tells(message, key="task.heldout.0", file=tmp_path / "heldout.jsonl")
 
 
 def test_a_model_with_a_dense_layer(found, tmp_path, write_model):
@@ -483,10 +495,11 @@ def test_a_runs_dir_without_permission(found, monkeypatch, tmp_path):
         ("def g(x): ...\nf = g", None),
     ],
 )
-def test_a_reward_function_that_asks_for_what_it_cannot_have(found, tmp_path, monkeypatch, source, reason):
+def test_a_reward_function_that_asks_for_what_it_cannot_have(found, misnamed, tmp_path, monkeypatch, source, reason):
     (tmp_path / "mine.py").write_text(source + "\n")
     monkeypatch.syspath_prepend(tmp_path)
-    messages = found("task.rewards.exact.function=mine.f")
+    override = "task.rewards.exact.function=mine.f"
+    messages = found(override) + misnamed(override)
     assert len(messages) == (reason is not None)
     for message in messages:
         tells(message, reason, key={"task.rewards.exact.function", "task.rewards.exact"})
@@ -499,14 +512,14 @@ def test_a_reward_whose_library_is_not_installed(found, monkeypatch):
     tells(message, "no_such_library", "moe_rl[math]", key="task.rewards.exact.kind", fault="no library")
 
 
-def test_a_remote_reward_that_sends_what_does_not_exist(found):
-    (message,) = found("task.rewards.exact={kind: remote, url: 'http://h:1/', arguments: [completion, solution]}")
+def test_a_remote_reward_that_sends_what_does_not_exist(misnamed):
+    (message,) = misnamed("task.rewards.exact={kind: remote, url: 'http://h:1/', arguments: [completion, solution]}")
     tells(message, key="task.rewards.exact", argument="solution", fault="no column")
 
 
 def test_all_problems_at_once(found):
     messages = found(
-        "model.path=/nowhere", "task.train=/nowhere", "task.pass_reward=x", "train.microbatch_tokens=1",
+        "model.path=/nowhere", "task.train.0.data=/nowhere", "task.pass_reward=x", "train.microbatch_tokens=1",
         "objective.kl_estimator=k2", "eval.prompts=99", world_size=3,
     )  # fmt: skip
     assert len(messages) == 7

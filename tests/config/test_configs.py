@@ -122,14 +122,18 @@ def test_a_checkpoint_must_be_the_published_model(config_file, model, tmp_path):
 def test_a_plan_tells_what_is_not_here_from_what_is_wrong(tmp_path):
     """The checkpoint is on another machine; the prompt file is here, but too short for a step."""
     (tmp_path / "one.jsonl").write_text("{}\n")
-    files = [f"task.train={tmp_path}/one.jsonl", f"task.heldout={tmp_path}/nowhere.jsonl", f"run.runs_dir={tmp_path}"]
+    files = [
+        f"task.train.0.data={tmp_path}/one.jsonl",
+        f"task.heldout.0.data={tmp_path}/nowhere.jsonl",
+        f"run.runs_dir={tmp_path}",
+    ]
     file = tmp_path / "plan.json"
     arguments = ["--config", str(ROOT / "configs/qwen3_30b_a3b.yaml"), *files, "--json", str(file)]
     assert main(["plan", *arguments]) == 2
     written = json.loads(file.read_text())
     (wrong,) = written["problems"]
     assert wrong.startswith("rollout.prompts_per_step: ") and "task.train" in wrong
-    assert [message.partition(":")[0] for message in written["absent"][:2]] == ["model.path", "task.heldout"]
+    assert [message.partition(":")[0] for message in written["absent"][:2]] == ["model.path", "task.heldout.0.data"]
 
 
 def test_the_number_of_prompts_is_held_to_the_file(config_file):

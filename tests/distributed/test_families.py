@@ -282,7 +282,11 @@ def test_bfloat16_is_close_and_keeps_the_expert_bias_in_float32(seen, reference,
 RUN = """\
 run: {{name: x, runs_dir: {root}, steps: 1}}
 model: {{path: {model}}}
-task: {{train: x, heldout: x, rewards: {{exact: {{function: moe_rl.errors.describe}}}}, pass_reward: exact}}
+task:
+  train: [{{name: x, data: x}}]
+  heldout: [{{name: x, data: x}}]
+  rewards: {{exact: {{function: moe_rl.errors.describe}}}}
+  pass_reward: exact
 rollout: {{prompts_per_step: 1, group_size: 2, max_prompt_tokens: 10, max_completion_tokens: 6, kv_cache_mib: 1}}
 train: {{dtype: float32, microbatch_tokens: 40, optimizer: {{lr: 1.0e-3}}}}
 eval: {{prompts: 1}}

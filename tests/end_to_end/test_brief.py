@@ -7,10 +7,11 @@ import signal
 import pytest
 import torch
 
+from moe_rl.config.load import load_config
 from moe_rl.report.registry import METRICS, find
 from moe_rl.tasks.prompt_ledger import PromptLedger
-from moe_rl.tasks.prompts import PromptSource, load_prompts
-from tests.end_to_end.conftest import BRIEF, ROOT, Launch, config, rows, tensors
+from tests.end_to_end.conftest import BRIEF, Launch, config, rows, tensors
+from tests.support.task import source_of
 from tools.dev.runs import still_running
 
 pytestmark = pytest.mark.timeout(900)
@@ -67,9 +68,8 @@ def test_a_sampler_that_cannot_sleep_is_said_to_be_awake_once(brief_run):
 
 
 def test_the_ledger_holds_every_prompt_once(brief_run):
-    tokenizer = ROOT / "assets/tiny_moe/policy/tokenizer.json"
-    prompts = load_prompts(ROOT / "assets/tiny_moe/task/train.jsonl", tokenizer, max_prompt_tokens=24)
-    PromptLedger(brief_run.folder / "prompts.jsonl").verify(PromptSource(prompts, 1), steps=2)
+    source = source_of(load_config(brief_run.folder / "config.yaml"))
+    PromptLedger(brief_run.folder / "prompts.jsonl").verify(source, steps=2)
 
 
 def test_kill_9_and_resume_change_nothing(brief_run, tmp_path, launches):

@@ -193,8 +193,8 @@ MUTANTS: list[Mutant] = [
         (
             "training and held-out prompts in one file",
             "check_files.py",
-            'counts["heldout"] is not None and os.path.samefile',
-            'counts["heldout"] is None and os.path.samefile',
+            "and os.path.samefile(one.data",
+            "and not os.path.samefile(one.data",
             "A run is evaluated on the prompts that it trains on.",
             "tests/config/test_check.py",
         ),
@@ -664,7 +664,7 @@ MUTANTS: list[Mutant] = [
         (
             "the same order in every epoch",
             "prompts.py",
-            "spawn_key=(epoch,)",
+            "spawn_key=(epoch, at) if at else (epoch,)",
             "spawn_key=()",
             "Every epoch has the seed of the first.",
             "tests/tasks/test_prompts.py",
@@ -672,8 +672,8 @@ MUTANTS: list[Mutant] = [
         (
             "an empty prompt",
             "prompts.py",
-            "if not 0 < len(token_ids) <= max_prompt_tokens:",
-            "if not 0 <= len(token_ids) <= max_prompt_tokens:",
+            "if not token_ids:",
+            "if token_ids is None:",
             "A prompt without a token reaches the sampler.",
             "tests/tasks/test_prompts.py",
         ),

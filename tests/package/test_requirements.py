@@ -39,7 +39,7 @@ def asked(*extras: str) -> list[Requirement]:
 
 @pytest.mark.parametrize(
     ("files", "extras"),
-    [(("cpu",), ("cpu", "analysis", "dev")), (("gpu", "gpu_built"), ("gpu", "dev"))],
+    [(("cpu", "reasoning_gym"), ("cpu", "analysis", "tasks", "dev")), (("gpu", "gpu_built"), ("gpu", "dev"))],
 )
 def test_an_environment_has_what_the_package_asks_for(files, extras):
     have = pinned(*files)

@@ -159,7 +159,9 @@ def test_kv_cache_that_is_too_small_is_said(plan_of):
 
 
 def test_what_does_not_divide_still_gives_a_plan(plan_of):
-    plan = plan_of("parallel.expert=3", "train.updates_per_step=9", "task.train=/nowhere", "train.microbatch_tokens=1")
+    plan = plan_of(
+        "parallel.expert=3", "train.updates_per_step=9", "task.train.0.data=/nowhere", "train.microbatch_tokens=1"
+    )
     assert (plan.layout.expert_data, plan.layout.experts_per_rank, plan.batch.groups_per_update) == (1, 2, 1)
     assert plan.batch.epochs is None and "cannot be read" in render(plan)
 

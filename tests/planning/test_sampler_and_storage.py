@@ -49,7 +49,7 @@ def test_an_epoch(plan_of):
     """8 prompts, 4 a step, 2 completions each of at most 16 tokens with the prompt."""
     batch = plan_of().batch
     assert (batch.steps_per_epoch, batch.max_tokens_per_epoch) == (2.0, 8 * 2 * 16)
-    absent = plan_of("task.train=/nowhere", "task.train_prompts=100").batch
+    absent = plan_of("task.train.0.data=/nowhere", "task.train_prompts=100").batch
     assert (absent.prompts_per_epoch, absent.steps_per_epoch) == (100, 25.0)
 
 

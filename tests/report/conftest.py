@@ -17,8 +17,10 @@ CONFIG = """\
 run: {name: tiny, runs_dir: runs, seed: 1, steps: 40, peer_timeout_seconds: 30.0}
 model: {path: checkpoints/tiny-moe}
 task:
-  train: data/train.jsonl
-  heldout: data/heldout.jsonl
+  train:
+    - {name: sums, data: data/train.jsonl}
+  heldout:
+    - {name: sums, data: data/heldout.jsonl}
   rewards:
     exact: {function: moe_rl.tasks.rewards.exact, weight: 1.0}
     format: {function: moe_rl.tasks.rewards.well_formed, weight: 0.1}

@@ -4,7 +4,7 @@ import pytest
 
 from moe_rl.errors import DataError, DiskError
 from moe_rl.tasks.prompt_ledger import PromptLedger, StepPrompts
-from moe_rl.tasks.prompts import PromptSource
+from moe_rl.tasks.prompts import PromptSet, PromptSource
 from moe_rl.types import Prompt
 from tests.support.refusals import refused, tells
 
@@ -13,7 +13,7 @@ STEPS, PER_STEP = 6, 4
 
 @pytest.fixture
 def source():
-    return PromptSource([Prompt(f"p{i}", "") for i in range(10)], 7)
+    return PromptSource([PromptSet("all", [Prompt(f"p{i}", "") for i in range(10)])], 7)
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_prompts_that_the_source_did_not_give_are_named(tmp_path, source):
 
 
 def test_another_seed_is_another_ledger(ledger, source):
-    other = PromptSource([Prompt(f"p{i}", "") for i in range(10)], 8)
+    other = PromptSource([PromptSet("all", [Prompt(f"p{i}", "") for i in range(10)])], 8)
     with refused(DataError, file=ledger.path, line=1):
         ledger.verify(other)
 
@@ -145,7 +145,7 @@ def test_another_seed_is_another_ledger(ledger, source):
 def test_the_earlier_of_two_faults_is_named(ledger, source):
     ls = lines(ledger)
     ledger.path.write_bytes(b"".join([*ls[:4], b"damaged\n", ls[5]]))
-    other = PromptSource([Prompt(f"p{i}", "") for i in range(10)], 8)
+    other = PromptSource([PromptSet("all", [Prompt(f"p{i}", "") for i in range(10)])], 8)
     with refused(DataError, fault="prompt", line=1):
         ledger.verify(other)
     with refused(DataError, fault="damaged", line=5):

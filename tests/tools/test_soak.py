@@ -8,8 +8,9 @@ from unittest import mock
 
 import pytest
 
+from moe_rl.config.load import load_config
 from moe_rl.tasks.prompt_ledger import PromptLedger
-from moe_rl.tasks.prompts import PromptSource, load_prompts
+from tests.support.task import source_of
 from tools.dev.runs import ROOT
 from tools.dev.soak import PHASES, VICTIMS, Kill, Soak, markdown
 
@@ -29,9 +30,7 @@ def finished(folder):
     (last / "state.json").write_text(json.dumps({"files": {"__0_0.distcp": "aa", ".metadata": folder.name}}))
     train = [{"step": step, "kind": "train", "reward/mean": 0.5, "time/step": step} for step in (1, 2)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in train))
-    tiny = ROOT / "assets/tiny_moe"
-    files = tiny / "task/train.jsonl", tiny / "policy/tokenizer.json"
-    source = PromptSource(load_prompts(*files, max_prompt_tokens=24), 1)
+    source = source_of(load_config(ROOT / "configs/tiny_moe_cpu.yaml"))
     ledger = PromptLedger(folder / "prompts.jsonl")
     for step in (0, 1):
         ledger.record(step, source.cursor, [prompt.id for prompt in source.take(3)], "digest")

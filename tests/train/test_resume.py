@@ -8,7 +8,7 @@ import pytest
 
 from moe_rl.errors import CheckpointError, MoeRLError
 from moe_rl.tasks.prompt_ledger import PromptLedger
-from moe_rl.tasks.prompts import PromptSource
+from moe_rl.tasks.prompts import PromptSet, PromptSource
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
 from moe_rl.train.kept import KeptRollouts, RolloutBatch, shard_name
 from moe_rl.train.resume import check_of_this_run, left_behind
@@ -23,7 +23,7 @@ class Left:
 
     def __init__(self, folder, *, version=DONE):
         (folder / "trace").mkdir()
-        self.source = PromptSource([Prompt(f"p{n}", "?", (1, 2)) for n in range(8)], seed=1)
+        self.source = PromptSource([PromptSet("all", [Prompt(f"p{n}", "?", (1, 2)) for n in range(8)])], seed=1)
         self.ledger = PromptLedger(folder / "prompts.jsonl")
         self.kept = KeptRollouts(folder / "rollouts", TraceStore(folder / "trace"))
         ids = [prompt.id for prompt in self.source.take(4)]

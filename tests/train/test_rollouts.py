@@ -223,8 +223,8 @@ def test_a_reward_sees_the_text_without_the_stop_token_that_ended_it(tmp_path, t
     assert rollouts.codec.decode(item.completion_token_ids) == seen
     assert (item.columns, item.messages) == (prompt.columns, prompt.messages)
     assert {name: set(columns.lacking) for name, columns in rig.checked.items()} == {
-        "task.train": {"id", "prompt", "answer", "level"},
-        "task.heldout": {"id", "prompt", "answer", "level"},
+        "source sums of task.train": {"id", "prompt", "answer", "level"},
+        "source sums of task.heldout": {"id", "prompt", "answer", "level"},
     }
     assert (item.prompt, item.columns) == (prompt.text, prompt.columns)
 

@@ -37,8 +37,9 @@ from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.load import load_config
 from moe_rl.errors import DataError, MoeRLError
 from moe_rl.tasks.prompt_ledger import PromptLedger
-from moe_rl.tasks.prompts import PromptSource, load_prompts
-from tools.dev.runs import ROOT, Launch, RunEnded, rows, running, still_running
+from moe_rl.tasks.prompts import PromptSource, load_task
+from moe_rl.tasks.tokenizer import TextCodec
+from tools.dev.runs import Launch, RunEnded, rows, running, still_running
 
 VICTIMS = ("rank 0", "rank 1", "engine", "torchrun", "all")
 # The planned phases, in the words of the ranks' signs of life: (phase, part). While a checkpoint is being written, its
@@ -269,8 +270,7 @@ class Soak:
         if (folder / "prompts.jsonl").read_bytes() != (self.reference / "prompts.jsonl").read_bytes():
             found.append("the prompt ledgers differ")
         config = load_config(folder / "config.yaml")
-        files, limit = (ROOT / config.task.train, ROOT / config.model.path / "tokenizer.json"), config.rollout
-        source = PromptSource(load_prompts(*files, max_prompt_tokens=limit.max_prompt_tokens), config.run.seed)
+        source = PromptSource(load_task(config, TextCodec(config.model.path, ())).train, config.run.seed)
         try:
             PromptLedger(folder / "prompts.jsonl").verify(source, steps=sum(row["kind"] == "train" for row in ours))
         except DataError as error:

@@ -1,0 +1,106 @@
+"""Defines where prompts come from: the lists `task.train` and `task.heldout`, and the chat template's settings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
+
+from moe_rl.config.section import Positive, Section, possible
+from moe_rl.errors import Problem, describe
+
+Kind = Literal["jsonl", "parquet", "generator", "dataset"]
+GENERATOR = "reasoning_gym:"
+# A name on the Hugging Face hub: one or two parts.
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def _location(text: str) -> str:
+    if not text:
+        raise PydanticCustomError("location", "a file, folder, data set or generator")
+    possible(Path(text))
+    return text
+
+
+class PromptSourceConfig(Section):
+    """Names one set of prompts and says which columns of its rows are what. A reward function may name any column."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+    """Names the source in ids, messages and metrics: letters, digits, dots, dashes and underscores."""
+    data: Annotated[str, AfterValidator(_location)]
+    """FILE.jsonl, with one JSON object a line; FILE.parquet; a folder or the hub name of a data set that the library
+    `datasets` loads; or `reasoning_gym:TASK`, a generator of endless tasks."""
+    prompt: str = "prompt"
+    """Column with the prompt: a text, or a list of chat messages {role, content}."""
+    id: str | None = None
+    """Column with a name that no other row of the source has. null: the number of the row, from 0."""
+    level: str | None = None
+    """Column with a class of difficulty; the evaluation logs pass rates for each. null: none."""
+    drop: tuple[Literal["too_long", "empty", "duplicate", "missing"], ...] = ()
+    """Rows to leave out and count, instead of refusing the source. too_long: the prompt has more than
+    rollout.max_prompt_tokens. empty: the prompt has no text. duplicate: an earlier row has the same id. missing: a
+    column that the config names is absent or null."""
+    split: str | None = None
+    """Split of a data set, such as train. Only for `datasets`."""
+    config: str | None = None
+    """Configuration of a data set that has several, such as main. Only for `datasets`."""
+    options: dict[str, Any] = {}
+    """The generator's own settings, such as {max_terms: 4}. Only for a generator."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
+    """Seed of a generator, which needs one. Two seeds give different tasks."""
+
+    @property
+    def kind(self) -> Kind:
+        """What reads `data`."""
+        if self.data.startswith(GENERATOR):
+            return "generator"
+        kinds: dict[str, Kind] = {".jsonl": "jsonl", ".parquet": "parquet"}
+        return kinds.get(Path(self.data).suffix, "dataset")
+
+    @property
+    def may_be_on_the_hub(self) -> bool:
+        """Whether `data` is no folder here, but could be the name of a data set."""
+        return self.kind == "dataset" and not Path(self.data).is_dir() and bool(_HUB_NAME.fullmatch(self.data))
+
+
+class TrainSourceConfig(PromptSourceConfig):
+    """Names one set of training prompts, its columns and its share."""
+
+    weight: Positive = 1.0
+    """Share of this source in the prompts, relative to the weights of the other sources."""
+
+
+class ChatConfig(Section):
+    """Sets how the model's own chat template turns messages into a prompt."""
+
+    system: str | None = None
+    """System message put before the messages of every prompt. null: none."""
+    template_kwargs: dict[str, Any] = {}
+    """Variables for the template, such as {enable_thinking: false}. The template must use each."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """JSON schemas of the tools that the template shows to the model."""
+
+
+def source_problems(key: str, sources: Sequence[PromptSourceConfig]) -> Iterator[Problem]:
+    """Yield what is wrong between the keys of the sources of `task.train` or `task.heldout`, called `key`."""
+    if not sources:
+        yield describe("there is no source of prompts", where={"key": key}, do="give at least one")
+    names = [source.name for source in sources]
+    for at, source in enumerate(sources):
+        if source.name in names[:at]:
+            yield describe("another source has this name", where={"key": f"{key}.{at}.name"}, got=source.name)
+        given = {name for name in ("split", "config", "options", "seed") if getattr(source, name) not in (None, {})}
+        wanted = {"generator": {"options", "seed"}, "dataset": {"split", "config"}}.get(source.kind, set())
+        for name in sorted(given - wanted):
+            yield describe(
+                "this kind of source does not take it",
+                where={"key": f"{key}.{at}.{name}", "given": f"data is {source.data}"},
+                got=getattr(source, name),
+                do="remove it",
+            )
+        if source.kind == "generator" and source.seed is None:
+            yield describe("a generator needs a seed", where={"key": f"{key}.{at}.seed"}, do="give a whole number")

@@ -1,0 +1,207 @@
+"""Turns text into token ids and back with the model's tokenizer, and chat messages into text with its template."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from moe_rl.config.prompt_sources import ChatConfig
+from moe_rl.errors import About, DataError, describe
+
+# Shown for a sampled id that the tokenizer does not know. Such ids exist because models pad their vocabulary.
+_UNKNOWN = "\ufffd"
+
+
+class TextCodec:
+    """Converts text to token ids and back with the tokenizer of a checkpoint. Adds no tokens and hides none."""
+
+    def __init__(self, model_path: Path | str, stop_token_ids: Iterable[int]):
+        """Load the tokenizer of the checkpoint folder `model_path`: tokenizer.json, or else what `transformers` makes
+        of a sentencepiece or tiktoken file.
+
+        Raises:
+            DataError: there is no tokenizer, or it does not know one of the model's `stop_token_ids`.
+        """
+        self._tokenizer = _read_tokenizer(Path(model_path))
+        self._known = frozenset(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        if unknown := [token for token in stop_token_ids if token not in self._known]:
+            raise DataError(
+                describe(
+                    "a token that ends completions is not in the tokenizer",
+                    where={"key": "model.path", "folder": model_path},
+                    got=", ".join(map(str, unknown)),
+                    do="use the model's tokenizer, or correct eos_token_id in config.json and generation_config.json",
+                )
+            )
+
+    @property
+    def vocabulary(self) -> int:
+        """Return the largest id that the tokenizer gives, plus 1."""
+        return max(self._known) + 1
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return the token ids of the text, without a template or begin-of-sequence. Special tokens in the text are
+        recognised.
+        """
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of all ids. Special tokens are spelt out, and unknown ids become U+FFFD.
+
+        A verifier must see exactly what the policy wrote. If special tokens were dropped, a completion with one inside
+        its answer would look well-formed. The caller leaves out the stop token (see `Completion.text_token_ids`).
+        """
+        spans: list[list[int]] = [[]]
+        for token in ids:
+            if token in self._known:
+                spans[-1].append(token)
+            else:
+                spans.append([])
+        return _UNKNOWN.join(self._tokenizer.decode(span, skip_special_tokens=False) if span else "" for span in spans)
+
+
+def _read_tokenizer(folder: Path) -> Tokenizer:
+    file = folder / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else _convert(folder)
+    except DataError:
+        raise
+    except Exception as error:  # the libraries raise bare Exception for every fault
+        raise DataError(
+            describe(
+                "not a readable tokenizer",
+                where={"key": "model.path", "folder": folder},
+                got=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+                fault="tokenizer",
+            )
+        ) from error
+    # A tokenizer.json may carry either; both would change prompts without a word.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _convert(folder: Path) -> Tokenizer:
+    settings = folder / "tokenizer_config.json"
+    if settings.is_file() and "auto_map" in json.loads(settings.read_bytes()):
+        raise DataError(
+            describe(
+                "this tokenizer needs Python code of its own, which is never run",
+                where={"key": "model.path", "folder": folder},
+                got="auto_map in tokenizer_config.json, and no tokenizer.json",
+                do="make a tokenizer.json with transformers' convert_slow_tokenizer, and check it against the original",
+                fault="tokenizer code",
+            )
+        )
+    return _transformers(folder).backend_tokenizer
+
+
+def _transformers(folder: Path) -> Any:
+    from transformers import AutoTokenizer  # imported late: this takes seconds, and most runs do without
+
+    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+
+
+class ChatTemplate:
+    """Renders chat messages with the model's own template."""
+
+    def __init__(self, model_path: Path | str, chat: ChatConfig | None):
+        """Load the template of the checkpoint folder `model_path`. chat: the settings `task.chat`.
+
+        Raises:
+            DataError: the model has no template, or the template does not use what the settings give it.
+        """
+        self._chat = chat or ChatConfig()
+        where: About = {"key": "task.chat", "folder": model_path}
+        try:
+            self._tokenizer = _transformers(Path(model_path))
+            template = self._tokenizer.get_chat_template(tools=list(self._chat.tools) or None)
+        except Exception as error:  # the library raises errors of every kind
+            raise DataError(
+                describe(
+                    "the model has no usable chat template, and a prompt is to be a chat",
+                    where=where,
+                    got=str(error).partition("\n")[0],
+                    do="put the template into chat_template.jinja in the folder, or give prompts as text",
+                    fault="no template",
+                )
+            ) from error
+        unused = [name for name in self._chat.template_kwargs if not re.search(rf"\b{re.escape(name)}\b", template)]
+        if unused or (self._chat.tools and not re.search(r"\btools\b", template)):
+            raise DataError(
+                describe(
+                    "the model's chat template does not use a setting",
+                    where={**where, "key": "task.chat.template_kwargs" if unused else "task.chat.tools"},
+                    got=", ".join(unused) if unused else f"{len(self._chat.tools)} tools",
+                    do="remove it, or correct its name",
+                    fault="unused",
+                )
+            )
+
+    def messages(self, prompt: str | Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+        """Return the messages of a prompt: the system message of the settings, and the prompt's own.
+
+        Raises:
+            ValueError: the prompt is no chat that a model can answer. The text is for the user.
+        """
+        own = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [_message(one) for one in prompt]
+        if not own:
+            raise ValueError("the prompt has no message")
+        if own[-1]["role"] == "assistant":
+            raise ValueError("the last message is the assistant's, so there is nothing to answer")
+        if self._chat.system is None:
+            return tuple(own)
+        if own[0]["role"] == "system":
+            raise ValueError("the prompt has a system message of its own, and task.chat.system gives another")
+        return ({"role": "system", "content": self._chat.system}, *own)
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text that the model continues with its answer.
+
+        Raises:
+            ValueError: the template refuses the messages, or leaves out the text of one. The text is for the user.
+        """
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=list(self._chat.tools) or None,
+                tokenize=False,
+                add_generation_prompt=True,
+                **self._chat.template_kwargs,
+            )
+        except Exception as error:  # a template raises what it likes
+            raise ValueError(f"the chat template refuses the messages: {error}") from error
+        end = 0
+        for number, message in enumerate(messages):
+            for piece in _texts(message.get("content")):
+                at = text.find(piece, end)
+                if at < 0:
+                    role = message["role"]
+                    raise ValueError(f"the chat template drops message {number}, of role {role}: {piece[:60]!r}")
+                end = at + len(piece)
+        return text
+
+
+def _message(message: Any) -> Mapping[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ValueError("a message is not an object with a role and a content")
+    # Tables fill what a message lacks with null.
+    kept = {name: value for name, value in message.items() if value is not None}
+    content = kept.get("content")
+    parts = content if isinstance(content, list) else []
+    if any(not isinstance(part, Mapping) or not isinstance(part.get("text"), str) for part in parts):
+        raise ValueError("a message holds something else than text")
+    if not isinstance(content, str | list) and "tool_calls" not in kept:
+        raise ValueError("a message has no content")
+    return kept
+
+
+def _texts(content: Any) -> list[str]:
+    """Return the texts of a message that must occur in the prompt. Templates strip outer whitespace."""
+    texts = [part["text"] for part in content] if isinstance(content, list) else [content or ""]
+    return [text.strip() for text in texts if text.strip()]
