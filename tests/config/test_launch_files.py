@@ -168,7 +168,7 @@ def test_a_slurm_job_that_is_told_to_end_is_requeued(shell, tmp_path):
     assert "#SBATCH --signal=B:TERM@" in script and "#SBATCH --requeue" in script
     # The trainer ends its script's wait, then itself.
     slow = script.replace("trainer=$!", "trainer=$!\n(sleep 2; kill -TERM $$) &", 1).replace(
-        "bash -c 'ADDRESS", 'bash -c \'trap "exit 3" TERM; sleep 20 & wait; ADDRESS', 1
+        "bash -c 'ADDRESS", 'bash -c \'trap "exit 3" TERM; sleep 20 >&- 2>&- & wait; ADDRESS', 1
     )
     assert slow.count("sleep 20") == 1
     path = tmp_path / "repository/slow.sbatch"
