@@ -195,7 +195,9 @@ def test_what_is_exported_is_held_against_the_ranks_own_parameters(seen, checkpo
     names = sorted(load_file(checkpoints(case.split()[0]) / "model.safetensors"))
     assert ours[0][1] == names and all(compared == len(names) for compared, *_ in ours)
     (told,) = {one[2] for one in ours}
-    assert re.search(r"version 2\): got \d+ of .* expert \d+, gate_proj.weight: what layer \d+, expert \d+, gate_proj", told)
+    assert re.search(
+        r"version 2\): got \d+ of .* expert \d+, gate_proj.weight: what layer \d+, expert \d+, gate_proj", told
+    )
     assert sum(one[3] for one in ours) >= 4
 
 
