@@ -59,8 +59,8 @@ setup(
         "tasks": ["datasets>=5.2", "pyarrow>=24", "reasoning-gym==0.1.25"],
         # Needed by `tools/trace.py export` to write Parquet.
         "analysis": ["pyarrow>=17"],
-        # Needed by rewards of kind math_verify. math-verify leaves the choice of an antlr4 runtime to its user.
-        "math": ["math-verify==0.9.0", "antlr4-python3-runtime==4.13.2"],
+        # Needed by rewards of kind math_verify.
+        "math": ["math-verify==0.9.0"],
         "dev": [
             "codespell>=2.4",
             "hypothesis>=6.100",

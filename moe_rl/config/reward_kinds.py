@@ -132,6 +132,24 @@ class MathVerifyReward(RewardConfig):
     """Kind of the reward."""
 
 
+class ReasoningGymReward(RewardConfig):
+    """Gives what the scorer of reasoning-gym gives, for prompts of its generators. 1 is right; many scorers give a
+    little for an answer that is almost right."""
+
+    factory = "moe_rl.tasks.gym_reward.reasoning_gym"
+    library = ("reasoning_gym", "tasks")
+
+    kind: Literal["reasoning_gym"]
+    """Kind of the reward."""
+    answer_in: Literal["completion", "tags", "box"] = "completion"
+    """Place of the answer. completion: all of it. tags: inside the last `<answer>...</answer>`. box: inside the
+    last `\\boxed{...}`."""
+
+    @property
+    def arguments_named(self) -> tuple[str, ...]:
+        return ("completion", "question", "answer", "metadata")
+
+
 class RemoteReward(RewardConfig):
     """Asks a server for each completion. A server that cannot be asked fails the verification; that is no reward
     of 0. docs/howto/own_task.md gives the protocol."""
@@ -190,6 +208,7 @@ AnyReward = Annotated[
     | Annotated[ExactReward, Tag("exact")]
     | Annotated[NumericReward, Tag("numeric")]
     | Annotated[MathVerifyReward, Tag("math_verify")]
+    | Annotated[ReasoningGymReward, Tag("reasoning_gym")]
     | Annotated[RemoteReward, Tag("remote")],
     Discriminator(_kind),
 ]

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from moe_rl.config.objective import AnyObjective, GspoConfig
-from moe_rl.config.prompt_sources import ChatConfig, PromptSourceConfig, TrainSourceConfig, source_problems
+from moe_rl.config.prompt_sources import GENERATOR, ChatConfig, PromptSourceConfig, TrainSourceConfig, source_problems
 from moe_rl.config.reward_kinds import AnyReward
 from moe_rl.config.sampling_keys import ReplayConfig, RolloutConfig
 from moe_rl.config.section import (
@@ -120,7 +120,14 @@ class TaskConfig(Section):
     overlong: OverlongConfig | None = None
     """DAPO's soft penalty for completions near the length limit, added to the reward. null: no penalty."""
 
+    @property
+    def generators(self) -> dict[str, dict[str, Any]]:
+        """Return the options of the generators of prompts, by the name of the generated task."""
+        sources = [source for source in (*self.train, *self.heldout) if source.kind == "generator"]
+        return {source.data.removeprefix(GENERATOR): source.options for source in sources}
+
     def problems(self) -> Iterator[Problem]:
+        yield from self._scorer_problems()
         yield from source_problems("task.train", self.train)
         yield from source_problems("task.heldout", self.heldout)
         if self.pass_reward not in self.rewards:
@@ -136,6 +143,21 @@ class TaskConfig(Section):
             yield describe(
                 "every weight is 0, so there is nothing to learn", where={"key": "task.rewards"}, do="give one a weight"
             )
+
+    def _scorer_problems(self) -> Iterator[Problem]:
+        """A generator's scorer works with the generator's options, and a row does not say which they were."""
+        scored = [name for name, reward in self.rewards.items() if reward.kind == "reasoning_gym"]
+        for key, sources in (("train", self.train), ("heldout", self.heldout)):
+            for at, source in enumerate(sources):
+                kept = self.generators.get(source.data.removeprefix(GENERATOR), source.options)
+                if scored and source.kind == "generator" and source.options != kept:
+                    yield describe(
+                        "another source of the same generator has other options, and a reward scores both",
+                        where={"key": f"task.{key}.{at}.options", "given": f"task.rewards.{scored[0]} scores them"},
+                        got=source.options,
+                        expected=kept,
+                        do="give both the same options, or use a reward function of your own",
+                    )
 
 
 class GuardsConfig(Section):

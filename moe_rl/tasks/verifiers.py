@@ -26,12 +26,13 @@ from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import moe_rl
 from moe_rl.config.check_files import dotted_path_problem
 from moe_rl.config.reward_arguments import BUILT_IN, Columns, RewardParameters, argument_problems
-from moe_rl.config.reward_kinds import FunctionReward, RewardConfig
+from moe_rl.config.reward_kinds import FunctionReward, ReasoningGymReward, RewardConfig
 from moe_rl.errors import ConfigError, RewardError, describe
 from moe_rl.messages import Channel, Message
 from moe_rl.tasks.verifier_worker import (
@@ -123,6 +124,7 @@ class VerifierPool:
         timeout_seconds: the time limit, by the monotonic clock, for all functions of one item together that take one
             item a call. A call with a batch of items has a limit of its own, of the same length unless its kind of
             reward says another.
+        generators: options of the generators of prompts by task name, for rewards of kind `reasoning_gym`.
 
     Raises:
         ConfigError: naming the config key, for a function that does not exist or has parameters without a name.
@@ -134,6 +136,7 @@ class VerifierPool:
         *,
         timeout_seconds: float,
         workers: int,
+        generators: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
         memory_limit_mib: int = 4096,
     ):
         functions = {name: one.function for name, one in rewards.items() if isinstance(one, FunctionReward)}
@@ -142,7 +145,7 @@ class VerifierPool:
         self._rewards, self._timeout = dict(rewards), timeout_seconds
         load = Load(
             sys_path=[os.path.abspath(folder) for folder in sys.path],
-            functions={name: _function(reward) for name, reward in rewards.items()},
+            functions={name: _function(reward, generators) for name, reward in rewards.items()},
             memory_limit_bytes=memory_limit_mib << 20,
         )
         self._parameters: dict[str, RewardParameters] = {}
@@ -287,11 +290,14 @@ def _plain(value: object) -> object:
     raise TypeError(f"{type(value).__name__} is no JSON value")
 
 
-def _function(reward: RewardConfig) -> RewardFunction:
+def _function(reward: RewardConfig, generators: Mapping[str, Mapping[str, Any]]) -> RewardFunction:
     batched = reward.batch is not None
     if isinstance(reward, FunctionReward):
         return RewardFunction(reward.function, None, batched)
-    return RewardFunction(reward.factory, reward.settings, batched)
+    settings = reward.settings
+    if isinstance(reward, ReasoningGymReward):
+        settings["options"] = {task: dict(options) for task, options in generators.items()}
+    return RewardFunction(reward.factory, settings, batched)
 
 
 class _Lost(Exception):

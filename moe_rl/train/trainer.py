@@ -90,6 +90,7 @@ class Trainer:
                     config.task.rewards,
                     timeout_seconds=config.task.verifier_timeout_seconds,
                     workers=config.task.verifier_workers,
+                    generators=config.task.generators,
                 )
             )
             engine = stack.enter_context(closing(start_sampler(config, self.facts, folder)))

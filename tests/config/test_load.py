@@ -123,6 +123,7 @@ REMOTE = "{kind: remote, url: 'http://host:1/score', arguments: [completion]"
         ("{kind: numeric, tolerance: -1}", {"key": "tolerance", "got": "-1"}),
         ("{kind: numeric, relative_tolerance: 1}", {"key": "relative_tolerance"}),
         ("{kind: math_verify, answer_in: box}", {"key": "answer_in", "given": "kind is math_verify"}),
+        ("{kind: reasoning_gym, task: chain_sum}", {"key": "task", "given": "kind is reasoning_gym"}),
         ("{kind: remote, arguments: [completion]}", {"key": "url"}),
         ("{kind: remote, url: 'http://host:1/'}", {"key": "arguments"}),
         ("{kind: remote, url: 'http://host:1/', arguments: []}", {"key": "arguments", "got": "[]"}),
@@ -142,6 +143,21 @@ REMOTE = "{kind: remote, url: 'http://host:1/score', arguments: [completion]"
 def test_a_wrong_reward_is_told_by_its_key(config_file, reward, facts):
     (problem,) = problems(config_file, f"task.rewards.more={reward}")
     tells(problem, **facts | {"key": f"task.rewards.more.{facts['key']}"})
+
+
+GENERATED = "task.{}=[{{name: g, data: 'reasoning_gym:puzzle24', seed: {}, prompt: question, options: {}}}]"
+
+
+def test_two_sources_of_a_generator_that_is_scored_have_the_same_options(config_file):
+    scored = "task.rewards.gym={kind: reasoning_gym}"
+    train, same = GENERATED.format("train", 1, "{max_value: 5}"), GENERATED.format("heldout", 2, "{max_value: 5}")
+    config = load_config(config_file, [scored, train, same])
+    assert config.task.generators == {"puzzle24": {"max_value": 5}}
+    assert not [*config.task.problems()]
+    other = [train, GENERATED.format("heldout", 2, "{max_value: 6}")]
+    (problem,) = load_config(config_file, [scored, *other]).task.problems()
+    tells(problem, key="task.train.0.options", got=("5",), expected=("6",))
+    assert not [*load_config(config_file, other).task.problems()]
 
 
 def test_rewards_are_read_back_from_the_resolved_config(config_file, tmp_path):

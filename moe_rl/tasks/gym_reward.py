@@ -1,0 +1,42 @@
+"""Provides the kind `reasoning_gym` of a reward: the scorer of the data set that generated the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from reasoning_gym import create_dataset
+from reasoning_gym.factory import DATASETS
+
+from moe_rl.tasks.rewards import find_answer
+
+_Scorer = Callable[[str | None, dict[str, Any]], float]
+
+
+def reasoning_gym(*, answer_in: str, options: Mapping[str, Mapping[str, Any]]) -> Callable[..., float]:
+    """Return the reward function.
+
+    Args:
+        options: settings of the generators by task name; some scorers use them. A task that is not in it has none.
+    """
+    scorers: dict[str, _Scorer] = {}
+
+    def gym_score(completion: str, question: str, answer: object, metadata: dict[str, Any]) -> float:
+        """Return the scorer's value for the completion's answer, between 0 and 1.
+
+        Raises:
+            ValueError: no scorer belongs to the row, or the scorer does not give the row's own answer 1. Some scorers
+                compare tuples, which a row of JSON values does not have: they would find every answer wrong.
+        """
+        task = str(metadata.get("source_dataset"))
+        entry = {"question": question, "answer": answer, "metadata": metadata}
+        if task not in scorers:
+            if task not in DATASETS:
+                raise ValueError(f"metadata.source_dataset is no task of reasoning-gym: {task!r}")
+            scorer = create_dataset(task, **options.get(task, {})).score_answer
+            if isinstance(answer, str) and (own := scorer(answer, entry)) != 1:
+                raise ValueError(f"the scorer of {task} gives the row's own answer {own:g}, expected 1")
+            scorers[task] = scorer
+        return float(scorers[task](find_answer(completion, answer_in), entry))
+
+    return gym_score
