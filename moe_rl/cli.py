@@ -15,6 +15,7 @@ VERBS = {
     "plan": "print every number derived from a config, and every problem; start nothing",
     "serve": "serve a model with vLLM and record its routes",
     "trace": "inspect or verify a trace store, and import or export routes",
+    "report": "write the report of a run, also while it goes on, or compare several runs",
     "show": "print what the policy wrote, and where sampler and trainer differ",
     "compare": "compare sampler and trainer with and without replay",
     "prove": "prove on this machine that a layout replays exactly",

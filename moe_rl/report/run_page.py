@@ -48,7 +48,7 @@ def write_report(run_dir: Path) -> Path:
         tiles=_tiles(run, summary),
         panels=panels(run),
         summary=summary,
-        config=config and [(section, _flat(values)) for section, values in config.items()],
+        config=config and [(section, flat(values)) for section, values in config.items()],
         samples=_samples(read_samples(run_dir)),
         history=read_history(run_dir),
         **_proof(run, summary),
@@ -233,8 +233,8 @@ def _broken(better: str, value: float | None, latest: dict[str, tuple[int, float
     return (better == "must be 0" and value != 0) or (better == "must be 1" and value != 1)
 
 
-def _flat(values: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    """Yield (dotted key, value) of nested sections."""
+def flat(values: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    """Return (dotted key, value) of nested sections."""
     if not isinstance(values, dict):
         return [(prefix.removesuffix("."), values)]
-    return [pair for key, value in values.items() for pair in _flat(value, f"{prefix}{key}.")]
+    return [pair for key, value in values.items() for pair in flat(value, f"{prefix}{key}.")]

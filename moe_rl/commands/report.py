@@ -1,0 +1,75 @@
+"""Implements `moe-rl report`: writes the report of a run, also while it goes on, or a page that compares several runs.
+
+moe-rl report RUN                      writes RUN/report.html
+moe-rl report RUN RUN --out FILE       writes a page with both runs
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from moe_rl.errors import ConfigError, MoeRLError, describe
+from moe_rl.report import lines
+from moe_rl.report.run_page import CONFIG_FILE, FILE, write_report
+from moe_rl.report.runs_page import MOST, write_comparison
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `moe-rl report`."""
+    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help=f"with several runs: the page (default: runs_{FILE} in this folder)"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the page and print its path. Return the exit status."""
+    try:
+        _check(options)
+        several = len(options.runs) > 1
+        path = (
+            write_comparison(options.runs, options.out or Path(f"runs_{FILE}"))
+            if several
+            else write_report(*options.runs)
+        )
+    except MoeRLError as error:
+        print(f"moe-rl: {error}", file=sys.stderr)
+        return 2
+    print(f"report: {path}")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise ConfigError for a folder that is no run, for too many runs, and for --out with one run."""
+    for folder in options.runs:
+        if not (folder / CONFIG_FILE).is_file() and not (folder / lines.FILE).is_file():
+            raise ConfigError(
+                describe(
+                    "not a run folder",
+                    where={"argument": "RUN", "folder": folder},
+                    got=folder,
+                    expected=f"a folder with {CONFIG_FILE} or {lines.FILE} in it",
+                    do="give the run_dir that the run printed",
+                )
+            )
+    if len(options.runs) > MOST:
+        raise ConfigError(
+            describe(
+                "too many runs for one page",
+                where={"argument": "RUN"},
+                got=len(options.runs),
+                expected=f"at most {MOST}",
+            )
+        )
+    if options.out is not None and len(options.runs) == 1:
+        raise ConfigError(
+            describe(
+                "one run has its report in its own folder",
+                where={"option": "--out"},
+                got=options.out,
+                do="leave it out, or name several runs",
+            )
+        )

@@ -1,0 +1,155 @@
+"""Writes a page that compares several runs: their results, the config keys in which they differ, and their plots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import yaml
+
+from moe_rl.disk import write_whole
+from moe_rl.report import summary
+from moe_rl.report.figures import (
+    BLUE,
+    CYAN,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    RED,
+    STYLE,
+    YELLOW,
+    Panel,
+    figure_of,
+    in_percent,
+    line,
+    missing,
+    panel_of,
+)
+from moe_rl.report.format import count, duration, percent, scientific, seconds, short
+from moe_rl.report.lines import RunLines, read_run
+from moe_rl.report.page import Tile, render
+from moe_rl.report.run_page import CONFIG_FILE, flat
+
+_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED, CYAN, YELLOW, GREY)
+MOST = len(_COLOURS)
+"""Largest number of runs on one page: each has a colour of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Holds what the page needs of one run. `label` names it in plots. `config` is flat, by dotted key."""
+
+    label: str
+    name: str
+    lines: RunLines
+    results: dict[str, Any]
+    config: dict[str, Any]
+
+
+# (name, key of summary.json, how it is written)
+_ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("Steps", "steps", count),
+    ("Held-out pass rate, first", "heldout_pass_rate_first", percent),
+    ("Held-out pass rate, last", "heldout_pass_rate_last", percent),
+    ("Held-out pass rate, last, greedy", "heldout_pass_rate_greedy_last", percent),
+    ("Training pass rate, last step", "train_pass_rate_last", percent),
+    ("Policy KL k3, mean, nats/token", "policy_kl_k3", scientific),
+    ("Extreme tokens, mean", "policy_extreme_fraction", lambda value: percent(value, 3)),
+    ("Routing mismatch inside replay, mean", "routing_shadow_mismatch", lambda value: percent(value, 2)),
+    ("Skipped updates", "skipped_updates", count),
+    ("Time of a step, median", "step_seconds_median", seconds),
+    ("Time of all steps", "train_seconds_total", duration),
+    ("Sampled tokens per second, median", "sampled_tokens_per_second_median", short),
+    ("Trained tokens per second, median", "trained_tokens_per_second_median", short),
+)
+
+# (name, title, direction, key, kind of line, a fraction, log axis)
+_PLOTS = (
+    ("heldout", "Held-out pass rate", "fraction, higher is better", "eval/pass_rate", "eval", True, False),
+    ("reward", "Reward", "mean per completion, higher is better", "reward/mean", "train", False, False),
+    ("kl", "Policy KL k3", "nats/token, log axis, lower is better", "policy_kl/k3", "train", False, True),
+    ("length", "Completion length", "mean tokens", "rollout/completion_tokens_mean", "train", False, False),
+    ("entropy", "Entropy", "nats per token", "policy/entropy", "train", False, False),
+    ("rate", "Learning rate", "of the last update of a step", "optim/lr", "train", False, False),
+    ("norm", "Gradient norm", "spikes are bad", "optim/grad_norm", "train", False, False),
+    ("time", "Time of a step", "seconds, lower is better", "time/step", "train", False, False),
+)
+
+
+def write_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
+    """Write a page that compares 2 to `MOST` runs. They may still go on. Returns `path`.
+
+    Raises:
+        MoeRLError: lines of a run cannot be read.
+        DiskError: the page cannot be written.
+    """
+    runs = [_read(number, folder) for number, folder in enumerate(run_dirs, start=1)]
+    with matplotlib.rc_context(STYLE):
+        panels = [_panel(runs, *plot) for plot in _PLOTS]
+    text = render(
+        "runs.html",
+        title="Runs compared - moe_rl",
+        kicker="moe_rl comparison of runs",
+        heading=f"{len(runs)} runs",
+        facts=[run.name for run in runs],
+        tiles=_tiles(runs),
+        names=[run.label for run in runs],
+        rows=[(name, [write(run.results.get(key)) for run in runs]) for name, key, write in _ROWS],
+        differing=differing([run.config for run in runs]),
+        panels=panels,
+    )
+    write_whole(path, text)
+    return path
+
+
+def differing(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[Any]]]:
+    """Return each flat key that is not the same in all configs, with its values. A config without it has None."""
+    keys = dict.fromkeys(key for config in configs for key in config)
+    found = [(key, [config.get(key) for config in configs]) for key in keys]
+    return [(key, values) for key, values in found if any(value != values[0] for value in values[1:])]
+
+
+def _read(number: int, folder: Path) -> Compared:
+    lines, file = read_run(folder), folder / CONFIG_FILE
+    config = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
+    label = f"run {number}"
+    return Compared(label, f"{label}: {folder}", lines, summary.measure(lines), dict(flat(config)))
+
+
+def _tiles(runs: Sequence[Compared]) -> list[Tile]:
+    known = [(run.results["heldout_pass_rate_last"], run) for run in runs]
+    rates = [(rate, run) for rate, run in known if rate is not None]
+    if not rates:
+        return [Tile("Held-out pass rate", "-", "no run has an evaluation")]
+    best, run = max(rates, key=lambda one: one[0])
+    worst = min(rate for rate, _ in rates)
+    under = f"{run.label}, after step {run.results['heldout_step_last']}; the lowest is {percent(worst)}"
+    return [Tile("Best last held-out pass rate", percent(best), under if len(rates) > 1 else run.label)]
+
+
+def _panel(
+    runs: Sequence[Compared], name: str, title: str, direction: str, key: str, kind: str, fraction: bool, log: bool
+) -> Panel:
+    series = [(run.label, colour, *run.lines.series(key, kind)) for run, colour in zip(runs, _COLOURS, strict=False)]
+    drawn = [one for one in series if one[2]]
+    if not drawn:
+        return missing(name, title, direction, "No run has logged it.")
+    figure, axes = figure_of()
+    for label, colour, steps, values in drawn:
+        line(axes, steps, values, colour, label, marker="o" if kind == "eval" else None, markersize=4)
+    if log and all(value > 0 for *_, values in drawn for value in values):
+        axes.set_yscale("log")
+    if fraction:
+        axes.set_ylim(0, 1)
+        in_percent(axes)
+    written = percent if fraction else short
+    reading = "Last values: " + ", ".join(f"{label} {written(_rounded(values[-1]))}" for label, _, _, values in drawn)
+    return panel_of(name, title, direction, reading + ".", figure)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")
