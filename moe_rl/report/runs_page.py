@@ -40,7 +40,7 @@ MOST = len(_COLOURS)
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class ReportedRun:
     """Holds what the page needs of one run. `label` names it in plots. `config` is flat, by dotted key."""
 
     label: str
@@ -113,14 +113,14 @@ def differing(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[Any]]]:
     return [(key, values) for key, values in found if any(value != values[0] for value in values[1:])]
 
 
-def _read(number: int, folder: Path) -> Compared:
+def _read(number: int, folder: Path) -> ReportedRun:
     lines, file = read_run(folder), folder / CONFIG_FILE
     config = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
     label = f"run {number}"
-    return Compared(label, f"{label}: {folder}", lines, summary.measure(lines), dict(flat(config)))
+    return ReportedRun(label, f"{label}: {folder}", lines, summary.measure(lines), dict(flat(config)))
 
 
-def _tiles(runs: Sequence[Compared]) -> list[Tile]:
+def _tiles(runs: Sequence[ReportedRun]) -> list[Tile]:
     known = [(run.results["heldout_pass_rate_last"], run) for run in runs]
     rates = [(rate, run) for rate, run in known if rate is not None]
     if not rates:
@@ -132,7 +132,7 @@ def _tiles(runs: Sequence[Compared]) -> list[Tile]:
 
 
 def _panel(
-    runs: Sequence[Compared], name: str, title: str, direction: str, key: str, kind: str, fraction: bool, log: bool
+    runs: Sequence[ReportedRun], name: str, title: str, direction: str, key: str, kind: str, fraction: bool, log: bool
 ) -> Panel:
     series = [(run.label, colour, *run.lines.series(key, kind)) for run, colour in zip(runs, _COLOURS, strict=False)]
     drawn = [one for one in series if one[2]]
