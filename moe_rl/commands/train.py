@@ -319,7 +319,7 @@ def _read_task(config: Config, facts: ModelFacts, found: list[Problem]) -> tuple
     if any(str(problem.about.get("key", "")).startswith(("task.", "model.")) for problem in found):
         return None, []
     try:
-        codec = TextCodec(config.model.path, facts.eos_token_ids)
+        codec = TextCodec(config.model.path, (*facts.eos_token_ids, *config.rollout.stop_token_ids))
         wrong = list(vocabulary_problems(config, facts, codec.vocabulary))
         if wrong:
             return None, wrong

@@ -23,7 +23,7 @@ from moe_rl.tasks.prompts import PromptSource, load_task
 from moe_rl.tasks.tokenizer import TextCodec
 from moe_rl.trace import TraceStore
 from moe_rl.train.kept import KeptRollouts, RolloutBatch, shard_name
-from moe_rl.train.rollouts import engine_settings, generate_request
+from moe_rl.train.rollouts import engine_settings, generate_request, stop_tokens
 from moe_rl.train.run_folder import RunFolder
 from moe_rl.types import Sequence
 from moe_rl.weights.digest import tensor_digests, total_digest
@@ -153,7 +153,7 @@ def sample(
             WeightSender(policy, rollout, folder.sync, world).send(engine, version)
         if engine is not None:
             requests = [
-                generate_request(config, key, tokens, facts.eos_token_ids, config.rollout.temperature)
+                generate_request(config, key, tokens, stop_tokens(config, facts), config.rollout.temperature)
                 for key, tokens in prompts
             ]
             completions = engine.generate(requests, shard=shard_name(version + 1))

@@ -28,6 +28,9 @@ class RolloutConfig(Section):
     """Longest prompt. Reading the prompts refuses longer ones."""
     max_completion_tokens: Count
     """Longest completion. Longer ones are truncated."""
+    stop_token_ids: tuple[Whole, ...] = ()
+    """Tokens that end a completion, beside the end-of-sequence tokens of the model. Such a token is sampled and trained
+    on like any other; the text that rewards see goes up to it."""
     temperature: Annotated[float, Field(ge=0.01, le=2.0)] = 1.0
     """Sampling temperature. The trainer divides its logits by it too. vLLM would use 0.01 for a lower temperature, and
     refuses one above 2."""

@@ -254,7 +254,7 @@ class _PromptMaker:
             token_ids = self._codec.encode(text)
         except UnicodeEncodeError as error:
             raise _Unfit("the prompt contains half of a surrogate pair, which is not valid text") from error
-        except _Unfit:
+        except (_Unfit, DataError):
             raise
         except ValueError as error:
             raise _unfit(error) from error

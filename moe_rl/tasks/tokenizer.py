@@ -25,7 +25,7 @@ class TextCodec:
         of a sentencepiece or tiktoken file.
 
         Raises:
-            DataError: there is no tokenizer, or it does not know one of the model's `stop_token_ids`.
+            DataError: there is no tokenizer, or it does not know one of the `stop_token_ids`.
         """
         self._tokenizer = _read_tokenizer(Path(model_path))
         self._known = frozenset(self._tokenizer.get_vocab(with_added_tokens=True).values())
@@ -35,7 +35,8 @@ class TextCodec:
                     "a token that ends completions is not in the tokenizer",
                     where={"key": "model.path", "folder": model_path},
                     got=", ".join(map(str, unknown)),
-                    do="use the model's tokenizer, or correct eos_token_id in config.json and generation_config.json",
+                    do="use the model's tokenizer, or correct rollout.stop_token_ids, or eos_token_id in config.json "
+                    "and generation_config.json",
                 )
             )
 

@@ -114,8 +114,8 @@ class Rollouts:
     ):
         self.config, self.engine, self.verifiers, self.store = config, engine, verifiers, store
         self.trace_root = run_dir / "trace"
-        self.stop_tokens = facts.eos_token_ids
-        self.codec = TextCodec(config.model.path, facts.eos_token_ids)
+        self.stop_tokens = stop_tokens(config, facts)
+        self.codec = TextCodec(config.model.path, self.stop_tokens)
         task = load_task(config, self.codec)
         verifiers.check_arguments(task.columns())
         self.notes = task.notes()
@@ -295,6 +295,11 @@ class Rollouts:
             **({"rollout/lost_servers": len(self.engine.lost)} if isinstance(self.engine, ServerFleet) else {}),
             "throughput/sampled_tokens_per_second": tokens / clock.seconds["sample"],
         }
+
+
+def stop_tokens(config: Config, facts: ModelFacts) -> tuple[int, ...]:
+    """Return the tokens that end a completion: the model's, then those of the config."""
+    return tuple(dict.fromkeys((*facts.eos_token_ids, *config.rollout.stop_token_ids)))
 
 
 def generate_request(

@@ -208,8 +208,8 @@ END, USER = 1, 0  # <|end|> of the shipped tokenizer, and a token that plays a s
     ],
 )
 def test_a_reward_sees_the_text_without_the_stop_token_that_ended_it(tmp_path, tokens, finish, seen, stop):
-    rig = Rig(tmp_path, 1)
-    facts = SimpleNamespace(eos_token_ids=(END, USER))
+    rig = Rig(tmp_path, 1, f"rollout.stop_token_ids=[{USER}]")
+    facts = SimpleNamespace(eos_token_ids=(END,))
     scored = []
     verifiers = SimpleNamespace(score=lambda items: scored.extend(items), check_arguments=lambda sources: None)
     rollouts = Rollouts(rig.config, facts, rig.engine, verifiers, tmp_path / "other", None)

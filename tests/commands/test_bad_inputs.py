@@ -1,0 +1,141 @@
+"""What a user can get wrong in a config and its files. Each is told as one problem before anything starts."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from moe_rl.commands import plan, train
+from moe_rl.config.load import load_config
+from moe_rl.errors import ConfigError, DataError
+from tests.support.refusals import tells
+
+ROOT = Path(__file__).parents[2]
+GOOD = [{"id": f"{n}", "prompt": f"{n}+1=", "answer": f"{n + 1}", "level": "1"} for n in range(4)]
+
+TRAIN, HELD = "task.train.0", "task.heldout.0"
+GENERATOR = "task.train=[{name: g, data: 'reasoning_gym:%s', prompt: question, seed: 1%s}]"
+
+# What is wrong: rows put behind four good training prompts, or none; overrides; the key and the other facts told.
+BAD = {
+    "no JSON": (["{"], [], TRAIN, {"line": 5}),
+    "no object": (["[1]"], [], TRAIN, {"line": 5, "got": "list"}),
+    "a key twice": (['{"id": "a", "id": "b", "prompt": "1"}'], [], TRAIN, {"line": 5}),
+    "a surrogate": ([GOOD[0] | {"id": "a", "prompt": "\ud800"}], [], TRAIN, {"line": 5}),
+    "a duplicate id": ([GOOD[2]], [], TRAIN, {"line": 5, "got": ("'2'", "line 3"), "fault": "duplicate"}),
+    "three duplicate ids": ([GOOD[2]] * 3, [], TRAIN, {"line": 5, "fault": "duplicate"}),
+    "an empty prompt": ([GOOD[0] | {"id": "a", "prompt": ""}], [], TRAIN, {"line": 5, "fault": "empty"}),
+    "a long prompt": ([GOOD[0] | {"id": "a", "prompt": "1+" * 99}], [], TRAIN, {"line": 5, "fault": "too_long"}),
+    "a prompt of a number": ([GOOD[0] | {"id": "a", "prompt": 7}], [], TRAIN, {"line": 5, "got": "int"}),
+    "no prompt": ([{"id": "a", "level": "1", "answer": "1"}], [], TRAIN, {"line": 5, "fault": "missing"}),
+    "no id": ([{"prompt": "1", "level": "1", "answer": "1"}], [], TRAIN, {"line": 5, "fault": "missing"}),
+    "no level": ([{"prompt": "1", "id": "a", "answer": "1"}], [], TRAIN, {"line": 5, "fault": "missing"}),
+    "an id that is a list": ([GOOD[0] | {"id": []}], [], TRAIN, {"line": 5, "got": "list"}),
+    "messages without a template": ([GOOD[0] | {"id": "a", "prompt": [{}]}], [], "task.chat", {"fault": "no template"}),
+    "no answer": (
+        [{"id": "a", "prompt": "1", "level": "1"}],
+        [],
+        "task.rewards.exact_match",
+        {"argument": "answer", "got": ("sums/a",)},
+    ),
+    "a column with another name": ([], [f"{TRAIN}.prompt=question"], TRAIN, {"line": 1, "fault": "missing"}),
+    "no such file": ([], [f"{TRAIN}.data=absent.jsonl"], f"{TRAIN}.data", {"file": "absent.jsonl"}),
+    "no such folder": ([], [f"{TRAIN}.data=/no/such/folder"], f"{TRAIN}.data", {"file": "/no/such/folder"}),
+    "a damaged table": ([], [f"{TRAIN}.data=damaged.parquet"], TRAIN, {"fault": "unreadable"}),
+    "training on held-out prompts": ([], [f"{HELD}.data=train.jsonl"], HELD, {"got": "train.jsonl"}),
+    "an empty file": ([], [f"{HELD}.data=empty.jsonl"], HELD, {"file": "empty.jsonl"}),
+    "everything dropped": ([], [f"{HELD}.data=blank.jsonl", f"{HELD}.drop=[empty]"], HELD, {"fault": "empty"}),
+    "too few left": ([GOOD[0]], [f"{TRAIN}.drop=[duplicate]", "rollout.prompts_per_step=5"], "rollout.prompts_per_step",
+                     {"got": 5, "expected": "at most 4"}),
+    "too few prompts": ([], ["rollout.prompts_per_step=6"], "rollout.prompts_per_step", {"expected": "at most 4"}),
+    "too few held-out prompts": ([], ["eval.prompts=9"], "eval.prompts", {"expected": "at most 4"}),
+    "another number of prompts": ([], ["task.train_prompts=5"], "task.train_prompts", {"got": "4 prompts"}),
+    "no source": ([], ["task.heldout=[]"], "task.heldout", {}),
+    "a file name in the place of a list": ([], ["task.train=train.jsonl"], "task.train", {}),
+    "a source without a name": ([], ["task.train=[{data: train.jsonl}]"], f"{TRAIN}.name", {}),
+    "a misspelt key of a source": ([], [f"{TRAIN}.wieght=2"], f"{TRAIN}.wieght", {}),
+    "no weight": ([], [f"{TRAIN}.weight=0"], f"{TRAIN}.weight", {"got": "0"}),
+    "a weight of held-out prompts": ([], [f"{HELD}.weight=2"], f"{HELD}.weight", {}),
+    "a place that a list lacks": ([], ["task.train.1.data=x.jsonl"], "task.train", {"got": "1"}),
+    "two sources of one name": ([], ["task.train=[{name: a, data: train.jsonl}, {name: a, data: blank.jsonl}]"],
+                                "task.train.1.name", {"got": "a"}),
+    "a split of a file": ([], [f"{TRAIN}.split=train"], f"{TRAIN}.split", {"got": "train"}),
+    "a fault that cannot be dropped": ([], [f"{TRAIN}.drop=[wrong]"], f"{TRAIN}.drop.0", {}),
+    "a generator without a seed": ([], ["task.train=[{name: g, data: 'reasoning_gym:chain_sum', prompt: question}]"],
+                                   f"{TRAIN}.seed", {}),
+    "no such generator": ([], [GENERATOR % ("chain_sums", "")], f"{TRAIN}.data", {"got": "chain_sums"}),
+    "a generator's unknown option": ([], [GENERATOR % ("chain_sum", ", options: {terms: 2}")], f"{TRAIN}.options", {}),
+    "a generator that ends": ([], [GENERATOR % ("gsm_symbolic", "")], f"{TRAIN}.data", {}),
+    "a generator's long prompts": ([], [GENERATOR % ("chain_sum", "")], TRAIN, {"row": 0, "fault": "too_long"}),
+    "a template that is not there": ([], ["task.chat={}"], "task.chat", {"fault": "no template"}),
+    "a reward that is not there": ([], ["task.rewards.format.function=moe_rl.tasks.rewards.answer_shape"],
+                                   "task.rewards.format.function", {}),
+    "a reward without a module": ([], ["task.rewards.format.function=no_such.module.f"],
+                                  "task.rewards.format.function", {}),
+    "no such pass reward": ([], ["task.pass_reward=exakt"], "task.pass_reward", {"got": "exakt"}),
+    "a stop token that no text has": ([], ["rollout.stop_token_ids=[1, 4000]"], "model.path", {"got": "4000"}),
+    "no tokenizer": ([], ["model.path=bare"], "model.path", {"folder": "bare"}),
+    "a damaged tokenizer": ([], ["model.path=damaged"], "model.path", {}),
+    "a tokenizer with code of its own": ([], ["model.path=coded"], "model.path", {"fault": "tokenizer code"}),
+}  # fmt: skip
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working directory with the demo's policy and four prompts each."""
+    monkeypatch.chdir(tmp_path)
+    policy = ROOT / "assets/tiny_moe/policy"
+    (tmp_path / "assets/tiny_moe").mkdir(parents=True)
+    (tmp_path / "assets/tiny_moe/policy").symlink_to(policy)
+    for name in ("bare", "damaged", "coded"):
+        shutil.copytree(policy, tmp_path / name, ignore=shutil.ignore_patterns("tokenizer*"))
+    (tmp_path / "damaged/tokenizer.json").write_text("{}")
+    (tmp_path / "coded/tiktoken.model").write_text("")
+    (tmp_path / "coded/tokenizer_config.json").write_text('{"auto_map": {}}')
+    lines(tmp_path / "heldout.jsonl", GOOD)
+    lines(tmp_path / "blank.jsonl", [row | {"prompt": ""} for row in GOOD])
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "damaged.parquet").write_text("PAR1")
+    return tmp_path
+
+
+def lines(path, rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+
+
+def told(*overrides):
+    """Return the problems that a start would find; the run starts only when there is none."""
+    ours = [
+        "rollout.prompts_per_step=4",
+        "eval.prompts=4",
+        "train.updates_per_step=1",
+        "train.optimizer.warmup_steps=1",
+    ]
+    files = [f"{TRAIN}.data=train.jsonl", f"{HELD}.data=heldout.jsonl"]
+    try:
+        config = load_config(ROOT / "configs/tiny_moe_cpu.yaml", [*ours, *files, *overrides])
+        train._refuse(train._problems(config, None, 2, first=True, again=False))
+    except (ConfigError, DataError) as error:
+        return [problem for problem in error.problems if problem.about]
+    return []
+
+
+def test_the_good_input_has_no_problem(here):
+    lines(here / "train.jsonl", GOOD)
+    assert told() == []
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_each_mistake_is_one_problem_before_anything_starts(here, name):
+    rows, overrides, key, facts = BAD[name]
+    if "reasoning_gym:" in str(overrides) and "without a seed" not in name:
+        pytest.importorskip("reasoning_gym")
+    lines(here / "train.jsonl", [*GOOD, *rows])
+    (problem,) = told(*overrides)
+    tells(problem, key=key, **facts)
+    assert not (here / "runs").exists()
+
+
+def test_the_table_has_forty_inputs():
+    assert len(BAD) >= 40 and plan.run is train.run
