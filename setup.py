@@ -61,6 +61,10 @@ setup(
         "analysis": ["pyarrow>=17"],
         # Needed by rewards of kind math_verify.
         "math": ["math-verify==0.9.0"],
+        # Experiment trackers, see docs/howto/trackers.md. Each is used only by a run that asks for it.
+        "mlflow": ["mlflow-skinny>=3,<4"],
+        "tensorboard": ["tensorboard>=2.19,<3"],
+        "wandb": ["wandb>=0.20"],
         "dev": [
             "codespell>=2.4",
             "hypothesis>=6.100",

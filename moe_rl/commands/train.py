@@ -22,7 +22,7 @@ from moe_rl.config.layout import least_ranks
 from moe_rl.config.load import find_file, load_config
 from moe_rl.config.reward_arguments import argument_problems
 from moe_rl.config.schema import Config
-from moe_rl.doctor.diagnosis import installation_problems
+from moe_rl.doctor.diagnosis import installation_problems, tracker_problems
 from moe_rl.errors import (
     CollapseError,
     ConfigError,
@@ -240,6 +240,7 @@ def _typed() -> str:
 
 def _plan(config: Config, folder: RunFolder | None, world_size: int, trace: str | None, file: Path | None) -> int:
     facts, found, absent = _model_to_plan(config, world_size, begins=folder is None)
+    (absent if absent else found).extend(tracker_problems(config))
     plan = asked = None
     if facts is not None:
         task, wrong = (None, []) if absent else _read_task(config, facts, found)
@@ -300,7 +301,7 @@ def _problems(config: Config, folder: RunFolder | None, world_size: int, *, firs
     first: this is rank 0, which reads what only it will use. again: a resumed run begins at its first step.
     """
     facts, found, absent = _model_to_plan(config, world_size, begins=folder is None or again)
-    found += [*node_problems(os.environ), *start_problems(config)]
+    found += [*node_problems(os.environ), *start_problems(config), *(tracker_problems(config) if first else ())]
     if facts is not None:
         plan = make_plan(config, facts, world_size)
         found += [*memory_problems(plan), *transfer_problems(plan), *disk_problems(config, plan)]

@@ -40,6 +40,7 @@ def config_problems(config: Config, facts: ModelFacts | None, world_size: int) -
         *config.objective.problems(),
         *config.replay.problems(),
         *config.train.optimizer.problems(),
+        *config.report.problems(),
         *_batch_problems(config),
         *_replay_problems(config),
         *engine_problems(config),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -229,12 +229,33 @@ class EvalConfig(Section):
     """Number of held-out prompts. Each evaluation uses the same ones."""
 
 
+TrackerName = Literal["tensorboard", "wandb", "mlflow"]
+
+
 class ReportConfig(Section):
-    """Says what a run keeps for its readers."""
+    """Says what a run keeps for its readers, and where else it goes."""
 
     samples_per_step: Annotated[int, Field(ge=0, le=1024)] = 8
     """Number of trained sequences of each step that samples.jsonl keeps, drawn at random. `moe-rl show` prints them.
     0: none."""
+    trackers: tuple[TrackerName, ...] = ()
+    """Experiment trackers that get the config, metrics, samples and report of the run: tensorboard (files in the run
+    folder), wandb (Weights & Biases) and mlflow. Keys and addresses come from the environment, as these libraries
+    expect. See docs/howto/trackers.md."""
+    project: Annotated[str, Field(min_length=1, max_length=100)] = "moe_rl"
+    """Project in Weights & Biases, and experiment in MLflow, that the run belongs to."""
+    tracker_seconds: Seconds = 30.0
+    """Longest time that a call to a tracker may take, and longest time that the end of a run waits for all trackers. A
+    tracker that needs more counts as failed. A failure never ends the run."""
+
+    def problems(self) -> Iterator[Problem]:
+        if len(set(self.trackers)) < len(self.trackers):
+            yield describe(
+                "a tracker is named twice",
+                where={"key": "report.trackers"},
+                got=", ".join(self.trackers),
+                expected="each tracker once",
+            )
 
 
 class Config(Section):

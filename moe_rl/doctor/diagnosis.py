@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from moe_rl.doctor.machine import (
     CUDA,
     NCCL,
     PYTHON,
+    TRACKERS,
     TRANSFORMER_ENGINE,
     VLLM,
     Machine,
@@ -55,6 +57,28 @@ def installation_problems(config: Config | None = None) -> list[Problem]:
     return problems
 
 
+def tracker_problems(config: Config) -> Iterator[Problem]:
+    """Yield why a tracker that the run asks for cannot be used on this machine. Only the machine of rank 0 needs it."""
+    for name in config.report.trackers:
+        part = TRACKERS[name]
+        if not fits(part, found := found_version(part)):
+            yield describe(
+                "this version of the tracker was never tested" if found else "this tracker is not installed",
+                where={"key": "report.trackers", "part": part.name},
+                got=found or None,
+                expected=part.required,
+                do=f"install it (pip install 'moe_rl[{name}]'), or leave {name} out",
+            )
+        elif name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI"):
+            yield describe(
+                "MLflow does not know where to send the run",
+                where={"key": "report.trackers"},
+                got="no MLFLOW_TRACKING_URI in the environment",
+                expected="the address of an MLflow server",
+                do="set MLFLOW_TRACKING_URI, or leave mlflow out",
+            )
+
+
 def _apart_gradients(engine: str) -> Iterator[Problem]:
     if not (engine and SpecifierSet(">=2.3").contains(engine, prereleases=True)):
         yield describe(
@@ -76,6 +100,8 @@ def diagnose(machine: Machine, config: Config | None = None) -> Diagnosis:
     """Diagnose this machine. Without a config, this checks what every run needs."""
     missing = installation_problems(config)
     missing += _gpu_problems(machine, config)
+    if config is not None:
+        missing += tracker_problems(config)
     if config is not None and config.rollout.servers:
         missing += _server_problems(config)
     return Diagnosis(missing, [*_apex(machine), *_without(machine)])

@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
+from moe_rl.config.schema import TrackerName
 from moe_rl.errors import PatchError
 from moe_rl.vllm import patches
 
@@ -56,6 +57,11 @@ TRANSFORMER_ENGINE = Requirement(
     "fused layers, one grouped GEMM for a rank's experts, attention without padding",
 )  # fmt: skip
 APEX = Requirement("NVIDIA apex", ("apex",), "", "", "a fused Adam where transformer-engine is not installed")
+TRACKERS: dict[TrackerName, Requirement] = {
+    "tensorboard": Requirement("tensorboard", ("tensorboard",), ">=2.19,<3", "2.21.0", "report.trackers: tensorboard"),
+    "wandb": Requirement("wandb", ("wandb",), ">=0.20", "0.31.0", "report.trackers: wandb"),
+    "mlflow": Requirement("mlflow", ("mlflow-skinny", "mlflow"), ">=3,<4", "3.17.2", "report.trackers: mlflow"),
+}
 
 # The software that every run needs, and the software that only a GPU uses.
 ALWAYS = (PYTHON, TORCH, MEGATRON, VLLM, TRANSFORMERS, SAFETENSORS, NUMPY, PYDANTIC)

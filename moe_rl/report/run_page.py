@@ -17,6 +17,7 @@ from moe_rl.report.page import Tile, render
 from moe_rl.report.registry import METRICS, find
 from moe_rl.report.run_plots import panels
 from moe_rl.report.sample_lines import SampleLine, read_samples
+from moe_rl.report.tracker_state import FOLDER, TrackerState, read_state
 
 FILE = "report.html"
 CONFIG_FILE = "config.yaml"
@@ -51,6 +52,7 @@ def write_report(run_dir: Path) -> Path:
         config=config and [(section, flat(values)) for section, values in config.items()],
         samples=_samples(read_samples(run_dir)),
         history=read_history(run_dir),
+        trackers=_trackers(run_dir, run),
         **_proof(run, summary),
         **_levels(run),
         **_metrics(run),
@@ -170,6 +172,12 @@ def _samples(samples: list[SampleLine]) -> list[tuple[str, list[tuple[SampleLine
     compared = sorted((one for one in samples if one.mismatch >= 0), key=lambda one: -one.mismatch)
     parts.append(("Largest difference of the engines", compared))
     return [(title, [(one, _tokens(one)) for one in ones[:_SAMPLES]]) for title, ones in parts if ones]
+
+
+def _trackers(run_dir: Path, run: RunLines) -> list[tuple[str, TrackerState, int]]:
+    """Return name and state of each tracker, and the number of metric lines that there were to send."""
+    names = sorted(path.stem for path in (run_dir / FOLDER).glob("*.json"))
+    return [(name, read_state(run_dir, name), len(run.train) + len(run.eval)) for name in names]
 
 
 def _tokens(sample: SampleLine) -> list[dict[str, Any]]:

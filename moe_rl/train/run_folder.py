@@ -3,7 +3,8 @@
 config.yaml     resolved config           metrics.jsonl   one line a step       prompts.jsonl   the prompt ledger
 trace/          routing-trace shards      sync/           weights in transit    checkpoints/    step-<n>
 rollouts/       what steps trained on     engine.log      the sampler's output
-samples.jsonl   some sequences a step           history.jsonl   each start of the run
+samples.jsonl   some sequences a step     history.jsonl   each start of the run
+trackers/       what each tracker has got, and its log
 summary.json, report.html                 run.lock        locked by every rank while it runs; says where rank 0 is
 
 A step's trace shards and its rollout file are kept or deleted together. Kept are those of the last `replay.keep_shards`

@@ -27,6 +27,7 @@ from moe_rl.report.log import RunLog
 from moe_rl.report.run_page import write_report
 from moe_rl.report.sample_lines import SampleFile
 from moe_rl.report.summary import summarize
+from moe_rl.report.trackers import Trackers
 from moe_rl.tasks.verifiers import VerifierPool
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train import samples
@@ -56,6 +57,7 @@ class RankZero:
     log: RunLog
     samples: SampleFile
     rollouts: Rollouts
+    trackers: Trackers
     left_behind: RolloutBatch | None = None
     kept_awake: bool = False
 
@@ -94,10 +96,13 @@ class Trainer:
                 )
             )
             engine = stack.enter_context(closing(start_sampler(config, self.facts, folder)))
+            seconds = config.report.tracker_seconds
+            trackers = Trackers(folder.path, config.report.trackers, seconds=seconds, note=log.note)
+            stack.callback(trackers.close)
             rollouts = Rollouts(config, self.facts, engine, verifiers, folder.path, self.store)
             for note in rollouts.notes:
                 log.note(note)
-            self.main = RankZero(log, SampleFile(folder.path), rollouts)
+            self.main = RankZero(log, SampleFile(folder.path), rollouts, trackers)
         build = (self.facts, config.train, config.parallel, config.model.path)
         updates = config.run.steps * config.train.updates_per_step
         self.policy = Policy(*build, temperature=config.rollout.temperature, run_updates=updates)
@@ -178,6 +183,7 @@ class Trainer:
         if self.main is not None:
             self.main.samples.write(samples.lines(step, batch.samples, batch.sequences, self.train_step.views))
             self.main.log.step(step, metrics)
+            self.main.trackers.look()
         return self.train_step.guards.after_step(step, metrics)
 
     def check_start(self) -> None:
@@ -216,6 +222,8 @@ class Trainer:
         """
         with self.peers.phase("evaluate", step):
             main, due = self.main, last or step % self.config.eval.every_steps == 0
+            if main is not None:
+                main.trackers.look()
             if main is not None and due and not main.log.evaluated(step):
                 clock, metrics = Clock(self.peers.part), None
                 saying = main.log.phase("evaluating on held-out prompts")
@@ -278,7 +286,11 @@ class Trainer:
                 rollouts.ledger.verify(rollouts.source, steps=done)
                 facts = self._facts(rollouts.engine.vllm_version)
                 summarize(self.folder.path, facts | {"collapse": collapse and str(collapse)})
-                self.main.log.note(f"report: {write_report(self.folder.path)}")
+                path = write_report(self.folder.path)
+                if self.config.report.trackers:
+                    self.main.trackers.finish()
+                    write_report(self.folder.path)  # once more, with what became of the trackers
+                self.main.log.note(f"report: {path}")
             dist.barrier()  # if a rank ended with an error now, torchrun would kill rank 0 while it writes
 
     def _facts(self, vllm_version: str) -> dict[str, object]:

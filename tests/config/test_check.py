@@ -71,6 +71,7 @@ def test_a_good_config_has_no_problems(found):
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
+        (["report.trackers=[wandb, wandb]"], ["report.trackers", "wandb, wandb"]),
         (["model.path=/nowhere"], ["model.path", "/nowhere"]),
         (["task.train.0.data=/nowhere"], ["task.train.0.data", "/nowhere"]),
         (["task.heldout.0.data=/nowhere"], ["task.heldout.0.data", "/nowhere"]),

@@ -12,7 +12,7 @@ from moe_rl import cli
 from moe_rl.commands.doctor import verdict
 from moe_rl.config.load import load_config
 from moe_rl.doctor import machine as machine_module
-from moe_rl.doctor.diagnosis import diagnose, fits, installation_problems
+from moe_rl.doctor.diagnosis import diagnose, fits, installation_problems, tracker_problems
 from moe_rl.doctor.machine import (
     ALWAYS,
     APEX,
@@ -20,6 +20,7 @@ from moe_rl.doctor.machine import (
     NCCL,
     PARTS,
     TORCH,
+    TRACKERS,
     TRANSFORMER_ENGINE,
     VLLM,
     Gpu,
@@ -93,6 +94,26 @@ def test_a_gpu_needs_cuda_and_nccl_and_does_better_with_more(whole_installation)
         tells(message, part=part.name)
         assert diagnose(made_up((), **{part.name: ""})).missing == []
     assert "gloo" in diagnose(made_up()).notes[0]
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_a_tracker_that_is_asked_for_must_be_there(whole_installation, monkeypatch, name):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking")
+    config = load_config(CONFIG, [f"report.trackers=[{name}]"])
+    for found, there in (("", False), ("0.0.1", False), (TRACKERS[name].tested, True)):
+        versions = {part.name: found for part in TRACKERS.values()} | WHOLE
+        monkeypatch.setattr("moe_rl.doctor.diagnosis.found_version", lambda part, have=versions: have[part.name])
+        messages = list(tracker_problems(config))
+        assert messages == diagnose(made_up(), config).missing and len(messages) == (not there)
+        for message in messages:
+            tells(message, f"moe_rl[{name}]", key="report.trackers", part=name, got=found)
+    assert list(tracker_problems(load_config(CONFIG))) == []
+
+
+def test_mlflow_needs_an_address(monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    (message,) = tracker_problems(load_config(CONFIG, ["report.trackers=[mlflow]"]))
+    tells(message, "MLFLOW_TRACKING_URI", key="report.trackers")
 
 
 def test_native_capture_needs_a_gpu(whole_installation):

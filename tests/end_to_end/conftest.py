@@ -33,6 +33,7 @@ BRIEF = [
     "eval.prompts=16",
     "eval.every_steps=2",
     "checkpoint.every_steps=1",
+    "report.trackers=[tensorboard]",
 ]
 
 

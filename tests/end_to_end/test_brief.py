@@ -6,6 +6,7 @@ import signal
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from moe_rl.config.load import load_config
 from moe_rl.report.registry import METRICS, find
@@ -72,6 +73,26 @@ def test_the_ledger_holds_every_prompt_once(brief_run):
     PromptLedger(brief_run.folder / "prompts.jsonl").verify(source, steps=2)
 
 
+def on_tensorboard(folder):
+    """Pairs (step, value) of a few metrics, as TensorBoard shows them."""
+    found = EventAccumulator(str(folder / "trackers/tensorboard")).Reload()
+    return {
+        key: [(one.step, one.value) for one in found.Scalars(key)]
+        for key in ("reward/mean", "policy_kl/k3", "eval/pass_rate")
+    }
+
+
+def test_the_tracker_gets_what_the_run_logs(brief_run):
+    shown = on_tensorboard(brief_run.folder)
+    for key, points in shown.items():
+        logged = [row for row in rows(brief_run.folder) if key in row]
+        assert [step for step, _ in points] == [row["step"] for row in logged] and len(points) == 2
+        assert [value for _, value in points] == pytest.approx([row[key] for row in logged], rel=1e-6)  # float32
+    state = json.loads((brief_run.folder / "trackers/tensorboard.json").read_text())
+    assert (state["metrics"], state["samples"], state["reported"], state["failures"]) == (4, 16, True, 0)
+    assert "4 of 4" in (brief_run.folder / "report.html").read_text()
+
+
 def test_kill_9_and_resume_change_nothing(brief_run, tmp_path, launches):
     """Rank 0 dies in the second of two steps. Ended in other phases and by SIGTERM: test_run.py."""
     launches.append(Launch(tmp_path, *config(f"run.runs_dir={tmp_path}", *BRIEF)))
@@ -94,4 +115,5 @@ def test_kill_9_and_resume_change_nothing(brief_run, tmp_path, launches):
     ours, theirs = tensors(folder, tmp_path), tensors(brief_run.folder, tmp_path)
     assert ours.keys() == theirs.keys() and len(ours) > 20
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert on_tensorboard(folder) == on_tensorboard(brief_run.folder)
     assert (folder / "prompts.jsonl").read_text() == (brief_run.folder / "prompts.jsonl").read_text()

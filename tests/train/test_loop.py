@@ -66,7 +66,10 @@ def test_rollouts_are_trained_on_when_all_of_them_are_kept(monkeypatch, where):
     source = SimpleNamespace(cursor=3, seek=lambda cursor: setattr(source, "cursor", cursor))
     run = SimpleNamespace(
         main=trainer.RankZero(
-            SimpleNamespace(phase=phase), SimpleNamespace(), SimpleNamespace(source=source, collect=collect)
+            SimpleNamespace(phase=phase),
+            SimpleNamespace(),
+            SimpleNamespace(source=source, collect=collect),
+            SimpleNamespace(),
         ),
         peers=SimpleNamespace(phase=phase, to_be_left=nullcontext, asked=False),
         store=SimpleNamespace(check_published=lambda shards: None),
