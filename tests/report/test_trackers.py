@@ -163,6 +163,7 @@ def wandb_records(path: Path):
             record = b""
 
 
+@pytest.mark.long
 def test_weights_and_biases_gets_one_run(run):
     stopped_and_resumed(run, "wandb")
     files = sorted((run.path / FOLDER).glob("wandb/offline-run-*/*.wandb"), key=os.path.getmtime)
@@ -196,6 +197,7 @@ def _run_record(part) -> int:
     return next(number for number, record in enumerate(part) if record.run.run_id)
 
 
+@pytest.mark.long
 def test_mlflow_gets_one_run(run):
     from mlflow import MlflowClient
 
@@ -215,6 +217,7 @@ def test_mlflow_gets_one_run(run):
     assert [line["key"] for line in lines] == ["s4/a", "s4/b"]
 
 
+@pytest.mark.long
 def test_a_failure_is_counted_and_told_once_and_nothing_is_lost(run, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://at-all")
     run.step(1, 0.1)
@@ -250,6 +253,7 @@ def silent(monkeypatch):
         yield server
 
 
+@pytest.mark.long
 def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(run, silent):
     trackers = run.trackers("mlflow", seconds=8.0)
     begun = time.monotonic()
