@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 from collections.abc import Sequence
 from datetime import timedelta
 from types import UnionType
@@ -90,6 +91,18 @@ def device() -> torch.device:
 def device_name() -> str:
     """Return the name of this rank's device, such as "NVIDIA H100 80GB HBM3"; "CPU" without a GPU."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
+def peak_memory() -> dict[str, float]:
+    """Return the most memory in bytes that a rank has had since its start: on the host, and on the GPU if there is one.
+
+    All ranks call this together.
+    """
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    on_gpu = torch.cuda.is_available()
+    device = torch.cuda.max_memory_reserved() if on_gpu else 0
+    most = all_reduce([host, device], dist.ReduceOp.MAX)
+    return dict(zip(("memory/host_peak_bytes", "memory/device_peak_bytes")[: 1 + on_gpu], most, strict=False))
 
 
 def holds_first_replica() -> tuple[bool, bool]:

@@ -15,6 +15,10 @@ ALL = (
         "Mean weighted reward of the completions that were scored in this step.",
         "Flat while the pass rate is low: there is nothing to learn from (see group/zero_variance_fraction), or the "
         "learning rate is too low."),
+    Metric("reward/quantile/<name>", "reward", "neutral",
+        "Weighted reward below which 5, 25, 50, 75 and 95% of the scored completions lie (p05 to p95).",
+        "p95 rises while p50 does not: only the prompts that were easy become better.",
+        "when measured"),
     Metric("reward/pass_rate", "fraction", "higher",
         "Fraction of the scored training completions whose task.pass_reward is 1, at the sampling temperature.",
         "Rises while eval/pass_rate does not: the policy memorises the training prompts, or "
@@ -44,6 +48,10 @@ ALL = (
         "Mean length of a completion, including the stop token.",
         "Climbs steadily to max_completion_tokens while the reward does not: rambling. Falls to a few tokens: "
         "collapse."),
+    Metric("rollout/completion_tokens_quantile/<name>", "tokens", "neutral",
+        "Length below which 5, 25, 50, 75 and 95% of the completions lie (p05 to p95), including the stop token.",
+        "p95 at max_completion_tokens: the longest completions are cut.",
+        "when measured"),
     Metric("rollout/truncated_fraction", "fraction", "lower",
         "Fraction of the completions that were cut at max_completion_tokens.",
         "High: the limit decides the reward, not the policy."),
@@ -283,6 +291,15 @@ ALL = (
     Metric("throughput/trained_tokens_per_second", "tokens/s", "higher",
         "Prompt and completion tokens / time/train.",
         "Falls: packing got worse, or experts are unbalanced."),
+    Metric("memory/host_peak_bytes", "bytes", "lower",
+        "Largest resident memory of a training rank since its start, on the rank that had most.",
+        "Rises from step to step: something is kept that should be freed.",
+        "when measured"),
+    Metric("memory/device_peak_bytes", "bytes", "lower",
+        "Largest GPU memory that PyTorch has reserved on a training rank since its start, on the rank that had most. "
+        "Logged only with a GPU.",
+        "Near the memory of the GPU: lower train.microbatch_tokens or set train.recompute.",
+        "when measured"),
     *CARRIED,
     # Evaluation lines.
     Metric("eval/pass_rate", "fraction", "higher",

@@ -103,6 +103,7 @@ _ROOMS = {
     "optim": "Optimizer",
     "time": "Time",
     "throughput": "Throughput",
+    "memory": "Memory",
     "trace": "Routing traces",
     "sync": "Weight sync",
     "eval": "Held-out prompts",

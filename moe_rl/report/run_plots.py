@@ -26,7 +26,7 @@ from moe_rl.report.figures import (
     missing,
     panel_of,
 )
-from moe_rl.report.format import percent, points, scientific, short
+from moe_rl.report.format import binary, percent, points, scientific, short
 from moe_rl.report.lines import RunLines
 
 _CYCLE = (GREEN, PURPLE, CYAN, ORANGE, RED, GREY)
@@ -91,6 +91,43 @@ def _rewards(run: RunLines) -> Panel:
         f"{failed:.0f} verifications failed and are left out." if failed else "No verification failed."
     )
     return panel_of(name, title, direction, reading, figure)
+
+
+def _spread(run: RunLines) -> Panel:
+    name, title = "spread", "Distribution of reward and length"
+    direction = "quantiles over the completions of a step; bands hold 50% and 90% of them; higher rewards are better"
+    families = (("reward", "reward/quantile"), ("tokens", "rollout/completion_tokens_quantile"))
+    if not run.series(f"{families[0][1]}/p50")[0]:
+        return missing(name, title, direction, "No quantiles were logged.")
+    figure, both = figure_of(rows=2)
+    reading = []
+    for axes, colour, (label, family) in zip(both, (BLUE, GREEN), families, strict=True):
+        steps, middle = run.series(f"{family}/p50")
+        for low, high, alpha in (("p05", "p95", 0.15), ("p25", "p75", 0.3)):
+            ends = [run.series(f"{family}/{end}")[1] for end in (low, high)]
+            axes.fill_between(steps, *ends, color=colour, alpha=alpha, linewidth=0)
+        line(axes, steps, middle, colour, None)
+        axes.set_ylabel(label)
+        least, most = (run.series(f"{family}/{end}")[1][-1] for end in ("p05", "p95"))
+        reading.append(f"{label} {short(round(least, 3))} to {short(round(most, 3))}, half below {short(middle[-1])}")
+    return panel_of(name, title, direction, f"In the last step: {'; '.join(reading)}.", figure)
+
+
+def _memory(run: RunLines) -> Panel:
+    name, title = "memory", "Memory of a training rank"
+    direction = "largest so far on the fullest rank, GiB, lower is better"
+    steps, host = run.series("memory/host_peak_bytes")
+    gpu_steps, gpu = run.series("memory/device_peak_bytes")
+    if not steps:
+        return missing(name, title, direction, "No memory was logged.")
+    figure, axes = figure_of()
+    line(axes, steps, [one / 2**30 for one in host], GREY, "host")
+    reading = f"Host: {binary(host[-1])}"
+    if gpu_steps:
+        line(axes, gpu_steps, [one / 2**30 for one in gpu], PURPLE, "GPU, reserved by PyTorch")
+        reading += f"; GPU: {binary(gpu[-1])}"
+    from_zero(axes)
+    return panel_of(name, title, direction, reading + ("." if gpu_steps else "; no GPU trains."), figure)
 
 
 def _policy_kl(run: RunLines) -> Panel:
@@ -371,6 +408,7 @@ def _canary(run: RunLines) -> Panel:
 _PANELS: tuple[Callable[[RunLines], Panel], ...] = (
     _pass_rate,
     _rewards,
+    _spread,
     _length,
     _policy_kl,
     _routing,
@@ -379,5 +417,6 @@ _PANELS: tuple[Callable[[RunLines], Panel], ...] = (
     _update,
     _canary,
     _throughput,
+    _memory,
     _time,
 )

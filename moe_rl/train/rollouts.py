@@ -15,6 +15,7 @@ from moe_rl.config.schema import Config
 from moe_rl.errors import RewardError, describe
 from moe_rl.models.hf import ModelFacts
 from moe_rl.objectives.advantages import has_spread, overlong_penalty
+from moe_rl.report.metric import QUANTILES
 from moe_rl.rollout.engine import VllmEngine
 from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.sampler import Sampler
@@ -281,15 +282,18 @@ class Rollouts:
                     "no completion of a step could be verified", got=verdicts[0].detail, do="fix the reward functions"
                 )
             )
-        tokens = sum(len(c.token_ids) for c in completions)
+        lengths = [len(c.token_ids) for c in completions]
+        tokens = sum(lengths)
         versions = {c.weight_version for c in completions}
         return {
             "reward/mean": _mean([v.reward for v in scored]),
+            **_quantiles("reward/quantile", [v.reward for v in scored if v.reward is not None]),
             "reward/pass_rate": _mean([self._passes(v) for v in scored]),
             "reward/failed_verdicts": len(verdicts) - len(scored),
             **{f"reward/part/{name}": _mean([v.parts[name] for v in scored]) for name in self.config.task.rewards},
             "rollout/sequences": len(completions),
             "rollout/completion_tokens_mean": tokens / len(completions),
+            **_quantiles("rollout/completion_tokens_quantile", lengths),
             "rollout/truncated_fraction": _mean([float(c.finish_reason == "length") for c in completions]),
             "rollout/weight_version": max(versions),
             **({"rollout/lost_servers": len(self.engine.lost)} if isinstance(self.engine, ServerFleet) else {}),
@@ -328,6 +332,12 @@ def generate_request(
 def _mean(values: Seq[float | None]) -> float:
     known = [v for v in values if v is not None]
     return sum(known) / len(known) if known else float("nan")
+
+
+def _quantiles(family: str, values: Seq[float]) -> dict[str, float]:
+    """Return the members of a family of metrics: the values below which 5, 25, 50, 75 and 95% lie."""
+    found = np.percentile(values, QUANTILES)
+    return {f"{family}/p{part:02d}": float(value) for part, value in zip(QUANTILES, found, strict=True)}
 
 
 def _digest(completions: Seq[Completion]) -> str:

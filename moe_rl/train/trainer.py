@@ -174,10 +174,15 @@ class Trainer:
         Returns:
             The error to end the run with if it has collapsed, else None.
         """
-        metrics |= batch.metrics | {
-            "throughput/trained_tokens_per_second": sum(s.forwarded for s in batch.sequences) / clock.seconds["train"],
-            **{f"time/{name}": seconds for name, seconds in (clock.seconds | self.saving.seconds).items()},
-        }
+        metrics |= (
+            batch.metrics
+            | world.peak_memory()
+            | {
+                "throughput/trained_tokens_per_second": sum(s.forwarded for s in batch.sequences)
+                / clock.seconds["train"],
+                **{f"time/{name}": seconds for name, seconds in (clock.seconds | self.saving.seconds).items()},
+            }
+        )
         self.saving = Clock()
         self.train_seconds = sum(clock.seconds[part] for part in _TRAINING)
         if self.main is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from moe_rl.report.lines import FILE, encode
+from moe_rl.report.metric import QUANTILES
 
 LEVELS = ("1-digit", "2-digit", "carry")
 
@@ -58,12 +59,16 @@ def metrics(step: int, replay: bool = True, native: bool = False, total: int = 4
     sample, train = 2.4 + rng.random(), 3.1 + 0.4 * rng.random()
     row: dict[str, float] = {
         "reward/mean": pass_rate + 0.1 * min(1, 0.8 + 0.2 * learned),
+        **{f"reward/quantile/p{part:02d}": pass_rate * part / 50 for part in QUANTILES},
         "reward/pass_rate": pass_rate,
         "reward/failed_verdicts": 0,
         "reward/part/exact": pass_rate,
         "reward/part/format": min(1, 0.8 + 0.2 * learned + rng.gauss(0, 0.01)),
         "rollout/sequences": 256,
         "rollout/completion_tokens_mean": length,
+        **{f"rollout/completion_tokens_quantile/p{part:02d}": length * part / 50 for part in QUANTILES},
+        "memory/host_peak_bytes": 3 * 2**30,
+        "memory/device_peak_bytes": 70 * 2**30,
         "rollout/truncated_fraction": max(0.0, 0.08 - 0.07 * learned + rng.gauss(0, 0.006)),
         "rollout/weight_version": step - 1,
         "group/zero_variance": 6,

@@ -13,8 +13,8 @@ from moe_rl.report.run_plots import panels
 from moe_rl.report.summary import summarize
 
 VOID = {"meta", "br", "hr", "img", "link", "wbr", "input"}
-PLOTS = ["pass-rate", "reward", "length", "policy-kl", "routing", "extreme", "entropy", "update", "canary"]
-PLOTS += ["throughput", "time"]
+PLOTS = ["pass-rate", "reward", "spread", "length", "policy-kl", "routing", "extreme", "entropy", "update", "canary"]
+PLOTS += ["throughput", "memory", "time"]
 
 
 class Page(HTMLParser):
@@ -98,6 +98,15 @@ def test_readings_quote_the_paired_numbers(synthetic_run, facts):
         f"On the 8 steps with both passes: {sum(native) / 8:.1e} native, {sum(replayed) / 8:.1e} with replay"
         in page.words
     )
+
+
+def test_the_distribution_and_the_memory_of_the_last_step_are_said(synthetic_run, facts):
+    run_dir = synthetic_run()
+    last = read_run(run_dir).train[-1]
+    _, page = report(run_dir, facts)
+    low, high = (round(last[f"reward/quantile/{end}"], 3) for end in ("p05", "p95"))
+    assert f"In the last step: reward {low} to {high}, half below" in page.words
+    assert "Host: 3.0 GiB; GPU: 70.0 GiB." in page.words
 
 
 BROKEN = {

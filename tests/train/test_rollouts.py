@@ -95,6 +95,10 @@ def test_without_it_every_group_is_trained_on(tmp_path):
     assert not any(key in batch.metrics for key in ("group/sampled", "group/discarded", "group/lacking"))
     assert batch.metrics["group/zero_variance"] == 1 and batch.metrics["group/zero_variance_fraction"] == 0.5
     assert list(rig.engine.asked) == ["step000001"]
+    rewards = {end: batch.metrics[f"reward/quantile/{end}"] for end in ("p05", "p25", "p50", "p75", "p95")}
+    assert rewards == pytest.approx({"p05": 0.125, "p25": 0.5, "p50": 0.5, "p75": 0.875, "p95": 1.75})
+    lengths = [len(s.token_ids) for s in batch.sequences]
+    assert batch.metrics["rollout/completion_tokens_quantile/p95"] == pytest.approx(np.percentile(lengths, 95))
 
 
 @pytest.mark.parametrize(
