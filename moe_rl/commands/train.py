@@ -48,6 +48,7 @@ from moe_rl.tasks import prompt_ledger
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.tasks.prompts import TaskPrompts, load_task
 from moe_rl.tasks.tokenizer import TextCodec
+from moe_rl.tasks.verifiers import VerifierPool
 from moe_rl.train import run_folder
 from moe_rl.train.peers import STOPPED
 from moe_rl.train.run_folder import RunFolder
@@ -325,9 +326,24 @@ def _read_task(config: Config, facts: ModelFacts, found: list[Problem]) -> tuple
         if wrong:
             return None, wrong
         task = load_task(config, codec)
-        return task, list(argument_problems(reward_parameters(config), task.columns()))
+        return task, [*argument_problems(reward_parameters(config), task.columns())] or _load_rewards(config, task)
     except DataError as error:
         return None, [problem for problem in error.problems if problem not in found]
+
+
+def _load_rewards(config: Config, task: TaskPrompts) -> list[Problem]:
+    """Import the reward functions as the run will, in a process of their own. Return what is wrong with them."""
+    try:
+        with VerifierPool(
+            config.task.rewards,
+            timeout_seconds=config.task.verifier_timeout_seconds,
+            workers=1,
+            generators=config.task.generators,
+        ) as verifiers:
+            verifiers.check_arguments(task.columns())
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 def _checkpoint_problems(config: Config, folder: RunFolder | None, step: int | None) -> list[Problem]:

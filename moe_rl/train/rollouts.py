@@ -233,12 +233,17 @@ class Rollouts:
             completions = self.engine.generate(requests, shard=f"eval-{name}-step{step:06d}")
             passed[name] = [self._passes(v) for v in self._judge(self.heldout, completions)]
         levels: dict[str, list[float | None]] = {}
+        sources: dict[str, list[float | None]] = {}
         for prompt, result in zip(self.heldout, passed["sampled"], strict=True):
+            sources.setdefault(prompt.id.partition("/")[0], []).append(result)
             if prompt.level is not None:
                 levels.setdefault(prompt.level, []).append(result)
+        if len(sources) == 1:
+            sources = {}
         return {
             "eval/pass_rate": _mean(passed["sampled"]),
             "eval/pass_rate_greedy": _mean(passed["greedy"]),
+            **{f"eval/source/{source}": _mean(results) for source, results in sources.items()},
             **{f"eval/level/{level}": _mean(results) for level, results in sorted(levels.items())},
         }
 

@@ -73,6 +73,10 @@ BAD = {
                                    "task.rewards.format.function", {}),
     "a reward without a module": ([], ["task.rewards.format.function=no_such.module.f"],
                                   "task.rewards.format.function", {}),
+    "a reward whose import fails": ([], ["task.rewards.format.function=broken.f"],
+                                    "task.rewards.format.function", {}),
+    "a reward that is no function": ([], ["task.rewards.format.function=broken_kind.f"],
+                                     "task.rewards.format.function", {}),
     "no such pass reward": ([], ["task.pass_reward=exakt"], "task.pass_reward", {"got": "exakt"}),
     "a stop token that no text has": ([], ["rollout.stop_token_ids=[1, 4000]"], "model.path", {"got": "4000"}),
     "no tokenizer": ([], ["model.path=bare"], "model.path", {"folder": "bare"}),
@@ -96,6 +100,9 @@ def here(tmp_path, monkeypatch):
     lines(tmp_path / "heldout.jsonl", GOOD)
     lines(tmp_path / "blank.jsonl", [row | {"prompt": ""} for row in GOOD])
     (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "broken.py").write_text("def f(completion): ...\nraise RuntimeError('not today')\n")
+    (tmp_path / "broken_kind.py").write_text("f = 7\n")
+    monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "damaged.parquet").write_text("PAR1")
     return tmp_path
 

@@ -9,6 +9,7 @@ import pytest
 
 from moe_rl.config.load import load_config
 from moe_rl.errors import RewardError
+from moe_rl.report.registry import check_eval
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.train.kept import shard_name, shard_step
 from moe_rl.train.rollouts import Rollouts, _digest, generate_request
@@ -265,3 +266,28 @@ def test_an_evaluation_leaves_no_routes(tmp_path, monkeypatch):
     rig.rollouts._judge = rig.judge
     rig.collect()
     assert all(request.record for request in asked[2:]) and len(asked) > 2
+
+
+def test_levels_and_sources_have_pass_rates_of_their_own():
+    rollouts = object.__new__(Rollouts)
+    rollouts.config = SimpleNamespace(
+        run=SimpleNamespace(seed=1),
+        rollout=SimpleNamespace(temperature=1.0, max_completion_tokens=5, top_k=0, top_p=1.0, min_p=0.0),
+        task=SimpleNamespace(pass_reward="right"),
+    )
+    rollouts.stop_tokens = ()
+    rollouts.engine = SimpleNamespace(generate=lambda requests, shard: requests)
+    rollouts._judge = lambda prompts, asked: [Verdict("scored", 1.0, {"right": float(p.text)}) for p in prompts]
+    sums = [Prompt("sums/0", "1", level="easy"), Prompt("sums/1", "0", level="hard")]
+    rollouts.heldout = [*sums, Prompt("words/0", "0")]
+    rates = rollouts.evaluate(3)
+    assert rates["eval/pass_rate"] == pytest.approx(1 / 3)
+    assert {key: rate for key, rate in rates.items() if "/source/" in key or "/level/" in key} == {
+        "eval/source/sums": 0.5,
+        "eval/source/words": 0.0,
+        "eval/level/easy": 1.0,
+        "eval/level/hard": 0.0,
+    }
+    check_eval(rates)
+    rollouts.heldout = sums
+    assert not any("/source/" in key for key in rollouts.evaluate(3))
