@@ -21,6 +21,7 @@ from moe_rl.train import run_folder
 from moe_rl.train.run_folder import RunFolder
 
 PRECISIONS = ("bfloat16", "float32", "fp8")
+BUDGET_TOKENS = 100_000
 OVERRIDES = ("train.dtype", "train.microbatch_tokens", "parallel.", "rollout.kv_cache_mib", "rollout.max_concurrent")
 
 _EPILOG = """
@@ -31,8 +32,10 @@ sampled them, and also scores them with every later checkpoint. Works with plain
 torchrun takes --run as an option of its own unless two dashes come first:
 torchrun --nproc-per-node N -m -- moe_rl compare --run RUN
 
-Exit status: 0 if every replayed route was applied (mismatch 0), the 95% interval of the policy KL k3 under replay
-lies below that of native routing, and the self-test passes: every planted fault is refused where it must be, and
+While the paired difference of k3 is undecided, it samples on with the same weights, up to --budget-tokens.
+
+Exit status: 0 if every replayed route was applied (mismatch 0), the interval of the paired difference of the policy KL
+k3, native less replay, lies above 0, and the self-test passes: every planted fault is refused where it must be, and
 worsens the numbers where it is forced past the checks. 3 if not. 2 for bad input.
 """
 
@@ -60,6 +63,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder for routing_kl.json and .html (default: the run's folder, or a new one)",
     )
+    parser.add_argument(
+        "--budget-tokens",
+        type=_tokens,
+        default=BUDGET_TOKENS,
+        metavar="N",
+        help="sample on with the same weights until the verdict is decided, or until this many completion tokens are "
+        f"compared (default {BUDGET_TOKENS:,}; 0: sample no more)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to this file")
     parser.add_argument(
         "overrides",
@@ -75,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         config, folder = _configure(options)
         found = problems(config, int(os.environ.get("WORLD_SIZE", "1")))
-        if options.config or options.sampler_dtype:
+        if options.config or options.sampler_dtype or options.budget_tokens:
             found += installation_problems(config)
         if found:
             raise ConfigError([*found, f"{len(found)} problem{'s' if len(found) > 1 else ''}; nothing was started"])
@@ -91,6 +102,12 @@ def run(options: argparse.Namespace) -> int:
     except MoeRLError as error:
         print(f"moe_rl: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 2
+
+
+def _tokens(value: str) -> int:
+    if not value.isdecimal():
+        raise argparse.ArgumentTypeError(f"got {value}, expected a number of tokens, 0 or more")
+    return int(value)
 
 
 def _precision_or_override(value: str) -> str:
@@ -148,6 +165,7 @@ def _compare(config: Config, run: RunFolder | None, options: argparse.Namespace)
 
     from moe_rl.comparison.experiment import Asked, compare
     from moe_rl.comparison.kl_page import page, text
+    from moe_rl.comparison.sources import own_precision
     from moe_rl.megatron import world
 
     world.start(config.parallel, seed=config.run.seed, timeout_seconds=3600)
@@ -156,9 +174,8 @@ def _compare(config: Config, run: RunFolder | None, options: argparse.Namespace)
         out = options.out or (run.path if run else None)
         if out is None:
             out = Path(world.broadcast(str(run_folder.create(config).path) if main_rank else None, str))
-        own = config.rollout.dtype if config.rollout.weights == "exact" else "fp8"
-        precisions = tuple(options.sampler_dtype) or (() if run else (own,))
-        result, detail = compare(Asked(config, run, precisions, out))
+        precisions = tuple(options.sampler_dtype) or (() if run else (own_precision(config.rollout),))
+        result, detail = compare(Asked(config, run, precisions, out, options.budget_tokens))
         if main_rank:
             print(text(result))
             _write(out, result, page(result, detail, config), options.json)

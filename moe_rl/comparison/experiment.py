@@ -5,9 +5,12 @@ All ranks run it together.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence as Seq
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any
@@ -17,13 +20,15 @@ import torch
 import torch.distributed as dist
 
 from moe_rl.comparison import faults, quantities, sources
+from moe_rl.comparison.decision import Decision, Sums, decide, sums_of
 from moe_rl.comparison.passes import Pass, Scorer, TokenOwners, other_budget
 from moe_rl.comparison.quantities import Bootstrap, Estimate
-from moe_rl.comparison.sources import Source, Weights
+from moe_rl.comparison.sources import LiveSampler, Source, Weights
 from moe_rl.config.schema import Config
 from moe_rl.errors import DataError, describe
 from moe_rl.megatron import checkpoint, world
 from moe_rl.megatron.policy import Policy
+from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import read_model
 from moe_rl.objectives.mismatch import MismatchSums
 from moe_rl.trace import TraceSpec
@@ -51,12 +56,14 @@ class Asked:
         run: The folder of a run; None samples now.
         precisions: The precisions of the samplers to sample with now.
         out: Folder for results.
+        budget_tokens: Number of completion tokens up to which more are sampled while the verdict is open.
     """
 
     config: Config
     run: RunFolder | None
     precisions: tuple[str, ...]
     out: Path
+    budget_tokens: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,12 +95,8 @@ def compare(asked: Asked) -> tuple[dict[str, Any], Detail]:
     found = [] if asked.run is None else [sources.stored(config, asked.run, step)]
     prompts = [(s.key, s.prompt_token_ids) for s in found[0].sequences] if found else None
     prompts = prompts or sources.prompts_of_config(config)
-    for precision in asked.precisions:
-        found.append(
-            sources.sample(
-                config, facts, policy, prompts, version=weights[0].version, precision=precision, out=asked.out
-            )
-        )
+    sampling = _Sampling(config, facts, policy, spec, weights[0].version, asked)
+    found += [sampling.once(prompts, precision) for precision in asked.precisions]
     first = _Measured(config, policy, spec, found[0], weights[0].version)
     rows = first.rows(0)
     result: dict[str, Any] = {
@@ -118,6 +121,7 @@ def compare(asked: Asked) -> tuple[dict[str, Any], Detail]:
         "layers": first.layers(spec),
         "self_test": faults.self_test(first.scorer, spec, weights[0].version, first.worse),
     }
+    result["decision"] = asdict(_decide(first, sampling, step))
     for source in found[1:]:
         rows += _Measured(config, policy, spec, source, weights[0].version).rows(0)
     for later in weights[1:]:
@@ -127,6 +131,68 @@ def compare(asked: Asked) -> tuple[dict[str, Any], Detail]:
     result["verdict"] = verdict(result)
     tokens = [[*s.prompt_token_ids, *s.token_ids][: s.forwarded] for s in found[0].sequences]
     return _finite(result), Detail(first.owners, first.passes["native"], first.passes["R3"], tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampling:
+    """Holds what it takes to sample with the weights that the comparison is about, and to score what was sampled."""
+
+    config: Config
+    facts: ModelFacts
+    policy: Policy
+    spec: TraceSpec
+    version: int
+    asked: Asked
+
+    def live(self, precision: str, name: str) -> LiveSampler:
+        """Start a sampler. Its traces go to `routing_kl-<name>` in the folder for results."""
+        folder = self.asked.out / f"routing_kl-{name}"
+        return LiveSampler(
+            self.config, self.facts, self.policy, version=self.version, precision=precision, folder=folder
+        )
+
+    def once(self, prompts: list[tuple[str, tuple[int, ...]]], precision: str) -> Source:
+        with closing(self.live(precision, f"sampler-{precision}")) as sampler:
+            return sampler.sample(prompts)
+
+    def scored(self, source: Source, name: str) -> list[Sums]:
+        """Score the sequences, natively routed and under their own routes."""
+        scorer = Scorer(self.config, self.policy, source.store, self.spec, source.sequences, self.version)
+        passes = [scorer.run(mode, f"{mode} {name}")[0] for mode in ("observe", "replay")]
+        before, after = (policy_k3(one, scorer.owners) for one in passes)
+        return sums_of([s.prompt_token_ids for s in source.sequences], scorer.owners, before, after)
+
+
+def _decide(first: _Measured, sampling: _Sampling, step: int) -> Decision:
+    """Look at the first sequences, and sample on with the same weights until the paired difference is decided.
+
+    More prompts are taken from the training prompts, in an order of their own.
+    """
+    config, asked = sampling.config, sampling.asked
+    size = config.rollout.group_size
+    mean_tokens = first.lengths.mean()
+    with ExitStack() as stack:
+        ask = cache(lambda: stack.enter_context(closing(sampling.live(precision, "more"))))
+        source = cache(lambda: sources.prompt_source(config, config.run.seed + 1))
+        precision = sources.own_precision(config.rollout) if asked.run else asked.precisions[0]
+        rounds = itertools.count(1)
+
+        def more(tokens: int) -> list[Sums]:
+            name = f"more{next(rounds)}"
+            if dist.get_rank() == 0:
+                print(f"k3, native less R3, is undecided; sampling about {tokens:,} tokens more", flush=True)
+            prompts = source().take(max(1, round(tokens / mean_tokens / size)))
+            asked_for = sources.asked_of(f"s{step}/{name}", prompts, config)
+            return sampling.scored(ask().sample(asked_for), name)
+
+        begun = [policy_k3(first.passes[route], first.owners) for route in ("native", "R3")]
+        sums = sums_of([s.prompt_token_ids for s in first.source.sequences], first.owners, *begun)
+        return decide(sums, asked.budget_tokens, more, seed=config.run.seed)
+
+
+def policy_k3(one: Pass, owners: TokenOwners) -> np.ndarray:
+    """Return the sums [B] of k3 over the completion tokens of each sequence."""
+    return quantities.policy_sums(one.logprobs, owners.rollout_logprobs, owners.tokens, owners.sequences)["k3"]
 
 
 class _Measured:
@@ -321,12 +387,13 @@ def verdict(result: dict[str, Any]) -> dict[str, Any]:
     for row, counts in applied:
         if counts["mismatch"] or counts["consumed"] != counts["expected"]:
             reasons.append(f"{row['routing']} on {row['source']}: routes were not applied exactly: {counts}")
-    policy = result["quantities"]["completion"]["policy"]["k3"]
-    before, after = (Estimate(**policy[when]) for when in ("before", "after"))
-    if not after.below(before):
+    if (outcome := result["decision"]["outcome"]) != "lower":
+        last, confidence = result["decision"]["looks"][-1], result["decision"]["confidence"]
+        said = "replay raises it" if outcome == "higher" else "undecided, and the budget of tokens is spent"
         reasons.append(
-            f"policy KL k3: the interval after replay, {after.low:.3g} to {after.high:.3g}, is not below the interval "
-            f"before replay, {before.low:.3g} to {before.high:.3g}"
+            f"policy KL k3: {said}: on {last['tokens']:,} tokens, native less replay is "
+            f"{last['difference']['value']:.3g}, its {confidence:.1%} interval {last['difference']['low']:.3g} to "
+            f"{last['difference']['high']:.3g}"
         )
     reasons += [f"self-test: {problem}" for problem in result["self_test"]["problems"]]
     return {"passed": not reasons, "exit_code": 3 if reasons else 0, "reasons": reasons}

@@ -88,6 +88,10 @@ def page(result: Result, detail: Detail, config: Config) -> str:
         source=setup["rollouts"],
         tiles=_tiles(result),
         reasons=result["verdict"]["reasons"],
+        looks=[_look(look) for look in result["decision"]["looks"]],
+        planned=len(result["decision"]["planned"]),
+        budget=count(result["decision"]["budget"]),
+        confidence=f"{result['decision']['confidence']:.1%}",
         quantities=[_policy_table(result), *(_routing_table(result, part) for part in PARTS)],
         totals=[_applied_total(result), *(_router_kl_total(result, part) for part in PARTS)],
         settings=[
@@ -114,11 +118,13 @@ def text(result: Result) -> str:
     ]  # fmt: skip
     widths = [max(len(line[i]) for line in table) for i in range(len(header))]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
-    difference = result["quantities"]["completion"]["policy"]["k3"]["before_less_after"]
     lines.append("")
-    lines.append(f"k3, native less R3, paired: {_interval(difference)}")
-    if (prompts := result["quantities"]["completion"]["k3_by_prompt"]) is not None:
-        lines.append(f"the same, prompts resampled: {_interval(prompts['before_less_after'])}")
+    decision = result["decision"]
+    for number, look in enumerate(decision["looks"], start=1):
+        lines.append(
+            f"look {number} of {len(decision['planned'])}, {look['tokens']:,} tokens of {look['prompts']:,} prompts: "
+            f"k3, native less R3, {_interval(look['difference'])}, interval of {decision['confidence']:.1%}"
+        )
     for name, noise in result["noise"].items():
         lines.append(f"noise floor, native {name}: {_noise_line(noise)}")
     for one in result["self_test"]["forced"]:
@@ -129,7 +135,7 @@ def text(result: Result) -> str:
         )
     lines.append("")
     lines += [f"NOT PASSED: {reason}" for reason in result["verdict"]["reasons"]] or [
-        "passed: every route was applied, replay lowered the interval of k3, every planted fault was found"
+        "passed: every route was applied, replay lowered k3, every planted fault was found"
     ]
     return "\n".join(lines)
 
@@ -228,6 +234,12 @@ def _setting(row: dict[str, Any]) -> list[Cell]:
         Cell(_soft(row["router_kl"])),
         Cell("") if row["routing"] == "native" else _cell(row["native_less_this"]["k3"], scientific),
     ]
+
+
+def _look(look: dict[str, Any]) -> list[Cell]:
+    """Return one row of the table of looks."""
+    numbers = [Cell(count(look[name])) for name in ("tokens", "sequences", "prompts")]
+    return [*numbers, _cell(look["difference"], scientific)]
 
 
 def _forced(one: dict[str, Any]) -> list[Cell]:

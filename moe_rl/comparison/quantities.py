@@ -33,30 +33,39 @@ class Estimate:
     low: float
     high: float
 
-    def below(self, other: Estimate) -> bool:
-        """Return whether the whole interval is below the other interval."""
-        return self.high < other.low
-
 
 class Bootstrap:
     """Draws S seeded resamples of B sequences. Everything that is compared uses the same resamples.
 
     Args:
         clusters: int [B], 0 to C - 1. Sequences of a cluster are drawn together. None draws each sequence by itself.
+        confidence: of the intervals.
 
     Raises:
         ValueError: There are fewer than two clusters, so their variation is unknown.
     """
 
-    def __init__(self, sequences: int, *, seed: int, resamples: int = RESAMPLES, clusters: np.ndarray | None = None):
+    def __init__(
+        self,
+        sequences: int,
+        *,
+        seed: int,
+        resamples: int = RESAMPLES,
+        clusters: np.ndarray | None = None,
+        confidence: float = CONFIDENCE,
+    ):
         clusters = np.arange(sequences) if clusters is None else np.asarray(clusters)
         drawn = len(np.unique(clusters))
         if drawn < 2:
             raise ValueError(describe("too few sequences for an interval", got=drawn, expected="at least 2"))
         rng = np.random.default_rng(seed)
-        # How often each sequence is drawn, [S, B]. No count exceeds 65,535.
-        times = rng.multinomial(drawn, np.full(drawn, 1 / drawn), size=resamples).astype(np.uint16)
-        self._times = times[:, clusters]
+        # How often each sequence is drawn, [S, B]. No count exceeds 65,535. Drawn in parts, because 64-bit counts of
+        # all resamples would need four times the memory.
+        parts = [len(part) for part in np.array_split(np.arange(resamples), 20)]
+        share = np.full(drawn, 1 / drawn)
+        times = np.concatenate([rng.multinomial(drawn, share, size=part).astype(np.uint16) for part in parts])
+        self._times = times if drawn == len(clusters) else times[:, clusters]
+        self._tail = 50 * (1 - confidence)
 
     def mean(self, sums: np.ndarray, counts: np.ndarray) -> Estimate:
         """Return sum(sums) / sum(counts), both [B]; NaN if the counts are all 0."""
@@ -65,8 +74,8 @@ class Bootstrap:
             return Estimate(math.nan, math.nan, math.nan)
         resampled_sums, resampled_counts = self._resample(sums), self._resample(counts)
         drawn = resampled_counts > 0
-        tail = 50 * (1 - CONFIDENCE)
-        low, high = np.percentile(resampled_sums[drawn] / resampled_counts[drawn], [tail, 100 - tail])
+        limits = [self._tail, 100 - self._tail]
+        low, high = np.percentile(resampled_sums[drawn] / resampled_counts[drawn], limits)
         return Estimate(float(sums.sum() / counts.sum()), float(low), float(high))
 
     def difference(self, before: np.ndarray, after: np.ndarray, counts: np.ndarray) -> Estimate:

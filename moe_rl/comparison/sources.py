@@ -25,7 +25,7 @@ from moe_rl.trace import TraceStore
 from moe_rl.train.kept import KeptRollouts, RolloutBatch, shard_name
 from moe_rl.train.rollouts import engine_settings, generate_request, stop_tokens
 from moe_rl.train.run_folder import RunFolder
-from moe_rl.types import Sequence
+from moe_rl.types import Prompt, Sequence
 from moe_rl.weights.digest import tensor_digests, total_digest
 from moe_rl.weights.sender import WeightSender
 
@@ -102,6 +102,11 @@ def precision_of(rollout: RolloutConfig) -> str:
     return rollout.dtype if rollout.weights == "exact" else f"fp8 weights, {rollout.dtype}"
 
 
+def own_precision(rollout: RolloutConfig) -> str:
+    """Return the name that `in_precision` takes for the sampler of these settings."""
+    return rollout.dtype if rollout.weights == "exact" else "fp8"
+
+
 def in_precision(rollout: RolloutConfig, precision: str) -> RolloutConfig:
     """Return the settings with a sampler in "bfloat16", "float32" or "fp8". The last has float8 weights and keeps the
     config's dtype for computation."""
@@ -111,58 +116,74 @@ def in_precision(rollout: RolloutConfig, precision: str) -> RolloutConfig:
 
 def prompts_of_config(config: Config) -> list[tuple[str, tuple[int, ...]]]:
     """Return (key, prompt tokens) for each completion of the config's first step."""
-    rollout = config.rollout
-    task = load_task(config, TextCodec(config.model.path, ()))
-    chosen = PromptSource(task.train, config.run.seed).take(rollout.prompts_per_step)
-    return [(f"s1/p{p}/c{c}", prompt.token_ids) for p, prompt in enumerate(chosen) for c in range(rollout.group_size)]
+    chosen = prompt_source(config, config.run.seed).take(config.rollout.prompts_per_step)
+    return asked_of("s1", chosen, config)
 
 
-def sample(
-    config: Config,
-    facts: ModelFacts,
-    policy: Policy,
-    prompts: list[tuple[str, tuple[int, ...]]],
-    *,
-    version: int,
-    precision: str,
-    out: Path,
-) -> Source:
-    """Start an engine in this precision with the policy's weights, sample the prompts, and stop the engine. All ranks
-    call this.
+def prompt_source(config: Config, seed: int) -> PromptSource:
+    """Return the training prompts in the order that the seed gives."""
+    return PromptSource(load_task(config, TextCodec(config.model.path, ())).train, seed)
 
-    Traces and log go to `routing_kl-sampler-<precision>` in `out`, replacing those of an earlier comparison.
+
+def asked_of(name: str, prompts: list[Prompt], config: Config) -> list[tuple[str, tuple[int, ...]]]:
+    """Return (key, prompt tokens) for each completion of these prompts."""
+    size = config.rollout.group_size
+    return [(f"{name}/p{p}/c{c}", prompt.token_ids) for p, prompt in enumerate(prompts) for c in range(size)]
+
+
+class LiveSampler:
+    """Samples from an engine of its own, which gets the policy's weights. All ranks make it and call it together.
+
+    The engine runs until `close`.
 
     Args:
         precision: See `in_precision`.
+        folder: For traces and log, in place of those of an earlier comparison.
 
     Raises:
         EngineError: On rank 0.
     """
-    rollout = in_precision(config.rollout, precision)
-    config = config.model_copy(update={"rollout": rollout})
-    folder = RunFolder(out / f"routing_kl-sampler-{precision}")
-    sequences, engine = None, None
-    try:
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder.path, ignore_errors=True)
-            folder.trace.mkdir(parents=True)
-            engine = VllmEngine.start(engine_settings(config, facts, folder))
-        world.broadcast("ready" if engine else None, str)
-        other = config.model.from_run is not None or rollout.weights != "exact"
-        if version or other:  # otherwise the engine has read the initial model itself
-            WeightSender(policy, rollout, folder.sync, world).send(engine, version)
-        if engine is not None:
+
+    def __init__(
+        self, config: Config, facts: ModelFacts, policy: Policy, *, version: int, precision: str, folder: Path
+    ):
+        rollout = in_precision(config.rollout, precision)
+        self._config, self._facts, self._version = config.model_copy(update={"rollout": rollout}), facts, version
+        self._folder, self._rounds = RunFolder(folder), 0
+        self._engine: VllmEngine | None = None
+        try:
+            if dist.get_rank() == 0:
+                shutil.rmtree(self._folder.path, ignore_errors=True)
+                self._folder.trace.mkdir(parents=True)
+                self._engine = VllmEngine.start(engine_settings(self._config, facts, self._folder))
+            world.broadcast("ready" if self._engine else None, str)
+            other = config.model.from_run is not None or rollout.weights != "exact"
+            if version or other:  # otherwise the engine has read the initial model itself
+                WeightSender(policy, rollout, self._folder.sync, world).send(self._engine, version)
+        except BaseException:
+            self.close()
+            raise
+
+    def sample(self, prompts: list[tuple[str, tuple[int, ...]]]) -> Source:
+        """Sample one completion for each (key, prompt tokens)."""
+        sequences = None
+        if self._engine is not None:
+            config = self._config
             requests = [
-                generate_request(config, key, tokens, stop_tokens(config, facts), config.rollout.temperature)
+                generate_request(config, key, tokens, stop_tokens(config, self._facts), config.rollout.temperature)
                 for key, tokens in prompts
             ]
-            completions = engine.generate(requests, shard=shard_name(version + 1))
+            completions = self._engine.generate(requests, shard=shard_name(self._version + 1, self._rounds))
             sequences = [Sequence.of(completion, reward=0.0) for completion in completions]
-    finally:
-        if engine is not None:
-            engine.close()
-    sequences = world.broadcast(sequences, list[Sequence])
-    return _complete("sampled now", precision_of(rollout), sequences, TraceStore(folder.trace))
+        self._rounds += 1
+        sequences = world.broadcast(sequences, list[Sequence])
+        sampler = precision_of(self._config.rollout)
+        return _complete("sampled now", sampler, sequences, TraceStore(self._folder.trace))
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
 
 
 def weights_digest(policy: Policy, dtype: str) -> str:

@@ -76,6 +76,13 @@ def test_a_precision_that_is_none(run, capsys):
     assert "--sampler-dtype: got fp4, expected one of bfloat16, float32, fp8" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("tokens", ["-1", "many", "1e5"])
+def test_a_budget_that_is_no_number(run, capsys, tokens):
+    with pytest.raises(SystemExit) as ended:
+        main(["--run", str(run), f"--budget-tokens={tokens}"])
+    assert ended.value.code == 2 and f"--budget-tokens: got {tokens}" in capsys.readouterr().err
+
+
 def test_a_model_that_is_gone_is_told(run, capsys, tmp_path):
     shutil.copytree(ROOT / "assets/tiny_moe/policy", tmp_path / "model")
     text = (run / "config.yaml").read_text().replace("assets/tiny_moe/policy", str(tmp_path / "gone"))
@@ -89,5 +96,5 @@ def test_the_help_says_what_the_exit_status_means(capsys):
         main(["--help"])
     assert ended.value.code == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "the 95% interval of the policy KL k3 under replay lies below that of native routing" in said
+    assert "the interval of the paired difference of the policy KL k3, native less replay, lies above 0" in said
     assert "self-test passes" in said and "3 if not. 2 for bad input." in said

@@ -16,9 +16,10 @@ GOOD = {
         {"routing": "native", "source": "step 3", "applied": None},
         {"routing": "R3", "source": "step 3", "applied": {"mismatch": 0, "checked": 9, "consumed": 4, "expected": 4}},
     ],
-    "quantities": {"completion": {"policy": {"k3": {
-        "before": estimate(3e-3, 2e-3, 4e-3), "after": estimate(1e-3, 5e-4, 1.9e-3),
-    }}}},
+    "decision": {
+        "outcome": "lower", "confidence": 0.975,
+        "looks": [{"tokens": 2_000, "difference": estimate(2e-3, 1e-3, 3e-3)}],
+    },
     "self_test": {"problems": []},
 }  # fmt: skip
 
@@ -35,12 +36,20 @@ def test_one_route_that_was_not_applied():
         assert got["exit_code"] == 3 and "R3 on step 3: routes were not applied exactly" in got["reasons"][0]
 
 
-@pytest.mark.parametrize("high", [2e-3, 2.5e-3])
-def test_intervals_that_touch(high):
+@pytest.mark.parametrize(
+    ("outcome", "difference", "said"),
+    [
+        ("undecided", estimate(1e-3, -1e-3, 3e-3), "the budget of tokens is spent"),
+        ("higher", estimate(-2e-3, -3e-3, -1e-3), "replay raises it"),
+    ],
+)
+def test_a_difference_that_is_not_above_0(outcome, difference, said):
     bad = copy.deepcopy(GOOD)
-    bad["quantities"]["completion"]["policy"]["k3"]["after"]["high"] = high
+    bad["decision"] |= {"outcome": outcome, "looks": [{"tokens": 2_000, "difference": difference}]}
     got = verdict(bad)
-    assert got["exit_code"] == 3 and "is not below the interval before replay, 0.002 to 0.004" in got["reasons"][0]
+    (reason,) = got["reasons"]
+    assert got["exit_code"] == 3 and said in reason
+    assert "2,000 tokens" in reason and f"97.5% interval {difference['low']:.3g} to {difference['high']:.3g}" in reason
 
 
 def test_a_fault_that_was_not_found():

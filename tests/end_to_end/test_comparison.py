@@ -33,7 +33,7 @@ def compare(out, *arguments, ranks=1):
 @pytest.fixture(scope="module")
 def compared(short_run, tmp_path_factory):
     out = tmp_path_factory.mktemp("comparison") / "one"
-    return out, *compare(out, "--run", short_run.folder)
+    return out, *compare(out, "--run", short_run.folder, "--budget-tokens", 2000)
 
 
 def test_the_numbers_are_those_the_run_logged(short_run, compared):
@@ -74,6 +74,22 @@ def test_every_setting_has_its_three_lines(compared):
     assert status == result["verdict"]["exit_code"] and "unavailable" in said
 
 
+def test_it_samples_on_with_the_same_weights_until_it_is_decided(compared):
+    out, status, result, said = compared
+    decision = result["decision"]
+    looks, last = decision["looks"], decision["looks"][-1]
+    assert looks[0]["tokens"] == result["setup"]["completion_tokens"] and decision["planned"][-1] == 2000
+    assert decision["confidence"] == pytest.approx(1 - 0.05 / len(decision["planned"]))
+    tokens, prompts = ([look[name] for look in looks] for name in ("tokens", "prompts"))
+    assert tokens == sorted(set(tokens)) and prompts == sorted(prompts)
+    assert len(looks) == len(decision["planned"]) or decision["outcome"] != "undecided"
+    for look, planned in zip(looks, decision["planned"], strict=False):
+        assert look["tokens"] == pytest.approx(planned, rel=0.3)
+    interval = last["difference"]["low"], last["difference"]["high"]
+    assert (decision["outcome"] == "lower") == (interval[0] > 0) == (status == 0), said
+    assert said.count("sampling about") == len(looks) - 1 == (out / "routing_kl-more").is_dir() * (len(looks) - 1)
+
+
 def test_rollouts_were_kept_with_their_routes(short_run):
     kept = sorted(path.name for path in (short_run.folder / "rollouts").iterdir())
     assert kept == [f"step{step:06d}.rollout" for step in range(1, 5)]
@@ -104,7 +120,9 @@ def test_the_page_needs_nothing_and_says_everything(compared):
 def test_ranks_and_their_layout_change_nothing(short_run, compared, tmp_path):
     """Two ranks, other shares and a sliced store: the same weights, values and choices up to the order of sums."""
     _, _, alone, _ = compared
-    _, shared, said = compare(tmp_path / "two", "--run", short_run.folder, "parallel.expert=2", ranks=2)
+    _, shared, said = compare(
+        tmp_path / "two", "--run", short_run.folder, "--budget-tokens", 0, "parallel.expert=2", ranks=2
+    )
     assert str(tmp_path / "two/routing_kl.html") in said  # no rank ended rank 0 before it had written
     assert shared["weights"]["digest"] == alone["weights"]["digest"] and shared["setup"]["ranks"] == 2
     for ours, theirs in zip(shared["rows"], alone["rows"], strict=True):
@@ -128,6 +146,6 @@ def test_a_sampler_with_float8_weights_is_far_and_replay_brings_it_near(tmp_path
     same = rows["float32", "native"]
     assert same["router_choice"]["set_mismatch"]["value"] < 1e-3 and same["policy"]["k3"]["value"] < 1e-8
     assert same["router_kl"]["value"] < 1e-6
-    before, after = (far["policy"]["k3"]["low"], near["policy"]["k3"]["high"])
-    assert (status, "passed: every route was applied" in said) == ((0, True) if after < before else (3, False))
+    lower = result["decision"]["outcome"] == "lower"
+    assert (status, "passed: every route was applied" in said) == ((0, True) if lower else (3, False))
     assert result["self_test"]["problems"] == [] and len(result["verdict"]["reasons"]) == (status == 3)

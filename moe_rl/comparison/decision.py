@@ -1,0 +1,125 @@
+"""Decides whether replay lowers the policy KL, from the paired difference of k3, native less replayed.
+
+The difference is looked at a few times, each time with about twice as many tokens. Looking repeatedly gives chance
+several occasions, so the number of looks is planned before the first one, and each interval has the confidence
+1 - 5% / looks (Bonferroni). Whatever look decides, the decision is wrong with a probability of at most 5%, as far as a
+bootstrap interval keeps what it promises.
+
+Whole prompts are resampled, because completions of a prompt are alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from moe_rl.comparison.passes import TokenOwners
+from moe_rl.comparison.quantities import CONFIDENCE, Bootstrap, Estimate
+
+# The limits of a narrow interval lie far out, where 2,000 resamples would leave only a handful.
+RESAMPLES = 10_000
+
+Outcome = Literal["lower", "higher", "undecided"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Holds what a look needs of one sequence: sums over its completion tokens.
+
+    Attributes:
+        prompt: token ids.
+        less: k3 natively routed less k3 under replay, in nats.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: int
+    less: float
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Shows the paired difference with all tokens so far, in nats per token. difference: with its interval."""
+
+    sequences: int
+    prompts: int
+    tokens: int
+    difference: Estimate
+
+    @property
+    def outcome(self) -> Outcome:
+        """Return whether replay lowers or raises k3, as far as the interval tells."""
+        return "lower" if self.difference.low > 0 else "higher" if self.difference.high < 0 else "undecided"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Tells how the question was decided.
+
+    Attributes:
+        confidence: of each interval.
+        planned: tokens at which the looks were planned.
+        budget: tokens that might be compared.
+    """
+
+    outcome: Outcome
+    looks: list[Look]
+    planned: list[int]
+    confidence: float
+    budget: int
+
+
+def plan_looks(tokens: int, budget: int) -> list[int]:
+    """Return the numbers of tokens to look at: those that there are, twice as many each time, and last the budget."""
+    planned = [tokens]
+    while 2 * planned[-1] < budget:
+        planned.append(2 * planned[-1])
+    return [*planned, budget] if budget > planned[-1] else planned
+
+
+def decide(first: Sequence[Sums], budget: int, more: Callable[[int], Sequence[Sums]], *, seed: int) -> Decision:
+    """Look, and get more sequences until the difference is decided or the budget is spent.
+
+    Args:
+        first: the sequences that there are.
+        budget: number of completion tokens, those of `first` included.
+        more: samples and scores about so many further tokens.
+        seed: of the bootstrap.
+    """
+    planned = plan_looks(sum(one.tokens for one in first), budget)
+    confidence = 1 - (1 - CONFIDENCE) / len(planned)
+    sequences, looks = list(first), [look(first, confidence, seed)]
+    for target in planned[1:]:
+        if looks[-1].outcome != "undecided" or not math.isfinite(looks[-1].difference.value):
+            break
+        missing = target - looks[-1].tokens
+        if missing > 0:  # else the last round was longer than it was meant to be
+            sequences += more(missing)
+        looks.append(look(sequences, confidence, seed))
+    return Decision(looks[-1].outcome, looks, planned, confidence, budget)
+
+
+def look(sequences: Sequence[Sums], confidence: float, seed: int) -> Look:
+    """Estimate the difference from these sequences. A single prompt says nothing of others: its sequences are resampled
+    then."""
+    by_prompt: dict[tuple[int, ...], list[Sums]] = {}
+    for one in sequences:
+        by_prompt.setdefault(one.prompt, []).append(one)
+    groups = list(by_prompt.values()) if len(by_prompt) > 1 else [[one] for one in sequences]
+    less = np.array([sum(one.less for one in group) for group in groups])
+    tokens = np.array([sum(one.tokens for one in group) for group in groups])
+    bootstrap = Bootstrap(len(groups), seed=seed, resamples=RESAMPLES, confidence=confidence)
+    return Look(len(sequences), len(by_prompt), int(tokens.sum()), bootstrap.mean(less, tokens))
+
+
+def sums_of(
+    prompts: Sequence[tuple[int, ...]], owners: TokenOwners, before: np.ndarray, after: np.ndarray
+) -> list[Sums]:
+    """Return one entry per sequence. before, after: sums [B] of k3, natively routed and under replay."""
+    return [
+        Sums(prompt, int(tokens), float(less))
+        for prompt, tokens, less in zip(prompts, owners.lengths, before - after, strict=True)
+    ]
