@@ -47,7 +47,7 @@ from moe_rl.tasks.verifier_worker import (
     RewardFunction,
     Unusable,
 )
-from moe_rl.types import LARGEST_REWARD, Verdict
+from moe_rl.types import LARGEST_REWARD, Prompt, Verdict
 
 # Importing a verifier may load a large library. A longer import counts as a hang.
 _START_SECONDS = 60.0
@@ -95,7 +95,9 @@ class RewardItem:
         return {name: found[name] for name in (*parameters.needed, *parameters.optional) if name in found}
 
 
-def check_failed_fraction(verdicts: SequenceOf[Verdict], limit: float) -> None:
+def check_failed_fraction(
+    verdicts: SequenceOf[Verdict], limit: float, what: str = "too many verifications failed"
+) -> None:
     """Raise RewardError if more than the fraction `limit` of the verdicts failed. The message names the commonest
     reasons.
     """
@@ -105,7 +107,7 @@ def check_failed_fraction(verdicts: SequenceOf[Verdict], limit: float) -> None:
     reasons = Counter(verdict.detail for verdict in failed).most_common(3)
     raise RewardError(
         describe(
-            "too many verifications failed",
+            what,
             got=f"{len(failed)} of {len(verdicts)}",
             expected=f"at most {limit:.0%}",
             do="mend the reward function, or raise task.max_failed_fraction or task.verifier_timeout_seconds. Reasons: "
@@ -190,6 +192,16 @@ class VerifierPool:
         """
         if problems := [*argument_problems(self._parameters, sources)]:
             raise ConfigError(problems)
+
+    def try_out(self, prompts: SequenceOf[Prompt], limit: float) -> None:
+        """Score an empty completion of each prompt, so that rewards that always fail are told before a run starts.
+
+        Raises:
+            RewardError: more than half of the verifications failed, and more than the fraction `limit`.
+        """
+        items = [RewardItem(one.text, "", one.columns, "length", messages=one.messages) for one in prompts]
+        what = "the rewards were tried on the first prompts with an empty completion, and most failed"
+        check_failed_fraction(self.score(items), max(limit, 0.5), what)
 
     def score(self, items: SequenceOf[RewardItem]) -> list[Verdict]:
         """Return one verdict per item, in order. Takes at most about the time limit per item, even if verifiers hang.

@@ -4,6 +4,7 @@ names."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,9 @@ from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.step_metrics import Clock
 from moe_rl.types import Completion, GenerateRequest, Prompt, Sequence, Verdict
 from moe_rl.vllm.wire import EngineSettings
+
+# Prompts of each source on which the rewards are tried.
+_TRIED = 8
 
 
 def start_sampler(config: Config, facts: ModelFacts, folder: RunFolder) -> Sampler:
@@ -102,27 +106,34 @@ def choose(groups: Seq[PromptGroup], wanted: int) -> list[PromptGroup]:
 
 
 class Rollouts:
-    """Owns the prompts and the verifiers, and calls the sampler. Exists on rank 0 only."""
+    """Owns the prompts and the verifiers, and calls the sampler. Exists on rank 0 only.
+
+    Args:
+        start: starts the sampler. It is called last: wrong prompts and rewards are told before that.
+    """
 
     def __init__(
         self,
         config: Config,
         facts: ModelFacts,
-        engine: Sampler,
+        start: Callable[[], Sampler],
         verifiers: VerifierPool,
         run_dir: Path,
         store: TraceStore,
     ):
-        self.config, self.engine, self.verifiers, self.store = config, engine, verifiers, store
+        self.config, self.verifiers, self.store = config, verifiers, store
         self.trace_root = run_dir / "trace"
         self.stop_tokens = stop_tokens(config, facts)
         self.codec = TextCodec(config.model.path, self.stop_tokens)
         task = load_task(config, self.codec)
         verifiers.check_arguments(task.columns())
+        first = [one.item(n) for one in (*task.train, *task.heldout) for n in range(min(one.count or _TRIED, _TRIED))]
+        verifiers.try_out(first, config.task.max_failed_fraction)
         self.notes = task.notes()
         self.source = PromptSource(task.train, config.run.seed)
         self.ledger = PromptLedger(run_dir / prompt_ledger.FILE)
         self.heldout = task.evaluated(config.eval.prompts, config.run.seed)
+        self.engine = start()
 
     def collect(self, step: int, clock: Clock) -> RolloutBatch:
         """Sample and verify the groups of one step, record them in the prompt ledger, and choose those to train on."""

@@ -28,6 +28,7 @@ from moe_rl.report.run_page import write_report
 from moe_rl.report.sample_lines import SampleFile
 from moe_rl.report.summary import summarize
 from moe_rl.report.trackers import Trackers
+from moe_rl.rollout.sampler import Sampler
 from moe_rl.tasks.verifiers import VerifierPool
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train import samples
@@ -95,11 +96,14 @@ class Trainer:
                     generators=config.task.generators,
                 )
             )
-            engine = stack.enter_context(closing(start_sampler(config, self.facts, folder)))
+
+            def start() -> Sampler:
+                return stack.enter_context(closing(start_sampler(config, self.facts, folder)))
+
+            rollouts = Rollouts(config, self.facts, start, verifiers, folder.path, self.store)
             seconds = config.report.tracker_seconds
             trackers = Trackers(folder.path, config.report.trackers, seconds=seconds, note=log.note)
             stack.callback(trackers.close)
-            rollouts = Rollouts(config, self.facts, engine, verifiers, folder.path, self.store)
             for note in rollouts.notes:
                 log.note(note)
             self.main = RankZero(log, SampleFile(folder.path), rollouts, trackers)

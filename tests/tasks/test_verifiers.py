@@ -206,6 +206,15 @@ def test_a_column_with_the_name_of_a_built_in_argument(make_pool, columns, told)
             pool.check_arguments(sources)
 
 
+def test_rewards_that_always_fail_are_told_before_the_start(make_pool):
+    prompts = [Prompt(str(i), "p", columns={"solution": ""} if i % 2 else {}) for i in range(4)]
+    with make_pool("needs_solution") as pool:
+        pool.try_out(prompts, 0.1)
+        pool.try_out([*prompts, prompts[0]], 0.6)
+        with refused(RewardError, "solution", fault="too many", got="3 of 5", expected=("50%",)):
+            pool.try_out([*prompts, prompts[0]], 0.1)
+
+
 # Faults
 
 CONTAINED = {  # the worker survives these

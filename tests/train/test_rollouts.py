@@ -66,10 +66,17 @@ class Rig:
         self.engine = Engine(folder / "trace")
         facts = SimpleNamespace(eos_token_ids=(1,))
         self.checked = {}
-        verifiers = SimpleNamespace(check_arguments=self.checked.update)
-        self.rollouts = Rollouts(self.config, facts, self.engine, verifiers, folder, None)
+        self.tried = []
+        verifiers = SimpleNamespace(
+            check_arguments=self.checked.update, try_out=lambda prompts, limit: self.tried.extend(prompts)
+        )
+        self.rollouts = Rollouts(self.config, facts, self.start, verifiers, folder, None)
         self.informative, self.failed = informative, failed
         self.rollouts._judge = self.judge
+
+    def start(self):
+        assert self.checked and len(self.tried) == 16, "the sampler starts before the rewards were tried"
+        return self.engine
 
     def judge(self, prompts, completions):
         verdicts = []
@@ -216,8 +223,10 @@ def test_a_reward_sees_the_text_without_the_stop_token_that_ended_it(tmp_path, t
     rig = Rig(tmp_path, 1, f"rollout.stop_token_ids=[{USER}]")
     facts = SimpleNamespace(eos_token_ids=(END,))
     scored = []
-    verifiers = SimpleNamespace(score=lambda items: scored.extend(items), check_arguments=lambda sources: None)
-    rollouts = Rollouts(rig.config, facts, rig.engine, verifiers, tmp_path / "other", None)
+    verifiers = SimpleNamespace(
+        score=lambda items: scored.extend(items), check_arguments=lambda sources: None, try_out=lambda *_: None
+    )
+    rollouts = Rollouts(rig.config, facts, rig.start, verifiers, tmp_path / "other", None)
     prompt = rollouts.heldout[0]
     asked = rollouts._request("s1/p0/c0", prompt, 1.0)
     sampled = Growing()
