@@ -165,7 +165,7 @@ def test_recorded_before_and_after_an_update(play, name, amx, tmp_path):  # noqa
     lost = outcome.result["acts"][2]["failed"]
     assert not outcome.result["acts"][2]["whole"]
     assert "did not load all new weights" in lost and "model.layers.1." in lost and LOST[name][1] in lost
-    assert ("2" if name == "glm" else "1") + " parameters" in lost  # with the bias that is beside it
+    assert ("2" if name == "glm" else "1") + " incomplete parameters" in lost  # with the bias that is beside it
     # Witness that the update took effect: the old model would have chosen other experts.
     completion = outcome.completions(1)[0]
     sets, *_ = before([*completion["prompt"], *completion["token_ids"]])
