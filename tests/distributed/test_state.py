@@ -164,7 +164,7 @@ def test_weights_leave_in_buckets_and_a_rank_holds_no_more_than_these(checkpoint
 def test_weights_of_before_the_update_are_refused_as_stale(seen):
     (stale,) = seen("stale")
     (told,) = stale["told"]
-    assert f"version 3, {stale['moved']} of " in told and ": stale, what it was in version 2; " in told
+    assert f"(version 3): got {stale['moved']} of " in told and ": stale, what it was in version 2; " in told
     assert stale["held"] == [2, 3] and stale["moved"] > 200
     # woken for the weights first, for the KV cache when they are there
     assert [part for part, _ in stale["woken"]] == ["weights", "kv_cache"] * 2 + ["weights"] + ["weights", "kv_cache"]
