@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,8 @@ class World:
         if self._process is not None:
             if self._process.poll() is None:
                 for process in [*psutil.Process(self._process.pid).children(recursive=True), self._process]:
-                    process.kill()
+                    with suppress(psutil.NoSuchProcess):  # it may end by itself just now
+                        process.kill()
             self._process.wait()
             self._process = None
 
