@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from reasoning_gym import create_dataset
-from reasoning_gym.factory import DATASETS
-
 from moe_rl.tasks.rewards import find_answer
 
 _Scorer = Callable[[str | None, dict[str, Any]], float]
@@ -19,6 +16,9 @@ def reasoning_gym(*, answer_in: str, options: Mapping[str, Mapping[str, Any]]) -
     Args:
         options: settings of the generators by task name; some scorers use them. A task that is not in it has none.
     """
+    from reasoning_gym import create_dataset  # an optional library, imported where a config asks for it
+    from reasoning_gym.factory import DATASETS
+
     scorers: dict[str, _Scorer] = {}
 
     def gym_score(completion: str, question: str, answer: object, metadata: dict[str, Any]) -> float:

@@ -13,6 +13,7 @@ import pytest
 
 from moe_rl.commands import train
 from moe_rl.config.load import dump_config, load_config
+from moe_rl.errors import describe
 from moe_rl.tasks.prompt_ledger import PromptLedger, StepPrompts
 from moe_rl.trace import ShardWriter, TraceSpec
 from moe_rl.types import Provenance, Span
@@ -274,7 +275,7 @@ def test_an_unpatched_vllm_is_refused(monkeypatch, capsys):
     from moe_rl.vllm import patches
 
     monkeypatch.setenv("WORLD_SIZE", "2")
-    fault = "vLLM is not patched: run moe-rl patch --apply"
+    fault = describe("vLLM is not patched", do="run moe-rl patch --apply")
     monkeypatch.setattr(patches, "problems", lambda capture: [fault])
     monkeypatch.chdir(ROOT)
     parser = argparse.ArgumentParser()

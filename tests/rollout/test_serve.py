@@ -114,8 +114,8 @@ def test_experts_that_move_are_refused(refused):
         (["--config", "CONFIG", "--model", "m"], "got --model"),
         (["--config", "CONFIG", "rollout.capture=native"], "own capture"),
         (["--config", "CONFIG", "rollout.no_such=1"], "rollout.no_such"),
-        (["--model", "m"], "not said what to serve"),
-        (["--model", "m", "--trace-root", "t", "run.seed=1"], "not said what to serve: got run.seed=1"),
+        (["--model", "m"], "nothing says which model to serve"),
+        (["--model", "m", "--trace-root", "t", "run.seed=1"], "nothing says which model to serve: got run.seed=1"),
     ],
 )
 def test_what_is_to_be_served_is_said_once(arguments, said, capsys):

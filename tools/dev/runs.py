@@ -144,11 +144,11 @@ def still_running(pids: list[int], within: float) -> list[int]:
 
 
 def rows(folder: Path) -> list[dict[str, object]]:
-    """Return metrics.jsonl without the values that differ between equal runs: times and throughput."""
+    """Return metrics.jsonl without the values that differ between equal runs: times, throughput and memory."""
     kept = []
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
-        kept.append({k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))})
+        kept.append({k: v for k, v in row.items() if not k.startswith(("time/", "throughput/", "memory/"))})
     return kept
 
 
