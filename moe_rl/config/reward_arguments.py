@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from moe_rl.errors import About, Problem, describe
-from moe_rl.types import Prompt
+
+if TYPE_CHECKING:  # verifier processes import this module and need no numpy
+    from moe_rl.types import Prompt
 
 BUILT_IN = ("prompt", "completion", "completion_token_ids", "finish_reason", "stop_token_id", "messages")
 """Arguments that exist for every prompt: fields of tasks.verifiers.RewardItem."""

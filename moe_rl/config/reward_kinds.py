@@ -91,7 +91,15 @@ class FunctionReward(RewardConfig):
         return ()
 
 
-class ExactReward(RewardConfig):
+class AnswerReward(RewardConfig):
+    """Defines the key of the kinds that look for an answer in the completion."""
+
+    answer_in: Literal["completion", "tags", "box"] = "completion"
+    """Place of the answer. completion: all of it. tags: inside the last `<answer>...</answer>`. box: inside the
+    last `\\boxed{...}`."""
+
+
+class ExactReward(AnswerReward):
     """Gives 1 if the answer of the completion is the text of the column `answer`, and 0 otherwise. White space at both
     ends does not count."""
 
@@ -99,12 +107,9 @@ class ExactReward(RewardConfig):
 
     kind: Literal["exact"]
     """Kind of the reward."""
-    answer_in: Literal["completion", "tags", "box"] = "completion"
-    """Place of the answer. completion: all of it. tags: inside the last `<answer>...</answer>`. box: inside the
-    last `\\boxed{...}`."""
 
 
-class NumericReward(RewardConfig):
+class NumericReward(AnswerReward):
     """Gives 1 if the answer of the completion is the number in the column `answer`, and 0 otherwise.
     docs/howto/own_task.md says which spellings are numbers."""
 
@@ -112,9 +117,6 @@ class NumericReward(RewardConfig):
 
     kind: Literal["numeric"]
     """Kind of the reward."""
-    answer_in: Literal["completion", "tags", "box"] = "completion"
-    """Place of the answer. completion: all of it. tags: inside the last `<answer>...</answer>`. box: inside the
-    last `\\boxed{...}`."""
     tolerance: NotNegative = 0.0
     """Largest difference to the right number that still counts as equal."""
     relative_tolerance: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
@@ -132,7 +134,7 @@ class MathVerifyReward(RewardConfig):
     """Kind of the reward."""
 
 
-class ReasoningGymReward(RewardConfig):
+class ReasoningGymReward(AnswerReward):
     """Gives what the scorer of reasoning-gym gives, for prompts of its generators. 1 is right; many scorers give a
     little for an answer that is almost right."""
 
@@ -141,9 +143,6 @@ class ReasoningGymReward(RewardConfig):
 
     kind: Literal["reasoning_gym"]
     """Kind of the reward."""
-    answer_in: Literal["completion", "tags", "box"] = "completion"
-    """Place of the answer. completion: all of it. tags: inside the last `<answer>...</answer>`. box: inside the
-    last `\\boxed{...}`."""
 
     @property
     def arguments_named(self) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ class PromptSet:
     """Holds the prompts of one source.
 
     Attributes:
-        prompts: all of a finite source.
+        prompts: all of a finite source; the first items of an endless one.
         make: makes prompt n of an endless source; None for a finite one.
         weight: share of the set in the prompts of a run, relative to other sets.
         notes: what a user should know, such as how many rows were left out.
@@ -66,20 +66,20 @@ class TaskPrompts:
         counts = [one.count for one in self.train]
         return None if None in counts else sum(count or 0 for count in counts)
 
+    def _sets(self) -> Iterator[tuple[str, PromptSet]]:
+        """Yield every set with its key in the config."""
+        yield from (("task.train", one) for one in self.train)
+        yield from (("task.heldout", one) for one in self.heldout)
+
     def columns(self) -> dict[str, Columns]:
         """Return the columns of each source; of an endless one, the columns of its first items."""
-        return {
-            f"source {one.name} of task.{key}": Columns.of(one.prompts or [one.item(n) for n in range(_TRIED)])
-            for key, sets in (("train", self.train), ("heldout", self.heldout))
-            for one in sets
-        }
+        return {f"source {one.name} of {key}": Columns.of(one.prompts) for key, one in self._sets()}
 
     def notes(self) -> list[str]:
         """Return a line about each source."""
         return [
-            f"task.{key} {one.name}: " + "; ".join([f"{one.count or 'endless'} prompts", *one.notes])
-            for key, sets in (("train", self.train), ("heldout", self.heldout))
-            for one in sets
+            f"{key} {one.name}: " + "; ".join([f"{one.count or 'endless'} prompts", *one.notes])
+            for key, one in self._sets()
         ]
 
     def evaluated(self, each: int, seed: int) -> list[Prompt]:
@@ -121,6 +121,19 @@ class _Unfit(ValueError):
         super().__init__(what)
         self.what, self.got, self.expected, self.kind = what, got, expected, kind
 
+    def problem(self, where: About, correct: str, others: str = "") -> Problem:
+        """Return the message.
+
+        Args:
+            correct: advice for a row that could also be left out.
+            others: tells how many more rows have this fault.
+        """
+        do = f"{correct}, or leave such rows out with drop: [{self.kind}]" if self.kind else ""
+        do += ". " if do and others else ""
+        return describe(
+            self.what, where=where, got=self.got, expected=self.expected, do=do + others, fault=self.kind or "row"
+        )
+
 
 def _unfit(error: ValueError) -> _Unfit:
     what, _, got = str(error).partition(": ")
@@ -138,14 +151,9 @@ class _Faults:
 
     def problems(self) -> Iterator[Problem]:
         for fault, places in self.found.values():
-            others = [_position(place) for place in places[1:]]
-            do = f"correct it, or leave such rows out with drop: [{fault.kind}]" if fault.kind else ""
-            if others:
-                do += ". " if do else ""
-                do += f"{len(others)} more have this fault: {first_of(others, separator=', ')}"
-            yield describe(
-                fault.what, where=places[0], got=fault.got, expected=fault.expected, do=do, fault=fault.kind or "row"
-            )
+            rest = [_position(place) for place in places[1:]]
+            others = f"{len(rest)} more have this fault: {first_of(rest, separator=', ')}" if rest else ""
+            yield fault.problem(places[0], "correct it", others)
 
 
 def _position(where: About) -> str:
@@ -205,18 +213,7 @@ class _PromptMaker:
                     return self._prompt(source, item(n + draw * places), n)
                 except _Unfit as fault:
                     if fault.kind not in source.drop:
-                        raise DataError(
-                            describe(
-                                fault.what,
-                                where={"key": key, "row": n},
-                                got=fault.got,
-                                expected=fault.expected,
-                                do=f"make the task easier, or leave such items out with drop: [{fault.kind}]"
-                                if fault.kind
-                                else "",
-                                fault=fault.kind or "row",
-                            )
-                        ) from fault
+                        raise DataError(fault.problem({"key": key, "row": n}, "make the task easier")) from fault
             raise DataError(
                 describe(
                     f"{_REDRAWS} items in a row are left out",
@@ -227,9 +224,7 @@ class _PromptMaker:
                 )
             )
 
-        for n in range(_TRIED):
-            make(n)
-        return PromptSet(source.name, make=make, weight=weight)
+        return PromptSet(source.name, [make(n) for n in range(_TRIED)], make, weight)
 
     def _prompt(self, source: PromptSourceConfig, row: dict[str, Any], number: int) -> Prompt:
         """Return the prompt of a row. Raises _Unfit."""
@@ -252,8 +247,6 @@ class _PromptMaker:
             else:
                 text = given
             token_ids = self._codec.encode(text)
-        except UnicodeEncodeError as error:
-            raise _Unfit("the prompt contains half of a surrogate pair, which is not valid text") from error
         except (_Unfit, DataError):
             raise
         except ValueError as error:

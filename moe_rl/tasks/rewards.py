@@ -49,8 +49,8 @@ def find_answer(completion: str, answer_in: str) -> str | None:
     """Return the answer of a completion, without outer whitespace; None if it has none.
 
     Args:
-        answer_in: "completion", "tags" for `<answer>...</answer>`, or "box" for \\boxed{...}. Of several tags or boxes
-            the last one counts, even if it is never closed: the completion then has no answer.
+        answer_in: "completion", "tags" for `<answer>...</answer>`, or "box" for \\boxed{...}. The last tag or box
+            counts, even if it is never closed: the completion then has no answer.
     """
     if answer_in == "completion":
         return completion.strip()

@@ -24,6 +24,7 @@ from typing import Any
 
 from msgspec.msgpack import Decoder
 
+from moe_rl.config.reward_arguments import RewardParameters
 from moe_rl.messages import Channel, Message, decoder
 
 _PR_SET_PDEATHSIG = 1
@@ -65,17 +66,10 @@ class Begun(Message, frozen=True):
     reward: str
 
 
-class Signature(Message, frozen=True):
-    """Names the parameters of a function. The optional ones have a default."""
-
-    needed: list[str]
-    optional: list[str]
-
-
 class Loaded(Message, frozen=True):
-    """Sent by the worker: all functions are imported."""
+    """Sent by the worker: all functions are imported, and have these parameters."""
 
-    signatures: dict[str, Signature]
+    parameters: dict[str, RewardParameters]
 
 
 class Unusable(Message, frozen=True):
@@ -113,7 +107,7 @@ class _Function:
         self._batched = load.batched
         named: Any = _resolve(load.path)
         self._function: Callable[..., object] = named if load.settings is None else named(**load.settings)
-        self.signature = _signature(load.path, self._function)
+        self.parameters = _parameters(load.path, self._function)
 
     def __call__(self, rows: list[dict[str, Any]], runner: asyncio.Runner) -> Returned | Raised:
         arguments = {name: [row[name] for row in rows] for name in rows[0]} if self._batched else rows[0]
@@ -204,7 +198,7 @@ def _load(channel: Channel, functions: dict[str, RewardFunction]) -> tuple[dict[
             problems[reward] = f"importing {function.path} raised {_sentence(error)}"
     if problems:
         return loaded, Unusable(problems)
-    return loaded, Loaded({reward: function.signature for reward, function in loaded.items()})
+    return loaded, Loaded({reward: function.parameters for reward, function in loaded.items()})
 
 
 def _resolve(path: str) -> Callable[..., object]:
@@ -218,7 +212,7 @@ def _resolve(path: str) -> Callable[..., object]:
     return function
 
 
-def _signature(path: str, function: Callable[..., object]) -> Signature:
+def _parameters(path: str, function: Callable[..., object]) -> RewardParameters:
     """Return the parameters that can be given by name. Raises ValueError for one that cannot, and has no default."""
     needed, optional = [], []
     for parameter in inspect.signature(function).parameters.values():
@@ -231,7 +225,7 @@ def _signature(path: str, function: Callable[..., object]) -> Signature:
             raise ValueError(f"{path} has the parameter {parameter.name!r}, which cannot be given by name")
         else:
             needed.append(parameter.name)
-    return Signature(needed, optional)
+    return RewardParameters(tuple(needed), tuple(optional))
 
 
 def _answer(function: _Function, call: Call, runner: asyncio.Runner) -> Returned | Raised:

@@ -127,7 +127,7 @@ class Rollouts:
         self.codec = TextCodec(config.model.path, self.stop_tokens)
         task = load_task(config, self.codec)
         verifiers.check_arguments(task.columns())
-        first = [one.item(n) for one in (*task.train, *task.heldout) for n in range(min(one.count or _TRIED, _TRIED))]
+        first = [prompt for one in (*task.train, *task.heldout) for prompt in one.prompts[:_TRIED]]
         verifiers.try_out(first, config.task.max_failed_fraction)
         self.notes = task.notes()
         self.source = PromptSource(task.train, config.run.seed)

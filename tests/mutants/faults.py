@@ -727,7 +727,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a worker's NaN",
-            "verifiers.py",
+            "verifier_process.py",
             "or abs(value) <= LARGEST_REWARD:",
             "or not abs(value) > LARGEST_REWARD:",
             "A reward function that returns NaN is scored.",

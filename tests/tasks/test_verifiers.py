@@ -10,7 +10,7 @@ import pytest
 
 from moe_rl.config.reward_arguments import Columns
 from moe_rl.errors import ConfigError, RewardError
-from moe_rl.tasks import verifiers
+from moe_rl.tasks import verifier_process
 from moe_rl.tasks.verifiers import RewardItem, check_failed_fraction
 from moe_rl.types import Prompt, Verdict
 from tests.support.refusals import refused
@@ -332,7 +332,7 @@ def test_an_answer_that_lay_there_in_time_counts(make_pool, monkeypatch, tmp_pat
     with make_pool("misbehave", timeout=0.4, workers=2) as pool:
         before = pool.pids
         late = []
-        receive = verifiers._WorkerProcess.receive
+        receive = verifier_process.VerifierProcess.receive
 
         def receive_late(process, deadline):
             if process.pid in before:
@@ -340,7 +340,7 @@ def test_an_answer_that_lay_there_in_time_counts(make_pool, monkeypatch, tmp_pat
                 late.append(time.monotonic() > deadline)
             return receive(process, deadline)
 
-        monkeypatch.setattr(verifiers._WorkerProcess, "receive", receive_late)
+        monkeypatch.setattr(verifier_process.VerifierProcess, "receive", receive_late)
         verdicts = pool.score([faulty("os_exit", tmp_path / "exit"), faulty("nap", tmp_path / "nap")])
         assert late == [True] * 4  # each call's beginning and its end
         [left] = set(before) & set(pool.pids)
