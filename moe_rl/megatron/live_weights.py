@@ -31,8 +31,10 @@ from moe_rl.weights.conservation import Content, PartSums, place
 
 type Cut = Callable[[Tensor], Sequence[Tensor]]
 
-_CHUNK = 1 << 18
-"""Elements that are compared at a time."""
+_GROUP = 1 << 18
+"""Parameters that have at most so many elements together are compared in one call."""
+_CHUNK = 1 << 22
+"""Elements of a parameter that are compared at a time, which bounds the memory that this takes."""
 
 # Maps parameters of torch's and TransformerEngine's layers to the tensors in them. Gate rows are above up rows; each
 # key-value group has its queries, its key and its value. Between names separated by "|", the model has one.
@@ -266,11 +268,11 @@ def _late(held: Iterable[_Owned], optimizers: list[MegatronOptimizer]) -> list[s
     """Name the parts in parameters that are not what this rank's optimizers wrote last.
 
     An optimizer writes float32 values, and the parameter is their rounding. A parameter in float32 is itself what the
-    optimizer writes, and is not looked at.
+    optimizer writes, and is not looked at. The host waits for the device once, and for each parameter of a group that
+    differs.
     """
     owners = {p: one for one in optimizers if isinstance(one, DistributedOptimizer) for p in one.model_param_gbuf_map}
-    found: list[str] = []
-    group: list[_Written] = []
+    groups: list[list[_Written]] = []
     elements = 0
     for one in held:
         if (main := getattr(one.tensor, "main_param", None)) is None:
@@ -279,13 +281,14 @@ def _late(held: Iterable[_Owned], optimizers: list[MegatronOptimizer]) -> list[s
         if one.tensor in owners:
             there = owners[one.tensor]._get_model_param_range_map(one.tensor)["param"]
             own = own[there.start : there.end]
-        count = own.numel()
-        if group and (elements + count > _CHUNK or own.dtype != group[0].has.dtype):
-            found += _late_of(group)
-            group, elements = [], 0
-        group.append(_Written(one.parts, own, main))
-        elements += count
-    return found + _late_of(group)
+        elements += own.numel()
+        if not groups or elements > _GROUP or own.dtype != groups[-1][0].has.dtype:
+            groups.append([])
+            elements = own.numel()
+        groups[-1].append(_Written(one.parts, own, main))
+    wrong = torch.stack([_unlike(group) for group in groups]).tolist() if groups else []
+    late = [one for group, is_wrong in zip(groups, wrong, strict=True) if is_wrong for one in group if _unlike([one])]
+    return [part for one in late for part in one.parts]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -297,16 +300,13 @@ class _Written:
     wrote: Tensor
 
 
-def _late_of(group: list[_Written]) -> list[str]:
-    """Name the parts in a group that are late. One comparison of the whole group is enough where none is."""
-    if len(group) > 1 and _equal(torch.cat([one.has for one in group]), torch.cat([one.wrote for one in group])):
-        return []
-    return [part for one in group if not _equal(one.has, one.wrote) for part in one.parts]
-
-
-def _equal(has: Tensor, wrote: Tensor) -> bool:
+def _unlike(group: list[_Written]) -> Tensor:
+    """Return bool [], whether an element of the group is not what the optimizer wrote. It stays on the device."""
+    has, wrote = group[0].has, group[0].wrote
+    if len(group) > 1:
+        has, wrote = torch.cat([one.has for one in group]), torch.cat([one.wrote for one in group])
     chunks = zip(has.split(_CHUNK), wrote.split(_CHUNK), strict=True)
-    return all(torch.equal(theirs.to(own.dtype), own) for own, theirs in chunks)
+    return torch.stack([(theirs.to(own.dtype) != own).any() for own, theirs in chunks]).any()
 
 
 def _differs(table: Tensor, group: dist.ProcessGroup) -> Tensor:
