@@ -160,9 +160,12 @@ class Rollouts:
                 "group/lacking": max(0, lacking),
             }
         trained = [
-            (group, index) for group in chosen for index, reward in enumerate(group.rewards) if reward is not None
+            (group, index, reward)
+            for group in chosen
+            for index, reward in enumerate(group.rewards)
+            if reward is not None
         ]
-        sequences = [Sequence.of(group.completions[at], group.rewards[at] or 0.0) for group, at in trained]
+        sequences = [Sequence.of(group.completions[index], reward) for group, index, reward in trained]
         if self.config.task.overlong is not None:
             metrics["reward/overlong_penalty"] = _mean([self._overlong(c) for c in completions])
         recorded = [completion.routes for completion in completions if completion.routes is not None]
@@ -177,8 +180,9 @@ class Rollouts:
             "group/zero_variance_fraction": same / len(groups),
         }
         drawn = np.random.default_rng([self.config.run.seed, step]).permutation(len(trained))
-        samples = [self._sample_of(*trained[i]) for i in sorted(drawn[: self.config.report.samples_per_step])]
-        return RolloutBatch(sequences, [group.number for group, _ in trained], metrics, digest, samples)
+        shown = [trained[i] for i in sorted(drawn[: self.config.report.samples_per_step])]
+        samples = [self._sample_of(group, index) for group, index, _ in shown]
+        return RolloutBatch(sequences, [group.number for group, *_ in trained], metrics, digest, samples)
 
     def _sample_of(self, group: PromptGroup, index: int) -> KeptSample:
         """Return what samples.jsonl shows of a completion."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -33,10 +33,10 @@ class View:
     """
 
     key: str
-    logprobs: list[float] = field(default_factory=list)
-    advantage: float | None = None
-    positions: list[int] = field(default_factory=list)
-    differing: list[int] = field(default_factory=list)
+    logprobs: list[float]
+    advantage: float | None
+    positions: list[int]
+    differing: list[int]
 
 
 @dataclass(slots=True)
@@ -68,20 +68,21 @@ def gather_views(keys: Seq[str], seen: PassSeen | None) -> dict[str, list[View]]
 def _views(keys: frozenset[str], seen: PassSeen) -> list[View]:
     speaks, found = world.speaks_for_its_sequences(), []
     for number, work in enumerate(seen.work):
+        wanted = [(at, name) for at, name in enumerate(work.table.names) if name in keys]
+        if not wanted:
+            continue
         places, batch = work.table.places, work.microbatch
-        for at, name in enumerate(work.table.names):
-            if name not in keys:
-                continue
-            rows = np.flatnonzero(places.recorded & (places.sequence == at))
-            differing = np.zeros(len(rows), np.int64)
-            if seen.compared:
-                of_recorded = np.searchsorted(work.table.recorded.cpu().numpy(), rows)
-                differing = seen.compared[number].differs.sum(0).cpu().numpy()[of_recorded]
-            view = View(name, positions=places.position[rows].tolist(), differing=differing.tolist())
+        positions, sequence = places.position[places.recorded], places.sequence[places.recorded]
+        differing = np.zeros(len(positions), np.int64)
+        if seen.compared:
+            differing = seen.compared[number].differs.sum(0).cpu().numpy()
+        for at, name in wanted:
+            values, advantage = [], None
             if speaks:
                 values = seen.logprobs[number][batch.sequence_ids == at].tolist()
-                view = View(name, values, float(batch.advantages[at]), view.positions, view.differing)
-            found.append(view)
+                advantage = float(batch.advantages[at])
+            mine = sequence == at
+            found.append(View(name, values, advantage, positions[mine].tolist(), differing[mine].tolist()))
     return found
 
 
