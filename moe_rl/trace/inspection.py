@@ -20,7 +20,7 @@ from moe_rl.trace.bounds import order0_bits, set_bits
 from moe_rl.trace.codec import Codec, decode_chunk, encode_chunk
 from moe_rl.trace.files import TMP
 from moe_rl.trace.frame import count_experts
-from moe_rl.trace.library import Found, Library, Reading, ShardIndex
+from moe_rl.trace.library import Found, Library, Reading
 from moe_rl.trace.record import TraceSpec, check_name
 from moe_rl.trace.shard import SUFFIX, ShardHeader
 from moe_rl.trace.store import TraceStore
@@ -111,7 +111,8 @@ def inspect(selection: Selection) -> dict[str, Any]:
     library = Library(selection.root)
     file_bytes = 0
     for shard in selection.shards:
-        index, found = _heads(library, shard)
+        with Reading(library) as reading:
+            index, found = reading.records(shard)
         header, spec = index.header, index.header.spec
         model = models.setdefault(spec, _Model(spec, np.zeros((len(spec.moe_layers), spec.num_experts), np.int64)))
         model.shards.add(shard)
@@ -136,7 +137,8 @@ def expert_counts(selection: Selection) -> tuple[TraceSpec, np.ndarray]:
     library = Library(selection.root)
     counted: dict[TraceSpec, np.ndarray] = {}
     for shard in selection.shards:
-        index, found = _heads(library, shard)
+        with Reading(library) as reading:
+            index, found = reading.records(shard)
         header, spec = index.header, index.header.spec
         counts_LE = counted.setdefault(spec, np.zeros((len(spec.moe_layers), spec.num_experts), np.int64))
         if len(counted) > 1:
@@ -189,15 +191,6 @@ def _add(model: _Model, tip: Found) -> None:
     model.chunk_bytes += sum(chunk.size for chunk in frame.chunks)
     model.codecs.update(Codec(chunk.kind).name for chunk in frame.chunks)
     model.aux.update(array.name for array in frame.aux)
-
-
-def _heads(library: Library, shard: str) -> tuple[ShardIndex, list[tuple[RoutePart, Found]]]:
-    """Return a shard's index and all its records without reading any chunk."""
-    with Reading(library) as reading:
-        index = reading.shard(shard, {"shard": shard})
-        parts = [RoutePart(shard, digest.hex()) for digest in index.entries]
-        reading.find((part, {"shard": shard, "record": part.digest}) for part in parts)
-        return index, [(part, reading.tip(part)) for part in parts]
 
 
 def _counts(store: TraceStore, header: ShardHeader, found: Sequence[tuple[RoutePart, Found]]) -> np.ndarray:

@@ -208,6 +208,13 @@ class Reading:
                 return segments[::-1]
             part, rows = parent_part(part, frame.parent), min(rows, before)
 
+    def records(self, shard: str) -> tuple[ShardIndex, list[tuple[RoutePart, Found]]]:
+        """Return a shard's index and all its records, in the order of writing. No chunk is read."""
+        index = self.shard(shard, {"shard": shard})
+        parts = [RoutePart(shard, digest.hex()) for digest in index.entries]
+        self.find((part, {"shard": shard, "record": part.digest}) for part in parts)
+        return index, [(part, self.tip(part)) for part in parts]
+
     def tip(self, part: RoutePart) -> Found:
         """Return a record that `find` has read."""
         return self._found[part]

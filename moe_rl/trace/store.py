@@ -30,7 +30,7 @@ from moe_rl.trace.readout import Joined, Readout, damaged, fetch_section, join
 from moe_rl.trace.record import RecordInfo, RouteRecord, check_name
 from moe_rl.trace.shard import SUFFIX
 from moe_rl.trace.spans import cut_spans
-from moe_rl.types import RoutePart, RouteRef
+from moe_rl.types import RouteRef
 
 Rows = tuple[int, int]
 
@@ -200,11 +200,8 @@ class TraceStore:
     def records(self, shard: str) -> list[RouteRef]:
         """Return references to all records of a shard, in the order of writing. Raises TraceError."""
         with Reading(self._library) as reading:
-            index = reading.shard(shard, {"shard": shard})
-            parts = [RoutePart(shard, digest.hex()) for digest in index.entries]
-            reading.find((part, {"shard": shard, "record": part.digest}) for part in parts)
-            frames = [reading.tip(part).frame for part in parts]
-        return [RouteRef(frame.key, frame.rows, (part,)) for frame, part in zip(frames, parts, strict=True)]
+            _, found = reading.records(shard)
+        return [RouteRef(tip.frame.key, tip.frame.rows, (part,)) for part, tip in found]
 
     def shards(self) -> list[str]:
         """Return the names of the published shards, sorted."""
