@@ -99,14 +99,16 @@ def load_start(path: Path, policy: Policy, *, optimizer: bool) -> None:
 def _restore(path: Path, policy: Policy, optimizer_step: int) -> None:
     """Restore weights and optimizer."""
     loaded = _read_tensors(path, sharded(policy, loading=True), StrictHandling.RAISE_ALL)
-    for number, chunk in enumerate(policy.chunks):
-        unwrap(chunk).load_state_dict(loaded[f"model{number}"], strict=True)
+    _set_weights(policy, loaded)
     for number, optimizer in enumerate(policy.optimizers):
         _set_state(optimizer, loaded["optimizer"][str(number)], optimizer_step)
 
 
 def _restore_weights(path: Path, policy: Policy | ReferencePolicy) -> None:
-    loaded = _read_tensors(path, _sharded_model(policy), StrictHandling.RAISE_UNEXPECTED)
+    _set_weights(policy, _read_tensors(path, _sharded_model(policy), StrictHandling.RAISE_UNEXPECTED))
+
+
+def _set_weights(policy: Policy | ReferencePolicy, loaded: dict) -> None:
     for number, chunk in enumerate(policy.chunks):
         unwrap(chunk).load_state_dict(loaded[f"model{number}"], strict=True)
 
