@@ -44,7 +44,9 @@ _EARLIER = 4  # number of batches that a placement is planned from
 def main() -> int:
     parser = batch_arguments(__doc__)
     parser.add_argument("--ranks", type=int, default=64, help="data-parallel ranks for a synthetic batch")
-    parser.add_argument("--microbatch-tokens", type=int, default=16_384, help="sequences of a synthetic batch")
+    parser.add_argument(
+        "--microbatch-tokens", type=int, default=16_384, help="most tokens of a microbatch of a synthetic batch"
+    )
     options = parser.parse_args()
     rows = []
     print(

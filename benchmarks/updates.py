@@ -28,7 +28,7 @@ def arguments(description: str, *, model: str, tokens: int) -> argparse.Argument
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", default=model, choices=sorted(SHAPES), help="shape of the random model")
     parser.add_argument("--ranks", type=int, default=2, help="expert-parallel ranks")
-    parser.add_argument("--microbatches", type=int, default=2, help="tokens of each rank")
+    parser.add_argument("--microbatches", type=int, default=2, help="microbatches of each rank")
     parser.add_argument("--tokens", type=int, default=tokens, help="tokens of each microbatch")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument(
