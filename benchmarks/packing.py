@@ -1,4 +1,6 @@
-"""Packing by known load against packing by length: `python benchmarks/packing.py [--store RUN/trace] [--json FILE]`.
+"""Compares packing by known load with packing by length.
+
+    python benchmarks/packing.py [--store RUN/trace] [--json FILE]
 
 Prints a Markdown table. Excess is what the fullest expert-parallel ranks have above the mean, summed over microbatches
 and layers. `floor` is below what any packing of the batch could reach: experts that are popular in the whole batch

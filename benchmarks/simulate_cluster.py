@@ -1,4 +1,4 @@
-"""The step time of an expert-parallel cluster, by a model: `python benchmarks/simulate_cluster.py [--store RUN/trace]
+"""Models the step time of an expert-parallel cluster: `python benchmarks/simulate_cluster.py [--store RUN/trace]
 [--costs FILE] [--check STEP_OVERHEAD.json] [--json FILE]`.
 
 A MODEL, NOT A MEASUREMENT: it adds up the costs of a file (benchmarks/costs/h800.yaml, each number with its source or

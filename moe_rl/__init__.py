@@ -1,4 +1,4 @@
-"""Routing replay and GSPO for mixture-of-experts models: vLLM samples, Megatron-core trains.
+"""Provides routing replay and GSPO for mixture-of-experts models: vLLM samples, Megatron-core trains.
 
 The names in `_HOMES` are the public API; docs/howto/library.md shows how to use each. `import moe_rl` imports no torch,
 vLLM or Megatron: the module of a name is imported when the name is first used. `__init__.pyi` declares the types.

@@ -1,4 +1,4 @@
-"""`python -m moe_rl VERB` and `torchrun -m moe_rl VERB`."""
+"""Runs `python -m moe_rl VERB` and `torchrun -m moe_rl VERB`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`moe-rl VERB ...`, also as `python -m moe_rl` and `torchrun -m moe_rl`. The scripts in tools/ call it too.
+"""Runs `moe-rl VERB ...`, also as `python -m moe_rl` and `torchrun -m moe_rl`. The scripts in tools/ call it too.
 
 A verb's module is imported when the verb is called, so that `moe-rl patch` does not wait for torch.
 """

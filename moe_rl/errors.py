@@ -76,7 +76,7 @@ _NOTHING: dict[Fact, int | str] = {}
 
 
 class Problem(str):
-    """Text of a message that keeps its parts as data.
+    """Holds the text of a message and keeps its parts as data.
 
     about: named facts, integers as int and everything else as text. fault: constant name of the fault, "" where the
     exception type and `about` tell it apart. got, expected: as text, "" where there is none.
@@ -147,7 +147,7 @@ def first_of(texts: Sequence[str], *, separator: str = "; ") -> str:
 
 
 class MoeRLError(Exception):
-    """Root of everything moe_rl raises on purpose. Tools print it as one message and exit 2."""
+    """Serves as root of everything moe_rl raises on purpose. Tools print it as one message and exit 2."""
 
     @property
     def message(self) -> Problem:
@@ -157,12 +157,12 @@ class MoeRLError(Exception):
 
     @property
     def about(self) -> Mapping[Fact, int | str]:
-        """Named facts of the message, such as {"shard": "s0", "record": "r1"}."""
+        """Return named facts of the message, such as {"shard": "s0", "record": "r1"}."""
         return self.message.about
 
 
 class _Problems(MoeRLError):
-    """An error that carries every problem found, not only the first.
+    """Carries every problem found, not only the first.
 
     `message` and `about` are of the first problem. Each problem of `problems` has an `about` of its own.
     """
@@ -199,11 +199,11 @@ class TraceDiskError(TraceError, DiskError):
 
 
 class RouteValidationError(TraceError, ValueError):
-    """Routes that may not be trained on. The message names request, token and layer."""
+    """Routes may not be trained on. The message names request, token and layer."""
 
 
 class SupportError(TraceError, ValueError):
-    """A recorded sampling support that may not be trained on. The message names request and token."""
+    """A recorded sampling support may not be trained on. The message names request and token."""
 
 
 class ReplayError(MoeRLError):

@@ -20,7 +20,7 @@ _LONGEST_FRAME = 1 << 30
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The base class of everything sent over a socket. msgpack tags each message with its class name."""
+    """Serves as base class of everything sent over a socket. msgpack tags each message with its class name."""
 
 
 def encode(value: object) -> bytes:

@@ -297,7 +297,7 @@ def _model_to_plan(
 
 
 def _problems(config: Config, folder: RunFolder | None, world_size: int, *, first: bool, again: bool) -> list[Problem]:
-    """Everything that speaks against starting here.
+    """Return everything that speaks against starting here.
 
     first: this is rank 0, which reads what only it will use. again: a resumed run begins at its first step.
     """

@@ -64,7 +64,7 @@ class TokenOwners:
 
     @property
     def lengths(self) -> np.ndarray:
-        """int [B], number of completion tokens of each sequence."""
+        """Return int [B], the number of completion tokens of each sequence."""
         return np.bincount(self.tokens, minlength=self.sequences)
 
     def part(self, name: str) -> np.ndarray:
@@ -74,7 +74,7 @@ class TokenOwners:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pass:
-    """Results of one forward pass.
+    """Holds the results of one forward pass.
 
     Attributes:
         logprobs: float32 [N], from the trainer.

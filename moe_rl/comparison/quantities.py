@@ -27,7 +27,7 @@ PARTS = ("all", "prompt", "completion")
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over all tokens or positions, with its 95% interval over sequences."""
+    """Holds a mean over all tokens or positions, with its 95% interval over sequences."""
 
     value: float
     low: float
@@ -120,7 +120,7 @@ def extreme_fractions(d: np.ndarray, taus: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choices:
-    """Comparison of the routers' own choice with the record.
+    """Compares the routers' own choice with the record.
 
     Attributes:
         shared: int [L, R], experts in both sets, out of top_k.
@@ -133,7 +133,7 @@ class Choices:
 
     @property
     def differs(self) -> np.ndarray:
-        """bool [L, R], whether the sets differ."""
+        """Return bool [L, R], whether the sets differ."""
         return self.shared < self.top_k
 
 

@@ -32,7 +32,7 @@ from moe_rl.weights.sender import WeightSender
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Sequences with routes from one sampler.
+    """Holds sequences with routes from one sampler.
 
     Attributes:
         sampler: The sampler's precision, in words.
@@ -48,7 +48,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Weights that can score rollouts. `version` is the number of finished steps; `path` None is model.path."""
+    """Names weights that can score rollouts. `version` is the number of finished steps; `path` None is model.path."""
 
     version: int
     path: Path | None

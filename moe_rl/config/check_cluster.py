@@ -62,7 +62,7 @@ def several_nodes(environment: Mapping[str, str]) -> bool:
 
 
 def node_problems(environment: Mapping[str, str]) -> Iterator[Problem]:
-    """Why gloo, which connects the ranks on CPUs and writes checkpoints everywhere, would not find its way.
+    """Say why gloo, which connects the ranks on CPUs and writes checkpoints everywhere, would not find its way.
 
     Without an interface gloo uses the address of the host's name. On many systems this is loopback, and the ranks then
     wait for each other without end.

@@ -14,7 +14,8 @@ from moe_rl.models.facts import ModelFacts
 def layout_problems(
     parallel: ParallelConfig, train: TrainConfig, facts: ModelFacts | None, world_size: int
 ) -> Iterator[Problem]:
-    """Every reason why the model cannot be laid out and scheduled so on `world_size` ranks. facts None: not known."""
+    """Return every reason why the model cannot be laid out and scheduled so on `world_size` ranks. facts None: not
+    known."""
     yield from parallel.problems()
     yield from train.problems()
     yield from _rank_problems(parallel, facts, world_size)

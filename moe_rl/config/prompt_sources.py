@@ -55,7 +55,7 @@ class PromptSourceConfig(Section):
 
     @property
     def kind(self) -> Kind:
-        """What reads `data`."""
+        """Return what reads `data`."""
         if self.data.startswith(GENERATOR):
             return "generator"
         kinds: dict[str, Kind] = {".jsonl": "jsonl", ".parquet": "parquet"}
@@ -63,7 +63,7 @@ class PromptSourceConfig(Section):
 
     @property
     def may_be_on_the_hub(self) -> bool:
-        """Whether `data` is no folder here, but could be the name of a data set."""
+        """Return whether `data` is no folder here, but could be the name of a data set."""
         return self.kind == "dataset" and not Path(self.data).is_dir() and bool(_HUB_NAME.fullmatch(self.data))
 
 

@@ -30,7 +30,7 @@ from moe_rl.vllm import patches
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Result of the diagnosis.
+    """Holds the result of the diagnosis.
 
     Attributes:
         missing: Reasons why a run cannot start here, one message each.

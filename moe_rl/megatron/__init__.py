@@ -1,4 +1,4 @@
-"""All code that imports megatron-core. Without CUDA, the CPU backend must be installed before megatron-core is
+"""Holds all code that imports megatron-core. Without CUDA, the CPU backend must be installed before megatron-core is
 imported."""
 
 import torch

@@ -1,4 +1,4 @@
-"""Adam on torch ops, with the state layout of the FusedAdam of apex and TransformerEngine.
+"""Implements Adam on torch ops, with the state layout of the FusedAdam of apex and TransformerEngine.
 
 Megatron's distributed optimizer can load a distributed checkpoint only if the step count is in the param group and the
 state is {exp_avg, exp_avg_sq}, as in these two optimizers. torch.optim.Adam, which Megatron uses when neither is
@@ -12,7 +12,8 @@ import torch
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam with decoupled (adam_w_mode) or coupled weight decay: Kingma and Ba 2015; Loshchilov and Hutter 2019.
+    """Implements Adam with decoupled (adam_w_mode) or coupled weight decay: Kingma and Ba 2015; Loshchilov and Hutter
+    2019.
 
     The update is m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps), times lr.
     """

@@ -40,7 +40,7 @@ class Stream:
 
 
 class Event:
-    """An event that has always happened already."""
+    """Stands for an event that has always happened already."""
 
     def __init__(self, *args, **kwargs):
         pass

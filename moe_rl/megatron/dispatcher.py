@@ -1,4 +1,4 @@
-"""Megatron's all-to-all dispatcher, with a plan that says how many rows go where.
+"""Gives Megatron's all-to-all dispatcher a plan that says how many rows go where.
 
 For each MoE layer and microbatch, Megatron's dispatcher asks all ranks of its group for their counts (an all-gather),
 makes the host wait for these counts (the all-to-all needs the sizes of its messages), and sorts a table of rows by

@@ -1,5 +1,6 @@
-"""Torch versions of the layers that megatron-core takes from TransformerEngine: RMSNorm under sequence parallelism,
-linear layers that are whole on every rank, and causal attention and rotary embedding over packed sequences."""
+"""Provides torch versions of the layers that megatron-core takes from TransformerEngine: RMSNorm under sequence
+parallelism, linear layers that are whole on every rank, and causal attention and rotary embedding over packed
+sequences."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class WholeLinear(torch.nn.Linear):
-    """Linear layer without bias whose weight is whole on every tensor-parallel rank: [rows, 1, inputs] -> [rows, 1,
-    outputs].
+    """Implements a linear layer without bias whose weight is whole on every tensor-parallel rank: [rows, 1, inputs] ->
+    [rows, 1, outputs].
 
     A rank has only the gradient of its own rows, so the weight is marked for the sum over ranks.
     """
@@ -61,7 +62,8 @@ class ExpertOutput(RowParallelLinear):
 
 
 class PackedAttention(torch.nn.Module):
-    """Core attention for packed sequences (qkv_format "thd"): causal within each sequence, none between sequences.
+    """Computes core attention for packed sequences (qkv_format "thd"): causal within each sequence, none between
+    sequences.
 
     Maps q [T, heads, d], k and v [T, groups, d] to [T, heads * d]. Under context parallelism T counts this rank's rows,
     and k and v of the other ranks are gathered.
@@ -179,7 +181,7 @@ def _slots(
 
 
 class PackedRotaryEmbedding(torch.nn.Module):
-    """Rotary angles for a packed run, with positions counted from 0 in every sequence.
+    """Computes rotary angles for a packed run, with positions counted from 0 in every sequence.
 
     Megatron's own forward gives angles up to the longest sequence, and its unfused rope then rotates one sequence at a
     time. If it receives angles of the full length instead, it rotates the whole run at once; where context-parallel
@@ -208,7 +210,7 @@ class PackedRotaryEmbedding(torch.nn.Module):
 
 
 class LatentAttention(MLASelfAttention):
-    """MLASelfAttention that rotates packed sequences, and has exactly the norms in its spec.
+    """Extends MLASelfAttention: it rotates packed sequences, and has exactly the norms in its spec.
 
     Megatron decides about the norms with one switch, which does not fit a model without a query down-projection
     (Moonlight): with TransformerEngine it would get a second norm on the queries, and without it an error.
@@ -224,7 +226,7 @@ class LatentAttention(MLASelfAttention):
 
 
 class TorchLatentAttention(LatentAttention):
-    """LatentAttention whose down-projections are whole on every tensor-parallel rank, as with TransformerEngine.
+    """Extends LatentAttention: its down-projections are whole on every tensor-parallel rank, as with TransformerEngine.
 
     Megatron's torch linear layer splits them and gathers the result. The rotary key, which all heads share, then loses
     the gradients of heads on other ranks, because the gather returns to each rank only a part of its own gradient.

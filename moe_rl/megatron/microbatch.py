@@ -26,7 +26,7 @@ from moe_rl.types import SamplingSupport, Sequence
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Microbatch:
-    """Packed sequences on one rank.
+    """Holds packed sequences on one rank.
 
     Attributes:
         tokens, positions: int64 [1, T].
@@ -108,8 +108,8 @@ class Microbatch:
 
     @property
     def routed_rows(self) -> np.ndarray:
-        """int64 [R], like `rows`, for the rows that this rank's routers see. Under sequence parallelism these are a
-        part of T."""
+        """Return int64 [R], like `rows`, for the rows that this rank's routers see. Under sequence parallelism these
+        are a part of T."""
         return self.rows[world.own_rows(self.tokens.shape[1])]
 
     def read_routes(

@@ -1,4 +1,4 @@
-"""A planned MoE layer that computes while its rows are exchanged between ranks, within one microbatch.
+"""Makes a planned MoE layer compute while its rows are exchanged between ranks, within one microbatch.
 
 Megatron's layer runs router, dispatch, experts and combine one after the other: only after the router has run is it
 known where the rows go. A plan knows this before. So the rows are sent first, and the router runs meanwhile; only the
@@ -88,7 +88,7 @@ def _refuse(moe: MoELayer) -> None:
 
 
 class _Chunk:
-    """Some rows [R, H] of a microbatch on their way to the experts, through them, and back."""
+    """Takes some rows [R, H] of a microbatch on their way to the experts, through them, and back."""
 
     def __init__(self, moe: MoELayer, plan: ChunkPlan, rows: torch.Tensor, order: torch.Tensor):
         """Args: `order`, int64 [R * K], gives the rows in sending order."""

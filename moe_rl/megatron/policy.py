@@ -45,7 +45,7 @@ from moe_rl.weights.stream import Round
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """Result of one optimizer update.
+    """Holds the result of one optimizer update.
 
     Attributes:
         grad_norm: Global gradient norm before clipping.
@@ -92,7 +92,7 @@ class Policy:
 
     @property
     def updates(self) -> int:
-        """Number of optimizer updates since the start of the run. The learning rate follows from it."""
+        """Return the number of optimizer updates since the start of the run. The learning rate follows from it."""
         return self.schedule.num_steps
 
     @updates.setter
@@ -101,7 +101,7 @@ class Policy:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Global 0-based numbers of the MoE layers that this rank holds, ascending."""
+        """Return the global 0-based numbers of the MoE layers that this rank holds, ascending."""
         return moe_layers(self.chunks)
 
     @property
@@ -274,7 +274,7 @@ class Policy:
 
     @property
     def order(self) -> np.ndarray:
-        """int64 [L, E], the expert in each slot of each layer in `layers`: their rows of `placement`."""
+        """Return int64 [L, E], the expert in each slot of each layer in `layers`: their rows of `placement`."""
         return self.placement[[self.facts.moe_layers.index(layer) for layer in self.layers]]
 
     def place(self, placement: np.ndarray) -> None:
@@ -326,7 +326,7 @@ class Policy:
 
     @cached_property
     def parts(self) -> dict[str, int]:
-        """{part of the model: its number}, see `weights.conservation`."""
+        """Return {part of the model: its number}, see `weights.conservation`."""
         return parts_of(expected_tensors(self.facts))
 
     def content(self, dtype: torch.dtype, *, updated: bool) -> Content:
@@ -353,8 +353,8 @@ class Policy:
 
 
 class ReferencePolicy:
-    """The frozen initial policy. It always routes natively, because its own expert choice is part of what it refers
-    to."""
+    """Holds the frozen initial policy. It always routes natively, because its own expert choice is part of what it
+    refers to."""
 
     def __init__(
         self, facts: ModelFacts, train: TrainConfig, parallel: ParallelConfig, checkpoint, *, temperature: float

@@ -1,4 +1,5 @@
-"""Routing replay inside megatron-core, installed through the module spec. It uses no global list and no call order.
+"""Implements routing replay inside megatron-core, installed through the module spec. It uses no global list and no call
+order.
 
     ReplaySeqParams   PackedSeqParams that also carry the handle of the microbatch in the replay session
     ReplayLayer       TransformerLayer that passes the handle to its router, in every schedule and recomputation
@@ -32,7 +33,7 @@ from moe_rl.replay.session import MicrobatchHandle, refuse_lost_key
 
 @dataclass
 class ReplaySeqParams(PackedSeqParams):
-    """Packed sequences with the handle to their routes.
+    """Holds packed sequences with the handle to their routes.
 
     Attributes:
         lengths: Lengths of the packed sequences, over all context-parallel ranks. Padding at the end is a sequence too.
@@ -158,7 +159,8 @@ class ReplayMoELayer(MoELayer):
         self.recomputed, self.moe_layer_recompute = self.moe_layer_recompute, False
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """As Megatron's, except that an expert is stored under its logical number, not under the number of its slot."""
+        """Do as Megatron does, except that an expert is stored under its logical number, not under the number of its
+        slot."""
         whole, experts = super().sharded_state_dict(prefix, sharded_offsets, metadata), f"{prefix}experts."
         placed = {name: entry for name, entry in whole.items() if name.startswith(experts)}
         return whole | relocated(placed, self.token_dispatcher.order, axis=len(sharded_offsets))

@@ -125,7 +125,7 @@ class Checkpoints:
 
     @property
     def pending(self) -> int | None:
-        """Last step of the checkpoint that the ranks have not agreed on yet; None if there is none."""
+        """Return the last step of the checkpoint that the ranks have not agreed on yet; None if there is none."""
         return None if self._pending is None else self._pending.step
 
     def steps(self) -> list[int]:
@@ -204,7 +204,7 @@ class Checkpoints:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A checkpoint that is being written. `seconds` is the time it took to begin."""
+    """Holds a checkpoint that is being written. `seconds` is the time it took to begin."""
 
     step: int
     writer: _Writer
@@ -213,7 +213,7 @@ class _Pending:
 
 @dataclass(frozen=True, slots=True)
 class _Lying:
-    """Where a tensor, or a piece of one, is stored: Megatron's WriteResult in plain values."""
+    """Says where a tensor, or a piece of one, is stored: Megatron's WriteResult in plain values."""
 
     name: str
     offset: tuple[int, ...] | None
@@ -245,7 +245,8 @@ class _HandedIn:
 
 
 class _Planning(TorchDistSaveShardedStrategy):
-    """Megatron's save strategy, with access to the arguments of its last step, which would need all ranks at once."""
+    """Extends Megatron's save strategy by access to the arguments of its last step, which would need all ranks at
+    once."""
 
     writer: FileSystemWriterAsync
     metadata: Metadata | None  # on rank 0
@@ -288,7 +289,7 @@ class _Publication:
 
 
 class _Writer(threading.Thread):
-    """Thread that writes this rank's part, and on rank 0 publishes all parts.
+    """Runs as the thread that writes this rank's part, and on rank 0 publishes all parts.
 
     Attributes:
         written: Set when this rank's part is handed in or has failed.

@@ -1,4 +1,5 @@
-"""Module specs of the GPTModel with replay, from TransformerEngine if it is installed, else from torch ops."""
+"""Makes the module specs of the GPTModel with replay, from TransformerEngine if it is installed, else from torch
+ops."""
 
 from __future__ import annotations
 

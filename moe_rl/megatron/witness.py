@@ -111,7 +111,7 @@ class DispatchWitness:
 
 @dataclass(slots=True, eq=False)
 class _Begun:
-    """A dispatch whose rows have not all arrived.
+    """Holds a dispatch whose rows have not all arrived.
 
     Attributes:
         microbatch: None for a microbatch without routes, which only fills up a round.

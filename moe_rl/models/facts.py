@@ -119,7 +119,7 @@ class ModelFacts:
 
     @property
     def cache_width(self) -> int:
-        """Numbers per token and layer in a sampler's KV cache."""
+        """Return the numbers per token and layer in a sampler's KV cache."""
         if self.latent is not None:
             return self.latent.kv_rank + self.latent.rope_dim
         return 2 * self.kv_heads * self.head_dim

@@ -297,7 +297,7 @@ def checkpoint_tensors(path: str | Path) -> dict[str, Tensor]:
 
 
 def decoder_problems(tensors: Mapping[str, Tensor], facts: ModelFacts, where: About) -> list[Problem]:
-    """`tensor_problems` of all of a checkpoint's tensors but those of multi-token prediction."""
+    """Return the `tensor_problems` of all of a checkpoint's tensors but those of multi-token prediction."""
     found = {name: entry for name, entry in tensors.items() if not is_mtp_tensor(facts, name)}
     return tensor_problems(expected_tensors(facts), found, where)
 
@@ -305,7 +305,8 @@ def decoder_problems(tensors: Mapping[str, Tensor], facts: ModelFacts, where: Ab
 def tensor_problems(
     expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Tensor], where: About
 ) -> list[Problem]:
-    """Missing, extra and misshapen tensors and unsupported dtypes, one message for each kind. where: the folder."""
+    """List missing, extra and misshapen tensors and unsupported dtypes, one message for each kind. where: the
+    folder."""
     kinds = {
         "lacks tensors that config.json asks for": [name for name in expected if name not in found],
         "has tensors that config.json does not ask for": [name for name in found if name not in expected],

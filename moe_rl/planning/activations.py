@@ -126,7 +126,7 @@ def mlp_bytes(width: int, rows: int, shape: Shape) -> int:
 
 
 def dispatched_rows(facts: ModelFacts, layout: Layout, shape: Shape) -> int:
-    """Rows dispatched to a rank's experts if the load is even: S x top_k x expert_tensor.
+    """Return the rows dispatched to a rank's experts if the load is even: S x top_k x expert_tensor.
 
     Ranks that share an expert's matrices receive each other's rows.
     """

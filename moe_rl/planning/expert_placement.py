@@ -359,7 +359,7 @@ class _Exchange:
         return np.maximum(np.maximum(mine, other), self._rest(rank)[:, partner]).sum(axis=0)
 
     def _rest(self, rank: int) -> np.ndarray:
-        """Return [N, R]: the maximum over all ranks except `rank` and the rank of the column."""
+        """Return [N, R], for each partner the largest load of all ranks except `rank` and that partner."""
         others = self.loads.copy()
         others[:, rank] = -1
         first, rows = others.argmax(axis=1), np.arange(len(others))

@@ -12,7 +12,7 @@ from moe_rl.planning.cluster_plan import Plan, Stage
 
 
 def transfer_problems(plan: Plan) -> list[Problem]:
-    """Why weights cannot reach the samplers; empty when they can."""
+    """Say why weights cannot reach the samplers; empty when they can."""
     return [plan.transfer.problem] if plan.transfer.problem else []
 
 

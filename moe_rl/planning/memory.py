@@ -48,7 +48,7 @@ def state_bytes(dtype: str) -> int:
 
 
 def buffer_elements(buffer: Buffer, train: TrainConfig) -> int:
-    """Elements of a flat buffer, with padding where ranks share its pieces."""
+    """Return the elements of a flat buffer, with padding where ranks share its pieces."""
     return buffer.padded_elements if train.distributed_optimizer else buffer.elements
 
 

@@ -128,7 +128,7 @@ def _packed(config: Config, lengths: list[int], counts: np.ndarray, ranks: int) 
 
 
 def limit_problem(found: Peaks, config: Config) -> Problem | None:
-    """Why a run on such batches would be refused by `replay.max_rows`; None when it would not."""
+    """Say why a run on such batches would be refused by `replay.max_rows`; None when it would not."""
     limit = config.replay.max_rows
     if limit is None or found.rows.rank <= limit:
         return None

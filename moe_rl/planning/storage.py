@@ -40,7 +40,7 @@ def routes_bytes_per_token(facts: ModelFacts) -> int:
 
 
 def node_share(layout: Layout, gpus_per_node: int) -> float:
-    """Fraction of a step's routes that the ranks of one node read.
+    """Return the fraction of a step's routes that the ranks of one node read.
 
     A node reads the sequences of its data-parallel shares and the layers of its stages. Megatron numbers ranks by
     tensor, context, data and then pipeline.

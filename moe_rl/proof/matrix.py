@@ -28,7 +28,7 @@ TOLERANCE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Results of one case. Differences are the largest absolute differences over all tensors.
+    """Holds the results of one case. Differences are the largest absolute differences over all tensors.
 
     Attributes:
         gradients, logprobs: Difference from the reference that takes the same routes.

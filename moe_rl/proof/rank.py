@@ -1,4 +1,4 @@
-"""One rank of the proof: runs cases one after the other in one process group, and writes what it saw.
+"""Runs one rank of the proof: cases one after the other in one process group, and writes what it saw.
 
     torchrun --nproc-per-node N -m moe_rl.proof.rank CHECKPOINT OUT CASES
 

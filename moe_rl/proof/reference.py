@@ -18,7 +18,7 @@ from moe_rl.proof.batch import batch, quiet
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reference:
-    """Results of the reference.
+    """Holds the results of the reference.
 
     Attributes:
         logprobs: {sequence: [N]}, of the completions.

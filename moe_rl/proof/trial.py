@@ -32,7 +32,7 @@ class BrokenOff(Exception):
 
 
 class Trial:
-    """This rank's sequences in microbatches, with the routes of its layers and rows."""
+    """Holds this rank's sequences in microbatches, with the routes of its layers and rows."""
 
     def __init__(self, facts: ModelFacts, case: Case, policy: Policy):
         self.facts, self.case, self.policy, self.layers = facts, case, policy, policy.layers

@@ -39,8 +39,9 @@ FALSE_ALARM = 1e-6
 """Upper bound on the probability that one pass of a rank is refused although its routes are right."""
 
 _SHIFTS = (0, -2, -1, 1, 2)
-# A record unrelated to its row wins half of its comparisons with another row; a healthy record wins at least the share
-# _HEALTHY. The threshold makes both errors equally likely. _SEEN says how unlikely one comparison makes them, in nats.
+# A record that belongs to another row wins half of its comparisons. A healthy record wins at least the share _HEALTHY.
+# With this threshold a false alarm and a missed fault are equally likely. _SEEN: -log of that probability, in nats, for
+# one comparison.
 _HEALTHY = 0.9
 _THRESHOLD = math.log(0.5 / (1 - _HEALTHY)) / (math.log(0.5 / (1 - _HEALTHY)) + math.log(_HEALTHY / 0.5))
 
@@ -57,7 +58,8 @@ _SEEN = divergence(_THRESHOLD, 0.5)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """Rows of one microbatch or sequence in all layers. Rows that are neighbours in a sequence are neighbours here.
+    """Holds rows of one microbatch or sequence in all layers. Rows that are neighbours in a sequence are neighbours
+    here.
 
     Attributes:
         record, witness: integers [L, S, K], the recorded experts and the router's own.
@@ -78,7 +80,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Misplaced:
-    """A layer whose record belongs to other rows.
+    """Describes a layer whose record belongs to other rows.
 
     Attributes:
         match: What the record agrees with instead; "" if nothing that was tried.
@@ -100,7 +102,7 @@ class Misplaced:
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """Result of the alignment test of one pass on this rank.
+    """Holds the result of the alignment test of one pass on this rank.
 
     Attributes:
         layers: The layers whose records belong to other rows.
@@ -117,7 +119,7 @@ class Alignment:
 
     @property
     def faults(self) -> list[str]:
-        """Descriptions of all faults. A fault that all layers share is described once."""
+        """Return descriptions of all faults. A fault that all layers share is described once."""
         matches = {fault.match for fault in self.layers}
         texts = [str(fault) for fault in self.layers]
         if len(self.layers) > 1 and len(matches) == 1 and "layer" not in (match := matches.pop()):

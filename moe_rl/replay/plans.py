@@ -19,8 +19,8 @@ from moe_rl.replay.tables import MicrobatchRoutes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkPlan:
-    """How `rows` neighbouring rows of a microbatch pass through one layer's dispatcher. All numbers are known to the
-    host.
+    """Says how `rows` neighbouring rows of a microbatch pass through one layer's dispatcher. All numbers are known to
+    the host.
 
     Attributes:
         sent, got: Rows sent to and received from each of the P ranks.
@@ -39,7 +39,7 @@ class ChunkPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerPlan:
-    """How one microbatch passes through one layer's dispatcher: at once, or in chunks of rows one after the other.
+    """Says how one microbatch passes through one layer's dispatcher: at once, or in chunks of rows one after the other.
 
     Attributes:
         entries: int32 [R * K] on the device. For each chunk in turn the result of `send_order`, counted from the first

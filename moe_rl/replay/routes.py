@@ -42,7 +42,7 @@ class RowPolicy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceRoutes:
-    """Routes of one sequence.
+    """Holds the routes of one sequence.
 
     Attributes:
         routes: integers [T, L, K].

@@ -1,4 +1,4 @@
-"""The places of a pass's rows in their sequences, and the choice of rows for the alignment test. Uses host memory
+"""Holds the places of a pass's rows in their sequences, and the choice of rows for the alignment test. Uses host memory
 only."""
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class RowPlaces:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
-    """Rows, each with a partner: the row at the same position of another sequence.
+    """Holds rows, each with a partner: the row at the same position of another sequence.
 
     Attributes:
         microbatch, row: int64 [M], where each row is.

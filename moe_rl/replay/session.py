@@ -1,4 +1,5 @@
-"""The replay session: which routes one pass over a rank's microbatches must take, and the proof that it took them.
+"""Defines the replay session: which routes one pass over a rank's microbatches must take, and the proof that it took
+them.
 
 A session belongs to one run of Megatron's schedule: one optimizer update, or one pass without gradients. The routers
 ask it for the routes of their (microbatch, layer), and the MoE layers report what they dispatch. The session counts
@@ -50,7 +51,7 @@ _open_session: ReplaySession | None = None
 
 @dataclass(slots=True, eq=False)
 class ReplaySession:
-    """Context manager around one pass of the schedule.
+    """Surrounds one pass of the schedule, as a context manager.
 
     Attributes:
         microbatches: Routes of each microbatch.

@@ -1,5 +1,5 @@
-"""The inputs and results of a replay session: the routes of a microbatch, the counts of a pass, and the comparison of
-the routers' own choice with the record.
+"""Defines the inputs and results of a replay session: the routes of a microbatch, the counts of a pass, and the
+comparison of the routers' own choice with the record.
 
 Legend: R rows of a microbatch that this rank's routers see, N those of them that have a record, K top-k, E experts, L
 layers, S sequences of a microbatch with the padding as one more, layer: global decoder layer, 0-based.
@@ -20,7 +20,7 @@ from moe_rl.replay.row_places import RowPlaces
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicrobatchRoutes:
-    """Routes of one packed microbatch, cut to the rows that this rank's routers see.
+    """Holds the routes of one packed microbatch, cut to the rows that this rank's routers see.
 
     Attributes:
         names: [S], keys of the requests, and "padding".

@@ -164,7 +164,8 @@ def _exact_percent(value: float | None) -> str:
 
 
 def _samples(samples: list[SampleLine]) -> list[tuple[str, list[tuple[SampleLine, list[dict[str, Any]]]]]]:
-    """Titles, and samples with their tokens: some of the first step, some of the last, and those that differ most."""
+    """Return titles, and samples with their tokens: some of the first step, some of the last, and those that differ
+    most."""
     if not samples:
         return []
     first, last = min(one.step for one in samples), max(one.step for one in samples)

@@ -55,13 +55,15 @@ class SampleLine:
 
     @property
     def differences(self) -> list[float]:
-        """Trainer minus sampler log-probability of each sampled token, in nats; NaN where a value is not finite."""
+        """Return the trainer's minus the sampler's log-probability of each sampled token, in nats; NaN where a value is
+        not finite."""
         pairs = zip(self.trainer_logprobs, self.sampler_logprobs, strict=True) if self.trainer_logprobs else ()
         return [math.nan if ours is None or theirs is None else ours - theirs for ours, theirs in pairs]
 
     @property
     def mismatch(self) -> float:
-        """Mean |trainer minus sampler log-probability| over the sampled tokens, in nats; NaN if it was not measured."""
+        """Return the mean |trainer minus sampler log-probability| over the sampled tokens, in nats; NaN if it was not
+        measured."""
         sizes = [abs(one) for one in self.differences]
         return sum(sizes) / len(sizes) if sizes else math.nan
 

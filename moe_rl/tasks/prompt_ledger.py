@@ -180,7 +180,7 @@ class PromptLedger:
         )
 
     def _read(self) -> tuple[list[bytes], bytes]:
-        """Whole lines, and what follows the last newline."""
+        """Return whole lines, and what follows the last newline."""
         try:
             *lines, tail = self.path.read_bytes().split(b"\n")
         except FileNotFoundError:

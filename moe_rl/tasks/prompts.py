@@ -45,7 +45,7 @@ class PromptSet:
 
     @property
     def count(self) -> int | None:
-        """Number of prompts; None for an endless source."""
+        """Return the number of prompts; None for an endless source."""
         return None if self.make is not None else len(self.prompts)
 
     def item(self, n: int) -> Prompt:
@@ -62,7 +62,7 @@ class TaskPrompts:
 
     @property
     def count(self) -> int | None:
-        """Number of training prompts; None if a source is endless."""
+        """Return the number of training prompts; None if a source is endless."""
         counts = [one.count for one in self.train]
         return None if None in counts else sum(count or 0 for count in counts)
 

@@ -96,7 +96,7 @@ ANSWERS: Decoder[Answer] = decoder(Answer)
 
 
 class _Function:
-    """A loaded reward function."""
+    """Holds a loaded reward function."""
 
     def __init__(self, load: RewardFunction):
         """Import the function.

@@ -144,7 +144,7 @@ def _count(table: MicrobatchRoutes, experts: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A placement on its way from rank 0, with the expected load excess before and after."""
+    """Carries a placement from rank 0 to the other ranks, with the expected load excess before and after."""
 
     order: list[list[int]]
     before: float

@@ -84,7 +84,7 @@ def kept_steps(step: int, last: int, checkpoints: Iterable[int]) -> set[int]:
 
 
 class KeptRollouts:
-    """The rollout files in `folder` and their trace shards, which are kept and deleted together."""
+    """Manages the rollout files in `folder` and their trace shards, which are kept and deleted together."""
 
     def __init__(self, folder: Path, store: TraceStore):
         self.folder, self.store = folder, store

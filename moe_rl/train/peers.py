@@ -130,7 +130,7 @@ class _Wire(threading.Thread):
 
 
 class Peers:
-    """Context manager that sends and watches heartbeats in threads. Enter it on the main thread."""
+    """Sends and watches heartbeats in threads, as a context manager. Enter it on the main thread."""
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ _STILL_ENDING = 10.0
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Paths of everything in a run folder."""
+    """Holds the paths of everything in a run folder."""
 
     path: Path
 

@@ -44,7 +44,7 @@ class MicrobatchWork:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UpdateShare:
-    """This rank's part of one optimizer update.
+    """Holds this rank's part of one optimizer update.
 
     Attributes:
         denominator, sequences, tokens: Divisors of the policy loss, the KL penalty and the entropy bonus, for the whole

@@ -64,7 +64,7 @@ class RankZero:
 
 
 class Trainer:
-    """Everything one rank needs for a run: opened once, then driven by the loop."""
+    """Holds everything one rank needs for a run: opened once, then driven by the loop."""
 
     def __init__(self, config: Config, folder: RunFolder, peers: Peers, stack: ExitStack):
         self.config, self.folder, self.peers = config, folder, peers

@@ -79,7 +79,7 @@ class RefusedCall(Exception):
 
 
 class Gate:
-    """ASGI middleware for vLLM's argument `--middleware`: checks the token and answers /moe_rl/*.
+    """Serves as ASGI middleware for vLLM's argument `--middleware`: checks the token and answers /moe_rl/*.
 
     An environment variable names the token's file. Raises EngineError if that file is not secret.
     """

@@ -62,7 +62,7 @@ class RecordedCompletion:
 
 
 class RecordingLLM:
-    """The result of `record`: `llm` is the vllm.LLM, `store` keeps the routes, `spec` describes the model."""
+    """Holds the result of `record`: `llm` is the vllm.LLM, `store` keeps the routes, `spec` describes the model."""
 
     def __init__(
         self,

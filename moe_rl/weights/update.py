@@ -36,7 +36,7 @@ class TensorInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
     @property
     def size(self) -> int:
-        """Size in bytes."""
+        """Return the size in bytes."""
         return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
 
