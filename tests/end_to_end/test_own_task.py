@@ -67,9 +67,10 @@ def test_the_plan_of_the_task_finds_no_problem(run, written):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_the_task_trains(run, written):
     _, train = commands_of_section_4()
-    run(f"{train} run.steps=2", 900)
+    run(f"{train} run.steps=2", 700)
     (metrics,) = written.glob("runs/*/metrics.jsonl")
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
     rewards = [step for step in steps if "reward/part/right" in step]
