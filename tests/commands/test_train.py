@@ -2,9 +2,7 @@
 
 import argparse
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,31 +15,18 @@ from moe_rl.errors import describe
 from moe_rl.tasks.prompt_ledger import PromptLedger, StepPrompts
 from moe_rl.trace import ShardWriter, TraceSpec
 from moe_rl.types import Provenance, Span
+from tests.commands.forked_train import Launcher
 
 ROOT = Path(__file__).parents[2]
 CONFIG = "configs/tiny_moe_cpu.yaml"
-LONG = pytest.mark.long  # as quick as the others, and like them
 
 
-def launch(*arguments, ranks=2, rank=0, watch="torch"):
-    """Run the command as torchrun would start one rank; also says whether `watch` was imported."""
-    code = (
-        "import argparse, sys; from moe_rl.commands import train; parser = argparse.ArgumentParser(); "
-        "train.add_arguments(parser); status = train.run(parser.parse_args()); "
-        f"print('IMPORTED' if {watch!r} in sys.modules else 'NOT IMPORTED'); sys.exit(status)"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environment.pop("WORLD_SIZE", None)
-    if ranks:
-        environment |= {"WORLD_SIZE": str(ranks), "RANK": str(rank)}
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory):
+    """Runs the command as one rank, each time in a process of its own."""
+    launcher = Launcher(tmp_path_factory.mktemp("runs"))
+    yield launcher
+    launcher.close()
 
 
 @pytest.mark.parametrize(
@@ -49,21 +34,11 @@ def launch(*arguments, ranks=2, rank=0, watch="torch"):
     [
         (["--config", "no/such.yaml"], ["no/such.yaml"]),
         (["--config", CONFIG, "rollout.temprature=1"], ["rollout.temprature", "temperature"]),
-        pytest.param(
-            ["--config", CONFIG, "train.updates_per_step=5"], ["train.updates_per_step"], marks=pytest.mark.long
-        ),
-        pytest.param(
-            ["--config", CONFIG, "model.path=assets/nothing"], ["model.path", "assets/nothing"], marks=pytest.mark.long
-        ),
-        pytest.param(
-            ["--config", CONFIG, "task.train.0.data=missing.jsonl"],
-            ["task.train.0.data", "missing.jsonl"],
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            ["--config", CONFIG, "task.pass_reward=nonsense"], ["task.pass_reward", "nonsense"], marks=pytest.mark.long
-        ),
-        pytest.param(["--config", CONFIG, "parallel.expert=3"], ["parallel.expert"], marks=LONG),
+        (["--config", CONFIG, "train.updates_per_step=5"], ["train.updates_per_step"]),
+        (["--config", CONFIG, "model.path=assets/nothing"], ["model.path", "assets/nothing"]),
+        (["--config", CONFIG, "task.train.0.data=missing.jsonl"], ["task.train.0.data", "missing.jsonl"]),
+        (["--config", CONFIG, "task.pass_reward=nonsense"], ["task.pass_reward", "nonsense"]),
+        (["--config", CONFIG, "parallel.expert=3"], ["parallel.expert"]),
         (
             ["--config", CONFIG, "train.overlap_expert_parallel_comm=true", "train.delay_wgrad_compute=true"],
             ["train.delay_wgrad_compute", "got no transformer-engine"],
@@ -71,7 +46,7 @@ def launch(*arguments, ranks=2, rank=0, watch="torch"):
         (["--resume", "moe_rl"], ["--resume", "config.yaml"]),
     ],
 )
-def test_one_message_and_nothing_started(arguments, words):
+def test_one_message_and_nothing_started(launch, arguments, words):
     result = launch(*arguments)
     assert result.returncode == 2
     assert result.stderr.startswith("moe_rl: ") and "Traceback" not in result.stderr
@@ -103,12 +78,12 @@ def test_the_first_rank_has_time_to_tell(monkeypatch, capsys):
     "line, words",
     [
         ('{"id": ["a"], "prompt": "1+1=", "answer": "2", "level": "1"}', "list"),
-        pytest.param('{"id": "a", "prompt": "1+1=", "answer": "2"}', "level", marks=LONG),
+        ('{"id": "a", "prompt": "1+1=", "answer": "2"}', "level"),
         ('{"id": "a", "prompt": "' + "1+" * 99 + '", "answer": "2", "level": "1"}', "rollout.max_prompt_tokens"),
-        pytest.param("{", "JSON", marks=LONG),
+        ("{", "JSON"),
     ],
 )
-def test_what_is_wrong_in_a_prompt_file_is_told_before_anything_starts(tmp_path, line, words):
+def test_what_is_wrong_in_a_prompt_file_is_told_before_anything_starts(launch, tmp_path, line, words):
     """Only rank 0 checks these files, because only rank 0 uses them. The prompt file has enough lines."""
     good = (ROOT / "assets/tiny_moe/task/train.jsonl").read_text().splitlines()
     (tmp_path / "train.jsonl").write_text("\n".join([*good, line]) + "\n")
@@ -121,7 +96,7 @@ def test_what_is_wrong_in_a_prompt_file_is_told_before_anything_starts(tmp_path,
     )
 
 
-def test_a_dense_model_is_refused(tmp_path):
+def test_a_dense_model_is_refused(launch, tmp_path):
     source = ROOT / "assets/tiny_moe/policy"
     for file in source.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -135,7 +110,7 @@ def test_a_dense_model_is_refused(tmp_path):
     assert result.returncode == 2 and "Qwen3ForCausalLM" in result.stderr
 
 
-def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path):
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(launch, tmp_path):
     source = ROOT / "assets/tiny_moe/policy"
     for file in source.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -145,12 +120,12 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path):
     assert result.returncode == 2 and f"experts.{raw['num_experts']}." in result.stderr
 
 
-def test_without_torchrun_it_says_how_to_start():
+def test_without_torchrun_it_says_how_to_start(launch):
     result = launch("--config", CONFIG, ranks=0)
     assert result.returncode == 2 and "torchrun --nproc-per-node 2" in result.stderr
 
 
-def test_plan_tells_what_a_trace_asks_of_the_ranks_without_torch(tmp_path):
+def test_plan_tells_what_a_trace_asks_of_the_ranks_without_torch(launch, tmp_path):
     """Make two sequences of two tokens that all go to experts 0 to 3, which are on the first of two ranks."""
     spec = TraceSpec.from_layers("any", 32, 4, tuple(range(8)), 8)
     with ShardWriter(tmp_path / "trace", "step000001", spec) as writer:
@@ -186,7 +161,7 @@ def foreign(folder):
     return folder / "foreign"
 
 
-def test_plan_prints_numbers_and_problems_without_torch(tmp_path):
+def test_plan_prints_numbers_and_problems_without_torch(launch, tmp_path):
     file = tmp_path / "plan.json"
     result = launch("--config", CONFIG, "--plan", "--json", file, ranks=0)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -197,7 +172,7 @@ def test_plan_prints_numbers_and_problems_without_torch(tmp_path):
     assert "train.microbatch_tokens" in broken.stdout and "parallel.expert" in broken.stdout
 
 
-def test_lines_that_a_run_cannot_go_on_with_are_told_before_anything_starts(tmp_path):
+def test_lines_that_a_run_cannot_go_on_with_are_told_before_anything_starts(launch, tmp_path):
     (tmp_path / "config.yaml").write_text((ROOT / CONFIG).read_text())
     (tmp_path / "checkpoints/step-000002").mkdir(parents=True)
     ledger, metrics = PromptLedger(tmp_path / "prompts.jsonl"), tmp_path / "metrics.jsonl"
@@ -218,7 +193,7 @@ def test_lines_that_a_run_cannot_go_on_with_are_told_before_anything_starts(tmp_
         assert "NOT IMPORTED" in refused.stdout
 
 
-def test_a_run_is_resumed_with_the_listed_keys_alone(tmp_path):
+def test_a_run_is_resumed_with_the_listed_keys_alone(launch, tmp_path):
     (tmp_path / "config.yaml").write_text((ROOT / CONFIG).read_text())
     file = tmp_path / "plan.json"
     planned = launch("--resume", tmp_path, "--plan", "--json", file, "parallel.expert=4", ranks=4)
@@ -245,7 +220,7 @@ def test_a_run_is_resumed_with_the_listed_keys_alone(tmp_path):
     assert alone.returncode == 2 and "--step" in alone.stderr and "--resume" in alone.stderr
 
 
-def test_a_run_to_start_from_is_checked_before_anything_starts(tmp_path):
+def test_a_run_to_start_from_is_checked_before_anything_starts(launch, tmp_path):
     def told(*overrides):
         result = launch("--config", CONFIG, "run.steps=40", *overrides)
         assert result.returncode == 2 and "NOT IMPORTED" in result.stdout
