@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 from moe_rl.errors import ConfigError, MoeRLError, describe
-from moe_rl.report import lines
-from moe_rl.report.run_page import CONFIG_FILE, FILE, write_report
+from moe_rl.report import lines, run_config
+from moe_rl.report.run_page import FILE, write_report
 from moe_rl.report.runs_page import MOST, write_comparison
 
 
@@ -45,13 +45,13 @@ def run(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> None:
     """Raise ConfigError for a folder that is no run, for too many runs, and for --out with one run."""
     for folder in options.runs:
-        if not (folder / CONFIG_FILE).is_file() and not (folder / lines.FILE).is_file():
+        if not (folder / run_config.FILE).is_file() and not (folder / lines.FILE).is_file():
             raise ConfigError(
                 describe(
                     "not a run folder",
                     where={"argument": "RUN", "folder": folder},
                     got=folder,
-                    expected=f"a folder with {CONFIG_FILE} or {lines.FILE} in it",
+                    expected=f"a folder with {run_config.FILE} or {lines.FILE} in it",
                     do="give the run_dir that the run printed",
                 )
             )

@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from moe_rl.disk import write_whole
 from moe_rl.report import summary as summary_module
 from moe_rl.report.format import count, duration, percent, points, scientific, seconds
@@ -15,12 +13,12 @@ from moe_rl.report.history import read_history
 from moe_rl.report.lines import RunLines, read_run
 from moe_rl.report.page import Tile, render
 from moe_rl.report.registry import METRICS, find
+from moe_rl.report.run_config import flat, read_config
 from moe_rl.report.run_plots import panels
 from moe_rl.report.sample_lines import SampleLine, read_samples
 from moe_rl.report.tracker_state import FOLDER, TrackerState, read_state
 
 FILE = "report.html"
-CONFIG_FILE = "config.yaml"
 _SAMPLES = 4  # of each kind on the page
 _FULL_COLOUR = 0.2  # nats of difference from which a token has the full colour
 
@@ -36,8 +34,7 @@ def write_report(run_dir: Path) -> Path:
     stored = run_dir / summary_module.FILE
     if stored.exists():
         summary = {**json.loads(stored.read_text(encoding="utf-8")), **summary}
-    config_file = run_dir / CONFIG_FILE
-    config = yaml.safe_load(config_file.read_text(encoding="utf-8")) if config_file.exists() else None
+    config = read_config(run_dir)
     path = run_dir / FILE
     text = render(
         "run.html",
@@ -49,7 +46,7 @@ def write_report(run_dir: Path) -> Path:
         tiles=_tiles(run, summary),
         panels=panels(run),
         summary=summary,
-        config=config and [(section, flat(values)) for section, values in config.items()],
+        config=[(section, flat(values).items()) for section, values in config.items()],
         samples=_samples(read_samples(run_dir)),
         history=read_history(run_dir),
         trackers=_trackers(run_dir, run),
@@ -61,8 +58,8 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def _facts(run: RunLines, summary: dict[str, Any], config: dict | None) -> list[str]:
-    planned = ((config or {}).get("run") or {}).get("steps")
+def _facts(run: RunLines, summary: dict[str, Any], config: dict[str, Any]) -> list[str]:
+    planned = config.get("run", {}).get("steps")
     steps = summary["steps"]
     facts = [f"{steps} steps" if not planned or planned == steps else f"{steps} of {planned} steps"]
     facts.append(f"routing replay {run.mode}" if run.train else "no training step logged")
@@ -240,10 +237,3 @@ def _broken(better: str, value: float | None, latest: dict[str, tuple[int, float
     if better == "must equal routing/expected":
         return value != latest.get("routing/expected", (0, None))[1]
     return (better == "must be 0" and value != 0) or (better == "must be 1" and value != 1)
-
-
-def flat(values: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    """Return (dotted key, value) of nested sections."""
-    if not isinstance(values, dict):
-        return [(prefix.removesuffix("."), values)]
-    return [pair for key, value in values.items() for pair in flat(value, f"{prefix}{key}.")]

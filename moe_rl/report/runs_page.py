@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-import yaml
 
 from moe_rl.disk import write_whole
 from moe_rl.report import summary
@@ -32,7 +31,7 @@ from moe_rl.report.figures import (
 from moe_rl.report.format import count, duration, percent, scientific, seconds, short
 from moe_rl.report.lines import RunLines, read_run
 from moe_rl.report.page import Tile, render
-from moe_rl.report.run_page import CONFIG_FILE, flat
+from moe_rl.report.run_config import differing, flat, read_config
 
 _COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED, CYAN, YELLOW, GREY)
 MOST = len(_COLOURS)
@@ -106,18 +105,10 @@ def write_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
     return path
 
 
-def differing(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[Any]]]:
-    """Return each flat key that is not the same in all configs, with its values. A config without it has None."""
-    keys = dict.fromkeys(key for config in configs for key in config)
-    found = [(key, [config.get(key) for config in configs]) for key in keys]
-    return [(key, values) for key, values in found if any(value != values[0] for value in values[1:])]
-
-
 def _read(number: int, folder: Path) -> ReportedRun:
-    lines, file = read_run(folder), folder / CONFIG_FILE
-    config = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
-    label = f"run {number}"
-    return ReportedRun(label, f"{label}: {folder}", lines, summary.measure(lines), dict(flat(config)))
+    lines, label = read_run(folder), f"run {number}"
+    config = flat(read_config(folder))
+    return ReportedRun(label, f"{label}: {folder}", lines, summary.measure(lines), config)
 
 
 def _tiles(runs: Sequence[ReportedRun]) -> list[Tile]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from moe_rl.config.schema import TrackerName
+from moe_rl.report import run_config
 from moe_rl.report.sample_lines import SampleLine
 
 _SHOWN = ("key", "prompt", "completion", "reward", "advantage", "finish_reason", "mismatch")
@@ -163,11 +164,11 @@ class MLflow:
             experiment = self._client.get_experiment_by_name(run.project)
             number = experiment.experiment_id if experiment else self._client.create_experiment(run.project)
             self.id = self._client.create_run(number, run_name=run.path.name).info.run_id
-            values = [Param(key, str(value)) for key, value in _flat(run.config)]
+            values = [Param(key, str(value)) for key, value in run_config.flat(run.config).items()]
             for begin in range(0, len(values), _PARAMETERS):
                 self._client.log_batch(self.id, params=values[begin : begin + _PARAMETERS])
         self.place = self._client.get_run(self.id).info.artifact_uri or ""
-        self._client.log_artifact(self.id, str(run.path / "config.yaml"))
+        self._client.log_artifact(self.id, str(run.path / run_config.FILE))
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         now = int(1000 * time.time())
@@ -203,10 +204,3 @@ def _shown(line: SampleLine) -> dict[str, Any]:
 def _as_code(text: str) -> str:
     """Return Markdown that shows a text as it is."""
     return "\n".join(f"    {line}" for line in text.splitlines() or [""])
-
-
-def _flat(values: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    """Return (dotted key, value) of nested sections."""
-    if not isinstance(values, dict):
-        return [(prefix.removesuffix("."), values)]
-    return [pair for key, value in values.items() for pair in _flat(value, f"{prefix}{key}.")]

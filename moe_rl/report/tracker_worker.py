@@ -24,15 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml
 
 from moe_rl.report import lines, sample_lines, summary
+from moe_rl.report.run_config import read_config
 from moe_rl.report.sample_lines import SampleLine
 from moe_rl.report.tracker_libraries import OPEN, TrackedRun, Tracker
 from moe_rl.report.tracker_state import FOLDER, TrackerState, read_state, write_state
 
 TOO_LONG, FAILED = 1, 2
-_CONFIG = "config.yaml"
 _LOOK_SECONDS = 0.5
 _ERROR_CHARACTERS = 500
 
@@ -69,7 +68,7 @@ class _Worker:
         path = self._run / lines.FILE
         known = path.read_bytes().splitlines()[:metrics] if path.exists() else []
         again = 1 + (json.loads(known[-1])["step"] if known else -1)
-        config = yaml.safe_load((self._run / _CONFIG).read_text(encoding="utf-8"))
+        config = read_config(self._run)
         facts = TrackedRun(self._run, self._run / FOLDER, config, state.id, again if back else None)
         with self._limited():
             tracker: Tracker = OPEN[self._name](facts)  # type: ignore[index]

@@ -31,7 +31,7 @@ from moe_rl.config.schema import Config
 from moe_rl.disk import refusal, write_whole
 from moe_rl.errors import About, ConfigError, DiskError, MoeRLError, Problem, describe
 from moe_rl.models.hf import expected_tensors, read_model
-from moe_rl.report import summary
+from moe_rl.report import run_config, summary
 
 # Keys that a resumed run may change. A name with a dot at its end stands for all keys of the section.
 MAY_CHANGE = (
@@ -65,7 +65,7 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
-        return self.path / "config.yaml"
+        return self.path / run_config.FILE
 
     @property
     def trace(self) -> Path:
@@ -206,16 +206,8 @@ def start_problems(config: Config) -> list[Problem]:
 
 def changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     """Return (old, new) value of each key that differs, by dotted key. A key that one of them lacks has None there."""
-    before, after = (_flat(config.model_dump(mode="json")) for config in (old, new))
-    keys = dict.fromkeys([*before, *after])
-    return {key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return flat
+    both = [run_config.flat(config.model_dump(mode="json")) for config in (old, new)]
+    return {key: (before, after) for key, (before, after) in run_config.differing(both)}
 
 
 def _among(key: str, names: Sequence[str]) -> bool:

@@ -4,7 +4,8 @@ import pytest
 
 from moe_rl import cli
 from moe_rl.report.lines import FILE, encode
-from moe_rl.report.runs_page import MOST, differing
+from moe_rl.report.run_config import differing
+from moe_rl.report.runs_page import MOST
 
 CONFIG = "run: {{name: a, steps: 40, seed: {seed}}}\ntrain: {{optimizer: {{lr: {lr}}}}}\n"
 
