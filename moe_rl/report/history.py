@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from moe_rl.disk import sync, write_all, writing
-from moe_rl.errors import MoeRLError, describe
+from moe_rl.disk import write_whole
+from moe_rl.report.json_lines import encode, read_lines
 
 FILE = "history.jsonl"
 
@@ -33,42 +30,20 @@ class RunStart:
     after: int
     ranks: int
     device: str
-    changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    changed: dict[str, tuple[Any, Any]]
 
 
-def record(
-    run_dir: Path, *, after: int, ranks: int, device: str, changed: Mapping[str, tuple[Any, Any]] | None = None
-) -> None:
-    """Append a line for a start that happens now. The line is durable on return. Raises DiskError."""
-    line = RunStart(time.strftime("%Y-%m-%dT%H:%M:%S%z"), after, ranks, device, dict(changed or {}))
-    path, data = run_dir / FILE, json.dumps(asdict(line)).encode() + b"\n"
-    with writing("a line of the run's history could not be written", path, size=len(data)), path.open("ab", 0) as file:
-        write_all(file.fileno(), data)
-        sync(path)
+def record(run_dir: Path, *, after: int, ranks: int, device: str, changed: Mapping[str, tuple[Any, Any]]) -> None:
+    """Append a line for a start that happens now. The line is durable on return.
+
+    Raises:
+        DiskError: it cannot be written.
+        MoeRLError: an earlier line is damaged.
+    """
+    begun = RunStart(time.strftime("%Y-%m-%dT%H:%M:%S%z"), after, ranks, device, dict(changed))
+    write_whole(run_dir / FILE, encode([*read_history(run_dir), begun]), "the history of the run")
 
 
 def read_history(run_dir: Path) -> list[RunStart]:
-    """Read the history of a run, oldest start first. A missing file has none, and a torn last line is left out.
-
-    Raises:
-        MoeRLError: naming the line, if any other line cannot be read.
-    """
-    path = run_dir / FILE
-    if not path.exists():
-        return []
-    *lines, _ = path.read_bytes().split(b"\n")
-    found = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            found.append(msgspec.json.decode(line, type=RunStart))
-        except msgspec.MsgspecError as error:
-            raise MoeRLError(
-                describe(
-                    "the history of the run is damaged",
-                    where={"file": path, "line": number},
-                    got=error,
-                    expected="one start as a JSON object",
-                    do="delete that line",
-                )
-            ) from error
-    return found
+    """Read the history of a run, oldest start first. Raises MoeRLError, naming the line, if one cannot be read."""
+    return read_lines(run_dir / FILE, RunStart)

@@ -75,6 +75,11 @@ def encode(step: int, kind: str, metrics: dict[str, float]) -> str:
     return json.dumps(row, allow_nan=False) + "\n"
 
 
+def values(row: Row) -> dict[str, float | None]:
+    """Return the metrics of a line. One that was not finite is None."""
+    return {key: value for key, value in row.items() if key not in ("step", "kind", "nonfinite")}
+
+
 def read_rows(path: Path) -> tuple[list[Row], bool]:
     """Return all lines in the order written, and whether the last one was torn. A missing file has no lines.
 

@@ -10,7 +10,7 @@ from moe_rl.disk import write_whole
 from moe_rl.report import summary as summary_module
 from moe_rl.report.format import count, duration, percent, points, scientific, seconds
 from moe_rl.report.history import read_history
-from moe_rl.report.lines import RunLines, read_run
+from moe_rl.report.lines import RunLines, read_run, values
 from moe_rl.report.page import Tile, render
 from moe_rl.report.registry import METRICS, find
 from moe_rl.report.run_config import flat, read_config
@@ -46,7 +46,7 @@ def write_report(run_dir: Path) -> Path:
         tiles=_tiles(run, summary),
         panels=panels(run),
         summary=summary,
-        config=[(section, flat(values).items()) for section, values in config.items()],
+        config=[(section, flat(keys).items()) for section, keys in config.items()],
         samples=_samples(read_samples(run_dir)),
         history=read_history(run_dir),
         trackers=_trackers(run_dir, run),
@@ -217,9 +217,7 @@ def _metrics(run: RunLines) -> dict[str, Any]:
     """Return every logged metric in registry order with its last value, and the metrics that were not logged."""
     latest: dict[str, tuple[int, float | None]] = {}
     for row in sorted(run.train + run.eval, key=lambda row: row["step"]):
-        latest.update(
-            {key: (row["step"], value) for key, value in row.items() if key not in ("step", "kind", "nonfinite")}
-        )
+        latest.update({key: (row["step"], value) for key, value in values(row).items()})
     rows, absent = [], []
     for metric in METRICS.values():
         keys = sorted(key for key in latest if find(key) is metric)

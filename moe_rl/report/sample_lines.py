@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from moe_rl.disk import write_all, write_whole, writing
-from moe_rl.errors import MoeRLError, describe
+from moe_rl.report.json_lines import encode, read_lines
 
 FILE = "samples.jsonl"
 
@@ -82,7 +79,7 @@ class SampleFile:
 
     def write(self, lines: list[SampleLine]) -> None:
         """Append the samples of a step. Raises DiskError when they cannot be written."""
-        data = "".join(json.dumps(asdict(line), allow_nan=False) + "\n" for line in lines).encode()
+        data = encode(lines)
         what = "the samples of a step could not be written"
         with writing(what, self._path, size=len(data)), self._path.open("ab", buffering=0) as file:
             write_all(file.fileno(), data)
@@ -91,31 +88,9 @@ class SampleFile:
         """Drop the samples of `step` and later steps, and a last line that was cut short."""
         if self._path.exists():
             kept = [line for line in read_samples(self._path.parent) if line.step < step]
-            text = "".join(json.dumps(asdict(line), allow_nan=False) + "\n" for line in kept)
-            write_whole(self._path, text, "the samples of the run")
+            write_whole(self._path, encode(kept), "the samples of the run")
 
 
 def read_samples(run_dir: Path) -> list[SampleLine]:
-    """Read samples.jsonl of a run folder, in the order written. A missing file has no samples.
-
-    A last line that was cut short is left out. Raises MoeRLError naming the line when any other cannot be read.
-    """
-    path = Path(run_dir) / FILE
-    if not path.exists():
-        return []
-    *lines, tail = path.read_bytes().split(b"\n")
-    found = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            found.append(msgspec.json.decode(line, type=SampleLine))
-        except msgspec.MsgspecError as error:
-            raise MoeRLError(
-                describe(
-                    "the file of samples is damaged",
-                    where={"file": path, "line": number},
-                    got=error,
-                    expected="one sample as a JSON object",
-                    do="delete that line",
-                )
-            ) from error
-    return found
+    """Read samples.jsonl of a run, in the order written. Raises MoeRLError, naming the line, if one is damaged."""
+    return read_lines(Path(run_dir) / FILE, SampleLine)

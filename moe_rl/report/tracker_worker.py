@@ -21,7 +21,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -81,8 +80,9 @@ class _Worker:
             last = self._ended
             rows = [json.loads(line) for line in metrics.lines()]
             for row in rows:
+                found = {key: math.nan if value is None else value for key, value in lines.values(row).items()}
                 with self._limited():
-                    tracker.metrics(row["step"], _values(row))
+                    tracker.metrics(row["step"], found)
                 self._state.metrics += 1
             kept = [msgspec.json.decode(line, type=SampleLine) for line in samples.lines()]
             for step, group in itertools.groupby(kept, key=lambda line: line.step):
@@ -125,11 +125,6 @@ class _Worker:
 
     def _save(self) -> None:
         write_state(self._run, self._name, self._state)
-
-
-def _values(row: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics of a line. The values that were not finite are null there."""
-    return {key: math.nan if row[key] is None else row[key] for key in row if key not in ("step", "kind", "nonfinite")}
 
 
 def main(arguments: list[str]) -> int:

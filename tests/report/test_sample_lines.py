@@ -6,6 +6,7 @@ import math
 import pytest
 
 from moe_rl.errors import MoeRLError
+from moe_rl.report import history
 from moe_rl.report.run_page import write_report
 from moe_rl.report.sample_lines import FILE, SampleFile, SampleLine, read_samples
 
@@ -63,6 +64,16 @@ def test_a_damaged_line_is_named(tmp_path):
     with pytest.raises(MoeRLError) as caught:
         read_samples(tmp_path)
     assert f"{FILE}:1" in str(caught.value)
+
+
+def test_a_start_that_was_cut_short_leaves_the_history_readable(tmp_path):
+    for after in (0, 4):
+        history.record(tmp_path, after=after, ranks=1, device="CPU", changed={})
+    path = tmp_path / history.FILE
+    path.write_bytes(path.read_bytes()[:-9])
+    history.record(tmp_path, after=6, ranks=2, device="CPU", changed={"run.steps": (4, 8)})
+    first, last = history.read_history(tmp_path)
+    assert (first.after, last.after, last.changed) == (0, 6, {"run.steps": (4, 8)})
 
 
 def test_the_page_colours_what_differs(synthetic_run):
