@@ -9,11 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from moe_rl.config.check import problems
-from moe_rl.config.layout import one_rank
+from moe_rl.config.check import problems, refuse
+from moe_rl.config.layout import on_one_rank
 from moe_rl.config.load import load_config
 from moe_rl.config.schema import Config
-from moe_rl.config.training import ParallelConfig
 from moe_rl.disk import write_whole
 from moe_rl.doctor.diagnosis import installation_problems
 from moe_rl.errors import ConfigError, MoeRLError, ReplayError, describe
@@ -88,8 +87,7 @@ def run(options: argparse.Namespace) -> int:
         found = problems(config, int(os.environ.get("WORLD_SIZE", "1")))
         if options.config or options.sampler_dtype or options.budget_tokens:
             found += installation_problems(config)
-        if found:
-            raise ConfigError([*found, f"{len(found)} problem{'s' if len(found) > 1 else ''}; nothing was started"])
+        refuse(found)
     except MoeRLError as error:
         if rank == 0:
             print(f"moe_rl: {error}", file=sys.stderr)
@@ -147,9 +145,7 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None]:
         config = load_config(run.config, options.overrides)
     if "WORLD_SIZE" not in os.environ and not any(text.startswith("parallel.") for text in options.overrides):
         # The layout of the run may need many ranks; without torchrun there is one.
-        replay = config.replay.model_copy(update={"overlap_chunks": 0})
-        alone = {"parallel": ParallelConfig(), "train": one_rank(config.train), "replay": replay}
-        config = config.model_copy(update=alone)
+        config = on_one_rank(config)
     if len(set(options.sampler_dtype)) != len(options.sampler_dtype):
         raise ConfigError(
             describe("named twice", where={"option": "--sampler-dtype"}, got=" ".join(options.sampler_dtype))

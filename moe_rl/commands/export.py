@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from moe_rl.config.check_layout import layout_problems
-from moe_rl.config.layout import one_rank
+from moe_rl.config.layout import on_one_rank
 from moe_rl.config.schema import Config
 from moe_rl.config.training import ParallelConfig
 from moe_rl.disk import write_whole
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
             return _from_model(options, options.dtype or "bfloat16")
         folder, config = run_folder.reopen(options.run, options.overrides, may_change=("parallel.",))
         if ranks == 1 and not any(text.startswith("parallel.") for text in options.overrides):
-            config = config.model_copy(update={"parallel": ParallelConfig(), "train": one_rank(config.train)})
+            config = on_one_rank(config)
         facts = read_model(config.model.path)
         found = list(layout_problems(config.parallel, config.train, facts, ranks))
         if found:

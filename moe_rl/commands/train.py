@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from moe_rl import checkpoint_folder as checkpoints
-from moe_rl.config.check import config_problems, problems
+from moe_rl.config.check import config_problems, problems, refuse
 from moe_rl.config.check_cluster import node_problems, several_nodes, start_problems
 from moe_rl.config.check_files import absent_problems, prompt_problems, reward_parameters, vocabulary_problems
 from moe_rl.config.layout import least_ranks
@@ -131,7 +131,7 @@ def run(options: argparse.Namespace) -> int:
         if options.plan:
             return _plan(config, folder, world_size, options.trace, options.json)
         found = _problems(config, folder, world_size, first=rank == 0, again=options.step == 0)
-        _refuse(found + _checkpoint_problems(config, folder, options.step))
+        refuse(found + _checkpoint_problems(config, folder, options.step))
     except MoeRLError as error:
         # Every rank of a node finds the same problems, and the first one prints them. torchrun ends all ranks as soon
         # as one ends, so the others wait.
@@ -372,8 +372,3 @@ def _checkpoint_problems(config: Config, folder: RunFolder | None, step: int | N
             )
         ]
     return []
-
-
-def _refuse(found: list[Problem]) -> None:
-    if found:
-        raise ConfigError([*found, f"{len(found)} problem{'s' if len(found) > 1 else ''}; nothing was started"])

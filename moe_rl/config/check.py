@@ -30,6 +30,12 @@ def problems(config: Config, world_size: int) -> list[Problem]:
     return found + config_problems(config, facts, world_size) + file_problems(config, facts)
 
 
+def refuse(found: list[Problem]) -> None:
+    """Raise ConfigError if anything was found."""
+    if found:
+        raise ConfigError([*found, f"{len(found)} problem{'s' if len(found) > 1 else ''}; nothing was started"])
+
+
 def config_problems(config: Config, facts: ModelFacts | None, world_size: int) -> list[Problem]:
     """Return the problems that are the same on every machine. facts: of the model, None if they are not known."""
     return [

@@ -115,9 +115,10 @@ def _other_model(config: Config, facts: ModelFacts, published: ModelFacts) -> It
 def prompt_problems(config: Config) -> Iterator[Problem]:
     """Return what is wrong with the prompt files that can be read."""
     task = config.task
-    for key, sources in (("train", task.train), ("heldout", task.heldout)):
-        for at, source in enumerate(sources):
-            if count_prompts([source]) == 0:
+    train, heldout = count_prompts(task.train), count_prompts(task.heldout)
+    for key, sources, counts in (("train", task.train, train), ("heldout", task.heldout, heldout)):
+        for at, (source, count) in enumerate(zip(sources, counts, strict=True)):
+            if count == 0:
                 yield describe("the prompt file is empty", where={"key": f"task.{key}.{at}", "file": source.data})
     for at, ours in enumerate(task.heldout):
         if same := next((source.name for source in task.train if _same_prompts(source, ours)), ""):
@@ -127,7 +128,7 @@ def prompt_problems(config: Config) -> Iterator[Problem]:
                 got=ours.data,
                 do="give prompts that are never trained on",
             )
-    yield from number_problems(config, count_prompts(task.train), [count_prompts([one]) for one in task.heldout])
+    yield from number_problems(config, together(train), heldout)
 
 
 def number_problems(config: Config, train: int | None, heldout: Sequence[int | None]) -> Iterator[Problem]:
@@ -212,19 +213,24 @@ def existing_folder(path: Path) -> Path:
     return path
 
 
-def count_prompts(sources: Sequence[PromptSourceConfig]) -> int | None:
-    """Count the lines of JSONL files that are not blank; None if one cannot be read or rows of it are dropped, and
-    for other sources."""
-    total = 0
-    for source in sources:
-        if source.kind != "jsonl" or source.drop:
-            return None
-        try:
-            with open(source.data, "rb") as stream:
-                total += sum(1 for line in stream if line.strip())
-        except OSError:
-            return None
-    return total
+def count_prompts(sources: Sequence[PromptSourceConfig]) -> list[int | None]:
+    """Count the lines of each source that are not blank; None for one that cannot be read, drops rows or is no JSONL
+    file."""
+    return [None if source.kind != "jsonl" or source.drop else _count_lines(source.data) for source in sources]
+
+
+def together(counts: Sequence[int | None]) -> int | None:
+    """Return the sum of numbers of prompts; None if one is not known."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
+
+
+def _count_lines(file: str) -> int | None:
+    try:
+        with open(file, "rb") as stream:
+            return sum(1 for line in stream if line.strip())
+    except OSError:
+        return None
 
 
 def dotted_path_problem(dotted: str) -> str | None:

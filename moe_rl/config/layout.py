@@ -6,7 +6,8 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from moe_rl.config.training import ParallelConfig, TrainConfig
+from moe_rl.config.schema import Config
+from moe_rl.config.training import ParallelConfig
 from moe_rl.models.facts import ModelFacts
 
 
@@ -52,11 +53,15 @@ def make_layout(parallel: ParallelConfig, facts: ModelFacts, world_size: int) ->
     )
 
 
-def one_rank(train: TrainConfig) -> TrainConfig:
-    """Return the settings for a single rank: without overlap, and without packing by load."""
-    return train.model_copy(
-        update={"overlap_expert_parallel_comm": False, "delay_wgrad_compute": False, "packing": "length"}
-    )
+def on_one_rank(config: Config) -> Config:
+    """Return the config for a single rank: without what only a layout can have, such as overlap and placement."""
+    changes: dict[str, dict[str, object]] = {
+        "train": {"overlap_expert_parallel_comm": False, "delay_wgrad_compute": False, "packing": "length"},
+        "replay": {"overlap_chunks": 0},
+        "placement": {"experts": "natural"},
+    }
+    alone = {section: getattr(config, section).model_copy(update=keys) for section, keys in changes.items()}
+    return config.model_copy(update={"parallel": ParallelConfig(), **alone})
 
 
 def least_ranks(parallel: ParallelConfig) -> int:

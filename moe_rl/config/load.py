@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import BaseModel, Tag, ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from moe_rl.config import strict_yaml
 from moe_rl.config.objective import LOSS_PARAMETERS, LOSSES, ObjectiveConfig, without_nulls
-from moe_rl.config.reward_kinds import KINDS, RewardConfig
+from moe_rl.config.reward_kinds import KINDS
 from moe_rl.config.schema import Config
+from moe_rl.config.section import members
 from moe_rl.errors import About, ConfigError, Problem, describe
 from moe_rl.shipped import shipped
 
@@ -194,7 +195,7 @@ def _override(data: dict[str, Any], text: str, sources: Sources) -> Problem | No
 def _message(error: ErrorDetails, sources: Sources) -> Problem:
     (loc, holder), given = _place(error["loc"]), error["input"]
     expected = error["msg"].removeprefix("Input should be ").replace("object", "mapping")
-    if error["type"] == "union_tag_not_found":  # there is no loss with this name, or no such kind of reward
+    if error["type"].startswith("union_tag_"):  # there is no loss with this name, or no such kind of reward
         leaf, known_names = ("name", LOSSES) if loc == ("objective",) else ("kind", KINDS)
         named = isinstance(given, dict)
         loc, given = ((*loc, leaf), given[leaf]) if named else (loc, given)
@@ -204,11 +205,10 @@ def _message(error: ErrorDetails, sources: Sources) -> Problem:
         known = known[:-1]
     key, leaf = ".".join(str(part) for part in loc), str(loc[-1])
     where: About = {"key": key, **sources.get(known, {})}
-    loss = _loss_name(holder)
-    if loss:
+    if loss := _tag(holder, LOSSES):
         where = {**where, "given": f"objective.name is {loss}"}
-    elif isinstance(holder, type) and issubclass(holder, RewardConfig):
-        where = {**where, "given": f"kind is {_kind_of(holder)}"}
+    elif kind := _tag(holder, KINDS):
+        where = {**where, "given": f"kind is {kind}"}
     if error["type"] == "extra_forbidden":
         others = [name for name, keys in LOSS_PARAMETERS.items() if leaf in keys]
         if loss and others:
@@ -239,11 +239,11 @@ def _place(loc: tuple[str | int, ...]) -> tuple[tuple[str | int, ...], Any]:
     out.
     """
     holder: Any = Config
-    members: dict[str, type[BaseModel]] = {}
+    known: dict[str, type[BaseModel]] = {}
     key: list[str | int] = []
     for depth, part in enumerate(loc):
-        if part in members:
-            holder, members = members[str(part)], {}
+        if part in known:
+            holder, known = known[str(part)], {}
             continue
         key.append(part)
         if depth < len(loc) - 1 and holder is not None:
@@ -251,25 +251,13 @@ def _place(loc: tuple[str | int, ...]) -> tuple[tuple[str | int, ...], Any]:
                 annotation = get_args(holder)[1 if get_origin(holder) is dict else 0]
             else:
                 annotation = _names(holder).get(str(part))
-            holder, members = _section(annotation), _members(annotation)
+            holder, known = _section(annotation), members(annotation)
     return tuple(key), holder
 
 
-def _members(annotation: Any) -> dict[str, type[BaseModel]]:
-    """Return the members of a union of tagged sections; none for any other annotation."""
-    if get_origin(annotation) is Annotated:
-        annotation = get_args(annotation)[0]
-    tagged = [get_args(one) for one in get_args(annotation) if get_origin(one) is Annotated]
-    return {one[1].tag: one[0] for one in tagged if isinstance(one[1], Tag)}
-
-
-def _kind_of(holder: Any) -> str:
-    return next(name for name, kind in KINDS.items() if kind is holder)
-
-
-def _loss_name(holder: Any) -> str:
-    """Return the loss whose parameters a class holds; "" for any other section."""
-    return next((name for name, loss in LOSSES.items() if loss is holder), "")
+def _tag(holder: Any, sections: Mapping[str, type[BaseModel]]) -> str:
+    """Return the name that a class has among sections; "" for any other class."""
+    return next((name for name, section in sections.items() if section is holder), "")
 
 
 def _section(annotation: Any) -> Any:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
-from moe_rl.config.section import NotNegative, Positive, Section
+from moe_rl.config.section import NotNegative, Positive, Section, chosen_by, members
 from moe_rl.errors import About, Problem, describe
 
 ClipLow = Annotated[
@@ -303,11 +303,6 @@ class DecoupledConfig(ObjectiveConfig):
     """Fixed by the method: its ratio is to the trainer's policy before the first update of the step."""
 
 
-def _loss_name(value: Any) -> str | None:
-    name = value.get("name", "gspo") if isinstance(value, dict) else getattr(value, "name", None)
-    return name if isinstance(name, str) and name in LOSSES else None
-
-
 AnyObjective = Annotated[
     Annotated[GspoConfig, Tag("gspo")]
     | Annotated[GspoTokenConfig, Tag("gspo_token")]
@@ -320,11 +315,9 @@ AnyObjective = Annotated[
     | Annotated[DppoTvConfig, Tag("dppo_tv")]
     | Annotated[MinirlConfig, Tag("minirl")]
     | Annotated[DecoupledConfig, Tag("decoupled")],
-    Discriminator(_loss_name),
+    chosen_by("name", "gspo"),
 ]
-LOSSES: dict[str, type[ObjectiveConfig]] = {
-    get_args(loss)[1].tag: get_args(loss)[0] for loss in get_args(get_args(AnyObjective)[0])
-}
+LOSSES: dict[str, type[ObjectiveConfig]] = members(AnyObjective)
 LOSS_PARAMETERS: dict[str, dict[str, float]] = {
     name: {
         key: field.examples[0] if field.examples else field.default

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from keyword import iskeyword
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from moe_rl.config.section import NotNegative, Reward, Seconds, Section
+from moe_rl.config.section import NotNegative, Reward, Seconds, Section, chosen_by, members
 
 # Seconds before the second and the last attempts at a remote verifier. Each wait is twice the one before.
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 8.0
@@ -196,12 +196,6 @@ class RemoteReward(RewardConfig):
         return self.arguments
 
 
-def _kind(reward: Any) -> str | None:
-    """Return the kind of a reward before it is validated; None for one that does not exist."""
-    kind = reward.get("kind", "function") if isinstance(reward, dict) else getattr(reward, "kind", None)
-    return kind if isinstance(kind, str) and kind in KINDS else None
-
-
 AnyReward = Annotated[
     Annotated[FunctionReward, Tag("function")]
     | Annotated[ExactReward, Tag("exact")]
@@ -209,8 +203,6 @@ AnyReward = Annotated[
     | Annotated[MathVerifyReward, Tag("math_verify")]
     | Annotated[ReasoningGymReward, Tag("reasoning_gym")]
     | Annotated[RemoteReward, Tag("remote")],
-    Discriminator(_kind),
+    chosen_by("kind", "function"),
 ]
-KINDS: dict[str, type[RewardConfig]] = {
-    get_args(kind)[1].tag: get_args(kind)[0] for kind in get_args(get_args(AnyReward)[0])
-}
+KINDS: dict[str, type[RewardConfig]] = members(AnyReward)

@@ -148,7 +148,7 @@ class RolloutConfig(Section):
                 "the servers refuse requests without their token",
                 where={"key": "rollout.token_file"},
                 got="null",
-                expected="the file that serve_vllm.py --token-file made",
+                expected="the file that moe-rl serve --token-file made",
             )
         if self.max_lost_servers >= count:
             yield describe(

@@ -146,14 +146,17 @@ class TaskConfig(Section):
 
     def _scorer_problems(self) -> Iterator[Problem]:
         """A generator's scorer works with the generator's options, and a row does not say which they were."""
-        scored = [name for name, reward in self.rewards.items() if reward.kind == "reasoning_gym"]
+        scorer = next((name for name, reward in self.rewards.items() if reward.kind == "reasoning_gym"), None)
+        if scorer is None:
+            return
+        generators = self.generators
         for key, sources in (("train", self.train), ("heldout", self.heldout)):
             for at, source in enumerate(sources):
-                kept = self.generators.get(source.data.removeprefix(GENERATOR), source.options)
-                if scored and source.kind == "generator" and source.options != kept:
+                kept = generators.get(source.data.removeprefix(GENERATOR))
+                if source.kind == "generator" and source.options != kept:
                     yield describe(
                         "another source of the same generator has other options, and a reward scores both",
-                        where={"key": f"task.{key}.{at}.options", "given": f"task.rewards.{scored[0]} scores them"},
+                        where={"key": f"task.{key}.{at}.options", "given": f"task.rewards.{scorer} scores them"},
                         got=source.options,
                         expected=kept,
                         do="give both the same options, or use a reward function of your own",

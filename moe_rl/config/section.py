@@ -5,9 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from moe_rl.errors import Problem
@@ -69,3 +79,16 @@ class Section(BaseModel):
         elif found:
             raise PydanticCustomError("section", "{problems}", {"problems": "\n".join(found), "found": found})
         return self
+
+
+def chosen_by(key: str, usual: str) -> Discriminator:
+    """Return what chooses the member of a union of tagged sections: the value of `key`, or `usual` without one."""
+    return Discriminator(lambda given: given.get(key, usual) if isinstance(given, dict) else getattr(given, key, None))
+
+
+def members(annotation: Any) -> dict[str, type[Any]]:
+    """Return the sections of a union of tagged sections, by tag; none for any other annotation."""
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    tagged = [get_args(one) for one in get_args(annotation) if get_origin(one) is Annotated]
+    return {one[1].tag: one[0] for one in tagged if isinstance(one[1], Tag)}

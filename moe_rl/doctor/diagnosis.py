@@ -22,7 +22,7 @@ from moe_rl.doctor.machine import (
     Requirement,
     found_version,
 )
-from moe_rl.errors import ConfigError, Problem, describe
+from moe_rl.errors import About, ConfigError, Problem, describe
 from moe_rl.models.hf import read_model
 from moe_rl.rollout.attach import attach_problems
 from moe_rl.vllm import patches
@@ -62,13 +62,8 @@ def tracker_problems(config: Config) -> Iterator[Problem]:
     for name in config.report.trackers:
         part = TRACKERS[name]
         if not fits(part, found := found_version(part)):
-            yield describe(
-                "this version of the tracker was never tested" if found else "this tracker is not installed",
-                where={"key": "report.trackers", "part": part.name},
-                got=found or None,
-                expected=part.required,
-                do=f"install it (pip install 'moe_rl[{name}]'), or leave {name} out",
-            )
+            do = f"install it (pip install 'moe_rl[{name}]'), or leave {name} out"
+            yield _unfit(part, found, {"key": "report.trackers", "part": part.name}, do)
         elif name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI"):
             yield describe(
                 "MLflow does not know where to send the run",
@@ -115,13 +110,14 @@ def _server_problems(config: Config) -> list[Problem]:
         return error.problems
 
 
-def _unfit(part: Requirement, found: str) -> Problem:
+def _unfit(part: Requirement, found: str, where: About | None = None, do: str = "") -> Problem:
+    usual = "run make venv" if part in ALWAYS and part is not PYTHON else "install it"
     return describe(
-        f"{'this version was never tested' if found else 'not installed'}",
-        where={"part": part.name},
+        "this version was never tested" if found else "not installed",
+        where=where or {"part": part.name},
         got=found or None,
         expected=part.required,
-        do="run make venv" if part in ALWAYS and part is not PYTHON else "install it",
+        do=do or usual,
     )
 
 

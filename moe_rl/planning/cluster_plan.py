@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_rl.config.check_files import count_prompts
+from moe_rl.config.check_files import count_prompts, together
 from moe_rl.config.layout import Layout, chunk_layers, make_layout
 from moe_rl.config.schema import ClusterConfig, Config
 from moe_rl.models.facts import ModelFacts
@@ -81,7 +81,8 @@ def make_plan(config: Config, facts: ModelFacts, world_size: int, prompts: int |
     prompts: number of training prompts; None to count the lines of the files.
     """
     layout = make_layout(config.parallel, facts, world_size)
-    batch = make_batch(config, layout, prompts or count_prompts(config.task.train) or config.task.train_prompts)
+    prompts = prompts or together(count_prompts(config.task.train)) or config.task.train_prompts
+    batch = make_batch(config, layout, prompts)
     count = parameter_count(facts)
     stages = _stages(config, facts, layout, batch)
     rows = stages[0].activations.dispatched_rows

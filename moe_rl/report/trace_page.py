@@ -188,7 +188,7 @@ def _positions_that_differ(found: Disagreement) -> Panel:
 
 
 def _heat(figure: Figure, axes: Axes, ratio: np.ndarray, label: str, *, bar: bool = True) -> None:
-    """Return a logarithmic colour scale for ratios around 1. 0 and unknown are grey."""
+    """Draw ratios around 1 on a logarithmic colour scale. 0 and unknown are grey."""
     with np.errstate(divide="ignore", invalid="ignore"):
         values = np.ma.masked_invalid(np.log2(ratio))
     colors = matplotlib.colormaps[_COLORS].with_extremes(bad="#c3c7cd")

@@ -56,7 +56,9 @@ def test_bad_input_is_told_before_anything_starts(run, capsys, monkeypatch, argu
     assert not list(run.glob("routing_kl*"))
 
 
-@pytest.mark.parametrize("overlap", ["train.overlap_expert_parallel_comm=true", "replay.overlap_chunks=2"])
+@pytest.mark.parametrize(
+    "overlap", ["train.overlap_expert_parallel_comm=true", "replay.overlap_chunks=2", "placement.experts=traced"]
+)
 def test_one_rank_drops_what_only_a_layout_can_have(run, monkeypatch, overlap):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     layout = ["parallel.expert=2", overlap, "train.packing=load"]
