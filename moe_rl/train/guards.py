@@ -92,7 +92,7 @@ class Guards:
             raise WeightSyncError(
                 describe(
                     "sampler and trainer score the same tokens differently",
-                    where={"version": version, "run": heard.by},
+                    where={"version": version, "sampler": heard.by},
                     got=f"a canary of {difference:.3g} nats{f'; {heard.suspects}' if heard.suspects else ''}",
                     expected=expected,
                     do="every tensor arrived as it was sent, so look for one that is exported under another's name, "

@@ -106,7 +106,7 @@ def test_a_sampler_with_other_weights_ends_the_run_before_it_samples(difference)
     guard = guards()
     guard.after_sync(3, heard(0.26))
     guard.after_sync(3, heard(1.0))
-    with refused(WeightSyncError, version=4, run="http://host:8", expected=("guards.max_canary",)):
+    with refused(WeightSyncError, version=4, sampler="http://host:8", expected=("guards.max_canary",)):
         guard.after_sync(4, heard(difference))
     guards(max_canary_difference=9.0).after_sync(4, heard(5.6))
 
