@@ -99,10 +99,10 @@ def peak_memory() -> dict[str, float]:
     All ranks call this together.
     """
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    on_gpu = torch.cuda.is_available()
-    device = torch.cuda.max_memory_reserved() if on_gpu else 0
-    most = all_reduce([host, device], dist.ReduceOp.MAX)
-    return dict(zip(("memory/host_peak_bytes", "memory/device_peak_bytes")[: 1 + on_gpu], most, strict=False))
+    if not torch.cuda.is_available():
+        return {"memory/host_peak_bytes": all_reduce([host], dist.ReduceOp.MAX)[0]}
+    host, device = all_reduce([host, torch.cuda.max_memory_reserved()], dist.ReduceOp.MAX)
+    return {"memory/host_peak_bytes": host, "memory/device_peak_bytes": device}
 
 
 def holds_first_replica() -> tuple[bool, bool]:
