@@ -6,8 +6,8 @@ Prints a Markdown table. Excess is what the fullest expert-parallel ranks have a
 and layers. `floor` is below what any packing of the batch could reach: experts that are popular in the whole batch
 cannot be packed away. `closed` is the share of the way from packing by length to the floor.
 
-placed: experts lie where the routes of the batches before put them (`planning.placement`); of this one nothing is
-known. It shows what is left to packing once placement has done its part.
+placed: experts lie where the routes of the batches before put them (`planning.expert_placement`); of this one nothing
+is known. It shows what is left to packing once placement has done its part.
 uneven tokens: what the fullest rank of a microbatch has above the mean. seconds: of one core, to plan.
 
 Recorded: the last steps of a trace store, each as one batch, in microbatches of the demo's size and in about eight.

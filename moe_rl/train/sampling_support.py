@@ -14,7 +14,7 @@ from moe_rl.types import SamplingSupport, Sequence
 
 
 def read_support(store: TraceStore, sequence: Sequence, vocabulary: int) -> SamplingSupport:
-    """Read the sampling support of each completion token, as `rollout.extras` recorded it with the routes.
+    """Read the sampling support of each completion token, as `vllm.extras` recorded it with the routes.
 
     Args:
         vocabulary: Vocabulary size; ids must be below it.
