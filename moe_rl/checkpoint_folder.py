@@ -112,8 +112,8 @@ def to_go_on(folder: Path) -> str:
     return f"go on after step {steps[-1]} with --resume {folder.parent}"
 
 
-def publish(hidden: Path, step: int, *, keep: int) -> Path:
-    """Rename the hidden folder to its final name, and remove all checkpoints but the newest `keep`.
+def publish(hidden: Path, step: int, *, keep: int | None) -> Path:
+    """Rename the hidden folder to its final name, and remove all checkpoints but the newest `keep`; None keeps all.
 
     The caller has synced the files; this function syncs the folders.
     """
@@ -121,7 +121,7 @@ def publish(hidden: Path, step: int, *, keep: int) -> Path:
     sync(hidden)
     hidden.rename(final)
     sync(final.parent)
-    for _, old in complete(final.parent)[:-keep]:
+    for _, old in complete(final.parent)[:-keep] if keep else ():
         # Rename before deleting: a half-deleted folder must not look complete.
         doomed = old.with_name(f".{old.name}.tmp")
         old.rename(doomed)

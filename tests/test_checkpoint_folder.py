@@ -26,6 +26,9 @@ def test_a_folder_under_its_name_is_complete_and_the_newest_ones_stay(tmp_path):
     checkpoints.begin(tmp_path, 12)
     assert [step for step, _ in checkpoints.complete(tmp_path)] == [4, 10]
     assert checkpoints.find(tmp_path).name == "step-000010" and checkpoints.find(tmp_path, 4).name == "step-000004"
+    for step in (12, 14):
+        checkpoints.publish(checkpoints.begin(tmp_path, step), step, keep=None)
+    assert [step for step, _ in checkpoints.complete(tmp_path)] == [4, 10, 12, 14]
 
 
 def test_the_new_one_is_on_disk_under_its_name_before_an_old_one_goes(tmp_path, monkeypatch):

@@ -223,6 +223,25 @@ class CheckpointConfig(Section):
     30 seconds)."""
 
 
+class ExportConfig(Section):
+    """Says when a run writes its weights for others, as a Hugging Face checkpoint that transformers and vLLM load."""
+
+    every_steps: Count | None = None
+    """Number of steps between exports. The last step writes one too. null: none; `moe-rl export` writes one from a
+    checkpoint."""
+    keep_last: Count | None = None
+    """Number of exports that are kept. null: all."""
+
+    def problems(self) -> Iterator[Problem]:
+        if self.every_steps is None and self.keep_last is not None:
+            yield describe(
+                "nothing is exported",
+                where={"key": "export.keep_last", "given": "export.every_steps is null"},
+                got=self.keep_last,
+                expected="null, or a number of steps in export.every_steps",
+            )
+
+
 class EvalConfig(Section):
     """Sets the evaluation on held-out prompts."""
 
@@ -276,5 +295,6 @@ class Config(Section):
     objective: AnyObjective = GspoConfig()
     guards: GuardsConfig = GuardsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    export: ExportConfig = ExportConfig()
     eval: EvalConfig = EvalConfig()
     report: ReportConfig = ReportConfig()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,12 +13,16 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from moe_rl.disk import sync, write_whole
 from moe_rl.errors import ConfigError, Problem, describe
 from moe_rl.megatron import world
 from moe_rl.models.hf import ModelFacts, checkpoint_tensors, decoder_problems, is_mtp_tensor
-from moe_rl.models.safetensors_header import FP8_BLOCK, unpacked
+from moe_rl.models.safetensors_header import FP8_BLOCK, ITEM_BYTES, read_header, unpacked
 
 Index = tuple[slice, ...]
+
+# Largest size of a file, unless a single tensor is larger.
+SHARD_BYTES = 4 << 30
 
 # The 16 values of a 4-bit float, e2m1 (Open Compute Project, microscaling formats 1.0, table 6).
 _FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -106,7 +111,7 @@ def write_checkpoint(
     source: CheckpointReader,
     dtype: torch.dtype,
     *,
-    shard_bytes: int = 4 << 30,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a Hugging Face checkpoint folder. The folder appears when it is complete. All ranks call this together.
 
@@ -137,26 +142,50 @@ def write_checkpoint(
     if rank == 0:
         shutil.rmtree(hidden, ignore_errors=True)
         hidden.mkdir()
-        for file in source.path.iterdir():
-            if file.is_file() and not file.name.startswith(".") and ".safetensors" not in file.name:
-                shutil.copy(file, hidden / file.name)
-        _write_config(source.path, hidden, dtype)
     dist.barrier()
-    cast = ((name, tensor.to("cpu", stored_dtype(name, dtype))) for name, tensor in tensors)
-    _write_shards(hidden, f"rank{rank:05d}", cast, shard_bytes)
+    write_part(hidden, rank, on_host(tensors, dtype), shard_bytes=shard_bytes)
     if rank == 0:
-        untrained = (name for name in source.tensors if is_mtp_tensor(facts, name))
-        kept = ((n, source.whole(n).to(dtype) if n in source.packing else source.whole(n)) for n in untrained)
-        _write_shards(hidden, "untrained", kept, shard_bytes)
+        write_untrained(hidden, facts, source, dtype, shard_bytes=shard_bytes)
     dist.barrier()
     problems: list[str] | None = None
     if rank == 0:
-        problems = [*_index(hidden, facts)]
+        problems = [*write_index(hidden, facts)]
         if not problems:
+            sync(hidden)
             hidden.rename(folder)
+            sync(folder.absolute().parent)
     told: list[str] = world.broadcast(problems, list[str])
     if told:
         raise ConfigError(told)
+
+
+def on_host(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield copies of the tensors as they are stored. They share no memory: safetensors would store such as one."""
+    for name, tensor in tensors:
+        yield name, tensor.to("cpu", stored_dtype(name, dtype), copy=True).contiguous()
+
+
+def write_part(
+    hidden: Path, rank: int, tensors: Iterable[tuple[str, torch.Tensor]], *, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write and sync the files of a rank into the folder of a checkpoint that is not complete yet. `tensors`: as
+    `on_host` gives them."""
+    _write_shards(hidden, f"rank{rank:05d}", tensors, shard_bytes)
+
+
+def write_untrained(
+    hidden: Path, facts: ModelFacts, source: CheckpointReader, dtype: torch.dtype, *, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write and sync what `write_checkpoint` takes from the source: config, tokenizer, chat template, untrained
+    layers."""
+    for file in source.path.iterdir():
+        if file.is_file() and not file.name.startswith(".") and ".safetensors" not in file.name:
+            shutil.copy(file, hidden / file.name)
+            sync(hidden / file.name)
+    _write_config(source.path, hidden, dtype)
+    untrained = (name for name in source.tensors if is_mtp_tensor(facts, name))
+    kept = ((n, source.whole(n).to(dtype) if n in source.packing else source.whole(n)) for n in untrained)
+    _write_shards(hidden, "untrained", kept, shard_bytes)
 
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
@@ -166,7 +195,9 @@ def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 def _write_shards(folder: Path, name: str, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> None:
     for number, shard in enumerate(_shards(tensors, shard_bytes)):
-        save_file(shard, folder / f"{name}-{number:05d}.safetensors", metadata={"format": "pt"})
+        file = folder / f"{name}-{number:05d}.safetensors"
+        save_file(shard, file, metadata={"format": "pt"})
+        sync(file)
 
 
 def _shards(tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -176,32 +207,29 @@ def _shards(tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> It
         if shard and held + tensor.nbytes > shard_bytes:
             yield shard
             shard, held = {}, 0
-        # clone, because safetensors would store tensors that share memory as one
-        shard[name] = tensor.contiguous().clone()
+        shard[name] = tensor
         held += tensor.nbytes
     if shard:
         yield shard
 
 
-def _index(folder: Path, facts: ModelFacts) -> list[Problem]:
+def write_index(hidden: Path, facts: ModelFacts) -> list[Problem]:
     """Number the files that the ranks wrote, and write the index. Returns what is wrong with them, if anything."""
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(hidden.glob("*.safetensors"))
     weight_map: dict[str, str] = {}
     size = 0
     for number, file in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        with safe_open(file, framework="pt") as opened:
-            names = list(opened.keys())
-            twice = sorted(set(names) & weight_map.keys())
-            if twice:
-                return [describe("two ranks wrote the same tensor", where={"tensor": twice[0], "folder": folder})]
-            weight_map |= dict.fromkeys(names, name)
-            size += sum(opened.get_tensor(one).nbytes for one in names)
-        file.rename(folder / name)
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
-    )
-    return decoder_problems(checkpoint_tensors(folder), facts, {"folder": folder})
+        tensors = read_header(file)
+        twice = sorted(tensors.keys() & weight_map.keys())
+        if twice:
+            return [describe("two ranks wrote the same tensor", where={"tensor": twice[0], "folder": hidden})]
+        weight_map |= dict.fromkeys(tensors, name)
+        size += sum(math.prod(shape) * ITEM_BYTES[dtype] for dtype, shape, _ in tensors.values())
+        file.rename(hidden / name)
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    write_whole(hidden / "model.safetensors.index.json", json.dumps(index, indent=2, sort_keys=True) + "\n")
+    return decoder_problems(checkpoint_tensors(hidden), facts, {"folder": hidden})
 
 
 def _write_config(source: Path, folder: Path, dtype: torch.dtype) -> None:
@@ -209,4 +237,4 @@ def _write_config(source: Path, folder: Path, dtype: torch.dtype) -> None:
     raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
     raw.pop("quantization_config", None)
     raw["dtype" if "dtype" in raw else "torch_dtype"] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    write_whole(folder / "config.json", json.dumps(raw, indent=2) + "\n")

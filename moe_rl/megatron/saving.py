@@ -1,13 +1,7 @@
-"""Writes checkpoints: planned and copied during the step, then written to disk and published in the background.
+"""Writes checkpoints: planned and copied during the step, then written to disk and published behind the run.
 
-    save      all ranks plan who writes what, and copy their parts to host memory     during the step
-    writer    a thread per rank writes, syncs and digests its copies, and hands in    while the run continues
-    publish   rank 0's thread, after all hand in, writes metadata, digests, the name  at once, whatever the run does
-    poll      the ranks agree on the result                                           after the next sampling
-
-The threads of different ranks use no collectives: these belong to the run, which may hang in one. The threads meet in
-the hidden folder, which all ranks see. So a checkpoint whose files are complete gets published even if the run never
-continues.
+All ranks plan who writes what, and copy their parts to host memory. The threads of `behind.py` then write, sync and
+digest the copies; rank 0's adds metadata, digests and the name.
 
 Plan, files and metadata are Megatron's own (its AsyncRequest). Megatron has two ways to run the write in the
 background, and neither is used: one forks a process, in which locks held by other threads, such as gloo's, are never
@@ -18,7 +12,6 @@ from __future__ import annotations
 
 import gc
 import queue
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,25 +34,22 @@ from torch.distributed.checkpoint.storage import WriteResult
 from moe_rl import checkpoint_folder as checkpoints
 from moe_rl import messages
 from moe_rl.config.training import ParallelConfig
-from moe_rl.disk import reason, sync
-from moe_rl.errors import CheckpointError, describe
-from moe_rl.megatron import checkpoint, rng, world
+from moe_rl.disk import sync
+from moe_rl.megatron import checkpoint, rng
+from moe_rl.megatron.behind import StepFolders
 from moe_rl.megatron.policy import Policy
 
-_LOOK_SECONDS = 0.05
 
-
-class Checkpoints:
+class Checkpoints(StepFolders):
     """Writes the checkpoints of a run into `folder`, one at a time. All ranks call every method but `settle`
     together.
 
     Attributes:
         parallel: The layout of the ranks.
-        keep: How many complete checkpoints to keep.
         asynchronous: Write in the background; otherwise `save` returns when the checkpoint is published.
-        published: Called by `poll` for each published checkpoint, with the seconds it took to begin and to write.
-        last: Last step of the newest checkpoint that the ranks agree on, or that the run was resumed from; 0 if none.
     """
+
+    what = "a checkpoint"
 
     def __init__(
         self,
@@ -70,9 +60,8 @@ class Checkpoints:
         asynchronous: bool,
         published: Callable[[float], None] = lambda seconds: None,
     ):
-        self.folder, self.parallel, self.keep, self.asynchronous = folder, parallel, keep, asynchronous
-        self.published, self.last = published, 0
-        self._pending: _Pending | None = None
+        super().__init__(folder, keep=keep, published=published)
+        self.parallel, self.asynchronous = parallel, asynchronous
 
     def save(self, step: int, policy: Policy, state: dict, tensors: dict[str, torch.Tensor] | None = None) -> None:
         """Begin the checkpoint after `step` steps, once the previous one is published.
@@ -116,99 +105,15 @@ class Checkpoints:
             "optimizer_step": checkpoint.optimizer_step(policy),
             "layout": checkpoint.layout(self.parallel),
         }
-        publish = _Publication(hidden, dist.get_world_size(), described, strategy, self.keep) if rank == 0 else None
-        writer = _Writer(request, hidden, own, in_use, rank=rank, publish=publish)
-        self._pending = _Pending(step, writer, time.perf_counter() - began)
-        writer.start()
+        part = _RankPart(request, hidden, own, in_use)
+        self._start(step, hidden, part, _Completion(hidden, described, strategy), began)
         if not self.asynchronous:
             self.finish()
-
-    @property
-    def pending(self) -> int | None:
-        """Return the last step of the checkpoint that the ranks have not agreed on yet; None if there is none."""
-        return None if self._pending is None else self._pending.step
 
     def steps(self) -> list[int]:
         """Return the last steps of the kept checkpoints and of the pending one."""
         pending = [] if self._pending is None else [self._pending.step]
         return [done for done, _ in checkpoints.complete(self.folder)] + pending
-
-    def poll(self) -> bool:
-        """Return whether the pending checkpoint is published, so that another may begin. Does not wait for any disk.
-
-        Raises:
-            CheckpointError: A part or the metadata could not be written. Raised on all ranks.
-        """
-        if self._pending is None:
-            return False
-        pending, writer = self._pending, self._pending.writer
-        under_way, failed = world.all_reduce([not writer.done.is_set(), writer.failure != ""])
-        if failed:
-            raise self._failed(pending.step, world.gather(writer.failure, str))
-        if under_way:
-            return False
-        self._pending, self.last = None, pending.step
-        self.published(pending.seconds + writer.seconds)
-        return True
-
-    def finish(self) -> bool:
-        """Wait until every rank has written its part and rank 0 has published the checkpoint, then `poll`."""
-        if self._pending is None:
-            return False
-        writer = self._pending.writer
-        writer.written.wait()
-        (failed,) = world.all_reduce([writer.failure != ""])
-        if not failed:
-            writer.done.wait()
-        return self.poll()
-
-    def settle(self, seconds: float) -> None:
-        """Give the pending checkpoint up to `seconds` to be published before this rank ends with an error.
-
-        It waits for files only, not for other ranks.
-        """
-        if self._pending is None:
-            return
-        limit, writer = time.monotonic() + seconds, self._pending.writer
-        final = self.folder / checkpoints.name_of(self._pending.step)
-        while time.monotonic() < limit and not writer.failure and not final.exists():
-            time.sleep(_LOOK_SECONDS)
-
-    def _begin(self, step: int) -> Path:
-        """Return the folder to write into, which rank 0 creates."""
-        hidden = failure = ""
-        if dist.get_rank() == 0:
-            try:
-                hidden = str(checkpoints.begin(self.folder, step))
-            except OSError as error:
-                failure = reason(error, self.folder)
-        hidden, failure = world.broadcast((hidden, failure), tuple[str, str])
-        if failure:
-            raise self._failed(step, [failure])
-        return Path(hidden)
-
-    def _failed(self, step: int, failures: list[str]) -> CheckpointError:
-        """Return the error to raise. `failures` has one entry per rank, "" for a rank without failure."""
-        if self._pending is not None:
-            self._pending.writer.give_up()
-            self._pending = None
-        return CheckpointError(
-            describe(
-                "a checkpoint could not be written",
-                where={"folder": self.folder / checkpoints.name_of(step)},
-                got="; ".join(f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure),
-                do=f"fix the cause, then {checkpoints.to_go_on(self.folder)}",
-            )
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """Holds a checkpoint that is being written. `seconds` is the time it took to begin."""
-
-    step: int
-    writer: _Writer
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,91 +162,41 @@ class _Planning(TorchDistSaveShardedStrategy):
 
 
 @dataclass(frozen=True, slots=True)
-class _Publication:
-    """Publishes a checkpoint on rank 0 once all parts are handed in. `described` is state.json without the digests."""
+class _Completion:
+    """Completes a checkpoint on rank 0. `described` is state.json without the digests."""
 
     hidden: Path
-    ranks: int
     described: dict
     strategy: _Planning
-    keep: int
 
-    def due(self) -> bool:
-        return bool(checkpoints.handed_in(self.hidden, self.ranks))
-
-    def __call__(self) -> None:
-        """Write the metadata and state.json, and rename the folder to the checkpoint's name. Raises OSError."""
-        files = checkpoints.handed_in(self.hidden, self.ranks)
-        parts = [messages.decode(file.read_bytes(), _HandedIn) for file in files]
+    def __call__(self, payloads: list[bytes]) -> None:
+        """Write the metadata and state.json. Raises OSError."""
+        parts = [messages.decode(payload, _HandedIn) for payload in payloads]
         self.strategy.writer.finish(self.strategy.metadata, [[item.result() for item in part.items] for part in parts])
         save_config(CheckpointingConfig(self.strategy.backend, self.strategy.version), str(self.hidden))
-        for file in files:
-            file.unlink()
         digests = {name: digest for part in parts for name, digest in part.digests.items()}
         for path in sorted(self.hidden.iterdir()):
-            if path.name not in digests:  # Megatron's metadata, which no rank handed in
+            if path.name not in digests and path.suffix != ".part":  # Megatron's metadata, which no rank handed in
                 sync(path)
                 digests[path.name] = checkpoint.digest(path)
         state = self.hidden / checkpoint.STATE
         state.write_text(checkpoint.sealed(self.described | {"files": dict(sorted(digests.items()))}))
         sync(state)
-        checkpoints.publish(self.hidden, self.described["step"], keep=self.keep)
 
 
-class _Writer(threading.Thread):
-    """Runs as the thread that writes this rank's part, and on rank 0 publishes all parts.
+class _RankPart:
+    """Holds a rank's part of a checkpoint on the host. A call writes and syncs it, and returns a `_HandedIn`."""
 
-    Attributes:
-        written: Set when this rank's part is handed in or has failed.
-        done: Set at the same time; on rank 0 when publishing is finished or has failed.
-        failure: What went wrong; "" if nothing did.
-        seconds: Time from start to `done`.
-    """
-
-    def __init__(
-        self,
-        request: AsyncRequest,
-        hidden: Path,
-        own: dict[str, dict[str, torch.Tensor]],
-        in_use: set[int],
-        *,
-        rank: int,
-        publish: _Publication | None = None,
-    ):
+    def __init__(self, request: AsyncRequest, hidden: Path, own: dict[str, dict[str, torch.Tensor]], in_use: set[int]):
         """Args: `own` are files that are not Megatron's; `in_use` are addresses of storages that the run keeps writing
         to."""
-        super().__init__(name="checkpoint", daemon=True)
-        self.hidden, self.own, self.rank, self._publish = hidden, own, rank, publish
-        self.written, self.done, self.failure, self.seconds = threading.Event(), threading.Event(), "", 0.0
-        self._given_up = threading.Event()
+        self.hidden, self.own = hidden, own
         # Megatron gives nothing to write to a rank that holds no first replica of any tensor.
         buckets = request.async_fn_args[1] if request.async_fn_args else []
         self.transforms = request.async_fn.args[0] if buckets else []
         self.buckets = [(path, key, (blobs, _on_host(tensors, in_use))) for path, key, (blobs, tensors) in buckets]
 
-    def run(self) -> None:
-        began = time.perf_counter()
-        try:
-            checkpoints.hand_in(self.hidden, self.rank, messages.encode(self._write()))
-            self.buckets = []
-            self.written.set()
-            if self._publish is not None:
-                while not self._publish.due():
-                    if self._given_up.wait(_LOOK_SECONDS):
-                        return
-                self._publish()
-        except BaseException as error:  # any error that ends the writer must be reported
-            self.failure = reason(error, self.hidden)
-        finally:
-            self.buckets, self.seconds = [], time.perf_counter() - began
-            self.written.set()
-            self.done.set()
-
-    def give_up(self) -> None:
-        """Stop waiting for other ranks' parts, and do not publish."""
-        self._given_up.set()
-
-    def _write(self) -> _HandedIn:
+    def __call__(self) -> bytes:
         items = []
         for at, bucket in enumerate(self.buckets):
             # Megatron's async_fn calls this too, but would report only the class of an error.
@@ -353,7 +208,7 @@ class _Writer(threading.Thread):
             save_file(tensors, self.hidden / name)
             sync(self.hidden / name)
         names = [Path(path).name for path, *_ in self.buckets] + list(self.own)
-        return _HandedIn({name: checkpoint.digest(self.hidden / name) for name in names}, items)
+        return messages.encode(_HandedIn({name: checkpoint.digest(self.hidden / name) for name in names}, items))
 
 
 def _on_host(tensors: list, in_use: set[int]) -> list:

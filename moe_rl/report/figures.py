@@ -22,7 +22,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import ArrayLike
 
 BLUE, ORANGE, GREEN, PURPLE = "#3f7fd9", "#dd8427", "#2f9e73", "#8d6fd1"
-RED, GREY, CYAN, YELLOW = "#d4524e", "#8b919b", "#2aa3b8", "#b9a04a"
+RED, GREY, CYAN, YELLOW, OLIVE = "#d4524e", "#8b919b", "#2aa3b8", "#b9a04a", "#6e7f3a"
 INK = "#010203"  # placeholder that `_svg` replaces with `currentColor`
 
 STYLE = {

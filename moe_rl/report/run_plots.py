@@ -13,6 +13,7 @@ from moe_rl.report.figures import (
     GREEN,
     GREY,
     INK,
+    OLIVE,
     ORANGE,
     PURPLE,
     RED,
@@ -338,6 +339,7 @@ _PHASES = (
     ("sync", RED),
     ("eval", GREY),
     ("checkpoint", YELLOW),
+    ("export", OLIVE),
 )
 
 

@@ -83,6 +83,7 @@ def train(config: Config, folder: RunFolder | None, begin_after: int | None = No
         other = config.model.from_run is not None or config.rollout.weights != "exact"
         if done or other or config.rollout.servers:
             trainer.sync(version=done)  # a new engine holds the base model's weights, and a server may hold any weights
+        trainer.export(done)  # an export that was cut off with the earlier process
         trainer.evaluate(done, last=done == config.run.steps)
         collapse, native_every = None, config.replay.native_every
         for step in range(done + 1, config.run.steps + 1):
@@ -104,6 +105,8 @@ def train(config: Config, folder: RunFolder | None, begin_after: int | None = No
                 with peers.phase("sync", step), clock("sync"):
                     metrics |= trainer.sync(version=step)
             collapse = trainer.finish(step, batch, metrics, clock)
+            if collapse is None:
+                trainer.export(step)
             # Save last: once a checkpoint for this step appears on disk, the step is already in the log.
             done, last = step, step == config.run.steps or collapse is not None
             trainer.evaluate(step, last=last)

@@ -124,9 +124,10 @@ def restore(trainer: Trainer, done: int) -> None:
         if trainer.main is not None:
             check_of_this_run(path, state["ledger"], trainer.main.rollouts.ledger.digest(done))
     if (main := trainer.main) is not None:
-        checkpoints.sweep(trainer.folder.checkpoints)
-        for aside in checkpoints.abandon_newer(trainer.folder.checkpoints, done):
-            main.log.note(f"a newer checkpoint was renamed and is not used: {aside}")
+        for what, folder in (("checkpoint", trainer.folder.checkpoints), ("export", trainer.folder.exports)):
+            checkpoints.sweep(folder)
+            for aside in checkpoints.abandon_newer(folder, done):
+                main.log.note(f"a newer {what} was renamed and is not used: {aside}")
         main.rollouts.source.seek(cursor)
         main.left_behind = _take_left_behind(trainer, main, done)
         entered = done + (main.left_behind is not None)

@@ -3,7 +3,7 @@
 config.yaml     resolved config           metrics.jsonl   one line a step       prompts.jsonl   the prompt ledger
 trace/          routing-trace shards      sync/           weights in transit    checkpoints/    step-<n>
 rollouts/       what steps trained on     engine.log      the sampler's output
-samples.jsonl   some sequences a step     history.jsonl   each start of the run
+samples.jsonl   some sequences a step     history.jsonl   each start of the run export/         step-<n>
 trackers/       what each tracker has got, and its log
 summary.json, report.html                 run.lock        locked by every rank while it runs; says where rank 0 is
 
@@ -51,6 +51,7 @@ MAY_CHANGE = (
     "run.peer_timeout_seconds",
     "eval.",
     "checkpoint.",
+    "export.",
     "report.",
 )
 # Seconds to wait for the ranks of an earlier process. Ranks whose peers died end within a second or two.
@@ -82,6 +83,10 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / checkpoint_folder.FOLDER
+
+    @property
+    def exports(self) -> Path:
+        return self.path / "export"
 
     @property
     def summary(self) -> Path:

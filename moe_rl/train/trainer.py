@@ -18,6 +18,7 @@ from moe_rl import checkpoint_folder
 from moe_rl.config.schema import Config
 from moe_rl.errors import CollapseError, Stopped
 from moe_rl.megatron import checkpoint, world
+from moe_rl.megatron.exporting import Exports
 from moe_rl.megatron.hf_files import Trained
 from moe_rl.megatron.model import DTYPES
 from moe_rl.megatron.policy import Policy, ReferencePolicy
@@ -79,7 +80,17 @@ class Trainer:
             asynchronous=config.checkpoint.asynchronous,
             published=peers.save_took,
         )
-        stack.callback(self.checkpoints.settle, config.checkpoint.grace_seconds)
+        self.exports = Exports(
+            folder.exports,
+            self.facts,
+            config.model.path,
+            DTYPES[config.train.dtype],
+            keep=config.export.keep_last,
+            resume_from=folder.checkpoints,
+            published=self._exported,
+        )
+        for behind in (self.checkpoints, self.exports):
+            stack.callback(behind.settle, config.checkpoint.grace_seconds)
         self.main: RankZero | None = None
         if dist.get_rank() == 0:
             log = RunLog(folder.path, total_steps=config.run.steps, mode=config.replay.mode)
@@ -119,7 +130,7 @@ class Trainer:
         self.sender = WeightSender(self.policy, config.rollout, folder.sync, world)
         self.longest_step, self.step_ended = 0.0, time.monotonic()
         self.train_seconds = 0.0  # duration of the last step, including its weight sync
-        self.saving = Clock()  # time spent on checkpoints since the last step was logged
+        self.saving = Clock()  # time spent on checkpoints and exports since the last step was logged
         runs = None if self.main is None else self.main.rollouts.canary_runs()
         self.canary = Canary(world.broadcast(runs, list[tuple[int, ...]]), self.store, spec)
 
@@ -151,9 +162,10 @@ class Trainer:
                 self._rest(main, clock)
         with self.peers.phase("receive rollout", step):
             batch = world.broadcast(batch, RolloutBatch | None)
-        if batch is not None and self.checkpoints.pending is not None:
-            with self.peers.phase("checkpoint", step), self.saving("checkpoint"):
-                self.checkpoints.poll()
+        for part, behind in (("checkpoint", self.checkpoints), ("export", self.exports)):
+            if batch is not None and behind.pending is not None:
+                with self.peers.phase(part, step), self.saving(part):
+                    behind.poll()
         if main is not None and batch is not None:
             self._retain_rollouts(step)
         return batch
@@ -260,6 +272,18 @@ class Trainer:
             if self.main is not None:
                 self._retain_rollouts(step)
 
+    def export(self, step: int) -> None:
+        """Start to write the weights after this step as a Hugging Face checkpoint, if that is due and was not done."""
+        every, last = self.config.export.every_steps, step == self.config.run.steps
+        if every is not None and step and (last or step % every == 0):
+            with self.peers.phase("export", step), self.saving("export"):
+                self.exports.save(step, self.policy)
+
+    def _exported(self, seconds: float) -> None:
+        if self.main is not None:
+            path = self.folder.exports / checkpoint_folder.name_of(self.exports.last)
+            self.main.log.note(f"exported: {path} ({seconds:.1f} s, behind the run)")
+
     def reason_to_stop(self, *, last: bool) -> str:
         """Return why the run ends behind this step with `Stopped`: a rank was asked to stop, or another step would not
         fit into run.max_hours; else "".
@@ -280,6 +304,7 @@ class Trainer:
             self.save(done, whole=True)
         with self.peers.phase("checkpoint", done):
             self.checkpoints.finish()
+            self.exports.finish()
         self.peers.stopped()
         kept = "a checkpoint" if done else "nothing to save yet"
         raise Stopped(f"{why} and did after step {done}, with {kept}")
@@ -290,6 +315,7 @@ class Trainer:
     def report(self, done: int, collapse: CollapseError | None) -> None:
         """End the run: verify the prompt ledger, write summary.json and report.html."""
         with self.peers.phase("report", done):
+            self.exports.finish()
             if self.main is not None:
                 rollouts = self.main.rollouts
                 rollouts.ledger.verify(rollouts.source, steps=done)

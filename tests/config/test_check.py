@@ -72,6 +72,7 @@ def test_a_good_config_has_no_problems(found):
     ("overrides", "parts"),
     [
         (["report.trackers=[wandb, wandb]"], ["report.trackers", "wandb, wandb"]),
+        (["export.keep_last=2"], ["export.keep_last", "export.every_steps is null"]),
         (["model.path=/nowhere"], ["model.path", "/nowhere"]),
         (["task.train.0.data=/nowhere"], ["task.train.0.data", "/nowhere"]),
         (["task.heldout.0.data=/nowhere"], ["task.heldout.0.data", "/nowhere"]),

@@ -31,6 +31,7 @@ ACTIONS = {
     "skips": ("skips", "EP2", "bfloat16"),
     "started": ("started", "EP2", "float32", "two", True),
     "started by weights": ("started", "EP2", "bfloat16", "two-bfloat16", False),
+    "exported": ("exported", SAVER, "float32", "two"),
     "without moments": ("without_moments", "EP2", "float32", "two"),
     # on one rank
     "one begins": ("begin", "one", "float32", "one"),
@@ -195,6 +196,27 @@ def test_it_is_published_by_itself_when_all_its_files_are_whole(seen):
     """The run may hang in its next sampling: nobody asks. What the ranks agree on afterwards is the same for all."""
     for rank in seen("begins"):
         assert rank["published by itself"] and rank["published"] == (True, STEP)
+
+
+def test_weights_exported_behind_the_run_are_those_of_the_checkpoint_to_the_byte(seen):
+    """They were held back until two updates had changed everything."""
+    (theirs, again), ours = seen("exported"), seen.folder / "two export" / checkpoints.name_of(STEP)
+    assert theirs == again and [rank["exported"] for rank in seen("begins")] == [(True, STEP)] * 2
+    written = {path.name: path.read_bytes() for path in ours.iterdir()}
+    assert written == {path.name: path.read_bytes() for path in theirs.iterdir()}
+    assert sum(name.endswith(".safetensors") for name in written) == 2 and "config.json" in written
+    assert equal({n: t for file in ours.glob("*.safetensors") for n, t in load_file(file).items()},
+                 merged(seen("begins"), "weights"))  # fmt: skip
+    # what is there is not written again
+    assert [rank["again"] for rank in seen("begins")] == [None, None]
+
+
+def test_an_export_that_fails_is_told_on_all_ranks_with_the_checkpoint_to_go_on_from(seen):
+    (told,), again = (rank["exporting"] for rank in seen("broken"))
+    assert [told] == again and "exported weights could not be written" in told
+    assert f"broken export/step-{STEP:06d}): got rank 1: the disk is full (OSError: " in told
+    assert f"go on after step {STEP} with --resume " in told and "rank 0: " not in told
+    assert [path.name for path in (seen.folder / "broken export").iterdir()] == [f".step-{STEP:06d}.tmp"]
 
 
 def test_a_writer_that_fails_or_dies_is_named_on_all_ranks(seen):

@@ -34,6 +34,8 @@ BRIEF = [
     "eval.every_steps=2",
     "checkpoint.every_steps=1",
     "report.trackers=[tensorboard]",
+    "export.every_steps=1",
+    "export.keep_last=1",
 ]
 
 

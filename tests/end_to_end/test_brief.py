@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from moe_rl.config.load import load_config
 from moe_rl.report.registry import METRICS, find
 from moe_rl.tasks.prompt_ledger import PromptLedger
+from tests.distributed.ranks import torchrun
 from tests.end_to_end.conftest import BRIEF, Launch, config, rows, tensors
 from tests.support.task import source_of
 from tools.dev.runs import still_running
@@ -72,6 +73,28 @@ def test_a_sampler_that_cannot_sleep_is_said_to_be_awake_once(brief_run):
 def test_the_ledger_holds_every_prompt_once(brief_run):
     source = source_of(load_config(brief_run.folder / "config.yaml"))
     PromptLedger(brief_run.folder / "prompts.jsonl").verify(source, steps=2)
+
+
+def test_the_newest_weights_are_exported_with_their_tokenizer(brief_run):
+    (kept,) = (brief_run.folder / "export").iterdir()
+    names = {path.name for path in kept.iterdir()}
+    assert kept.name == "step-000002" and {"config.json", "tokenizer.json", "model.safetensors.index.json"} < names
+    assert [f"exported: {kept.parent}/step-00000{step} (" in brief_run.text() for step in (1, 2)] == [True] * 2
+
+
+@pytest.mark.long
+def test_exported_weights_are_those_of_the_command_and_transformers_loads_them(brief_run, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    ours, theirs = brief_run.folder / "export/step-000002", tmp_path / "out"
+    done = torchrun(2, "tools/export_hf.py", "--run", brief_run.folder, "--out", theirs)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert {path.name: path.read_bytes() for path in ours.iterdir()} == {
+        path.name: path.read_bytes() for path in theirs.iterdir()
+    }
+    model = AutoModelForCausalLM.from_pretrained(ours, dtype=torch.bfloat16)
+    prompt = AutoTokenizer.from_pretrained(ours)("1 + 1 =", return_tensors="pt")
+    assert torch.isfinite(model(**prompt).logits).all()
 
 
 def on_tensorboard(folder):

@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from moe_rl import messages
-from moe_rl.megatron.saving import _HandedIn, _storages, _Writer
+from moe_rl.megatron.behind import Writer
+from moe_rl.megatron.saving import _HandedIn, _RankPart, _storages
 
 
 def request_of(folder, tensor):
@@ -33,7 +34,7 @@ def test_what_is_written_behind_the_run_is_what_was_there_when_the_save_began(tm
     """Without a copy, the trainer's next step would be written. The control checks that the tensor did change."""
     tensor = torch.ones(4)
     in_use = _storages({"model": [SimpleNamespace(data=tensor if used else b"")]})
-    writer = _Writer(request_of(tmp_path, tensor), tmp_path, {}, in_use, rank=3)
+    writer = Writer(tmp_path, _RankPart(request_of(tmp_path, tensor), tmp_path, {}, in_use), rank=3)
     tensor.zero_()
     writer.run()
     part = messages.decode((tmp_path / "rank3.part").read_bytes(), _HandedIn)
@@ -49,7 +50,8 @@ def test_megatrons_own_tensors_do_not_stay_beside_the_copies(tmp_path):
     request, alive = request_of(tmp_path, gathered), weakref.ref(gathered)
     del gathered
     assert alive() is not None
-    writer = _Writer(request, tmp_path, {}, _storages({"optimizer": SimpleNamespace(data=alive())}), rank=0)
+    in_use = _storages({"optimizer": SimpleNamespace(data=alive())})
+    writer = Writer(tmp_path, _RankPart(request, tmp_path, {}, in_use), rank=0)
     assert alive() is None
     writer.run()
     assert writer.failure == "" and torch.load(tmp_path / "__0_0.distcp").tolist() == [1.0] * 4
@@ -57,7 +59,7 @@ def test_megatrons_own_tensors_do_not_stay_beside_the_copies(tmp_path):
 
 def test_a_write_that_the_system_refuses_is_told_in_its_words(tmp_path):
     """A file size limit acts as a full disk: the system refuses a write in the middle of a tensor."""
-    writer = _Writer(request_of(tmp_path, torch.ones(1 << 20)), tmp_path, {}, set(), rank=0)
+    writer = Writer(tmp_path, _RankPart(request_of(tmp_path, torch.ones(1 << 20)), tmp_path, {}, set()), rank=0)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:

@@ -75,6 +75,7 @@ def test_rollouts_are_trained_on_when_all_of_them_are_kept(monkeypatch, where):
         store=SimpleNamespace(check_published=lambda shards: None),
         kept=SimpleNamespace(save=lambda *_: left("save")),
         checkpoints=SimpleNamespace(pending=None),
+        exports=SimpleNamespace(pending=None),
         _rest=lambda main, clock: None,
         _retain_rollouts=lambda step: None,
     )

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from unittest.mock import patch
@@ -22,8 +22,11 @@ from moe_rl.comparison.sources import weights_digest
 from moe_rl.config.schema import GuardsConfig
 from moe_rl.config.training import ParallelConfig
 from moe_rl.errors import CheckpointError, NonFiniteError, WeightSyncError
-from moe_rl.megatron import checkpoint, rng, saving, world
-from moe_rl.megatron.model import unwrap
+from moe_rl.megatron import checkpoint, hf_map, rng, saving, world
+from moe_rl.megatron.behind import Writer
+from moe_rl.megatron.exporting import Exports
+from moe_rl.megatron.hf_files import CheckpointReader, write_checkpoint
+from moe_rl.megatron.model import DTYPES, unwrap
 from moe_rl.megatron.policy import Policy, ReferencePolicy
 from moe_rl.models.hf import read_model
 from moe_rl.proof import cases
@@ -53,7 +56,7 @@ class Case:
     """A policy in one layout, new from the model's folder, and the same data as in every other layout."""
 
     def __init__(self, source, out, parallel, dtype="float32"):
-        self.out, self.parallel = out, parallel
+        self.out, self.parallel, self.dtype = out, parallel, DTYPES[dtype]
         case = cases.Case(dist.get_world_size(), parallel.model_dump(), {"dtype": dtype})
         self.build = (read_model(source), case.train_config, parallel, source)
         self.policy = Policy(*self.build, temperature=1.0)
@@ -76,6 +79,10 @@ class Case:
 
     def saving(self, name, asynchronous=True):
         return saving.Checkpoints(self.out / name, self.parallel, keep=1, asynchronous=asynchronous)
+
+    def exporting(self, name):
+        folder, (facts, *_, model) = self.out / f"{name} export", self.build
+        return Exports(folder, facts, model, self.dtype, keep=1, resume_from=self.out / name)
 
     def load(self, name):
         path = checkpoints.find(self.out / name)
@@ -172,15 +179,31 @@ def begin(new, name):
     for _ in range(UPDATES):
         case.update()
     draw()
-    seen, writes = {"weights": case.weights()}, case.saving(name)
+    seen, writes, exports = {"weights": case.weights()}, case.saving(name), case.exporting(name)
     with held_writers() as release:
         writes.save(STEP, case.policy, {"cursor": 5})
+        exports.save(STEP, case.policy)
         seen |= {"published early": writes.poll(), **case.next_two()}
         seen |= {"pending": (writes.pending, checkpoints.complete(writes.folder))}
         release()
         seen["published by itself"] = appeared(checkpoints.name_of(STEP), writes.folder)
         seen["published"] = (writes.finish(), writes.last)
+        seen["exported"] = (exports.finish(), exports.last)
+        exports.save(STEP, case.policy)  # of other weights by now, so it must not be written
+        seen["again"] = exports.pending
     return seen
+
+
+def exported(new, saved):
+    """The weights of the checkpoint `saved`, written as `moe-rl export` does. Returns the folder."""
+    case = new()
+    checkpoint.load_weights(checkpoints.find(case.out / saved), case.policy)
+    facts, *_, model = case.build
+    dense, experts = world.holds_first_replica()
+    tensors = hf_map.export(map(unwrap, case.policy.chunks), facts, dense=dense, experts=experts)
+    out = case.out / f"{saved} from its checkpoint"
+    write_checkpoint(out, tensors, facts, CheckpointReader(model, facts), case.dtype)
+    return out
 
 
 def appeared(name, folder):
@@ -194,13 +217,13 @@ def appeared(name, folder):
 @contextmanager
 def held_writers():
     """The threads that write checkpoints do not begin before the function that this gives is called."""
-    go, run = threading.Event(), saving._Writer.run
+    go, run = threading.Event(), Writer.run
 
     def held(writer):
         go.wait()
         run(writer)
 
-    with patch.object(saving._Writer, "run", held):
+    with patch.object(Writer, "run", held):
         yield go.set
 
 
@@ -229,13 +252,25 @@ def broken_writers(new, saved):
         except CheckpointError as error:
             told.append(str(error))
     full = OSError(28, "No space left on device")
-    with patch("moe_rl.megatron.saving.checkpoints.begin", side_effect=full) as begun:
+    with patch("moe_rl.megatron.behind.checkpoints.begin", side_effect=full) as begun:
         try:
             case.saving("broken").save(STEP + 1, case.policy, {"cursor": 6})
         except CheckpointError as error:
             told.append(str(error))
     witness = begun.call_count == (dist.get_rank() == 0)
-    return {"told": told, "left": [step for step, _ in checkpoints.complete(folder)], "witness": witness}
+    exports, exporting = case.exporting("broken"), []
+    with patch("moe_rl.megatron.hf_files.save_file", side_effect=full) if dist.get_rank() else nullcontext():
+        exports.save(STEP, case.policy)
+        try:
+            exports.finish()
+        except CheckpointError as error:
+            exporting.append(str(error))
+    return {
+        "exporting": exporting,
+        "told": told,
+        "left": [step for step, _ in checkpoints.complete(folder)],
+        "witness": witness,
+    }
 
 
 def broken_metadata(new):
