@@ -17,10 +17,9 @@ from typing import Any, NoReturn
 from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.check import config_problems, problems, refuse
 from moe_rl.config.check_cluster import node_problems, several_nodes, start_problems
-from moe_rl.config.check_files import absent_problems, prompt_problems, reward_parameters, vocabulary_problems
+from moe_rl.config.check_files import absent_problems, prompt_problems, vocabulary_problems
 from moe_rl.config.layout import least_ranks
 from moe_rl.config.load import find_file, load_config
-from moe_rl.config.reward_arguments import argument_problems
 from moe_rl.config.schema import Config
 from moe_rl.doctor.diagnosis import installation_problems, tracker_problems
 from moe_rl.errors import (
@@ -29,6 +28,7 @@ from moe_rl.errors import (
     DataError,
     MoeRLError,
     Problem,
+    RewardError,
     SamplerGone,
     Stopped,
     TraceError,
@@ -61,6 +61,8 @@ stop (SIGTERM) or run.max_hours was used, and it ended behind a step: continue i
 status as exitcode and itself exits with 1.
 """
 
+# Prompts of each source on which the rewards are tried.
+_TRIED = 8
 # A rank that torchrun has not ended after this time prints its own error.
 _FIRST_TELLS_SECONDS = 20.0
 
@@ -130,7 +132,7 @@ def run(options: argparse.Namespace) -> int:
         config, folder, world_size = _configure(options)
         if options.plan:
             return _plan(config, folder, world_size, options.trace, options.json)
-        found = _problems(config, folder, world_size, first=rank == 0, again=options.step == 0)
+        found, task = _problems(config, folder, world_size, first=rank == 0, again=options.step == 0)
         refuse(found + _checkpoint_problems(config, folder, options.step))
     except MoeRLError as error:
         # Every rank of a node finds the same problems, and the first one prints them. torchrun ends all ranks as soon
@@ -147,7 +149,7 @@ def run(options: argparse.Namespace) -> int:
     from moe_rl.train.loop import train
 
     try:
-        path = train(config, folder, options.step)
+        path = train(config, folder, task, options.step)
     except Stopped as error:
         if rank == 0:
             _say(f"moe_rl: {_told(error)}")
@@ -296,25 +298,29 @@ def _model_to_plan(
         return None, found, []  # already among the problems
 
 
-def _problems(config: Config, folder: RunFolder | None, world_size: int, *, first: bool, again: bool) -> list[Problem]:
-    """Return everything that speaks against starting here.
+def _problems(
+    config: Config, folder: RunFolder | None, world_size: int, *, first: bool, again: bool
+) -> tuple[list[Problem], TaskPrompts | None]:
+    """Return everything that speaks against starting here, and on rank 0 the prompts.
 
     first: this is rank 0, which reads what only it will use. again: a resumed run begins at its first step.
     """
     facts, found, absent = _model_to_plan(config, world_size, begins=folder is None or again)
     found += [*node_problems(os.environ), *start_problems(config), *(tracker_problems(config) if first else ())]
+    task = None
     if facts is not None:
         plan = make_plan(config, facts, world_size)
         found += [*memory_problems(plan), *transfer_problems(plan), *disk_problems(config, plan)]
         if first and not absent:
-            found += _read_task(config, facts, found)[1]
+            task, wrong = _read_task(config, facts, found)
+            found += wrong
         if config.rollout.servers and first and not absent + found:
             found += attach_problems(config, facts, folder.path.parent if folder else config.run.runs_dir)
-    return absent + found
+    return absent + found, task
 
 
 def _read_task(config: Config, facts: ModelFacts, found: list[Problem]) -> tuple[TaskPrompts | None, list[Problem]]:
-    """Read the prompts as the run will. Return them, and what is wrong with them and was not found before.
+    """Read the prompts and try the rewards. Return the prompts, and what is wrong and was not found before.
 
     Nothing is read if a problem of the task or the model was found: it would only be told again.
     """
@@ -326,13 +332,13 @@ def _read_task(config: Config, facts: ModelFacts, found: list[Problem]) -> tuple
         if wrong:
             return None, wrong
         task = load_task(config, codec)
-        return task, [*argument_problems(reward_parameters(config), task.columns())] or _load_rewards(config, task)
+        return task, _reward_problems(config, task)
     except DataError as error:
         return None, [problem for problem in error.problems if problem not in found]
 
 
-def _load_rewards(config: Config, task: TaskPrompts) -> list[Problem]:
-    """Import the reward functions as the run will, in a process of their own. Return what is wrong with them."""
+def _reward_problems(config: Config, task: TaskPrompts) -> list[Problem]:
+    """Import the reward functions as the run will, and try them. Return what is wrong with them."""
     try:
         with VerifierPool(
             config.task.rewards,
@@ -341,8 +347,11 @@ def _load_rewards(config: Config, task: TaskPrompts) -> list[Problem]:
             generators=config.task.generators,
         ) as verifiers:
             verifiers.check_arguments(task.columns())
+            verifiers.try_out(task.first(_TRIED), config.task.max_failed_fraction)
     except ConfigError as error:
         return error.problems
+    except RewardError as error:
+        return [error.message]
     return []
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from moe_rl.config.load import find_file
 from moe_rl.config.prompt_sources import PromptSourceConfig
-from moe_rl.config.reward_arguments import RewardParameters
 from moe_rl.config.reward_kinds import FunctionReward
 from moe_rl.config.schema import Config
 from moe_rl.errors import ConfigError, Problem, describe
@@ -179,22 +178,9 @@ def _reward_problems(config: Config) -> Iterator[Problem]:
                 fault="no library",
             )
         if isinstance(reward, FunctionReward):
-            wrong = dotted_path_problem(reward.function) or parameters_in_source(reward.function)
-            if isinstance(wrong, str):
+            wrong = dotted_path_problem(reward.function)
+            if wrong:
                 yield describe(wrong, where={"key": f"task.rewards.{name}.function"}, got=reward.function)
-
-
-def reward_parameters(config: Config) -> dict[str, RewardParameters]:
-    """Return the parameters of each reward, without those that only an import of the function can tell."""
-    known = {}
-    for name, reward in config.task.rewards.items():
-        if isinstance(reward, FunctionReward):
-            parameters = parameters_in_source(reward.function)
-            if isinstance(parameters, RewardParameters):
-                known[name] = parameters
-        else:
-            known[name] = RewardParameters(reward.arguments_named)
-    return known
 
 
 def _folder_problems(runs_dir: Path) -> Iterator[Problem]:
@@ -245,14 +231,6 @@ def dotted_path_problem(dotted: str) -> str | None:
     return f"module {dotted.removesuffix(f'.{name}')} has no {name}{hint}"
 
 
-def parameters_in_source(dotted: str) -> RewardParameters | str | None:
-    """Return the parameters of a reward function, read from its source; as a text, why it cannot be one; None if the
-    source has no plain definition.
-    """
-    _, module = _read_module(dotted)
-    return None if module is None else _parameters(module, dotted.rpartition(".")[2])
-
-
 def _read_module(dotted: str) -> tuple[str | None, ast.Module | None]:
     """Return why there is no such module, and its source (None if there is none to read)."""
     parts = dotted.split(".")
@@ -278,25 +256,6 @@ def _read_module(dotted: str) -> tuple[str | None, ast.Module | None]:
             return None, ast.parse(stream.read())
     except (OSError, SyntaxError, ValueError) as error:
         return f"module {'.'.join(parts[:-1])} cannot be read: {error}", None
-
-
-def _parameters(module: ast.Module, name: str) -> RewardParameters | str | None:
-    """Return what `parameters_in_source` does, for a name that may also be no function."""
-    bound = [node for node in module.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
-    found = [node for node in bound if node.name == name]
-    if len(found) != 1 or isinstance(found[0], ast.ClassDef) or found[0].decorator_list:
-        return None
-    takes = found[0].args
-    by_place = [*takes.posonlyargs, *takes.args]
-    needed = by_place[: len(by_place) - len(takes.defaults)]
-    optional = by_place[len(needed) :]
-    for one, default in zip(takes.kwonlyargs, takes.kw_defaults, strict=True):
-        (needed if default is None else optional).append(one)
-    for parameter in takes.posonlyargs:
-        if parameter in needed:
-            return f"{name} has the parameter {parameter.arg!r}, which cannot be given by name"
-    by_name = [one.arg for one in optional if one not in takes.posonlyargs]
-    return RewardParameters(tuple(one.arg for one in needed), tuple(by_name))
 
 
 def _top_level_names(module: ast.Module) -> set[str] | None:

@@ -64,11 +64,6 @@ class RewardConfig(Section):
         """Return the time limit of one call; None: task.verifier_timeout_seconds."""
         return None
 
-    @property
-    def arguments_named(self) -> tuple[str, ...]:
-        """Return the arguments that the kind needs; those of a `function` stand in its source."""
-        return ("completion", "answer")
-
 
 class FunctionReward(RewardConfig):
     """Calls a Python function of yours. docs/howto/own_task.md lists the arguments that it may name."""
@@ -85,10 +80,6 @@ class FunctionReward(RewardConfig):
     @property
     def batch(self) -> int | None:
         return self.batch_size
-
-    @property
-    def arguments_named(self) -> tuple[str, ...]:
-        return ()
 
 
 class AnswerReward(RewardConfig):
@@ -144,10 +135,6 @@ class ReasoningGymReward(AnswerReward):
     kind: Literal["reasoning_gym"]
     """Kind of the reward."""
 
-    @property
-    def arguments_named(self) -> tuple[str, ...]:
-        return ("completion", "question", "answer", "metadata")
-
 
 class RemoteReward(RewardConfig):
     """Asks a server for each completion. A server that cannot be asked fails the verification; that is no reward
@@ -190,10 +177,6 @@ class RemoteReward(RewardConfig):
     @property
     def limit_seconds(self) -> float | None:
         return self.attempts * self.timeout_seconds + sum(self.waits) + _SLACK_SECONDS
-
-    @property
-    def arguments_named(self) -> tuple[str, ...]:
-        return self.arguments
 
 
 AnyReward = Annotated[

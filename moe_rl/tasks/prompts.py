@@ -13,9 +13,9 @@ import numpy as np
 
 from moe_rl.config.check_files import number_problems
 from moe_rl.config.prompt_sources import PromptSourceConfig, TrainSourceConfig
-from moe_rl.config.reward_arguments import Columns
 from moe_rl.config.schema import Config
 from moe_rl.errors import About, DataError, Problem, describe, first_of
+from moe_rl.tasks.reward_arguments import Columns
 from moe_rl.tasks.rows import open_generator, read_rows
 from moe_rl.tasks.tokenizer import ChatTemplate, TextCodec
 from moe_rl.types import Prompt
@@ -74,6 +74,10 @@ class TaskPrompts:
     def columns(self) -> dict[str, Columns]:
         """Return the columns of each source; of an endless one, the columns of its first items."""
         return {f"source {one.name} of {key}": Columns.of(one.prompts) for key, one in self._sets()}
+
+    def first(self, each: int) -> list[Prompt]:
+        """Return the first `each` prompts of every set."""
+        return [prompt for _, one in self._sets() for prompt in one.prompts[:each]]
 
     def notes(self) -> list[str]:
         """Return a line about each source."""

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import moe_rl
-from moe_rl.config.reward_arguments import RewardParameters
 from moe_rl.errors import ConfigError, RewardError, describe
 from moe_rl.messages import Channel, Message
+from moe_rl.tasks.reward_arguments import RewardParameters
 from moe_rl.tasks.verifier_worker import ANSWERS, Answer, Begun, Call, Load, Loaded, Raised, Returned, Unusable
 from moe_rl.types import LARGEST_REWARD
 

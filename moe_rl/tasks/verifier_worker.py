@@ -24,8 +24,8 @@ from typing import Any
 
 from msgspec.msgpack import Decoder
 
-from moe_rl.config.reward_arguments import RewardParameters
 from moe_rl.messages import Channel, Message, decoder
+from moe_rl.tasks.reward_arguments import RewardParameters
 
 _PR_SET_PDEATHSIG = 1
 _MAX_FILE_BYTES = 64 << 20

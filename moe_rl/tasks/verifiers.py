@@ -22,9 +22,9 @@ from types import MappingProxyType
 from typing import Any
 
 from moe_rl.config.check_files import dotted_path_problem
-from moe_rl.config.reward_arguments import BUILT_IN, Columns, RewardParameters, argument_problems
 from moe_rl.config.reward_kinds import FunctionReward, ReasoningGymReward, RewardConfig
 from moe_rl.errors import ConfigError, RewardError, describe
+from moe_rl.tasks.reward_arguments import BUILT_IN, Columns, RewardParameters, argument_problems
 from moe_rl.tasks.verifier_process import REWARD_RANGE, Scores, VerifierJob, VerifierPlace, refuse_rewards
 from moe_rl.tasks.verifier_worker import Load, RewardFunction
 from moe_rl.types import LARGEST_REWARD, Prompt, Verdict
@@ -75,6 +75,7 @@ def check_failed_fraction(
     raise RewardError(
         describe(
             what,
+            where={"key": "task.max_failed_fraction"},
             got=f"{len(failed)} of {len(verdicts)}",
             expected=f"at most {limit:.0%}",
             do="mend the reward function, or raise task.max_failed_fraction or task.verifier_timeout_seconds. Reasons: "

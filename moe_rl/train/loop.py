@@ -23,6 +23,7 @@ from moe_rl.config.load import load_config
 from moe_rl.config.schema import Config
 from moe_rl.errors import CheckpointError, CollapseError
 from moe_rl.megatron import world
+from moe_rl.tasks.prompts import TaskPrompts
 from moe_rl.train.peers import Peers
 from moe_rl.train.resume import open_folder, restore
 from moe_rl.train.run_folder import RunFolder
@@ -46,12 +47,13 @@ def _saying_how_to_go_on(run: Path) -> Iterator[None]:
         raise
 
 
-def train(config: Config, folder: RunFolder | None, begin_after: int | None = None) -> Path:
+def train(config: Config, folder: RunFolder | None, task: TaskPrompts | None, begin_after: int | None = None) -> Path:
     """Train from the beginning, or resume the run in `folder`. All ranks call this function together.
 
     Args:
         config: Checked by `config.check.problems` before, so errors raised here are not mistakes in the config file.
         folder: The run to resume; None starts a new run.
+        task: The prompts of the config, whose rewards were tried; on rank 0 only.
         begin_after: Step of the checkpoint to resume from. None means the newest one, 0 means the beginning.
 
     Returns:
@@ -74,7 +76,7 @@ def train(config: Config, folder: RunFolder | None, begin_after: int | None = No
                 near=world.ranks_of_this_node(),
             )
         )
-        trainer = Trainer(config, folder, peers, stack)
+        trainer = Trainer(config, folder, task, peers, stack)
         if resumed:
             restore(trainer, done)
         if not done:

@@ -4,7 +4,6 @@ names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.sampler import Sampler
 from moe_rl.tasks import prompt_ledger
 from moe_rl.tasks.prompt_ledger import PromptLedger
-from moe_rl.tasks.prompts import PromptSource, load_task
+from moe_rl.tasks.prompts import PromptSource, TaskPrompts
 from moe_rl.tasks.tokenizer import TextCodec
 from moe_rl.tasks.verifiers import RewardItem, VerifierPool, check_failed_fraction
 from moe_rl.trace import TraceStore
@@ -31,9 +30,6 @@ from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.step_metrics import Clock
 from moe_rl.types import Completion, GenerateRequest, Prompt, Sequence, Verdict
 from moe_rl.vllm.wire import EngineSettings
-
-# Prompts of each source on which the rewards are tried.
-_TRIED = 8
 
 
 def start_sampler(config: Config, facts: ModelFacts, folder: RunFolder) -> Sampler:
@@ -106,34 +102,25 @@ def choose(groups: Seq[PromptGroup], wanted: int) -> list[PromptGroup]:
 
 
 class Rollouts:
-    """Owns the prompts and the verifiers, and calls the sampler. Exists on rank 0 only.
-
-    Args:
-        start: starts the sampler. It is called last: wrong prompts and rewards are told before that.
-    """
+    """Owns the prompts and the verifiers, and calls the sampler. Exists on rank 0 only."""
 
     def __init__(
         self,
         config: Config,
         facts: ModelFacts,
-        start: Callable[[], Sampler],
+        task: TaskPrompts,
+        engine: Sampler,
         verifiers: VerifierPool,
         run_dir: Path,
         store: TraceStore,
     ):
-        self.config, self.verifiers, self.store = config, verifiers, store
+        self.config, self.engine, self.verifiers, self.store = config, engine, verifiers, store
         self.trace_root = run_dir / "trace"
         self.stop_tokens = stop_tokens(config, facts)
         self.codec = TextCodec(config.model.path, self.stop_tokens)
-        task = load_task(config, self.codec)
-        verifiers.check_arguments(task.columns())
-        first = [prompt for one in (*task.train, *task.heldout) for prompt in one.prompts[:_TRIED]]
-        verifiers.try_out(first, config.task.max_failed_fraction)
-        self.notes = task.notes()
         self.source = PromptSource(task.train, config.run.seed)
         self.ledger = PromptLedger(run_dir / prompt_ledger.FILE)
         self.heldout = task.evaluated(config.eval.prompts, config.run.seed)
-        self.engine = start()
 
     def collect(self, step: int, clock: Clock) -> RolloutBatch:
         """Sample and verify the groups of one step, record them in the prompt ledger, and choose those to train on."""

@@ -29,7 +29,7 @@ from moe_rl.report.run_page import write_report
 from moe_rl.report.sample_lines import SampleFile
 from moe_rl.report.summary import summarize
 from moe_rl.report.trackers import Trackers
-from moe_rl.rollout.sampler import Sampler
+from moe_rl.tasks.prompts import TaskPrompts
 from moe_rl.tasks.verifiers import VerifierPool
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train import samples
@@ -65,9 +65,13 @@ class RankZero:
 
 
 class Trainer:
-    """Holds everything one rank needs for a run: opened once, then driven by the loop."""
+    """Holds everything one rank needs for a run: opened once, then driven by the loop.
 
-    def __init__(self, config: Config, folder: RunFolder, peers: Peers, stack: ExitStack):
+    Args:
+        task: the prompts; on rank 0 only.
+    """
+
+    def __init__(self, config: Config, folder: RunFolder, task: TaskPrompts | None, peers: Peers, stack: ExitStack):
         self.config, self.folder, self.peers = config, folder, peers
         self.began = time.monotonic()
         self.facts = read_model(config.model.path)
@@ -108,15 +112,14 @@ class Trainer:
                 )
             )
 
-            def start() -> Sampler:
-                return stack.enter_context(closing(start_sampler(config, self.facts, folder)))
-
-            rollouts = Rollouts(config, self.facts, start, verifiers, folder.path, self.store)
+            assert task is not None
+            for note in task.notes():
+                log.note(note)
+            engine = stack.enter_context(closing(start_sampler(config, self.facts, folder)))
+            rollouts = Rollouts(config, self.facts, task, engine, verifiers, folder.path, self.store)
             seconds = config.report.tracker_seconds
             trackers = Trackers(folder.path, config.report.trackers, seconds=seconds, note=log.note)
             stack.callback(trackers.close)
-            for note in rollouts.notes:
-                log.note(note)
             self.main = RankZero(log, SampleFile(folder.path), rollouts, trackers)
         build = (self.facts, config.train, config.parallel, config.model.path)
         updates = config.run.steps * config.train.updates_per_step

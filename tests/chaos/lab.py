@@ -26,6 +26,7 @@ from moe_rl.train.kept import shard_step
 from moe_rl.train.trainer import Trainer
 from moe_rl.weights.sender import WeightSender
 from tests.chaos.plants import BY_DISK, FORGET, arm, witnesses
+from tests.support.task import task_of
 
 WARM = 2
 """Steps without a fault, in which nobody may say anything."""
@@ -153,7 +154,7 @@ def main(out: Path, faults: list[str], overrides: list[str]) -> None:
         ],
     )  # fmt: skip
     try:
-        loop.train(config, None)
+        loop.train(config, None, task_of(config))
     finally:
         (out / "lab.json").write_text(json.dumps(Lab.results, indent=1))
 

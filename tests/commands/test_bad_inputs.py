@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from moe_rl.commands import plan, train
+from moe_rl.config.check import refuse
 from moe_rl.config.load import load_config
 from moe_rl.errors import ConfigError, DataError
 from tests.support.refusals import tells
@@ -75,6 +76,8 @@ BAD = {
                                   "task.rewards.format.function", {}),
     "a reward whose import fails": ([], ["task.rewards.format.function=broken.f"],
                                     "task.rewards.format.function", {}),
+    "a reward that always fails": ([], ["task.rewards.format.function=failing.f", "task.max_failed_fraction=0.1"],
+                                   "task.max_failed_fraction", {"fault": "too many"}),
     "a reward that is no function": ([], ["task.rewards.format.function=broken_kind.f"],
                                      "task.rewards.format.function", {}),
     "no such pass reward": ([], ["task.pass_reward=exakt"], "task.pass_reward", {"got": "exakt"}),
@@ -101,6 +104,7 @@ def here(tmp_path, monkeypatch):
     lines(tmp_path / "blank.jsonl", [row | {"prompt": ""} for row in GOOD])
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "broken.py").write_text("def f(completion): ...\nraise RuntimeError('not today')\n")
+    (tmp_path / "failing.py").write_text("def f(completion):\n    raise ValueError('never')\n")
     (tmp_path / "broken_kind.py").write_text("f = 7\n")
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "damaged.parquet").write_text("PAR1")
@@ -122,7 +126,7 @@ def told(*overrides):
     files = [f"{TRAIN}.data=train.jsonl", f"{HELD}.data=heldout.jsonl"]
     try:
         config = load_config(ROOT / "configs/tiny_moe_cpu.yaml", [*ours, *files, *overrides])
-        train._refuse(train._problems(config, None, 2, first=True, again=False))
+        refuse(train._problems(config, None, 2, first=True, again=False)[0])
     except (ConfigError, DataError) as error:
         return [problem for problem in error.problems if problem.about]
     return []

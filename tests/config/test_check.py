@@ -10,10 +10,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from moe_rl.config.check import problems
-from moe_rl.config.check_files import dotted_path_problem, reward_parameters
+from moe_rl.config.check_files import dotted_path_problem
 from moe_rl.config.load import dump_config, load_config
 from moe_rl.config.objective import LOSS_PARAMETERS
-from moe_rl.config.reward_arguments import Columns, argument_problems
 from moe_rl.config.reward_kinds import MathVerifyReward
 from moe_rl.errors import ConfigError
 from tests.support.refusals import refused, tells
@@ -37,17 +36,6 @@ def hf_config(hf_config):
 @pytest.fixture
 def model(tmp_path, write_model):
     return write_model(tmp_path / "model")
-
-
-@pytest.fixture
-def misnamed(config_file):
-    """Arguments of rewards that rows with these four columns cannot give."""
-
-    def check(*overrides):
-        columns = Columns(dict.fromkeys(("id", "prompt", "answer", "level")))
-        return [*argument_problems(reward_parameters(load_config(config_file, overrides)), {"task.train": columns})]
-
-    return check
 
 
 @pytest.fixture
@@ -479,44 +467,11 @@ def test_a_runs_dir_without_permission(found, monkeypatch, tmp_path):
     assert asked == [(tmp_path, os.W_OK | os.X_OK)]
 
 
-@pytest.mark.parametrize(
-    ("source", "reason"),
-    [
-        ("def f(completion, answer): ...", None),
-        ("def f(completion, *, prompt, times=3, **rest): ...", None),
-        ("def f(): ...", None),
-        ("def f(*args): ...", None),
-        ("def f(text): ...", "text"),
-        ("def f(completion, *, strict): ...", "strict"),
-        ("def f(completion, /): ...", "completion"),
-        ("def f(text='', /, completion='', level=0): ...", None),
-        ("async def f(completion, level): ...", None),
-        ("def f(completion_token_ids, finish_reason, stop_token_id, messages, id): ...", None),
-        ("class f: ...", None),  # may be called, and may be not: that shows when it is imported
-        ("import functools\n@functools.cache\ndef f(x): ...", None),
-        ("def g(x): ...\nf = g", None),
-    ],
-)
-def test_a_reward_function_that_asks_for_what_it_cannot_have(found, misnamed, tmp_path, monkeypatch, source, reason):
-    (tmp_path / "mine.py").write_text(source + "\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    override = "task.rewards.exact.function=mine.f"
-    messages = found(override) + misnamed(override)
-    assert len(messages) == (reason is not None)
-    for message in messages:
-        tells(message, reason, key={"task.rewards.exact.function", "task.rewards.exact"})
-
-
 def test_a_reward_whose_library_is_not_installed(found, monkeypatch):
     override = "task.rewards.exact={kind: math_verify}"
     monkeypatch.setattr(MathVerifyReward, "library", ("no_such_library", "math"))
     (message,) = found(override)
     tells(message, "no_such_library", "moe_rl[math]", key="task.rewards.exact.kind", fault="no library")
-
-
-def test_a_remote_reward_that_sends_what_does_not_exist(misnamed):
-    (message,) = misnamed("task.rewards.exact={kind: remote, url: 'http://h:1/', arguments: [completion, solution]}")
-    tells(message, key="task.rewards.exact", argument="solution", fault="no column")
 
 
 def test_all_problems_at_once(found):

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from moe_rl.config.reward_arguments import Columns
+from moe_rl.config.reward_kinds import RemoteReward
 from moe_rl.errors import ConfigError, RewardError
 from moe_rl.tasks import verifier_process
+from moe_rl.tasks.reward_arguments import Columns
 from moe_rl.tasks.verifiers import RewardItem, check_failed_fraction
 from moe_rl.types import Prompt, Verdict
 from tests.support.refusals import refused
@@ -185,6 +186,36 @@ def test_an_argument_without_a_column_is_told_with_source_and_columns(make_pool)
         with refused(ConfigError, **where, got=("heldout", "prompt a")):
             pool.check_arguments({"heldout": Columns.of(rows)})
         pool.check_arguments({"train": Columns.of(rows[1:])})
+
+
+def test_the_parameters_of_every_kind_of_callable_are_known(make_pool, monkeypatch, tmp_path):
+    source = """
+import functools
+def every(completion, *, prompt, times=3, **rest): ...
+def nothing(): ...
+def anything(*args): ...
+def by_place(text="", /, completion="", level=0): ...
+async def later(completion, answer): ...
+class Made:
+    def __init__(self, completion): ...
+def misnamed(text): ...
+def strict(completion, *, strict): ...
+@functools.cache
+def cached(x): ...
+renamed = cached
+"""
+    (tmp_path / "mine.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ("every", "nothing", "anything", "by_place", "later", "Made", "misnamed", "strict", "cached", "renamed")
+    remote = RemoteReward(kind="remote", url="http://h:1/", arguments=("completion", "solution"))
+    columns = Columns.of([Prompt("a", "p", columns={"answer": "1"})])
+    pool = make_pool(*(f"mine.{name}" for name in names), kinds={"remote": remote})
+    with pytest.raises(ConfigError) as caught:
+        pool.check_arguments({"task.train": columns})
+    lacking = {problem.about["key"]: problem.about["argument"] for problem in caught.value.problems}
+    wrong = {"misnamed": "text", "strict": "strict", "cached": "x", "renamed": "x", "remote": "solution"}
+    assert lacking == {f"task.rewards.{name}": argument for name, argument in wrong.items()}
+    assert {problem.fault for problem in caught.value.problems} == {"no column"}
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from moe_rl.train.rollouts import Rollouts, _digest, generate_request
 from moe_rl.train.step_metrics import Clock
 from moe_rl.types import Completion, Prompt, RoutePart, Verdict
 from moe_rl.vllm.sampling import Growing, VersionSpan
+from tests.support.task import task_of
 
 CONFIG = "configs/tiny_moe_cpu.yaml"
 PROMPTS, SIZE = 2, 3
@@ -65,18 +66,9 @@ class Rig:
         )
         self.engine = Engine(folder / "trace")
         facts = SimpleNamespace(eos_token_ids=(1,))
-        self.checked = {}
-        self.tried = []
-        verifiers = SimpleNamespace(
-            check_arguments=self.checked.update, try_out=lambda prompts, limit: self.tried.extend(prompts)
-        )
-        self.rollouts = Rollouts(self.config, facts, self.start, verifiers, folder, None)
+        self.rollouts = Rollouts(self.config, facts, task_of(self.config), self.engine, None, folder, None)
         self.informative, self.failed = informative, failed
         self.rollouts._judge = self.judge
-
-    def start(self):
-        assert self.checked and len(self.tried) == 16, "the sampler starts before the rewards were tried"
-        return self.engine
 
     def judge(self, prompts, completions):
         verdicts = []
@@ -223,10 +215,9 @@ def test_a_reward_sees_the_text_without_the_stop_token_that_ended_it(tmp_path, t
     rig = Rig(tmp_path, 1, f"rollout.stop_token_ids=[{USER}]")
     facts = SimpleNamespace(eos_token_ids=(END,))
     scored = []
-    verifiers = SimpleNamespace(
-        score=lambda items: scored.extend(items), check_arguments=lambda sources: None, try_out=lambda *_: None
-    )
-    rollouts = Rollouts(rig.config, facts, rig.start, verifiers, tmp_path / "other", None)
+    verifiers = SimpleNamespace(score=scored.extend)
+    task = task_of(rig.config)
+    rollouts = Rollouts(rig.config, facts, task, rig.engine, verifiers, tmp_path / "other", None)
     prompt = rollouts.heldout[0]
     asked = rollouts._request("s1/p0/c0", prompt, 1.0)
     sampled = Growing()
@@ -236,7 +227,7 @@ def test_a_reward_sees_the_text_without_the_stop_token_that_ended_it(tmp_path, t
     assert (item.completion, item.finish_reason, item.stop_token_id) == (seen, finish, stop)
     assert rollouts.codec.decode(item.completion_token_ids) == seen
     assert (item.columns, item.messages) == (prompt.columns, prompt.messages)
-    assert {name: set(columns.lacking) for name, columns in rig.checked.items()} == {
+    assert {name: set(columns.lacking) for name, columns in task.columns().items()} == {
         "source sums of task.train": {"id", "prompt", "answer", "level"},
         "source sums of task.heldout": {"id", "prompt", "answer", "level"},
     }
