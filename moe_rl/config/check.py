@@ -46,6 +46,7 @@ def config_problems(config: Config, facts: ModelFacts | None, world_size: int) -
         *config.objective.problems(),
         *config.replay.problems(),
         *config.train.optimizer.problems(),
+        *config.export.problems(),
         *config.report.problems(),
         *_batch_problems(config),
         *_replay_problems(config),
