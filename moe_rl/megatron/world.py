@@ -98,7 +98,7 @@ def peak_memory() -> dict[str, float]:
 
     All ranks call this together.
     """
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
     if not torch.cuda.is_available():
         return {"memory/host_peak_bytes": all_reduce([host], dist.ReduceOp.MAX)[0]}
     host, device = all_reduce([host, torch.cuda.max_memory_reserved()], dist.ReduceOp.MAX)
