@@ -295,6 +295,12 @@ ALL = (
     Metric("throughput/trained_tokens_per_second", "tokens/s", "higher",
         "Prompt and completion tokens / time/train.",
         "Falls: packing got worse, or experts are unbalanced."),
+    Metric("throughput/mfu", "fraction", "higher",
+        "Model FLOPs utilization of time/train: the operations of a forward and a backward pass over the trained "
+        "tokens, with the experts that each token uses and without recomputation, over what all ranks could do at the "
+        "peak of their device. Not measured where that is not known: on CPUs, and with train.dtype=float32.",
+        "Far below that of a dense model of the active size: small microbatches, or experts wait for each other.",
+        "when measured"),
     Metric("memory/host_peak_bytes", "bytes", "lower",
         "Largest resident memory of a training rank since its start, on the rank that had most.",
         "Rises from step to step: something is kept that should be freed.",

@@ -379,8 +379,14 @@ def _throughput(run: RunLines) -> Panel:
     train_steps, trained = run.series("throughput/trained_tokens_per_second")
     if not steps and not train_steps:
         return missing(name, title, direction, "No throughput was logged.")
-    figure, axes = figure_of()
+    mfu_steps, mfu = run.series("throughput/mfu")
+    figure, axes = figure_of(rows=2 if mfu else 1)
     readings = []
+    if mfu:
+        axes, lower = axes
+        line(lower, mfu_steps, mfu, PURPLE, "model FLOPs utilization of training")
+        in_percent(lower)
+        from_zero(lower)
     if steps:
         line(axes, steps, sampled, BLUE, "sampled, per second of sampling")
         readings.append(f"{statistics.median(sampled):,.0f} tokens/s sampled")
@@ -388,7 +394,12 @@ def _throughput(run: RunLines) -> Panel:
         line(axes, train_steps, trained, GREEN, "trained, per second of training")
         readings.append(f"{statistics.median(trained):,.0f} tokens/s trained")
     from_zero(axes)
-    return panel_of(name, title, direction, "Medians: " + ", ".join(readings) + ".", figure)
+    reading = "Medians: " + ", ".join(readings) + ". "
+    if mfu:
+        reading += f"Training uses {percent(statistics.median(mfu))} of what its devices can do (MFU)."
+    else:
+        reading += "No MFU: the peak of this device in this precision is not known."
+    return panel_of(name, title, direction, reading, figure)
 
 
 def _canary(run: RunLines) -> Panel:

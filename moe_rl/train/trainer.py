@@ -24,6 +24,7 @@ from moe_rl.megatron.model import DTYPES
 from moe_rl.megatron.policy import Policy, ReferencePolicy
 from moe_rl.megatron.saving import Checkpoints
 from moe_rl.models.hf import read_model
+from moe_rl.planning.model_flops import peak_flops, training_flops
 from moe_rl.report.log import RunLog
 from moe_rl.report.run_page import write_report
 from moe_rl.report.sample_lines import SampleFile
@@ -131,6 +132,7 @@ class Trainer:
         spec = TraceSpec.of(facts)
         self.train_step = TrainStep(config, self.policy, reference, self.store, spec)
         self.sender = WeightSender(self.policy, config.rollout, folder.sync, world)
+        self.peak_flops = peak_flops(world.device_name(), config.train.dtype)  # of every rank
         self.longest_step, self.step_ended = 0.0, time.monotonic()
         self.train_seconds = 0.0  # duration of the last step, including its weight sync
         self.saving = Clock()  # time spent on checkpoints and exports since the last step was logged
@@ -193,12 +195,15 @@ class Trainer:
         Returns:
             The error to end the run with if it has collapsed, else None.
         """
+        lengths = [sequence.forwarded for sequence in batch.sequences]
+        if self.peak_flops is not None:
+            needed, seconds = training_flops(self.facts, lengths), clock.seconds["train"]
+            metrics["throughput/mfu"] = needed / (seconds * dist.get_world_size() * self.peak_flops)
         metrics |= (
             batch.metrics
             | world.peak_memory()
             | {
-                "throughput/trained_tokens_per_second": sum(s.forwarded for s in batch.sequences)
-                / clock.seconds["train"],
+                "throughput/trained_tokens_per_second": sum(lengths) / clock.seconds["train"],
                 **{f"time/{name}": seconds for name, seconds in (clock.seconds | self.saving.seconds).items()},
             }
         )

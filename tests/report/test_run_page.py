@@ -199,6 +199,16 @@ def test_values_not_above_zero_are_owned_up_to_on_the_log_axis(synthetic_run, st
     assert "1 values that are not above 0 are not shown" in kl.reading
 
 
+def test_utilization_is_shown_where_it_was_measured(synthetic_run, step_metrics):
+    run_dir = synthetic_run(steps=3)
+    without = next(panel for panel in panels(read_run(run_dir)) if panel.name == "throughput")
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(encode(4, "train", step_metrics(4) | {"throughput/mfu": 0.371}))
+    measured = next(panel for panel in panels(read_run(run_dir)) if panel.name == "throughput")
+    assert "No MFU" in without.reading and "37.1%" in measured.reading
+    assert "utilization" in measured.svg and "utilization" not in without.svg
+
+
 def test_the_report_is_reproducible(synthetic_run):
     run_dir = synthetic_run(steps=5)
     assert write_report(run_dir).read_bytes() == write_report(run_dir).read_bytes()

@@ -12,6 +12,7 @@ from moe_rl.train import trainer
 from moe_rl.train.loop import _saying_how_to_go_on
 from moe_rl.train.peers import StopRequested
 from moe_rl.train.step_metrics import Clock
+from tests.megatron.models import facts
 
 
 @pytest.mark.parametrize(
@@ -82,3 +83,25 @@ def test_rollouts_are_trained_on_when_all_of_them_are_kept(monkeypatch, where):
     monkeypatch.setattr(trainer.world, "broadcast", lambda batch, kind: batch)
     batch = trainer.Trainer.sample(run, 1, Clock(lambda part: None))
     assert (batch is None, source.cursor) == ((False, 8) if where == "nowhere" else (True, 3))
+
+
+@pytest.mark.parametrize("peak", [None, 1e9])
+def test_utilization_is_what_training_needs_over_what_its_devices_can_do(monkeypatch, peak):
+    """Two ranks of 10^9 operations a second had 0.5 s for sequences of 5 and 3 tokens; None: nobody knows."""
+    monkeypatch.setattr(trainer.world, "peak_memory", dict)
+    monkeypatch.setattr(trainer.dist, "get_world_size", lambda: 2)
+    model, metrics, clock = facts(), {}, Clock(lambda part: None)
+    clock.seconds = dict.fromkeys(trainer._TRAINING, 0.5)
+    guards = SimpleNamespace(after_step=lambda step, metrics: None)
+    run = SimpleNamespace(
+        facts=model, peak_flops=peak, main=None, saving=Clock(), train_step=SimpleNamespace(guards=guards)
+    )
+    batch = SimpleNamespace(metrics={}, sequences=[SimpleNamespace(forwarded=length) for length in (5, 3)])
+    logged = {}
+    guards.after_step = lambda step, metrics: logged.update(metrics)
+    trainer.Trainer.finish(run, 1, batch, metrics, clock)
+    assert logged["throughput/trained_tokens_per_second"] == 16
+    # of each token 2 layers of attention (768 elements), router (192) and 4 experts (384 each), and the output matrix
+    matrices = 2 * (768 + 12 * 16 + 4 * 3 * 8 * 16) + 96 * 16
+    needed = 3 * (2 * matrices * 8 + 2 * 2 * 2 * (8 + 8) * (15 + 6))
+    assert logged.get("throughput/mfu") == (None if peak is None else needed / (0.5 * 2 * 1e9))
