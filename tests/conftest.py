@@ -1,9 +1,14 @@
 """In which order tests run, and which of them one worker runs; no test by the clock."""
 
+import os
 from pathlib import Path
 
 import hypothesis
 import pytest
+
+# Tests run beside each other: threads of torch would wait for each other, and take CPU time while they do. This is
+# before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A time limit for an example tells how busy the machine is, and fails on a slow one.
 hypothesis.settings.register_profile("any machine", deadline=None)

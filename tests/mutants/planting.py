@@ -132,6 +132,7 @@ def _run(copy: Path, tests: Sequence[str], *, all_tests: bool, first: bool, with
 
 def preload() -> None:
     """Import what most tests import, but for moe_rl: processes that are forked from this one need not do it again."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it when it is imported
     for name in ("numpy", "torch", "hypothesis", "pydantic", "pytest"):
         importlib.import_module(name)
 
@@ -145,7 +146,7 @@ def _become_pytest(copy: Path, output: Path, arguments: list[str]) -> NoReturn:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
         os.chdir(copy)
-        os.environ |= {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+        os.environ["PYTHONPATH"] = str(copy)
         sys.path[:] = [str(copy), *(path for path in sys.path if path not in ("", str(ROOT)))]
         for name in [name for name in sys.modules if name.partition(".")[0] in ("moe_rl", "tests")]:
             del sys.modules[name]

@@ -13,8 +13,6 @@ from moe_rl.rollout.engine import VllmEngine
 from moe_rl.types import GenerateRequest
 from moe_rl.vllm.wire import EngineSettings
 
-torch.set_num_threads(1)
-
 LAYERS, EXPERTS, TOP_K, VOCAB = 4, 16, 4, 512
 
 
