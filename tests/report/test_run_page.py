@@ -11,6 +11,7 @@ from moe_rl.report.lines import encode, read_run
 from moe_rl.report.run_page import write_report
 from moe_rl.report.run_plots import panels
 from moe_rl.report.summary import summarize
+from tests.report.conftest import FACTS, write_run
 
 VOID = {"meta", "br", "hr", "img", "link", "wbr", "input"}
 PLOTS = ["pass-rate", "reward", "spread", "length", "policy-kl", "routing", "extreme", "entropy", "update", "canary"]
@@ -64,9 +65,23 @@ def report(run_dir, facts, replay=True):
     return text, Page(text)
 
 
-@pytest.mark.parametrize("replay", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_the_file_needs_nothing_else(synthetic_run, facts, replay):
-    text, page = report(synthetic_run(replay=replay), facts, replay)
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory):
+    """The folder of a run of 40 steps with replay, the text of its page and the page; for tests that change nothing."""
+    run_dir = write_run(tmp_path_factory.mktemp("runs") / "tiny-1")
+    return run_dir, *report(run_dir, FACTS)
+
+
+@pytest.fixture(scope="module")
+def unreplayed(tmp_path_factory):
+    """As `usual`, with replay off."""
+    run_dir = write_run(tmp_path_factory.mktemp("runs") / "tiny-1", replay=False)
+    return run_dir, *report(run_dir, FACTS, replay=False)
+
+
+@pytest.mark.parametrize("run", ["usual", "unreplayed"])
+def test_the_file_needs_nothing_else(request, run):
+    _, text, page = request.getfixturevalue(run)
     assert "script" not in page.tags and "link" not in page.tags and "img" not in page.tags
     assert page.links and all(link.startswith("#") for link in page.links)
     assert not re.search(r"https?:|@import|//www", text)
@@ -79,31 +94,30 @@ def test_the_file_needs_nothing_else(synthetic_run, facts, replay):
     assert references <= set(page.ids)
 
 
-def test_headline_and_proof(synthetic_run, facts):
-    _, page = report(synthetic_run(), facts)
+def test_headline_and_proof(usual):
+    _, _, page = usual
     assert "31.7% \u2192 75.3%" in page.words and "+43.6 points" in page.words
     assert "Replay (R3) of the sampler's routes was exact on every step" in page.words
     for proof in ("routes consumed exactly once: 61,440 of 61,440", "applied mismatch 0", "coverage 100%"):
         assert f"\u2713 {proof}" in page.words
     assert "40 steps" in page.words and "vLLM 0.32.0" in page.words
     assert page.tags.count("svg") == len(PLOTS)
+    assert "What the policy wrote" not in page.words  # the run has no samples
 
 
-def test_readings_quote_the_paired_numbers(synthetic_run, facts):
-    run_dir = synthetic_run()
+def test_readings_quote_the_paired_numbers(usual):
+    run_dir, _, page = usual
     steps, native, replayed = read_run(run_dir).paired("policy_kl/k3_native", "policy_kl/k3")
     assert steps == [1, 6, 11, 16, 21, 26, 31, 36]
-    _, page = report(run_dir, facts)
     assert (
         f"On the 8 steps with both passes: {sum(native) / 8:.1e} native, {sum(replayed) / 8:.1e} with replay"
         in page.words
     )
 
 
-def test_the_distribution_and_the_memory_of_the_last_step_are_said(synthetic_run, facts):
-    run_dir = synthetic_run()
+def test_the_distribution_and_the_memory_of_the_last_step_are_said(usual):
+    run_dir, _, page = usual
     last = read_run(run_dir).train[-1]
-    _, page = report(run_dir, facts)
     low, high = (round(last[f"reward/quantile/{end}"], 3) for end in ("p05", "p95"))
     assert f"In the last step: reward {low} to {high}, half below" in page.words
     assert "Host: 3.0 GiB; GPU: 70.0 GiB." in page.words
@@ -129,8 +143,8 @@ def test_a_broken_proof_is_loud(synthetic_run, facts, step_metrics, faults):
     assert text.count('<tr class="broken">') == len(faults)
 
 
-def test_replay_off_says_so_and_claims_nothing(synthetic_run, facts):
-    _, page = report(synthetic_run(replay=False), facts, replay=False)
+def test_replay_off_says_so_and_claims_nothing(unreplayed):
+    _, _, page = unreplayed
     assert "Replay is off." in page.words
     assert "Replay was exact" not in page.words and "\u2713" not in page.words
     assert "replay is off, so nothing corrects it" in page.words
@@ -138,15 +152,9 @@ def test_replay_off_says_so_and_claims_nothing(synthetic_run, facts):
 
 @pytest.mark.parametrize("replay", [pytest.param(True, marks=pytest.mark.long), False])
 def test_what_was_not_measured_is_said_in_words(synthetic_run, facts, replay):
-    run_dir = synthetic_run(replay=replay, native_every=0)
-    routing = next(panel for panel in panels(read_run(run_dir)) if panel.name == "routing")
-    _, page = report(run_dir, facts, replay)
-    if replay:
-        assert routing.svg is not None and "the native pass was not measured" in page.words
-    else:
-        assert (
-            routing.svg is None and "Not measured: replay is off and no native pass compared its routes." in page.words
-        )
+    _, page = report(synthetic_run(replay=replay, native_every=0), facts, replay)
+    missing = "Not measured: replay is off and no native pass compared its routes."
+    assert ("the native pass was not measured" if replay else missing) in page.words
     assert page.tags.count("svg") == len(PLOTS) - (not replay)
 
 
@@ -182,8 +190,8 @@ def test_names_from_outside_are_escaped(synthetic_run, facts, step_metrics):
     assert evil in page.words and "img" not in page.tags
 
 
-def test_panels_keep_their_order_and_units(synthetic_run):
-    drawn = panels(read_run(synthetic_run()))
+def test_panels_keep_their_order_and_units(usual):
+    drawn = panels(read_run(usual[0]))
     assert [panel.name for panel in drawn] == PLOTS
     for panel in drawn:
         assert re.search(r"better|bad|good", panel.direction), panel.name
@@ -209,9 +217,9 @@ def test_utilization_is_shown_where_it_was_measured(synthetic_run, step_metrics)
     assert "utilization" in measured.svg and "utilization" not in without.svg
 
 
-def test_the_report_is_reproducible(synthetic_run):
-    run_dir = synthetic_run(steps=5)
-    assert write_report(run_dir).read_bytes() == write_report(run_dir).read_bytes()
+def test_the_report_is_reproducible(usual):
+    run_dir, text, _ = usual
+    assert write_report(run_dir).read_text(encoding="utf-8") == text
 
 
 def test_templates_take_only_plots_as_they_are():

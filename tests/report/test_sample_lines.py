@@ -88,7 +88,3 @@ def test_the_page_colours_what_differs(synthetic_run):
     assert "background" not in first and 'class="parts"' not in first
     assert "100%" in second and 'class="parts"' in second and "5 layers differ" in second
     assert "100%" in last and "nan" in last  # a value that is not finite is not hidden
-
-
-def test_a_run_without_samples_has_a_page(synthetic_run):
-    assert "What the policy wrote" not in write_report(synthetic_run()).read_text()
