@@ -1,7 +1,7 @@
 """A pass that failed must leave nothing behind. Runs on one rank."""
 
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -94,12 +94,19 @@ class Planted(Exception):
     pass
 
 
-def assert_the_next_step_is_exact(run, recompute):
-    """Check that it equals the first update of an undisturbed policy, bit for bit."""
+@cache
+def undisturbed(recompute):
+    """Return what the first update of a policy gives, and the weights before and behind it."""
     clean = Run(recompute)
     before = clean.weights()
-    assert run.update() == clean.update()
-    ours, theirs = run.weights(), clean.weights()
+    return clean.update(), before, clean.weights()
+
+
+def assert_the_next_step_is_exact(run, recompute):
+    """Check that it equals the first update of an undisturbed policy, bit for bit."""
+    updated, before, theirs = undisturbed(recompute)
+    assert run.update() == updated
+    ours = run.weights()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert not any(torch.equal(ours[name], before[name]) for name in before if "gate.weight" in name)
 
