@@ -381,6 +381,7 @@ TESTED = (
         "within task.verifier_timeout_seconds",
         "this completion has no reward, others keep theirs; too many failures end the run",
         "tests/tasks/test_verifiers.py::test_a_fault_fails_its_item_and_no_other",
+        "tests/tasks/test_verifiers.py::test_a_fault_that_a_worker_survives_fails_its_item_and_no_other",
         "tests/tasks/test_verifiers.py::test_hangs_do_not_starve_healthy_items",
         "tests/tasks/test_verifiers.py::test_a_weighted_sum_that_is_too_large_is_no_reward",
         "tests/tasks/test_verifiers.py::test_failed_fraction"),

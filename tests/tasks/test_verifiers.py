@@ -114,12 +114,12 @@ def test_an_async_function_scores_and_keeps_its_event_loop(make_pool):
         assert [verdict.reward for verdict in pool.score([HEALTHY] * 4)] == [2.0] * 4
 
 
-@pytest.mark.parametrize("fault", ["raise", "exit", "none", "os_exit", "loop"])
-def test_a_fault_of_an_async_function_fails_its_item_alone(make_pool, tmp_path, fault):
+def test_a_fault_of_an_async_function_fails_its_item_alone(make_pool, tmp_path):
+    faults = ["raise", "exit", "none", "os_exit", "loop"]
     with make_pool("patient", timeout=0.5) as pool:
-        verdicts = pool.score([HEALTHY, faulty(fault, tmp_path / "witness"), HEALTHY])
-    assert (tmp_path / "witness").exists()
-    assert [verdict.status for verdict in verdicts] == ["scored", "failed", "scored"]
+        verdicts = pool.score([item for fault in faults for item in (HEALTHY, faulty(fault, tmp_path / fault))])
+    assert {path.name for path in tmp_path.iterdir()} == {*faults}
+    assert [verdict.status for verdict in verdicts] == ["scored", "failed"] * len(faults)
 
 
 def test_batches_are_as_large_as_configured(make_pool):
@@ -141,23 +141,23 @@ def test_rows_with_an_optional_column_are_batched_by_themselves(make_pool):
         assert [verdict.reward for verdict in pool.score(items)] == [3.0, 7.0] * 3
 
 
-@pytest.mark.parametrize("fault", ["raise", "exit", "os_exit", "segfault", "loop"])
-def test_a_batch_that_fails_fails_its_own_items(make_pool, tmp_path, fault):
-    witness = tmp_path / "witness"
+def test_a_batch_that_fails_fails_its_own_items(make_pool, tmp_path):
+    faults = ["raise", "exit", "os_exit", "segfault", "loop"]
+    items = [item for fault in faults for item in (HEALTHY, HEALTHY, HEALTHY, faulty(fault, tmp_path / fault))]
     with make_pool("good", "batch_sizes", batch={"batch_sizes": 2}, timeout=0.5) as pool:
-        verdicts = pool.score([HEALTHY, HEALTHY, HEALTHY, faulty(fault, witness), HEALTHY, HEALTHY])
-    assert witness.exists()
-    assert [verdict.status for verdict in verdicts] == ["scored"] * 2 + ["failed"] * 2 + ["scored"] * 2
-    assert all(verdict.detail.startswith("batch_sizes: ") for verdict in verdicts[2:4])
+        verdicts = pool.score(items)
+    assert {path.name for path in tmp_path.iterdir()} == {*faults}
+    assert [verdict.status for verdict in verdicts] == (["scored"] * 2 + ["failed"] * 2) * len(faults)
+    assert all(verdict.detail.startswith("batch_sizes: ") for verdict in verdicts if not verdict.scored)
 
 
-@pytest.mark.parametrize("bad", ["error", "none", "nan", "str", "huge"])
-def test_a_bad_item_in_a_list_fails_alone(make_pool, bad):
-    items = [RewardItem("", one) for one in ("x", bad, "y", "z")]
+def test_a_bad_item_in_a_list_fails_alone(make_pool):
+    bad = ["error", "none", "nan", "str", "huge"]
+    items = [RewardItem("", text) for one in bad for text in ("x", one, "y", "z")]
     with make_pool("batch_with_bad_items", batch={"batch_with_bad_items": 4}) as pool:
         verdicts = pool.score(items)
-    assert [verdict.status for verdict in verdicts] == ["scored", "failed", "scored", "scored"]
-    assert "planted" in verdicts[1].detail or bad != "error"
+    assert [verdict.status for verdict in verdicts] == ["scored", "failed", "scored", "scored"] * len(bad)
+    assert "planted" in verdicts[1].detail
 
 
 def test_text_that_is_not_unicode_leaves_its_batch(make_pool):
@@ -166,11 +166,11 @@ def test_text_that_is_not_unicode_leaves_its_batch(make_pool):
     assert [verdict.reward for verdict in verdicts] == [3.0, None, 3.0, 3.0]
 
 
-@pytest.mark.parametrize("answer", ["short", "number", "text", "none", "long"])
-def test_a_batch_without_one_number_per_item_fails(make_pool, answer):
+def test_a_batch_without_one_number_per_item_fails(make_pool):
+    answers = [answer for answer in ("short", "number", "text", "none", "long") for _ in range(2)]
     with make_pool("batch_answers", batch={"batch_answers": 2}) as pool:
-        verdicts = pool.score([RewardItem("", answer)] * 2)
-    assert [verdict.status for verdict in verdicts] == ["failed"] * 2
+        verdicts = pool.score([RewardItem("", answer) for answer in answers])
+    assert [verdict.status for verdict in verdicts] == ["failed"] * len(answers)
     assert all("a list of 2 numbers" in verdict.detail for verdict in verdicts)
 
 
@@ -272,7 +272,15 @@ DEADLY = {
 HANGING = ["loop", "c_sleep", "stop", "flood", "fork_and_hang"]
 
 
-@pytest.mark.parametrize(("fault", "detail"), [*CONTAINED.items(), *DEADLY.items(), *((f, "0.5 s") for f in HANGING)])
+def assert_one_failed(verdicts, detail):
+    """Check that the third item failed, for this reason, and no other item."""
+    failed = verdicts.pop(2)
+    assert (failed.status, failed.reward, failed.parts) == ("failed", None, {})
+    assert failed.detail.startswith("misbehave: ") and detail in failed.detail
+    assert verdicts == [Verdict("scored", 2.0, {"good": 1.0, "misbehave": 1.0})] * 7
+
+
+@pytest.mark.parametrize(("fault", "detail"), [*DEADLY.items(), *((f, "0.5 s") for f in HANGING)])
 def test_a_fault_fails_its_item_and_no_other(make_pool, helpers, tmp_path, fault, detail):
     witness = tmp_path / "witness"
     # on a busy machine half a second is not enough for the faults that end by themselves
@@ -280,15 +288,22 @@ def test_a_fault_fails_its_item_and_no_other(make_pool, helpers, tmp_path, fault
         [first] = pool.pids
         verdicts = pool.score([HEALTHY, HEALTHY, faulty(fault, witness), *[HEALTHY] * 5])
         assert witness.read_text() == str(first), "the fault did not fire, or twice"
-        assert (pool.pids == [first]) == (fault in CONTAINED)
-        if fault not in CONTAINED:
-            assert not helpers.group_members(first)
+        assert pool.pids != [first] and not helpers.group_members(first)
         [last] = pool.pids
-    failed = verdicts.pop(2)
-    assert (failed.status, failed.reward, failed.parts) == ("failed", None, {})
-    assert failed.detail.startswith("misbehave: ") and detail in failed.detail
-    assert verdicts == [Verdict("scored", 2.0, {"good": 1.0, "misbehave": 1.0})] * 7
+    assert_one_failed(verdicts, detail)
     assert not helpers.group_members(last)
+
+
+def test_a_fault_that_a_worker_survives_fails_its_item_and_no_other(make_pool, helpers, tmp_path):
+    with make_pool("good", "misbehave", timeout=30) as pool:
+        [pid] = pool.pids
+        for fault, detail in CONTAINED.items():
+            witness = tmp_path / fault
+            verdicts = pool.score([HEALTHY, HEALTHY, faulty(fault, witness), *[HEALTHY] * 5])
+            assert witness.read_text() == str(pid), f"{fault} did not fire, or twice"
+            assert pool.pids == [pid], fault
+            assert_one_failed(verdicts, detail)
+    assert not helpers.group_members(pid)
 
 
 def test_the_segfault_is_explained_by_what_it_printed(make_pool, tmp_path):
