@@ -1,6 +1,5 @@
 """Ranks watch each other: the error names the lost rank, and no rank waits for a dead one."""
 
-import multiprocessing
 import os
 import signal
 import time
@@ -8,11 +7,8 @@ import time
 import pytest
 
 from moe_rl.train.peers import EXIT_CODE, STOPPED
+from tests.support.forks import FORKS
 from tests.train.peer_processes import beside, hold_store, run_rank
-
-# The tests' processes are forked from a process that has imported torch.
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["tests.train.peer_processes"])
 
 
 class Process:

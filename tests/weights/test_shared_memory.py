@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,10 @@ from moe_rl.weights.digest import info_of
 from moe_rl.weights.reader import placed
 from moe_rl.weights.shared_memory import SegmentWriter, read_segments
 from moe_rl.weights.update import decode, encode
+from tests.support.forks import FORKS
 from tests.weights.sending import by_memory
 from tests.weights.test_digest import some_tensors
 
-SPAWN = get_context("spawn")  # a fork would inherit the locks of torch's threads
 SIZE = 32 << 20
 
 
@@ -81,8 +80,8 @@ def mapped(pid) -> bool:
 
 def start(role):
     """Start a process in this role; return it and a pipe to it."""
-    ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=role, args=(theirs,), daemon=True)
+    ours, theirs = FORKS.Pipe()
+    process = FORKS.Process(target=role, args=(theirs,), daemon=True)
     process.start()
     return process, ours
 
