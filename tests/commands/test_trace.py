@@ -142,7 +142,8 @@ def test_export_needs_pyarrow_and_says_so(tool, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("per", ["layer", "token"])
 def test_export_has_every_set(tool, tmp_path, per):
-    parquet = pytest.importorskip("pyarrow.parquet")
+    from pyarrow import parquet
+
     routes = write(tmp_path)
     assert tool(["export", str(tmp_path), str(tmp_path / "out.parquet"), "--key", "b", "--per", per]) == 0
     table = parquet.read_table(tmp_path / "out.parquet")

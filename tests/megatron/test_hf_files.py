@@ -75,9 +75,10 @@ def test_any_part_of_a_tensor_in_float8_is_what_its_blocks_say(folder):
 
 
 def test_4_bit_floats_are_unpacked_as_transformers_does(folder):
+    from transformers.integrations import mxfp4
+
     from moe_rl.megatron.hf_files import CheckpointReader
 
-    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     torch.manual_seed(1)
     oss = facts(
         architecture="GptOssForCausalLM", hidden_size=64, moe_intermediate_size=32, qk_norm=False, attention_bias=True,

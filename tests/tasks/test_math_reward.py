@@ -1,9 +1,5 @@
-import pytest
-
 from moe_rl.config.reward_kinds import MathVerifyReward
 from moe_rl.tasks.verifiers import RewardItem
-
-pytest.importorskip("math_verify")
 
 CASES = [
     ("so it is $\\boxed{\\frac{1}{2}}$", "0.5", 1.0),

@@ -221,7 +221,7 @@ def test_no_prompts(tmp_path, load):
 
 
 def test_a_parquet_file(tmp_path, load):
-    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow
     from pyarrow import parquet
 
     rows = [record(id=n, prompt=f"{n}", hints=["a", None], when=datetime(2026, 1, n + 1)) for n in range(3)]
@@ -240,7 +240,8 @@ def test_a_parquet_file(tmp_path, load):
 
 @pytest.mark.long
 def test_a_folder_or_name_goes_through_datasets(tmp_path, load, monkeypatch):
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     rows = [record(id=f"{n}", prompt=f"{n}") for n in range(3)]

@@ -128,7 +128,8 @@ def tiktoken_file(folder):
 
 
 def sentencepiece_file(folder):
-    sentencepiece = pytest.importorskip("sentencepiece")
+    import sentencepiece
+
     text = folder / "text"
     text.write_text("\n".join(f"the quick brown fox {n} jumps over {n * 7}" for n in range(500)))
     sentencepiece.SentencePieceTrainer.train(

@@ -1,13 +1,12 @@
 """Tests stores behind an fsspec URL: the same records by the same exact ranges, and no writes."""
 
+import fsspec
 import numpy as np
 import pytest
 
 from moe_rl.errors import TraceError
 from moe_rl.trace import TraceStore
 from tests.support.refusals import refused
-
-fsspec = pytest.importorskip("fsspec")
 
 
 @pytest.fixture(params=["file", "memory"])
