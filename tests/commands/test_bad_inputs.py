@@ -1,6 +1,7 @@
 """What a user can get wrong in a config and its files. Each is told as one problem before anything starts."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -96,7 +97,8 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "assets/tiny_moe").mkdir(parents=True)
     (tmp_path / "assets/tiny_moe/policy").symlink_to(policy)
     for name in ("bare", "damaged", "coded"):
-        shutil.copytree(policy, tmp_path / name, ignore=shutil.ignore_patterns("tokenizer*"))
+        without = shutil.ignore_patterns("tokenizer*")
+        shutil.copytree(policy, tmp_path / name, ignore=without, copy_function=os.symlink)
     (tmp_path / "damaged/tokenizer.json").write_text("{}")
     (tmp_path / "coded/tiktoken.model").write_text("")
     (tmp_path / "coded/tokenizer_config.json").write_text('{"auto_map": {}}')
