@@ -1,7 +1,6 @@
 """Tests `moe-rl compare`: a comparison that is impossible is refused with exit status 2 before anything is started."""
 
 import argparse
-import shutil
 from pathlib import Path
 
 import pytest
@@ -86,7 +85,6 @@ def test_a_budget_that_is_no_number(run, capsys, tokens):
 
 
 def test_a_model_that_is_gone_is_told(run, capsys, tmp_path):
-    shutil.copytree(ROOT / "assets/tiny_moe/policy", tmp_path / "model")
     text = (run / "config.yaml").read_text().replace("assets/tiny_moe/policy", str(tmp_path / "gone"))
     (run / "config.yaml").write_text(text)
     assert main(["--run", str(run)]) == 2

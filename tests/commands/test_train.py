@@ -96,26 +96,23 @@ def test_what_is_wrong_in_a_prompt_file_is_told_before_anything_starts(launch, t
     )
 
 
+def write_model(folder, change):
+    """Copy the demo's policy into a folder; change(what config.json says) is what the copy's says."""
+    shutil.copytree(ROOT / "assets/tiny_moe/policy", folder, dirs_exist_ok=True)
+    published = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(change(published)))
+    return published
+
+
 def test_a_dense_model_is_refused(launch, tmp_path):
-    source = ROOT / "assets/tiny_moe/policy"
-    for file in source.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    raw = json.loads((source / "config.json").read_text())
-    raw = {k: v for k, v in raw.items() if "expert" not in k} | {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-    }
-    (tmp_path / "config.json").write_text(json.dumps(raw))
+    dense = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    write_model(tmp_path, lambda raw: {k: v for k, v in raw.items() if "expert" not in k} | dense)
     result = launch("--config", CONFIG, f"model.path={tmp_path}")
     assert result.returncode == 2 and "Qwen3ForCausalLM" in result.stderr
 
 
 def test_a_checkpoint_that_lacks_a_tensor_is_refused(launch, tmp_path):
-    source = ROOT / "assets/tiny_moe/policy"
-    for file in source.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    raw = json.loads((source / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(raw | {"num_experts": raw["num_experts"] + 2}))
+    raw = write_model(tmp_path, lambda raw: raw | {"num_experts": raw["num_experts"] + 2})
     result = launch("--config", CONFIG, f"model.path={tmp_path}")
     assert result.returncode == 2 and f"experts.{raw['num_experts']}." in result.stderr
 
@@ -238,9 +235,7 @@ def test_a_run_to_start_from_is_checked_before_anything_starts(launch, tmp_path)
     assert "model.from_step" in told("model.from_step=3")
     assert "model.from_optimizer" in told("model.from_optimizer=true")
     model = tmp_path / "model"
-    shutil.copytree(ROOT / "assets/tiny_moe/policy", model)
-    published = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(published | {"moe_intermediate_size": 24}))
+    write_model(model, lambda raw: raw | {"moe_intermediate_size": 24})
     (tmp_path / "config.yaml").write_text(dump_config(load_config(CONFIG, [f"model.path={model}"])))
     assert "another model" in told(other) and "experts.0" in told(other)
 

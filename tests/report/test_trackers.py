@@ -8,6 +8,7 @@ import math
 import os
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from moe_rl.report.lines import encode, read_rows, write_rows
 from moe_rl.report.run_page import write_report
 from moe_rl.report.sample_lines import SampleFile, SampleLine
 from moe_rl.report.summary import summarize
-from moe_rl.report.tracker_state import FOLDER, read_state, state_file
+from moe_rl.report.tracker_state import FOLDER, TrackerState, read_state, state_file
 from moe_rl.report.trackers import Trackers
 
 CONFIG = {"run": {"name": "tiny", "steps": 4}, "train": {"optimizer": {"lr": 1e-4}}, "report": {"project": "sums"}}
@@ -59,8 +60,15 @@ class Run:
 
     def sent(self, name: str, metrics: int, samples: int) -> None:
         """Wait until the tracker has got this many lines."""
+        self.until(name, lambda state: state.metrics >= metrics and state.samples >= samples)
+
+    def until(
+        self, name: str, reached: Callable[[TrackerState], bool], each: Callable[[], None] = lambda: None
+    ) -> None:
+        """Wait until the tracker's state is `reached`; call `each` whenever it is not."""
         deadline = time.monotonic() + PATIENCE
-        while (found := read_state(self.path, name)).metrics < metrics or found.samples < samples:
+        while not reached(found := read_state(self.path, name)):
+            each()
             assert time.monotonic() < deadline, (found, self.notes, self.log(name))
             time.sleep(0.05)
 
@@ -222,11 +230,7 @@ def test_a_failure_is_counted_and_told_once_and_nothing_is_lost(run, monkeypatch
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://at-all")
     run.step(1, 0.1)
     trackers = run.trackers("mlflow", seconds=0.1)  # the pause after a failure is as long
-    deadline = time.monotonic() + PATIENCE
-    while read_state(run.path, "mlflow").failures < 2:
-        trackers.look()
-        assert time.monotonic() < deadline, run.log("mlflow")
-        time.sleep(0.05)
+    run.until("mlflow", lambda state: state.failures >= 2, trackers.look)
     trackers.close()
     (note,) = run.notes
     assert "mlflow" in note and str(run.path / FOLDER / "mlflow.log") in note
@@ -276,11 +280,7 @@ def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(run, silent):
 def test_a_process_that_hangs_is_ended_and_started_again(run, silent):
     trackers = run.trackers("mlflow", seconds=3.0)
     run.step(1, 0.1)
-    deadline = time.monotonic() + PATIENCE
-    while read_state(run.path, "mlflow").failures < 2:
-        trackers.look()
-        assert time.monotonic() < deadline, run.log("mlflow")
-        time.sleep(0.1)
+    run.until("mlflow", lambda state: state.failures >= 2, trackers.look)
     assert "Timeout (0:00:03)!" in run.log("mlflow") and len(run.notes) == 1
     trackers.close()
 

@@ -21,26 +21,12 @@ import moe_rl
 from moe_rl.errors import EngineError, SamplerGone
 from moe_rl.rollout.engine import VllmEngine
 from moe_rl.vllm import patches
+from tests.support.processes import alive, state, wait_until
 from tests.weights.sending import by_disk
 
 pytestmark = pytest.mark.long
 
 CANARY = np.random.default_rng(9).integers(0, 512, 64).tolist()
-
-
-def gone(pid: int) -> bool:
-    """Whether no process runs under this id; a zombie does not run."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
-def wait_until(condition, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
 
 
 def start(settings, folder: Path, **changes) -> VllmEngine:
@@ -84,7 +70,7 @@ def test_preempted_requests_are_recorded_right(cramped, settings, reference, req
 
 def test_a_stopped_engine_is_named_and_ended(cramped):
     os.kill(cramped.pid, signal.SIGSTOP)
-    assert wait_until(lambda: Path(f"/proc/{cramped.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T", 5)
+    assert wait_until(lambda: state(cramped.pid) == "T", 5)
     began = time.monotonic()
     with pytest.raises(
         SamplerGone, match=rf"hangs \(pid {cramped.pid}, log .*engine.log\): got no sign of life for 8 s"
@@ -92,7 +78,7 @@ def test_a_stopped_engine_is_named_and_ended(cramped):
         cramped.score([CANARY])[0].logprobs[0]
     assert 8 <= time.monotonic() - began < 13
     assert not cramped.alive()
-    assert gone(cramped.pid)
+    assert not alive(cramped.pid)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +100,7 @@ def test_an_engine_killed_while_idle_is_named(bfloat16):
             bfloat16.score([CANARY])[0].logprobs[0]
     assert time.monotonic() - began < 5
     assert not bfloat16.alive()
-    assert gone(bfloat16.pid)
+    assert not alive(bfloat16.pid)
     bfloat16.close()
     bfloat16.close()
 
@@ -171,7 +157,7 @@ def test_an_engine_killed_while_sampling_is_named(unrepaired, requests_of):
     folder = unrepaired._settings.trace_root
     assert [path.name for path in folder.iterdir() if path.name.startswith(f".long-{at}")]
     assert f"long-{at}" not in {path.stem for path in folder.iterdir()}
-    assert gone(unrepaired.pid)
+    assert not alive(unrepaired.pid)
 
 
 def test_the_engine_does_not_outlive_its_trainer(settings, tmp_path):
@@ -193,9 +179,9 @@ def test_the_engine_does_not_outlive_its_trainer(settings, tmp_path):
     environment["PYTHONPATH"] = os.pathsep.join(path)
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, env=environment) as trainer:
         pid = int(trainer.stdout.readline().split()[0])
-        assert not gone(pid)
+        assert alive(pid)
         trainer.kill()
-    assert wait_until(lambda: gone(pid), 5)
+    assert wait_until(lambda: not alive(pid), 5)
 
 
 def test_an_engine_that_cannot_start_says_why(settings, tmp_path):
@@ -204,7 +190,7 @@ def test_an_engine_that_cannot_start_says_why(settings, tmp_path):
     with pytest.raises(EngineError, match=r"(?s)could not start \(pid \d+, log .*engine.log\).*nonsense") as raised:
         start(settings, tmp_path, model_path=tmp_path / "model")
     assert "  | " in str(raised.value) and not isinstance(raised.value, SamplerGone)
-    assert gone(int(str(raised.value).split("pid ")[1].split(",")[0]))
+    assert not alive(int(str(raised.value).split("pid ")[1].split(",")[0]))
 
 
 def test_an_engine_that_is_late_is_ended(settings, tmp_path):
@@ -214,4 +200,4 @@ def test_an_engine_that_is_late_is_ended(settings, tmp_path):
     ) as late:
         start(settings, tmp_path, startup_timeout_seconds=0.5)
     assert time.monotonic() - began < 5
-    assert gone(int(str(late.value).split("pid ")[1].split(",")[0]))
+    assert not alive(int(str(late.value).split("pid ")[1].split(",")[0]))

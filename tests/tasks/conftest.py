@@ -1,4 +1,3 @@
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -6,14 +5,7 @@ import pytest
 
 from moe_rl.config.reward_kinds import FunctionReward
 from moe_rl.tasks.verifiers import VerifierPool
-
-
-def alive(pid: int) -> bool:
-    """Tell whether a process is alive. A zombie that nobody has reaped counts as dead."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+from tests.support.processes import alive, state, wait_until
 
 
 def group_members(group: int) -> list[int]:
@@ -29,19 +21,10 @@ def group_members(group: int) -> list[int]:
     return members
 
 
-def wait_until(condition, seconds: float = 60.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.01)
-    return False
-
-
 @pytest.fixture
 def helpers():
-    """Process helpers for tests: alive(pid), group_members(pgid), wait_until(condition)."""
-    return SimpleNamespace(alive=alive, group_members=group_members, wait_until=wait_until)
+    """Process helpers for tests: alive(pid), state(pid), group_members(pgid), wait_until(condition)."""
+    return SimpleNamespace(alive=alive, state=state, group_members=group_members, wait_until=wait_until)
 
 
 @pytest.fixture

@@ -356,8 +356,8 @@ def test_a_worker_hurt_in_idleness_costs_no_item(make_pool, helpers, harm):
     with make_pool("good", timeout=0.3) as pool:
         [pid] = pool.pids
         os.kill(pid, harm)
-        state = "Z" if harm is signal.SIGKILL else "T"
-        assert helpers.wait_until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == state)
+        hurt = "Z" if harm is signal.SIGKILL else "T"
+        assert helpers.wait_until(lambda: helpers.state(pid) == hurt)
         verdicts = pool.score([HEALTHY] * 5)
         assert pool.pids != [pid]
     assert [verdict.reward for verdict in verdicts] == [1.0] * 5
