@@ -14,6 +14,8 @@ import numpy as np
 
 # Largest |reward|. Squares of larger rewards overflow float32, and sums of much larger ones overflow float64.
 LARGEST_REWARD = 1e12
+# A sampler searches for every stop string behind every token.
+LONGEST_STOP_STRING, MOST_STOP_STRINGS = 200, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ class GenerateRequest:
 
     Attributes:
         key: unique in a run; names the sequence in messages and in the trace.
+        stop: texts that end the completion as soon as the sampled text contains one. The sampler must read text.
         top_k, top_p, min_p: the values 0, 1 and 0 switch them off.
         record: whether to store the routes.
         parent: record of the earlier turns that the prompt begins with, with all its rows; only later rows are stored.
@@ -109,6 +112,7 @@ class GenerateRequest:
     record: bool = True
     parent: RouteRef | None = None
     record_from: int = 0
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +120,14 @@ class Completion:
     """Holds what the sampler returned for one request.
 
     Attributes:
-        token_ids: sampled tokens [T], including the stop token.
+        token_ids: sampled tokens [T], including the stop token, or all tokens of the stop string.
         logprobs: natural log-probabilities [T] float32 of the sampled tokens under the distribution they were drawn
             from.
         finish_reason: "stop", "length" (truncated) or "abort" (partial).
         weight_version: version of the weights that sampled all tokens.
         routes: None when nothing was recorded.
         stop_token_id: the stop token that ended the completion, which is then its last token; otherwise None.
+        stop_string: the stop string that ended the completion, which its last token completes; otherwise None.
     """
 
     key: str
@@ -133,10 +138,12 @@ class Completion:
     weight_version: int
     routes: RouteRef | None
     stop_token_id: int | None = None
+    stop_string: str | None = None
 
     @property
     def text_token_ids(self) -> tuple[int, ...]:
-        """Return the tokens of the text: all but the final stop token."""
+        """Return the tokens of the text: all but the final stop token. The tokens of a stop string are among them,
+        because the first one may begin before it."""
         return self.token_ids if self.stop_token_id is None else self.token_ids[:-1]
 
 

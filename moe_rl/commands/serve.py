@@ -49,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="fraction of the tokens whose router logits are kept",
     )
+    parser.add_argument(
+        "--reads-text", action="store_true", help="load the tokenizer, for requests with stop strings (rollout.stop)"
+    )
     parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=0, help="port (default: a free one)")
     parser.add_argument(
@@ -95,6 +98,7 @@ def _settings(options: argparse.Namespace) -> ServerSettings:
             model_fingerprint=options.model_fingerprint or "",
             support=options.support,
             router_logits_fraction=options.router_logits_fraction,
+            reads_text=options.reads_text,
             token_file=options.token_file,
             **address,
         )
@@ -115,6 +119,7 @@ def _settings(options: argparse.Namespace) -> ServerSettings:
         model_fingerprint="",
         support=config.rollout.keep_sampling_mask,
         router_logits_fraction=config.rollout.router_logits_fraction,
+        reads_text=bool(config.rollout.stop),
         token_file=options.token_file or config.rollout.token_file,
         **address,
     )

@@ -327,7 +327,8 @@ def _read_task(config: Config, facts: ModelFacts, found: list[Problem]) -> tuple
     if any(str(problem.about.get("key", "")).startswith(("task.", "model.")) for problem in found):
         return None, []
     try:
-        codec = TextCodec(config.model.path, (*facts.eos_token_ids, *config.rollout.stop_token_ids))
+        stop_tokens = (*facts.eos_token_ids, *config.rollout.stop_token_ids)
+        codec = TextCodec(config.model.path, stop_tokens, config.rollout.stop)
         wrong = list(vocabulary_problems(config, facts, codec.vocabulary))
         if wrong:
             return None, wrong

@@ -11,6 +11,9 @@ from pydantic import Field
 
 from moe_rl.config.section import BelowOne, Count, Few, Fraction, Location, Number, Seconds, Section, Share, Whole
 from moe_rl.errors import Problem, describe
+from moe_rl.types import LONGEST_STOP_STRING, MOST_STOP_STRINGS
+
+StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP_STRING)]
 
 
 class RolloutConfig(Section):
@@ -31,6 +34,9 @@ class RolloutConfig(Section):
     stop_token_ids: tuple[Whole, ...] = ()
     """Tokens that end a completion, beside the end-of-sequence tokens of the model. Such a token is sampled and trained
     on like any other; the text that rewards see goes up to it."""
+    stop: Annotated[tuple[StopString, ...], Field(max_length=MOST_STOP_STRINGS)] = ()
+    """Texts that end a completion as soon as what was sampled contains one, also across tokens. Its tokens are trained
+    on like any others; the text that rewards see goes up to it. The sampler then loads the tokenizer."""
     temperature: Annotated[float, Field(ge=0.01, le=2.0)] = 1.0
     """Sampling temperature. The trainer divides its logits by it too. vLLM would use 0.01 for a lower temperature, and
     refuses one above 2."""
@@ -85,7 +91,21 @@ class RolloutConfig(Section):
 
     def problems(self) -> Iterator[Problem]:
         yield from self._mask_problems()
+        yield from self._stop_problems()
         yield from self.server_problems()
+
+    def _stop_problems(self) -> Iterator[Problem]:
+        for at, text in enumerate(self.stop):
+            # of two that end at the same character, the first one counts
+            sooner = [one for n, one in enumerate(self.stop) if one in text[:-1] or (n < at and one in text)]
+            if sooner:
+                yield describe(
+                    "can never end a completion, because another stop string ends it before",
+                    where={"key": f"rollout.stop.{at}"},
+                    got=repr(text),
+                    expected=f"no text that contains {sooner[0]!r}",
+                    do="remove one of them",
+                )
 
     def _mask_problems(self) -> Iterator[Problem]:
         removing = {"top_k": self.top_k > 0, "top_p": self.top_p < 1, "min_p": self.min_p > 0}

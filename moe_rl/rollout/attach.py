@@ -92,6 +92,8 @@ def _differences(config: Config, facts: ModelFacts, url: str, served: Served) ->
         "rollout.keep_sampling_mask": (served.support, rollout.keep_sampling_mask),
         "rollout.router_logits_fraction": (served.router_logits_fraction, rollout.router_logits_fraction),
     }
+    if rollout.stop:
+        needed["rollout.stop"] = ("no tokenizer" if not served.reads_text else "a tokenizer", "a tokenizer")
     if config.cluster is not None:
         needed["cluster.gpus_per_engine"] = (served.gpus, config.cluster.gpus_per_engine)
     for what, (got, expected) in needed.items():

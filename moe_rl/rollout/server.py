@@ -47,6 +47,7 @@ class _Choice(msgspec.Struct, frozen=True):
     logprobs: _Logprobs
     finish_reason: str | None = None
     weight_versions: list[VersionSpan] | None = None
+    stop_reason: int | str | None = None
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -163,7 +164,12 @@ class VllmServer:
         """Sample completions, see `generate`."""
         async with self._transport.client(2 + self._at_once(requests)) as client:
             served = await self._transport.call(client, "GET", "/moe_rl/recording", None, _SERVED)
-            sampling.check(requests, max_model_len=served.max_model_len, vocabulary=served.vocab_size)
+            sampling.check(
+                requests,
+                max_model_len=served.max_model_len,
+                vocabulary=served.vocab_size,
+                reads_text=served.reads_text,
+            )
             if not served.weights_whole:
                 raise EngineError(
                     describe(
@@ -291,7 +297,7 @@ def _add(sample: Growing, answer: _Answer, key: str) -> None:
     logprobs = [at.logprob for at in choice.logprobs.content]
     if len(logprobs) != len(choice.token_ids):
         raise EngineError(describe("The vLLM server returned too few log-probabilities", where={"request": key}))
-    sample.add(choice.token_ids, logprobs, choice.finish_reason, choice.weight_versions)
+    sample.add(choice.token_ids, logprobs, choice.finish_reason, choice.weight_versions, choice.stop_reason)
 
 
 async def _finished(tasks: Sequence[asyncio.Task], wanted: int, watches: Sequence[Awaitable[None]]) -> None:

@@ -14,7 +14,7 @@ from moe_rl.errors import About, Problem, describe
 if TYPE_CHECKING:  # verifier processes import this module and need no numpy
     from moe_rl.types import Prompt
 
-BUILT_IN = ("prompt", "completion", "completion_token_ids", "finish_reason", "stop_token_id", "messages")
+BUILT_IN = ("prompt", "completion", "completion_token_ids", "finish_reason", "stop_token_id", "stop_string", "messages")
 """Arguments that exist for every prompt: fields of tasks.verifiers.RewardItem."""
 
 

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from moe_rl.config.prompt_sources import ChatConfig
 from moe_rl.errors import About, DataError, describe
+from moe_rl.types import Completion
 
 # Shown for a sampled id that the tokenizer does not know. Such ids exist because models pad their vocabulary.
 _UNKNOWN = "\ufffd"
@@ -20,12 +21,13 @@ _UNKNOWN = "\ufffd"
 class TextCodec:
     """Converts text to token ids and back with the tokenizer of a checkpoint. Adds no tokens and hides none."""
 
-    def __init__(self, model_path: Path | str, stop_token_ids: Iterable[int]):
+    def __init__(self, model_path: Path | str, stop_token_ids: Iterable[int], stop: Sequence[str] = ()):
         """Load the tokenizer of the checkpoint folder `model_path`: tokenizer.json, or else what `transformers` makes
         of a sentencepiece or tiktoken file.
 
         Raises:
-            DataError: there is no tokenizer, or it does not know one of the `stop_token_ids`.
+            DataError: there is no tokenizer, or it does not know one of the `stop_token_ids`, or no tokens give one of
+                the `stop` strings.
         """
         self._tokenizer = _read_tokenizer(Path(model_path))
         self._known = frozenset(self._tokenizer.get_vocab(with_added_tokens=True).values())
@@ -39,6 +41,18 @@ class TextCodec:
                     "and generation_config.json",
                 )
             )
+
+        for at, text in enumerate(stop):
+            if text.strip() not in self.decode(self.encode(text)):
+                raise DataError(
+                    describe(
+                        "no tokens of the tokenizer give this text, so it would never end a completion",
+                        where={"key": f"rollout.stop.{at}", "folder": model_path},
+                        got=repr(text),
+                        expected=f"a text like {self.decode(self.encode(text))!r}",
+                        do="correct it, or use the model's tokenizer",
+                    )
+                )
 
     @property
     def vocabulary(self) -> int:
@@ -64,6 +78,32 @@ class TextCodec:
             else:
                 spans.append([])
         return _UNKNOWN.join(self._tokenizer.decode(span, skip_special_tokens=False) if span else "" for span in spans)
+
+    def text(self, completion: Completion) -> str:
+        """Return the text of a completion, without the stop token or stop string that ended it.
+
+        Raises:
+            DataError: the tokens do not give the stop string that the sampler found.
+        """
+        text, stop = self.decode(completion.text_token_ids), completion.stop_string
+        if stop is None:
+            return text
+        # The sampler reads over ids that the tokenizer does not know, and keeps a space at the start that some
+        # tokenizers drop.
+        found = re.compile(f"{_UNKNOWN}*".join(map(re.escape, stop)))
+        if (match := found.search(text)) is not None:
+            return text[: match.start()]
+        if found.match(f" {text}"):
+            return ""
+        raise DataError(
+            describe(
+                "the tokens of a completion do not give the stop string that ended it",
+                where={"request": completion.key},
+                got=repr(text[-200:]),
+                expected=repr(stop),
+                do="give sampler and trainer the same tokenizer",
+            )
+        )
 
 
 def _read_tokenizer(folder: Path) -> Tokenizer:

@@ -35,10 +35,10 @@ class RewardItem:
     """Holds one completion to verify.
 
     Attributes:
-        completion: its text without the stop token.
+        completion: its text without the stop token or stop string.
         columns, messages: as in `Prompt`.
-        finish_reason, stop_token_id: as in `Completion`.
-        completion_token_ids: the tokens of `completion`.
+        finish_reason, stop_token_id, stop_string: as in `Completion`.
+        completion_token_ids: the tokens of `completion`, and those of the stop string.
     """
 
     prompt: str
@@ -48,6 +48,7 @@ class RewardItem:
     stop_token_id: int | None = None
     completion_token_ids: tuple[int, ...] = ()
     messages: tuple[Mapping[str, Any], ...] | None = None
+    stop_string: str | None = None
 
     def arguments(self, parameters: RewardParameters) -> dict[str, Any]:
         """Return the values of a function's parameters: built-in arguments, or else the columns of these names.

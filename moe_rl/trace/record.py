@@ -167,6 +167,7 @@ class RecordInfo:
 
     Attributes:
         rows: rows of the whole sequence.
+        held_rows: rows that the record holds, with those that it continues. A reference may name fewer.
         own_rows: rows stored in this record; the earlier ones are in the records that it continues.
         parent: the record that this one continues; None without one, or if the parts continue different records.
         spans: cover all rows.
@@ -177,6 +178,7 @@ class RecordInfo:
 
     key: str
     rows: int
+    held_rows: int
     own_rows: int
     spans: tuple[Span, ...]
     aborted: bool

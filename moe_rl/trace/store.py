@@ -147,6 +147,7 @@ class TraceStore:
         return RecordInfo(
             key=ref.key,
             rows=ref.rows,
+            held_rows=min(tip.frame.rows for tip in tips),
             own_rows=max(0, ref.rows - min(before)),
             spans=joined.spans,
             aborted=joined.aborted,

@@ -62,6 +62,7 @@ def engine_settings(config: Config, facts: ModelFacts, folder: RunFolder) -> Eng
         support=rollout.keep_sampling_mask,
         router_logits_fraction=rollout.router_logits_fraction,
         sleeps=rollout.sleep_level > 0,
+        reads_text=bool(rollout.stop),
     )
 
 
@@ -117,7 +118,7 @@ class Rollouts:
         self.config, self.engine, self.verifiers, self.store = config, engine, verifiers, store
         self.trace_root = run_dir / "trace"
         self.stop_tokens = stop_tokens(config, facts)
-        self.codec = TextCodec(config.model.path, self.stop_tokens)
+        self.codec = TextCodec(config.model.path, self.stop_tokens, config.rollout.stop)
         self.source = PromptSource(task.train, config.run.seed)
         self.ledger = PromptLedger(run_dir / prompt_ledger.FILE)
         self.heldout = task.evaluated(config.eval.prompts, config.run.seed)
@@ -177,7 +178,7 @@ class Rollouts:
         return KeptSample(
             key=completion.key,
             prompt=group.prompt.text,
-            completion=self.codec.decode(completion.text_token_ids),
+            completion=self.codec.text(completion),
             pieces=[self.codec.decode([token]) for token in completion.token_ids],
             parts=group.verdicts[index].parts,
             finish_reason=completion.finish_reason,
@@ -267,10 +268,11 @@ class Rollouts:
             [
                 RewardItem(
                     prompt=p.text,
-                    completion=self.codec.decode(c.text_token_ids),
+                    completion=self.codec.text(c),
                     columns=p.columns,
                     finish_reason=c.finish_reason,
                     stop_token_id=c.stop_token_id,
+                    stop_string=c.stop_string,
                     completion_token_ids=c.text_token_ids,
                     messages=p.messages,
                 )
@@ -330,6 +332,7 @@ def generate_request(
         temperature=temperature,
         max_tokens=rollout.max_completion_tokens,
         stop_token_ids=stop_tokens,
+        stop=rollout.stop,
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,

@@ -28,17 +28,21 @@ def read_support(store: TraceStore, sequence: Sequence, vocabulary: int) -> Samp
     try:
         counts = store.aux(sequence.routes, "support_counts")
         ids = store.aux(sequence.routes, "support_ids")
+        held = store.info(sequence.routes).held_rows
     except TraceError as error:
         raise _refused(sequence, "sampling support cannot be read", fault="unreadable", got=error) from error
     tokens = np.asarray(sequence.token_ids, np.int64)
     counts, ids = counts.astype(np.int64), ids.astype(np.int64)
-    if len(counts) != len(tokens):
+    # The row of position p - 1 gave the token at position p. vLLM may find a stop string late: then more tokens were
+    # drawn than the sequence has.
+    drawn = sequence.routes.start + held + 1 - len(sequence.prompt_token_ids)
+    if len(counts) != drawn or drawn < len(tokens):
         raise _refused(
             sequence,
             "sampling support belongs to other tokens",
             got=f"supports for {len(counts)} tokens",
             fault="tokens",
-            expected=len(tokens),
+            expected=max(drawn, len(tokens)),
         )
     if counts.sum() != len(ids):
         raise _refused(
@@ -48,6 +52,8 @@ def read_support(store: TraceStore, sequence: Sequence, vocabulary: int) -> Samp
             got=f"{len(ids)} ids",
             expected=int(counts.sum()),
         )
+    counts = counts[: len(tokens)]
+    ids = ids[: counts.sum()]
     owner = np.repeat(np.arange(len(tokens)), counts)
     beyond = np.flatnonzero((ids < 0) | (ids >= vocabulary))
     if beyond.size:

@@ -46,6 +46,7 @@ class ServerSettings:
         capture: "patch" or "worker".
         model_fingerprint: "" accepts the fingerprint of any run.
         support, router_logits_fraction: as in recording.Recording.
+        reads_text: load the tokenizer, for stop strings.
         host: None listens on this machine only.
         port: 0 for a free one.
         token_file: created if missing; None for a temporary file.
@@ -60,6 +61,7 @@ class ServerSettings:
     model_fingerprint: str
     support: bool
     router_logits_fraction: float
+    reads_text: bool
     host: str | None
     port: int
     token_file: Path | None
@@ -163,7 +165,9 @@ def _serve(settings: ServerSettings, token_file: Path, listener: socket.socket) 
     # Imported late, so that errors in the arguments are reported quickly.
     import uvloop
 
-    ours = arguments.fixed(settings.model, capture=settings.capture, recording=recording) | {
+    ours = arguments.fixed(
+        settings.model, capture=settings.capture, recording=recording, reads_text=settings.reads_text
+    ) | {
         "host": address,
         "port": port,
         # vLLM's routes with token ids in and out.

@@ -32,8 +32,13 @@ def refuse_wrong_vllm(capture: str) -> None:
         raise EngineError(faults)
 
 
-def fixed(model: Path, *, capture: str, recording: Recording | None) -> dict[str, object]:
-    """Return the arguments of every vLLM. `model` is the checkpoint folder; `recording` None turns recording off.
+def fixed(model: Path, *, capture: str, recording: Recording | None, reads_text: bool) -> dict[str, object]:
+    """Return the arguments of every vLLM.
+
+    Args:
+        model: the checkpoint folder.
+        recording: None turns recording off.
+        reads_text: load the tokenizer, for stop strings or prompts of text.
 
     Raises EngineError if vLLM's own capture (native) cannot run, before a model is loaded.
     """
@@ -44,7 +49,7 @@ def fixed(model: Path, *, capture: str, recording: Recording | None) -> dict[str
 
     arguments: dict[str, object] = {
         "model": str(model.absolute()),
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not reads_text,
         # Otherwise vLLM takes stop tokens and sampling parameters from the checkpoint.
         "generation_config": "vllm",
         # Log-probabilities of the distribution that the token was drawn from: after the temperature, not before.

@@ -102,7 +102,12 @@ class ChildEngine:
                 router_logits_fraction=settings.router_logits_fraction,
             )
         self._llm = vllm.LLM(
-            **arguments.fixed(settings.model_path, capture=settings.capture, recording=recording),
+            **arguments.fixed(
+                settings.model_path,
+                capture=settings.capture,
+                recording=recording,
+                reads_text=settings.reads_text,
+            ),
             **arguments.sized(
                 dtype=settings.dtype,
                 seed=settings.seed,
@@ -122,7 +127,7 @@ class ChildEngine:
         (transfer,) = self._llm.collective_rpc(lambda worker: worker.weight_transfer_engine)
         transfer.on_progress = pulse
         self._vocabulary: int = self._llm.llm_engine.vllm_config.model_config.get_vocab_size()
-        self._max_model_len = settings.max_model_len
+        self._max_model_len, self._reads_text = settings.max_model_len, settings.reads_text
         self._llm.update_weight_version("0")
 
     def is_idle(self) -> bool:
@@ -149,7 +154,12 @@ class ChildEngine:
 
     def _generate(self, requests: list[GenerateRequest], shard: str, enough: int | None) -> list[Completion]:
         self._check_ready()
-        sampling.check(requests, max_model_len=self._max_model_len, vocabulary=self._vocabulary)
+        sampling.check(
+            requests,
+            max_model_len=self._max_model_len,
+            vocabulary=self._vocabulary,
+            reads_text=self._reads_text,
+        )
         self._forget_prefixes()
         version = int(self._llm.llm_engine.get_weight_version())
         records = self._source is not None and any(request.record for request in requests)
@@ -284,7 +294,7 @@ class _Output(Growing):
         last = result.outputs[0]
         pairs = zip(last.logprobs, last.token_ids, strict=True) if last.logprobs is not None else ()
         logprobs = [at[token].logprob for at, token in pairs]
-        self.add(last.token_ids, logprobs, last.finish_reason, last.weight_versions)
+        self.add(last.token_ids, logprobs, last.finish_reason, last.weight_versions, last.stop_reason)
 
 
 def _publish(

@@ -15,9 +15,10 @@ from typing import Annotated
 import msgspec
 
 from moe_rl.errors import EngineError, describe
-from moe_rl.types import RouteRef
+from moe_rl.types import LONGEST_STOP_STRING, MOST_STOP_STRINGS, RouteRef
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=LONGEST_STOP_STRING)]
 # A path below the trace root; "" is the root itself.
 Below = Annotated[str, msgspec.Meta(max_length=1000, pattern=r"^(?!/)[^\x00]*$")]
 
@@ -83,6 +84,8 @@ class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ignore_eos: bool = False
     logprobs: _Count | None = None
     detokenize: bool = False
+    stop: Annotated[list[StopString], msgspec.Meta(max_length=MOST_STOP_STRINGS)] = []
+    skip_special_tokens: bool = False
     extra_args: RecordArguments | None = None
 
 
@@ -131,6 +134,7 @@ class Served(msgspec.Struct, frozen=True):
     Attributes:
         num_experts, top_k, layer_map: as in trace.record.TraceSpec.
         capture, support, router_logits_fraction: as in recording.Recording and the config's rollout.capture.
+        reads_text: whether it finds stop strings.
         gpus: number of GPUs that share the weights.
         start: a random id of this start of the server.
         updates: attempted changes of the weights since the start.
@@ -152,6 +156,7 @@ class Served(msgspec.Struct, frozen=True):
     capture: str
     support: bool
     router_logits_fraction: float
+    reads_text: bool
     gpus: int
     start: str
     updates: int

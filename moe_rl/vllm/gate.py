@@ -293,8 +293,9 @@ class Control:
             given.top_k,
             given.top_p,
             given.min_p,
+            stop=tuple(given.stop),
         )
-        sampling.check([request], **_limits(engine))
+        sampling.check([request], **_limits(engine), reads_text=_reads_text(engine))
         return Admitted(msgspec.json.encode(message))
 
     async def _score(self, engine, message: Scoring) -> Scores:
@@ -344,6 +345,7 @@ class Control:
             capture="worker" if config.parallel_config.worker_cls.endswith("RecordingWorker") else "patch",
             support=recording["support"],
             router_logits_fraction=recording["router_logits_fraction"],
+            reads_text=_reads_text(engine),
             gpus=config.parallel_config.world_size,
             start=self._start,
             updates=self._updates,
@@ -386,6 +388,10 @@ def _limits(engine) -> dict[str, int]:
     """Return the engine's limits, for `sampling.check`."""
     model = engine.vllm_config.model_config
     return {"max_model_len": model.max_model_len, "vocabulary": model.get_vocab_size()}
+
+
+def _reads_text(engine) -> bool:
+    return not engine.vllm_config.model_config.skip_tokenizer_init
 
 
 async def _call(engine, method: str, *args) -> list:

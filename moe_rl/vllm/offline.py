@@ -168,7 +168,7 @@ def record(
     root = Path(trace_root or folder.name).absolute()
     recording = Recording(str(root), facts.fingerprint, support, log_normalizer, router_logits_fraction)
     # Prompts may be texts here, and what the caller asks for replaces what is not recording's.
-    ours = arguments.fixed(Path(model), capture=capture, recording=recording) | {"skip_tokenizer_init": False}
+    ours = arguments.fixed(Path(model), capture=capture, recording=recording, reads_text=True)
     ours |= arguments.unsized(share_given="gpu_memory_utilization" in of_vllm)
     llm = vllm.LLM(**ours | of_vllm)
     return RecordingLLM(llm, WorkerSource(llm, capture), TraceStore(root), TraceSpec.of(facts), folder)

@@ -28,12 +28,18 @@ class VersionSpan(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Growing:
-    """Collects a completion piece by piece. `versions` are the weight versions that vLLM reported last."""
+    """Collects a completion piece by piece.
+
+    Attributes:
+        versions: the weight versions that vLLM reported last.
+        stop_reason: what ended it, as vLLM says: a stop token, a stop string, or None.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str = ""
     versions: Iterable[VersionSpan] | None = None
+    stop_reason: int | str | None = None
 
     @property
     def aborted(self) -> bool:
@@ -45,12 +51,14 @@ class Growing:
         logprobs: Iterable[float],
         finish_reason: str | None,
         versions: Iterable[VersionSpan] | None,
+        stop_reason: int | str | None = None,
     ) -> None:
         """Add what is new since the last call."""
         self.token_ids += token_ids
         self.logprobs += logprobs
         self.finish_reason = finish_reason or ""
         self.versions = versions
+        self.stop_reason = stop_reason
 
     def completion(self, request: GenerateRequest, now: int, refs: Mapping[str, RouteRef]) -> Completion:
         """Return the completion.
@@ -73,10 +81,12 @@ class Growing:
             weight_version=now if self.aborted else self._one_version(request.key),
             routes=refs.get(request.key),
             stop_token_id=self._stop_token(request),
+            stop_string=self.stop_reason if isinstance(self.stop_reason, str) else None,
         )
 
     def _stop_token(self, request: GenerateRequest) -> int | None:
-        last = self.token_ids[-1] if self.token_ids and self.finish_reason == "stop" else None
+        by_token = self.token_ids and self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
+        last = self.token_ids[-1] if by_token else None
         return last if last in request.stop_token_ids else None
 
     def _one_version(self, key: str) -> int:
@@ -107,15 +117,20 @@ def sampled_logprobs(values: Sequence[float], key: str) -> np.ndarray:
     return logprobs
 
 
-def check(requests: Sequence[GenerateRequest], *, max_model_len: int, vocabulary: int) -> None:
+def check(requests: Sequence[GenerateRequest], *, max_model_len: int, vocabulary: int, reads_text: bool) -> None:
     """Raise EngineError for requests that vLLM would truncate or change silently, or that would crash it.
 
-    vLLM does not check token ids against its embeddings. `vocabulary` is the number of rows of the embeddings, which
-    may exceed the tokenizer's number of ids.
+    vLLM does not check token ids against its embeddings, nor whether it has a tokenizer to find stop strings with.
+
+    Args:
+        vocabulary: number of rows of the embeddings, which may exceed the tokenizer's number of ids.
+        reads_text: whether vLLM has a tokenizer.
     """
     seen = set()
     for request in requests:
         fault = _fault(request, max_model_len, vocabulary)
+        if fault is None and request.stop and not reads_text:
+            fault = "stop strings", "stop tokens only", "start the sampler with rollout.stop, so that it reads text"
         if fault is None and request.key in seen:
             fault = "a key used twice", "another one", ""
         if fault is not None:
@@ -191,7 +206,10 @@ def parameters(request: GenerateRequest, ask: RecordingRequest | None) -> dict[s
         # Only the request's stop tokens end a completion.
         "ignore_eos": True,
         "logprobs": 0,
-        "detokenize": False,
+        "stop": list(request.stop),
+        # vLLM turns tokens into text only to find stop strings, which may be special tokens.
+        "detokenize": bool(request.stop),
+        "skip_special_tokens": False,
         "extra_args": ask.extra_args() if ask is not None else None,
     }
 

@@ -30,6 +30,7 @@ class EngineSettings:
         silence_seconds: an engine without progress in a call for this time counts as hung and is killed.
         support, log_normalizer, router_logits_fraction: as in recording.Recording.
         sleeps: whether the engine must support sleep.
+        reads_text: whether the engine must support stop strings.
     """
 
     model_path: Path
@@ -48,6 +49,7 @@ class EngineSettings:
     log_normalizer: bool = False
     router_logits_fraction: float = 0.0
     sleeps: bool = False
+    reads_text: bool = False
 
 
 class Start(Message, frozen=True):

@@ -14,6 +14,7 @@ from moe_rl.types import GenerateRequest
 from moe_rl.vllm.wire import EngineSettings
 
 LAYERS, EXPERTS, TOP_K, VOCAB = 4, 16, 4, 512
+TEXTS = 320  # the tokenizer knows these first ids
 
 
 def make_checkpoint(folder: Path, seed: int) -> Path:
@@ -71,6 +72,7 @@ def settings(checkpoint, tmp_path_factory) -> EngineSettings:
         log_path=folder / "engine.log",
         startup_timeout_seconds=600.0,
         seed=0,
+        reads_text=True,
     )
 
 
@@ -79,6 +81,41 @@ def engine(settings):
     """The shared engine: float32, recording. A test that changes its weights restores them."""
     with VllmEngine.start(settings) as running:
         yield running
+
+
+def two_stop_strings(codec, completions):
+    """A text that begins inside a token and ends inside the next, and one with a token between that has no text."""
+
+    def text(token):
+        return codec.decode([token]) if token < TEXTS else ""
+
+    def found(good):
+        for one in completions:
+            for before, token, after in zip(one.token_ids, one.token_ids[1:], one.token_ids[2:], strict=False):
+                if good(before, token, after):
+                    return before, token, after
+        raise AssertionError("no such tokens were sampled")
+
+    def plain(token):
+        return len(text(token)) > 1 and text(token).isascii() and text(token).isalpha()
+
+    first, second, _ = found(lambda before, token, _: plain(before) and plain(token))
+    left, _, right = found(lambda before, token, after: plain(before) and token >= TEXTS and plain(after))
+    return text(first)[-1] + text(second)[0], text(left) + text(right)[0]
+
+
+def check_stopped(codec, free, stopped, stops) -> None:
+    """Check that each completion ends with the token that completes the first stop string, as the one without end
+    shows, and has all tokens up to there."""
+    for before, after in zip(free, stopped, strict=True):
+        texts = [codec.decode([t for t in before.token_ids[:n] if t < TEXTS]) for n in range(len(before.token_ids) + 1)]
+        ends = [n for n, text in enumerate(texts) if any(stop in text for stop in stops)]
+        assert after.token_ids == before.token_ids[: ends[0] if ends else None] and after.stop_token_id is None
+        assert (after.finish_reason, after.stop_string in stops) == (("stop", True) if ends else ("length", False))
+        if ends:
+            wanted = texts[ends[0]][: texts[ends[0]].index(after.stop_string)]
+            assert codec.text(after).replace("\ufffd", "") == wanted.replace("\ufffd", "")
+    assert {one.stop_string for one in stopped} == {None, *stops}
 
 
 def make_requests(groups: int, size: int, *, max_tokens=12, stop=(), prompt=70, temperature=1.0) -> list:

@@ -77,7 +77,16 @@ def serving(checkpoint: Path, folder: Path, *further: str, tool: Path = TOOL) ->
     """Start a server and yield it; store, token and log are in `folder`. It is killed at the end."""
     command = [sys.executable, str(tool), "--model", str(checkpoint)]
     command += ["--trace-root", str(folder / "trace"), "--token-file", str(folder / "token")]
-    command += ["--json", str(folder / "ready.json"), "--", "--dtype", "float32", "--max-model-len", str(MAX_LEN)]
+    command += [
+        "--json",
+        str(folder / "ready.json"),
+        "--reads-text",
+        "--",
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        str(MAX_LEN),
+    ]
     command += ["--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32", "--enforce-eager", *further]
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),

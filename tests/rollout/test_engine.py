@@ -11,10 +11,11 @@ import torch
 from moe_rl.errors import EngineError
 from moe_rl.objectives.logprobs import Support, token_logprobs
 from moe_rl.rollout.engine import VllmEngine
+from moe_rl.tasks.tokenizer import TextCodec
 from moe_rl.trace import TraceStore
 from moe_rl.train.sampling_support import read_support
 from moe_rl.types import Sequence
-from tests.rollout.conftest import VOCAB
+from tests.rollout.conftest import TEXTS, VOCAB, check_stopped, two_stop_strings
 
 
 def check_against_reference(completions, settings, reference, temperature=1.0) -> int:
@@ -79,6 +80,17 @@ def test_order_and_stop_tokens(engine, settings, reference, requests_of):
             assert (after.finish_reason, after.stop_token_id) == ("length", None)
     assert stopped[0].finish_reason == "stop"
     check_against_reference(stopped, settings, reference)
+
+
+def test_stop_strings_across_tokens(engine, settings, reference, requests_of):
+    requests, codec = requests_of(4, 5, max_tokens=60), TextCodec(settings.model_path, ())
+    free = engine.generate(requests, shard="text-0")
+    stops = two_stop_strings(codec, free)
+    asked = [replace(request, stop=("never sampled", *stops)) for request in requests]
+    for shard, enough in (("text-1", None), ("text-2", len(asked))):
+        stopped = engine.generate(asked, shard=shard, enough=enough)
+        check_stopped(codec, free, stopped, stops)
+        check_against_reference(stopped, settings, reference)
 
 
 def test_score_equals_hugging_face(engine, reference):
@@ -165,18 +177,25 @@ def test_what_else_is_recorded_is_in_the_store(settings, reference, requests_of,
         log_normalizer=True,
         router_logits_fraction=1.0,
     )
-    requests = [replace(request, top_k=10, top_p=0.9) for request in requests_of(2, 1)]
+    requests = [replace(request, top_k=10, top_p=0.9) for request in requests_of(2, 1, max_tokens=40)]
     with VllmEngine.start(asked) as engine:
         completions = engine.generate(requests, shard="extras")
+        codec = TextCodec(settings.model_path, ())
+        texts = [[codec.decode([token]) for token in one.token_ids[:-1] if token < TEXTS] for one in completions]
+        stops = [[text for text in each if text.isascii()][-1] for each in texts]
+        stopping = [replace(request, stop=(stop,)) for request, stop in zip(requests, stops, strict=True)]
+        completions += engine.generate(stopping, shard="extras-stop")
+    assert [one.finish_reason for one in completions] == ["length"] * 2 + ["stop"] * 2
     store = TraceStore(tmp_path / "trace")
     for completion in completions:
         assert completion.weight_version == 0, "the checkpoint's own"
         counts = store.aux(completion.routes, "support_counts")
+        counts = counts[: len(completion.token_ids)]
         assert len(counts) == len(completion.token_ids) and 1 <= counts.min() <= counts.max() <= 10
         tokens = completion.prompt_token_ids + completion.token_ids
         # Under the mask a token is more likely; the log-normaliser undoes that.
         unmasked = reference(tokens)[1][len(completion.prompt_token_ids) - 1 :]
-        masked = completion.logprobs + store.aux(completion.routes, "log_normalizer")
+        masked = completion.logprobs + store.aux(completion.routes, "log_normalizer")[: len(counts)]
         np.testing.assert_allclose(masked, unmasked, rtol=0, atol=1e-4)
         assert (completion.logprobs > unmasked + 0.01).all()
         # From the support the trainer computes the sampler's own log-probabilities.

@@ -31,11 +31,13 @@ from moe_rl.models.hf import read_model
 from moe_rl.rollout.attach import attach_problems, folder_problem
 from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.server import VllmServer
+from moe_rl.tasks.tokenizer import TextCodec
 from moe_rl.trace import TraceStore, validate
 from moe_rl.types import GenerateRequest, RoutePart, RouteRef
 from moe_rl.vllm import api_server
 from moe_rl.vllm.control import GENERATE
 from moe_rl.weights.update import Files
+from tests.rollout.conftest import check_stopped, two_stop_strings
 from tests.rollout.serving import MAX_LEN, ROOT, START_SECONDS, Router, agree, alive, serving, whole_update
 from tests.support.refusals import refused, tells
 from tests.vllm.test_gate import CHANGES, DOCUMENTED, asked
@@ -104,6 +106,18 @@ def test_what_a_request_asks_for(server, router, requests_of):
     agree(server.store, router, [one, three])
     info = server.store.info(three.routes)
     assert info.own_rows == three.routes.rows - one.routes.rows
+
+
+def test_stop_strings_across_tokens(server, router, checkpoint, requests_of):
+    """Once as whole answers, once as streams."""
+    requests, codec = requests_of(4, 5, max_tokens=60), TextCodec(checkpoint, ())
+    free = server.client().generate(requests, shard="text-0")
+    stops = two_stop_strings(codec, free)
+    asked = [replace(request, stop=("never sampled", *stops)) for request in requests]
+    for shard, enough in (("text-1", None), ("text-2", len(asked))):
+        stopped = server.client().generate(asked, shard=shard, enough=enough)
+        check_stopped(codec, free, stopped, stops)
+        agree(server.store, router, stopped)
 
 
 def test_rows_from_a_position_on(server, router, requests_of):

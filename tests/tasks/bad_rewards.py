@@ -257,8 +257,11 @@ def batch_rows(completion, answer, completion_token_ids, messages):
     return [float(len(a) + sum(t) + len(m)) for a, t, m in zip(answer, completion_token_ids, messages, strict=True)]
 
 
-def everything(prompt, completion, completion_token_ids, finish_reason, stop_token_id, messages, tests, big):
+def everything(
+    prompt, completion, completion_token_ids, finish_reason, stop_token_id, stop_string, messages, tests, big
+):
     got = (prompt, completion, completion_token_ids, finish_reason, stop_token_id, messages, tests, big)
+    assert stop_string == "##"
     wanted = ("p", "c", [5, 6], "stop", 7, [{"role": "user", "content": "p"}], [{"in": [1, None]}, 0.1], 10**30)
     assert got == wanted, got
     return 1.0

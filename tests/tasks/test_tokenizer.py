@@ -4,11 +4,15 @@ import base64
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from moe_rl.config.prompt_sources import ChatConfig
 from moe_rl.errors import DataError
 from moe_rl.tasks.tokenizer import ChatTemplate, TextCodec
+from moe_rl.types import Completion
 from tests.support.refusals import refused
 
 POLICY = Path(__file__).parents[2] / "assets/tiny_moe/policy"
@@ -148,6 +152,23 @@ def test_a_tokenizer_without_tokenizer_json(tmp_path, write):
     ids = codec.encode("the quick fox 12")
     assert list(ids) == theirs.encode("the quick fox 12", add_special_tokens=False)
     assert codec.decode(ids) == "the quick fox 12" and codec.vocabulary == len(theirs)
+    # a sentencepiece tokenizer drops the space at the start of a completion, which the sampler sees
+    text = codec.text(completion(codec.encode("the quick"), " the"))
+    assert text == "" and codec.text(completion(codec.encode("the quick"), "quick")).strip() == "the"
+    with refused(DataError, request="k", expected="'slow'"):
+        codec.text(completion(codec.encode("the quick"), "slow"))
+
+
+def test_a_stop_string_that_no_tokens_give_is_refused(tmp_path):
+    words = Tokenizer(WordLevel({"stop": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    TextCodec(tmp_path, (), ("stop",))
+    with refused(DataError, key="rollout.stop.1", got="'##'"):
+        TextCodec(tmp_path, (), ("stop", "##"))
+
+
+def completion(tokens, stop_string):
+    return Completion("k", (1,), tuple(tokens), np.zeros(len(tokens), np.float32), "stop", 0, None, None, stop_string)
 
 
 def test_a_tokenizer_with_code_of_its_own_is_refused(tmp_path):

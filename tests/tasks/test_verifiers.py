@@ -93,7 +93,7 @@ def test_the_worker_knows_nothing_of_torchrun(make_pool, monkeypatch):
 def test_a_function_gets_every_argument_that_exists(make_pool):
     item = RewardItem(
         "p", "c", {"tests": [{"in": [1, None]}, 0.1], "big": 10**30, "prompt": "p"}, "stop", 7, (5, 6),
-        ({"role": "user", "content": "p"},),
+        ({"role": "user", "content": "p"},), "##",
     )  # fmt: skip
     with make_pool("everything") as pool:
         assert pool.score([item]) == [Verdict("scored", 1.0, {"everything": 1.0})]

@@ -187,7 +187,7 @@ def test_tokens_are_removed_where_the_policy_is_sampled_and_not_where_it_is_gree
     rollouts = object.__new__(Rollouts)
     rollouts.config = SimpleNamespace(
         run=SimpleNamespace(seed=1),
-        rollout=SimpleNamespace(max_completion_tokens=5, top_k=8, top_p=0.9, min_p=0.1),
+        rollout=SimpleNamespace(max_completion_tokens=5, top_k=8, top_p=0.9, min_p=0.1, stop=()),
     )
     rollouts.stop_tokens = (1,)
     prompt = Prompt("p", "text", (4, 5), {"answer": "four", "unit": ["m", 2]})
@@ -197,6 +197,37 @@ def test_tokens_are_removed_where_the_policy_is_sampled_and_not_where_it_is_gree
 
 
 END, USER = 1, 0  # <|end|> of the shipped tokenizer, and a token that plays a second stop token
+
+
+def judged(folder, override, tokens, finish, stop_reason=None):
+    """Have a completion judged. Returns its request, what the verifiers get, the rollouts and the task's prompts."""
+    rig, scored = Rig(folder, 1, override), []
+    task = task_of(rig.config)
+    verifiers, facts = SimpleNamespace(score=scored.extend), SimpleNamespace(eos_token_ids=(END,))
+    rollouts = Rollouts(rig.config, facts, task, rig.engine, verifiers, folder / "other", None)
+    prompt = rollouts.heldout[0]
+    asked = rollouts._request("s1/p0/c0", prompt, 1.0)
+    sampled = Growing()
+    sampled.add(tokens, [-1.0] * len(tokens), finish, [VersionSpan("0", 0, len(tokens))], stop_reason)
+    rollouts._judge([prompt], [sampled.completion(asked, 0, {})])
+    (item,) = scored
+    return asked, item, rollouts, task
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seen"),
+    [
+        ((20, 23, 6, 6), "14"),
+        ((20, 6, 23, 6, 6), "1#4"),  # only what is whole
+        ((20, 6, 400, 6), "1"),  # the tokenizer does not know 400, and the sampler reads over it
+        ((6, 6), ""),
+    ],
+)
+def test_a_reward_sees_the_text_before_the_stop_string(tmp_path, tokens, seen):
+    asked, item, _, _ = judged(tmp_path, "rollout.stop=['##']", tokens, "stop", "##")
+    assert asked.stop == ("##",)
+    assert (item.completion, item.finish_reason, item.stop_string, item.stop_token_id) == (seen, "stop", "##", None)
+    assert item.completion_token_ids == tokens
 
 
 @pytest.mark.parametrize(
@@ -212,18 +243,8 @@ END, USER = 1, 0  # <|end|> of the shipped tokenizer, and a token that plays a s
     ],
 )
 def test_a_reward_sees_the_text_without_the_stop_token_that_ended_it(tmp_path, tokens, finish, seen, stop):
-    rig = Rig(tmp_path, 1, f"rollout.stop_token_ids=[{USER}]")
-    facts = SimpleNamespace(eos_token_ids=(END,))
-    scored = []
-    verifiers = SimpleNamespace(score=scored.extend)
-    task = task_of(rig.config)
-    rollouts = Rollouts(rig.config, facts, task, rig.engine, verifiers, tmp_path / "other", None)
+    _, item, rollouts, task = judged(tmp_path, f"rollout.stop_token_ids=[{USER}]", tokens, finish)
     prompt = rollouts.heldout[0]
-    asked = rollouts._request("s1/p0/c0", prompt, 1.0)
-    sampled = Growing()
-    sampled.add(tokens, [-1.0] * len(tokens), finish, [VersionSpan("0", 0, len(tokens))])
-    rollouts._judge([prompt], [sampled.completion(asked, 0, {})])
-    (item,) = scored
     assert (item.completion, item.finish_reason, item.stop_token_id) == (seen, finish, stop)
     assert rollouts.codec.decode(item.completion_token_ids) == seen
     assert (item.columns, item.messages) == (prompt.columns, prompt.messages)
@@ -272,7 +293,7 @@ def test_levels_and_sources_have_pass_rates_of_their_own():
     rollouts = object.__new__(Rollouts)
     rollouts.config = SimpleNamespace(
         run=SimpleNamespace(seed=1),
-        rollout=SimpleNamespace(temperature=1.0, max_completion_tokens=5, top_k=0, top_p=1.0, min_p=0.0),
+        rollout=SimpleNamespace(temperature=1.0, max_completion_tokens=5, top_k=0, top_p=1.0, min_p=0.0, stop=()),
         task=SimpleNamespace(pass_reward="right"),
     )
     rollouts.stop_tokens = ()

@@ -1,5 +1,7 @@
 """Recorded sampling supports are read back as written; impossible supports are refused, naming request and token."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -18,12 +20,15 @@ COUNTS, IDS = [3, 0, 2], [2, 7, 30, 9, 49]
 def read(tmp_path):
     """Read the support of a completion of TOKENS with these arrays."""
 
-    def run(**aux):
-        store = TraceStore(tmp_path / "trace")
+    def run(surplus=0, **aux):
+        root = tmp_path / f"trace{len(list(tmp_path.iterdir()))}"
+        store = TraceStore(root)
         spec = TraceSpec.from_layers("tiny", 4, 1, (0,), 1)
-        with ShardWriter(tmp_path / "trace", "step", spec) as writer:
-            spans, routes = [Span(4, 0, Provenance.DECODE)], np.zeros((4, 1, 1), np.uint8)
-            ref = writer.add("s1/p2/c3", routes, np.array([5, 6, *TOKENS[:-1]], np.int32), spans, aux=aux)
+        with ShardWriter(root, "step", spec) as writer:
+            rows = 4 + surplus
+            spans, routes = [Span(rows, 0, Provenance.DECODE)], np.zeros((rows, 1, 1), np.uint8)
+            ref = writer.add("s1/p2/c3", routes, np.array([5, 6, *TOKENS, 1][:rows], np.int32), spans, aux=aux)
+        ref = replace(ref, rows=4)
         sequence = Sequence("s1/p2/c3", (5, 6), TOKENS, np.zeros(3, np.float32), 1.0, 0, ref)
         return read_support(store, sequence, VOCABULARY)
 
@@ -37,6 +42,14 @@ def recorded(counts, ids):
 def test_a_support_comes_back_as_it_was_recorded(read):
     support = read(**recorded(COUNTS, IDS))
     assert (support.counts.tolist(), support.ids.tolist()) == (COUNTS, IDS)
+
+
+def test_tokens_that_were_drawn_behind_a_stop_string_have_no_support(read):
+    support = read(surplus=2, **recorded([*COUNTS, 1, 2], [*IDS, 8, 3, 4]))
+    assert (support.counts.tolist(), support.ids.tolist()) == (COUNTS, IDS)
+    for counts, ids in ((COUNTS, IDS), ([*COUNTS, 1], [*IDS, 8])):
+        with refused(SupportError, fault="tokens", got=(str(len(counts)),), expected=("5",)):
+            read(surplus=2, **recorded(counts, ids))
 
 
 @pytest.mark.parametrize(

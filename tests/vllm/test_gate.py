@@ -39,7 +39,7 @@ GENERATION = {
     "priority": 0,
     "sampling_params": {
         "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 1, "max_tokens": 4, "stop_token_ids": [5],
-        "ignore_eos": True, "logprobs": 0, "detokenize": False,
+        "ignore_eos": True, "logprobs": 0, "detokenize": True, "stop": ["##", "\n"], "skip_special_tokens": False,
         "extra_args": {
             "moe_rl_key": "a", "moe_rl_sink": "shard", "moe_rl_parent": ["b", 3, "0" * 16, "older", "0" * 16]
         },
@@ -76,7 +76,10 @@ class Engine:
     def __init__(self, root: Path):
         self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(
-                max_model_len=LONGEST, get_vocab_size=lambda: VOCABULARY, dtype="torch.float32"
+                max_model_len=LONGEST,
+                get_vocab_size=lambda: VOCABULARY,
+                dtype="torch.float32",
+                skip_tokenizer_init=False,
             ),
             additional_config={"moe_rl": {"trace_root": str(root), "support": False, "router_logits_fraction": 0.0}},
             parallel_config=SimpleNamespace(worker_cls="Worker", world_size=1),
@@ -392,6 +395,25 @@ def test_a_token_that_the_model_does_not_have_is_named(server, tokens, said):
         answer = server.answers("POST", gate.GENERATE, json.dumps(stops).encode())
         assert answer.status_code == 400 and said in answer.json()["error"]
     server.alive()
+
+
+@pytest.mark.parametrize(
+    ("stop", "said"),
+    [([""], "length >= 1"), (["a" * 201], "length <= 200"), (["a"] * 17, "length <= 16"), ("a", "got `str`")],
+)
+def test_stop_strings_that_would_slow_every_token_are_refused(server, stop, said):
+    body = planted(GENERATION, ("sampling_params", "stop"), stop)
+    answer = server.answers("POST", gate.GENERATE, json.dumps(body).encode())
+    assert answer.status_code == 400 and said in answer.json()["error"]
+    server.alive()
+
+
+def test_a_server_without_a_tokenizer_refuses_stop_strings(server, monkeypatch):
+    monkeypatch.setattr(server.engine.vllm_config.model_config, "skip_tokenizer_init", True)
+    answer = server.answers("POST", gate.GENERATE, json.dumps(GENERATION).encode())
+    assert answer.status_code == 400 and "stop strings" in answer.json()["error"]
+    body = planted(GENERATION, ("sampling_params", "stop"), [])
+    assert server.answers("POST", gate.GENERATE, json.dumps(body).encode()).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/inference/v1/abort_requests", "/scale_elastic_ep", "/docs"])

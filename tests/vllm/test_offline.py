@@ -41,6 +41,11 @@ with record("{POLICY}", trace_root=sys.argv[1], dtype="float32", max_model_len=6
     assert several[0].prompt_token_ids == text.prompt_token_ids == list(prompts)[0]
     assert all(len(one.routes) == len(one.prompt_token_ids) + len(one.output.token_ids) - 1 for one in several)
     np.testing.assert_array_equal(text.routes, found[0].routes)
+    whole = found[0].output.text
+    (ended,) = llm.generate(list(prompts)[:1], SamplingParams(max_tokens=8, seed=3, stop=whole[1], ignore_eos=True))
+    assert (ended.output.stop_reason, ended.output.text) == (whole[1], whole[: whole.index(whole[1])])
+    assert len(ended.routes) == len(ended.prompt_token_ids) + len(ended.output.token_ids) - 1 < len(found[0].routes)
+    np.testing.assert_array_equal(ended.routes, found[0].routes[: len(ended.routes)])
     arrays = {{f"routes{{at}}": one.routes for at, one in enumerate(found)}}
     arrays |= {{f"tokens{{at}}": one.output.token_ids for at, one in enumerate(found)}}
 np.savez(sys.argv[2], layers=found[0].layers, **arrays)

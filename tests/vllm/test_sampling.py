@@ -42,8 +42,13 @@ def grown(tokens: int, *, finish: str = "stop", versions=ONE) -> Growing:
 )
 def test_what_vllm_would_cut_short_or_die_of_is_refused(requests, message):
     with pytest.raises(EngineError, match=f"request a.*{message}"):
-        check(requests, max_model_len=LONGEST, vocabulary=VOCABULARY)
-    check([request(max_tokens=LONGEST - 3), request("b", (0, VOCABULARY - 1))], max_model_len=LONGEST, vocabulary=100)
+        check(requests, max_model_len=LONGEST, vocabulary=VOCABULARY, reads_text=False)
+    check(
+        [request(max_tokens=LONGEST - 3), request("b", (0, VOCABULARY - 1))],
+        max_model_len=LONGEST,
+        vocabulary=100,
+        reads_text=False,
+    )
 
 
 def test_a_completion_is_of_all_that_came():
@@ -79,6 +84,26 @@ def test_the_stop_token_that_ended_a_completion_is_told(finish, stops, ended_by)
     completion = grown(2, finish=finish).completion(replace(request(), stop_token_ids=stops), 9, {})
     assert (completion.stop_token_id, completion.token_ids) == (ended_by, (10, 11))
     assert completion.text_token_ids == ((10, 11) if ended_by is None else (10,))
+
+
+def test_the_stop_string_that_ended_a_completion_is_told():
+    """Its last token may be a stop token too: vLLM then says which of the two it was."""
+    sample = Growing()
+    sample.add([10, 11], [-0.5, -0.5], "stop", [VersionSpan("4", 0, 2)], "##")
+    completion = sample.completion(replace(request(), stop=("##",), stop_token_ids=(11,)), 9, {})
+    assert (completion.stop_string, completion.stop_token_id) == ("##", None)
+    assert completion.text_token_ids == completion.token_ids == (10, 11)
+
+
+def test_text_is_read_only_for_stop_strings():
+    with_stop, without = parameters(replace(request(), stop=("##",)), None), parameters(request(), None)
+    assert (with_stop["stop"], with_stop["detokenize"]) == (["##"], True)
+    assert (without["stop"], without["detokenize"]) == ([], False)
+    assert with_stop["skip_special_tokens"] is False
+    limits = {"max_model_len": 99, "vocabulary": 99}
+    check([replace(request(), stop=("##",))], **limits, reads_text=True)
+    with refused(EngineError, request="a", got="stop strings"):
+        check([replace(request(), stop=("##",))], **limits, reads_text=False)
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
