@@ -3,6 +3,7 @@
 step-000012             complete: the folder is renamed to this only when all its bytes are on disk
 .step-000012.tmp        being written, or left by a process that was killed
 step-000012.abandoned   put aside because the run was resumed from an older checkpoint
+best                    a link to the checkpoint of the best evaluation, where eval.best names a metric
 
 Only the folder name says whether a checkpoint is complete. Megatron's training scripts also keep the newest step in a
 file, `latest_checkpointed_iteration.txt`. Such a file can be wrong: between the two writes, or after someone deletes a
@@ -15,11 +16,13 @@ import re
 import shutil
 import time
 from pathlib import Path
+from typing import Literal
 
 from moe_rl.disk import sync
 from moe_rl.errors import CheckpointError, describe
 
 FOLDER = "checkpoints"  # inside the run folder
+BEST: Literal["best"] = "best"
 _COMPLETE = re.compile(r"step-(\d{6,})")
 
 
@@ -35,11 +38,37 @@ def complete(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(m[1]), p) for p in folder.iterdir() if (m := _COMPLETE.fullmatch(p.name)))
 
 
-def find(folder: Path, step: int | None = None) -> Path:
-    """Return the complete checkpoint after `step` steps, or the newest one. Raises CheckpointError if there is none."""
+def step_argument(text: str) -> int | Literal["best"]:
+    """Read the option --step of a command. Raises ValueError."""
+    return BEST if text == BEST else int(text)
+
+
+def step_of(path: Path) -> int:
+    """Return the steps done of a complete checkpoint."""
+    return int(path.name.removeprefix("step-"))
+
+
+def find(folder: Path, step: int | Literal["best"] | None = None) -> Path:
+    """Return the complete checkpoint after `step` steps, the best one, or the newest one.
+
+    Raises:
+        CheckpointError: there is none.
+    """
     found = dict(complete(folder))
     if step is None and found:
         step = max(found)
+    if step == BEST:
+        if (link := folder / BEST).is_dir():
+            return folder / link.readlink()
+        raise CheckpointError(
+            describe(
+                "no checkpoint is the best one",
+                where={"folder": folder},
+                got="no link named best",
+                expected="a run with eval.best, whose best evaluation was not that of the policy it began with",
+                do="choose a checkpoint by its number",
+            )
+        )
     if step not in found:
         raise CheckpointError(
             describe(
@@ -112,16 +141,35 @@ def to_go_on(folder: Path) -> str:
     return f"go on after step {steps[-1]} with --resume {folder.parent}"
 
 
-def publish(hidden: Path, step: int, *, keep: int | None) -> Path:
-    """Rename the hidden folder to its final name, and remove all checkpoints but the newest `keep`; None keeps all.
+def name_best(folder: Path, step: int | None) -> None:
+    """Let the link `best` lead to the checkpoint after `step` steps. Remove the link if there is no such checkpoint."""
+    link, place = folder / BEST, folder / f".{BEST}.tmp"
+    if step is None or not (folder / name_of(step)).is_dir():
+        link.unlink(missing_ok=True)
+    elif not link.is_symlink() or link.readlink() != Path(name_of(step)):
+        place.unlink(missing_ok=True)
+        place.symlink_to(name_of(step))
+        place.replace(link)
+        sync(folder)
+
+
+def publish(hidden: Path, step: int, *, keep: int | None, best: int | None = None) -> Path:
+    """Rename the hidden folder to its final name, and remove all checkpoints but the newest `keep` and the best one.
 
     The caller has synced the files; this function syncs the folders.
+
+    Args:
+        keep: None keeps all.
+        best: Step of the best checkpoint, this one or an earlier one.
     """
     final = hidden.with_name(name_of(step))
     sync(hidden)
     hidden.rename(final)
     sync(final.parent)
-    for _, old in complete(final.parent)[:-keep] if keep else ():
+    name_best(final.parent, best)
+    for done, old in complete(final.parent)[:-keep] if keep else ():
+        if done == best:
+            continue
         # Rename before deleting: a half-deleted folder must not look complete.
         doomed = old.with_name(f".{old.name}.tmp")
         old.rename(doomed)

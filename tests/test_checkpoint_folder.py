@@ -3,6 +3,8 @@
 import shutil
 from pathlib import Path
 
+import pytest
+
 from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.errors import CheckpointError
 from tests.support.refusals import refused
@@ -12,11 +14,11 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def add(folder, *steps):
+def add(folder, *steps, best=None):
     for step in steps:
         hidden = checkpoints.begin(folder, step)
         (hidden / "state.json").write_text(str(step))
-        checkpoints.publish(hidden, step, keep=2)
+        checkpoints.publish(hidden, step, keep=2, best=best)
 
 
 def test_a_folder_under_its_name_is_complete_and_the_newest_ones_stay(tmp_path):
@@ -78,6 +80,35 @@ def test_newer_ones_are_put_aside_not_removed(tmp_path):
     assert (aside / "state.json").read_text() == "6" and checkpoints.find(tmp_path).name == "step-000004"
     add(tmp_path, 6)
     assert names(tmp_path) == ["step-000004", "step-000006", "step-000006.abandoned"]
+
+
+def test_the_best_one_stays_and_a_link_names_it(tmp_path):
+    add(tmp_path, 2, 4, best=2)
+    add(tmp_path, 6, 8, 10, best=4)
+    assert names(tmp_path) == ["best", "step-000004", "step-000008", "step-000010"]
+    assert checkpoints.find(tmp_path, "best") == tmp_path / "step-000004" == (tmp_path / "best").resolve()
+    assert [step for step, _ in checkpoints.complete(tmp_path)] == [4, 8, 10]
+    add(tmp_path, 12, best=12)
+    assert names(tmp_path) == ["best", "step-000010", "step-000012"]
+    assert checkpoints.step_of(checkpoints.find(tmp_path, "best")) == 12
+    add(tmp_path, 14, best=0)  # none is better than the policy that the run began with
+    with refused(CheckpointError, folder=tmp_path, got=("best",)):
+        checkpoints.find(tmp_path, "best")
+    assert names(tmp_path) == ["step-000012", "step-000014"]
+
+
+def test_a_kill_leaves_the_link_at_the_old_best_one_which_is_still_there(tmp_path, monkeypatch):
+    add(tmp_path, 2, 4, 6, best=2)
+
+    def killed(place, link):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Path, "replace", killed)
+        add(tmp_path, 8, best=8)
+    assert checkpoints.find(tmp_path, "best").name == "step-000002" and checkpoints.find(tmp_path).name == "step-000008"
+    checkpoints.name_best(tmp_path, 8)
+    assert checkpoints.find(tmp_path, "best").name == "step-000008"
 
 
 def test_a_checkpoint_waits_for_the_part_of_every_rank(tmp_path):

@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.check_layout import layout_problems
 from moe_rl.config.layout import on_one_rank
 from moe_rl.config.schema import Config
@@ -35,7 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=Path, metavar="RUN", help="folder of a run")
     source.add_argument("--model", type=Path, metavar="FOLDER", help="a Hugging Face checkpoint")
-    parser.add_argument("--step", type=int, help="the run's checkpoint after this many steps (default: the newest)")
+    parser.add_argument(
+        "--step",
+        type=checkpoints.step_argument,
+        metavar="N",
+        help="the run's checkpoint after this many steps, or the best one: best (default: the newest)",
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="is made")
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), help="default: the dtype of the run, or bfloat16 with --model"
@@ -74,7 +80,6 @@ def _from_run(
     # torch and megatron are imported only here, so that mistakes in the options show at once.
     import torch.distributed as dist
 
-    from moe_rl import checkpoint_folder as checkpoints
     from moe_rl.megatron import checkpoint, hf_map, world
     from moe_rl.megatron.hf_files import CheckpointReader, write_checkpoint
     from moe_rl.megatron.model import DTYPES, unwrap

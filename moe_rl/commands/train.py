@@ -12,7 +12,7 @@ import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.check import config_problems, problems, refuse
@@ -73,11 +73,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_source(parser)
     parser.add_argument(
         "--step",
-        type=int,
+        type=checkpoints.step_argument,
         metavar="N",
         help=(
-            "with --resume: continue from the checkpoint after this many steps, and move newer ones "
-            "aside; 0: start again"
+            "with --resume: continue from the checkpoint after this many steps, or from the best one (best), and move "
+            "newer ones aside; 0: start again"
         ),
     )
     parser.add_argument(
@@ -356,28 +356,24 @@ def _reward_problems(config: Config, task: TaskPrompts) -> list[Problem]:
     return []
 
 
-def _checkpoint_problems(config: Config, folder: RunFolder | None, step: int | None) -> list[Problem]:
+def _checkpoint_problems(config: Config, folder: RunFolder | None, step: int | Literal["best"] | None) -> list[Problem]:
     """Return what --resume needs and does not find, and which lines that it goes on with are damaged."""
     if folder is None:
         return []
     try:
-        if step is None:
-            checkpoints.find(folder.checkpoints)
-            step, _ = checkpoints.complete(folder.checkpoints)[-1]
-        elif step:
-            checkpoints.find(folder.checkpoints, step)
+        done = 0 if step == 0 else checkpoints.step_of(checkpoints.find(folder.checkpoints, step))
         read_run(folder.path)
         read_history(folder.path)
-        PromptLedger(folder.path / prompt_ledger.FILE).check(step)
+        PromptLedger(folder.path / prompt_ledger.FILE).check(done)
     except MoeRLError as error:
         return [error.message]
-    if step > config.run.steps:
+    if done > config.run.steps:
         return [
             describe(
                 "the run has made more steps",
                 where={"key": "run.steps"},
                 got=config.run.steps,
-                expected=f"at least {step}, the steps of the checkpoint",
+                expected=f"at least {done}, the steps of the checkpoint",
                 do="raise it, or choose an earlier checkpoint with --step",
             )
         ]

@@ -9,6 +9,7 @@ are quick and have no side effects.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from difflib import get_close_matches
 
 from moe_rl.config.check_cluster import engine_problems
 from moe_rl.config.check_files import file_problems
@@ -46,8 +47,10 @@ def config_problems(config: Config, facts: ModelFacts | None, world_size: int) -
         *config.objective.problems(),
         *config.replay.problems(),
         *config.train.optimizer.problems(),
+        *config.eval.problems(),
         *config.export.problems(),
         *config.report.problems(),
+        *_evaluation_problems(config),
         *_batch_problems(config),
         *_replay_problems(config),
         *engine_problems(config),
@@ -140,6 +143,30 @@ def _batch_problems(config: Config) -> Iterator[Problem]:
             expected=f"above 0: the run makes {updates} updates, and train.optimizer.decay_steps is "
             f"{optimizer.decay_steps}",
             do="set train.optimizer.min_lr, or raise train.optimizer.decay_steps",
+        )
+
+
+def _evaluation_problems(config: Config) -> Iterator[Problem]:
+    evaluation, steps = config.eval, config.run.steps
+    if evaluation.best is None:
+        return
+    if evaluation.best not in (known := config.task.pass_rates):
+        close = get_close_matches(evaluation.best, known, n=1)
+        yield describe(
+            "no evaluation has this metric",
+            where={"key": "eval.best"},
+            got=evaluation.best,
+            expected=f"one of {', '.join(known)}",
+            do=f"did you mean {close[0]}?" if close else "",
+        )
+    waits = evaluation.every_steps * (evaluation.patience or 1)
+    if waits >= steps:
+        yield describe(
+            "the run ends before there is a choice",
+            where={"key": "eval.every_steps * eval.patience" if evaluation.patience else "eval.every_steps"},
+            got=waits,
+            expected=f"below run.steps = {steps}",
+            do="evaluate more often, or remove eval.best" if evaluation.patience is None else "lower one of the two",
         )
 
 

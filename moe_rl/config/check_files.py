@@ -150,12 +150,13 @@ def number_problems(config: Config, train: int | None, heldout: Sequence[int | N
             got=config.rollout.prompts_per_step,
             expected=f"at most {train}",
         )
-    for source, count in zip(task.heldout, heldout, strict=True):
-        if count and count < config.eval.prompts:
+    for at, (source, count) in enumerate(zip(task.heldout, heldout, strict=True)):
+        wanted = config.eval.prompts if source.prompts is None else source.prompts
+        if count and count < wanted:
             yield describe(
                 f"more than the source {source.name} of task.heldout has",
-                where={"key": "eval.prompts", "file": source.data},
-                got=config.eval.prompts,
+                where={"key": f"task.heldout.{at}.prompts" if source.prompts else "eval.prompts", "file": source.data},
+                got=wanted,
                 expected=f"at most {count}",
             )
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from moe_rl.config.section import Positive, Section, possible
+from moe_rl.config.section import Count, Few, Positive, Section, Share, possible
 from moe_rl.errors import Problem, describe
 
 Kind = Literal["jsonl", "parquet", "generator", "dataset"]
@@ -74,6 +74,24 @@ class TrainSourceConfig(PromptSourceConfig):
     """Share of this source in the prompts, relative to the weights of the other sources."""
 
 
+class HeldoutSourceConfig(PromptSourceConfig):
+    """Names one set of held-out prompts and its columns, and says how it is evaluated."""
+
+    prompts: Count | None = None
+    """Number of prompts of this set that each evaluation uses, always the same ones. null: `eval.prompts`."""
+    samples: Few = 1
+    """Number of completions that are sampled for each prompt. A prompt's pass rate is the mean over them."""
+    temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
+    """Temperature of these samples; 0 takes the likeliest token. null: `rollout.temperature`."""
+    top_p: Share | None = None
+    """Sample from the smallest set of tokens that together have this probability. null: `rollout.top_p`."""
+    greedy: bool = True
+    """Whether each prompt is also completed at temperature 0, for eval/pass_rate_greedy."""
+    pass_at: tuple[Few, ...] = ()
+    """Numbers k of samples, at most `samples`, for which the evaluation estimates pass@k: the probability that at least
+    one of k samples passes."""
+
+
 class ChatConfig(Section):
     """Sets how the model's own chat template turns messages into a prompt."""
 
@@ -104,3 +122,32 @@ def source_problems(key: str, sources: Sequence[PromptSourceConfig]) -> Iterator
             )
         if source.kind == "generator" and source.seed is None:
             yield describe("a generator needs a seed", where={"key": f"{key}.{at}.seed"}, do="give a whole number")
+
+
+def heldout_problems(sources: Sequence[HeldoutSourceConfig]) -> Iterator[Problem]:
+    """Yield what is wrong with the way in which the sources of `task.heldout` are evaluated."""
+    for at, source in enumerate(sources):
+        key = f"task.heldout.{at}"
+        if source.temperature is not None and 0 < source.temperature < 0.01:
+            yield describe(
+                "vLLM would use 0.01 for a lower temperature",
+                where={"key": f"{key}.temperature"},
+                got=source.temperature,
+                expected="0, or at least 0.01",
+            )
+        if source.temperature == 0:
+            for name, value, unset in (("samples", source.samples, 1), ("top_p", source.top_p, None)):
+                if value != unset:
+                    yield describe(
+                        "at temperature 0 all samples of a prompt are equal",
+                        where={"key": f"{key}.{name}", "given": f"{key}.temperature is 0"},
+                        got=value,
+                        do="remove it, or raise the temperature",
+                    )
+        if wrong := [k for n, k in enumerate(source.pass_at) if k > source.samples or k in source.pass_at[:n]]:
+            yield describe(
+                "pass@k needs k samples of each prompt, and each k once",
+                where={"key": f"{key}.pass_at"},
+                got=", ".join(map(str, wrong)),
+                expected=f"different numbers of at most {key}.samples = {source.samples}",
+            )

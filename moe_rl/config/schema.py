@@ -13,10 +13,18 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from moe_rl.config.objective import AnyObjective, GspoConfig
-from moe_rl.config.prompt_sources import GENERATOR, ChatConfig, PromptSourceConfig, TrainSourceConfig, source_problems
+from moe_rl.config.prompt_sources import (
+    GENERATOR,
+    ChatConfig,
+    HeldoutSourceConfig,
+    TrainSourceConfig,
+    heldout_problems,
+    source_problems,
+)
 from moe_rl.config.reward_kinds import AnyReward
 from moe_rl.config.sampling_keys import ReplayConfig, RolloutConfig
 from moe_rl.config.section import (
+    BelowOne,
     Count,
     Few,
     Fraction,
@@ -66,9 +74,9 @@ class ModelConfig(Section):
     from_run: Location | None = None
     """Folder of another run of the same model, whose trained weights this run starts from. The layouts may differ. The
     reference policy of a KL stays the model in `path`."""
-    from_step: Count | None = None
-    """Number of steps after which the checkpoint in `from_run` was written. null: the newest one, whose number goes
-    into config.yaml of the run folder."""
+    from_step: Count | Literal["best"] | None = None
+    """Number of steps after which the checkpoint in `from_run` was written. best: the best one of a run with eval.best.
+    null: the newest one. The number of either goes into config.yaml of the run folder."""
     from_optimizer: bool = False
     """Whether the run also starts with the optimizer state of that checkpoint: float32 weights and Adam's moments. The
     schedule of the learning rate begins anew."""
@@ -99,7 +107,7 @@ class TaskConfig(Section):
 
     train: tuple[TrainSourceConfig, ...]
     """Sources of training prompts."""
-    heldout: tuple[PromptSourceConfig, ...]
+    heldout: tuple[HeldoutSourceConfig, ...]
     """Sources of evaluation prompts. They are never trained on."""
     train_prompts: Count | None = None
     """Number of prompts that the sources of `train` must have together. --plan uses it where the files are not on this
@@ -126,10 +134,19 @@ class TaskConfig(Section):
         sources = [source for source in (*self.train, *self.heldout) if source.kind == "generator"]
         return {source.data.removeprefix(GENERATOR): source.options for source in sources}
 
+    @property
+    def pass_rates(self) -> list[str]:
+        """Return the metrics that every evaluation has: pass rates, without those of levels, which are in the rows."""
+        greedy = ["eval/pass_rate_greedy"] if any(source.greedy for source in self.heldout) else []
+        sources = [f"eval/source/{source.name}" for source in self.heldout] if len(self.heldout) > 1 else []
+        at = [f"eval/pass_at/{source.name}/{k}" for source in self.heldout for k in source.pass_at]
+        return ["eval/pass_rate", *greedy, *sources, *at]
+
     def problems(self) -> Iterator[Problem]:
         yield from self._scorer_problems()
         yield from source_problems("task.train", self.train)
         yield from source_problems("task.heldout", self.heldout)
+        yield from heldout_problems(self.heldout)
         if self.pass_reward not in self.rewards:
             close = get_close_matches(self.pass_reward, self.rewards, n=1)
             yield describe(
@@ -248,7 +265,32 @@ class EvalConfig(Section):
     every_steps: Count = 10
     """Number of steps between evaluations. The run also evaluates before the first step and after the last."""
     prompts: Count = 256
-    """Number of held-out prompts. Each evaluation uses the same ones."""
+    """Number of held-out prompts of each source that names none of its own. Each evaluation uses the same ones."""
+    best: str | None = None
+    """Metric that says which evaluated policy is the best, such as eval/pass_rate or eval/pass_at/NAME/4. The
+    checkpoint of the best one is kept besides the newest `checkpoint.keep`, and --step best names it. null: none."""
+    patience: Count | None = None
+    """Number of evaluations in a row without a gain after which the run ends. null: it never ends early."""
+    min_gain: BelowOne = 0.0
+    """Amount by which `best` must rise above its value at the last gain to count as a gain. 0: any rise counts."""
+
+    def problems(self) -> Iterator[Problem]:
+        if self.best is None and self.patience is not None:
+            yield describe(
+                "there is no metric to wait for",
+                where={"key": "eval.patience"},
+                got=self.patience,
+                expected="eval.best",
+                do="name the metric, or remove eval.patience",
+            )
+        if self.patience is None and self.min_gain:
+            yield describe(
+                "without effect where nothing waits for a gain",
+                where={"key": "eval.min_gain"},
+                got=self.min_gain,
+                expected="eval.patience",
+                do="set eval.patience, or remove eval.min_gain",
+            )
 
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]

@@ -119,6 +119,7 @@ class StepFolders:
         write: Callable[[], bytes],
         complete: Callable[[list[bytes]], None],
         began: float,
+        best: int | None = None,
     ) -> None:
         """Start to write into the folder that `_begin` made.
 
@@ -126,10 +127,11 @@ class StepFolders:
             write: Writes and syncs this rank's files, and returns what rank 0 needs to know of them.
             complete: Adds on rank 0 what is still missing, given what the ranks returned, in rank order.
             began: When the preparation began, by time.perf_counter.
+            best: Step of the best folder, which is kept besides the newest ones.
         """
         rank, publish = dist.get_rank(), None
         if rank == 0:
-            publish = _Publication(hidden, step, dist.get_world_size(), self.keep, complete)
+            publish = _Publication(hidden, step, dist.get_world_size(), self.keep, best, complete)
         writer = Writer(hidden, write, rank=rank, publish=publish)
         self._pending = _Pending(step, writer, time.perf_counter() - began)
         writer.start()
@@ -166,6 +168,7 @@ class _Publication:
     step: int
     ranks: int
     keep: int | None
+    best: int | None
     complete: Callable[[list[bytes]], None]
 
     def due(self) -> bool:
@@ -177,7 +180,7 @@ class _Publication:
         self.complete([file.read_bytes() for file in files])
         for file in files:
             file.unlink()
-        checkpoints.publish(self.hidden, self.step, keep=self.keep)
+        checkpoints.publish(self.hidden, self.step, keep=self.keep, best=self.best)
 
 
 class Writer(threading.Thread):

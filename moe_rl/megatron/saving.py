@@ -63,12 +63,20 @@ class Checkpoints(StepFolders):
         super().__init__(folder, keep=keep, published=published)
         self.parallel, self.asynchronous = parallel, asynchronous
 
-    def save(self, step: int, policy: Policy, state: dict, tensors: dict[str, torch.Tensor] | None = None) -> None:
+    def save(
+        self,
+        step: int,
+        policy: Policy,
+        state: dict,
+        tensors: dict[str, torch.Tensor] | None = None,
+        best: int | None = None,
+    ) -> None:
         """Begin the checkpoint after `step` steps, once the previous one is published.
 
         Args:
             state: JSON values that `load` returns.
             tensors: Tensors of the run for `run_tensors`, equal on all ranks. Both may change once this returns.
+            best: Step of the best checkpoint, which is kept besides the newest ones.
 
         Raises:
             CheckpointError: The previous checkpoint could not be written, or this one not begun. Raised on all ranks.
@@ -106,7 +114,7 @@ class Checkpoints(StepFolders):
             "layout": checkpoint.layout(self.parallel),
         }
         part = _RankPart(request, hidden, own, in_use)
-        self._start(step, hidden, part, _Completion(hidden, described, strategy), began)
+        self._start(step, hidden, part, _Completion(hidden, described, strategy), began, best=best)
         if not self.asynchronous:
             self.finish()
 

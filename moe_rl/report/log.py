@@ -6,7 +6,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -95,7 +95,7 @@ class RunLog:
         """Log an evaluation of the policy after `step` training steps; 0 is the initial policy."""
         check_eval(metrics)
         self._write(encode(step, "eval", metrics))
-        self._evaluated.add(step)
+        self._evaluations[step] = metrics
         text = f"held-out after step {step}: pass {percent(metrics['eval/pass_rate'])}"
         if "eval/pass_rate_greedy" in metrics:
             text += f", greedy {percent(metrics['eval/pass_rate_greedy'])}"
@@ -104,11 +104,16 @@ class RunLog:
             for key, value in metrics.items()
             if key.startswith("eval/level/")
         ]
-        self._print(text + (f" ({', '.join(levels)})" if levels else ""))
+        at = [
+            "{0} pass@{1} {value}".format(*key.split("/")[2:], value=percent(value))
+            for key, value in metrics.items()
+            if key.startswith("eval/pass_at/")
+        ]
+        self._print(", ".join([text, *at]) + (f" ({', '.join(levels)})" if levels else ""))
 
-    def evaluated(self, step: int) -> bool:
-        """Tell whether the log has an evaluation after `step` training steps."""
-        return step in self._evaluated
+    def evaluation(self, step: int) -> Mapping[str, float | None] | None:
+        """Return the logged metrics of the evaluation after `step` training steps; None if the log has none."""
+        return self._evaluations.get(step)
 
     def note(self, text: str) -> None:
         """Print one line that is not a metric."""
@@ -150,7 +155,11 @@ class RunLog:
             self._print(f"{self._path.name}: dropped {len(rows) - len(kept)} lines of step {before} and later")
         if torn or len(kept) < len(rows) or (rows and not self._path.read_bytes().endswith(b"\n")):
             write_rows(self._path, kept)
-        self._evaluated = {row["step"] for row in kept if row["kind"] == "eval"}
+        self._evaluations: dict[int, Mapping[str, float | None]] = {
+            row["step"]: {key: value for key, value in row.items() if key.startswith("eval/")}
+            for row in kept
+            if row["kind"] == "eval"
+        }
         trained = {row["step"] for row in kept if row["kind"] == "train"}
         self._last_step = max(trained, default=0)
         if before is not None and (lost := sorted(set(range(1, before)) - trained)):

@@ -51,6 +51,7 @@ def write_report(run_dir: Path) -> Path:
         history=read_history(run_dir),
         trackers=_trackers(run_dir, run),
         **_proof(run, summary),
+        **_heldout(run),
         **_levels(run),
         **_metrics(run),
     )
@@ -62,6 +63,11 @@ def _facts(run: RunLines, summary: dict[str, Any], config: dict[str, Any]) -> li
     planned = config.get("run", {}).get("steps")
     steps = summary["steps"]
     facts = [f"{steps} steps" if not planned or planned == steps else f"{steps} of {planned} steps"]
+    if summary.get("ended_early"):
+        facts.append(f"ended early: {summary['ended_early']}")
+    elif summary.get("heldout_best_step") is not None:
+        rate, step = percent(summary["heldout_best"]), summary["heldout_best_step"]
+        facts.append(f"best {summary['heldout_best_metric']} {rate} after step {step}")
     facts.append(f"routing replay {run.mode}" if run.train else "no training step logged")
     for key, label in (
         ("objective", "{}"),
@@ -191,6 +197,25 @@ def _tokens(sample: SampleLine) -> list[dict[str, Any]]:
             said += f", {layers} layer{'' if layers == 1 else 's'} differ"
         tokens.append({"text": piece, "colour": round(100 * size), "layers": layers or 0, "said": said})
     return tokens
+
+
+def _heldout(run: RunLines) -> dict[str, Any]:
+    """Return the pass rates of the held-out sets with their intervals, in the first and the last evaluation."""
+    shown = run.eval[:1] if len(run.eval) == 1 else [run.eval[0], run.eval[-1]] if run.eval else []
+    found = [run.rates(row) for row in shown]
+    rooms = ("pass_rate", "pass_rate_greedy", "source", "pass_at")
+    names = {name for rates in found for name in rates if name.partition("/")[0] in rooms}
+    ordered = sorted(names, key=lambda name: (rooms.index(name.partition("/")[0]), name))
+    sets = [(_rate_title(name), [rates.get(name, [None] * 3) for rates in found]) for name in ordered]
+    return {"heldout": sets, "heldout_steps": [row["step"] for row in shown]}
+
+
+def _rate_title(name: str) -> str:
+    """Say in words which prompts a pass rate is of, and how they were sampled."""
+    room, _, rest = name.partition("/")
+    source, _, k = rest.rpartition("/")
+    said = {"pass_rate": "all", "pass_rate_greedy": "all, greedy", "source": rest, "pass_at": f"{source}, pass@{k}"}
+    return said[room]
 
 
 def _levels(run: RunLines) -> dict[str, Any]:

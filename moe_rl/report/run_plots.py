@@ -62,6 +62,8 @@ def _pass_rate(run: RunLines) -> Panel:
             linewidth=1.2,
         )
     if held_steps:
+        low_steps, low = run.series("eval/low/pass_rate", "eval")
+        axes.fill_between(low_steps, low, run.series("eval/high/pass_rate", "eval")[1], color=GREEN, alpha=0.12, lw=0)
         line(axes, held_steps, held, GREEN, "held-out, sampled", marker="o", markersize=5.5, linewidth=2.2)
     axes.set_ylim(0, 1)
     in_percent(axes)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from moe_rl.config.check_files import number_problems
-from moe_rl.config.prompt_sources import PromptSourceConfig, TrainSourceConfig
+from moe_rl.config.prompt_sources import HeldoutSourceConfig, PromptSourceConfig, TrainSourceConfig
 from moe_rl.config.schema import Config
 from moe_rl.errors import About, DataError, Problem, describe, first_of
 from moe_rl.tasks.reward_arguments import Columns
@@ -86,13 +86,13 @@ class TaskPrompts:
             for key, one in self._sets()
         ]
 
-    def evaluated(self, each: int, seed: int) -> list[Prompt]:
-        """Return the `each` prompts of every held-out set that the evaluation uses, chosen by the seed."""
+    def evaluated(self, config: Config) -> list[tuple[HeldoutSourceConfig, Prompt]]:
+        """Return the prompts that every evaluation uses, each with its source, chosen by the seed of the run."""
         chosen = []
-        for one in self.heldout:
-            count = one.count
-            order = range(each) if count is None else np.random.default_rng(seed).permutation(count)[:each]
-            chosen += [one.item(at) for at in order]
+        for source, one in zip(config.task.heldout, self.heldout, strict=True):
+            count, each = one.count, config.eval.prompts if source.prompts is None else source.prompts
+            order = range(each) if count is None else np.random.default_rng(config.run.seed).permutation(count)[:each]
+            chosen += [(source, one.item(at)) for at in order]
         return chosen
 
 

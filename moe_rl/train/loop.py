@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -47,14 +48,17 @@ def _saying_how_to_go_on(run: Path) -> Iterator[None]:
         raise
 
 
-def train(config: Config, folder: RunFolder | None, task: TaskPrompts | None, begin_after: int | None = None) -> Path:
+def train(
+    config: Config, folder: RunFolder | None, task: TaskPrompts | None, begin_after: int | Literal["best"] | None = None
+) -> Path:
     """Train from the beginning, or resume the run in `folder`. All ranks call this function together.
 
     Args:
         config: Checked by `config.check.problems` before, so errors raised here are not mistakes in the config file.
         folder: The run to resume; None starts a new run.
         task: The prompts of the config, whose rewards were tried; on rank 0 only.
-        begin_after: Step of the checkpoint to resume from. None means the newest one, 0 means the beginning.
+        begin_after: Step of the checkpoint to resume from. None means the newest one, "best" the best one, 0 means the
+            beginning.
 
     Returns:
         The path of the run folder, on every rank.
@@ -85,10 +89,12 @@ def train(config: Config, folder: RunFolder | None, task: TaskPrompts | None, be
         other = config.model.from_run is not None or config.rollout.weights != "exact"
         if done or other or config.rollout.servers:
             trainer.sync(version=done)  # a new engine holds the base model's weights, and a server may hold any weights
-        trainer.export(done)  # an export that was cut off with the earlier process
-        trainer.evaluate(done, last=done == config.run.steps)
+        early = trainer.evaluate(done, last=done == config.run.steps)
+        trainer.export(done, last=done == config.run.steps or early != "")  # cut off with the earlier process
         collapse, native_every = None, config.replay.native_every
         for step in range(done + 1, config.run.steps + 1):
+            if early:
+                break
             clock = Clock(peers.part)
             with clock("step"):
                 batch = trainer.sample(step, clock)
@@ -107,18 +113,19 @@ def train(config: Config, folder: RunFolder | None, task: TaskPrompts | None, be
                 with peers.phase("sync", step), clock("sync"):
                     metrics |= trainer.sync(version=step)
             collapse = trainer.finish(step, batch, metrics, clock)
-            if collapse is None:
-                trainer.export(step)
             # Save last: once a checkpoint for this step appears on disk, the step is already in the log.
             done, last = step, step == config.run.steps or collapse is not None
-            trainer.evaluate(step, last=last)
+            early = trainer.evaluate(step, last=last)
+            last = last or early != ""
+            if collapse is None:
+                trainer.export(step, last=last)
             if collapse is None and (why := trainer.reason_to_stop(last=last)):
                 trainer.stop(done, why)
-            if last or step % config.checkpoint.every_steps == 0:
+            if last or step % config.checkpoint.every_steps == 0 or step == trainer.progress.best_step:
                 trainer.save(step, whole=last)
             if collapse is not None:
                 break
-        trainer.report(done, collapse)
+        trainer.report(done, collapse, early)
         if collapse is not None:
             raise collapse
     return folder.path

@@ -12,6 +12,7 @@ import socket
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch.distributed as dist
@@ -45,12 +46,14 @@ class _Opened:
     problem: str = ""
 
 
-def open_folder(config: Config, folder: RunFolder | None, step: int | None, stack: ExitStack) -> tuple[RunFolder, int]:
+def open_folder(
+    config: Config, folder: RunFolder | None, step: int | Literal["best"] | None, stack: ExitStack
+) -> tuple[RunFolder, int]:
     """Create or take over the run folder, and lock it until `stack` is left. All ranks call this together.
 
     Args:
         folder: The folder of an earlier run; None creates a new one.
-        step: Step of the checkpoint to continue from; None means the newest one.
+        step: Step of the checkpoint to continue from; None means the newest one, "best" the best one.
 
     Returns:
         The folder, and the number of finished steps to continue from.
@@ -60,18 +63,17 @@ def open_folder(config: Config, folder: RunFolder | None, step: int | None, stac
     """
     opened = None
     if dist.get_rank() == 0:
-        resumed = folder is not None
+        resumed, done = folder is not None, 0
         try:
             folder = folder or run_folder.create(config)
             stack.enter_context(run_folder.held(folder, first=True))
-            if resumed and step is None:
-                # `complete` is not empty: the command checked it
-                step, _ = checkpoints.complete(folder.checkpoints)[-1]
+            if resumed and step != 0:
+                done = checkpoints.step_of(checkpoints.find(folder.checkpoints, step))
             changed = run_folder.take_over(folder, config) if resumed else {}
             history.record(
-                folder.path, after=step or 0, ranks=dist.get_world_size(), device=world.device_name(), changed=changed
+                folder.path, after=done, ranks=dist.get_world_size(), device=world.device_name(), changed=changed
             )
-            opened = _Opened(str(folder.path), step or 0)
+            opened = _Opened(str(folder.path), done)
         except ConfigError as error:
             opened = _Opened(problem=str(error))
     opened = world.broadcast(opened, _Opened)
@@ -117,7 +119,17 @@ def restore(trainer: Trainer, done: int) -> None:
     if done:
         path = checkpoints.find(trainer.folder.checkpoints, done)
         state = checkpoint.load(path, trainer.policy, parallel=parallel, seed=trainer.config.run.seed)
+        if "evaluations" not in state:
+            raise CheckpointError(
+                describe(
+                    "a checkpoint was written by another version of moe_rl",
+                    where={"file": path / checkpoint.STATE, "field": "evaluations"},
+                    got="no such field",
+                    do="go on with the version that wrote it, or begin a new run",
+                )
+            )
         trainer.train_step.guards.restore(state["guards"])
+        trainer.progress.restore(state["evaluations"])
         trainer.train_step.placement.restore(checkpoint.run_tensors(path))
         cursor, before = state["cursor"], state["layout"]
         trainer.checkpoints.last = done
@@ -128,6 +140,7 @@ def restore(trainer: Trainer, done: int) -> None:
             checkpoints.sweep(folder)
             for aside in checkpoints.abandon_newer(folder, done):
                 main.log.note(f"a newer {what} was renamed and is not used: {aside}")
+        checkpoints.name_best(trainer.folder.checkpoints, trainer.progress.best_step)
         main.rollouts.source.seek(cursor)
         main.left_behind = _take_left_behind(trainer, main, done)
         entered = done + (main.left_behind is not None)

@@ -26,6 +26,7 @@ from moe_rl.tasks.tokenizer import TextCodec
 from moe_rl.tasks.verifiers import RewardItem, VerifierPool, check_failed_fraction
 from moe_rl.trace import TraceStore
 from moe_rl.train.kept import KeptSample, RolloutBatch, shard_name
+from moe_rl.train.pass_rates import PromptResult, eval_metrics
 from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.step_metrics import Clock
 from moe_rl.types import Completion, GenerateRequest, Prompt, Sequence, Verdict
@@ -121,7 +122,7 @@ class Rollouts:
         self.codec = TextCodec(config.model.path, self.stop_tokens, config.rollout.stop)
         self.source = PromptSource(task.train, config.run.seed)
         self.ledger = PromptLedger(run_dir / prompt_ledger.FILE)
-        self.heldout = task.evaluated(config.eval.prompts, config.run.seed)
+        self.heldout = task.evaluated(config)
 
     def collect(self, step: int, clock: Clock) -> RolloutBatch:
         """Sample and verify the groups of one step, record them in the prompt ledger, and choose those to train on."""
@@ -224,31 +225,35 @@ class Rollouts:
         )
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Return pass rates on held-out prompts, for sampling as in training and for greedy decoding. Prompts and seeds
-        are the same at every call."""
-        passed = {}
-        for name, temperature in (("sampled", self.config.rollout.temperature), ("greedy", 0.0)):
-            requests = [
-                # Nothing trains on these completions.
-                replace(self._request(f"eval/{name}/p{p}", prompt, temperature), record=False)
-                for p, prompt in enumerate(self.heldout)
+        """Return pass rates on held-out prompts, as each source asks for them. Prompts and seeds are the same at every
+        call."""
+        rollout = self.config.rollout
+        asked: dict[str, list[tuple[int, GenerateRequest]]] = {"sampled": [], "greedy": []}
+        for p, (source, prompt) in enumerate(self.heldout):
+            temperature = rollout.temperature if source.temperature is None else source.temperature
+            if temperature:
+                top_p = rollout.top_p if source.top_p is None else source.top_p
+                for c in range(source.samples):
+                    key = f"eval/sampled/p{p}" + (f"/c{c}" if c else "")
+                    asked["sampled"].append((p, replace(self._request(key, prompt, temperature), top_p=top_p)))
+            if source.greedy or not temperature:
+                asked["greedy"].append((p, self._request(f"eval/greedy/p{p}", prompt, 0.0)))
+        passed: dict[str, dict[int, list[bool | None]]] = {}
+        for name, requests in asked.items():
+            # Nothing trains on these completions.
+            unrecorded = [replace(request, record=False) for _, request in requests]
+            completions = self.engine.generate(unrecorded, shard=f"eval-{name}-step{step:06d}") if requests else []
+            verdicts = self._judge([self.heldout[p][1] for p, _ in requests], completions) if requests else []
+            passed[name] = {}
+            for (p, _), verdict in zip(requests, verdicts, strict=True):
+                passed[name].setdefault(p, []).append(self._passes(verdict))
+        sampled, greedy = passed["sampled"], passed["greedy"]
+        return eval_metrics(
+            [
+                PromptResult(source, prompt.level, sampled.get(p) or greedy[p], greedy.get(p, ()))
+                for p, (source, prompt) in enumerate(self.heldout)
             ]
-            completions = self.engine.generate(requests, shard=f"eval-{name}-step{step:06d}")
-            passed[name] = [self._passes(v) for v in self._judge(self.heldout, completions)]
-        levels: dict[str, list[float | None]] = {}
-        sources: dict[str, list[float | None]] = {}
-        for prompt, result in zip(self.heldout, passed["sampled"], strict=True):
-            sources.setdefault(prompt.id.partition("/")[0], []).append(result)
-            if prompt.level is not None:
-                levels.setdefault(prompt.level, []).append(result)
-        if len(sources) == 1:
-            sources = {}
-        return {
-            "eval/pass_rate": _mean(passed["sampled"]),
-            "eval/pass_rate_greedy": _mean(passed["greedy"]),
-            **{f"eval/source/{source}": _mean(results) for source, results in sources.items()},
-            **{f"eval/level/{level}": _mean(results) for level, results in sorted(levels.items())},
-        }
+        )
 
     def canary_runs(self) -> list[tuple[int, ...]]:
         """Return the token runs that sampler and trainer both score after every weight sync.
@@ -257,7 +262,7 @@ class Rollouts:
         sampler's limit is lower; all runs together have at most 256 tokens.
         """
         limit = min(64, self.config.rollout.max_prompt_tokens + self.config.rollout.max_completion_tokens - 1)
-        tokens = sum((p.token_ids for p in self.heldout[:256]), ())[: 256 // limit * limit]
+        tokens = sum((prompt.token_ids for _, prompt in self.heldout[:256]), ())[: 256 // limit * limit]
         return [run for at in range(0, len(tokens), limit) if len(run := tokens[at : at + limit]) > 1]
 
     def _request(self, key: str, prompt: Prompt, temperature: float) -> GenerateRequest:
@@ -280,8 +285,8 @@ class Rollouts:
             ]
         )
 
-    def _passes(self, verdict: Verdict) -> float | None:
-        return float(verdict.parts[self.config.task.pass_reward] == 1.0) if verdict.scored else None
+    def _passes(self, verdict: Verdict) -> bool | None:
+        return verdict.parts[self.config.task.pass_reward] == 1.0 if verdict.scored else None
 
     def _metrics(self, completions: Seq[Completion], verdicts: Seq[Verdict], clock: Clock) -> dict[str, float]:
         scored = [v for v in verdicts if v.scored]

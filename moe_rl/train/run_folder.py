@@ -49,6 +49,7 @@ MAY_CHANGE = (
     "run.steps",
     "run.max_hours",
     "run.peer_timeout_seconds",
+    "task.heldout",
     "eval.",
     "checkpoint.",
     "export.",
@@ -163,11 +164,11 @@ def reopen(
 
 
 def _with_start(config: Config) -> Config:
-    """Write into model.from_step which checkpoint of model.from_run is the newest now, if it names none."""
+    """Write into model.from_step the number of the checkpoint of model.from_run that is the best or the newest now."""
     model = config.model
-    if model.from_run is None or model.from_step is not None:
+    if model.from_run is None:
         return config
-    step, _ = checkpoint_folder.complete(model.from_run / checkpoint_folder.FOLDER)[-1]
+    step = checkpoint_folder.step_of(checkpoint_folder.find(model.from_run / checkpoint_folder.FOLDER, model.from_step))
     return config.model_copy(update={"model": model.model_copy(update={"from_step": step})})
 
 

@@ -7,6 +7,7 @@ verifiers, the prompts and the log.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -37,6 +38,7 @@ from moe_rl.train import samples
 from moe_rl.train.canary import Canary
 from moe_rl.train.kept import KeptRollouts, RolloutBatch, kept_steps, shards_of
 from moe_rl.train.peers import Peers, StopRequested
+from moe_rl.train.progress import Progress
 from moe_rl.train.rollouts import Rollouts, start_sampler
 from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.step import TrainStep
@@ -135,6 +137,7 @@ class Trainer:
         self.peak_flops = peak_flops(world.device_name(), config.train.dtype)  # of every rank
         self.longest_step, self.step_ended = 0.0, time.monotonic()
         self.train_seconds = 0.0  # duration of the last step, including its weight sync
+        self.progress = Progress(config.eval, config.task.pass_rates)
         self.saving = Clock()  # time spent on checkpoints and exports since the last step was logged
         runs = None if self.main is None else self.main.rollouts.canary_runs()
         self.canary = Canary(world.broadcast(runs, list[tuple[int, ...]]), self.store, spec)
@@ -244,27 +247,44 @@ class Trainer:
         guards.after_sync(version, heard)
         return {"sync/bytes": sent} | heard.metrics()
 
-    def evaluate(self, step: int, *, last: bool) -> None:
-        """Evaluate on held-out prompts if an evaluation is due and the log has none for this step yet.
+    def evaluate(self, step: int, *, last: bool) -> str:
+        """Evaluate on held-out prompts if an evaluation is due and there is none of this step yet. All ranks call this.
 
         A run that is asked to stop during an evaluation repeats it after it is resumed.
+
+        Returns:
+            Why the run ends behind this step before its last one, "" if it goes on. The same on all ranks.
         """
         with self.peers.phase("evaluate", step):
-            main, due = self.main, last or step % self.config.eval.every_steps == 0
-            if main is not None:
-                main.trackers.look()
-            if main is not None and due and not main.log.evaluated(step):
-                clock, metrics = Clock(self.peers.part), None
-                saying = main.log.phase("evaluating on held-out prompts")
-                with suppress(StopRequested), self.peers.to_be_left(), clock("eval"), saying:
-                    metrics = main.rollouts.evaluate(step)
+            if self.main is not None:
+                self.main.trackers.look()
+            due = last or step % self.config.eval.every_steps == 0
+            if due and step not in self.progress.evaluations:
+                metrics = None if self.main is None else self._evaluated(self.main, step)
+                metrics = world.broadcast(metrics, dict[str, float | None] | None)
                 if metrics is not None:
-                    main.log.eval_row(step, metrics | {"time/eval": clock.seconds["eval"]})
+                    self.progress.add(step, metrics)
+        return "" if last else self.progress.why_end()
+
+    def _evaluated(self, main: RankZero, step: int) -> Mapping[str, float | None] | None:
+        """Return the metrics of an evaluation that the log has, or make it; None if the run was asked to stop."""
+        if (logged := main.log.evaluation(step)) is not None:
+            return logged
+        clock, metrics = Clock(self.peers.part), None
+        saying = main.log.phase("evaluating on held-out prompts")
+        with suppress(StopRequested), self.peers.to_be_left(), clock("eval"), saying:
+            metrics = main.rollouts.evaluate(step)
+        if metrics is not None:
+            main.log.eval_row(step, metrics | {"time/eval": clock.seconds["eval"]})
+        return metrics
 
     def save(self, step: int, *, whole: bool) -> None:
         """Start writing a checkpoint. With `whole`, wait until it is complete; otherwise it may be written in the
         background."""
-        state: dict[str, object] = {"guards": self.train_step.guards.state()}
+        state: dict[str, object] = {
+            "guards": self.train_step.guards.state(),
+            "evaluations": self.progress.state(),
+        }
         if self.main is not None:
             rollouts = self.main.rollouts
             state |= {"cursor": rollouts.source.cursor, "ledger": rollouts.ledger.digest(step)}
@@ -274,15 +294,16 @@ class Trainer:
                 self.policy,
                 state,
                 tensors=self.train_step.placement.tensors(),
+                best=self.progress.best_step,
             )
             if whole:
                 self.checkpoints.finish()
             if self.main is not None:
                 self._retain_rollouts(step)
 
-    def export(self, step: int) -> None:
+    def export(self, step: int, *, last: bool) -> None:
         """Start to write the weights after this step as a Hugging Face checkpoint, if that is due and was not done."""
-        every, last = self.config.export.every_steps, step == self.config.run.steps
+        every = self.config.export.every_steps
         if every is not None and step and (last or step % every == 0):
             with self.peers.phase("export", step), self.saving("export"):
                 self.exports.save(step, self.policy)
@@ -320,26 +341,38 @@ class Trainer:
     def _retain_rollouts(self, step: int) -> None:
         self.kept.retain(kept_steps(step, self.config.replay.keep_shards, self.checkpoints.steps()))
 
-    def report(self, done: int, collapse: CollapseError | None) -> None:
-        """End the run: verify the prompt ledger, write summary.json and report.html."""
+    def report(self, done: int, collapse: CollapseError | None, early: str) -> None:
+        """End the run: verify the prompt ledger, write summary.json and report.html.
+
+        early: why the run ends before its last step, or "".
+        """
         with self.peers.phase("report", done):
             self.exports.finish()
             if self.main is not None:
                 rollouts = self.main.rollouts
+                if self.main.left_behind is not None:  # sampled before a resume that ended the run at once
+                    rollouts.ledger.rewind(done)
                 rollouts.ledger.verify(rollouts.source, steps=done)
                 facts = self._facts(rollouts.engine.vllm_version)
-                summarize(self.folder.path, facts | {"collapse": collapse and str(collapse)})
+                facts |= {"collapse": collapse and str(collapse), "ended_early": early or None}
+                summarize(self.folder.path, facts)
                 path = write_report(self.folder.path)
                 if self.config.report.trackers:
                     self.main.trackers.finish()
                     write_report(self.folder.path)  # once more, with what became of the trackers
+                checkpoint_folder.name_best(self.folder.checkpoints, self.progress.best_step)
+                if early:
+                    self.main.log.note(f"ended after step {done}: {early}")
                 self.main.log.note(f"report: {path}")
             dist.barrier()  # if a rank ended with an error now, torchrun would kill rank 0 while it writes
 
     def _facts(self, vllm_version: str) -> dict[str, object]:
         """Return the entries of summary.json that are not measurements."""
-        config = self.config
+        config, best = self.config, self.progress.best
         return {
+            "heldout_best_metric": config.eval.best,
+            "heldout_best_step": None if best is None else best[0],
+            "heldout_best": None if best is None else best[1],
             "vllm_version": vllm_version,
             "megatron_core_version": version("megatron-core"),
             "torch_version": version("torch"),

@@ -3,11 +3,13 @@
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.load import load_config
 from moe_rl.report.registry import METRICS, find
 from moe_rl.tasks.prompt_ledger import PromptLedger
@@ -115,11 +117,28 @@ def test_the_tracker_gets_what_the_run_logs(brief_run):
     shown = on_tensorboard(brief_run.folder)
     for key, points in shown.items():
         logged = [row for row in rows(brief_run.folder) if key in row]
-        assert [step for step, _ in points] == [row["step"] for row in logged] and len(points) == 2
+        assert [step for step, _ in points] == [row["step"] for row in logged]
+        assert len(points) == (3 if key.startswith("eval/") else 2)
         assert [value for _, value in points] == pytest.approx([row[key] for row in logged], rel=1e-6)  # float32
     state = json.loads((brief_run.folder / "trackers/tensorboard.json").read_text())
-    assert (state["metrics"], state["samples"], state["reported"], state["failures"]) == (4, 16, True, 0)
-    assert "4 of 4" in (brief_run.folder / "report.html").read_text()
+    assert (state["metrics"], state["samples"], state["reported"], state["failures"]) == (5, 16, True, 0)
+    assert "5 of 5" in (brief_run.folder / "report.html").read_text()
+
+
+def evaluated(folder):
+    """Return what the newest checkpoint knows of the evaluations, and which checkpoint is linked as the best."""
+    state = json.loads((checkpoints.find(folder / "checkpoints") / "state.json").read_text())
+    best = folder / "checkpoints/best"
+    return state["evaluations"], best.readlink() if best.is_symlink() else None
+
+
+def test_several_samples_of_a_prompt_give_pass_at_k(brief_run):
+    found, best = evaluated(brief_run.folder)
+    rates = [(step, one["eval/pass_rate"], one["eval/pass_at/sums/2"]) for step, one in found]
+    assert [step for step, _, _ in rates] == [0, 1, 2]
+    assert all(rate < twice < 2 * rate for _, rate, twice in rates)  # some prompts pass once in two samples
+    first_best = max(rates, key=lambda one: (one[1], -one[0]))[0]
+    assert best == (Path(f"step-{first_best:06d}") if first_best else None)
 
 
 def test_kill_9_and_resume_change_nothing(brief_run, tmp_path, launches):
@@ -145,4 +164,5 @@ def test_kill_9_and_resume_change_nothing(brief_run, tmp_path, launches):
     assert ours.keys() == theirs.keys() and len(ours) > 20
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert on_tensorboard(folder) == on_tensorboard(brief_run.folder)
+    assert evaluated(folder) == evaluated(brief_run.folder)
     assert (folder / "prompts.jsonl").read_text() == (brief_run.folder / "prompts.jsonl").read_text()

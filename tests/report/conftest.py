@@ -152,6 +152,9 @@ def evaluation(step: int, total: int = 40) -> dict[str, float]:
     return {
         "eval/pass_rate": rate,
         "eval/pass_rate_greedy": rate + 0.05,
+        "eval/pass_at/sums/4": rate + 0.1,
+        "eval/low/pass_at/sums/4": rate + 0.0625,
+        "eval/high/pass_at/sums/4": rate + 0.125,
         **{
             f"eval/level/{level}": max(0.0, rate + 0.2 - (0.2 + 0.04 * learned) * index)
             for index, level in enumerate(LEVELS)

@@ -126,10 +126,11 @@ def test_eval_and_notes_print_one_line(log_of, capsys):
     log = log_of()
     log.note("starting the sampler")
     with log.phase("sample"):
-        log.eval_row(10, {"eval/pass_rate": 0.5, "eval/pass_rate_greedy": 0.625, "eval/level/carry": 0.25})
+        rates = {"eval/pass_rate_greedy": 0.625, "eval/level/carry": 0.25, "eval/pass_at/sums/4": 0.75}
+        log.eval_row(10, {"eval/pass_rate": 0.5, "eval/low/pass_rate": 0.4} | rates)
     assert capsys.readouterr().out.splitlines() == [
         "starting the sampler",
-        "held-out after step 10: pass 50.0%, greedy 62.5% (carry 25%)",
+        "held-out after step 10: pass 50.0%, greedy 62.5%, sums pass@4 75.0% (carry 25%)",
     ]
 
 
@@ -155,7 +156,9 @@ def test_rewind_drops_later_lines_and_continues(log_of, tmp_path, step_metrics, 
         log.step(step, step_metrics(step))
     log.eval_row(5, eval_metrics(5))
     before = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert log.evaluation(5) == eval_metrics(5)
     log.rewind(4)
+    assert log.evaluation(5) is None and log.evaluation(0) == eval_metrics(0)
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == before[:4]  # bitwise: floats survive
     log.step(4, step_metrics(4))
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == before[:5]

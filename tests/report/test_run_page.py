@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -178,6 +179,20 @@ def test_an_unfinished_torn_run_is_reported_as_such(synthetic_run):
 def test_a_run_that_was_ended_says_why(synthetic_run, facts):
     _, page = report(synthetic_run(steps=7), facts | {"collapse": "the run has collapsed (steps 5 to 7)"})
     assert "The run was ended before its last step: the run has collapsed (steps 5 to 7)." in page.words
+
+
+def test_held_out_sets_have_their_intervals_and_the_best_policy_is_named(synthetic_run, facts):
+    best = {"heldout_best_metric": "eval/pass_at/sums/4", "heldout_best_step": 30, "heldout_best": 0.75}
+    run_dir = synthetic_run()
+    _, page = report(run_dir, facts | best)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    first, last = (summary[f"heldout_rates_{end}"]["pass_at/sums/4"] for end in ("first", "last"))
+    shown = [f"{100 * rate:.1f}% {100 * low:.1f}% to {100 * high:.1f}%" for low, rate, high in (first, last)]
+    assert f"sums, pass@4 {shown[0]} {shown[1]}" in page.words and shown[0] != shown[1]
+    assert "best eval/pass_at/sums/4 75.0% after step 30" in page.words
+    assert "all, greedy" in page.words  # without an interval in this log
+    _, page = report(synthetic_run(), facts | best | {"ended_early": "eval/pass_at/sums/4 did not rise"})
+    assert "ended early: eval/pass_at/sums/4 did not rise" in page.words
 
 
 def test_names_from_outside_are_escaped(synthetic_run, facts, step_metrics):

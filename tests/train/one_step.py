@@ -36,7 +36,7 @@ class RandomSampler:
             return [self._completed(request, writer) for request in requests]
 
     def _completed(self, request, writer):
-        rng = np.random.default_rng(request.seed)
+        rng = np.random.default_rng([request.seed, self.version])
         tokens = tuple(rng.integers(0, self.vocabulary, 4).tolist())
         fed = np.array([*request.prompt_token_ids, *tokens[:-1]], np.int32)
         scores = rng.random((len(fed), len(self.spec.moe_layers), self.spec.num_experts))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from moe_rl.config.load import load_config
+from moe_rl.config.prompt_sources import HeldoutSourceConfig
 from moe_rl.errors import RewardError
 from moe_rl.report.registry import check_eval
 from moe_rl.tasks.prompt_ledger import PromptLedger
@@ -205,7 +206,7 @@ def judged(folder, override, tokens, finish, stop_reason=None):
     task = task_of(rig.config)
     verifiers, facts = SimpleNamespace(score=scored.extend), SimpleNamespace(eos_token_ids=(END,))
     rollouts = Rollouts(rig.config, facts, task, rig.engine, verifiers, folder / "other", None)
-    prompt = rollouts.heldout[0]
+    _, prompt = rollouts.heldout[0]
     asked = rollouts._request("s1/p0/c0", prompt, 1.0)
     sampled = Growing()
     sampled.add(tokens, [-1.0] * len(tokens), finish, [VersionSpan("0", 0, len(tokens))], stop_reason)
@@ -244,7 +245,7 @@ def test_a_reward_sees_the_text_before_the_stop_string(tmp_path, tokens, seen):
 )
 def test_a_reward_sees_the_text_without_the_stop_token_that_ended_it(tmp_path, tokens, finish, seen, stop):
     _, item, rollouts, task = judged(tmp_path, f"rollout.stop_token_ids=[{USER}]", tokens, finish)
-    prompt = rollouts.heldout[0]
+    _, prompt = rollouts.heldout[0]
     assert (item.completion, item.finish_reason, item.stop_token_id) == (seen, finish, stop)
     assert rollouts.codec.decode(item.completion_token_ids) == seen
     assert (item.columns, item.messages) == (prompt.columns, prompt.messages)
@@ -289,26 +290,70 @@ def test_an_evaluation_leaves_no_routes(tmp_path, monkeypatch):
     assert all(request.record for request in asked[2:]) and len(asked) > 2
 
 
+class Evaluating:
+    """Evaluates prompts whose text says which of their samples pass, greedy ones last."""
+
+    def __init__(self, *heldout):
+        rollouts = object.__new__(Rollouts)
+        rollouts.config = SimpleNamespace(
+            run=SimpleNamespace(seed=1),
+            rollout=SimpleNamespace(temperature=0.5, max_completion_tokens=5, top_k=7, top_p=0.8, min_p=0.0, stop=()),
+            task=SimpleNamespace(pass_reward="right"),
+        )
+        rollouts.stop_tokens, rollouts.heldout = (), heldout
+        rollouts.engine = SimpleNamespace(generate=lambda requests, shard: self.asked.extend(requests) or requests)
+        rollouts._judge = lambda prompts, asked: [
+            Verdict("scored", 1.0, {"right": float(p.text[self.place(one.key)])})
+            for p, one in zip(prompts, asked, strict=True)
+        ]
+        self.asked, self.rates = [], None
+        self.rates = rollouts.evaluate(3)
+        check_eval(self.rates)
+
+    @staticmethod
+    def place(key):
+        return -1 if "greedy" in key else int(key.rpartition("/c")[2]) if "/c" in key else 0
+
+
+def heldout(name, **settings):
+    return HeldoutSourceConfig(name=name, data=f"{name}.jsonl", **settings)
+
+
 def test_levels_and_sources_have_pass_rates_of_their_own():
-    rollouts = object.__new__(Rollouts)
-    rollouts.config = SimpleNamespace(
-        run=SimpleNamespace(seed=1),
-        rollout=SimpleNamespace(temperature=1.0, max_completion_tokens=5, top_k=0, top_p=1.0, min_p=0.0, stop=()),
-        task=SimpleNamespace(pass_reward="right"),
+    sums, words = heldout("sums"), heldout("words", greedy=False)
+    ours = [(sums, Prompt("sums/0", "10", level="easy")), (sums, Prompt("sums/1", "01", level="hard"))]
+    both = Evaluating(*ours, (words, Prompt("words/0", "00")))
+    rates = {key: rate for key, rate in both.rates.items() if "/low/" not in key and "/high/" not in key}
+    assert rates == pytest.approx(
+        {
+            "eval/pass_rate": 1 / 3,
+            "eval/pass_rate_greedy": 0.5,
+            "eval/source/sums": 0.5,
+            "eval/source/words": 0.0,
+            "eval/level/easy": 1.0,
+            "eval/level/hard": 0.0,
+        }
     )
-    rollouts.stop_tokens = ()
-    rollouts.engine = SimpleNamespace(generate=lambda requests, shard: requests)
-    rollouts._judge = lambda prompts, asked: [Verdict("scored", 1.0, {"right": float(p.text)}) for p in prompts]
-    sums = [Prompt("sums/0", "1", level="easy"), Prompt("sums/1", "0", level="hard")]
-    rollouts.heldout = [*sums, Prompt("words/0", "0")]
-    rates = rollouts.evaluate(3)
-    assert rates["eval/pass_rate"] == pytest.approx(1 / 3)
-    assert {key: rate for key, rate in rates.items() if "/source/" in key or "/level/" in key} == {
-        "eval/source/sums": 0.5,
-        "eval/source/words": 0.0,
-        "eval/level/easy": 1.0,
-        "eval/level/hard": 0.0,
-    }
-    check_eval(rates)
-    rollouts.heldout = sums
-    assert not any("/source/" in key for key in rollouts.evaluate(3))
+    assert all(
+        both.rates[f"eval/low/{key[5:]}"] <= rate <= both.rates[f"eval/high/{key[5:]}"] for key, rate in rates.items()
+    )
+    assert not any("/source/" in key for key in Evaluating(*ours).rates)
+
+
+def test_each_source_is_sampled_as_it_says():
+    """The keys of the first samples, and so the seeds, are those of a source with one."""
+    many = heldout("many", samples=3, temperature=1.5, top_p=0.9, pass_at=[1, 2])
+    once, greedy = heldout("once", greedy=False), heldout("greedy", temperature=0)
+    prompts = ((many, Prompt("many/0", "0110")), (once, Prompt("once/0", "1")), (greedy, Prompt("greedy/0", "1")))
+    found = Evaluating(*prompts)
+    assert [(one.key, one.temperature, one.top_p) for one in found.asked] == [
+        ("eval/sampled/p0", 1.5, 0.9),
+        ("eval/sampled/p0/c1", 1.5, 0.9),
+        ("eval/sampled/p0/c2", 1.5, 0.9),
+        ("eval/sampled/p1", 0.5, 0.8),
+        ("eval/greedy/p0", 0.0, 1.0),
+        ("eval/greedy/p2", 0.0, 1.0),
+    ]
+    assert len({one.seed for one in found.asked}) == 6 and not any(one.record for one in found.asked)
+    names = ("pass_at/many/1", "pass_at/many/2", "source/many", "source/greedy", "pass_rate_greedy", "pass_rate")
+    assert [found.rates[f"eval/{name}"] for name in names] == pytest.approx([2 / 3, 1, 2 / 3, 1, 0.5, 8 / 9])

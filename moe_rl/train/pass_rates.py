@@ -1,0 +1,102 @@
+"""Computes pass rates of held-out prompts, each with an interval, from which completions passed."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from moe_rl.config.prompt_sources import HeldoutSourceConfig
+
+_Z = 1.959964  # the normal distribution has 95% of its mass within this many standard deviations
+
+
+@dataclass(frozen=True, slots=True)
+class PromptResult:
+    """Says which completions of a held-out prompt passed. None stands for a verification that failed.
+
+    Attributes:
+        greedy: the completion at temperature 0, or nothing if none was asked for.
+    """
+
+    source: HeldoutSourceConfig
+    level: str | None
+    samples: Sequence[bool | None]
+    greedy: Sequence[bool | None] = ()
+
+
+def pass_at(k: int, samples: int, passed: int) -> float:
+    """Estimate without bias the probability that at least one of k samples of a prompt passes.
+
+    The estimate is the share of all choices of k among the samples in which one passes:
+    1 - C(samples - passed, k) / C(samples, k), equation 1 of Chen et al. 2021, "Evaluating Large Language Models
+    Trained on Code", arXiv 2107.03374. It needs k <= samples.
+    """
+    return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
+
+
+def interval(values: Sequence[float], samples: int) -> tuple[float, float]:
+    """Return the ends of the 95% interval of a mean over prompts.
+
+    Samples of one prompt are alike, so the spread is that of the prompts' values: prompts are the clusters. The spread
+    gives the number of independent samples that would know as much, and Wilson's score interval (1927) is taken for
+    that number. Unlike mean +- 1.96 errors it stays within 0 and 1, and has a width where all prompts pass. The normal
+    quantile is widened to Student's, by the first term of its expansion, where prompts are few.
+
+    Args:
+        values: one in [0, 1] for each prompt.
+        samples: number of samples behind all values. The interval assumes no more independent ones than that.
+
+    Returns:
+        Two numbers in [0, 1]; NaN without a value.
+    """
+    prompts = len(values)
+    if not prompts:
+        return math.nan, math.nan
+    mean = statistics.fmean(values)
+    error = statistics.variance(values) / prompts if prompts > 1 else 0.0
+    alike = mean in (0.0, 1.0) or prompts == 1  # nothing is known of the spread: a prompt counts as one sample
+    number = prompts if alike else min(samples, mean * (1 - mean) / error) if error else samples
+    z = _Z * (1 + (_Z**2 + 1) / (4 * max(1, prompts - 1)))
+    centre = (mean + z**2 / (2 * number)) / (1 + z**2 / number)
+    half = z / (1 + z**2 / number) * math.sqrt(mean * (1 - mean) / number + (z / (2 * number)) ** 2)
+    return max(0.0, min(mean, centre - half)), min(1.0, max(mean, centre + half))
+
+
+@dataclass(slots=True)
+class _Rate:
+    """Collects the values of a metric: one for each prompt, from a number of samples."""
+
+    values: list[float] = field(default_factory=list)
+    samples: int = 0
+
+    def add(self, passed: Sequence[bool | None], k: int = 1) -> None:
+        """Add pass@k of a prompt, if enough of its samples could be verified. pass@1 is the share that passed."""
+        known = [one for one in passed if one is not None]
+        if len(known) >= k:
+            self.values.append(pass_at(k, len(known), sum(known)))
+            self.samples += len(known)
+
+
+def eval_metrics(results: Sequence[PromptResult]) -> dict[str, float]:
+    """Return the metrics of an evaluation: means over prompts, and the ends of their intervals.
+
+    NaN: no completion of the prompts could be verified.
+    """
+    rates: dict[str, _Rate] = {}
+    several = len({one.source.name for one in results}) > 1
+    for one in results:
+        of_all = ["pass_rate", *([f"source/{one.source.name}"] if several else [])]
+        for name in of_all if one.level is None else [*of_all, f"level/{one.level}"]:
+            rates.setdefault(name, _Rate()).add(one.samples)
+        if one.source.greedy:
+            rates.setdefault("pass_rate_greedy", _Rate()).add(one.greedy)
+        for k in one.source.pass_at:
+            rates.setdefault(f"pass_at/{one.source.name}/{k}", _Rate()).add(one.samples, k)
+    metrics: dict[str, float] = {}
+    for name, rate in sorted(rates.items()):
+        low, high = interval(rate.values, rate.samples)
+        mean = statistics.fmean(rate.values) if rate.values else math.nan
+        metrics |= {f"eval/{name}": mean, f"eval/low/{name}": low, f"eval/high/{name}": high}
+    return metrics
