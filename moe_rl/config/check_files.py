@@ -175,7 +175,7 @@ def _reward_problems(config: Config) -> Iterator[Problem]:
                 f"the library {reward.library[0]} is not installed",
                 where={"key": f"task.rewards.{name}.kind"},
                 got=reward.kind,
-                do=f"pip install 'moe_rl[{reward.library[1]}]'",
+                do=f"install it: pip install 'moe_rl[{reward.library[1]}]'",
                 fault="no library",
             )
         if isinstance(reward, FunctionReward):

@@ -6,14 +6,10 @@ import ast
 import json
 import operator
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors import safe_open
 
 from tools.dev.arithmetic_task import HELDOUT_SIZE, LEVELS, TRAIN_SIZE, build_splits, wanted_completion
 
@@ -35,11 +31,6 @@ def train() -> list[dict[str, str]]:
 @pytest.fixture(scope="module")
 def heldout() -> list[dict[str, str]]:
     return read_jsonl("heldout.jsonl")
-
-
-@pytest.fixture(scope="module")
-def config() -> dict:
-    return json.loads((POLICY / "config.json").read_text(encoding="ascii"))
 
 
 @pytest.fixture(scope="module")
@@ -110,51 +101,6 @@ def test_prompts_and_wanted_completions_round_trip_within_the_token_limits(train
         assert tokenizer.decode(completion, skip_special_tokens=True) == wanted
 
 
-def test_tokenizer_covers_any_text_and_fills_the_vocabulary(tokenizer, config):
-    text = "The answer is 42, n'est-ce pas? \u00e9\u4e2d\n<answer>"
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert len(tokenizer) == config["vocab_size"]
-    assert tokenizer.eos_token_id == config["eos_token_id"]
-    assert tokenizer.pad_token_id == config["pad_token_id"] != tokenizer.eos_token_id
-    # The tags are text: decoding without special tokens must keep them.
-    assert set(tokenizer.all_special_ids) == {config["eos_token_id"], config["pad_token_id"]}
-
-
-def test_checkpoint_has_the_published_names_and_the_shapes_of_its_config(config):
-    assert config["num_hidden_layers"] >= 8 and config["mlp_only_layers"] == [] and config["decoder_sparse_step"] == 1
-    assert config["num_experts"] == 32 and config["num_experts_per_tok"] == 4 and config["norm_topk_prob"]
-    assert not config["tie_word_embeddings"]
-    hidden, head, inner = config["hidden_size"], config["head_dim"], config["moe_intermediate_size"]
-    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    expected = {
-        "model.embed_tokens.weight": [config["vocab_size"], hidden],
-        "lm_head.weight": [config["vocab_size"], hidden],
-        "model.norm.weight": [hidden],
-    }
-    for number in range(config["num_hidden_layers"]):
-        layer = f"model.layers.{number}."
-        expected |= {
-            layer + "input_layernorm.weight": [hidden],
-            layer + "post_attention_layernorm.weight": [hidden],
-            layer + "self_attn.q_proj.weight": [queries, hidden],
-            layer + "self_attn.k_proj.weight": [keys, hidden],
-            layer + "self_attn.v_proj.weight": [keys, hidden],
-            layer + "self_attn.o_proj.weight": [hidden, queries],
-            layer + "self_attn.q_norm.weight": [head],
-            layer + "self_attn.k_norm.weight": [head],
-            layer + "mlp.gate.weight": [config["num_experts"], hidden],
-        }
-        for expert in range(config["num_experts"]):
-            expected[layer + f"mlp.experts.{expert}.gate_proj.weight"] = [inner, hidden]
-            expected[layer + f"mlp.experts.{expert}.up_proj.weight"] = [inner, hidden]
-            expected[layer + f"mlp.experts.{expert}.down_proj.weight"] = [hidden, inner]
-    with safe_open(POLICY / "model.safetensors", "pt") as file:
-        found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        assert {name: part.get_shape() for name, part in found.items()} == expected
-        assert {part.get_dtype() for part in found.values()} == {"BF16"}
-    assert (POLICY / "model.safetensors").stat().st_size <= 8_000_000
-
-
 def test_recorded_rates_leave_room_to_learn(report):
     for dtype in ("bfloat16", "float32"):
         rates = report[dtype]
@@ -164,33 +110,3 @@ def test_recorded_rates_leave_room_to_learn(report):
         assert rates["accuracy_given_format"] >= 0.65
         assert rates["mixed_groups_of_8"] >= 0.6
         assert rates["truncated_fraction"] <= 0.01
-    load = report["expert_load"]
-    assert load["unused_experts"] == [0] * 8
-    assert np.allclose(load["lower_half_share"], 0.5, atol=0.1)
-
-
-def test_help_does_not_wait_for_torch():
-    command = [sys.executable, "-X", "importtime", "tools/dev/make_tiny_policy.py", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "About ten minutes" in done.stdout and "| argparse" in done.stderr
-    assert "torch" not in done.stderr and "transformers" not in done.stderr
-
-
-def test_transformers_loads_the_policy_whole_and_it_passes_as_often_as_recorded(heldout, report, tokenizer):
-    import torch
-    from transformers import Qwen3MoeForCausalLM
-
-    from tools.dev.tiny_policy import sample
-
-    torch.set_num_threads(1)
-    policy, info = Qwen3MoeForCausalLM.from_pretrained(POLICY, dtype=torch.float32, output_loading_info=True)
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    rows = heldout[:64]
-    texts, _, _ = sample(policy.eval(), tokenizer, [row["prompt"] for row in rows], samples=8, seed=5)
-    passed = [
-        text.strip() == wanted_completion(row["answer"])
-        for row, group in zip(rows, texts, strict=True)
-        for text in group
-    ]
-    # 512 samples of 64 prompts: the standard error is about 0.04, prompts and samples together.
-    assert abs(np.mean(passed) - report["float32"]["pass_rate"]) < 0.12

@@ -1,8 +1,9 @@
-"""Reproduce assets/tiny_moe: the arithmetic task, the tokenizer and the warm-started tiny Qwen3-MoE policy.
+"""Reproduce a shipped policy: its tokenizer, the warm-started tiny Qwen3-MoE, and the files of its task.
 
-    python tools/dev/make_tiny_policy.py --out assets/tiny_moe [--json assets/tiny_moe/policy_report.json]
+    python tools/dev/make_tiny_policy.py arithmetic --out assets/tiny_moe [--json assets/tiny_moe/policy_report.json]
+    python tools/dev/make_tiny_policy.py reasoning_gym --out assets/tiny_gym [--json FILE]
 
-About ten minutes on one core; a line every 100 steps. The same machine and packages give the same bytes.
+About ten minutes on one core; a line every 50 steps. The same machine and packages give the same bytes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repository root, to import `tools.dev`
@@ -17,16 +19,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repository root,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write policy/ and task/ into")
+    parser.add_argument("lesson", choices=["arithmetic", "reasoning_gym"], help="what the policy is taught")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write policy/ (and task/) into")
     parser.add_argument("--json", type=Path, help="file to write the measured rates into")
-    parser.add_argument("--arithmetic-steps", type=int, default=argparse.SUPPRESS, help="replaces the shipped one")
+    parser.add_argument("--skill-steps", type=int, default=argparse.SUPPRESS, help="replaces the shipped one")
     parser.add_argument("--style-steps", type=int, default=argparse.SUPPRESS, help="replaces the shipped one")
     given = vars(parser.parse_args())
-    out, file = given.pop("out"), given.pop("json")
+    name, out, file = given.pop("lesson"), given.pop("out"), given.pop("json")
 
-    from tools.dev.tiny_policy import WarmStartConfig, make  # imports torch and transformers, which takes seconds
+    from tools.dev import arithmetic_policy, gym_policy  # they import torch and transformers, which takes seconds
+    from tools.dev.tiny_policy import make
 
-    text = json.dumps(make(out, WarmStartConfig(**given)), indent=2)
+    lesson = {"arithmetic": arithmetic_policy, "reasoning_gym": gym_policy}[name].lesson(out)
+    report = make(out / "policy", replace(lesson, warm_start=replace(lesson.warm_start, **given)))
+    text = json.dumps(report, indent=2)
     print(text)
     if file:
         file.write_text(text + "\n", encoding="ascii")

@@ -1,8 +1,7 @@
-"""Makes assets/tiny_moe: the arithmetic task, the tokenizer and the warm-started tiny Qwen3-MoE policy.
+"""Makes a tiny Qwen3-MoE policy with a tokenizer, warm-started on demonstrations. A lesson says of what.
 
-The warm start leaves something to learn. The policy has seen only right answers, but in mixed styles: four in ten in
-the format that passes, the others bare, without the closing tag, or after a word. It mostly knows the sums, but less
-than half of its samples pass. Reinforcement learning mainly has to find the format.
+The warm start leaves something to learn. The policy sees demonstrations in mixed styles, and less than half of its
+samples pass. See tools/dev/arithmetic_policy.py and tools/dev/gym_policy.py for the two lessons.
 """
 
 from __future__ import annotations
@@ -10,49 +9,24 @@ from __future__ import annotations
 import json
 import math
 import random
-import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tools.dev.arithmetic_task import Problem, build_splits, problem_stream, wanted_completion, write_jsonl
-
-VOCAB_SIZE = 320
 PAD, EOS = "<|pad|>", "<|end|>"
 PAD_ID, EOS_ID = 0, 1
-MAX_PROMPT_TOKENS = 16
-MAX_COMPLETION_TOKENS = 10
+TAGS = ("<answer>", "</answer>")
 
-# Fraction of each style among the demonstrations. The first style is the one that passes.
-STYLES: dict[str, float] = {
-    "<answer>{}</answer>": 0.40,
-    "{}": 0.25,
-    "<answer>{}": 0.17,
-    "answer: {}": 0.10,
-    "= {}": 0.08,
-}
-# Fraction of bare answers while the sums are learnt. Bare answers are the shortest, so they teach most per token.
-BARE_SHARE = 0.8
-
-# Text for the byte-pair merges: the words of the styles and plain English about the task.
-_CORPUS = [style.format("") for style in STYLES if "<" not in style] * 8 + [
-    "the answer is the sum of the numbers",
-    "the difference of two numbers can be negative",
-    "add the tens, then the ones, and carry when the sum of the ones is ten or more",
-    "an expression has an equals sign at its end",
-    "answer with the number that the expression equals",
-]
-
-# config.json in the form that published Qwen3-MoE checkpoints have.
-POLICY_CONFIG: dict[str, Any] = {
+# config.json in the form that published Qwen3-MoE checkpoints have. A lesson adds the sizes.
+_POLICY_CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "attention_bias": False,
     "attention_dropout": 0.0,
@@ -64,16 +38,11 @@ POLICY_CONFIG: dict[str, Any] = {
     "hidden_size": 128,
     "initializer_range": 0.05,
     "intermediate_size": 128,
-    "max_position_embeddings": 128,
-    "max_window_layers": 8,
     "mlp_only_layers": [],
     "model_type": "qwen3_moe",
-    "moe_intermediate_size": 32,
     "norm_topk_prob": True,
     "num_attention_heads": 4,
-    "num_experts": 32,
     "num_experts_per_tok": 4,
-    "num_hidden_layers": 8,
     "num_key_value_heads": 2,
     "output_router_logits": False,
     "pad_token_id": PAD_ID,
@@ -86,20 +55,42 @@ POLICY_CONFIG: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "use_cache": True,
     "use_sliding_window": False,
-    "vocab_size": VOCAB_SIZE,
 }
+
+
+class Exercise(Protocol):
+    """Has a prompt, as the policy reads it, and the right answer."""
+
+    @property
+    def prompt(self) -> str: ...
+
+    @property
+    def answer(self) -> str: ...
+
+    @property
+    def level(self) -> str:
+        """Return the class that pass rates are given for."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Says of a completion whether it passes, has the wanted format, and has the right answer in any format."""
+
+    passed: bool
+    formatted: bool
+    right: bool
 
 
 @dataclass(frozen=True, slots=True)
 class WarmStartConfig:
-    """Sets the warm start: the sums are learnt first, mostly from bare answers, then the shares of STYLES.
+    """Sets the warm start: the skill is learnt first, mostly from one style, then the shares of the lesson's styles.
 
-    arithmetic_steps, style_steps: optimizer steps with `batch` examples each. aux_coef: weight of the load-balancing
-    loss.
+    skill_steps, style_steps: optimizer steps with `batch` examples each. aux_coef: weight of the load-balancing loss.
     """
 
     seed: int = 7
-    arithmetic_steps: int = 2000
+    skill_steps: int = 2000
     style_steps: int = 300
     batch: int = 128
     lr: float = 2e-3
@@ -109,59 +100,83 @@ class WarmStartConfig:
     clip_grad: float = 1.0
     aux_coef: float = 0.02
 
+    @property
+    def steps(self) -> int:
+        return self.skill_steps + self.style_steps
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE with exactly VOCAB_SIZE entries. Each digit is a token, and so are `<answer>` and
-    `</answer>`.
 
-    The two tags are not special tokens, so decoding with `skip_special_tokens=True` keeps them.
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """Holds what a policy is made from.
+
+    sizes: what config.json has beside the common keys. warm_start: its settings. styles: share of each style among the
+    demonstrations. skill_style, skill_share: the style that the skill is learnt from, and its share meanwhile.
+    exercises: endless, never one of `heldout`. write: the completion for an exercise in a style. judge: of a text.
     """
-    tokenizer = Tokenizer(models.BPE())
+
+    sizes: Mapping[str, int]
+    tokenizer: PreTrainedTokenizerFast
+    warm_start: WarmStartConfig
+    styles: Mapping[str, float]
+    skill_style: str
+    skill_share: float
+    exercises: Callable[[int], Iterator[Any]]
+    heldout: Sequence[Any]
+    write: Callable[[Any, str, random.Random], str]
+    judge: Callable[[Any, str], Verdict]
+    max_completion_tokens: int
+
+    @property
+    def policy_config(self) -> dict[str, Any]:
+        merged = _POLICY_CONFIG | dict(self.sizes) | {"vocab_size": len(self.tokenizer)}
+        return dict(sorted(merged.items()))
+
+
+def split_text(tokenizer: Tokenizer) -> None:
+    """Make the tokenizer byte-level, with a token for each digit."""
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    tags = [AddedToken(tag, special=False, normalized=False) for tag in ("<answer>", "</answer>")]
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=[PAD, EOS, *(tag.content for tag in tags)],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_CORPUS, trainer)
-    # The BPE trainer makes every reserved token special, but the tags are text.
+
+
+def finish_tokenizer(tokenizer: Tokenizer, special: Sequence[str], template: str | None = None) -> Any:
+    """Return the tokenizer as transformers has it. Only the tokens `special` are special, `<answer>` is text.
+
+    So decoding with `skip_special_tokens=True` keeps the tags.
+    """
     layout = json.loads(tokenizer.to_str())
     for token in layout["added_tokens"]:
-        token["special"] = token["content"] in (PAD, EOS)
+        token["special"] = token["content"] in special
     tokenizer = Tokenizer.from_str(json.dumps(layout))
-    if tokenizer.get_vocab_size() != VOCAB_SIZE or tokenizer.token_to_id(EOS) != EOS_ID:
-        raise AssertionError(f"{tokenizer.get_vocab_size()} entries instead of {VOCAB_SIZE}: lengthen _CORPUS")
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
+    if tokenizer.token_to_id(PAD) != PAD_ID or tokenizer.token_to_id(EOS) != EOS_ID:
+        raise AssertionError("the ids of the padding and the end token are not those of config.json")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, chat_template=template)
 
 
-def build_policy(seed: int) -> Qwen3MoeForCausalLM:
+def build_policy(lesson: Lesson) -> Qwen3MoeForCausalLM:
     """Return the untrained policy in fp32."""
-    torch.manual_seed(seed)
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**POLICY_CONFIG | {"torch_dtype": "float32"}))
+    torch.manual_seed(lesson.warm_start.seed)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**lesson.policy_config | {"torch_dtype": "float32"}))
 
 
-def _batches(
-    problems: Iterable[Problem], tokenizer: PreTrainedTokenizerFast, config: WarmStartConfig
-) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+def _batches(lesson: Lesson) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
     """Return token ids [B, T], right-padded, and the mask [B, T] of the tokens to predict (completion and end
     token).
     """
+    config = lesson.warm_start
     rng = random.Random(config.seed + 1)
-    encode = tokenizer.backend_tokenizer.encode
-    problems = iter(problems)
-    for step in range(config.arithmetic_steps + config.style_steps):
-        bare = 0.0 if step >= config.arithmetic_steps else BARE_SHARE
+    encode = lesson.tokenizer.backend_tokenizer.encode
+    exercises = lesson.exercises(config.seed)
+    styles, shares = list(lesson.styles), list(lesson.styles.values())
+    for step in range(config.steps):
+        share = 0.0 if step >= config.skill_steps else lesson.skill_share
         rows = []
         for _ in range(config.batch):
-            problem = next(problems)
-            style = "{}" if rng.random() < bare else rng.choices(list(STYLES), list(STYLES.values()))[0]
-            prompt = encode(problem.prompt).ids
-            rows.append((prompt, encode(style.format(problem.answer)).ids + [EOS_ID]))
+            exercise = next(exercises)
+            style = lesson.skill_style if rng.random() < share else rng.choices(styles, shares)[0]
+            prompt = encode(exercise.prompt).ids
+            rows.append((prompt, encode(lesson.write(exercise, style, rng)).ids + [EOS_ID]))
         width = max(len(prompt) + len(completion) for prompt, completion in rows)
         ids = torch.full((config.batch, width), PAD_ID)
         mask = torch.zeros((config.batch, width), dtype=torch.bool)
@@ -186,19 +201,13 @@ def _balance_loss(router_logits: Sequence[torch.Tensor], real: torch.Tensor, top
     return torch.stack(losses).mean()
 
 
-def warm_start(
-    policy: Qwen3MoeForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    excluded: set[tuple[int, ...]],
-    config: WarmStartConfig,
-) -> dict[str, Any]:
-    """Train `policy` in place on demonstrations of new problems, none of whose keys is in `excluded`."""
+def warm_start(policy: Qwen3MoeForCausalLM, lesson: Lesson) -> dict[str, Any]:
+    """Train `policy` in place on demonstrations."""
+    config, steps = lesson.warm_start, lesson.warm_start.steps
     decayed = [p for p in policy.parameters() if p.ndim > 1]
     others = [p for p in policy.parameters() if p.ndim <= 1]
     groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.98), weight_decay=config.weight_decay)
-
-    steps = config.arithmetic_steps + config.style_steps
 
     def lr_factor(step: int) -> float:
         if step < config.warmup_steps:
@@ -207,10 +216,9 @@ def warm_start(
         return config.final_lr_fraction + (1 - config.final_lr_fraction) * 0.5 * (1 + math.cos(math.pi * done))
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)
-    batches = _batches(problem_stream(config.seed, excluded), tokenizer, config)
     started, history = time.monotonic(), []
     policy.train()
-    for step, (ids, mask) in enumerate(batches):
+    for step, (ids, mask) in enumerate(_batches(lesson)):
         # The last token is predicted, but never an input.
         output = policy(input_ids=ids[:, :-1], output_router_logits=True, use_cache=False)
         wanted = mask[:, 1:]
@@ -242,6 +250,7 @@ def sample(
     prompts: Sequence[str],
     samples: int,
     seed: int,
+    max_tokens: int,
     greedy: bool = False,
 ) -> tuple[list[list[str]], float, float]:
     """Sample. Return texts [prompts][samples], the mean length in tokens (with end token), and the truncated
@@ -256,9 +265,9 @@ def sample(
         chosen = [number for number, ids in enumerate(encoded) if len(ids) == length]
         ids = torch.tensor([encoded[number] for number in chosen]).repeat_interleave(samples, 0)
         finished = torch.zeros(len(ids), dtype=torch.bool)
-        completion = torch.full((len(ids), MAX_COMPLETION_TOKENS), PAD_ID)
+        completion = torch.full((len(ids), max_tokens), PAD_ID)
         cache, step_ids = None, ids
-        for position in range(MAX_COMPLETION_TOKENS):
+        for position in range(max_tokens):
             output = policy(input_ids=step_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
             logits, cache = output.logits[:, -1].float(), output.past_key_values
             drawn = logits.argmax(-1) if greedy else torch.multinomial(logits.softmax(-1), 1).squeeze(1)
@@ -275,51 +284,58 @@ def sample(
     return texts, tokens / total, truncated / total
 
 
-_FORMAT = re.compile(r"<answer>-?\d+</answer>")
-_INTEGER = re.compile(r"-?\d+")
+def try_out(
+    policy: Qwen3MoeForCausalLM, lesson: Lesson, prompts: int, samples: int, seed: int, greedy: bool = False
+) -> tuple[list[list[Verdict]], float, float]:
+    """Sample from the first held-out exercises. Return verdicts [prompts][samples], and what `sample` returns."""
+    exercises = lesson.heldout[:prompts]
+    texts, tokens, truncated = sample(
+        policy,
+        lesson.tokenizer,
+        [exercise.prompt for exercise in exercises],
+        samples,
+        seed,
+        lesson.max_completion_tokens,
+        greedy,
+    )
+    judged = [[lesson.judge(one, text) for text in group] for one, group in zip(exercises, texts, strict=True)]
+    return judged, tokens, truncated
 
 
 def evaluate(
     policy: Qwen3MoeForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    problems: Sequence[Problem],
+    lesson: Lesson,
     samples: int = 4,
     pass_at: int = 8,
     pass_at_prompts: int = 128,
     seed: int = 11,
 ) -> dict[str, Any]:
-    """Measure pass rates at temperature 1 and greedily. A completion passes if its stripped text equals the wanted
-    one.
-    """
-    prompts = [problem.prompt for problem in problems]
-    texts, mean_tokens, truncated = sample(policy, tokenizer, prompts, samples, seed)
-    by_level: dict[str, list[tuple[bool, bool, bool]]] = {}
-    for problem, completions in zip(problems, texts, strict=True):
-        for text in completions:
-            passed = text.strip() == wanted_completion(problem.answer)
-            formatted = _FORMAT.fullmatch(text.strip()) is not None
-            right = _INTEGER.findall(text) == [problem.answer]
-            by_level.setdefault(problem.level, []).append((passed, formatted, right))
+    """Measure pass rates on the held-out exercises, at temperature 1 and greedily."""
+    prompts = len(lesson.heldout)
+    groups, mean_tokens, truncated = try_out(policy, lesson, prompts, samples, seed)
+    by_level: dict[str, list[Verdict]] = {}
+    for exercise, group in zip(lesson.heldout, groups, strict=True):
+        by_level.setdefault(exercise.level, []).extend(group)
     rows = [row for level in by_level.values() for row in level]
-    greedy, _, _ = sample(policy, tokenizer, prompts, 1, seed, greedy=True)
-    many, _, _ = sample(policy, tokenizer, prompts[:pass_at_prompts], pass_at, seed + 1)
-    wanted = [wanted_completion(problem.answer) for problem in problems]
-    solved = [[text.strip() == want for text in group] for group, want in zip(many, wanted, strict=False)]
+    greedy, _, _ = try_out(policy, lesson, prompts, 1, seed, greedy=True)
+    many, _, _ = try_out(policy, lesson, pass_at_prompts, pass_at, seed + 1)
+    solved = [[row.passed for row in group] for group in many]
 
     def rate(flags: Iterable[bool]) -> float:
         flags = list(flags)
         return round(sum(flags) / max(1, len(flags)), 4)
 
+    levels = sorted(by_level)
     return {
-        "prompts": len(prompts),
+        "prompts": prompts,
         "samples_per_prompt": samples,
-        "pass_rate": rate(row[0] for row in rows),
-        "pass_rate_by_level": {level: rate(row[0] for row in by_level[level]) for level in sorted(by_level)},
-        "format_rate": rate(row[1] for row in rows),
-        "accuracy_given_format": rate(row[0] for row in rows if row[1]),
-        "integer_accuracy": rate(row[2] for row in rows),
-        "integer_accuracy_by_level": {level: rate(row[2] for row in by_level[level]) for level in sorted(by_level)},
-        "greedy_pass_rate": rate(group[0].strip() == want for group, want in zip(greedy, wanted, strict=True)),
+        "pass_rate": rate(row.passed for row in rows),
+        "pass_rate_by_level": {level: rate(row.passed for row in by_level[level]) for level in levels},
+        "format_rate": rate(row.formatted for row in rows),
+        "accuracy_given_format": rate(row.passed for row in rows if row.formatted),
+        "answer_accuracy": rate(row.right for row in rows),
+        "answer_accuracy_by_level": {level: rate(row.right for row in by_level[level]) for level in levels},
+        "greedy_pass_rate": rate(row.passed for group in greedy for row in group),
         f"pass_at_{pass_at}": rate(any(group) for group in solved),
         f"mixed_groups_of_{pass_at}": rate(any(group) and not all(group) for group in solved),
         "mean_completion_tokens": round(mean_tokens, 3),
@@ -328,14 +344,13 @@ def evaluate(
 
 
 @torch.inference_mode()
-def expert_usage(
-    policy: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]
-) -> dict[str, Any]:
-    """Return the load of the experts on the wanted completions, per layer, as multiples of the even load."""
+def expert_usage(policy: Qwen3MoeForCausalLM, lesson: Lesson) -> dict[str, Any]:
+    """Return the load of the experts on completions in the first style, per layer, as multiples of the even load."""
     config = policy.config
     counts = torch.zeros(config.num_hidden_layers, config.num_experts)
-    texts = [problem.prompt + wanted_completion(problem.answer) for problem in problems]
-    encoded = [tokenizer.encode(text) for text in texts]
+    passing, rng = next(iter(lesson.styles)), random.Random(0)
+    texts = [exercise.prompt + lesson.write(exercise, passing, rng) for exercise in lesson.heldout]
+    encoded = [lesson.tokenizer.encode(text) for text in texts]
     for length in sorted({len(ids) for ids in encoded}):
         ids = torch.tensor([row for row in encoded if len(row) == length])
         output = policy(input_ids=ids, output_router_logits=True, use_cache=False)
@@ -352,8 +367,11 @@ def expert_usage(
     }
 
 
-def save_policy(policy: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Write the Hugging Face folder: bf16 tensors under the published per-expert names, configs, tokenizer."""
+def save_policy(policy: Qwen3MoeForCausalLM, lesson: Lesson, out: Path) -> None:
+    """Write the Hugging Face folder: bf16 tensors under the published per-expert names, configs, tokenizer and its
+    chat template.
+    """
+    tokenizer, config = lesson.tokenizer, lesson.policy_config
     out.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, torch.Tensor] = {}
     for name, value in policy.state_dict().items():
@@ -373,7 +391,7 @@ def save_policy(policy: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast,
             tensors[name] = value.contiguous()
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     (out / "model.safetensors").chmod(0o644)
-    _write_json(out / "config.json", POLICY_CONFIG)
+    _write_json(out / "config.json", config)
     _write_json(out / "generation_config.json", {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID})
     # The older name of the class, which every transformers since 4 knows.
     tokenizer.backend_tokenizer.save(str(out / "tokenizer.json"))
@@ -384,39 +402,34 @@ def save_policy(policy: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast,
             "clean_up_tokenization_spaces": False,
             "eos_token": EOS,
             "pad_token": PAD,
-            "model_max_length": POLICY_CONFIG["max_position_embeddings"],
+            "model_max_length": config["max_position_embeddings"],
         },
     )
+    if tokenizer.chat_template:
+        (out / "chat_template.jinja").write_text(tokenizer.chat_template + "\n", encoding="ascii")
 
 
 def _write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="ascii")
 
 
-def make(out: Path, config: WarmStartConfig) -> dict[str, Any]:
-    """Write `policy/` and `task/` into `out`. Returns the measured rates, as JSON values."""
+def make(folder: Path, lesson: Lesson) -> dict[str, Any]:
+    """Write the policy into `folder`. Returns the measured rates, as JSON values."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = (
         False  # the check of addresses costs time and is not needed here
     )
 
-    train, heldout = build_splits()
-    (out / "task").mkdir(parents=True, exist_ok=True)
-    write_jsonl(out / "task" / "train.jsonl", "train", train)
-    write_jsonl(out / "task" / "heldout.jsonl", "heldout", heldout)
-
     started = time.monotonic()
-    tokenizer = build_tokenizer()
-    policy = build_policy(config.seed)
-    training = warm_start(policy, tokenizer, {problem.key for problem in heldout}, config)
+    policy = build_policy(lesson)
+    training = warm_start(policy, lesson)
     seconds = time.monotonic() - started
-    folder = out / "policy"
-    save_policy(policy, tokenizer, folder)
+    save_policy(policy, lesson, folder)
 
-    report = {"styles": STYLES, "training": training, "training_seconds": round(seconds)}
+    report = {"styles": dict(lesson.styles), "training": training, "training_seconds": round(seconds)}
     for dtype in (torch.bfloat16, torch.float32):
         shipped = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-        report[str(dtype).removeprefix("torch.")] = evaluate(shipped, tokenizer, heldout)
-    report["expert_load"] = expert_usage(shipped, tokenizer, heldout)
+        report[str(dtype).removeprefix("torch.")] = evaluate(shipped, lesson)
+    report["expert_load"] = expert_usage(shipped, lesson)
     return report
