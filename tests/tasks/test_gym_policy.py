@@ -28,6 +28,7 @@ def problems(config):
     return train._problems(config, None, 2, first=True, again=False)
 
 
+@pytest.mark.long
 def test_the_run_has_no_problem(config):
     pytest.importorskip("reasoning_gym")
     assert problems(config) == []
@@ -43,7 +44,7 @@ def test_the_warm_start_leaves_room_to_learn():
     report = json.loads((ROOT / "assets/tiny_gym/policy_report.json").read_text(encoding="ascii"))
     for dtype in ("bfloat16", "float32"):
         rates = report[dtype]
-        assert 0.3 <= rates["pass_rate"] <= 0.55
+        assert 0.25 <= rates["pass_rate"] <= 0.45
         assert rates["mixed_groups_of_8"] >= 0.6
         assert rates["truncated_fraction"] <= 0.01
         assert 20 <= rates["mean_completion_tokens"] <= 100

@@ -1,6 +1,6 @@
 """Holds the lesson of the policy in assets/tiny_gym: three tasks of reasoning-gym, worked out in steps.
 
-Four demonstrations in ten pass: steps, then the right answer in tags. The others leave out the tags or the closing one,
+Four demonstrations in ten have all steps and the answer in tags. The others leave out the tags or the closing one,
 give an answer without steps, or stop in the middle of their steps and give what they have. Reinforcement learning has
 to find that steps to the end, followed by tags, pay.
 """
@@ -150,6 +150,7 @@ def lesson(out: Path) -> Lesson:
     excluded = {one.prompt for one in heldout}
 
     def exercises(seed: int) -> Iterator[Exercise]:
+        # Another seed than those of the config.
         own = [items(source.model_copy(update={"seed": 1000 + seed})) for source in config.task.train]
         number = 0
         while True:
