@@ -10,7 +10,7 @@ import pytest
 from moe_rl.commands import train
 from moe_rl.config.load import load_config
 from moe_rl.tasks.prompts import load_task
-from moe_rl.tasks.tokenizer import TextCodec
+from moe_rl.tasks.tokenizer import ChatTemplate, TextCodec
 from tests.support.refusals import tells
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +40,16 @@ def test_a_missing_library_is_one_problem_that_says_what_to_install(config, monk
     tells(problem, "moe_rl[tasks]", key="task.rewards.gym.kind", fault="no library")
 
 
+def test_the_template_and_the_tokenizer_are_whole(config):
+    template, codec = ChatTemplate(config.model.path, config.task.chat), TextCodec(config.model.path, (EOS,))
+    text = template.render(template.messages("Spell this word backward (example: sun -> nus): zinc"))
+    assert text == "<|user|>Spell this word backward (example: sun -> nus): zinc<|end|><|assistant|>"
+    ids = codec.encode(text)
+    assert codec.decode(ids) == text and ids[-2] == EOS
+    # Words that every prompt has are one token each. The word of the task is letters.
+    assert [codec.decode([one]) for one in ids[-7:-2]] == [" ", "z", "i", "n", "c"] and len(ids) == 19
+
+
 def test_the_warm_start_leaves_room_to_learn():
     report = json.loads((ROOT / "assets/tiny_gym/policy_report.json").read_text(encoding="ascii"))
     for dtype in ("bfloat16", "float32"):
@@ -50,6 +60,7 @@ def test_the_warm_start_leaves_room_to_learn():
         assert 20 <= rates["mean_completion_tokens"] <= 100
 
 
+@pytest.mark.long
 def test_it_is_shown_the_prompts_of_the_run_and_right_answers(config, tmp_path):
     """The run renders and tokenises the prompts as the warm start did, and its scorers pass the first style."""
     pytest.importorskip("reasoning_gym")
