@@ -25,7 +25,7 @@ def config(monkeypatch):
 
 
 def problems(config):
-    return train._problems(config, None, 2, first=True, again=False)
+    return train._problems(config, None, 2, first=True, again=False)[0]
 
 
 @pytest.mark.long
@@ -69,7 +69,7 @@ def test_it_is_shown_the_prompts_of_the_run_and_right_answers(config, tmp_path):
 
     task = load_task(config, TextCodec(config.model.path, (EOS,)))
     lesson = gym_policy.lesson(tmp_path)
-    prompts = {prompt.text: prompt for prompt in task.evaluated(config.eval.prompts, 1)}
+    prompts = {prompt.text: prompt for _, prompt in task.evaluated(config)}
     exercises = lesson.heldout[:48]
     assert {exercise.level for exercise in exercises} == {"chain_sum", "spell_backward", "letter_counting"}
     (reward,) = config.task.rewards.values()
