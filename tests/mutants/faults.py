@@ -135,6 +135,14 @@ MUTANTS: list[Mutant] = [
     *_room(
         "config",
         (
+            "a section that is not asked",
+            "check.py",
+            "*config.export.problems(),",
+            "",
+            "export.keep_last is accepted and does nothing.",
+            "tests/config/test_check.py",
+        ),
+        (
             "longest sequence just fits, and is refused",
             "check.py",
             "if train.microbatch_tokens < longest:",
@@ -579,6 +587,14 @@ MUTANTS: list[Mutant] = [
     *_room(
         "planning",
         (
+            "a token without itself",
+            "model_flops.py",
+            "full * (full + 1) // 2",
+            "full * (full - 1) // 2",
+            "Attention of a token to itself is not counted.",
+            "tests/planning/test_model_flops.py",
+        ),
+        (
             "rounds not filled up",
             "packing.py",
             "range(-len(microbatches) % rounds)",
@@ -661,6 +677,14 @@ MUTANTS: list[Mutant] = [
     ),
     *_room(
         "tasks",
+        (
+            "the stop string in the text",
+            "tokenizer.py",
+            "return text[: match.start()]",
+            "return text[: match.end()]",
+            "An exact grader sees the stop string and pays nothing.",
+            "tests/train/test_rollouts.py",
+        ),
         (
             "the same order in every epoch",
             "prompts.py",
@@ -819,6 +843,14 @@ MUTANTS: list[Mutant] = [
     ),
     *_room(
         "vllm",
+        (
+            "a stop string as a token",
+            "sampling.py",
+            'by_token = self.token_ids and self.finish_reason == "stop" and not isinstance(self.stop_reason, str)',
+            'by_token = self.token_ids and self.finish_reason == "stop"',
+            "The last token of a stop string is taken for a stop token.",
+            "tests/vllm/test_sampling.py",
+        ),
         (
             "block keeps its owner",
             "slots.py",
@@ -1053,6 +1085,14 @@ MUTANTS: list[Mutant] = [
     *_room(
         "megatron",
         (
+            "weights exported as they change",
+            "hf_files.py",
+            'tensor.to("cpu", stored_dtype(name, dtype), copy=True)',
+            'tensor.to("cpu", stored_dtype(name, dtype))',
+            "An export behind the run holds weights of two steps.",
+            "tests/distributed/test_state.py",
+        ),
+        (
             "bias correction of the other moment",
             "adam.py",
             "-lr / (1 - beta1**step)",
@@ -1175,6 +1215,46 @@ MUTANTS: list[Mutant] = [
     ),
     *_room(
         "train",
+        (
+            "the last of equal evaluations",
+            "progress.py",
+            "key=lambda one: (one[1], -one[0])",
+            "key=lambda one: (one[1], one[0])",
+            "The best checkpoint moves although nothing was gained.",
+            "tests/train/test_progress.py",
+        ),
+        (
+            "a gain of nothing",
+            "progress.py",
+            "gained = value > reached and",
+            "gained = value >= reached and",
+            "A run whose pass rate stands still never ends early.",
+            "tests/train/test_progress.py",
+        ),
+        (
+            "samples as prompts",
+            "pass_rates.py",
+            "min(samples, mean * (1 - mean) / error) if error else samples",
+            "samples",
+            "Eight samples of a prompt count as eight prompts, and intervals are too narrow.",
+            "tests/train/test_pass_rates.py",
+        ),
+        (
+            "pass@k of the failures",
+            "pass_rates.py",
+            "return 1.0 - math.comb(samples - passed, k)",
+            "return 1.0 - math.comb(passed, k)",
+            "pass@k is that of the wrong completions.",
+            "tests/train/test_pass_rates.py",
+        ),
+        (
+            "supports of the last tokens",
+            "sampling_support.py",
+            "counts = counts[: len(tokens)]",
+            "counts = counts[-len(tokens) :]",
+            "After a stop string each token has the support of a later one.",
+            "tests/train/test_support.py",
+        ),
         (
             "oldest routes kept for the placement",
             "assignment.py",
@@ -1430,6 +1510,14 @@ MUTANTS: list[Mutant] = [
     ),
     *_room(
         "commands",
+        (
+            "rewards not tried",
+            "train.py",
+            "verifiers.try_out(task.first(_TRIED), config.task.max_failed_fraction)",
+            "pass",
+            "A reward that always fails is found when the sampler has started.",
+            "tests/commands/test_bad_inputs.py",
+        ),
         (
             "a damaged trace is well",
             "trace.py",
