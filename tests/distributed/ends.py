@@ -16,15 +16,12 @@ CHECKPOINT = Path(sys.argv[1])
 
 
 class Trainer:
-    """Stands for the parts of a run. Where the loop first asks for an evaluation, it takes the update."""
+    """Stands for the parts of a run. The loop's first call takes the update."""
 
-    def __init__(self, config, folder, peers, stack):
+    def __init__(self, config, folder, task, peers, stack):
         self.config, self.peers = config, peers
 
     def check_start(self):
-        """There is nothing that would be exported."""
-
-    def evaluate(self, step, *, last):
         from moe_rl.megatron import world
         from moe_rl.megatron.policy import Policy
         from moe_rl.models.hf import read_model
