@@ -1,5 +1,6 @@
 """In which order tests run, and which of them one worker runs; no test by the clock."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import pytest
 # Tests run beside each other: threads of torch would wait for each other, and take CPU time while they do. This is
 # before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Imports and the collection of tests make millions of objects that stay. Looking for garbage among them takes seconds.
+gc.disable()
 
 # A time limit for an example tells how busy the machine is, and fails on a slow one.
 hypothesis.settings.register_profile("any machine", deadline=None)
@@ -37,6 +41,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Refuse to run ungrouped if groups were asked for: every worker would start its own ranks and engines."""
+    """Refuse to run ungrouped if groups were asked for: every worker would start its own ranks and engines. From here
+    on, garbage is collected among what the tests themselves make."""
+    gc.freeze()
+    gc.enable()
     if getattr(session.config.option, "loadgroup", False) and any("@" not in item.nodeid for item in session.items):
         raise pytest.UsageError("pytest-xdist ignores xdist_group under this pytest: install the pinned requirements")

@@ -296,7 +296,9 @@ parallel: {parallel}
 """
 
 
-@pytest.mark.parametrize("case", ["deepseek PP2-VPP2-uneven-uniform", "glm-groups TP2-EP2-uniform"])
+@pytest.mark.parametrize(
+    "case", [pytest.param("deepseek PP2-VPP2-uneven-uniform", marks=pytest.mark.long), "glm-groups TP2-EP2-uniform"]
+)
 def test_one_process_exports_a_run_of_any_layout(seen, checkpoints, tmp_path, case):
     """Without torchrun and without a word about the layout. What is written are the weights after the update."""
     model, layout = case.split()

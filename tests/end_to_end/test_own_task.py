@@ -56,6 +56,7 @@ def commands_of_section_4() -> list[str]:
     return commands
 
 
+@pytest.mark.long
 def test_the_plan_of_the_task_finds_no_problem(run, written):
     plan, _ = commands_of_section_4()
     assert "1000 prompts" in run(plan, 120)

@@ -282,7 +282,8 @@ def test_chunked_prefill_with_few_tokens_a_step(play, router):
     assert outcome.stats["steps"] > 6 * 150 / 48, "prompts were not cut"
 
 
-@pytest.mark.parametrize("chunked", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
+@pytest.mark.parametrize("chunked", [False, True])
 def test_preemption_keeps_what_was_sampled_from(play, router, chunked):
     """The KV cache is too small for the running requests, so some lose their blocks and are computed again."""
     engine = {"num_gpu_blocks_override": 24, "max_num_seqs": 16}
