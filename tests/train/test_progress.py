@@ -114,6 +114,6 @@ def test_more_patience_goes_on_and_the_best_one_can_be_gone_back_to(ended, tmp_p
     assert same.returncode == 0 and f"ended after step {last}" in same.stdout and max(evaluations(run)) == last
     more = resume(run, "eval.patience=4", f"run.steps={last + 1}")
     assert more.returncode == 0 and max(evaluations(run)) == last + 1, more.stderr[-3000:]
-    back = resume(run, "--step", "best", f"run.steps={best + 1}")
-    assert back.returncode == 0 and max(evaluations(run)) == best + 1, back.stderr[-3000:]
+    back = resume(run, "--step", "best")
+    assert back.returncode == 0 and f"resumed after step {best};" in back.stdout, back.stderr[-3000:]
     assert f"step-{last + 1:06d}.abandoned" in kept(run)
