@@ -1381,7 +1381,7 @@ MUTANTS: list[Mutant] = [
             "weight_version=step - 1,",
             "weight_version=step,",
             "Routes of the weights that sampled are refused as stale.",
-            "tests/train/test_stack.py",
+            "tests/train/test_not_finite.py",
         ),
     ),
     *_room(

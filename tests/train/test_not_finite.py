@@ -11,7 +11,6 @@ from tests.support.one_rank import alone
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_each_is_shown_where_it_is_nothing_moves_and_the_run_ends(tmp_path):
     overrides = [
