@@ -333,20 +333,15 @@ def _read_task(config: Config, facts: ModelFacts, found: list[Problem]) -> tuple
         if wrong:
             return None, wrong
         task = load_task(config, codec)
-        return task, _reward_problems(config, task)
+        return task, _try_rewards(config, task)
     except DataError as error:
         return None, [problem for problem in error.problems if problem not in found]
 
 
-def _reward_problems(config: Config, task: TaskPrompts) -> list[Problem]:
+def _try_rewards(config: Config, task: TaskPrompts) -> list[Problem]:
     """Import the reward functions as the run will, and try them. Return what is wrong with them."""
     try:
-        with VerifierPool(
-            config.task.rewards,
-            timeout_seconds=config.task.verifier_timeout_seconds,
-            workers=1,
-            generators=config.task.generators,
-        ) as verifiers:
+        with VerifierPool.of(config.task, workers=1) as verifiers:
             verifiers.check_arguments(task.columns())
             verifiers.try_out(task.first(_TRIED), config.task.max_failed_fraction)
     except ConfigError as error:

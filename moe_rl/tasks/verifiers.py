@@ -23,6 +23,7 @@ from typing import Any
 
 from moe_rl.config.check_files import dotted_path_problem
 from moe_rl.config.reward_kinds import FunctionReward, ReasoningGymReward, RewardConfig
+from moe_rl.config.schema import TaskConfig
 from moe_rl.errors import ConfigError, RewardError, describe
 from moe_rl.tasks.reward_arguments import BUILT_IN, Columns, RewardParameters, argument_problems
 from moe_rl.tasks.verifier_process import REWARD_RANGE, Scores, VerifierJob, VerifierPlace, refuse_rewards
@@ -129,6 +130,16 @@ class VerifierPool:
         except BaseException:
             self.close()
             raise
+
+    @classmethod
+    def of(cls, task: TaskConfig, *, workers: int | None = None) -> VerifierPool:
+        """Start the verifiers of a task, as many as `workers` says, or as the config says."""
+        return cls(
+            task.rewards,
+            timeout_seconds=task.verifier_timeout_seconds,
+            workers=task.verifier_workers if workers is None else workers,
+            generators=task.generators,
+        )
 
     def __enter__(self) -> VerifierPool:
         return self

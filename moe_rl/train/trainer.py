@@ -106,15 +106,7 @@ class Trainer:
             if self.facts.mtp_layers:
                 log.note("the model's multi-token-prediction layers are not trained and not sent to the sampler")
             log.note("starting the sampler and the verifiers ...")
-            verifiers = stack.enter_context(
-                VerifierPool(
-                    config.task.rewards,
-                    timeout_seconds=config.task.verifier_timeout_seconds,
-                    workers=config.task.verifier_workers,
-                    generators=config.task.generators,
-                )
-            )
-
+            verifiers = stack.enter_context(VerifierPool.of(config.task))
             assert task is not None
             for note in task.notes():
                 log.note(note)

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from moe_rl.config.load import load_config
 from moe_rl.config.reward_kinds import RemoteReward
 from moe_rl.errors import ConfigError, RewardError
 from moe_rl.tasks import verifier_process
 from moe_rl.tasks.reward_arguments import Columns
-from moe_rl.tasks.verifiers import RewardItem, check_failed_fraction
+from moe_rl.tasks.verifiers import RewardItem, VerifierPool, check_failed_fraction
 from moe_rl.types import Prompt, Verdict
 from tests.support.refusals import refused
 
@@ -37,6 +38,16 @@ def test_scores_are_the_weighted_sum_in_order(make_pool):
     for i, verdict in enumerate(verdicts):
         parts = {"exact_match": float(bool(i % 3) and i % 2 == 0), "answer_format": float(bool(i % 3))}
         assert verdict == Verdict("scored", parts["exact_match"] + 0.125 * parts["answer_format"], parts)
+
+
+def test_a_task_has_as_many_verifiers_as_it_says_unless_its_rewards_are_only_tried(monkeypatch):
+    started = []
+    monkeypatch.setattr(verifier_process.VerifierPlace, "start", started.append)
+    task = load_config("configs/tiny_moe_cpu.yaml", ["task.verifier_workers=3"]).task
+    VerifierPool.of(task).close()
+    assert len(started) == 3
+    VerifierPool.of(task, workers=1).close()
+    assert len(started) == 4
 
 
 def test_functions_get_the_arguments_they_name(make_pool):
