@@ -47,7 +47,7 @@ from moe_rl.rollout.attach import attach_problems
 from moe_rl.tasks import prompt_ledger
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.tasks.prompts import TaskPrompts, load_task
-from moe_rl.tasks.tokenizer import TextCodec
+from moe_rl.tasks.tokenizer import TextCodec, stop_tokens
 from moe_rl.tasks.verifiers import VerifierPool
 from moe_rl.train import run_folder
 from moe_rl.train.peers import STOPPED
@@ -327,8 +327,7 @@ def _read_task(config: Config, facts: ModelFacts, found: list[Problem]) -> tuple
     if any(str(problem.about.get("key", "")).startswith(("task.", "model.")) for problem in found):
         return None, []
     try:
-        stop_tokens = (*facts.eos_token_ids, *config.rollout.stop_token_ids)
-        codec = TextCodec(config.model.path, stop_tokens, config.rollout.stop)
+        codec = TextCodec(config.model.path, stop_tokens(config, facts), config.rollout.stop)
         wrong = list(vocabulary_problems(config, facts, codec.vocabulary))
         if wrong:
             return None, wrong

@@ -20,10 +20,10 @@ from moe_rl.models.hf import ModelFacts
 from moe_rl.replay.routes import missing_rows
 from moe_rl.rollout.engine import VllmEngine
 from moe_rl.tasks.prompts import PromptSource, load_task
-from moe_rl.tasks.tokenizer import TextCodec
+from moe_rl.tasks.tokenizer import TextCodec, stop_tokens
 from moe_rl.trace import TraceStore
 from moe_rl.train.kept import KeptRollouts, RolloutBatch, shard_name
-from moe_rl.train.rollouts import engine_settings, generate_request, stop_tokens
+from moe_rl.train.rollouts import engine_settings, generate_request
 from moe_rl.train.run_folder import RunFolder
 from moe_rl.types import Prompt, Sequence
 from moe_rl.weights.digest import tensor_digests, total_digest

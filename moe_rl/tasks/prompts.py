@@ -55,8 +55,9 @@ class PromptSet:
 
 @dataclass(frozen=True, slots=True)
 class TaskPrompts:
-    """Holds all prompts of a task."""
+    """Holds all prompts of a task, and the tokenizer that made them."""
 
+    codec: TextCodec
     train: tuple[PromptSet, ...]
     heldout: tuple[PromptSet, ...]
 
@@ -112,7 +113,7 @@ def load_task(config: Config, codec: TextCodec) -> TaskPrompts:
                 found += error.problems
     if found:
         raise DataError(list(dict.fromkeys(found)))
-    task = TaskPrompts(tuple(sets["train"]), tuple(sets["heldout"]))
+    task = TaskPrompts(codec, tuple(sets["train"]), tuple(sets["heldout"]))
     if found := list(number_problems(config, task.count, [one.count for one in task.heldout])):
         raise DataError(found)
     return task

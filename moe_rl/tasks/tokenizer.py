@@ -11,11 +11,18 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from moe_rl.config.prompt_sources import ChatConfig
+from moe_rl.config.schema import Config
 from moe_rl.errors import About, DataError, describe
+from moe_rl.models.facts import ModelFacts
 from moe_rl.types import Completion
 
 # Shown for a sampled id that the tokenizer does not know. Such ids exist because models pad their vocabulary.
 _UNKNOWN = "\ufffd"
+
+
+def stop_tokens(config: Config, facts: ModelFacts) -> tuple[int, ...]:
+    """Return the tokens that end a completion: the model's, then those of the config."""
+    return tuple(dict.fromkeys((*facts.eos_token_ids, *config.rollout.stop_token_ids)))
 
 
 class TextCodec:

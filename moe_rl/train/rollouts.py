@@ -22,7 +22,7 @@ from moe_rl.rollout.sampler import Sampler
 from moe_rl.tasks import prompt_ledger
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.tasks.prompts import PromptSource, TaskPrompts
-from moe_rl.tasks.tokenizer import TextCodec
+from moe_rl.tasks.tokenizer import stop_tokens
 from moe_rl.tasks.verifiers import RewardItem, VerifierPool, check_failed_fraction
 from moe_rl.trace import TraceStore
 from moe_rl.train.kept import KeptSample, RolloutBatch, shard_name
@@ -119,7 +119,7 @@ class Rollouts:
         self.config, self.engine, self.verifiers, self.store = config, engine, verifiers, store
         self.trace_root = run_dir / "trace"
         self.stop_tokens = stop_tokens(config, facts)
-        self.codec = TextCodec(config.model.path, self.stop_tokens, config.rollout.stop)
+        self.codec = task.codec
         self.source = PromptSource(task.train, config.run.seed)
         self.ledger = PromptLedger(run_dir / prompt_ledger.FILE)
         self.heldout = task.evaluated(config)
@@ -313,11 +313,6 @@ class Rollouts:
             **({"rollout/lost_servers": len(self.engine.lost)} if isinstance(self.engine, ServerFleet) else {}),
             "throughput/sampled_tokens_per_second": tokens / clock.seconds["sample"],
         }
-
-
-def stop_tokens(config: Config, facts: ModelFacts) -> tuple[int, ...]:
-    """Return the tokens that end a completion: the model's, then those of the config."""
-    return tuple(dict.fromkeys((*facts.eos_token_ids, *config.rollout.stop_token_ids)))
 
 
 def generate_request(
