@@ -228,32 +228,38 @@ class Rollouts:
         """Return pass rates on held-out prompts, as each source asks for them. Prompts and seeds are the same at every
         call."""
         rollout = self.config.rollout
-        asked: dict[str, list[tuple[int, GenerateRequest]]] = {"sampled": [], "greedy": []}
+        sampled: list[tuple[int, GenerateRequest]] = []
+        greedy: list[tuple[int, GenerateRequest]] = []
         for p, (source, prompt) in enumerate(self.heldout):
             temperature = rollout.temperature if source.temperature is None else source.temperature
             if temperature:
                 top_p = rollout.top_p if source.top_p is None else source.top_p
                 for c in range(source.samples):
                     key = f"eval/sampled/p{p}" + (f"/c{c}" if c else "")
-                    asked["sampled"].append((p, replace(self._request(key, prompt, temperature), top_p=top_p)))
+                    sampled.append((p, replace(self._request(key, prompt, temperature), top_p=top_p)))
             if source.greedy or not temperature:
-                asked["greedy"].append((p, self._request(f"eval/greedy/p{p}", prompt, 0.0)))
-        passed: dict[str, dict[int, list[bool | None]]] = {}
-        for name, requests in asked.items():
-            # Nothing trains on these completions.
-            unrecorded = [replace(request, record=False) for _, request in requests]
-            completions = self.engine.generate(unrecorded, shard=f"eval-{name}-step{step:06d}") if requests else []
-            verdicts = self._judge([self.heldout[p][1] for p, _ in requests], completions) if requests else []
-            passed[name] = {}
-            for (p, _), verdict in zip(requests, verdicts, strict=True):
-                passed[name].setdefault(p, []).append(self._passes(verdict))
-        sampled, greedy = passed["sampled"], passed["greedy"]
+                greedy.append((p, self._request(f"eval/greedy/p{p}", prompt, 0.0)))
+        passed = self._passed(sampled, f"eval-sampled-step{step:06d}")
+        passed_greedy = self._passed(greedy, f"eval-greedy-step{step:06d}")
         return eval_metrics(
             [
-                PromptResult(source, prompt.level, sampled.get(p) or greedy[p], greedy.get(p, ()))
-                for p, (source, prompt) in enumerate(self.heldout)
+                PromptResult(source, prompt.level, samples or at_zero, at_zero)
+                for (source, prompt), samples, at_zero in zip(self.heldout, passed, passed_greedy, strict=True)
             ]
         )
+
+    def _passed(self, asked: Seq[tuple[int, GenerateRequest]], shard: str) -> list[list[bool | None]]:
+        """Send requests, each with the place of its held-out prompt. Return for every such prompt which of its
+        completions passed."""
+        passed: list[list[bool | None]] = [[] for _ in self.heldout]
+        if not asked:
+            return passed
+        # Nothing trains on these completions.
+        completions = self.engine.generate([replace(one, record=False) for _, one in asked], shard=shard)
+        verdicts = self._judge([self.heldout[p][1] for p, _ in asked], completions)
+        for (p, _), verdict in zip(asked, verdicts, strict=True):
+            passed[p].append(self._passes(verdict))
+        return passed
 
     def canary_runs(self) -> list[tuple[int, ...]]:
         """Return the token runs that sampler and trainer both score after every weight sync.
