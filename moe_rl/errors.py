@@ -10,7 +10,8 @@ The parts survive pickling. Only the text crosses a process boundary by msgspec 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Literal
 
 _SHOWN = 5
@@ -144,6 +145,12 @@ def first_of(texts: Sequence[str], *, separator: str = "; ") -> str:
     """Join the first five texts for a message, and say how many more there are."""
     more = f"{separator}and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
     return separator.join(texts[:_SHOWN]) + more
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a question with the known name that is most like this one, for a message; "" if none is like it."""
+    close = get_close_matches(name, list(known), n=1)
+    return f"did you mean {close[0]}?" if close else ""
 
 
 class MoeRLError(Exception):

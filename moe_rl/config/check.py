@@ -9,13 +9,12 @@ are quick and have no side effects.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from difflib import get_close_matches
 
 from moe_rl.config.check_cluster import engine_problems
 from moe_rl.config.check_files import file_problems
 from moe_rl.config.check_layout import layout_problems
 from moe_rl.config.schema import Config
-from moe_rl.errors import About, ConfigError, Problem, describe
+from moe_rl.errors import About, ConfigError, Problem, describe, did_you_mean
 from moe_rl.models.hf import ModelFacts, read_model
 
 
@@ -151,13 +150,12 @@ def _evaluation_problems(config: Config) -> Iterator[Problem]:
     if evaluation.best is None:
         return
     if evaluation.best not in (known := config.task.pass_rates):
-        close = get_close_matches(evaluation.best, known, n=1)
         yield describe(
             "no evaluation has this metric",
             where={"key": "eval.best"},
             got=evaluation.best,
             expected=f"one of {', '.join(known)}",
-            do=f"did you mean {close[0]}?" if close else "",
+            do=did_you_mean(evaluation.best, known),
         )
     waits = evaluation.every_steps * (evaluation.patience or 1)
     if waits >= steps:

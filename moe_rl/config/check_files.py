@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import importlib.machinery
 import importlib.util
 import os
@@ -15,7 +14,7 @@ from moe_rl.config.load import find_file
 from moe_rl.config.prompt_sources import PromptSourceConfig
 from moe_rl.config.reward_kinds import FunctionReward
 from moe_rl.config.schema import Config
-from moe_rl.errors import ConfigError, Problem, describe
+from moe_rl.errors import ConfigError, Problem, describe, did_you_mean
 from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import (
     checkpoint_tensors,
@@ -227,9 +226,8 @@ def dotted_path_problem(dotted: str) -> str | None:
     _, _, name = dotted.rpartition(".")
     if names is None or name in names:
         return reason
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f", did you mean {close[0]}?" if close else ""
-    return f"module {dotted.removesuffix(f'.{name}')} has no {name}{hint}"
+    lacks = f"module {dotted.removesuffix(f'.{name}')} has no {name}"
+    return ", ".join(filter(None, [lacks, did_you_mean(name, names)]))
 
 
 def _read_module(dotted: str) -> tuple[str | None, ast.Module | None]:

@@ -23,7 +23,7 @@ from moe_rl.config.objective import LOSS_PARAMETERS, LOSSES, ObjectiveConfig, wi
 from moe_rl.config.reward_kinds import KINDS
 from moe_rl.config.schema import Config
 from moe_rl.config.section import members
-from moe_rl.errors import About, ConfigError, Problem, describe
+from moe_rl.errors import About, ConfigError, Problem, describe, did_you_mean
 from moe_rl.shipped import shipped
 
 SHIPPED = shipped("configs")
@@ -77,8 +77,7 @@ def find_config(name: str | Path, beside: Path = Path(), where: About = MappingP
             describe("cannot read the config file", where={"file": path, **where}, got=error, fault="unreadable")
         ) from None
     known = sorted(file.stem for file in SHIPPED.glob("*.yaml"))
-    close = difflib.get_close_matches(name.stem, known, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"give the path of a YAML file, or one of {', '.join(known)}"
+    hint = did_you_mean(name.stem, known) or f"give the path of a YAML file, or one of {', '.join(known)}"
     raise ConfigError(
         describe("there is no config file", where={"file": path, **where}, got=path, do=hint, fault="absent")
     )

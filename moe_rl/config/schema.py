@@ -6,7 +6,6 @@ The string under a field documents it. Numbers that follow from the config are c
 from __future__ import annotations
 
 from collections.abc import Iterator
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -37,7 +36,7 @@ from moe_rl.config.section import (
     Whole,
 )
 from moe_rl.config.training import ParallelConfig, PlacementConfig, TrainConfig
-from moe_rl.errors import Problem, describe
+from moe_rl.errors import Problem, describe, did_you_mean
 from moe_rl.types import LARGEST_REWARD
 
 
@@ -148,13 +147,12 @@ class TaskConfig(Section):
         yield from source_problems("task.heldout", self.heldout)
         yield from heldout_problems(self.heldout)
         if self.pass_reward not in self.rewards:
-            close = get_close_matches(self.pass_reward, self.rewards, n=1)
             yield describe(
                 "no such reward",
                 where={"key": "task.pass_reward"},
                 got=self.pass_reward,
                 expected=f"one of {', '.join(self.rewards)}",
-                do=f"did you mean {close[0]}?" if close else "",
+                do=did_you_mean(self.pass_reward, self.rewards),
             )
         if all(reward.weight == 0 for reward in self.rewards.values()):
             yield describe(

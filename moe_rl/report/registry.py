@@ -6,10 +6,9 @@ always right. `python -m moe_rl.report.registry > docs/reference/metrics.md` wri
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
-from moe_rl.errors import describe
+from moe_rl.errors import describe, did_you_mean
 from moe_rl.report.metric import FAMILY, MODES, Metric, Mode
 from moe_rl.report.metrics import ALL
 
@@ -71,12 +70,11 @@ def check_eval(keys: Iterable[str]) -> None:
 
 
 def _unknown(keys: set[str]) -> list[str]:
-    problems = []
-    for key in sorted(keys):
-        if find(key) is None:
-            close = difflib.get_close_matches(key, METRICS, n=1)
-            problems.append(f"{key} is not a known metric" + (f"; did you mean {close[0]}" if close else ""))
-    return problems
+    return [
+        ", ".join(filter(None, [f"{key} is not a known metric", did_you_mean(key, METRICS)]))
+        for key in sorted(keys)
+        if find(key) is None
+    ]
 
 
 def _refuse(problems: list[str], kind: str) -> None:
