@@ -39,16 +39,6 @@ class RunLines:
         rows = [row for row in self.train if row.get(key) is not None and row.get(partner) is not None]
         return [row["step"] for row in rows], [row[key] for row in rows], [row[partner] for row in rows]
 
-    @staticmethod
-    def rates(row: Row) -> dict[str, list[float | None]]:
-        """Return the pass rates of an evaluation by name, without "eval/": lower end of the interval, value, upper
-        end."""
-        names = [key.removeprefix("eval/") for key in row if key.startswith("eval/")]
-        names = [name for name in names if not name.startswith(("low/", "high/"))]
-        return {
-            name: [row.get(f"eval/low/{name}"), row[f"eval/{name}"], row.get(f"eval/high/{name}")] for name in names
-        }
-
     @property
     def mode(self) -> Mode:
         """Return replay.mode, as the logged keys show it."""
@@ -88,6 +78,13 @@ def encode(step: int, kind: str, metrics: dict[str, float]) -> str:
 def values(row: Row) -> dict[str, float | None]:
     """Return the metrics of a line. One that was not finite is None."""
     return {key: value for key, value in row.items() if key not in ("step", "kind", "nonfinite")}
+
+
+def pass_rates(row: Row) -> dict[str, list[float | None]]:
+    """Return the pass rates of an evaluation by name, without "eval/": lower end of the interval, value, upper end."""
+    names = [key.removeprefix("eval/") for key in row if key.startswith("eval/")]
+    names = [name for name in names if not name.startswith(("low/", "high/"))]
+    return {name: [row.get(f"eval/low/{name}"), row[f"eval/{name}"], row.get(f"eval/high/{name}")] for name in names}
 
 
 def read_rows(path: Path) -> tuple[list[Row], bool]:

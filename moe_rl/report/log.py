@@ -105,9 +105,10 @@ class RunLog:
             if key.startswith("eval/level/")
         ]
         at = [
-            "{0} pass@{1} {value}".format(*key.split("/")[2:], value=percent(value))
+            f"{source} pass@{k} {percent(value)}"
             for key, value in metrics.items()
             if key.startswith("eval/pass_at/")
+            for source, k in [key.split("/")[2:]]
         ]
         self._print(", ".join([text, *at]) + (f" ({', '.join(levels)})" if levels else ""))
 

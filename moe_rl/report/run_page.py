@@ -10,7 +10,7 @@ from moe_rl.disk import write_whole
 from moe_rl.report import summary as summary_module
 from moe_rl.report.format import count, duration, percent, points, scientific, seconds
 from moe_rl.report.history import read_history
-from moe_rl.report.lines import RunLines, read_run, values
+from moe_rl.report.lines import Row, RunLines, pass_rates, read_run, values
 from moe_rl.report.page import Tile, render
 from moe_rl.report.registry import METRICS, find
 from moe_rl.report.run_config import flat, read_config
@@ -201,13 +201,18 @@ def _tokens(sample: SampleLine) -> list[dict[str, Any]]:
 
 def _heldout(run: RunLines) -> dict[str, Any]:
     """Return the pass rates of the held-out sets with their intervals, in the first and the last evaluation."""
-    shown = run.eval[:1] if len(run.eval) == 1 else [run.eval[0], run.eval[-1]] if run.eval else []
-    found = [run.rates(row) for row in shown]
+    shown = _first_and_last(run)
+    found = [pass_rates(row) for row in shown]
     rooms = ("pass_rate", "pass_rate_greedy", "source", "pass_at")
     names = {name for rates in found for name in rates if name.partition("/")[0] in rooms}
     ordered = sorted(names, key=lambda name: (rooms.index(name.partition("/")[0]), name))
     sets = [(_rate_title(name), [rates.get(name, [None] * 3) for rates in found]) for name in ordered]
     return {"heldout": sets, "heldout_steps": [row["step"] for row in shown]}
+
+
+def _first_and_last(run: RunLines) -> list[Row]:
+    """Return the lines of the first and the last evaluation, or of the only one."""
+    return run.eval[:1] + run.eval[1:][-1:]
 
 
 def _rate_title(name: str) -> str:
@@ -221,7 +226,7 @@ def _rate_title(name: str) -> str:
 def _levels(run: RunLines) -> dict[str, Any]:
     """Return the held-out pass rate by level, in the first and the last evaluation."""
     keys = sorted({key for row in run.eval for key in row if key.startswith("eval/level/")})
-    shown = run.eval[:1] if len(run.eval) == 1 else [run.eval[0], run.eval[-1]] if keys else []
+    shown = _first_and_last(run)
     levels, changes = [], []
     for key in keys:
         name, rates = key.removeprefix("eval/level/"), [row.get(key) for row in shown]

@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_rl.disk import write_whole
 from moe_rl.errors import describe
-from moe_rl.report.lines import RunLines, read_run
+from moe_rl.report.lines import RunLines, pass_rates, read_run
 
 FILE = "summary.json"
 
@@ -75,8 +75,8 @@ def measure(run: RunLines) -> dict[str, Any]:
         "heldout_pass_rate_last": last.get("eval/pass_rate"),
         "heldout_pass_rate_greedy_first": first.get("eval/pass_rate_greedy"),
         "heldout_pass_rate_greedy_last": last.get("eval/pass_rate_greedy"),
-        "heldout_rates_first": run.rates(first),
-        "heldout_rates_last": run.rates(last),
+        "heldout_rates_first": pass_rates(first),
+        "heldout_rates_last": pass_rates(last),
         "heldout_step_first": first.get("step"),
         "heldout_step_last": last.get("step"),
         "train_pass_rate_first": run.train[0].get("reward/pass_rate") if run.train else None,

@@ -44,7 +44,7 @@ class Progress:
     @property
     def best_step(self) -> int | None:
         """The step of `best`."""
-        return None if self.best is None else self.best[0]
+        return None if (best := self.best) is None else best[0]
 
     def why_end(self) -> str:
         """Return why the run has trained enough: too many evaluations in a row without a gain; else ""."""
