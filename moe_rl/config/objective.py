@@ -17,6 +17,13 @@ ClipHigh = Annotated[
     float, Field(gt=0.0, description="The ratio is clipped to the range [1 - clip_low, 1 + clip_high].")
 ]
 WeightCap = Annotated[float, Field(ge=1.0, description="Largest weight. Larger ones are truncated to it.")]
+DualClip = Annotated[
+    Annotated[float, Field(gt=1.0)] | None,
+    Field(
+        description="Largest ratio of a token with a negative advantage (dual clip, arXiv 1912.09729). A larger one is "
+        "held there, so that no token adds more than this factor times its advantage. null: no limit."
+    ),
+]
 Probability = Annotated[float, Field(gt=0.0, le=1.0)]
 
 # For each rule: the bounds that it needs, and those that it accepts in addition.
@@ -94,7 +101,7 @@ class ObjectiveConfig(Section):
         return bool(self.corrections) or self.off_policy_delta is not None
 
     @property
-    def parameters(self) -> dict[str, float]:
+    def parameters(self) -> dict[str, float | None]:
         """Return the parameters of the loss by name."""
         return {key: getattr(self, key) for key in LOSS_PARAMETERS[self.name]}
 
@@ -217,6 +224,7 @@ class GrpoConfig(ObjectiveConfig):
     name: Literal["grpo"]
     clip_low: ClipLow = Field(examples=[0.2])
     clip_high: ClipHigh = Field(examples=[0.2])
+    dual_clip: DualClip = Field(default=None, examples=[3.0])
 
 
 class DrGrpoConfig(ObjectiveConfig):
@@ -225,6 +233,7 @@ class DrGrpoConfig(ObjectiveConfig):
     name: Literal["dr_grpo"]
     clip_low: ClipLow = Field(examples=[0.2])
     clip_high: ClipHigh = Field(examples=[0.2])
+    dual_clip: DualClip = Field(default=None, examples=[3.0])
     advantage: Literal["group_mean"] = "group_mean"
     """Fixed by the method: reward minus the mean of its group, not divided."""
 
@@ -235,6 +244,7 @@ class DapoConfig(ObjectiveConfig):
     name: Literal["dapo"]
     clip_low: ClipLow = Field(examples=[0.2])
     clip_high: ClipHigh = Field(examples=[0.28])
+    dual_clip: DualClip = Field(default=None, examples=[3.0])
 
 
 class CispoConfig(ObjectiveConfig):
@@ -299,6 +309,7 @@ class DecoupledConfig(ObjectiveConfig):
     clip_low: ClipLow = Field(examples=[0.2])
     clip_high: ClipHigh = Field(examples=[0.2])
     weight_cap: WeightCap = Field(examples=[5.0])
+    dual_clip: DualClip = Field(default=None, examples=[3.0])
     old_logprobs: Literal["trainer"] = "trainer"
     """Fixed by the method: its ratio is to the trainer's policy before the first update of the step."""
 

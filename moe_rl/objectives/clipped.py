@@ -4,6 +4,10 @@
 r_t = exp(l_t - l_old_t) and c_t = min(r_t A_i, clip(r_t, 1 - clip_low, 1 + clip_high) A_i).
 They differ in the weight of a token. A clip event is a token whose clipped branch is strictly smaller, so that it has
 no gradient.
+
+This c_t has no bound where A_i < 0 and r_t is large: one token can outweigh all others. With dual_clip (arXiv
+1912.09729, equation 5) such a token has c_t = max(c_t, dual_clip A_i). Where the second argument is the larger one the
+token has no gradient, and is a clip event too.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ def grpo(
     *,
     clip_low: float,
     clip_high: float,
+    dual_clip: float | None = None,
     denominator: int,
     weights: Tensor | None = None,
 ) -> PolicyLoss:
@@ -39,11 +44,19 @@ def grpo(
     The denominator is the number of non-empty sequences. The loss is the mean over sequences of means over tokens.
     """
     broken = check_loss(
-        logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, clip_low=clip_low, clip_high=clip_high
+        logprobs,
+        old_logprobs,
+        advantages,
+        sequence_ids,
+        denominator,
+        weights,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
     )
     of_token = token_advantages(advantages, sequence_ids, weights)
     scale = 1 / own_length(sequence_ids)
-    return _clipped(logprobs, old_logprobs, of_token, scale, clip_low, clip_high, denominator, broken)
+    return _clipped(logprobs, old_logprobs, of_token, scale, clip_low, clip_high, dual_clip, denominator, broken)
 
 
 def dr_grpo(
@@ -54,6 +67,7 @@ def dr_grpo(
     *,
     clip_low: float,
     clip_high: float,
+    dual_clip: float | None = None,
     denominator: int,
     weights: Tensor | None = None,
 ) -> PolicyLoss:
@@ -66,11 +80,19 @@ def dr_grpo(
     without the std.
     """
     broken = check_loss(
-        logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, clip_low=clip_low, clip_high=clip_high
+        logprobs,
+        old_logprobs,
+        advantages,
+        sequence_ids,
+        denominator,
+        weights,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
     )
     of_token = token_advantages(advantages, sequence_ids, weights)
     return _clipped(
-        logprobs, old_logprobs, of_token, torch.ones_like(of_token), clip_low, clip_high, denominator, broken
+        logprobs, old_logprobs, of_token, torch.ones_like(of_token), clip_low, clip_high, dual_clip, denominator, broken
     )
 
 
@@ -82,6 +104,7 @@ def dapo(
     *,
     clip_low: float,
     clip_high: float,
+    dual_clip: float | None = None,
     denominator: int,
     weights: Tensor | None = None,
 ) -> PolicyLoss:
@@ -93,11 +116,19 @@ def dapo(
     and clip_high 0.28. DAPO's dynamic sampling and its penalty for long completions are not part of the loss.
     """
     broken = check_loss(
-        logprobs, old_logprobs, advantages, sequence_ids, denominator, weights, clip_low=clip_low, clip_high=clip_high
+        logprobs,
+        old_logprobs,
+        advantages,
+        sequence_ids,
+        denominator,
+        weights,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
     )
     of_token = token_advantages(advantages, sequence_ids, weights)
     return _clipped(
-        logprobs, old_logprobs, of_token, torch.ones_like(of_token), clip_low, clip_high, denominator, broken
+        logprobs, old_logprobs, of_token, torch.ones_like(of_token), clip_low, clip_high, dual_clip, denominator, broken
     )
 
 
@@ -111,6 +142,7 @@ def decoupled(
     clip_low: float,
     clip_high: float,
     weight_cap: float,
+    dual_clip: float | None = None,
     denominator: int,
     weights: Tensor | None = None,
 ) -> PolicyLoss:
@@ -133,10 +165,11 @@ def decoupled(
         clip_low=clip_low,
         clip_high=clip_high,
         weight_cap=weight_cap,
+        dual_clip=dual_clip,
     )
     of_token = token_advantages(advantages, sequence_ids, weights)
     scale = (old_logprobs.detach().double() - rollout_logprobs.detach().double()).exp().clamp(max=weight_cap)
-    return _clipped(logprobs, old_logprobs, of_token, scale, clip_low, clip_high, denominator, broken)
+    return _clipped(logprobs, old_logprobs, of_token, scale, clip_low, clip_high, dual_clip, denominator, broken)
 
 
 def _clipped(
@@ -146,6 +179,7 @@ def _clipped(
     scale: Tensor,
     clip_low: float,
     clip_high: float,
+    dual_clip: float | None,
     denominator: int,
     broken: Tensor,
 ) -> PolicyLoss:
@@ -157,7 +191,7 @@ def _clipped(
         broken: the result of `check_loss`.
     """
     log_ratio = logprobs.double() - old_logprobs.detach().double()
-    surrogate, ratio, clipped = clipped_surrogate(log_ratio, of_token, clip_low, clip_high)
+    surrogate, ratio, clipped = clipped_surrogate(log_ratio, of_token, clip_low, clip_high, dual_clip)
     loss = -(surrogate * scale).sum() / denominator
     return with_counts((loss - broken).to(logprobs.dtype), ratio, clipped, torch.ones_like(clipped))
 

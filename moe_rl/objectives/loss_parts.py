@@ -79,15 +79,19 @@ def sequence_advantages(advantages: Tensor, sequence_ids: Tensor, weights: Tenso
 
 
 def clipped_surrogate(
-    log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+    log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return min(r A, clip(r) A), r (detached), and a mask of the elements that used the clipped branch; all float64.
 
     advantages: float64, without gradient. Elements with equal branches count as not clipped and keep their gradient.
+    dual_clip: the largest r of an element with A < 0; larger ones are held there and count as clipped. None: no limit.
     """
     ratio = log_ratio.detach().exp()
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     clipped = bounded * advantages < ratio * advantages
+    if dual_clip is not None:
+        beyond = (advantages < 0) & (ratio > dual_clip)
+        bounded, clipped = torch.where(beyond, dual_clip, bounded), clipped | beyond
     # Where the surrogate is flat, the differentiable exp must not see the log-ratio: after an overflow autograd would
     # multiply a zero by inf. A NaN still shows, because it makes `bounded` NaN.
     flat = clipped | (advantages == 0)
@@ -185,9 +189,11 @@ def check_loss(
     weights: Tensor | None,
     *,
     rollout_logprobs: Tensor | None = None,
-    **parameters: float,
+    **parameters: float | None,
 ) -> Tensor:
-    """Check all tensors and parameters of a loss, which must be positive. Return `nan_unless_finite` of the tensors."""
+    """Check all tensors and parameters of a loss, which must be positive or None. Return `nan_unless_finite` of the
+    tensors.
+    """
     check_tokens(logprobs, old_logprobs, sequence_ids, denominator)
     if rollout_logprobs is not None:
         check_tokens(logprobs, rollout_logprobs, sequence_ids, denominator)
@@ -222,7 +228,7 @@ def check_loss(
             )
         )
     for name, value in parameters.items():
-        if not value > 0:
+        if value is not None and not value > 0:
             raise ValueError(
                 describe(
                     "must be positive",

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from moe_rl.config.check import problems
 from moe_rl.config.check_files import dotted_path_problem
 from moe_rl.config.load import dump_config, load_config
-from moe_rl.config.objective import LOSS_PARAMETERS
+from moe_rl.config.objective import LOSS_PARAMETERS, LOSSES
 from moe_rl.config.reward_kinds import MathVerifyReward
 from moe_rl.errors import ConfigError
 from tests.support.refusals import refused, tells
@@ -167,7 +167,9 @@ def test_every_loss_with_its_own_parameters_is_fine(found, name):
 def test_a_parameter_that_the_loss_does_not_take_is_refused(found, name):
     """A key of another loss is refused even with its value there. null overrides a config that sets it."""
     for key in {key for keys in LOSS_PARAMETERS.values() for key in keys} - set(LOSS_PARAMETERS[name]):
-        (message,) = found(*settings(name), f"objective.{key}=1.0" if key == "weight_cap" else f"objective.{key}=0.5")
+        (message,) = found(
+            *settings(name), f"objective.{key}=1.5" if key in ("weight_cap", "dual_clip") else f"objective.{key}=0.5"
+        )
         tells(message, "null", key=f"objective.{key}", given=f"objective.name is {name}")
         assert found(*settings(name), f"objective.{key}=0.5", f"objective.{key}=null") == []
 
@@ -175,9 +177,8 @@ def test_a_parameter_that_the_loss_does_not_take_is_refused(found, name):
 @pytest.mark.parametrize("name", [name for name in LOSS_PARAMETERS if not name.startswith("gspo")])
 def test_a_parameter_that_the_loss_needs_is_asked_for_with_its_published_value(found, name):
     needed = [item for item in settings(name) if item.split("=")[0].partition(".")[2] not in LOSS_PARAMETERS[name]]
-    messages = found(*needed)
-    assert len(messages) == len(LOSS_PARAMETERS[name])
-    for message, (key, value) in zip(messages, LOSS_PARAMETERS[name].items(), strict=True):
+    asked = {k: value for k, value in LOSS_PARAMETERS[name].items() if LOSSES[name].model_fields[k].is_required()}
+    for message, (key, value) in zip(found(*needed), asked.items(), strict=True):
         tells(message, f"{key} {value}", key=f"objective.{key}", given=f"objective.name is {name}")
 
 

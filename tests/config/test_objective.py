@@ -177,7 +177,7 @@ def test_another_loss_than_that_of_the_file(found, config_file):
     tells(message, key="objective.weight_cap", file=config_file, line=line, given="objective.name is grpo", got=3)
     tells(message, "cispo, dppo_tv, minirl, decoupled", expected=("objective.clip_low, objective.clip_high",))
     objective = load_config(config_file, ["objective.name=grpo", "objective.weight_cap=null"]).objective
-    assert objective.parameters == {"clip_low": 0.1, "clip_high": 0.2} and objective.name == "grpo"
+    assert objective.parameters == {"clip_low": 0.1, "clip_high": 0.2, "dual_clip": None} and objective.name == "grpo"
     lost = found("objective.name=sapo")
     assert [message.about["key"] for message in lost] == [
         f"objective.{key}" for key in ("tau_positive", "tau_negative", "clip_low", "clip_high", "weight_cap")

@@ -39,6 +39,7 @@ class Batch:
             "tau_negative": 1.05,
             "delta_low": 0.15,
             "delta_high": 0.2,
+            "dual_clip": None,
         }
     )
     weights: list[float] | None = None
@@ -107,6 +108,7 @@ def batches(draw):
         "tau_negative": draw(st.sampled_from([1.05, 4.0])),
         "delta_low": draw(st.sampled_from([1e-3, 0.15])),
         "delta_high": draw(st.sampled_from([1e-3, 0.2])),
+        "dual_clip": draw(st.sampled_from([None, 1.05, 3.0])),
     }
     return Batch(
         [o + d for o, d in zip(old, deltas, strict=True)],
@@ -188,9 +190,11 @@ def scalar_sequence(name, batch, advantage, tokens):
             weight = {"grpo": 1 / n}.get(name, 1.0)
             if name == "decoupled":
                 weight = min(math.exp(batch.old[t] - batch.rollout[t]), o["weight_cap"])
-            event = outside
-            term = -weight * min(ratio * advantage, clip(ratio, batch) * advantage)
-            slope = 0.0 if outside else -weight * ratio * advantage
+            least = o["dual_clip"] * advantage if o["dual_clip"] and advantage < 0 else -math.inf
+            surrogate = min(ratio * advantage, clip(ratio, batch) * advantage)
+            event = outside or surrogate < least
+            term = -weight * max(surrogate, least)
+            slope = 0.0 if event else -weight * ratio * advantage
         elif name == "sapo":
             tau = o["tau_positive"] if advantage > 0 else o["tau_negative"]
             level = 1 / (1 + math.exp(-min(tau * (ratio - 1), 700)))
@@ -310,7 +314,14 @@ HAND = Batch(
     0.5,
     0.5,
     [math.log(p) for p in (0.25, 1.0, 0.5, 0.03125)],
-    {"weight_cap": 1.75, "tau_positive": 1.0, "tau_negative": 2.0, "delta_low": 0.3, "delta_high": 0.5},
+    {
+        "weight_cap": 1.75,
+        "tau_positive": 1.0,
+        "tau_negative": 2.0,
+        "delta_low": 0.3,
+        "delta_high": 0.5,
+        "dual_clip": None,
+    },
 )
 BY_HAND = {  # gradients times the denominator, and the denominator
     "dr_grpo": ([0, 1, 0, 1], 3 * MAX_TOKENS),  # 2 > 1.5 and 1/4 < 0.5 are clipped
@@ -405,6 +416,25 @@ def test_an_overflow_of_a_token_that_has_weight_0_leaves_no_nan(name, advantage)
 def test_an_overflow_that_counts_is_shown(name):
     result, _ = Batch([0.0], [-2000.0], [-1.0], [0], 0.2, 0.2).run(name)
     assert result.loss.item() == math.inf
+
+
+def test_the_dual_clip_by_hand():
+    """The ratios are 16, 4 and 1/4, with A < 0; one token with A > 0 has the ratio 16 too."""
+    ratios = [16.0, 4.0, 0.25, 16.0]
+    batch = Batch([math.log(r) - 5 for r in ratios], [-5.0] * 4, [-2.0, 2.0], [0, 0, 0, 1], 0.5, 0.5)
+    batch.others = batch.others | {"dual_clip": 5.0}
+    result, gradient = batch.run("dapo", denominator=1)
+    assert math.isclose(result.loss.item(), 2 * (5.0 + 4.0 + 0.5) - 2 * 1.5, rel_tol=1e-14)  # 1/4 is held at 1/2
+    assert close(gradient, [0.0, 2 * 4.0, 0.0, 0.0], 1e-14) and result.clip_events.item() == 3
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "decoupled"])
+def test_the_dual_clip_bounds_an_overflow_and_leaves_no_nan(name):
+    batch = Batch([0.0, -1.0], [-2000.0, -1.0], [-1.0, -1.0], [0, 1], 0.2, 0.2, [-2000.0, -1.0])
+    batch.others = batch.others | {"dual_clip": 3.0}
+    result, gradient = batch.run(name, denominator=2)
+    assert result.ratio_max.item() == math.inf  # the witness: exp did overflow
+    assert math.isclose(result.loss.item(), (3.0 + 1.0) / 2, rel_tol=1e-14) and gradient == [0.0, 0.5]
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
