@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,6 +39,8 @@ from moe_rl.megatron.policy import Policy, ReferencePolicy
 
 STATE = "state.json"
 RUN_TENSORS = "run.safetensors"
+# Fields of state.json that every checkpoint has.
+_FIELDS = ("step", "updates", "optimizer_step", "layout", "files")
 CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "singleton_local_shards": False,
@@ -51,20 +54,23 @@ def layout(parallel: ParallelConfig) -> dict[str, int]:
     return {"ranks": dist.get_world_size(), **parallel.model_dump(mode="json")}
 
 
-def load(path: Path, policy: Policy, *, parallel: ParallelConfig, seed: int) -> dict:
+def load(path: Path, policy: Policy, *, parallel: ParallelConfig, seed: int, fields: Sequence[str] = ()) -> dict:
     """Restore weights, optimizer and random generators. All ranks call this together.
 
     The layout may differ from the one that saved. Then the generators are seeded from `seed`, the run's seed, and the
     step.
 
+    Args:
+        fields: Those of the `state` given to `save` that the caller reads.
+
     Returns:
         The `state` given to `save`, with `step`, `updates` and the `layout` that wrote the checkpoint.
 
     Raises:
-        CheckpointError: A file is missing, damaged, foreign, or belongs to another model. Raised on all ranks; the
-            policy is not changed.
+        CheckpointError: A file or a field is missing, or a file is damaged, foreign, or belongs to another model.
+            Raised on all ranks; the policy is not changed.
     """
-    state = _verified(path)
+    state = _verified(path, fields)
     _restore(path, policy, state["optimizer_step"])
     policy.updates = state["updates"]
     if state["layout"] == layout(parallel):
@@ -144,12 +150,12 @@ class _Verdict:
     state: dict = field(default_factory=dict)
 
 
-def _verified(path: Path) -> dict:
+def _verified(path: Path, fields: Sequence[str] = ()) -> dict:
     """Check all files against their digests, each rank its share, and return state.json without the digests."""
     verdict = None
     if dist.get_rank() == 0:
         try:
-            verdict = _Verdict(state=_read_state(path))
+            verdict = _Verdict(state=_read_state(path, fields))
         except CheckpointError as error:
             verdict = _Verdict(error=str(error))
     verdict = world.broadcast(verdict, _Verdict)
@@ -167,8 +173,8 @@ def sealed(state: dict) -> str:
     return json.dumps(state | {"digest": xxhash.xxh3_128_hexdigest(json.dumps(state).encode())}, indent=1)
 
 
-def _read_state(path: Path) -> dict:
-    """Read state.json, and check it and the names of the folder and its files."""
+def _read_state(path: Path, fields: Sequence[str]) -> dict:
+    """Read state.json, and check it and the names of the folder and its files. fields: what it has beside _FIELDS."""
     try:
         text = (path / STATE).read_text()
         state = json.loads(text)
@@ -185,6 +191,15 @@ def _read_state(path: Path) -> dict:
                 do=to_resume_instead(path),
             )
         ) from error
+    if absent := [name for name in (*_FIELDS, *fields) if name not in state]:
+        raise CheckpointError(
+            describe(
+                "a checkpoint was written by another version of moe_rl",
+                where={"file": path / STATE, "field": ", ".join(absent)},
+                got="no such field",
+                do="go on with the version that wrote it, or begin a new run",
+            )
+        )
     if path.name != name_of(state["step"]):
         raise CheckpointError(
             describe(

@@ -32,6 +32,8 @@ from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.sampling_support import read_support
 from moe_rl.train.trainer import RankZero, Trainer
 
+# What `Trainer.save` gives to a checkpoint and `restore` reads.
+_FIELDS = ("guards", "evaluations", "cursor", "ledger")
 # Missing routes are accepted here; the step decides what to do about them when it trains.
 _ROWS = RowPolicy(missing="native", stale="refuse", max_staleness=0)
 
@@ -118,16 +120,8 @@ def restore(trainer: Trainer, done: int) -> None:
     before: dict[str, int] | None = None
     if done:
         path = checkpoints.find(trainer.folder.checkpoints, done)
-        state = checkpoint.load(path, trainer.policy, parallel=parallel, seed=trainer.config.run.seed)
-        if "evaluations" not in state:
-            raise CheckpointError(
-                describe(
-                    "a checkpoint was written by another version of moe_rl",
-                    where={"file": path / checkpoint.STATE, "field": "evaluations"},
-                    got="no such field",
-                    do="go on with the version that wrote it, or begin a new run",
-                )
-            )
+        seed = trainer.config.run.seed
+        state = checkpoint.load(path, trainer.policy, parallel=parallel, seed=seed, fields=_FIELDS)
         trainer.train_step.guards.restore(state["guards"])
         trainer.progress.restore(state["evaluations"])
         trainer.train_step.placement.restore(checkpoint.run_tensors(path))

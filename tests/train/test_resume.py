@@ -2,16 +2,20 @@
 not."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from moe_rl import checkpoint_folder as checkpoints
+from moe_rl.config.training import ParallelConfig
 from moe_rl.errors import CheckpointError, MoeRLError
+from moe_rl.megatron import checkpoint, world
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.tasks.prompts import PromptSet, PromptSource
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
 from moe_rl.train.kept import KeptRollouts, RolloutBatch, shard_name
-from moe_rl.train.resume import check_of_this_run, left_behind
+from moe_rl.train.resume import check_of_this_run, left_behind, restore
 from moe_rl.types import Prompt, Provenance, Sequence, Span
 
 SPEC = TraceSpec("model", 8, 2, "mm")
@@ -121,6 +125,31 @@ def test_a_shard_whose_line_the_manifest_lost_is_not_taken(left, tmp_path, what)
     manifest.write_bytes(line)
     left.find()
     assert left.kept.store.unpublished() == []
+
+
+def test_a_checkpoint_that_lacks_a_field_is_refused_before_anything_changes(tmp_path, monkeypatch):
+    path, parallel = tmp_path / checkpoints.name_of(1), ParallelConfig()
+    path.mkdir()
+    trainer = SimpleNamespace(
+        config=SimpleNamespace(parallel=parallel, run=SimpleNamespace(seed=1)),
+        folder=SimpleNamespace(checkpoints=tmp_path),
+        policy=None,  # nothing of it is touched
+    )
+    monkeypatch.setattr(world.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(world.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(world, "broadcast", lambda message, kind: message)
+    monkeypatch.setattr(world, "gather", lambda message, kind: [message])
+    whole = {"step": 1, "updates": 1, "optimizer_step": 1, "layout": checkpoint.layout(parallel), "files": {}}
+    whole |= {"guards": {}, "evaluations": [], "cursor": 2, "ledger": "digest"}
+    for absent in whole:
+        state = {name: value for name, value in whole.items() if name != absent}
+        (path / checkpoint.STATE).write_text(checkpoint.sealed(state))
+        with pytest.raises(CheckpointError) as caught:
+            restore(trainer, 1)
+        assert f"({path / checkpoint.STATE}, {absent})" in str(caught.value)
+    (path / checkpoint.STATE).write_text(checkpoint.sealed(whole))
+    with pytest.raises(AttributeError, match="NoneType"):  # all fields are there, and the policy is next
+        restore(trainer, 1)
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
