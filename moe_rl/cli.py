@@ -12,7 +12,7 @@ from importlib import import_module
 
 VERBS = {
     "train": "train a policy with routing replay; start it with torchrun",
-    "plan": "print every number derived from a config, and every problem; start nothing",
+    "plan": "print every number derived from a config, and every problem; train nothing",
     "serve": "serve a model with vLLM and record its routes",
     "trace": "inspect or verify a trace store, and import or export routes",
     "report": "write the report of a run, also while it goes on, or compare several runs",

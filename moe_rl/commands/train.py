@@ -81,14 +81,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ),
     )
     parser.add_argument(
-        "--plan", action="store_true", help="print every derived number and every problem; start nothing"
+        "--plan", action="store_true", help="print every derived number and every problem; train nothing"
     )
     _add_rest(parser, "with --plan: ")
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of a plan, which is a run with --plan."""
-    parser.description = "Print every derived number of a run and every problem. Start nothing. Needs no torch."
+    parser.description = (
+        "Print every derived number of a run and every problem. No rank and no sampler is started. The prompts are "
+        "read, and the rewards are tried on some of them in a process of their own."
+    )
     parser.epilog = "Exit status: 0 if there is no problem, else 2."
     _add_source(parser)
     _add_rest(parser, "")
