@@ -79,6 +79,10 @@ class ObjectiveConfig(Section):
     """Limit in nats per token, for sequences with a negative advantage (DeepSeek-V3.2). Such a sequence is masked when
     the current policy finds its tokens less likely than the sampler did, on average by more than the limit. null: no
     sequence is masked."""
+    second_moment_limit: Positive | None = None
+    """Limit of the mean squared log-ratio of the trainer's old policy to the sampler (M2PO). The mean is over the
+    tokens of an update that the loss pushes further away from the sampler. While it is above the limit, the token with
+    the largest square is masked. null: no token is masked."""
     kl_coef: NotNegative = 0.0
     """Weight of the KL to the frozen initial policy, which routes natively. With every loss it is the mean over the
     tokens of a sequence, then over sequences. 0: no reference model is built."""
@@ -98,7 +102,7 @@ class ObjectiveConfig(Section):
     @property
     def corrected(self) -> bool:
         """Return whether any correction gives tokens weights."""
-        return bool(self.corrections) or self.off_policy_delta is not None
+        return bool(self.corrections) or self.off_policy_delta is not None or self.second_moment_limit is not None
 
     @property
     def parameters(self) -> dict[str, float | None]:
@@ -114,6 +118,8 @@ class ObjectiveConfig(Section):
             key = f"objective.corrections.{number}"
             yield from _bound_problems(key, correction)
             yield from self._loss_problems(key, correction)
+        if self.second_moment_limit is not None:
+            yield from self._second_moment_problems()
         weighing = [one for one in self.corrections if one.rule in _WEIGH]
         if len(weighing) > 1:
             yield describe(
@@ -157,6 +163,22 @@ class ObjectiveConfig(Section):
                 where={"key": f"{key}.level", **where},
                 got=f"token {rule}",
                 expected="level sequence or geometric, or a veto",
+                do=f"use {self.counted_by_token}, or a sequence-level correction",
+            )
+
+    def _second_moment_problems(self) -> Iterator[Problem]:
+        if self.old_logprobs == "sampler":
+            yield describe(
+                "the old policy is the sampler, so that every log-ratio it looks at is 0",
+                where={"key": "objective.second_moment_limit", "given": "objective.old_logprobs is sampler"},
+                got=self.second_moment_limit,
+                expected="objective.old_logprobs trainer, or null",
+            )
+        elif self.counted_by_token:
+            yield describe(
+                "the loss has one term per sequence, and this masks single tokens",
+                where={"key": "objective.second_moment_limit", "given": f"objective.name is {self.name}"},
+                got=self.second_moment_limit,
                 do=f"use {self.counted_by_token}, or a sequence-level correction",
             )
 

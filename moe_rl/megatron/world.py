@@ -279,6 +279,18 @@ def gather[T](message: T, kind: type[T]) -> list[T]:
     return [messages.decode(one[: int(n)].cpu().numpy().tobytes(), kind) for one, n in zip(data, lengths, strict=True)]
 
 
+def concatenate(values: torch.Tensor) -> torch.Tensor:
+    """Return the vectors [n] of all ranks, one after the other in rank order, on all ranks. Lengths may differ."""
+    size = torch.tensor([len(values)], dtype=torch.int64, device=values.device)
+    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, size)
+    padded = values.new_zeros(int(torch.cat(sizes).amax()))
+    padded[: len(values)] = values
+    everyone = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(everyone, padded)
+    return torch.cat([one[: int(size)] for one, size in zip(everyone, sizes, strict=True)])
+
+
 def all_reduce(values: Sequence[float], op: dist.ReduceOp = dist.ReduceOp.SUM) -> list[float]:
     """Reduce float64 numbers over all ranks. The result is the same on each."""
     tensor = torch.tensor(values, dtype=torch.float64, device=device())

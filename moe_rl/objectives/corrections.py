@@ -19,6 +19,9 @@ The off-policy sequence mask of DeepSeek-V3.2 (arXiv 2512.02556) compares the sa
 therefore sees mismatch and staleness together. Its weight is 0 for a sequence with A_i < 0 and
 (1 / n_i) sum_t (l_rollout_t - l_t) > delta, and 1 for all others.
 
+The second-moment mask of M2PO looks at a whole update (see `second_moment.py`). Its weight is 0 for the tokens that it
+does not trust, and 1 for all others.
+
 Several corrections are multiplied, as sums of logarithms: the ratio of a long sequence cannot overflow, and no 0 is
 multiplied by inf. A token with a logprob or an advantage that is not finite gets the weight NaN, even if a rule rejects
 the token, and the step then refuses the loss.
@@ -82,8 +85,9 @@ def token_weights(
     rollout_logprobs: Tensor,
     advantages: Tensor,
     sequence_ids: Tensor,
+    trusted: Tensor | None = None,
 ) -> TokenWeights:
-    """Multiply the weights of all corrections and of the off-policy sequence mask, for the tokens of one microbatch.
+    """Multiply the weights of all corrections and masks, for the tokens of one microbatch.
 
     The host does not wait for the device. `policy_loss` checks the tensors.
 
@@ -92,6 +96,7 @@ def token_weights(
         logprobs: [T] float32 or float64, of the current policy. old_logprobs and rollout_logprobs have the same shape.
         advantages: [B].
         sequence_ids: [T] int64 in 0..B-1.
+        trusted: [T] bool, False where the second-moment mask gives weight 0. None: no mask.
     """
     now, old, rollout = (one.detach().double() for one in (logprobs, old_logprobs, rollout_logprobs))
     of_token = old - rollout
@@ -116,6 +121,8 @@ def token_weights(
         drift = mean_by_sequence(rollout - now, advantages, sequence_ids)
         masked = (advantages.detach() < 0) & (drift > off_policy_delta)
         log_weights = log_weights.masked_fill(masked[sequence_ids], -torch.inf)
+    if trusted is not None:
+        log_weights = log_weights.masked_fill(~trusted, -torch.inf)
     weights = log_weights.exp()
     for given in (now, old, rollout, advantages.detach()[sequence_ids]):
         weights = weights - (given - given)  # 0 or NaN; added because comparisons pass over NaN

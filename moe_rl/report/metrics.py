@@ -196,9 +196,16 @@ ALL = (
     Metric("objective/zero_advantage_fraction", "fraction", "lower",
         "Fraction of the trained sequences whose advantage is exactly 0. They teach nothing.",
         "Near 1: rewards do not differ where objective.advantage compares them."),
+    Metric("objective/second_moment", "nats^2", "lower",
+        "Mean of (log r)^2 over the tokens of an update that the loss pushes further away from the sampler, where r = "
+        "old policy / sampler, before any of them is masked. Mean over the updates of the step. Logged only with "
+        "objective.second_moment_limit, to which it is compared.",
+        "Above the limit: tokens are masked, correction/zero_token_fraction says how many.",
+        "when measured"),
     Metric("correction/weight_mean", "ratio", "neutral",
-        "Mean weight that objective.corrections and objective.off_policy_delta give a token, zeros included, over the "
-        "updates of the step. All correction/ metrics are logged only where one of the two is set.",
+        "Mean weight that objective.corrections, objective.off_policy_delta and objective.second_moment_limit give a "
+        "token, zeros included, over the updates of the step. All correction/ metrics are logged only where one of the "
+        "three is set.",
         "Far from 1: the mismatch scales the loss. Look at policy_kl/k3.",
         "when measured"),
     Metric("correction/zero_token_fraction", "fraction", "lower",

@@ -95,6 +95,7 @@ class UpdateLoss:
             rollout_logprobs=work.microbatch.rollout_logprobs,
             advantages=work.microbatch.advantages,
             sequence_ids=work.microbatch.sequence_ids,
+            trusted=work.trusted,
         )
         self.sums.corrections += weights.sums
         return weights.values

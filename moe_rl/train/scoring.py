@@ -6,16 +6,18 @@ All ranks call these functions together. Each puts its results into the microbat
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 
 from moe_rl.config.sampling_keys import ReplayConfig
 from moe_rl.errors import ReplayError, describe
 from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy, ReferencePolicy
+from moe_rl.objectives import second_moment
 from moe_rl.replay.plans import peak_rows
 from moe_rl.replay.session import Mode, ReplaySession
 from moe_rl.train.samples import PassSeen
-from moe_rl.train.shares import MicrobatchWork
+from moe_rl.train.shares import MicrobatchWork, UpdateShare
 from moe_rl.train.step_metrics import Shown, mismatch_of
 
 
@@ -98,3 +100,27 @@ def score_reference(reference: ReferencePolicy, work: list[MicrobatchWork]) -> N
     """Compute the logprobs of the frozen reference policy, natively routed."""
     for one, values in zip(work, reference.logprobs([one.microbatch for one in work]), strict=True):
         one.ref_logprobs = values
+
+
+def trust(limit: float, shares: list[UpdateShare]) -> dict[str, float]:
+    """Find the tokens of each update that `objective.second_moment_limit` keeps. Needs the advantages.
+
+    Returns:
+        Metrics, equal on all ranks.
+    """
+    means = []
+    for share in shares:
+        found = []
+        for one in share.work:
+            batch = one.microbatch
+            found.append(
+                second_moment.squares(one.old_logprobs, batch.rollout_logprobs, batch.advantages, batch.sequence_ids)
+            )
+        mine = [values[region] for values, region in found] if world.speaks_for_its_sequences() else []
+        empty = torch.empty(0, dtype=torch.float64, device=world.device())
+        everyone = world.concatenate(torch.cat([empty, *mine])).cpu().numpy()
+        largest = second_moment.largest_kept(everyone, limit)
+        for one, (values, region) in zip(share.work, found, strict=True):
+            one.trusted = ~region | (values <= largest)
+        means.append(everyone.mean() if len(everyone) else 0.0)
+    return {"objective/second_moment": sum(means) / len(means)}

@@ -33,12 +33,14 @@ class MicrobatchWork:
         plan: How these routes are dispatched, if that is planned.
         old_logprobs: float32 [N], the denominators of the ratios; at first the sampler's logprobs.
         ref_logprobs: float32 [N], from the reference policy, if there is one.
+        trusted: bool [N], which tokens the second-moment limit keeps, if there is one.
     """
 
     microbatch: Microbatch
     table: MicrobatchRoutes
     old_logprobs: torch.Tensor
     ref_logprobs: torch.Tensor | None = None
+    trusted: torch.Tensor | None = None
     plan: dict[int, LayerPlan] | None = None
 
 

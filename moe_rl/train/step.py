@@ -81,6 +81,8 @@ class TrainStep:
             if self.reference is not None:
                 scoring.score_reference(self.reference, work)
         credit = give_credit(objective, sequences, group_ids, shares)
+        if objective.second_moment_limit is not None:
+            credit |= scoring.trust(objective.second_moment_limit, shares)
         with clock("train"):
             for number, share in enumerate(shares):
                 # Without a pass for old logprobs, the forward of the first update is the one that runs on the sampler's

@@ -65,6 +65,20 @@ def test_losses_with_the_ratio_in_them_take_what_does_not_weigh(found, name):
         )
 
 
+SECOND_MOMENT = "objective.second_moment_limit=0.04"
+
+
+def test_the_second_moment_limit_needs_a_loss_by_token_and_the_trainers_old_policy(found):
+    for name in (*TOKEN_LOSSES, "minirl", "decoupled"):
+        assert found(*loss(name), SECOND_MOMENT) == []
+    for name, other in (("gspo", "gspo_token"), ("gmpo", "grpo")):
+        (message,) = found(*loss(name), SECOND_MOMENT)
+        tells(message, other, key="objective.second_moment_limit", given=f"objective.name is {name}")
+    for name in ("gspo_token", "dppo_tv"):
+        (message,) = found(*loss(name, old="sampler"), SECOND_MOMENT)
+        tells(message, key="objective.second_moment_limit", given="objective.old_logprobs is sampler")
+
+
 @pytest.mark.parametrize("text", [TIS, ICEPOP, PRODUCT, GEOMETRIC, VETO])
 def test_ratios_that_are_1_are_refused(found, text):
     (message,) = found(*loss("gspo_token", old="sampler"), corrections(text))

@@ -40,6 +40,10 @@ CORRECTED = {
             "objective.kl_unbiased=true",
         ],
     ),  # fmt: skip
+    "second moment": (
+        "decoupled",
+        ["objective.second_moment_limit=0.003", "objective.off_policy_delta=0.05", "objective.kl_coef=0.1"],
+    ),
 }
 
 
@@ -120,7 +124,9 @@ def test_the_batch_has_what_the_objectives_tell_apart(seen):
             assert 0 < told[case]["objective/clip_fraction"] < 1, case
         assert CORRECTION_METRICS & set(told[case]) == (CORRECTION_METRICS if case in CORRECTED else set())
     by_token, by_sequence = told["corrected by token"], told["corrected by sequence"]
-    for one in (by_token, by_sequence):
+    by_update = told["second moment"]
+    assert by_update["objective/second_moment"] > 0.003  # above the limit
+    for one in (by_token, by_sequence, by_update):
         assert 0.05 < one["correction/zero_token_fraction"] < 0.9 and 0 < one["correction/zero_sequence_fraction"] < 1
         assert 0 < one["correction/ess_token_fraction"] < 1 and one["objective/kl_ref"] != 0
     assert by_token["correction/truncated_token_fraction"] == 0 < by_sequence["correction/truncated_token_fraction"]

@@ -88,6 +88,9 @@ CASES = {
             "train.router_aux_loss=0.01",
         ]
     },
+    "second-moment": {
+        "overrides": ["objective.name=gspo_token", "objective.second_moment_limit=1e-9", "train.updates_per_step=1"]
+    },
     "masked": {"overrides": MASKED},
     "masked-tensor": {"overrides": [*MASKED, "parallel.tensor=2"]},
     "masked-context": {"overrides": [*MASKED, "parallel.context=2"]},
@@ -292,6 +295,15 @@ def test_packing_by_load_knows_nothing_of_tokens_without_routes(steps):
     counted, told = steps["by-load-lost"][1], steps["by-load-lost"][0]
     assert counted.startswith("TraceError") and "s3" in counted  # the rank that counts it
     assert told.startswith("ReplayError: another rank refused") and "got rank 1" in told
+
+
+@pytest.mark.long
+def test_the_second_moment_limit_masks_what_the_loss_would_push_further_away(steps):
+    """The sampler's logprobs are far from those of the trainer, so that hardly any square is below this limit."""
+    metrics, _ = steps["second-moment"]
+    assert metrics["objective/second_moment"] > 1e-3
+    assert 0.2 < metrics["correction/zero_token_fraction"] < 0.8  # the tokens that come closer are kept
+    assert metrics["correction/zero_token_fraction"] == 1 - metrics["correction/weight_mean"]
 
 
 def test_missing_routes_are_refused_by_default(steps):

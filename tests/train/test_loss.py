@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from moe_rl.config.objective import LOSS_PARAMETERS, LOSSES, AnyObjective
-from moe_rl.objectives import corrections
+from moe_rl.objectives import corrections, second_moment
 from moe_rl.train.loss import LossSums, UpdateLoss
 
 IDS, ADVANTAGES = [0, 0, 1, 1, 1, 3], [1.0, -1.0, 0.5, 0.0]
@@ -30,6 +30,7 @@ def objectives(draw, name):
         "name": name,
         **LOSS_PARAMETERS[name],
         "corrections": draw(st.lists(st.sampled_from(rules), max_size=2)),
+        "second_moment_limit": draw(st.sampled_from([None, 1e-3])),
         "off_policy_delta": draw(st.sampled_from([None, 1e-3, 1.0])),
         "kl_coef": draw(st.sampled_from([0.0, 0.1])),
         "kl_estimator": draw(st.sampled_from(["k1", "k2", "k3"])),
@@ -43,7 +44,7 @@ def objectives(draw, name):
     try:
         return TypeAdapter(AnyObjective).validate_python(section)
     except ValidationError:  # not every loss supports every correction
-        return TypeAdapter(AnyObjective).validate_python(section | {"corrections": ()})
+        return TypeAdapter(AnyObjective).validate_python(section | {"corrections": (), "second_moment_limit": None})
 
 
 def evaluated(objective, tensors):
@@ -51,7 +52,14 @@ def evaluated(objective, tensors):
     microbatch = SimpleNamespace(
         rollout_logprobs=tensors["rollout"], advantages=tensors["advantages"], sequence_ids=torch.tensor(IDS)
     )
-    work = SimpleNamespace(microbatch=microbatch, old_logprobs=tensors["old"], ref_logprobs=tensors["ref"])
+    work = SimpleNamespace(
+        microbatch=microbatch, old_logprobs=tensors["old"], ref_logprobs=tensors["ref"], trusted=None
+    )
+    if objective.second_moment_limit is not None:
+        values, region = second_moment.squares(
+            *(tensors[key] for key in ("old", "rollout", "advantages")), torch.tensor(IDS)
+        )
+        work.trusted = ~region | (values <= second_moment.largest_kept(values[region].numpy(), 1e-3))
     share = SimpleNamespace(work=[work], denominator=5, sequences=3, tokens=6)
     sums = LossSums()
     return UpdateLoss(objective, share, sums)(0, tensors["logprobs"], tensors["entropies"]).item(), sums

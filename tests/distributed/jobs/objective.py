@@ -14,6 +14,7 @@ from moe_rl.models.hf import read_model
 from moe_rl.objectives.losses import global_denominator
 from moe_rl.proof.trial import whole_gradients
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
+from moe_rl.train import scoring
 from moe_rl.train.loss import LossSums, UpdateLoss
 from moe_rl.train.scoring import session as session_of
 from moe_rl.train.step import TrainStep
@@ -106,11 +107,13 @@ def gradients(step, policy, ready, scores, order, *, wrong=False):
     for work in share.work:
         work.microbatch.give_advantages([sequence.reward for sequence in ready])
         work.old_logprobs, work.ref_logprobs = of(work.microbatch, scores.old), of(work.microbatch, scores.reference)
+    limit = step.config.objective.second_moment_limit
+    trust = {} if limit is None else scoring.trust(limit, [share])
     sums = LossSums()
     loss = microbatch_means(step, share, sums) if wrong else UpdateLoss(step.config.objective, share, sums)
     with session_of(policy, share.work, "replay", "update", compare_native=False, training=True) as session:
         policy.update([work.microbatch for work in share.work], session, loss)
-    told = loss_metrics(step.config.objective, sums, 1)
+    told = loss_metrics(step.config.objective, sums, 1) | trust
     return whole_gradients(policy, policy.facts), told, len(share.work)
 
 
