@@ -6,6 +6,7 @@ Code that writes a file in another way describes its failure with `refusal`, so 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -83,7 +84,7 @@ def write_whole(path: Path, content: str | bytes, what: str = "") -> None:
     """Replace a file atomically and sync it to disk. Readers, and a power cut, see the old content or the new.
 
     Args:
-        path: the file to replace.
+        path: the file to replace. A pipe or a device, such as /dev/null, is written to and stays.
         content: the new content.
         what: how error messages call the file; default: its name.
 
@@ -93,6 +94,9 @@ def write_whole(path: Path, content: str | bytes, what: str = "") -> None:
     data = content.encode() if isinstance(content, str) else content
     unfinished = path.with_name(f"{path.name}.tmp")
     with writing(f"{what or path.name} could not be written", path, size=len(data)):
+        if path.is_fifo() or path.is_char_device():
+            path.write_bytes(data)
+            return
         try:
             with unfinished.open("wb", buffering=0) as file:
                 write_all(file.fileno(), data)
@@ -103,6 +107,11 @@ def write_whole(path: Path, content: str | bytes, what: str = "") -> None:
             with suppress(OSError):
                 unfinished.unlink()  # a partial file would keep the disk full
             raise
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a value as JSON for people and programs, as `write_whole` does."""
+    write_whole(path, json.dumps(value, indent=2) + "\n")
 
 
 def write_all(fd: int, data: bytes) -> None:

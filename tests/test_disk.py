@@ -6,6 +6,7 @@ A limit on file sizes stands in for the full disk: the system itself refuses, in
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import resource
@@ -15,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_rl.disk import reason, refusal, write_whole, writing
+from moe_rl.disk import reason, refusal, write_json, write_whole, writing
 from moe_rl.errors import DiskError, TraceDiskError, TraceError
 from moe_rl.report.log import RunLog
 from moe_rl.tasks.prompt_ledger import PromptLedger
@@ -118,6 +119,15 @@ def test_a_file_that_could_not_be_replaced_is_as_it_was(tmp_path):
     with full(), pytest.raises(DiskError):
         write_whole(file, "x" * 999)
     assert file.read_text() == "before" and [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_pipe_is_written_to_and_stays_a_pipe(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_json(pipe, {"a": 1})
+    assert json.loads(os.read(reader, 99)) == {"a": 1} and pipe.is_fifo()
+    os.close(reader)
 
 
 def test_a_file_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from pathlib import Path
 
 from moe_rl.config.load import load_config
+from moe_rl.disk import write_json
 from moe_rl.doctor.diagnosis import Diagnosis, diagnose, fits
 from moe_rl.doctor.machine import ALWAYS, PARTS, VLLM, Machine, Requirement, look
 from moe_rl.errors import MoeRLError
@@ -31,12 +31,12 @@ def run(options: argparse.Namespace) -> int:
         config = load_config(options.config, options.overrides) if options.config else None
         machine = look(PARTS)
         diagnosis = diagnose(machine, config)
+        print(render(machine, diagnosis))
+        if options.json:
+            write_json(options.json, document(machine, diagnosis))
     except MoeRLError as error:
         print(f"moe-rl: {error}", file=sys.stderr)
         return 2
-    print(render(machine, diagnosis))
-    if options.json:
-        options.json.write_text(json.dumps(document(machine, diagnosis), indent=2) + "\n")
     return 2 if diagnosis.missing else 0
 
 

@@ -13,7 +13,7 @@ from moe_rl.config.check_layout import layout_problems
 from moe_rl.config.layout import on_one_rank
 from moe_rl.config.schema import Config
 from moe_rl.config.training import ParallelConfig
-from moe_rl.disk import write_whole
+from moe_rl.disk import write_json
 from moe_rl.errors import ConfigError, MoeRLError
 from moe_rl.models.hf import ModelFacts, expected_tensors, read_model
 from moe_rl.train import run_folder
@@ -130,4 +130,4 @@ def _write_result(options: argparse.Namespace, dtype: str, result: dict[str, int
     index = json.loads((options.out / "model.safetensors.index.json").read_text())
     size = {"tensors": len(index["weight_map"]), "bytes": index["metadata"]["total_size"]}
     found = {"folder": str(options.out), "dtype": dtype} | size | result
-    write_whole(options.json, json.dumps(found, indent=2) + "\n")
+    write_json(options.json, found)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
+from moe_rl.disk import write_json
 from moe_rl.errors import MoeRLError
 from moe_rl.vllm import patches
 
@@ -57,5 +57,9 @@ def run(options: argparse.Namespace) -> int:
             "patches": state.patches,
             "files": state.files,
         }
-        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        try:
+            write_json(options.json, document)
+        except MoeRLError as error:
+            print(error, file=sys.stderr)
+            return 2
     return status

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moe_rl.disk import write_json
 from moe_rl.errors import ConfigError, DataError, MoeRLError, describe
 from moe_rl.proof.cases import LAYOUTS, RECORDED, Case, parse
 
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
         if options.write:
             _write_into(options.write, table)
         if options.json:
-            options.json.write_text(json.dumps([_as_dict(row) for row in rows], indent=2) + "\n", encoding="utf-8")
+            write_json(options.json, [_as_dict(row) for row in rows])
     except (MoeRLError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -10,13 +10,13 @@ The run keeps report.samples_per_step sequences of each step in samples.jsonl.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
+from moe_rl.disk import write_json
 from moe_rl.errors import DataError, MoeRLError, describe
 from moe_rl.report.sample_lines import FILE, SampleLine, read_samples
 
@@ -40,12 +40,12 @@ def run(options: argparse.Namespace) -> int:
     """Print the samples. Returns the exit status: 2 where there are none."""
     try:
         chosen = choose(read_samples(options.run), options)
+        print("\n\n".join(text(sample) for sample in chosen))
+        if options.json:
+            write_json(options.json, {"samples": [asdict(sample) for sample in chosen]})
     except MoeRLError as error:
         print(f"moe-rl: {error}", file=sys.stderr)
         return 2
-    print("\n\n".join(text(sample) for sample in chosen))
-    if options.json:
-        options.json.write_text(json.dumps({"samples": [asdict(sample) for sample in chosen]}, indent=2) + "\n")
     return 0
 
 

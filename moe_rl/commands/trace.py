@@ -18,6 +18,7 @@ import re
 import sys
 from pathlib import Path
 
+from moe_rl.disk import write_json
 from moe_rl.errors import MoeRLError, TraceError, describe
 from moe_rl.models.hf import read_model
 from moe_rl.report.format import binary
@@ -105,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         status, document = options.trace_command(options)
         if options.json:
-            options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+            write_json(options.json, document)
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import socket
 import sys
@@ -21,6 +20,7 @@ from moe_rl.config.check_files import absent_problems, prompt_problems, vocabula
 from moe_rl.config.layout import least_ranks
 from moe_rl.config.load import find_file, load_config
 from moe_rl.config.schema import Config
+from moe_rl.disk import write_json, write_whole
 from moe_rl.doctor.diagnosis import installation_problems, tracker_problems
 from moe_rl.errors import (
     CollapseError,
@@ -153,6 +153,8 @@ def run(options: argparse.Namespace) -> int:
 
     try:
         path = train(config, folder, task, options.step)
+        if rank == 0 and options.json:
+            write_whole(options.json, (path / "summary.json").read_bytes())
     except Stopped as error:
         if rank == 0:
             _say(f"moe_rl: {_told(error)}")
@@ -164,8 +166,6 @@ def run(options: argparse.Namespace) -> int:
     except Exception as error:  # an unexpected error: print where it happened
         _say("".join(traceback.format_exception(error)).rstrip())
         _leave(1)
-    if rank == 0 and options.json:
-        options.json.write_text((path / "summary.json").read_text())
     return 0
 
 
@@ -272,7 +272,7 @@ def _plan(config: Config, folder: RunFolder | None, world_size: int, trace: str 
     if file:
         result: dict[str, Any] = {"plan": plan and dataclasses.asdict(plan), "problems": found, "absent": absent}
         result |= {"trace": asked and dataclasses.asdict(asked)} if trace else {}
-        file.write_text(json.dumps(result, indent=2) + "\n")
+        write_json(file, result)
     return 2 if found else 0
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from moe_rl.disk import sync, write_whole
+from moe_rl.disk import sync, write_json, write_whole
 from moe_rl.errors import ConfigError, Problem, describe
 from moe_rl.megatron import world
 from moe_rl.models.hf import ModelFacts, checkpoint_tensors, decoder_problems, is_mtp_tensor
@@ -237,4 +237,4 @@ def _write_config(source: Path, folder: Path, dtype: torch.dtype) -> None:
     raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
     raw.pop("quantization_config", None)
     raw["dtype" if "dtype" in raw else "torch_dtype"] = str(dtype).removeprefix("torch.")
-    write_whole(folder / "config.json", json.dumps(raw, indent=2) + "\n")
+    write_json(folder / "config.json", raw)

@@ -50,6 +50,12 @@ def test_every_line_of_a_text_and_the_token_that_differs_are_there(folder, capsy
     assert row.split() == ["1", "'plus'", "-1.000", "-2.000", "-1.0000", "5"]
 
 
+def test_a_result_that_cannot_be_written_is_told(folder, capsys):
+    file = folder / "nothing/out.json"
+    assert main(["show", str(folder), "--json", str(file)]) == 2
+    assert str(file) in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("options", [["--step", "7"], []])
 def test_what_is_not_there_is_refused(folder, options, capsys):
     run = folder if options else folder / "nothing"
