@@ -80,7 +80,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
     from moe_rl.models.hf import read_model
     from moe_rl.replay.routes import RowPolicy
     from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
-    from moe_rl.types import Provenance, Sequence, Span
+    from moe_rl.types import Provenance, Sequence, Span, sampled_by
 
     os.environ["MASTER_PORT"] = str(20_000 + os.getpid() % 20_000)
     world.start(ParallelConfig(), seed=1, timeout_seconds=60)
@@ -99,7 +99,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
             half = options.tokens // 2
             pair.append(
                 Sequence(key, tuple(tokens[:half]), tuple(tokens[half:]), np.zeros(len(tokens) - half, np.float32),
-                         1.0, 0, None)
+                         1.0, sampled_by(0, len(tokens) - half), None)
             )  # fmt: skip
         microbatches.append(pack(pair, [0, 1], world.device()))
         pairs.append(pair)

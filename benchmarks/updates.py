@@ -99,7 +99,7 @@ class ReplayedUpdates:
         from moe_rl.models.hf import read_model
         from moe_rl.replay.routes import SequenceRoutes
         from moe_rl.trace import TraceSpec
-        from moe_rl.types import Sequence
+        from moe_rl.types import Sequence, sampled_by
 
         self.options, self.parallel = options, ParallelConfig(expert=options.ranks)
         world.start(self.parallel, seed=1, timeout_seconds=120)
@@ -119,7 +119,15 @@ class ReplayedUpdates:
             tokens = rng.integers(0, facts.vocab, options.tokens + 1).tolist()
             half = options.tokens // 2
             nothing = np.zeros(len(tokens) - half, np.float32)
-            one = Sequence(f"s{number}", tuple(tokens[:half]), tuple(tokens[half:]), nothing, 1.0, 0, None)
+            one = Sequence(
+                f"s{number}",
+                tuple(tokens[:half]),
+                tuple(tokens[half:]),
+                nothing,
+                1.0,
+                sampled_by(0, len(nothing)),
+                None,
+            )
             microbatch = pack([one], [0], world.device())
             self.microbatches.append(microbatch)
             unrecorded.append(

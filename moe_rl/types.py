@@ -59,6 +59,19 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Describes a run of at least one sampled token of a completion that weights of one version sampled."""
+
+    tokens: int
+    weight_version: int
+
+
+def sampled_by(weight_version: int, tokens: int) -> tuple[VersionSpan, ...]:
+    """Return the spans of a completion whose tokens were all sampled by one version; none without a token."""
+    return (VersionSpan(tokens, weight_version),) if tokens else ()
+
+
+@dataclass(frozen=True, slots=True)
 class RoutePart:
     """Locates one shard's part of a record. `digest` is the hex xxh3-64 of the record's frame header, checked on
     read."""
@@ -124,7 +137,8 @@ class Completion:
         logprobs: natural log-probabilities [T] float32 of the sampled tokens under the distribution they were drawn
             from.
         finish_reason: "stop", "length" (truncated) or "abort" (partial).
-        weight_version: version of the weights that sampled all tokens.
+        versions: which weights sampled which tokens, in the order of the tokens; versions never fall. Empty without a
+            token.
         routes: None when nothing was recorded.
         stop_token_id: the stop token that ended the completion, which is then its last token; otherwise None.
         stop_string: the stop string that ended the completion, which its last token completes; otherwise None.
@@ -135,10 +149,20 @@ class Completion:
     token_ids: tuple[int, ...]
     logprobs: np.ndarray
     finish_reason: str
-    weight_version: int
+    versions: tuple[VersionSpan, ...]
     routes: RouteRef | None
     stop_token_id: int | None = None
     stop_string: str | None = None
+
+    @property
+    def oldest_version(self) -> int:
+        """Return the version that sampled the first token. There must be one."""
+        return self.versions[0].weight_version
+
+    @property
+    def newest_version(self) -> int:
+        """Return the version that sampled the last token. There must be one."""
+        return self.versions[-1].weight_version
 
     @property
     def text_token_ids(self) -> tuple[int, ...]:
@@ -204,7 +228,7 @@ class Sequence:
     routes.
 
     Attributes:
-        prompt_token_ids, token_ids, routes: as in GenerateRequest and Completion.
+        prompt_token_ids, token_ids, versions, routes: as in GenerateRequest and Completion.
         rollout_logprobs: [T] float32.
         reward: the verifiers' reward plus the configured length terms; a KL penalty is subtracted later.
     """
@@ -214,7 +238,7 @@ class Sequence:
     token_ids: tuple[int, ...]
     rollout_logprobs: np.ndarray
     reward: float
-    weight_version: int
+    versions: tuple[VersionSpan, ...]
     routes: RouteRef | None
 
     @classmethod
@@ -226,9 +250,19 @@ class Sequence:
             token_ids=completion.token_ids,
             rollout_logprobs=completion.logprobs,
             reward=reward,
-            weight_version=completion.weight_version,
+            versions=completion.versions,
             routes=completion.routes,
         )
+
+    @property
+    def oldest_version(self) -> int:
+        """Return the version that sampled the first token."""
+        return self.versions[0].weight_version
+
+    @property
+    def newest_version(self) -> int:
+        """Return the version that sampled the last token."""
+        return self.versions[-1].weight_version
 
     @property
     def forwarded(self) -> int:

@@ -88,8 +88,8 @@ def text(sample: SampleLine) -> str:
     mismatch = "not compared" if math.isnan(sample.mismatch) else f"mismatch {sample.mismatch:.4f} nats/token"
     lines = [
         f"step {sample.step}, {sample.key}: reward {sample.reward:g} ({parts}), {advantage}, {mismatch}",
-        f"  {sample.prompt_tokens} + {len(sample.pieces)} tokens, ended by {sample.finish_reason}, weight version "
-        f"{sample.weight_version}",
+        f"  {sample.prompt_tokens} + {len(sample.pieces)} tokens, ended by {sample.finish_reason}, "
+        f"weights of version {sample.weights}",
         _indented("prompt", sample.prompt),
         _indented("completion", sample.completion),
     ]

@@ -41,7 +41,7 @@ class Measurement:
     """Measures one set of sequences with one set of weights: natively routed, under R2 and under R3."""
 
     def __init__(self, config: Config, policy: Policy, spec: TraceSpec, source: Source, version: int):
-        versions = {s.weight_version for s in source.sequences}
+        versions = {span.weight_version for s in source.sequences for span in s.versions}
         if versions != {version}:
             raise DataError(
                 describe(

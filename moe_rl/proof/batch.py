@@ -9,7 +9,7 @@ import numpy as np
 
 from moe_rl.models.hf import ModelFacts
 from moe_rl.trace import signed
-from moe_rl.types import RouteRef, Sequence
+from moe_rl.types import RouteRef, Sequence, sampled_by
 
 # (prompt, completion) tokens: lengths are uneven, some completions have a single token, and some sequences have fewer
 # tokens than context parallelism splits them into.
@@ -72,7 +72,7 @@ def batch(facts: ModelFacts) -> tuple[list[Sequence], list[np.ndarray]]:
                 rollout_logprobs=rng.normal(-6, 0.3, completion).astype(np.float32),
                 # keeps gradients below 1, where float32 rounding errors are below 1e-7
                 reward=float(0.5 * rng.normal()),
-                weight_version=0,
+                versions=sampled_by(0, completion),
                 routes=None,
             )
         )

@@ -124,6 +124,7 @@ def read_routes(
     """
     fed = np.asarray(fed)
     ref = sequence.routes
+    sampled = _sampled_versions(sequence)
     if missing_rows(sequence) and policy.missing == "refuse":
         raise TraceError(
             describe(
@@ -154,9 +155,57 @@ def read_routes(
             )
             routes[rows], recorded[rows] = record.routes, True
             versions = np.repeat([s.weight_version for s in record.spans], [s.rows for s in record.spans])
+            _check_versions(sequence, versions, rows.start, sampled)
             stale[rows] = versions != weight_version
     native = missing | (stale if policy.stale == "native" else False)
     return SequenceRoutes(sequence.key, fed, routes, native, recorded, stale, len(sequence.prompt_token_ids))
+
+
+def _sampled_versions(sequence: Sequence) -> np.ndarray:
+    """Return the weight version int64 [T] that sampled the token after each forwarded token; -1 where that token is one
+    of the prompt.
+
+    Raises:
+        RouteValidationError: The versions are not those of the sequence's tokens.
+    """
+    tokens = [span.tokens for span in sequence.versions]
+    if sum(tokens) != len(sequence.token_ids) or min(tokens, default=0) < 1:
+        raise RouteValidationError(
+            describe(
+                "the weight versions of a sequence are not those of its tokens",
+                where={"request": sequence.key},
+                got=f"{sum(tokens)} tokens in {len(tokens)} spans",
+                expected=f"{len(sequence.token_ids)} sampled tokens, and at least 1 in each span",
+                do="keep every sequence together with its own versions",
+                fault="versions of tokens",
+            )
+        )
+    versions = np.full(sequence.forwarded, -1, np.int64)
+    versions[len(sequence.prompt_token_ids) - 1 :] = np.repeat([s.weight_version for s in sequence.versions], tokens)
+    return versions
+
+
+def _check_versions(sequence: Sequence, versions: np.ndarray, start: int, sampled: np.ndarray) -> None:
+    """Raise RouteValidationError unless the weights that sampled a token made the row before it.
+
+    Args:
+        versions: [R], of the rows from `start`.
+        sampled: as `_sampled_versions` returns them.
+    """
+    expected = sampled[start : start + len(versions)]
+    wrong = np.flatnonzero((expected >= 0) & (versions != expected))
+    if wrong.size:
+        at = int(wrong[0])
+        raise RouteValidationError(
+            describe(
+                "a token was sampled by other weights than those that made its row",
+                where={"request": sequence.key, "token": start + at},
+                got=f"a row of weight version {versions[at]}, {wrong.size} rows differ",
+                expected=f"weight version {expected[at]}, which sampled the next token",
+                do="look for what exchanged the versions of the tokens, or for a record of another attempt",
+                fault="versions of rows",
+            )
+        )
 
 
 def _runs(here: np.ndarray, rows: int, gap: int = 64) -> list[tuple[int, int]]:

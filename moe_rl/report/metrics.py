@@ -56,7 +56,7 @@ ALL = (
         "Fraction of the completions that were cut at max_completion_tokens.",
         "High: the limit decides the reward, not the policy."),
     Metric("rollout/weight_version", "version", "neutral",
-        "Version of the weights that sampled the completions of this step.",
+        "Newest version of the weights that sampled completions of this step.",
         "Stays the same while optim/updates grows: the sync does not reach the sampler."),
     Metric("rollout/witnessed_rows", "count", "higher",
         "Recorded rows of this step that passed the capture proof: their experts, as read back "

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from moe_rl.disk import write_all, write_whole, writing
 from moe_rl.report.json_lines import encode, read_lines
+from moe_rl.types import VersionSpan
 
 FILE = "samples.jsonl"
 
@@ -24,7 +25,7 @@ class SampleLine:
         parts: value of each reward function.
         advantage: advantage of the sequence. None if the sequence was not trained on.
         finish_reason: "stop" or "length".
-        weight_version: version of the weights that sampled it.
+        versions: which weights sampled which of its tokens.
         prompt_tokens: number of tokens in the prompt.
         pieces: text of each sampled token [T], the stop token included.
         sampler_logprobs: log-probabilities [T] of the sampled tokens in the sampler, in nats; None where it is
@@ -43,12 +44,19 @@ class SampleLine:
     parts: dict[str, float]
     advantage: float | None
     finish_reason: str
-    weight_version: int
+    versions: tuple[VersionSpan, ...]
     prompt_tokens: int
     pieces: list[str]
     sampler_logprobs: list[float | None]
     trainer_logprobs: list[float | None]
     differing_layers: list[int]
+
+    @property
+    def weights(self) -> str:
+        """Return which versions sampled it, as text, with the tokens of each if there are several."""
+        if len(self.versions) == 1:
+            return str(self.versions[0].weight_version)
+        return ", then ".join(f"{span.weight_version} ({span.tokens} tokens)" for span in self.versions)
 
     @property
     def differences(self) -> list[float]:

@@ -28,7 +28,7 @@ from moe_rl.types import Completion, GenerateRequest, RouteRef, ScoredTokens
 from moe_rl.vllm import sampling
 from moe_rl.vllm.control import GENERATE, Challenge, Open, Publish, Release, Scores, Scoring, Served, Sink
 from moe_rl.vllm.recording import RecordingRequest
-from moe_rl.vllm.sampling import Growing, VersionSpan
+from moe_rl.vllm.sampling import Growing, ReportedSpan
 from moe_rl.weights.update import Holding, WeightUpdate
 
 _TIDY_SECONDS = 12.0
@@ -46,7 +46,7 @@ class _Choice(msgspec.Struct, frozen=True):
     token_ids: list[int]
     logprobs: _Logprobs
     finish_reason: str | None = None
-    weight_versions: list[VersionSpan] | None = None
+    weight_versions: list[ReportedSpan] | None = None
     stop_reason: int | str | None = None
 
 

@@ -26,7 +26,7 @@ from moe_rl.replay.routes import RowPolicy
 from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.rollout.sampler import Sampler
 from moe_rl.trace import TraceSpec, TraceStore, validate
-from moe_rl.types import ScoredTokens, Sequence
+from moe_rl.types import ScoredTokens, Sequence, sampled_by
 
 _SHARD = "canary"
 _NATIVE = RowPolicy(missing="native")
@@ -267,7 +267,7 @@ def _sequence(key: str, run: tuple[int, ...]) -> Sequence:
         token_ids=run[1:],
         rollout_logprobs=np.zeros(len(run) - 1, np.float32),
         reward=0.0,
-        weight_version=0,
+        versions=sampled_by(0, len(run) - 1),
         routes=None,
     )
 

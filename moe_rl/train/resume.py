@@ -229,8 +229,9 @@ def left_behind(
         raise _other("completions", f"digest {batch.digest}", f"{entry.completions} as in the prompt ledger")
     kept.store.check_published(shards_of(batch))
     for sequence in batch.sequences:
-        if sequence.weight_version != step - 1:
-            raise _other("weights", f"version {sequence.weight_version} in {sequence.key}", f"version {step - 1}")
+        versions = sorted({span.weight_version for span in sequence.versions})
+        if versions != [step - 1]:
+            raise _other("weights", f"versions {versions} in {sequence.key}", f"version {step - 1}")
         fed = np.array([*sequence.prompt_token_ids, *sequence.token_ids[:-1]], np.int64)
         read_routes(
             kept.store,

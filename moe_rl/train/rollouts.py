@@ -304,7 +304,6 @@ class Rollouts:
             )
         lengths = [len(c.token_ids) for c in completions]
         tokens = sum(lengths)
-        versions = {c.weight_version for c in completions}
         return {
             "reward/mean": _mean([v.reward for v in scored]),
             **_quantiles("reward/quantile", [v.reward for v in scored if v.reward is not None]),
@@ -315,7 +314,7 @@ class Rollouts:
             "rollout/completion_tokens_mean": tokens / len(completions),
             **_quantiles("rollout/completion_tokens_quantile", lengths),
             "rollout/truncated_fraction": _mean([float(c.finish_reason == "length") for c in completions]),
-            "rollout/weight_version": max(versions),
+            "rollout/weight_version": max(c.newest_version for c in completions),
             **({"rollout/lost_servers": len(self.engine.lost)} if isinstance(self.engine, ServerFleet) else {}),
             "throughput/sampled_tokens_per_second": tokens / clock.seconds["sample"],
         }

@@ -110,7 +110,7 @@ def _line(step: int, sample: KeptSample, sequence: Sequence, views: Seq[View]) -
         parts=sample.parts,
         advantage=advantage if advantage is None or math.isfinite(advantage) else None,
         finish_reason=sample.finish_reason,
-        weight_version=sequence.weight_version,
+        versions=sequence.versions,
         prompt_tokens=len(sequence.prompt_token_ids),
         pieces=sample.pieces,
         sampler_logprobs=_finite(sequence.rollout_logprobs.tolist()),

@@ -22,7 +22,7 @@ import numpy as np
 from moe_rl.errors import EngineError, describe
 from moe_rl.models.hf import read_model
 from moe_rl.trace import TraceSpec, TraceStore, validate
-from moe_rl.types import RouteRef, Sequence
+from moe_rl.types import RouteRef, Sequence, sampled_by
 from moe_rl.vllm import arguments
 from moe_rl.vllm.process import model_runner
 from moe_rl.vllm.recording import Recording, RecordingRequest
@@ -56,9 +56,8 @@ class RecordedCompletion:
     def sequence(self, reward: float) -> Sequence:
         """Return the completion with its reward, ready for `moe_rl.pack`."""
         tokens = tuple(self.output.token_ids)
-        return Sequence(
-            self.ref.key, self.prompt_token_ids, tokens, self.logprobs, reward, self.weight_version, self.ref
-        )
+        versions = sampled_by(self.weight_version, len(tokens))
+        return Sequence(self.ref.key, self.prompt_token_ids, tokens, self.logprobs, reward, versions, self.ref)
 
 
 class RecordingLLM:

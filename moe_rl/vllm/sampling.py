@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import msgspec
 import numpy as np
 
 from moe_rl.errors import About, EngineError, describe
-from moe_rl.types import Completion, GenerateRequest, RouteRef
+from moe_rl.types import Completion, GenerateRequest, RouteRef, VersionSpan, sampled_by
 from moe_rl.vllm.recording import RecordingRequest
 
 # vLLM's HTTP answer for a log-probability that is unknown or -inf.
@@ -18,7 +19,7 @@ _NO_LOGPROB = -9999.0
 _COLDEST = 0.01
 
 
-class VersionSpan(msgspec.Struct, frozen=True):
+class ReportedSpan(msgspec.Struct, frozen=True):
     """Says, as vLLM reports it, that sampled tokens [start, end) come from the weights called `version`."""
 
     version: str
@@ -38,7 +39,7 @@ class Growing:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str = ""
-    versions: Iterable[VersionSpan] | None = None
+    versions: Sequence[ReportedSpan] | None = None
     stop_reason: int | str | None = None
 
     @property
@@ -50,7 +51,7 @@ class Growing:
         token_ids: Sequence[int],
         logprobs: Iterable[float],
         finish_reason: str | None,
-        versions: Iterable[VersionSpan] | None,
+        versions: Sequence[ReportedSpan] | None,
         stop_reason: int | str | None = None,
     ) -> None:
         """Add what is new since the last call."""
@@ -70,7 +71,7 @@ class Growing:
             refs: references to routes by key.
 
         Raises:
-            EngineError: several versions sampled the tokens, or a log-probability is not finite.
+            EngineError: vLLM did not say which weights sampled each token, or a log-probability is not finite.
         """
         return Completion(
             key=request.key,
@@ -78,7 +79,7 @@ class Growing:
             token_ids=tuple(self.token_ids),
             logprobs=sampled_logprobs(self.logprobs, request.key),
             finish_reason=self.finish_reason,
-            weight_version=now if self.aborted else self._one_version(request.key),
+            versions=sampled_by(now, len(self.token_ids)) if self.aborted else self._spans(request.key),
             routes=refs.get(request.key),
             stop_token_id=self._stop_token(request),
             stop_string=self.stop_reason if isinstance(self.stop_reason, str) else None,
@@ -89,12 +90,22 @@ class Growing:
         last = self.token_ids[-1] if by_token else None
         return last if last in request.stop_token_ids else None
 
-    def _one_version(self, key: str) -> int:
-        found = [(span.version, span.start, span.end) for span in self.versions or ()]
-        if len(found) != 1 or found[0][1:] != (0, len(self.token_ids)):
-            message = "A completion was sampled by several versions of the weights, or none is known"
-            raise EngineError(describe(message, where={"request": key}, got=found or "no version", fault="versions"))
-        return int(found[0][0])
+    def _spans(self, key: str) -> tuple[VersionSpan, ...]:
+        found = self.versions or ()
+        spans = tuple(VersionSpan(span.end - span.start, int(span.version)) for span in found)
+        bounds = [0, *(span.end for span in found)]
+        rising = all(one.weight_version < next_.weight_version for one, next_ in pairwise(spans))
+        if [span.start for span in found] != bounds[:-1] or bounds[-1] != len(self.token_ids) or not rising:
+            raise EngineError(
+                describe(
+                    "vLLM did not say which weights sampled each token of a completion",
+                    where={"request": key},
+                    got=[(span.version, span.start, span.end) for span in found] or "no version",
+                    expected=f"rising versions for tokens 0 to {len(self.token_ids)}",
+                    fault="versions",
+                )
+            )
+        return spans
 
 
 def sampled_logprobs(values: Sequence[float], key: str) -> np.ndarray:

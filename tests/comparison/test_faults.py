@@ -8,7 +8,7 @@ import torch
 from moe_rl.comparison.faults import PERMUTED, SHIFTED, SWAPPED, in_the_trace, wrong_tables
 from moe_rl.replay.routes import SequenceRoutes, microbatch_routes
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
-from moe_rl.types import Provenance, Sequence, Span
+from moe_rl.types import Provenance, Sequence, Span, sampled_by
 
 SPEC = TraceSpec.from_layers("model", 8, 2, (0, 2, 3), 4)
 LENGTHS = (4, 3, 5)
@@ -81,7 +81,9 @@ def test_what_is_refused_of_the_trace(tmp_path):
             tokens = (*range(20, 25), 25 + i) if i < 2 else tuple(range(30, 36))
             ref = writer.add(f"s{i}", routes(5, i), tokens[:5], [Span(5, 7, Provenance.DECODE)])
             ref = signed(ref, routes(5, i), SPEC.moe_layers, tokens[:5])
-            sequences.append(Sequence(f"s{i}", tokens[:2], tokens[2:], np.zeros(4, np.float32), 0.0, 7, ref))
+            sequences.append(
+                Sequence(f"s{i}", tokens[:2], tokens[2:], np.zeros(4, np.float32), 0.0, sampled_by(7, 4), ref)
+            )
     found = list(in_the_trace(TraceStore(tmp_path), SPEC, sequences, 7))
     assert [refusal.fault for refusal in found] == [SHIFTED, SHIFTED, PERMUTED, SWAPPED]
     late, alone, permuted, swapped = (refusal.message for refusal in found)

@@ -9,12 +9,18 @@ from hypothesis import strategies as st
 
 from moe_rl.megatron.microbatch import pack
 from moe_rl.planning.token_layout import PAD_MULTIPLE, padded_length
-from moe_rl.types import SamplingSupport, Sequence
+from moe_rl.types import SamplingSupport, Sequence, sampled_by
 
 
 def sequence(key, prompt, completion, reward):
     return Sequence(
-        key, tuple(prompt), tuple(completion), np.arange(len(completion), dtype=np.float32), reward, 0, None
+        key,
+        tuple(prompt),
+        tuple(completion),
+        np.arange(len(completion), dtype=np.float32),
+        reward,
+        sampled_by(0, len(completion)),
+        None,
     )
 
 

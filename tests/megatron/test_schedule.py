@@ -14,7 +14,7 @@ from moe_rl.models.hf import read_model
 from moe_rl.replay.routes import SequenceRoutes, microbatch_routes
 from moe_rl.replay.session import ReplaySession
 from moe_rl.trace import TraceSpec
-from moe_rl.types import Sequence
+from moe_rl.types import Sequence, sampled_by
 from tests.support.refusals import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
@@ -43,7 +43,7 @@ class Run:
                 token_ids=tuple(tokens[prompt:]),
                 rollout_logprobs=rng.normal(-6, 0.3, completion).astype(np.float32),
                 reward=1.0 - number,
-                weight_version=0,
+                versions=sampled_by(0, completion),
                 routes=None,
             )
             chosen = rng.random((8, facts.layers, facts.num_experts)).argsort(-1)[..., : facts.top_k].astype(np.uint8)

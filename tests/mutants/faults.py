@@ -777,6 +777,22 @@ MUTANTS: list[Mutant] = [
             "tests/replay/test_routes.py",
         ),
         (
+            "row of newer weights than its token",
+            "routes.py",
+            "(versions != expected))",
+            "(versions < expected))",
+            "The versions of two sequences are exchanged, and only the older half is noticed.",
+            "tests/replay/test_routes.py",
+        ),
+        (
+            "versions one token late",
+            "routes.py",
+            "versions[len(sequence.prompt_token_ids) - 1 :]",
+            "versions[len(sequence.prompt_token_ids) :]",
+            "A token is compared with its own row, not with the row that it was sampled from.",
+            "tests/replay/test_routes.py",
+        ),
+        (
             "last row of a run not read",
             "routes.py",
             "int(run[-1]) + 1",
@@ -1306,8 +1322,8 @@ MUTANTS: list[Mutant] = [
         (
             "rollouts of older weights taken up",
             "resume.py",
-            "if sequence.weight_version != step - 1:",
-            "if sequence.weight_version > step - 1:",
+            "if versions != [step - 1]:",
+            "if versions[-1] > step - 1:",
             "A resumed step trains on what older weights sampled.",
             "tests/train/test_resume.py",
         ),

@@ -26,7 +26,7 @@ from moe_rl.megatron import model, schedule, world
 from moe_rl.megatron.microbatch import Microbatch, pack
 from moe_rl.megatron.policy import Policy
 from moe_rl.planning.activations import Shape, stage_activations
-from moe_rl.types import Sequence
+from moe_rl.types import Sequence, sampled_by
 from tests.planning.activation_cases import Case, cases
 
 
@@ -64,7 +64,8 @@ def sequences(case: Case) -> list[Sequence]:
     return [
         Sequence(
             key=f"s{number}", prompt_token_ids=tuple(run[:prompt]), token_ids=tuple(run[prompt:]),
-            rollout_logprobs=np.zeros(completion, np.float32), reward=0.0, weight_version=0, routes=None,
+            rollout_logprobs=np.zeros(completion, np.float32), reward=0.0,
+            versions=sampled_by(0, completion), routes=None,
         )
         for number, (run, (prompt, completion)) in enumerate(zip(tokens, case.lengths, strict=True))
     ]  # fmt: skip

@@ -22,7 +22,7 @@ from moe_rl.replay.routes import (
     read_routes,
 )
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
-from moe_rl.types import Provenance, RoutePart, Sequence, Span
+from moe_rl.types import Provenance, RoutePart, Sequence, Span, VersionSpan, sampled_by
 from tests.support.refusals import refused
 
 SPEC = TraceSpec("model", 16, 4, "mmm")
@@ -45,7 +45,15 @@ def stored(tmp_path):
             ref = writer.add(f"s{number}", table, np.array(tokens[:-1], np.int32), spans)
             ref = signed(ref, table, SPEC.moe_layers, tokens[:-1])
             sequences.append(
-                Sequence(f"s{number}", tokens[:prompt], tokens[prompt:], np.zeros(completion, np.float32), 1.0, 3, ref)
+                Sequence(
+                    f"s{number}",
+                    tokens[:prompt],
+                    tokens[prompt:],
+                    np.zeros(completion, np.float32),
+                    1.0,
+                    sampled_by(3, completion),
+                    ref,
+                )
             )
             tables.append(np.sort(table, -1))
     return TraceStore(tmp_path), sequences, tables
@@ -118,10 +126,42 @@ def test_from_a_reference_to_its_decoding_are_few_frames(stored):
 def test_routes_of_other_tokens_are_refused(stored, change, error):
     store, (first, second), _ = stored
     wrong = dataclasses.replace(first, **change(first, second))
+    wrong = dataclasses.replace(wrong, versions=sampled_by(3, len(wrong.token_ids)))
     with pytest.raises(error) as caught:
         read_routes(store, wrong, SPEC, layers=SPEC.moe_layers, **whole(wrong), weight_version=3)
     about = caught.value.about
     assert {about.get("request", about.get("record"))} <= {"s0", "s1"}
+
+
+def test_a_token_and_its_row_are_of_the_same_weights(tmp_path):
+    """Weights 4 came after the second of 5 sampled tokens, whose rows are 3 to 7."""
+    tokens = np.arange(9)
+    table = routes_of(np.random.default_rng(0), 8)
+    with ShardWriter(tmp_path, "step1", SPEC) as writer:
+        ref = writer.add("s", table, tokens[:-1].astype(np.int32), [Span(5, 3, Provenance.DECODE),
+                                                                    Span(3, 4, Provenance.DECODE)])  # fmt: skip
+    ref = signed(ref, table, SPEC.moe_layers, tokens[:-1])
+
+    def read(*versions, here=slice(None)):
+        mine = np.zeros(8, bool)
+        mine[here] = True
+        spans = tuple(VersionSpan(*one) for one in versions)
+        one = Sequence("s", (0, 1, 2, 3), (4, 5, 6, 7, 8), np.zeros(5, np.float32), 1.0, spans, ref)
+        stale = RowPolicy(stale="replay", max_staleness=1)
+        read_routes(TraceStore(tmp_path), one, SPEC, layers=SPEC.moe_layers, fed=tokens[:-1], here=mine,
+                    weight_version=4, policy=stale)  # fmt: skip
+
+    read((2, 3), (3, 4))
+    with refused(RouteValidationError, request="s", token=3, got=("version 3", "4 rows"), expected=("version 4",)):
+        read((3, 4), (2, 3))  # the spans of another sequence, or in another order
+    with refused(RouteValidationError, request="s", token=5, expected=("version 3",), fault="versions of rows"):
+        read((5, 3))
+    read((5, 3), here=slice(0, 5))  # a rank sees the rows that it reads
+    with refused(RouteValidationError, token=5, got=("version 4", "1 rows")):
+        read((3, 3), (2, 4), here=slice(5, 8))
+    for wrong in [(), ((2, 3),), ((2, 3), (4, 4)), ((2, 3), (0, 5), (3, 4))]:
+        with refused(RouteValidationError, request="s", fault="versions of tokens"):
+            read(*wrong)
 
 
 def test_routes_of_other_weights_or_models_are_refused(stored):
@@ -144,7 +184,9 @@ def test_only_the_rows_of_this_rank_are_read(tmp_path):
         table = routes_of(rng, 800)
         ref = writer.add("s", table, np.array(tokens[:-1], np.int32), [Span(800, 3, Provenance.DECODE)])
         ref = signed(ref, table, SPEC.moe_layers, tokens[:-1])
-    sequence = Sequence("s", tuple(tokens[:5]), tuple(tokens[5:]), np.zeros(796, np.float32), 1.0, 3, ref)
+    sequence = Sequence(
+        "s", tuple(tokens[:5]), tuple(tokens[5:]), np.zeros(796, np.float32), 1.0, sampled_by(3, 796), ref
+    )
     store, asked = TraceStore(tmp_path), []
     whole = store.read(ref).routes
 
@@ -306,7 +348,8 @@ def test_rows_of_older_weights_are_marked_and_treated_as_asked(tmp_path, stored,
         ref = writer.add("s0", table, fed(first).astype(np.int32), spans)
         ref = signed(ref, table, SPEC.moe_layers, fed(first))
     read = partial(
-        read_routes, TraceStore(tmp_path / "mixed"), dataclasses.replace(first, routes=ref), SPEC,
+        read_routes, TraceStore(tmp_path / "mixed"),
+        dataclasses.replace(first, routes=ref, versions=sampled_by(6, 4)), SPEC,
         layers=SPEC.moe_layers, **whole(first),
     )  # fmt: skip
     there = read(weight_version=6, policy=policy)

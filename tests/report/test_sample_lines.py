@@ -9,6 +9,7 @@ from moe_rl.errors import MoeRLError
 from moe_rl.report import history
 from moe_rl.report.run_page import write_report
 from moe_rl.report.sample_lines import FILE, SampleFile, SampleLine, read_samples
+from moe_rl.types import VersionSpan
 
 LINE = SampleLine(
     step=3,
@@ -19,7 +20,7 @@ LINE = SampleLine(
     parts={"exact": 0.5},
     advantage=-1.25,
     finish_reason="stop",
-    weight_version=2,
+    versions=(VersionSpan(1, 2), VersionSpan(2, 3)),
     prompt_tokens=2,
     pieces=["two ", "plus", "<end>"],
     sampler_logprobs=[-0.5, -1.0, -0.25],

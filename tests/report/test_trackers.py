@@ -20,6 +20,7 @@ from moe_rl.report.sample_lines import SampleFile, SampleLine
 from moe_rl.report.summary import summarize
 from moe_rl.report.tracker_state import FOLDER, TrackerState, read_state, state_file
 from moe_rl.report.trackers import Trackers
+from moe_rl.types import sampled_by
 
 CONFIG = {"run": {"name": "tiny", "steps": 4}, "train": {"optimizer": {"lr": 1e-4}}, "report": {"project": "sums"}}
 SECONDS = 60.0
@@ -86,7 +87,7 @@ def sample(step: int, key: str) -> SampleLine:
         parts={"exact": 1.0},
         advantage=0.5,
         finish_reason="stop",
-        weight_version=step - 1,
+        versions=sampled_by(step - 1, 1),
         prompt_tokens=4,
         pieces=["4"],
         sampler_logprobs=[-0.1],

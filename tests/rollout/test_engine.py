@@ -30,7 +30,7 @@ def check_against_reference(completions, settings, reference, temperature=1.0) -
         assert record.routes.shape[0] == completion.routes.rows == len(tokens) - 1
         np.testing.assert_array_equal(np.sort(record.routes, -1), routes[:-1], err_msg=completion.key)
         assert record.token_ids.tolist() == list(tokens[:-1])
-        assert {span.weight_version for span in record.spans} == {completion.weight_version}
+        assert {span.weight_version for span in record.spans} == {completion.newest_version}
         sampled = logprobs[len(completion.prompt_token_ids) - 1 :]
         np.testing.assert_allclose(completion.logprobs, sampled, rtol=0, atol=1e-5, err_msg=completion.key)
         rows += len(tokens) - 1
@@ -188,7 +188,7 @@ def test_what_else_is_recorded_is_in_the_store(settings, reference, requests_of,
     assert [one.finish_reason for one in completions] == ["length"] * 2 + ["stop"] * 2
     store = TraceStore(tmp_path / "trace")
     for completion in completions:
-        assert completion.weight_version == 0, "the checkpoint's own"
+        assert completion.versions[0].weight_version == 0, "the checkpoint's own"
         counts = store.aux(completion.routes, "support_counts")
         counts = counts[: len(completion.token_ids)]
         assert len(counts) == len(completion.token_ids) and 1 <= counts.min() <= counts.max() <= 10
@@ -200,7 +200,7 @@ def test_what_else_is_recorded_is_in_the_store(settings, reference, requests_of,
         assert (completion.logprobs > unmasked + 0.01).all()
         # From the support the trainer computes the sampler's own log-probabilities.
         trained = Sequence(completion.key, completion.prompt_token_ids, completion.token_ids, completion.logprobs, 0.0,
-                           0, completion.routes)  # fmt: skip
+                           completion.versions, completion.routes)  # fmt: skip
         support = read_support(store, trained, VOCAB)
         support = Support.of(support.counts, support.ids, torch.device("cpu"))
         logits = reference.logits(tokens)[len(completion.prompt_token_ids) - 1 : -1]

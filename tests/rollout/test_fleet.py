@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from moe_rl.errors import EngineError, SamplerGone, WeightSyncError
 from moe_rl.rollout.fleet import ServerFleet, assign
-from moe_rl.types import Completion, GenerateRequest, RouteRef, ScoredTokens
+from moe_rl.types import Completion, GenerateRequest, RouteRef, ScoredTokens, sampled_by
 from moe_rl.vllm.control import Served
 from moe_rl.weights.broadcast import own_address, reached_by_all
 from moe_rl.weights.update import Broadcast, Files, Holding, SharedMemory, WeightUpdate
@@ -64,7 +64,8 @@ class Server:
             self.cancelled = True
             raise
         return [
-            Completion(r.key, r.prompt_token_ids, (r.seed,), np.zeros(1, np.float32), "stop", 0, None) for r in requests
+            Completion(r.key, r.prompt_token_ids, (r.seed,), np.zeros(1, np.float32), "stop", sampled_by(0, 1), None)
+            for r in requests
         ]
 
     async def update(self, update, seconds=None):

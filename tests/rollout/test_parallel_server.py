@@ -50,7 +50,7 @@ def sample(server: Running, router: Router, requests, shard: str, *, version: in
     client = server.client(alone=True, timeout_seconds=60)
     completions = client.generate(requests, shard=shard)
     agree(server.store, router, completions, version=version)
-    assert all(len(one.routes.parts) == 1 and one.weight_version == version for one in completions)
+    assert all(len(one.routes.parts) == 1 and one.newest_version == version for one in completions)
     tokens = completions[0].prompt_token_ids + completions[0].token_ids
     np.testing.assert_allclose(asyncio.run(client.score([tokens])).logprobs[0], router(tokens)[2], rtol=0, atol=1e-5)
     return [one.token_ids for one in completions]

@@ -75,7 +75,7 @@ def test_groups_of_eight_clients_agree_with_transformers(server, router, request
         )
     for completions in results:
         assert [one.key for one in completions] == [request.key for request in requests]
-        assert all(one.finish_reason == "length" and one.weight_version == 0 for one in completions)
+        assert all(one.finish_reason == "length" and one.newest_version == 0 for one in completions)
     # A client's result depends on the other clients only through the sampler's ties; compared where that is cheap.
     agree(server.store, router, results[0] + results[7])
     assert {tuple(one.token_ids for one in completions) for completions in results} == {
@@ -200,7 +200,7 @@ def test_new_weights_are_sampled_scored_and_remembered(server, router, checkpoin
         completions = client.generate(requests, shard="version5")
         other = Router(other_checkpoint)
         agree(server.store, other, completions, version=5)
-        assert all(one.weight_version == 5 for one in completions)
+        assert all(one.newest_version == 5 for one in completions)
         # Nothing comes from the old weights' prefix cache, although the prompts are the same.
         for one in completions:
             assert {span.weight_version for span in server.store.read(one.routes).spans} == {5}

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from moe_rl.errors import EngineError, WeightSyncError
+from moe_rl.types import sampled_by
 from moe_rl.weights.shared_memory import SegmentWriter
 from moe_rl.weights.update import SharedMemory
 from tests.weights.sending import broadcast, by_disk, by_memory, part
@@ -40,7 +41,7 @@ class Sent:
 
     def version(self) -> int:
         (completion,) = self.engine.generate(self.requests_of(1, 1, max_tokens=1), shard=next(SHARDS))
-        return completion.weight_version
+        return completion.newest_version
 
     def parts(self, way, tensors, *, parts=1, version=None, **about):
         held = about.pop("replaces") if "replaces" in about else self.version()
@@ -89,7 +90,7 @@ def test_same_weights_leave_every_bit(send, weights, requests_of, way, parts):
     for one, other in zip(before, engine.generate(requests, shard=next(SHARDS)), strict=True):
         assert one.token_ids == other.token_ids
         np.testing.assert_array_equal(one.logprobs, other.logprobs)
-        assert (one.weight_version, other.weight_version) == (version, version + 1)
+        assert (one.newest_version, other.newest_version) == (version, version + 1)
 
 
 @pytest.mark.parametrize("way, parts", [("disk", 1), ("memory", 7)])
@@ -107,7 +108,9 @@ def test_new_weights_are_sampled_from(send, others, other_reference, settings, r
         tokens = completion.prompt_token_ids + completion.token_ids
         record = TraceStore(settings.trace_root).read(completion.routes)
         np.testing.assert_array_equal(np.sort(record.routes, -1), other_reference(tokens)[0][:-1])
-        assert completion.weight_version == version and {span.weight_version for span in record.spans} == {version}
+        assert completion.versions == sampled_by(version, len(completion.token_ids)) and {
+            span.weight_version for span in record.spans
+        } == {version}
 
 
 def test_a_trainer_fills_its_segment_again_once_a_part_is_loaded(send, others, other_reference):

@@ -12,7 +12,7 @@ from tokenizers.models import WordLevel
 from moe_rl.config.prompt_sources import ChatConfig
 from moe_rl.errors import DataError
 from moe_rl.tasks.tokenizer import ChatTemplate, TextCodec
-from moe_rl.types import Completion
+from moe_rl.types import Completion, sampled_by
 from tests.support.refusals import refused
 
 POLICY = Path(__file__).parents[2] / "assets/tiny_moe/policy"
@@ -168,7 +168,17 @@ def test_a_stop_string_that_no_tokens_give_is_refused(tmp_path):
 
 
 def completion(tokens, stop_string):
-    return Completion("k", (1,), tuple(tokens), np.zeros(len(tokens), np.float32), "stop", 0, None, None, stop_string)
+    return Completion(
+        "k",
+        (1,),
+        tuple(tokens),
+        np.zeros(len(tokens), np.float32),
+        "stop",
+        sampled_by(0, len(tokens)),
+        None,
+        None,
+        stop_string,
+    )
 
 
 def test_a_tokenizer_with_code_of_its_own_is_refused(tmp_path):

@@ -17,7 +17,7 @@ import numpy as np
 from moe_rl.objectives import losses
 from moe_rl.trace import ShardWriter, TraceSpec, signed
 from moe_rl.train import trainer
-from moe_rl.types import Completion, Provenance, ScoredTokens, Span
+from moe_rl.types import Completion, Provenance, ScoredTokens, Span, sampled_by
 
 
 class RandomSampler:
@@ -44,7 +44,9 @@ class RandomSampler:
         ref = writer.add(request.key, routes, fed, [Span(len(fed), self.version, Provenance.DECODE)])
         ref = signed(ref, routes, self.spec.moe_layers, fed)
         logprobs = rng.normal(-4, 0.1, len(tokens)).astype(np.float32)
-        return Completion(request.key, request.prompt_token_ids, tokens, logprobs, "length", self.version, ref)
+        return Completion(
+            request.key, request.prompt_token_ids, tokens, logprobs, "length", sampled_by(self.version, 4), ref
+        )
 
     def score(self, runs, *, shard=None):
         return [ScoredTokens([np.zeros(len(run) - 1, np.float32) for run in runs], [], "nobody")]

@@ -13,7 +13,7 @@ from moe_rl.megatron import world
 from moe_rl.megatron.microbatch import pack
 from moe_rl.train import credit
 from moe_rl.train.shares import MicrobatchWork, UpdateShare
-from moe_rl.types import Sequence
+from moe_rl.types import Sequence, sampled_by
 from tests.support.refusals import refused
 
 LENGTHS, REWARDS, GROUPS = [2, 3, 1, 4, 2], [1.0, 0.0, 0.5, 0.5, 3.0], [0, 0, 1, 1, 1]
@@ -21,7 +21,9 @@ LENGTHS, REWARDS, GROUPS = [2, 3, 1, 4, 2], [1.0, 0.0, 0.5, 0.5, 3.0], [0, 0, 1,
 
 def sequences():
     return [
-        Sequence(f"s{n}", (1, 2), tuple(range(length)), np.zeros(length, np.float32), reward, 0, None)
+        Sequence(
+            f"s{n}", (1, 2), tuple(range(length)), np.zeros(length, np.float32), reward, sampled_by(0, length), None
+        )
         for n, (length, reward) in enumerate(zip(LENGTHS, REWARDS, strict=True))
     ]
 

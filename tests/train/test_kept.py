@@ -8,7 +8,7 @@ import pytest
 from moe_rl.errors import DataError
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
 from moe_rl.train.kept import KeptRollouts, RolloutBatch, kept_steps, shard_name
-from moe_rl.types import Provenance, RoutePart, RouteRef, Sequence, Span
+from moe_rl.types import Provenance, RoutePart, RouteRef, Sequence, Span, sampled_by
 from tests.support.refusals import refused
 
 SPEC = TraceSpec("model", 8, 2, "mm")
@@ -23,7 +23,7 @@ def kept(tmp_path):
 def batch(step):
     ref = RouteRef(f"s{step}/p0/c0", 3, (RoutePart(shard_name(step), "0123456789abcdef"),), 0, "fedcba9876543210")
     logprobs = np.array([-0.5, -1.25], np.float32)
-    one = Sequence(f"s{step}/p0/c0", (1, 2), (3, 4), logprobs, reward=0.5, weight_version=step - 1, routes=ref)
+    one = Sequence(f"s{step}/p0/c0", (1, 2), (3, 4), logprobs, reward=0.5, versions=sampled_by(step - 1, 2), routes=ref)
     return RolloutBatch([one, dataclasses.replace(one, key="other", routes=None)], [0, 1], {"reward/mean": 0.25}, "abc")
 
 

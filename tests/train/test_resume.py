@@ -16,7 +16,7 @@ from moe_rl.tasks.prompts import PromptSet, PromptSource
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
 from moe_rl.train.kept import KeptRollouts, RolloutBatch, shard_name
 from moe_rl.train.resume import check_of_this_run, left_behind, restore
-from moe_rl.types import Prompt, Provenance, Sequence, Span
+from moe_rl.types import Prompt, Provenance, Sequence, Span, sampled_by
 
 SPEC = TraceSpec("model", 8, 2, "mm")
 DONE, STEP = 1, 2
@@ -40,7 +40,7 @@ class Left:
             ref = writer.add("s2/p0/c0", routes, [1, 2, 3], [Span(3, version, Provenance.DECODE)])
             ref = signed(ref, routes, SPEC.moe_layers, [1, 2, 3])
         logprobs = np.array([-0.5, -1.25], np.float32)
-        sequence = Sequence("s2/p0/c0", (1, 2), (3, 4), logprobs, 0.5, weight_version=DONE, routes=ref)
+        sequence = Sequence("s2/p0/c0", (1, 2), (3, 4), logprobs, 0.5, sampled_by(DONE, 2), routes=ref)
         self.batch = RolloutBatch([sequence], [0], {"reward/mean": 0.5}, "second")
         self.kept.save(STEP, self.batch)
 
@@ -92,8 +92,8 @@ def test_other_prompts_are_not_taken(left):
 
 
 def test_other_weights_are_not_taken(left, tmp_path):
-    left.change(weight_version=0)
-    assert "belong to other weights: got version 0 in s2/p0/c0, expected version 1" in refused(left)
+    left.change(versions=sampled_by(0, 2))
+    assert "belong to other weights: got versions [0] in s2/p0/c0, expected version 1" in refused(left)
     (tmp_path / "older").mkdir()
     assert "weight version 0" in refused(Left(tmp_path / "older", version=0))
 

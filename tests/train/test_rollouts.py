@@ -15,8 +15,8 @@ from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.train.kept import shard_name, shard_step
 from moe_rl.train.rollouts import Rollouts, _digest, generate_request
 from moe_rl.train.step_metrics import Clock
-from moe_rl.types import Completion, Prompt, RoutePart, Verdict
-from moe_rl.vllm.sampling import Growing, VersionSpan
+from moe_rl.types import Completion, Prompt, RoutePart, Verdict, sampled_by
+from moe_rl.vllm.sampling import Growing, ReportedSpan
 from tests.support.task import task_of
 
 CONFIG = "configs/tiny_moe_cpu.yaml"
@@ -39,7 +39,9 @@ class Engine:
         routes = SimpleNamespace(rows=5, parts=(RoutePart(shard, ""),))
         tokens = [(7,) * (1 + int(r.key.partition("/c")[2])) for r in requests]
         return [
-            Completion(r.key, r.prompt_token_ids, t, np.zeros(len(t), np.float32), "stop", 0, routes)
+            Completion(
+                r.key, r.prompt_token_ids, t, np.zeros(len(t), np.float32), "stop", sampled_by(0, len(t)), routes
+            )
             for r, t in zip(requests, tokens, strict=True)
         ]
 
@@ -209,7 +211,7 @@ def judged(folder, override, tokens, finish, stop_reason=None):
     _, prompt = rollouts.heldout[0]
     asked = rollouts._request("s1/p0/c0", prompt, 1.0)
     sampled = Growing()
-    sampled.add(tokens, [-1.0] * len(tokens), finish, [VersionSpan("0", 0, len(tokens))], stop_reason)
+    sampled.add(tokens, [-1.0] * len(tokens), finish, [ReportedSpan("0", 0, len(tokens))], stop_reason)
     rollouts._judge([prompt], [sampled.completion(asked, 0, {})])
     (item,) = scored
     return asked, item, rollouts, task
@@ -268,7 +270,7 @@ def test_every_request_has_a_randomness_of_its_own_and_a_resumed_run_the_same(tm
 
 def test_the_digest_is_of_the_tokens_and_of_the_logprobs_of_every_completion():
     def digest(tokens, logprobs):
-        return _digest([Completion("k", (1,), tokens, np.array(logprobs, np.float32), "stop", 0, None)])
+        return _digest([Completion("k", (1,), tokens, np.array(logprobs, np.float32), "stop", sampled_by(0, 1), None)])
 
     one = digest((2, 3), [-1.0, -2.0])
     assert one == digest((2, 3), [-1.0, -2.0])

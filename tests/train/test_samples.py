@@ -10,14 +10,14 @@ import torch
 from moe_rl.replay.row_places import RowPlaces
 from moe_rl.train import samples
 from moe_rl.train.kept import KeptSample
-from moe_rl.types import Sequence
+from moe_rl.types import Sequence, sampled_by
 
 # Two sequences of 2 prompt tokens; a padding row comes last.
 FED = [np.array([1, 2, 3]), np.array([4, 5, 6, 7]), np.array([0])]
 
 
 def sequence(key, tokens):
-    return Sequence(key, (1, 2), (3,) * tokens, np.full(tokens, -0.5, np.float32), 0.25, 6, None)
+    return Sequence(key, (1, 2), (3,) * tokens, np.full(tokens, -0.5, np.float32), 0.25, sampled_by(6, tokens), None)
 
 
 def seen(rows, differs, recorded=None):
@@ -52,7 +52,7 @@ def test_ranks_with_other_rows_and_layers_add_up(monkeypatch):
     assert first.trainer_logprobs == [pytest.approx(-0.1), pytest.approx(-0.2)]
     assert second.trainer_logprobs == [pytest.approx(-0.3), None, pytest.approx(-0.5)]
     assert (first.advantage, second.advantage) == (0.5, None)
-    assert (first.step, first.reward, first.weight_version, first.prompt_tokens) == (7, 0.25, 6, 2)
+    assert (first.step, first.reward, first.versions, first.prompt_tokens) == (7, 0.25, sampled_by(6, 2), 2)
 
 
 def test_rows_without_a_record_count_nothing(monkeypatch):

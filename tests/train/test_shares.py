@@ -7,12 +7,12 @@ import pytest
 
 from moe_rl.errors import ReplayError
 from moe_rl.train.shares import Shares
-from moe_rl.types import RouteRef, Sequence
+from moe_rl.types import RouteRef, Sequence, sampled_by
 
 
 def sequence(number, *, recorded):
     ref = RouteRef(f"k{number}", 4, ()) if recorded else None
-    return Sequence(f"k{number}", (1, 2), (3, 4, 5), np.zeros(3, np.float32), 0.0, 0, ref)
+    return Sequence(f"k{number}", (1, 2), (3, 4, 5), np.zeros(3, np.float32), 0.0, sampled_by(0, 3), ref)
 
 
 def complete(recorded, groups, *, limit, missing="drop"):

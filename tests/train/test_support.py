@@ -8,7 +8,7 @@ import pytest
 from moe_rl.errors import SupportError
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
 from moe_rl.train.sampling_support import read_support
-from moe_rl.types import Provenance, Sequence, Span
+from moe_rl.types import Provenance, Sequence, Span, sampled_by
 from tests.support.refusals import refused
 
 VOCABULARY = 50
@@ -29,7 +29,7 @@ def read(tmp_path):
             spans, routes = [Span(rows, 0, Provenance.DECODE)], np.zeros((rows, 1, 1), np.uint8)
             ref = writer.add("s1/p2/c3", routes, np.array([5, 6, *TOKENS, 1][:rows], np.int32), spans, aux=aux)
         ref = replace(ref, rows=4)
-        sequence = Sequence("s1/p2/c3", (5, 6), TOKENS, np.zeros(3, np.float32), 1.0, 0, ref)
+        sequence = Sequence("s1/p2/c3", (5, 6), TOKENS, np.zeros(3, np.float32), 1.0, sampled_by(0, 3), ref)
         return read_support(store, sequence, VOCABULARY)
 
     return run
@@ -73,6 +73,6 @@ def test_a_wrong_support_is_refused(read, aux, facts):
 
 
 def test_a_completion_that_was_not_recorded_is_refused(tmp_path):
-    sequence = Sequence("s1/p2/c3", (5, 6), TOKENS, np.zeros(3, np.float32), 1.0, 0, None)
+    sequence = Sequence("s1/p2/c3", (5, 6), TOKENS, np.zeros(3, np.float32), 1.0, sampled_by(0, 3), None)
     with refused(SupportError, fault="missing", request="s1/p2/c3"):
         read_support(TraceStore(tmp_path), sequence, VOCABULARY)

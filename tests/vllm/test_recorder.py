@@ -17,7 +17,7 @@ from moe_rl.errors import EngineError, ReplayError, TraceDiskError, TraceError
 from moe_rl.replay.routes import microbatch_routes, read_routes, source_sum
 from moe_rl.trace import TraceStore, signed
 from moe_rl.trace.source_sum import rows_of, total
-from moe_rl.types import Provenance, Sequence
+from moe_rl.types import Provenance, Sequence, sampled_by
 from moe_rl.vllm import recorder as module
 from moe_rl.vllm.hooks import attach_recorder, refuse_layout
 from moe_rl.vllm.recorder import Recorder
@@ -527,7 +527,7 @@ def replayed(fake):
         refs = fake.recorder.publish("shard", {"a": a, "b": b})
         spec, sequences, nothing = fake.recorder.spec, [], np.zeros(1, np.float32)
         for key, tokens in (("a", a), ("b", b)):
-            sequences.append(Sequence(key, tuple(tokens), (0,), nothing, 1.0, 0, refs[key]))
+            sequences.append(Sequence(key, tuple(tokens), (0,), nothing, 1.0, sampled_by(0, 1), refs[key]))
         fed = [np.asarray(a), np.asarray(b)]
         parts = [
             read_routes(fake.store, sequence, spec, layers=LAYERS, fed=tokens, here=np.ones(6, bool), weight_version=0)

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from moe_rl.errors import EngineError
-from moe_rl.types import GenerateRequest, RoutePart, RouteRef
+from moe_rl.types import GenerateRequest, RoutePart, RouteRef, VersionSpan, sampled_by
 from moe_rl.vllm.recording import RecordingRequest
-from moe_rl.vllm.sampling import Growing, VersionSpan, check, forwarded, parameters
+from moe_rl.vllm.sampling import Growing, ReportedSpan, check, forwarded, parameters
 from tests.support.refusals import refused
 
 LONGEST, VOCABULARY = 16, 100
-ONE = (VersionSpan("3", 0, 2),)
-SEVERAL = [VersionSpan("3", 0, 1), VersionSpan("4", 1, 2)]
+ONE = (ReportedSpan("3", 0, 2),)
+SEVERAL = [ReportedSpan("3", 0, 1), ReportedSpan("4", 1, 2)]
 
 
 def request(key: str = "a", prompt=(5, 6, 7), *, max_tokens: int = 4, **more) -> GenerateRequest:
@@ -54,20 +54,33 @@ def test_what_vllm_would_cut_short_or_die_of_is_refused(requests, message):
 def test_a_completion_is_of_all_that_came():
     ref = RouteRef("a", 4, (RoutePart("s", "d"),))
     completion = grown(2).completion(request(), 9, {"a": ref})
-    assert (completion.token_ids, completion.finish_reason, completion.weight_version) == ((10, 11), "stop", 3)
+    assert (completion.token_ids, completion.finish_reason, completion.versions) == ((10, 11), "stop", sampled_by(3, 2))
     assert completion.logprobs.dtype == np.float32 and completion.logprobs.tolist() == [0.0, -0.5]
     assert completion.routes is ref and completion.prompt_token_ids == (5, 6, 7)
     assert grown(2).completion(request(), 9, {}).routes is None
 
 
+def test_the_weights_that_sampled_each_token_are_told():
+    completion = grown(3, versions=[ReportedSpan("3", 0, 1), ReportedSpan("5", 1, 3)]).completion(request(), 9, {})
+    assert completion.versions == (VersionSpan(1, 3), VersionSpan(2, 5))
+    assert (completion.oldest_version, completion.newest_version) == (3, 5)
+
+
 @pytest.mark.parametrize(
-    "versions", [None, (), [VersionSpan("3", 0, 1)], [VersionSpan("3", 0, 1), VersionSpan("4", 1, 2)]]
+    "versions",
+    [
+        None,
+        (),
+        [ReportedSpan("3", 0, 1)],
+        [ReportedSpan("3", 1, 2)],
+        [ReportedSpan("3", 0, 1), ReportedSpan("2", 1, 2)],
+    ],
 )
-def test_tokens_of_no_or_several_versions_are_no_completion(versions):
+def test_tokens_of_unknown_weights_are_no_completion(versions):
     with refused(EngineError, request="a", fault="versions"):
         grown(2, versions=versions).completion(request(), 9, {})
     # vLLM reports no version for an aborted request; the engine's current version is used.
-    assert grown(2, finish="abort", versions=versions).completion(request(), 9, {}).weight_version == 9
+    assert grown(2, finish="abort", versions=versions).completion(request(), 9, {}).versions == sampled_by(9, 2)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +102,7 @@ def test_the_stop_token_that_ended_a_completion_is_told(finish, stops, ended_by)
 def test_the_stop_string_that_ended_a_completion_is_told():
     """Its last token may be a stop token too: vLLM then says which of the two it was."""
     sample = Growing()
-    sample.add([10, 11], [-0.5, -0.5], "stop", [VersionSpan("4", 0, 2)], "##")
+    sample.add([10, 11], [-0.5, -0.5], "stop", [ReportedSpan("4", 0, 2)], "##")
     completion = sample.completion(replace(request(), stop=("##",), stop_token_ids=(11,)), 9, {})
     assert (completion.stop_string, completion.stop_token_id) == ("##", None)
     assert completion.text_token_ids == completion.token_ids == (10, 11)

@@ -19,7 +19,7 @@ from moe_rl.train import shares as shares_of
 from moe_rl.train.canary import Canary
 from moe_rl.train.step import TrainStep
 from moe_rl.train.step_metrics import Clock
-from moe_rl.types import Provenance, Sequence, Span
+from moe_rl.types import Provenance, Sequence, Span, sampled_by
 from tests.weights.taking import taken
 
 CONFIG = Path(__file__).parents[3] / "configs/tiny_moe_cpu.yaml"
@@ -41,7 +41,11 @@ def batch(facts, folder):
             ref = writer.add(f"s{number}", routes, np.array(tokens[:-1], np.int32), spans)
             ref = signed(ref, routes, spec.moe_layers, tokens[:-1])
             logprobs, reward = rng.normal(-5, 0.3, completion).astype(np.float32), float(rng.normal())
-            sequences.append(Sequence(f"s{number}", tokens[:prompt], tokens[prompt:], logprobs, reward, 0, ref))
+            sequences.append(
+                Sequence(
+                    f"s{number}", tokens[:prompt], tokens[prompt:], logprobs, reward, sampled_by(0, completion), ref
+                )
+            )
     return sequences, TraceStore(folder), spec
 
 

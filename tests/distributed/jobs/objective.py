@@ -19,7 +19,7 @@ from moe_rl.train.loss import LossSums, UpdateLoss
 from moe_rl.train.scoring import session as session_of
 from moe_rl.train.step import TrainStep
 from moe_rl.train.step_metrics import loss_metrics
-from moe_rl.types import Provenance, Sequence, Span
+from moe_rl.types import Provenance, Sequence, Span, sampled_by
 
 ROOT = Path(__file__).parents[3]
 VERSION = 5
@@ -45,7 +45,8 @@ def batch(facts):
         tokens = rng.integers(0, facts.vocab, prompt + completion).tolist()
         reward = 0.0 if number in WITHOUT_ADVANTAGE else float(rng.choice([-1, 1]) * rng.uniform(0.2, 1.5))
         sequences.append(Sequence(f"s{number}", tuple(tokens[:prompt]), tuple(tokens[prompt:]),
-                                  np.zeros(completion, np.float32), reward, VERSION, None))  # fmt: skip
+                                  np.zeros(completion, np.float32), reward,
+                                  sampled_by(VERSION, completion), None))  # fmt: skip
         scores = rng.random((prompt + completion - 1, len(facts.moe_layers), facts.num_experts))
         routes.append(np.argsort(scores, -1)[..., : facts.top_k].astype(np.uint8))
     return sequences, routes
