@@ -19,9 +19,9 @@ import pytest
 from moe_rl.disk import reason, refusal, write_json, write_whole, writing
 from moe_rl.errors import DiskError, TraceDiskError, TraceError
 from moe_rl.report.log import RunLog
+from moe_rl.rollout.kept import KeptRollouts, RolloutBatch
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
-from moe_rl.train.kept import KeptRollouts, RolloutBatch
 from moe_rl.types import Provenance, Span
 from tests.support.refusals import refused, tells
 
@@ -48,7 +48,7 @@ def metrics(folder):
 
 
 def ledger(folder):
-    PromptLedger(folder / "prompts.jsonl").record(0, 0, ["prompt" * LIMIT], "digest")
+    PromptLedger(folder / "prompts.jsonl").record(0, [0], ["prompt" * LIMIT], "digest")
 
 
 def rollouts(folder):

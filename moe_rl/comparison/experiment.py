@@ -158,13 +158,15 @@ def _decide(first: Measurement, sampling: _Sampling, step: int) -> Decision:
         ask = cache(lambda: stack.enter_context(closing(sampling.live(precision, "more"))))
         source = cache(lambda: sources.prompt_source(config, config.run.seed + 1))
         precision = sources.own_precision(config.rollout) if asked.run else asked.precisions[0]
-        rounds = itertools.count(1)
+        rounds, used = itertools.count(1), 0
 
         def more(tokens: int) -> list[Sums]:
             name = f"more{next(rounds)}"
             if dist.get_rank() == 0:
                 print(f"k3, native less R3, is undecided; sampling about {tokens:,} tokens more", flush=True)
-            prompts = source().take(max(1, round(tokens / mean_tokens / size)))
+            nonlocal used
+            prompts = source().at(used, max(1, round(tokens / mean_tokens / size)))
+            used += len(prompts)
             asked_for = sources.asked_of(f"s{step}/{name}", prompts, config)
             return sampling.scored(ask().sample(asked_for), name)
 

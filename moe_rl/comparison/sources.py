@@ -19,11 +19,11 @@ from moe_rl.megatron.policy import Policy
 from moe_rl.models.hf import ModelFacts
 from moe_rl.replay.routes import missing_rows
 from moe_rl.rollout.engine import VllmEngine
+from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, shard_name
+from moe_rl.rollout.rollouts import engine_settings, generate_request
 from moe_rl.tasks.prompts import PromptSource, load_task
 from moe_rl.tasks.tokenizer import TextCodec, stop_tokens
 from moe_rl.trace import TraceStore
-from moe_rl.train.kept import KeptRollouts, RolloutBatch, shard_name
-from moe_rl.train.rollouts import engine_settings, generate_request
 from moe_rl.train.run_folder import RunFolder
 from moe_rl.types import Prompt, Sequence
 from moe_rl.weights.digest import tensor_digests, total_digest
@@ -116,7 +116,7 @@ def in_precision(rollout: RolloutConfig, precision: str) -> RolloutConfig:
 
 def prompts_of_config(config: Config) -> list[tuple[str, tuple[int, ...]]]:
     """Return (key, prompt tokens) for each completion of the config's first step."""
-    chosen = prompt_source(config, config.run.seed).take(config.rollout.prompts_per_step)
+    chosen = prompt_source(config, config.run.seed).at(0, config.rollout.prompts_per_step)
     return asked_of("s1", chosen, config)
 
 
@@ -155,7 +155,7 @@ class LiveSampler:
             if dist.get_rank() == 0:
                 shutil.rmtree(self._folder.path, ignore_errors=True)
                 self._folder.trace.mkdir(parents=True)
-                self._engine = VllmEngine.start(engine_settings(self._config, facts, self._folder))
+                self._engine = VllmEngine.start(engine_settings(self._config, facts, self._folder.path))
             world.broadcast("ready" if self._engine else None, str)
             other = config.model.from_run is not None or rollout.weights != "exact"
             if version or other:  # otherwise the engine has read the initial model itself

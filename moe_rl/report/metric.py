@@ -10,8 +10,6 @@ When = Literal["every step", "when measured", "evaluation"]
 
 Mode = Literal["r3", "r2", "off"]
 
-QUANTILES = (5, 25, 50, 75, 95)
-"""Percentages for which a run logs quantiles, as members p05 to p95 of a family."""
 FAMILY = "<name>"
 MODES: tuple[Mode, ...] = ("r3", "r2", "off")
 REPLAYED: tuple[Mode, ...] = ("r3", "r2")

@@ -1,4 +1,8 @@
-"""Records which prompts each step consumed, so that a resumed run can prove that each prompt was used once.
+"""Records which prompts each step consumed, so that a resumed run can prove that each prompt ended exactly once.
+
+A prompt is named by its cursor, its place in the order of all prompts. It ends when a step trains on it, or when it is
+dropped for a reason. Steps of a synchronous run take the prompts in order. An asynchronous run takes them as their
+completions arrive, so the cursors of a line may be in any order, and prompts before them may still be sampled.
 
 The file has one JSON line per step. Each line carries an xxh3-64 checksum of its other content. A line is accepted only
 if it equals, byte for byte, what `record` would write. Text after the last newline is the torn end of a crash and
@@ -25,16 +29,26 @@ FILE = "prompts.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class StepPrompts:
-    """Describes one step, counted from 0: the cursor before it, the ids of its prompts, and a digest of its samples."""
+    """Describes one step, counted from 0.
+
+    Attributes:
+        cursors: the cursors of its prompts, in the order of arrival, as runs [first, count].
+        prompts: the ids of its prompts.
+        dropped: prompts that ended without training since the last step, as [cursor, reason].
+        completions: a digest of its samples.
+    """
 
     step: int
-    cursor: int
+    cursors: list[tuple[int, int]]
     prompts: list[str]
+    dropped: list[tuple[int, str]]
     completions: str
 
-    @property
-    def next_cursor(self) -> int:
-        return self.cursor + len(self.prompts)
+    def ended(self) -> list[int]:
+        """Return the cursors of all prompts that end with this line."""
+        return [at for first, count in self.cursors for at in range(first, first + count)] + [
+            at for at, _ in self.dropped
+        ]
 
     def line(self) -> bytes:
         body = asdict(self)
@@ -48,17 +62,52 @@ def _parse(line: bytes) -> StepPrompts:
         record = json.loads(line)
         record.pop("checksum")
         entry = StepPrompts(**record)
-        if entry.line() == line:
+        if entry.line() == line and len(entry.prompts) == sum(count for _, count in entry.cursors):
             return entry
     raise ValueError("damaged line: the checksum does not match the content")
 
 
-class PromptLedger:
-    """Appends JSON lines to the file at `path`. One process writes it. A missing file is an empty ledger."""
+class Ended:
+    """Tells which prompts have ended: all with a cursor below `floor`, and those in `above`."""
 
-    def __init__(self, path: Path | str):
-        self.path = Path(path)
-        self._expected: tuple[int, int] | None = None  # (step, cursor) required of the next record; None: not read yet
+    def __init__(self) -> None:
+        self.steps, self.floor, self.above = 0, 0, set[int]()
+
+    def __contains__(self, cursor: int) -> bool:
+        return cursor < self.floor or cursor in self.above
+
+    def add(self, entry: StepPrompts, *, in_order: bool) -> tuple[str, object, object] | None:
+        """Add a line. Return None, or what is wrong with it, what it has and what was expected; nothing is then added.
+
+        in_order: each line must begin where the last one ended.
+        """
+        if entry.step != self.steps:
+            return "step", entry.step, self.steps
+        new = entry.ended()
+        if in_order and new != list(range(self.floor, self.floor + len(new))):
+            return "cursor", _told(entry.cursors), f"prompts in order from {self.floor}"
+        before = self.above.copy()
+        for cursor in new:
+            if cursor in self:
+                self.above = before
+                return "cursor", cursor, "a prompt that has not ended before"
+            self.above.add(cursor)
+        while self.floor in self.above:
+            self.above.remove(self.floor)
+            self.floor += 1
+        self.steps += 1
+        return None
+
+
+class PromptLedger:
+    """Appends JSON lines to the file at `path`. One process writes it. A missing file is an empty ledger.
+
+    in_order: the run consumes its prompts in their order, so each line must begin where the last one ended.
+    """
+
+    def __init__(self, path: Path | str, *, in_order: bool = True):
+        self.path, self.in_order = Path(path), in_order
+        self._ended: Ended | None = None  # what the lines say; None: not read yet, or a write has failed
 
     @property
     def torn(self) -> Problem | None:
@@ -66,26 +115,33 @@ class PromptLedger:
         lines, tail = self._read()
         return self._torn(len(lines) + 1, tail) if tail else None
 
-    def record(self, step: int, cursor_before: int, prompt_ids: Iterable[str], completion_digest: str) -> None:
+    def record(
+        self,
+        step: int,
+        cursors: Sequence[int],
+        prompt_ids: Iterable[str],
+        completion_digest: str,
+        dropped: Iterable[tuple[int, str]] = (),
+    ) -> None:
         """Append one step's prompts. The line is durable on return.
 
         Raises:
-            DataError: the step does not follow the last line.
+            DataError: the step does not follow the last line, or a prompt has ended before.
         """
-        entry = StepPrompts(int(step), int(cursor_before), list(prompt_ids), completion_digest)
-        expected = self._expected or self._end()
-        if (entry.step, entry.cursor) != expected:
+        entry = StepPrompts(int(step), _runs(cursors), list(prompt_ids), list(dropped), completion_digest)
+        ended, self._ended = self._ended or self._all_ended(), None
+        if ended.add(entry, in_order=self.in_order) is not None:
             raise DataError(
                 describe(
                     "this step does not follow the prompt ledger's last one",
                     where={"file": self.path},
-                    got=f"step {entry.step} at cursor {entry.cursor}",
-                    expected=f"step {expected[0]} at cursor {expected[1]}",
-                    do="rewind the ledger and seek the prompt source to the checkpoint that the run resumes from",
+                    got=f"step {entry.step} with the prompts {_told(entry.cursors)}",
+                    expected=f"step {ended.steps} with the prompts from {ended.floor}"
+                    + ("" if self.in_order else " that have not ended"),
+                    do="rewind the ledger to the checkpoint that the run resumes from",
                     fault="order",
                 )
             )
-        self._expected = None
         new = not self.path.exists()
         data = entry.line() + b"\n"
         with (
@@ -96,7 +152,13 @@ class PromptLedger:
             os.fsync(file.fileno())
             if new:
                 sync(self.path.parent)
-        self._expected = (entry.step + 1, entry.next_cursor)
+        self._ended = ended
+
+    def ended(self, steps: int) -> Ended:
+        """Return which prompts have ended by the first `steps` lines. Raises as `check` does."""
+        if self._ended is not None and self._ended.steps == steps:
+            return self._ended
+        return self._checked(steps)[2]
 
     def find(self, step: int) -> StepPrompts | None:
         """Return the line of a step; None if it is missing or damaged."""
@@ -114,8 +176,8 @@ class PromptLedger:
         """
         self._checked(steps)
 
-    def _checked(self, steps: int) -> tuple[list[bytes], bytes]:
-        """Return what `_read` gives, after `check` has found nothing."""
+    def _checked(self, steps: int) -> tuple[list[bytes], bytes, Ended]:
+        """Return what `_read` gives, and which prompts have ended by `steps` lines that `check` would accept."""
         lines, tail = self._read()
         if len(lines) < steps:
             raise DataError(
@@ -127,9 +189,10 @@ class PromptLedger:
                     fault="lost",
                 )
             )
-        for _ in self._entries(lines[:steps]):
+        ended = Ended()
+        for _ in self._entries(lines[:steps], ended):
             pass
-        return lines, tail
+        return lines, tail, ended
 
     def digest(self, steps: int) -> str:
         """Return the xxh3-128 (hex) of the lines of the first `steps` steps, for a checkpoint taken after them."""
@@ -143,26 +206,36 @@ class PromptLedger:
         """
         if step < 0:
             raise ValueError(describe("a ledger can only be rewound to a step", got=step, expected="0 or more"))
-        lines, tail = self._checked(step)
+        lines, tail, _ = self._checked(step)
         kept = lines[:step]
         dropped = len(lines) - step + bool(tail)
         if dropped:
             write_whole(self.path, b"".join(line + b"\n" for line in kept), "the prompt ledger")
-        self._expected = None
+        self._ended = None
         return dropped
 
     def verify(self, source: PromptSource, steps: int | None = None) -> None:
-        """Prove that every prompt of the source was consumed exactly once, in order, from cursor 0 to the last line.
+        """Prove that every prompt of the source ended exactly once, from cursor 0 to the last one that a line names.
 
-        `steps`, if given, is how many lines there must be: without it, lines lost at the end cannot be noticed. Raises
-        DataError naming the first line that is wrong. Leaves the source's cursor alone.
+        Prompts that are still sampled have no line, so an asynchronous run can prove this only at its end, when its
+        last line has dropped them.
+
+        Args:
+            steps: how many lines of steps there must be. Without it, lines lost at the end cannot be noticed.
+
+        Raises:
+            DataError: it names the first line that is wrong.
         """
         lines, tail = self._read()
-        for number, entry in enumerate(self._entries(lines), start=1):
-            expected = [prompt.id for prompt in source.peek(entry.cursor, len(entry.prompts))]
+        ended = Ended()
+        for number, entry in enumerate(self._entries(lines, ended), start=1):
+            cursors = entry.ended()[: len(entry.prompts)]
+            expected = [prompt.id for first, count in entry.cursors for prompt in source.at(first, count)]
             if entry.prompts != expected:
                 at = next(i for i, (got, want) in enumerate(zip(entry.prompts, expected, strict=True)) if got != want)
-                raise self._wrong(number, "prompt", entry.prompts[at], f"{expected[at]}, at cursor {entry.cursor + at}")
+                raise self._wrong(number, "prompt", entry.prompts[at], f"{expected[at]}, at cursor {cursors[at]}")
+        if ended.above:
+            raise self._wrong(len(lines), "end", f"prompt {max(ended.above)} ended", f"prompt {ended.floor} too")
         if tail:
             raise DataError(
                 self._torn(len(lines) + 1, tail, "rewind the ledger to the checkpoint that the run resumes from")
@@ -187,12 +260,11 @@ class PromptLedger:
             return [], b""
         return lines, tail
 
-    def _entries(self, lines: Sequence[bytes]) -> Iterator[StepPrompts]:
-        """Return the entries of the lines, each proved whole and contiguous with the one before.
+    def _entries(self, lines: Sequence[bytes], ended: Ended) -> Iterator[StepPrompts]:
+        """Return the entries of the lines, each proved whole and added to `ended`.
 
         Raises DataError, which names the first wrong line.
         """
-        cursor = 0
         for number, line in enumerate(lines, start=1):
             try:
                 entry = _parse(line)
@@ -200,16 +272,30 @@ class PromptLedger:
                 raise DataError(
                     describe(str(error), where={"file": self.path, "line": number}, fault="damaged")
                 ) from error
-            if entry.step != number - 1:
-                raise self._wrong(number, "step", entry.step, number - 1)
-            if entry.cursor != cursor:
-                raise self._wrong(number, "cursor", entry.cursor, cursor)
-            cursor = entry.next_cursor
+            if (wrong := ended.add(entry, in_order=self.in_order)) is not None:
+                raise self._wrong(number, *wrong)
             yield entry
 
-    def _end(self) -> tuple[int, int]:
+    def _all_ended(self) -> Ended:
         lines, tail = self._read()
         if tail:
             raise DataError(self._torn(len(lines) + 1, tail, "rewind the ledger before it is written again"))
-        entries = list(self._entries(lines))
-        return (entries[-1].step + 1, entries[-1].next_cursor) if entries else (0, 0)
+        ended = Ended()
+        for _ in self._entries(lines, ended):
+            pass
+        return ended
+
+
+def _told(runs: Iterable[tuple[int, int]]) -> str:
+    return ", ".join(f"{first} to {first + count - 1}" for first, count in runs)
+
+
+def _runs(cursors: Sequence[int]) -> list[tuple[int, int]]:
+    """Return cursors as runs (first, count), in their order."""
+    runs: list[tuple[int, int]] = []
+    for cursor in map(int, cursors):
+        if runs and sum(runs[-1]) == cursor:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((cursor, 1))
+    return runs

@@ -289,8 +289,7 @@ class PromptSource:
     Every stretch of prompts holds the sets in proportion to their weights. Each finite set has epochs of its own, and
     every epoch is a new permutation, so no prompt repeats within an epoch. An endless set gives its items in order.
 
-    The order is a pure function of (sets, weights, seed, position). `cursor`, the number of prompts taken, is the whole
-    state. A run that seeks to a stored cursor continues exactly where it was.
+    The order is a pure function of (sets, weights, seed, cursor). A prompt's cursor is its place in this order.
     """
 
     def __init__(self, sets: Sequence[PromptSet], seed: int):
@@ -300,29 +299,11 @@ class PromptSource:
         weights = [Fraction(one.weight) for one in sets]
         self._shares = [weight / sum(weights) for weight in weights]
         self._seed = seed
-        self._cursor = 0
         self._epochs = [-1] * len(sets)
         self._orders = [np.empty(0, np.int64)] * len(sets)
 
-    @property
-    def cursor(self) -> int:
-        return self._cursor
-
-    def seek(self, cursor: int) -> None:
-        if cursor < 0:
-            raise ValueError(
-                describe("counts prompts taken", where={"argument": "cursor"}, got=cursor, expected="0 or more")
-            )
-        self._cursor = cursor
-
-    def take(self, count: int) -> list[Prompt]:
-        """Take the next `count` prompts, possibly from two epochs."""
-        prompts = self.peek(self._cursor, count)
-        self._cursor += count
-        return prompts
-
-    def peek(self, cursor: int, count: int) -> list[Prompt]:
-        """Return the `count` prompts at `cursor` without taking them."""
+    def at(self, cursor: int, count: int) -> list[Prompt]:
+        """Return the `count` prompts from `cursor` on, possibly from two epochs."""
         if cursor < 0 or count < 0:
             raise ValueError(describe("no such prompts", got=f"cursor {cursor}, count {count}", expected="0 or more"))
         taken, prompts = self._taken(cursor), []

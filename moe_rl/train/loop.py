@@ -20,6 +20,7 @@ from typing import Literal
 import torch.distributed as dist
 
 from moe_rl import checkpoint_folder as checkpoints
+from moe_rl.clock import Clock
 from moe_rl.config.load import load_config
 from moe_rl.config.schema import Config
 from moe_rl.errors import CheckpointError, CollapseError
@@ -28,7 +29,6 @@ from moe_rl.tasks.prompts import TaskPrompts
 from moe_rl.train.peers import Peers
 from moe_rl.train.resume import open_folder, restore
 from moe_rl.train.run_folder import RunFolder
-from moe_rl.train.step_metrics import Clock
 from moe_rl.train.trainer import Trainer
 
 

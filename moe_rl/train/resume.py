@@ -23,17 +23,17 @@ from moe_rl.errors import CheckpointError, ConfigError, DataError, MoeRLError, d
 from moe_rl.megatron import checkpoint, world
 from moe_rl.replay.routes import RowPolicy, read_routes
 from moe_rl.report import history
+from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, shards_of
 from moe_rl.tasks.prompt_ledger import PromptLedger, StepPrompts
 from moe_rl.tasks.prompts import PromptSource
 from moe_rl.trace import TraceSpec
 from moe_rl.train import run_folder
-from moe_rl.train.kept import KeptRollouts, RolloutBatch, shards_of
 from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.sampling_support import read_support
 from moe_rl.train.trainer import RankZero, Trainer
 
 # What `Trainer.save` gives to a checkpoint and `restore` reads.
-_FIELDS = ("guards", "evaluations", "cursor", "ledger")
+_FIELDS = ("guards", "evaluations", "ledger")
 # Missing routes are accepted here; the step decides what to do about them when it trains.
 _ROWS = RowPolicy(missing="native", stale="refuse", max_staleness=0)
 
@@ -116,7 +116,7 @@ def _check_seen(folder: RunFolder) -> None:
 def restore(trainer: Trainer, done: int) -> None:
     """Restore every part of a run to the checkpoint after `done` steps; 0 restores the beginning. All ranks call
     this."""
-    parallel, cursor = trainer.config.parallel, 0
+    parallel = trainer.config.parallel
     before: dict[str, int] | None = None
     if done:
         path = checkpoints.find(trainer.folder.checkpoints, done)
@@ -125,7 +125,7 @@ def restore(trainer: Trainer, done: int) -> None:
         trainer.train_step.guards.restore(state["guards"])
         trainer.progress.restore(state["evaluations"])
         trainer.train_step.placement.restore(checkpoint.run_tensors(path))
-        cursor, before = state["cursor"], state["layout"]
+        before = state["layout"]
         trainer.checkpoints.last = done
         if trainer.main is not None:
             check_of_this_run(path, state["ledger"], trainer.main.rollouts.ledger.digest(done))
@@ -135,7 +135,6 @@ def restore(trainer: Trainer, done: int) -> None:
             for aside in checkpoints.abandon_newer(folder, done):
                 main.log.note(f"a newer {what} was renamed and is not used: {aside}")
         checkpoints.name_best(trainer.folder.checkpoints, trainer.progress.best_step)
-        main.rollouts.source.seek(cursor)
         main.left_behind = _take_left_behind(trainer, main, done)
         entered = done + (main.left_behind is not None)
         main.rollouts.ledger.verify(main.rollouts.source, steps=entered)
@@ -190,7 +189,6 @@ def _take_left_behind(trainer: Trainer, main: RankZero, done: int) -> RolloutBat
         main.log.note(f"{begun}; {dropped} steps are repeated. Step {step} is sampled again: {error}")
         return None
     dropped = rollouts.ledger.rewind(step)
-    rollouts.source.seek(entry.next_cursor)
     found = f"{len(batch.sequences)} sequences that were sampled for it before"
     main.log.note(f"{begun}; {dropped + 1} steps are repeated. Step {step} is trained on the {found}")
     return batch
@@ -208,7 +206,6 @@ def left_behind(
     """Read and check the rollouts of `step`, the step after the checkpoint that the run continues from.
 
     Args:
-        source: The prompts, at the checkpoint's cursor.
         vocabulary: Vocabulary size, if sampling supports are needed; else None.
 
     Returns:
@@ -220,9 +217,10 @@ def left_behind(
     entry = ledger.find(step - 1)
     if entry is None:
         raise DataError(describe("its rollouts were not finished", got="no line for the step in the prompt ledger"))
-    prompts = [prompt.id for prompt in source.peek(source.cursor, len(entry.prompts))]
-    if (entry.cursor, entry.prompts) != (source.cursor, prompts):
-        got, expected = ((at, ids[:1]) for at, ids in ((entry.cursor, entry.prompts), (source.cursor, prompts)))
+    first = ledger.ended(step - 1).floor
+    prompts = [prompt.id for prompt in source.at(first, len(entry.prompts))]
+    if (entry.cursors[0][0], entry.prompts) != (first, prompts):
+        got, expected = ((at, ids[:1]) for at, ids in ((entry.cursors[0][0], entry.prompts), (first, prompts)))
         raise _other("prompts", f"{got[1]} from cursor {got[0]}", f"{expected[1]} from cursor {expected[0]}")
     batch = kept.load(step)
     if batch.digest != entry.completions:

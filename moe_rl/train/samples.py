@@ -16,7 +16,7 @@ import torch
 from moe_rl.megatron import world
 from moe_rl.replay.tables import Compared
 from moe_rl.report.sample_lines import SampleLine
-from moe_rl.train.kept import KeptSample
+from moe_rl.rollout.kept import KeptSample
 from moe_rl.train.shares import MicrobatchWork
 from moe_rl.types import Sequence
 

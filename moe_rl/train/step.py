@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+from moe_rl.clock import Clock
 from moe_rl.config.schema import Config
 from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy, ReferencePolicy
@@ -20,7 +21,7 @@ from moe_rl.train.guards import Guards, computes_alike
 from moe_rl.train.loss import UpdateLoss
 from moe_rl.train.samples import PassSeen, View, gather_views
 from moe_rl.train.shares import Shares
-from moe_rl.train.step_metrics import Clock, Shown, mismatch_of, step_metrics
+from moe_rl.train.step_metrics import Shown, mismatch_of, step_metrics
 from moe_rl.types import Sequence
 
 

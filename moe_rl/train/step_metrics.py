@@ -6,10 +6,7 @@ rows are added over all ranks. All ranks call each function together. `report/me
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -46,27 +43,6 @@ _MISMATCH_METRICS = {
     "policy/chi2_sequence_geometric": "chi2_sequence_geometric",
     "policy/effective_sample_fraction": "effective_sample_fraction",
 }
-
-
-class Clock:
-    """Measures the seconds spent in named parts of a step. Using a name again adds to its time.
-
-    Args:
-        begun: Called with the name of each part as it begins.
-    """
-
-    def __init__(self, begun: Callable[[str], None] = lambda name: None):
-        self.seconds: dict[str, float] = {}
-        self.begun = begun
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        self.begun(name)
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
 @dataclass(slots=True)

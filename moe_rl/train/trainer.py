@@ -16,6 +16,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from moe_rl import checkpoint_folder
+from moe_rl.clock import Clock
 from moe_rl.config.schema import Config
 from moe_rl.errors import CollapseError, Stopped
 from moe_rl.megatron import checkpoint, world
@@ -31,18 +32,17 @@ from moe_rl.report.run_page import write_report
 from moe_rl.report.sample_lines import SampleFile
 from moe_rl.report.summary import summarize
 from moe_rl.report.trackers import Trackers
+from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, kept_steps
+from moe_rl.rollout.rollouts import Rollouts, canary_runs, start_sampler
 from moe_rl.tasks.prompts import TaskPrompts
 from moe_rl.tasks.verifiers import VerifierPool
 from moe_rl.trace import TraceSpec, TraceStore
 from moe_rl.train import samples
 from moe_rl.train.canary import Canary
-from moe_rl.train.kept import KeptRollouts, RolloutBatch, kept_steps, shards_of
 from moe_rl.train.peers import Peers, StopRequested
 from moe_rl.train.progress import Progress
-from moe_rl.train.rollouts import Rollouts, start_sampler
 from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.step import TrainStep
-from moe_rl.train.step_metrics import Clock
 from moe_rl.weights.sender import WeightSender
 
 # The timed parts of a step that every rank runs. A run that is asked to stop finishes these first.
@@ -110,7 +110,7 @@ class Trainer:
             assert task is not None
             for note in task.notes():
                 log.note(note)
-            engine = stack.enter_context(closing(start_sampler(config, self.facts, folder)))
+            engine = stack.enter_context(closing(start_sampler(config, self.facts, folder.path)))
             rollouts = Rollouts(config, self.facts, task, engine, verifiers, folder.path, self.store)
             seconds = config.report.tracker_seconds
             trackers = Trackers(folder.path, config.report.trackers, seconds=seconds, note=log.note)
@@ -131,7 +131,7 @@ class Trainer:
         self.train_seconds = 0.0  # duration of the last step, including its weight sync
         self.progress = Progress(config.eval, config.task.pass_rates)
         self.saving = Clock()  # time spent on checkpoints and exports since the last step was logged
-        runs = None if self.main is None else self.main.rollouts.canary_runs()
+        runs = None if task is None else canary_runs(config, task)
         self.canary = Canary(world.broadcast(runs, list[tuple[int, ...]]), self.store, spec)
 
     def sample(self, step: int, clock: Clock) -> RolloutBatch | None:
@@ -144,19 +144,14 @@ class Trainer:
         """
         batch: RolloutBatch | None = None
         if (main := self.main) is not None:
-            source = main.rollouts.source
-            cursor, (batch, main.left_behind) = source.cursor, (main.left_behind, None)
+            batch, main.left_behind = main.left_behind, None
             if batch is not None:
                 clock.seconds |= {"sample": 0.0, "reward": 0.0}
             else:
-                with self.peers.phase("rollout", step), suppress(StopRequested), self.peers.to_be_left():
-                    with main.log.phase(f"step {step}: sampling"):
-                        sampled = main.rollouts.collect(step, clock)
-                        self.store.check_published(shards_of(sampled))
-                    self.kept.save(step, sampled)
-                    batch = sampled
-            if self.peers.asked or batch is None:
-                source.seek(cursor)
+                saying = main.log.phase(f"step {step}: sampling")
+                with self.peers.phase("rollout", step), suppress(StopRequested), self.peers.to_be_left(), saying:
+                    batch = main.rollouts.take(step, clock)
+            if self.peers.asked:
                 batch = None
             if batch is not None:
                 self._rest(main, clock)
@@ -278,8 +273,7 @@ class Trainer:
             "evaluations": self.progress.state(),
         }
         if self.main is not None:
-            rollouts = self.main.rollouts
-            state |= {"cursor": rollouts.source.cursor, "ledger": rollouts.ledger.digest(step)}
+            state["ledger"] = self.main.rollouts.ledger.digest(step)
         with self.peers.phase("checkpoint", step), self.saving("checkpoint"):
             self.checkpoints.save(
                 step,

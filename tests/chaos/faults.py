@@ -247,7 +247,7 @@ TESTED = (
     _by("a kept rollout: bits flipped, bytes cut off", "P1", "rollouts/*.rollout", "rank 0", "DataError", "file",
         AT_ONCE,
         "the step is sampled again",
-        "tests/train/test_kept.py::test_no_bit_may_flip_and_nothing_may_be_cut_off"),
+        "tests/rollout/test_kept.py::test_no_bit_may_flip_and_nothing_may_be_cut_off"),
     _by("prompt ledger: every bit flipped, every byte cut off", "P1, P3", "prompts.jsonl", "rank 0", "DataError",
         "file and line", AT_ONCE, REFUSED,
         "tests/tasks/test_prompt_ledger.py::test_every_bit_flip_is_noticed",

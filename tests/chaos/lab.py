@@ -21,8 +21,8 @@ import torch
 from moe_rl.config.load import load_config
 from moe_rl.errors import MoeRLError
 from moe_rl.megatron import world
+from moe_rl.rollout.kept import shard_step
 from moe_rl.train import loop, rollouts
-from moe_rl.train.kept import shard_step
 from moe_rl.train.trainer import Trainer
 from moe_rl.weights.sender import WeightSender
 from tests.chaos.plants import BY_DISK, FORGET, arm, witnesses
@@ -112,7 +112,6 @@ class Lab(Trainer):
             self._restart()
             self._sent_anew(step - 1)
         main.rollouts.ledger.rewind(step - 1)
-        main.rollouts.source.seek((step - 1) * self.config.rollout.prompts_per_step)
         for shard in self.store.shards():
             if shard_step(shard) == step:
                 self.store.remove(shard)
@@ -129,7 +128,7 @@ class Lab(Trainer):
 
     def _restart(self) -> None:
         self.main.rollouts.engine.close()
-        engine = rollouts.start_sampler(self.config, self.facts, self.folder)
+        engine = rollouts.start_sampler(self.config, self.facts, self.folder.path)
         self.main.rollouts.engine = engine
 
     def _weights(self) -> int:

@@ -17,15 +17,15 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from moe_rl.clock import Clock
 from moe_rl.config.load import load_config
 from moe_rl.errors import MoeRLError
 from moe_rl.megatron import world
 from moe_rl.megatron.policy import Policy
 from moe_rl.models.hf import read_model
+from moe_rl.rollout.kept import KeptRollouts
 from moe_rl.trace import TraceSpec, TraceStore
-from moe_rl.train.kept import KeptRollouts
 from moe_rl.train.step import TrainStep
-from moe_rl.train.step_metrics import Clock
 from tests.chaos.plants import arm, witnesses
 
 LAYOUTS = {

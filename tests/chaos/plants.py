@@ -415,7 +415,7 @@ def _dies_in(fault: str, module: str, name: str) -> None:
 
 
 _dies_in("rank killed in placement", "moe_rl.train.assignment", "ExpertPlacement.start_step")
-_dies_in("rank killed in evaluation", "moe_rl.train.rollouts", "Rollouts.evaluate")
+_dies_in("rank killed in evaluation", "moe_rl.rollout.rollouts", "Rollouts.evaluate")
 _dies_in("rank killed in the report", "moe_rl.report.run_page", "write_report")
 _dies_in("engine killed in evaluation", "moe_rl.vllm.sampling", "check")
 

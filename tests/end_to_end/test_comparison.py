@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from moe_rl.train.kept import shard_step
+from moe_rl.rollout.kept import shard_step
 from tests.end_to_end.conftest import ROOT, config, rows
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]

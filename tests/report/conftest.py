@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moe_rl.report.lines import FILE, encode
-from moe_rl.report.metric import QUANTILES
+from moe_rl.types import QUANTILES
 
 LEVELS = ("1-digit", "2-digit", "carry")
 

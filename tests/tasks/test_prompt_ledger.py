@@ -26,19 +26,22 @@ def ledger(tmp_path, source):
 
 def run(ledger, source, first, last):
     for step in range(first, last):
-        cursor = source.cursor
-        ledger.record(step, cursor, [prompt.id for prompt in source.take(PER_STEP)], f"digest-{step}")
+        cursors = range(step * PER_STEP, (step + 1) * PER_STEP)
+        ledger.record(step, cursors, ids(source.at(cursors[0], PER_STEP)), f"digest-{step}")
+
+
+def ids(prompts):
+    return [prompt.id for prompt in prompts]
 
 
 def lines(ledger):
     return ledger.path.read_bytes().splitlines(keepends=True)
 
 
-def test_a_whole_ledger_verifies_and_leaves_the_source_alone(ledger, source):
-    source.seek(3)
+def test_a_whole_ledger_verifies(ledger, source):
     ledger.verify(source)
     ledger.verify(source, steps=STEPS)
-    assert source.cursor == 3 and ledger.torn is None
+    assert ledger.torn is None
     assert PromptLedger(ledger.path).path == ledger.path
     assert len(lines(ledger)) == STEPS
 
@@ -56,7 +59,6 @@ def test_rewind_and_go_on_gives_the_same_ledger(ledger, source, step):
     assert resumed.rewind(step) == STEPS - step
     assert ledger.path.read_bytes() == b"".join(whole.splitlines(keepends=True)[:step])
     resumed.verify(source, steps=step)
-    source.seek(step * PER_STEP)
     run(resumed, source, step, STEPS)
     assert ledger.path.read_bytes() == whole
     assert os.listdir(ledger.path.parent) == [ledger.path.name]
@@ -129,9 +131,9 @@ def test_lines_that_are_dropped_need_not_be_whole(ledger, source):
 
 def test_prompts_that_the_source_did_not_give_are_named(tmp_path, source):
     ledger = PromptLedger(tmp_path / "ledger.jsonl")
-    first, second = ([prompt.id for prompt in source.take(PER_STEP)] for _ in range(2))
-    ledger.record(0, 0, first, "d")
-    ledger.record(1, 4, [second[0], first[0], *second[2:]], "d")  # one prompt twice, one lost
+    first, second = ids(source.at(0, 4)), ids(source.at(4, 4))
+    ledger.record(0, range(4), first, "d")
+    ledger.record(1, range(4, 8), [second[0], first[0], *second[2:]], "d")  # one prompt twice, one lost
     with refused(DataError, fault="prompt", line=2, got=first[0], expected=(second[1], "cursor 5")):
         ledger.verify(source)
 
@@ -163,7 +165,6 @@ def test_a_torn_line_is_refused_until_it_is_rewound(ledger, source):
         run(reopened, source, STEPS, STEPS + 1)
     assert reopened.rewind(STEPS) == 1
     assert reopened.torn is None
-    source.seek(STEPS * PER_STEP)
     run(reopened, source, STEPS, STEPS + 1)
     reopened.verify(source, steps=STEPS + 1)
 
@@ -198,8 +199,8 @@ def test_lost_lines_are_not_rewound_over(ledger):
 @pytest.mark.parametrize("reopened", [False, True])
 def test_a_step_that_does_not_follow_is_refused(ledger, step, cursor, reopened):
     before = ledger.path.read_bytes()
-    with refused(DataError, fault="order", got=(f"step {step}", f"cursor {cursor}"), expected=("6", "24")):
-        (PromptLedger(ledger.path) if reopened else ledger).record(step, cursor, ["x"], "d")
+    with refused(DataError, fault="order", got=(f"step {step}", f"{cursor} to {cursor}"), expected=("6", "24")):
+        (PromptLedger(ledger.path) if reopened else ledger).record(step, [cursor], ["x"], "d")
     assert ledger.path.read_bytes() == before
 
 
@@ -207,9 +208,9 @@ def test_a_recorded_line_is_synced_before_record_returns(tmp_path, monkeypatch):
     ledger = PromptLedger(tmp_path / "ledger.jsonl")
     synced = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
-    ledger.record(0, 0, ["a"], "d")
+    ledger.record(0, [0], ["a"], "d")
     assert synced == [str(ledger.path), str(tmp_path)]
-    ledger.record(1, 1, ["b"], "d")
+    ledger.record(1, [1], ["b"], "d")
     assert synced[2:] == [str(ledger.path)]
     synced.clear()
     ledger.rewind(1)
@@ -236,9 +237,9 @@ def test_a_failed_rewind_leaves_the_old_ledger(ledger, source, monkeypatch):
 def test_a_whole_line_of_other_prompts_than_the_next_is_named(tmp_path, cursor):
     """The checksum of a line is valid even if the line skips a prompt or repeats one."""
     ledger = PromptLedger(tmp_path / "ledger.jsonl")
-    ledger.record(0, 0, ["a", "b"], "d")
+    ledger.record(0, [0, 1], ["a", "b"], "d")
     with open(ledger.path, "ab") as file:
-        file.write(StepPrompts(1, cursor, ["c", "d"], "d").line() + b"\n")
+        file.write(StepPrompts(1, [(cursor, 2)], ["c", "d"], [], "d").line() + b"\n")
     ledger.check(1)
     with pytest.raises(DataError, match="jsonl:2"):
         ledger.check(2)
@@ -249,3 +250,46 @@ def test_the_digest_is_of_the_steps_before_the_checkpoint_alone(ledger, source):
     run(ledger, source, STEPS, STEPS + 1)
     assert ledger.digest(STEPS) == before != ledger.digest(STEPS + 1)
     assert ledger.digest(STEPS - 1) != before
+
+
+def by_arrival(ledger, source, lines):
+    for step, (cursors, dropped) in enumerate(lines):
+        ledger.record(step, cursors, [ids(source.at(cursor, 1))[0] for cursor in cursors], "d", dropped)
+
+
+ARRIVALS = [([2, 0, 5], []), ([4, 6, 7], [(1, "stale")]), ([3], [(8, "ended")])]
+
+
+def test_prompts_that_arrive_in_another_order_each_end_once(tmp_path, source):
+    ledger = PromptLedger(tmp_path / "ledger.jsonl", in_order=False)
+    by_arrival(ledger, source, ARRIVALS)
+    assert [sorted(ledger.ended(steps).above) for steps in range(4)] == [[], [2, 5], [4, 5, 6, 7], []]
+    assert [ledger.ended(steps).floor for steps in range(4)] == [0, 1, 3, 9]
+    assert [at for at in range(10) if at not in ledger.ended(2)] == [3, 8, 9]
+    reopened = PromptLedger(ledger.path, in_order=False)
+    reopened.verify(source, steps=3)
+    reopened.record(3, [9], ids(source.at(9, 1)), "d")
+    reopened.verify(source, steps=4)
+    with refused(DataError, fault="cursor", line=1):
+        PromptLedger(ledger.path).verify(source)
+
+
+@pytest.mark.parametrize("cursors, dropped", [([9, 2], []), ([9], [(1, "stale")]), ([9, 9], []), ([9], [(9, "stale")])])
+def test_a_prompt_that_ends_a_second_time_is_refused(tmp_path, source, cursors, dropped):
+    ledger = PromptLedger(tmp_path / "ledger.jsonl", in_order=False)
+    by_arrival(ledger, source, ARRIVALS[:2])
+    before = ledger.path.read_bytes()
+    with refused(DataError, fault="order"):
+        ledger.record(2, cursors, ["x"] * len(cursors), "d", dropped)
+    assert ledger.path.read_bytes() == before
+    with open(ledger.path, "ab") as file:
+        file.write(StepPrompts(2, [(at, 1) for at in cursors], ["x"] * len(cursors), dropped, "d").line() + b"\n")
+    with refused(DataError, fault="cursor", line=3):
+        ledger.verify(source)
+
+
+def test_a_prompt_that_never_ends_is_named(tmp_path, source):
+    ledger = PromptLedger(tmp_path / "ledger.jsonl", in_order=False)
+    by_arrival(ledger, source, ARRIVALS[:2])
+    with refused(DataError, fault="end", got=("7",), expected=("3",)):
+        ledger.verify(source)

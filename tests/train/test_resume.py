@@ -11,10 +11,10 @@ from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.training import ParallelConfig
 from moe_rl.errors import CheckpointError, MoeRLError
 from moe_rl.megatron import checkpoint, world
+from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, shard_name
 from moe_rl.tasks.prompt_ledger import PromptLedger
 from moe_rl.tasks.prompts import PromptSet, PromptSource
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
-from moe_rl.train.kept import KeptRollouts, RolloutBatch, shard_name
 from moe_rl.train.resume import check_of_this_run, left_behind, restore
 from moe_rl.types import Prompt, Provenance, Sequence, Span, sampled_by
 
@@ -30,10 +30,9 @@ class Left:
         self.source = PromptSource([PromptSet("all", [Prompt(f"p{n}", "?", (1, 2)) for n in range(8)])], seed=1)
         self.ledger = PromptLedger(folder / "prompts.jsonl")
         self.kept = KeptRollouts(folder / "rollouts", TraceStore(folder / "trace"))
-        ids = [prompt.id for prompt in self.source.take(4)]
-        self.ledger.record(0, 0, ids[:2], "first")
-        self.ledger.record(1, 2, ids[2:], "second")
-        self.source.seek(2)
+        ids = [prompt.id for prompt in self.source.at(0, 4)]
+        self.ledger.record(0, [0, 1], ids[:2], "first")
+        self.ledger.record(1, [2, 3], ids[2:], "second")
         with ShardWriter(folder / "trace", shard_name(STEP), SPEC) as writer:
             routes = np.tile(np.array([0, 1], np.uint8), (3, 2, 1))
             routes[1:] += 1
@@ -65,7 +64,7 @@ def refused(left):
 
 def test_what_is_whole_is_taken(left):
     entry, batch = left.find()
-    assert (entry.cursor, entry.next_cursor) == (2, 4)
+    assert entry.cursors == [[2, 2]]
     assert [s.token_ids for s in batch.sequences] == [(3, 4)] and batch.metrics == {"reward/mean": 0.5}
 
 
@@ -87,7 +86,7 @@ def test_a_step_without_its_file_or_with_another_is_not_taken(left):
 
 
 def test_other_prompts_are_not_taken(left):
-    left.source.seek(1)
+    left.source = PromptSource([PromptSet("all", [Prompt(f"p{n}", "?", (1, 2)) for n in range(8)])], seed=2)
     assert "belong to other prompts" in refused(left)
 
 
@@ -140,7 +139,7 @@ def test_a_checkpoint_that_lacks_a_field_is_refused_before_anything_changes(tmp_
     monkeypatch.setattr(world, "broadcast", lambda message, kind: message)
     monkeypatch.setattr(world, "gather", lambda message, kind: [message])
     whole = {"step": 1, "updates": 1, "optimizer_step": 1, "layout": checkpoint.layout(parallel), "files": {}}
-    whole |= {"guards": {}, "evaluations": [], "cursor": 2, "ledger": "digest"}
+    whole |= {"guards": {}, "evaluations": [], "ledger": "digest"}
     for absent in whole:
         state = {name: value for name, value in whole.items() if name != absent}
         (path / checkpoint.STATE).write_text(checkpoint.sealed(state))
@@ -157,8 +156,8 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     (tmp_path / "other").mkdir()
     ledgers = [PromptLedger(tmp_path / name / "prompts.jsonl") for name in (".", "other")]
     for ledger, completions in zip(ledgers, ("first", "sampled otherwise"), strict=True):
-        ledger.record(0, 0, ["p0"], completions)
-        ledger.record(1, 1, ["p1"], "second")
+        ledger.record(0, [0], ["p0"], completions)
+        ledger.record(1, [1], ["p1"], "second")
     ours, theirs = (ledger.digest(1) for ledger in ledgers)
     path = tmp_path / "checkpoints/step-000001"
     check_of_this_run(path, ours, ledgers[0].digest(1))

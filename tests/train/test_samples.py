@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from moe_rl.replay.row_places import RowPlaces
+from moe_rl.rollout.kept import KeptSample
 from moe_rl.train import samples
-from moe_rl.train.kept import KeptSample
 from moe_rl.types import Sequence, sampled_by
 
 # Two sequences of 2 prompt tokens; a padding row comes last.

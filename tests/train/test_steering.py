@@ -48,7 +48,7 @@ def test_a_resumed_run_goes_on_with_what_was_changed(steered):
     assert lines.series("optim/lr")[1] == pytest.approx(falls)
     assert lines.series("rollout/sequences")[1] == [4, 8, 8, 8]
     steps = [json.loads(line) for line in (run / "prompts.jsonl").read_text().splitlines()]
-    assert [(step["cursor"], len(step["prompts"])) for step in steps] == [(0, 2), (2, 4), (6, 4), (10, 4)]
+    assert [step["cursors"] for step in steps] == [[[0, 2]], [[2, 4]], [[6, 4]], [[10, 4]]]
 
 
 @LONG

@@ -12,8 +12,7 @@ import pytest
 from moe_rl.cli import main
 from moe_rl.config.load import load_config
 from moe_rl.models.hf import read_model
-from moe_rl.train.rollouts import engine_settings
-from moe_rl.train.run_folder import RunFolder
+from moe_rl.rollout.rollouts import engine_settings
 from moe_rl.vllm import api_server
 
 CONFIG = "configs/tiny_moe_cpu.yaml"
@@ -35,7 +34,7 @@ def of_engine(tmp_path):
 
         config = load_config(Path(CONFIG), [f"run.runs_dir={tmp_path}", *overrides])
         facts = read_model(config.model.path)
-        settings = engine_settings(config, facts, RunFolder(tmp_path))
+        settings = engine_settings(config, facts, tmp_path)
         with patch.object(vllm, "LLM", side_effect=_Started) as llm, pytest.raises(_Started):
             ChildEngine(settings, lambda: None)
         return llm.call_args.kwargs

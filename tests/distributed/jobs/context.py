@@ -7,6 +7,7 @@ import numpy as np
 import torch.distributed as dist
 
 from moe_rl import checkpoint_folder as checkpoints
+from moe_rl.clock import Clock
 from moe_rl.config.load import load_config
 from moe_rl.errors import ReplayError, RouteValidationError
 from moe_rl.megatron import checkpoint, world
@@ -18,7 +19,6 @@ from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
 from moe_rl.train import shares as shares_of
 from moe_rl.train.canary import Canary
 from moe_rl.train.step import TrainStep
-from moe_rl.train.step_metrics import Clock
 from moe_rl.types import Provenance, Sequence, Span, sampled_by
 from tests.weights.taking import taken
 

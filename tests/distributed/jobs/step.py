@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from moe_rl.clock import Clock
 from moe_rl.config.load import load_config
 from moe_rl.errors import MoeRLError
 from moe_rl.megatron import world
@@ -18,7 +19,6 @@ from moe_rl.objectives.logprobs import Support, token_logprobs, token_logprobs_a
 from moe_rl.proof.batch import batch
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
 from moe_rl.train.step import TrainStep
-from moe_rl.train.step_metrics import Clock
 from moe_rl.types import Provenance, Span
 
 ROOT = Path(__file__).parents[3]

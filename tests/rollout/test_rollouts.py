@@ -7,14 +7,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from moe_rl.clock import Clock
 from moe_rl.config.load import load_config
 from moe_rl.config.prompt_sources import HeldoutSourceConfig
 from moe_rl.errors import RewardError
 from moe_rl.report.registry import check_eval
+from moe_rl.rollout.batches import Batches, digest_of
+from moe_rl.rollout.kept import shard_name, shard_step
+from moe_rl.rollout.rollouts import Rollouts, generate_request
 from moe_rl.tasks.prompt_ledger import PromptLedger
-from moe_rl.train.kept import shard_name, shard_step
-from moe_rl.train.rollouts import Rollouts, _digest, generate_request
-from moe_rl.train.step_metrics import Clock
 from moe_rl.types import Completion, Prompt, RoutePart, Verdict, sampled_by
 from moe_rl.vllm.sampling import Growing, ReportedSpan
 from tests.support.task import task_of
@@ -138,22 +139,21 @@ def test_the_ledger_holds_what_was_discarded_too_and_a_resumed_run_goes_on_from_
     ledger = straight.rollouts.ledger
     ledger.verify(straight.rollouts.source, steps=3)
     lines = [json.loads(line) for line in ledger.path.read_text().splitlines()]
-    assert [len(line["prompts"]) for line in lines] == [4, 4, 4] and [line["cursor"] for line in lines] == [0, 4, 8]
+    assert [len(line["prompts"]) for line in lines] == [4, 4, 4]
+    assert [line["cursors"] for line in lines] == [[[0, 4]], [[4, 4]], [[8, 4]]]
 
     broken = Rig(tmp_path / "broken", 3, informative=[1, 3])
     broken.collect(1)
-    cursor = broken.rollouts.source.cursor
     broken.collect(2)  # lost, because the checkpoint is of step 1
     resumed = broken.rollouts
     resumed.ledger = PromptLedger(resumed.ledger.path)
     assert resumed.ledger.rewind(1) == 1
-    resumed.source.seek(cursor)
     broken.engine.asked.clear()
     again = [broken.collect(step) for step in (2, 3)]
     resumed.ledger.verify(resumed.source, steps=3)
     assert resumed.ledger.path.read_bytes() == ledger.path.read_bytes()
     assert [s.prompt_token_ids for s in again[1].sequences] == [
-        p.token_ids for p in straight.rollouts.source.peek(8, 4)[1::2] for _ in range(SIZE)
+        p.token_ids for p in straight.rollouts.source.at(8, 4)[1::2] for _ in range(SIZE)
     ]
 
 
@@ -249,7 +249,7 @@ def test_a_reward_sees_the_text_without_the_stop_token_that_ended_it(tmp_path, t
     _, item, rollouts, task = judged(tmp_path, f"rollout.stop_token_ids=[{USER}]", tokens, finish)
     _, prompt = rollouts.heldout[0]
     assert (item.completion, item.finish_reason, item.stop_token_id) == (seen, finish, stop)
-    assert rollouts.codec.decode(item.completion_token_ids) == seen
+    assert rollouts.batches.codec.decode(item.completion_token_ids) == seen
     assert (item.columns, item.messages) == (prompt.columns, prompt.messages)
     assert {name: set(columns.lacking) for name, columns in task.columns().items()} == {
         "source sums of task.train": {"id", "prompt", "answer", "level"},
@@ -270,7 +270,9 @@ def test_every_request_has_a_randomness_of_its_own_and_a_resumed_run_the_same(tm
 
 def test_the_digest_is_of_the_tokens_and_of_the_logprobs_of_every_completion():
     def digest(tokens, logprobs):
-        return _digest([Completion("k", (1,), tokens, np.array(logprobs, np.float32), "stop", sampled_by(0, 1), None)])
+        return digest_of(
+            [Completion("k", (1,), tokens, np.array(logprobs, np.float32), "stop", sampled_by(0, 1), None)]
+        )
 
     one = digest((2, 3), [-1.0, -2.0])
     assert one == digest((2, 3), [-1.0, -2.0])
@@ -303,6 +305,7 @@ class Evaluating:
             task=SimpleNamespace(pass_reward="right"),
         )
         rollouts.stop_tokens, rollouts.heldout = (), heldout
+        rollouts.batches = Batches(rollouts.config, None, None)
         rollouts.engine = SimpleNamespace(generate=lambda requests, shard: self.asked.extend(requests) or requests)
         rollouts._judge = lambda prompts, asked: [
             Verdict("scored", 1.0, {"right": float(p.text[self.place(one.key)])})

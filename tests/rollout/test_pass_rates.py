@@ -8,7 +8,7 @@ import pytest
 
 from moe_rl.config.load import load_config
 from moe_rl.config.prompt_sources import HeldoutSourceConfig
-from moe_rl.train.pass_rates import PromptResult, eval_metrics, interval, pass_at
+from moe_rl.rollout.pass_rates import PromptResult, eval_metrics, interval, pass_at
 
 SOURCE = HeldoutSourceConfig(name="sums", data="sums.jsonl", samples=4, greedy=False, pass_at=(1, 3))
 

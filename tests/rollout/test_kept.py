@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from moe_rl.errors import DataError
+from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, kept_steps, shard_name
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
-from moe_rl.train.kept import KeptRollouts, RolloutBatch, kept_steps, shard_name
 from moe_rl.types import Provenance, RoutePart, RouteRef, Sequence, Span, sampled_by
 from tests.support.refusals import refused
 

@@ -1,0 +1,200 @@
+"""Turns the judged completions of prompts into the batch that a step trains on, with its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from moe_rl.config.schema import Config
+from moe_rl.errors import RewardError, describe
+from moe_rl.objectives.advantages import has_spread, overlong_penalty
+from moe_rl.rollout.kept import KeptSample, RolloutBatch
+from moe_rl.tasks.tokenizer import TextCodec
+from moe_rl.tasks.verifiers import RewardItem, check_failed_fraction
+from moe_rl.types import QUANTILES, Completion, Prompt, Sequence, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class PromptGroup:
+    """Holds the completions of one prompt with their verdicts and rewards.
+
+    Attributes:
+        number: Index of the prompt within its step.
+        rewards: One per completion; None where verification failed.
+    """
+
+    number: int
+    prompt: Prompt
+    completions: Seq[Completion]
+    verdicts: Seq[Verdict]
+    rewards: Seq[float | None]
+
+    @property
+    def scored(self) -> int:
+        """Return the number of completions that have a reward."""
+        return sum(reward is not None for reward in self.rewards)
+
+    @property
+    def informative(self) -> bool:
+        """Return whether the rewards differ, so that group-relative advantages are not all zero."""
+        return has_spread(self.rewards)
+
+
+def choose(groups: Seq[PromptGroup], wanted: int) -> list[PromptGroup]:
+    """Choose the first `wanted` groups whose rewards differ, or all such groups if there are fewer.
+
+    If no group has differing rewards, choose the first `wanted` groups that have a reward at all. The step is then
+    measured as usual, but objectives that compare rewards within a group learn nothing from it.
+    """
+    informative = [group for group in groups if group.informative]
+    return (informative or [group for group in groups if group.scored])[:wanted]
+
+
+class Batches:
+    """Makes groups of judged completions, and the batch of a step from its groups.
+
+    Args:
+        trace_root: folder of the run's trace store.
+    """
+
+    def __init__(self, config: Config, codec: TextCodec, trace_root: Path):
+        self.config, self.codec, self.trace_root = config, codec, trace_root
+
+    def items(self, prompts: Seq[Prompt], completions: Seq[Completion]) -> list[RewardItem]:
+        """Return what the verifiers need to judge completions, each of the prompt in the same place."""
+        return [
+            RewardItem(
+                prompt=p.text,
+                completion=self.codec.text(c),
+                columns=p.columns,
+                finish_reason=c.finish_reason,
+                stop_token_id=c.stop_token_id,
+                stop_string=c.stop_string,
+                completion_token_ids=c.text_token_ids,
+                messages=p.messages,
+            )
+            for p, c in zip(prompts, completions, strict=True)
+        ]
+
+    def passes(self, verdict: Verdict) -> bool | None:
+        """Return whether a verdict is a pass; None if the verification failed."""
+        return verdict.parts[self.config.task.pass_reward] == 1.0 if verdict.scored else None
+
+    def group(self, number: int, prompt: Prompt, completions: Seq[Completion], verdicts: Seq[Verdict]) -> PromptGroup:
+        """Return a group, with the verifiers' rewards plus the penalty for long completions."""
+        rewards = [
+            v.reward + self._overlong(c) if v.reward is not None else None
+            for c, v in zip(completions, verdicts, strict=True)
+        ]
+        return PromptGroup(number, prompt, completions, verdicts, rewards)
+
+    def make(
+        self, step: int, groups: Seq[PromptGroup], chosen: Seq[PromptGroup], sample_seconds: float
+    ) -> RolloutBatch:
+        """Return the batch of a step.
+
+        Args:
+            groups: all that were sampled for the step; the metrics are of these.
+            chosen: those to train on.
+            sample_seconds: how long the sampler worked on them.
+
+        Raises:
+            RewardError: too many verifications failed.
+        """
+        completions = [c for group in groups for c in group.completions]
+        verdicts = [v for group in groups for v in group.verdicts]
+        check_failed_fraction(verdicts, self.config.task.max_failed_fraction)
+        metrics = self._metrics(completions, verdicts, sample_seconds)
+        trained = [
+            (group, index, reward)
+            for group in chosen
+            for index, reward in enumerate(group.rewards)
+            if reward is not None
+        ]
+        sequences = [Sequence.of(group.completions[index], reward) for group, index, reward in trained]
+        if self.config.task.overlong is not None:
+            metrics["reward/overlong_penalty"] = _mean([self._overlong(c) for c in completions])
+        recorded = [completion.routes for completion in completions if completion.routes is not None]
+        written = {part.shard for routes in recorded for part in routes.parts}
+        trace_bytes = sum((self.trace_root / f"{shard}.safetensors").stat().st_size for shard in written)
+        same = sum(group.scored > 1 and not group.informative for group in groups)
+        metrics |= {
+            "trace/bytes": trace_bytes,
+            "trace/bytes_per_token": trace_bytes / sum(routes.rows for routes in recorded),
+            "group/zero_variance": same,
+            "group/zero_variance_fraction": same / len(groups),
+        }
+        drawn = np.random.default_rng([self.config.run.seed, step]).permutation(len(trained))
+        shown = [trained[i] for i in sorted(drawn[: self.config.report.samples_per_step])]
+        samples = [self._sample_of(group, index) for group, index, _ in shown]
+        return RolloutBatch(
+            sequences, [group.number for group, *_ in trained], metrics, digest_of(completions), samples
+        )
+
+    def _sample_of(self, group: PromptGroup, index: int) -> KeptSample:
+        """Return what samples.jsonl shows of a completion."""
+        completion = group.completions[index]
+        return KeptSample(
+            key=completion.key,
+            prompt=group.prompt.text,
+            completion=self.codec.text(completion),
+            pieces=[self.codec.decode([token]) for token in completion.token_ids],
+            parts=group.verdicts[index].parts,
+            finish_reason=completion.finish_reason,
+        )
+
+    def _overlong(self, completion: Completion) -> float:
+        overlong, limit = self.config.task.overlong, self.config.rollout.max_completion_tokens
+        if overlong is None:
+            return 0.0
+        return overlong_penalty(
+            len(completion.token_ids), limit=limit, cache=overlong.cache_tokens, penalty=overlong.penalty
+        )
+
+    def _metrics(self, completions: Seq[Completion], verdicts: Seq[Verdict], sample_seconds: float) -> dict[str, float]:
+        scored = [v for v in verdicts if v.scored]
+        if not scored:
+            raise RewardError(
+                describe(
+                    "no completion of a step could be verified", got=verdicts[0].detail, do="fix the reward functions"
+                )
+            )
+        lengths = [len(c.token_ids) for c in completions]
+        tokens = sum(lengths)
+        return {
+            "reward/mean": _mean([v.reward for v in scored]),
+            **_quantiles("reward/quantile", [v.reward for v in scored if v.reward is not None]),
+            "reward/pass_rate": _mean([self.passes(v) for v in scored]),
+            "reward/failed_verdicts": len(verdicts) - len(scored),
+            **{f"reward/part/{name}": _mean([v.parts[name] for v in scored]) for name in self.config.task.rewards},
+            "rollout/sequences": len(completions),
+            "rollout/completion_tokens_mean": tokens / len(completions),
+            **_quantiles("rollout/completion_tokens_quantile", lengths),
+            "rollout/truncated_fraction": _mean([float(c.finish_reason == "length") for c in completions]),
+            "rollout/weight_version": max(c.newest_version for c in completions),
+            "throughput/sampled_tokens_per_second": tokens / sample_seconds,
+        }
+
+
+def digest_of(completions: Seq[Completion]) -> str:
+    """Return the digest of the completions of a step, for the prompt ledger."""
+    digest = xxhash.xxh3_64()
+    for completion in completions:
+        digest.update(np.asarray(completion.token_ids, dtype="<i4").tobytes())
+        digest.update(completion.logprobs.tobytes())
+    return digest.hexdigest()
+
+
+def _mean(values: Seq[float | None]) -> float:
+    known = [v for v in values if v is not None]
+    return sum(known) / len(known) if known else float("nan")
+
+
+def _quantiles(family: str, values: Seq[float]) -> dict[str, float]:
+    """Return the members of a family of metrics: the values below which 5, 25, 50, 75 and 95% lie."""
+    found = np.percentile(values, QUANTILES)
+    return {f"{family}/p{part:02d}": float(value) for part, value in zip(QUANTILES, found, strict=True)}

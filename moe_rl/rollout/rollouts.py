@@ -1,0 +1,226 @@
+"""Does the sampling half of a step: samples completions for prompts and verifies them. Also starts the sampler: a vLLM
+engine in a child process, or the servers that the config names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
+
+import xxhash
+
+from moe_rl.clock import Clock
+from moe_rl.config.schema import Config
+from moe_rl.models.hf import ModelFacts
+from moe_rl.rollout.batches import Batches, PromptGroup, choose, digest_of
+from moe_rl.rollout.engine import VllmEngine
+from moe_rl.rollout.fleet import ServerFleet
+from moe_rl.rollout.kept import KeptRollouts, RolloutBatch, shard_name, shards_of
+from moe_rl.rollout.pass_rates import PromptResult, eval_metrics
+from moe_rl.rollout.sampler import Sampler
+from moe_rl.tasks import prompt_ledger
+from moe_rl.tasks.prompt_ledger import PromptLedger
+from moe_rl.tasks.prompts import PromptSource, TaskPrompts
+from moe_rl.tasks.tokenizer import stop_tokens
+from moe_rl.tasks.verifiers import VerifierPool
+from moe_rl.trace import TraceStore
+from moe_rl.types import Completion, GenerateRequest, Prompt, Verdict
+from moe_rl.vllm.wire import EngineSettings
+
+
+def start_sampler(config: Config, facts: ModelFacts, run_dir: Path) -> Sampler:
+    """Start the vLLM engine, or connect to the configured servers. Call it on rank 0, from the main thread.
+
+    Raises:
+        EngineError: The engine does not start, or a server does not answer.
+    """
+    if config.rollout.servers:
+        return ServerFleet.attach(config, run_dir / "trace")
+    return VllmEngine.start(engine_settings(config, facts, run_dir))
+
+
+def engine_settings(config: Config, facts: ModelFacts, run_dir: Path) -> EngineSettings:
+    """Return the settings that the run's engine starts with. Its trace and its log go into the run folder."""
+    rollout = config.rollout
+    return EngineSettings(
+        model_path=config.model.path,
+        dtype=rollout.dtype,
+        max_model_len=rollout.max_prompt_tokens + rollout.max_completion_tokens,
+        max_concurrent=rollout.max_concurrent,
+        kv_cache_mib=rollout.kv_cache_mib,
+        trace_root=run_dir / "trace",
+        model_fingerprint=facts.fingerprint,
+        log_path=run_dir / "engine.log",
+        startup_timeout_seconds=rollout.startup_timeout_seconds,
+        seed=config.run.seed,
+        silence_seconds=config.run.peer_timeout_seconds,
+        capture=rollout.capture,
+        support=rollout.keep_sampling_mask,
+        router_logits_fraction=rollout.router_logits_fraction,
+        sleeps=rollout.sleep_level > 0,
+        reads_text=bool(rollout.stop),
+    )
+
+
+class Rollouts:
+    """Owns the prompts and the verifiers, and calls the sampler. One process of a run has it."""
+
+    def __init__(
+        self,
+        config: Config,
+        facts: ModelFacts,
+        task: TaskPrompts,
+        engine: Sampler,
+        verifiers: VerifierPool,
+        run_dir: Path,
+        store: TraceStore,
+    ):
+        self.config, self.engine, self.verifiers, self.store = config, engine, verifiers, store
+        self.stop_tokens = stop_tokens(config, facts)
+        self.batches = Batches(config, task.codec, run_dir / "trace")
+        self.source = PromptSource(task.train, config.run.seed)
+        self.ledger = PromptLedger(run_dir / prompt_ledger.FILE)
+        self.kept = KeptRollouts(run_dir / "rollouts", store)
+        self.heldout = task.evaluated(config)
+
+    def take(self, step: int, clock: Clock) -> RolloutBatch:
+        """Collect the batch of a step, and keep it on disk with its routes."""
+        batch = self.collect(step, clock)
+        self.store.check_published(shards_of(batch))
+        self.kept.save(step, batch)
+        return batch
+
+    def collect(self, step: int, clock: Clock) -> RolloutBatch:
+        """Sample and verify the groups of one step, record them in the prompt ledger, and choose those to train on."""
+        rollout, before = self.config.rollout, self._witnessed()
+        first = self.ledger.ended(step - 1).floor
+        groups: list[PromptGroup] = []
+        shards: list[str] = []
+        lacking = rollout.prompts_per_step
+        while lacking > 0 and len(shards) < rollout.dynamic_sampling_rounds:
+            shards.append(shard_name(step, len(shards)))
+            groups += self._sample(step, first, len(groups), shards[-1], clock)
+            lacking = rollout.prompts_per_step - sum(group.informative for group in groups)
+        digest = digest_of([c for group in groups for c in group.completions])
+        ids = [group.prompt.id for group in groups]
+        self.ledger.record(step - 1, range(first, first + len(groups)), ids, digest)
+        discards = rollout.dynamic_sampling_rounds > 1
+        chosen = choose(groups, rollout.prompts_per_step) if discards else groups
+        batch = self.batches.make(step, groups, chosen, clock.seconds["sample"])
+        if discards:
+            batch.metrics.update(
+                {
+                    "group/sampled": len(groups),
+                    "group/discarded": len(groups) - len(chosen),
+                    "group/lacking": max(0, lacking),
+                }
+            )
+        batch.metrics["rollout/witnessed_rows"] = max(0, self._witnessed() - before)
+        if isinstance(self.engine, ServerFleet):
+            batch.metrics["rollout/lost_servers"] = len(self.engine.lost)
+        return batch
+
+    def _witnessed(self) -> int:
+        return self.engine.counts().get("witnessed", 0)
+
+    def _sample(self, step: int, cursor: int, done: int, shard: str, clock: Clock) -> list[PromptGroup]:
+        """Sample and verify one round of prompts of a step.
+
+        Args:
+            cursor: the place of the step's first prompt in the order of all prompts.
+            done: how many groups the earlier rounds gave.
+        """
+        rollout = self.config.rollout
+        prompts = self.source.at(cursor + done, rollout.prompts_per_step)
+        requests = [
+            self._request(f"s{step}/p{p}/c{c}", prompt, rollout.temperature)
+            for p, prompt in enumerate(prompts, start=done)
+            for c in range(rollout.group_size)
+        ]
+        with clock("sample"):
+            completions = self.engine.generate(requests, shard=shard)
+        with clock("reward"):
+            verdicts = self._judge([p for p in prompts for _ in range(rollout.group_size)], completions)
+        members = [slice(start, start + rollout.group_size) for start in range(0, len(requests), rollout.group_size)]
+        return [
+            self.batches.group(number, prompt, completions[of], verdicts[of])
+            for number, (prompt, of) in enumerate(zip(prompts, members, strict=True), start=done)
+        ]
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Return pass rates on held-out prompts, as each source asks for them. Prompts and seeds are the same at every
+        call."""
+        rollout = self.config.rollout
+        sampled: list[tuple[int, GenerateRequest]] = []
+        greedy: list[tuple[int, GenerateRequest]] = []
+        for p, (source, prompt) in enumerate(self.heldout):
+            temperature = rollout.temperature if source.temperature is None else source.temperature
+            if temperature:
+                top_p = rollout.top_p if source.top_p is None else source.top_p
+                for c in range(source.samples):
+                    key = f"eval/sampled/p{p}" + (f"/c{c}" if c else "")
+                    sampled.append((p, replace(self._request(key, prompt, temperature), top_p=top_p)))
+            if source.greedy or not temperature:
+                greedy.append((p, self._request(f"eval/greedy/p{p}", prompt, 0.0)))
+        passed = self._passed(sampled, f"eval-sampled-step{step:06d}")
+        passed_greedy = self._passed(greedy, f"eval-greedy-step{step:06d}")
+        return eval_metrics(
+            [
+                PromptResult(source, prompt.level, samples or at_zero, at_zero)
+                for (source, prompt), samples, at_zero in zip(self.heldout, passed, passed_greedy, strict=True)
+            ]
+        )
+
+    def _passed(self, asked: Seq[tuple[int, GenerateRequest]], shard: str) -> list[list[bool | None]]:
+        """Send requests, each with the place of its held-out prompt. Return for every such prompt which of its
+        completions passed."""
+        passed: list[list[bool | None]] = [[] for _ in self.heldout]
+        if not asked:
+            return passed
+        # Nothing trains on these completions.
+        completions = self.engine.generate([replace(one, record=False) for _, one in asked], shard=shard)
+        verdicts = self._judge([self.heldout[p][1] for p, _ in asked], completions)
+        for (p, _), verdict in zip(asked, verdicts, strict=True):
+            passed[p].append(self.batches.passes(verdict))
+        return passed
+
+    def _request(self, key: str, prompt: Prompt, temperature: float) -> GenerateRequest:
+        return generate_request(self.config, key, prompt.token_ids, self.stop_tokens, temperature)
+
+    def _judge(self, prompts: Seq[Prompt], completions: Seq[Completion]) -> list[Verdict]:
+        return self.verifiers.score(self.batches.items(prompts, completions))
+
+
+def canary_runs(config: Config, task: TaskPrompts) -> list[tuple[int, ...]]:
+    """Return the token runs that sampler and trainer both score after every weight sync.
+
+    The runs are cut from the held-out prompts laid end to end. A run has at most 64 tokens, or fewer if the sampler's
+    limit is lower; all runs together have at most 256 tokens.
+    """
+    limit = min(64, config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens - 1)
+    tokens = sum((prompt.token_ids for _, prompt in task.evaluated(config)[:256]), ())[: 256 // limit * limit]
+    return [run for at in range(0, len(tokens), limit) if len(run := tokens[at : at + limit]) > 1]
+
+
+def generate_request(
+    config: Config, key: str, prompt_token_ids: tuple[int, ...], stop_tokens: tuple[int, ...], temperature: float
+) -> GenerateRequest:
+    """Build a request of the run.
+
+    Its random seed is derived from the run's seed and `key` only, so the completion does not depend on when the request
+    is decoded or on what else is in the batch. Greedy requests (temperature 0) do not use top-k, top-p or min-p.
+    """
+    rollout = config.rollout
+    top_k, top_p, min_p = (rollout.top_k, rollout.top_p, rollout.min_p) if temperature else (0, 1.0, 0.0)
+    return GenerateRequest(
+        key=key,
+        prompt_token_ids=prompt_token_ids,
+        seed=xxhash.xxh3_64_intdigest(f"{config.run.seed}/{key}".encode()) >> 1,
+        temperature=temperature,
+        max_tokens=rollout.max_completion_tokens,
+        stop_token_ids=stop_tokens,
+        stop=rollout.stop,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+    )
