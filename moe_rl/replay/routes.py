@@ -19,6 +19,7 @@ from moe_rl.replay.row_places import RowPlaces
 from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import TraceSpec, TraceStore, validate
 from moe_rl.trace.source_sum import row_salts, sum_of
+from moe_rl.trace.spans import versions_of_rows
 from moe_rl.types import Sequence
 
 PADDING = "padding"
@@ -154,7 +155,7 @@ def read_routes(
                 layers=layers,
             )
             routes[rows], recorded[rows] = record.routes, True
-            versions = np.repeat([s.weight_version for s in record.spans], [s.rows for s in record.spans])
+            versions = versions_of_rows(record.spans)
             _check_versions(sequence, versions, rows.start, sampled)
             stale[rows] = versions != weight_version
     native = missing | (stale if policy.stale == "native" else False)

@@ -14,6 +14,7 @@ import numpy as np
 from moe_rl.errors import TraceError, describe
 from moe_rl.trace.inspection import Selection, references
 from moe_rl.trace.record import RouteRecord
+from moe_rl.trace.spans import versions_of_rows
 from moe_rl.types import Provenance
 
 # Rows times layers of a record held in memory at once.
@@ -123,7 +124,7 @@ def _table(pa: Any, record: RouteRecord, per: str, schema: Any) -> Any:
         pa.array([record.key], pa.string()).take(pa.array(np.zeros(rows * times, np.int32))),
         column(position),
         column(record.token_ids),
-        column(np.repeat(np.array([span.weight_version for span in record.spans], np.int64), counts)),
+        column(versions_of_rows(record.spans)),
         kinds.cast(pa.string()),
         pa.array(np.full(rows * times, record.aborted)),
     ]

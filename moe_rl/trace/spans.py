@@ -81,6 +81,12 @@ def spans_of_rows(weight_versions: np.ndarray, *, cached: int, prompt: int) -> t
     )
 
 
+def versions_of_rows(spans: Iterable[Span]) -> np.ndarray:
+    """Return the weight version int64 [T] of each row."""
+    spans = tuple(spans)
+    return np.repeat(np.array([span.weight_version for span in spans], np.int64), [span.rows for span in spans])
+
+
 def merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
     """Merge neighbouring spans with the same version and provenance."""
     merged: list[Span] = []

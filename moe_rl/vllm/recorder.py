@@ -232,6 +232,7 @@ class Recorder:
             np.asarray(new.prompt_token_ids or (), np.int32),
             new.num_computed_tokens,
             greedy=new.sampling_params is None or new.sampling_params.temperature == 0,
+            began=self.weight_version,
         )
         self.stats["requests"] += 1
         self.stats["recorded"] += ask is not None

@@ -17,7 +17,7 @@ import numpy as np
 from moe_rl.errors import DiskError, EngineError, MoeRLError, TraceError, describe
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
 from moe_rl.trace.source_sum import rows_total, total
-from moe_rl.trace.spans import cut_spans, spans_of_rows
+from moe_rl.trace.spans import cut_spans, spans_of_rows, versions_of_rows
 from moe_rl.types import RouteRef
 from moe_rl.vllm.recording import RecordingRequest
 from moe_rl.vllm.slots import Recorded, Rows
@@ -88,10 +88,12 @@ class Sinks:
         sums = rows.sums
         if ask.parent is not None:
             parent = self._mine(ask.parent)
-            _check_parent(sink.store, parent, rows, ask.key)
+            inherited = _check_parent(sink.store, parent, rows, ask.key)
             sums = _with_sum_of(ask.parent, rows, first_stage=parent.parts[0] == ask.parent.parts[0])
         else:
             parent = self._relative(sink, request, rows) if not ask.start else None
+            inherited = np.empty(0, np.int64)
+        _check_fresh(rows, request.began, inherited, ask.key)
         start = parent.rows if parent is not None else ask.start
         spans = spans_of_rows(rows.weight_versions, cached=request.cached, prompt=len(request.prompt))
         ref = sink.writer.add(
@@ -234,8 +236,33 @@ def _with_sum_of(parent: RouteRef, rows: Rows, *, first_stage: bool) -> np.ndarr
     return sums
 
 
-def _check_parent(store: TraceStore, parent: RouteRef, rows: Rows, key: str) -> None:
-    theirs = store.read(parent, layers=()).token_ids
+def _check_fresh(rows: Rows, began: int, inherited: np.ndarray, key: str) -> None:
+    """Refuse rows that the prefix cache kept from older weights than those at which the request began.
+
+    The keys of such rows are those of the older weights too. Rows of the parent may be as old as the parent's own,
+    whose versions [R] are `inherited`: the request then goes on with the keys that the parent's later tokens attended
+    to.
+    """
+    older = rows.weight_versions < began
+    older[: len(inherited)] &= rows.weight_versions[: len(inherited)] != inherited
+    if older.any():
+        at = int(np.argmax(older))
+        raise EngineError(
+            describe(
+                "Rows are older than the weights at which their request began",
+                where={"request": key, "position": at},
+                got=f"weight version {rows.weight_versions[at]}, {int(older.sum())} rows",
+                expected=f"weight version {began}",
+                do="share cached prefixes within one version: salt them with it, or empty the cache after an update",
+                fault="stale prefix cache",
+            )
+        )
+
+
+def _check_parent(store: TraceStore, parent: RouteRef, rows: Rows, key: str) -> np.ndarray:
+    """Refuse a request that does not continue its parent. Returns the weight versions [R] of the parent's rows."""
+    record = store.read(parent, layers=())
+    theirs = record.token_ids
     mine = rows.token_ids[: len(theirs)]
     wrong = np.flatnonzero(mine != theirs[: len(mine)])
     if wrong.size or len(mine) < len(theirs):
@@ -249,3 +276,4 @@ def _check_parent(store: TraceStore, parent: RouteRef, rows: Rows, key: str) -> 
                 do="give the whole dialogue so far as the prompt",
             )
         )
+    return versions_of_rows(record.spans)

@@ -75,6 +75,7 @@ class Recorded:
         drafts: how many of the last forwarded tokens are drafts not yet accepted or rejected.
         cached: tokens that were computed before the request came.
         kept: rows saved at a preemption, because the request lost its blocks.
+        began: version of the weights when its first token was computed.
     """
 
     number: int
@@ -86,6 +87,7 @@ class Recorded:
     forwarded: int = 0
     drafts: int = 0
     kept: Rows | None = None
+    began: int = 0
 
 
 class SlotTable:

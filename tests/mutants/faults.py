@@ -956,6 +956,14 @@ MUTANTS: list[Mutant] = [
             "tests/vllm/test_gate.py",
         ),
         (
+            "a stale prefix cache",
+            "sinks.py",
+            "older = rows.weight_versions < began",
+            "older = rows.weight_versions < began - 9",
+            "Cached rows of older weights are recorded as if the present ones had made them.",
+            "tests/vllm/test_recorder.py",
+        ),
+        (
             "sum of rows that are not stored",
             "sinks.py",
             "sums[start : len(wanted)]",

@@ -10,8 +10,10 @@ spec is a JSON object:
   asynchronous  schedule asynchronously, which vLLM's CPU platform switches off
   amx           tell vLLM that this CPU has AMX
   acts          a list of acts:
-                {"sample": [request, ...], "sink": name, "abort_after": steps}; a request has key, prompt, seed, ...
+                {"sample": [request, ...], "sink": name, "abort_after": steps}; a request has key, prompt, seed ...
                 the same with "fault": how the recorder's buffer is spoiled from then on, see _break
+                the same with requests that have a "salt" for their cached prefixes
+                the same with "refused": true, when the publication must fail
                 {"update": a WeightUpdate, "lost": tensor that the model drops}
 
 result is a JSON object. For each "sample" it has the completions and references ("failed" has the error instead). It
@@ -102,7 +104,7 @@ def play(given: str, result: str) -> NoReturn:
             try:
                 results.append(_sample(llm, act))
             except Exception as error:
-                if "fault" not in act:
+                if not act.keys() & {"fault", "refused"}:
                     raise
                 results.append({"failed": str(error)})
     metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
@@ -168,8 +170,11 @@ def _sample(llm, act: dict) -> dict:
         extra = {"moe_rl_key": key, "moe_rl_sink": sink} | request.pop("extra", {})
         if (request.get("n") or 1) > 1:
             extra["moe_rl_samples"] = request["n"]
+        prompt_of_vllm = {"prompt_token_ids": prompt} | (
+            {"cache_salt": salt} if (salt := request.pop("salt", "")) else {}
+        )
         arguments = {"temperature": 1.0, "ignore_eos": True, "logprobs": 0, "detokenize": False} | request
-        engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(**arguments, extra_args=extra))
+        engine.add_request(name, prompt_of_vllm, SamplingParams(**arguments, extra_args=extra))
         requests[name] = {"key": key, "prompt": prompt, "n": arguments.get("n", 1), "samples": {}}
     steps, aborted = 0, []
     while engine.has_unfinished_requests():

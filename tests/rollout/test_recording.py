@@ -314,29 +314,34 @@ def test_asynchronous_scheduling(play, router, preempt):
 
 @pytest.mark.long
 def test_a_weight_update_between_two_requests(play, router, other_checkpoint, tmp_path):
-    """The prefix cache is kept: the prompt keeps rows of the old weights, marked with the old version."""
+    """The prefix cache is kept over it. Prompts that are salted with their version find no older rows in it; one that
+    is not is refused."""
     from safetensors.torch import load_file
 
     update = msgspec.to_builtins(by_disk(tmp_path, load_file(other_checkpoint / "model.safetensors"), version=5))
-    again = requests(2, 1, prompt=100)
-    fresh = requests(2, 1, prompt=100, seed=9)
+
+    def asked(salt: str = "") -> list[dict]:
+        return requests(2, 1, prompt=100, salt=salt)
+
     outcome = play(
         [
-            {"sample": requests(2, 1, prompt=100), "sink": "before"},
+            {"sample": asked("0") + [asked()[0] | {"key": "plain"}], "sink": "before"},
             {"update": update},
-            {"sample": again + [one | {"key": "f" + one["key"]} for one in fresh], "sink": "after"},
+            {"sample": asked("5"), "sink": "after"},
+            {"sample": asked("5"), "sink": "again"},
+            {"sample": asked()[:1], "sink": "stale", "refused": True},
         ]
     )
     agree(outcome, router)
-    for completion in outcome.completions(1):
-        how = provenance(outcome, completion)
-        if completion["key"].startswith("f"):
-            assert how == [(len(completion["prompt"]), 5, "PREFILL"), (23, 5, "DECODE")]
+    for act, first in ((1, "PREFILL"), (2, "CACHED")):
+        for completion in outcome.completions(act):
+            how = provenance(outcome, completion)
+            assert how[0][1:] == (5, first) and {version for _, version, _ in how} == {5}
             sets, *_ = Router(other_checkpoint)(completion["prompt"] + completion["token_ids"])
             record = outcome.store.read(outcome.ref(completion))
             np.testing.assert_array_equal(np.sort(record.routes, -1), sets[:-1])
-        else:
-            assert how[0] == (96, 0, "CACHED") and how[1][1:] == (5, "PREFILL") and how[2][1:] == (5, "DECODE")
+    failure = outcome.result["acts"][-1]["failed"]
+    assert "request p0/c0, position 0" in failure and "weight version 0, 96 rows" in failure
 
 
 @pytest.mark.long

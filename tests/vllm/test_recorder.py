@@ -224,6 +224,30 @@ def test_a_preempted_request_keeps_the_rows_that_decided_its_tokens(fake):
     assert fake.recorder.stats["preemptions"] == 2
 
 
+def test_a_cached_prefix_of_older_weights_is_refused(fake):
+    """Block 1 was computed by version 0. "b" shares it under version 7, as its own prompt and as rows of its parent."""
+    tokens = [11, 12, 13, 14, 15, 16]
+    fake.step(new=[("a", "a", [1, 2], 0, tokens)])
+    fake.step(new=[("early", "early", [1, 3], 4, [17])], finished=["a"])
+    fake.recorder.weight_version = 7
+    fake.step(cached=[("early", None, 5, [18], [1, 3])])
+    fake.step(finished=["early"])
+    early = [*tokens[:4], 17, 18]
+    refs = fake.recorder.publish("shard", {"a": tokens, "early": early})
+    assert [(s.rows, s.weight_version) for s in fake.store.read(refs["early"]).spans] == [(4, 0), (1, 0), (1, 7)]
+
+    (part,) = refs["a"].parts
+    parent = {"moe_rl_parent": ["a", 6, refs["a"].source_sum, part.shard, part.digest]}
+    later = [*tokens, 19]
+    for key, more in (("b", {}), ("c", parent)):
+        fake.step(new=[(key, {"moe_rl_key": key, "moe_rl_sink": "late"} | more, [1, 4], 4, later[4:])])
+        fake.step(finished=[key])
+    with refused(EngineError, request="b", got=("weight version 0, 4 rows", "expected weight version 7")):
+        fake.recorder.publish("late", {"b": later})
+    kept = fake.store.read(fake.recorder.publish("late", {"c": later})["c"])
+    assert [(span.rows, span.weight_version) for span in kept.spans] == [(6, 0), (1, 7)]
+
+
 def test_a_request_may_end_while_it_is_preempted(fake):
     fake.step(new=[("a", "a", [1], 0, [8, 9, 10])])
     fake.step(new=[("b", None, [1], 0, [7] * 4)], preempted=["a"])
